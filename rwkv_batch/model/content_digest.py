@@ -52,7 +52,7 @@ def _computed(tensors: Mapping[str, Tensor]) -> str:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name in sorted(tensors):
             tensor = tensors[name]
-            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             pieces = (content[at : at + _PIECE_BYTES] for at in range(0, len(content), _PIECE_BYTES))
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
             for piece_digest in pool.map(_piece_digest, pieces):

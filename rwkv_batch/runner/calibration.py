@@ -39,17 +39,17 @@ class MeasuredInputs:
     def __init__(self, weights: Weights, device: torch.device) -> None:
         self._weights = weights
         self._device = device
-        self._store = QuantStore(weights.path, weights.fingerprint, Format.W8A8)
         self._by_name: dict[str, Tensor] | None = None
 
     def __call__(self, name: str) -> Tensor:
         """Return [in] fp32."""
         if self._by_name is None:
-            self._by_name = self._store.load_tensors(FILE)
-        if self._by_name is None or name not in self._by_name:
-            logger.info("measuring the inputs of %s for w8a8, once", self._weights.path.name)
-            self._by_name = measure(self._weights, self._device)
-            self._store.save_tensors(FILE, self._by_name)
+            store = QuantStore(self._weights.path, self._weights.fingerprint, Format.W8A8)
+            self._by_name = store.load_tensors(FILE)
+            if self._by_name is None or name not in self._by_name:
+                logger.info("measuring the inputs of %s for w8a8, once", self._weights.path.name)
+                self._by_name = measure(self._weights, self._device)
+                store.save_tensors(FILE, self._by_name)
         return self._by_name[name]
 
 
