@@ -192,7 +192,9 @@ class Store:
         now = time.time()
         entries = "SELECT owner, bytes FROM files UNION ALL SELECT owner, bytes FROM uploads"
         with self._open() as database:
-            database.execute("DELETE FROM uploads WHERE started < ?", (now - _UPLOAD_S,))
+            # Also one of a crashed process from before the clock was set back.
+            interval = (now - _UPLOAD_S, now + _UPLOAD_S)
+            database.execute("DELETE FROM uploads WHERE started NOT BETWEEN ? AND ?", interval)
             query = f"SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(owner = ?), 0) FROM ({entries})"
             used, count = database.execute(query, (file.owner,)).fetchone()
             if used + file.bytes > self._max_bytes:

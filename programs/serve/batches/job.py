@@ -116,7 +116,11 @@ class _KeyRemovedError(Exception):
 class BatchJob:
     """A batch under way."""
 
-    def __init__(self, store: Store, context: Context, batch: Batch) -> None:
+    def __init__(
+        self, store: Store, context: Context, batch: Batch, unix_time: Callable[[], float] = time.time
+    ) -> None:
+        """`unix_time`: returns the time that is compared with the batch's end, Unix time."""
+        self._unix_time = unix_time
         self._store = store
         self._context = context
         self.batch = batch
@@ -249,7 +253,7 @@ class BatchJob:
             return Status.FAILED
         if self.is_cancelled:
             return Status.CANCELLED
-        return Status.EXPIRED if time.time() >= self.batch.expires_at else Status.COMPLETED
+        return Status.EXPIRED if self._unix_time() >= self.batch.expires_at else Status.COMPLETED
 
     async def _run(self, worker: LineWorker | _RejectingWorker) -> Status:
         stopped = threading.Event()

@@ -150,8 +150,11 @@ class BatchRunner:
                 self._jobs[batch.id].is_key_removed = is_key_removed
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()
-            # Not the wall clock alone: one that is set ahead must not expire files.
-            await asyncio.to_thread(self._store.sweep, min(time.time(), self._offset + time.monotonic()))
+            await asyncio.to_thread(self._store.sweep, self._unix_time())
+
+    def _unix_time(self) -> float:
+        """Return the time for expiries. A clock that is set ahead while this process runs expires nothing."""
+        return min(time.time(), self._offset + time.monotonic())
 
     def _can_start(self, batch: Batch, is_key_removed: bool) -> bool:
         if time.monotonic() < self._retry_at.get(batch.id, 0.0):
@@ -164,7 +167,7 @@ class BatchRunner:
         return len(self._jobs) < _MAX_BATCHES and num_of_client < _MAX_BATCHES_PER_CLIENT
 
     def _start(self, batch: Batch) -> None:
-        self._jobs[batch.id] = BatchJob(self._store, self._context, batch)
+        self._jobs[batch.id] = BatchJob(self._store, self._context, batch, self._unix_time)
         self._tasks[batch.id] = asyncio.create_task(self._run(self._jobs[batch.id]))
 
     async def _run(self, job: BatchJob) -> None:

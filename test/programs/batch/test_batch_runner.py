@@ -159,6 +159,33 @@ def test_a_clock_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch: pytest.
     assert [file.id for file in store.files("", "", "", 10, True)] == ["file-a"]
 
 
+def test_a_clock_set_ahead_ends_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that is set back keep a batch from its end for more than that time."""
+    store = Store(tmp_path, 1 << 30, 100)
+    batch = faulty_batch(store)
+    wall, running = float(batch.expires_at - 3600), 50.0
+    monkeypatch.setattr(runner_process, "time", SimpleNamespace(time=lambda: wall, monotonic=lambda: running))
+    found: list[BatchJob] = []
+
+    async def run(self: BatchJob) -> None:
+        found.append(self)
+
+    monkeypatch.setattr(BatchJob, "run", run)
+
+    async def polled() -> None:
+        await BatchRunner(store, context, lambda: None)._poll()
+        await asyncio.sleep(0)
+
+    context: Any = SimpleNamespace(config=HttpConfig())
+    asyncio.run(polled())
+    wall, running = wall + 86_400, running + 10
+    assert found[0]._status_now() is Status.COMPLETED, "it may continue"
+    wall, running = wall - 86_400, running + 3600
+    assert found[0]._status_now() is Status.COMPLETED
+    wall += 3601
+    assert found[0]._status_now() is Status.EXPIRED
+
+
 class LooksLate(Store):
     """Returns running batches some time after reading them."""
 

@@ -6,10 +6,12 @@ import errno
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from routes import file_store
 from routes.file_store import Batch, Purpose, Result, Status, Store, StoredFile, StoreFullError
 
 DAY_S = 86_400
@@ -91,6 +93,18 @@ def test_a_failed_upload_takes_no_room(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(OSError, match="No space"):
             store.add_file(file("failed", None, 10), b"x" * 10)
     assert not list((tmp_path / "content").iterdir())
+    store.add_file(file("whole", None, 10), b"x" * 10)
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_crashed_upload_takes_no_room_after_the_clock_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int
+) -> None:
+    store = Store(tmp_path, 10, 10)
+    store._reserve(file("crashed", None, 10))
+    with pytest.raises(StoreFullError):
+        store.add_file(file("early", None, 10), b"x" * 10)
+    monkeypatch.setattr(file_store, "time", SimpleNamespace(time=lambda: time.time() + days * DAY_S))
     store.add_file(file("whole", None, 10), b"x" * 10)
 
 
