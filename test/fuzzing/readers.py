@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, patch
 
 from programs.batch.formats.jsonl import Jsonl
 from programs.batch.glossary import load_glossary
@@ -30,7 +31,8 @@ from programs.record import RunError
 from routes.api_keys import KeysError, load_keys
 from rwkv_batch.model.adapters.files import read_adapter
 from rwkv_batch.model.tensor_files import FileError, metadata_of, read_tensors
-from state_pool.session_file import InvalidSessionFile, SessionFile, decode
+from state_pool.layout import Layout
+from state_pool.session_file import _CHECKSUMS, InvalidSessionFile, SessionFile, decode
 from test.fuzzing.mutate import Mutate, mutate_bytes, mutate_json, mutate_pth, mutate_safetensors
 from test.hostile_tensors import valid_files
 from test.malformed_files import as_format_1
@@ -40,6 +42,7 @@ MAX_MESSAGE = 3000
 PER_PROCESS = 2000
 CPU_S = 60
 """For the inputs of one process."""
+STATE: Layout = {"a": ("float32", (2, 2)), "b": ("int8", (4,))}
 GLOSSARY = '{"pool": "状态", "Straße": "street"}'.encode()
 _DIGEST = b"0" * 64
 KEYS = b'[[key]]\nname = "a"\nkey = "secret-of-a"\nrows = 16\n\n[[key]]\nname = "b"\nsha256 = "%s"\n' % _DIGEST
@@ -60,6 +63,15 @@ def _read_tensors(path: Path) -> None:
     for tensor in read_tensors(path).values():
         tensor.float().sum()  # touches each number: one beyond the file ends the process
     metadata_of(path)
+
+
+def _read_session(path: Path) -> None:
+    """Decode it. Its content is also decoded as if the checksum were valid, as an attacker's is."""
+    data = path.read_bytes()
+    valid = {name: lambda file, one=checksum: (one(file), ANY)[1] for name, checksum in _CHECKSUMS.items()}
+    with patch.dict(_CHECKSUMS, valid):
+        decode(data).check("m", STATE, 65_536)
+    decode(data)
 
 
 def _read_adapter(path: Path) -> None:
@@ -86,9 +98,7 @@ def _tensors_as(suffix: str) -> Callable[[Path], list[bytes]]:
 
 
 def _sessions(_: Path) -> list[bytes]:
-    whole = SessionFile(
-        "m", 5, [1, 2, 3], {"a": ("float32", (2, 2)), "b": ("int8", (4,))}, {"a": b"\0" * 16, "b": b"1234"}
-    )
+    whole = SessionFile("m", 5, [1, 2, 3], STATE, {"a": b"\0" * 16, "b": b"1234"})
     tokens = SessionFile("m", 3, [1, 2, 3], {}, {})
     return [whole.encode(), tokens.encode(), as_format_1(whole), as_format_1(tokens)]
 
@@ -118,7 +128,7 @@ def _lines(_: Path) -> list[bytes]:
 READERS: dict[str, Reader] = {
     "pth": Reader("m.pth", _read_tensors, FileError, mutate_pth, _tensors_as(".pth")),
     "safetensors": Reader("m.safetensors", _read_tensors, FileError, mutate_safetensors, _tensors_as(".safetensors")),
-    "session": Reader("s", lambda path: decode(path.read_bytes()), InvalidSessionFile, mutate_safetensors, _sessions),
+    "session": Reader("s", _read_session, InvalidSessionFile, mutate_safetensors, _sessions),
     "adapter config": Reader("adapter_config.json", _read_adapter, FileError, mutate_json, _adapters),
     "jsonl": Reader("in.jsonl", _read_lines, RunError, mutate_bytes, _lines),
     "glossary": Reader("g.json", _read_glossary, RunError, mutate_json, lambda _: [GLOSSARY]),
