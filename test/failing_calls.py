@@ -1,4 +1,4 @@
-"""Makes the Nth file call of a process fail: open, read, write, sync, rename, mmap, ... (failing_calls.c)."""
+"""Makes the Nth call of a process fail: of files, of sockets or of memory (failing_calls.c)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathlib import Path
 from native import machine
 
 SOURCE = Path(__file__).with_name("failing_calls.c")
-_NUMBERS = struct.Struct("4q")
+_NUMBERS = struct.Struct("5q")
 _NAME_BYTES = 64
 FOLDER, CONTROL, ONLY = "FAILING_CALLS_FOLDER", "FAILING_CALLS_CONTROL", "FAILING_CALLS_ONLY"
 SYNCS = "fsync fdatasync"
+FILES, SOCKETS, MEMORY = 1, 2, 4
+"""Kinds of calls: on files below the folder, of TCP, allocations from 1 MiB on."""
 
 
 def environment(folder: Path, work: Path, only: str = "") -> Mapping[str, str]:
@@ -40,14 +42,15 @@ class FailingCalls:
         with (control or Path(os.environ[CONTROL])).open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _NUMBERS.size + _NAME_BYTES)
 
-    def arm(self, first: int, count: int = 1) -> None:
-        """Let `count` calls fail, the first of them with this number; counting starts at 1."""
-        _NUMBERS.pack_into(self._memory, 0, first, count, 0, 0)
+    def arm(self, first: int, count: int = 1, kinds: int = FILES) -> None:
+        """Let `count` calls of these kinds fail, the first of them with this number; counting starts at 1."""
+        _NUMBERS.pack_into(self._memory, 0, first, count, 0, 0, kinds)
 
     def disarm(self) -> int:
         """Let no call fail. Return how many have failed."""
-        _, _, calls, failed = _NUMBERS.unpack_from(self._memory)
-        _NUMBERS.pack_into(self._memory, 0, 0, 0, calls, failed)
+        failed: int
+        _, _, calls, failed, _ = _NUMBERS.unpack_from(self._memory)
+        _NUMBERS.pack_into(self._memory, 0, 0, 0, calls, failed, 0)
         return failed
 
     @property

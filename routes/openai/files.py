@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -26,6 +27,8 @@ from routes.response.http_response import (
 )
 from routes.route import Route, Upload
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+
+logger = logging.getLogger(__name__)
 
 PATH = "/openai/v1/files"
 READ_FAILED = "the file cannot be read"
@@ -130,7 +133,9 @@ async def call_store(
     except StoreFullError as error:
         raise ServiceError(ErrorKind.OVERLOADED, f"{failure_message}: {error}") from None
     except OSError as error:
-        message = f"{failure_message}: {error}; if the disk of --files-dir is full, free space on it, then retry"
+        logger.error("%s: %s", failure_message, error)  # a client does not learn the path
+        reason = error.strerror or error
+        message = f"{failure_message}: {reason}; if the disk of --files-dir is full, free space on it, then retry"
         raise ServiceError(ErrorKind.OVERLOADED, message, retry_after_s=_RETRY_S) from None
 
 

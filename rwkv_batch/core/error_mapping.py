@@ -108,7 +108,8 @@ def error_translator(
         if isinstance(error, PoolError):
             return as_service_error(error)
         logger.error("%s", failure, exc_info=error)
-        return ServiceError(ErrorKind.INTERNAL, f"{failure}: {type(error).__name__}: {error}")
+        reason = error.strerror if isinstance(error, OSError) else None  # its text has the server's path
+        return ServiceError(ErrorKind.INTERNAL, f"{failure}: {type(error).__name__}: {reason or error}")
 
     return translate
 

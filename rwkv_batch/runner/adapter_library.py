@@ -6,6 +6,7 @@ database and loaded again after a restart, if their files are unchanged. A separ
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -17,7 +18,6 @@ import msgspec
 from native.private_files import make_private, write_private
 from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.per_row import ServedAdapter, per_row_adapter
@@ -79,18 +79,20 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             logger.error("%s cannot be read, so the adapters of an earlier run are not loaded: %s", self._list, error)
             return []
 
-    def _save(self) -> None:
-        """Write the list of adapters that requests loaded. Raises OSError."""
+    def _save(self, without: str = "") -> None:
+        """Write the list of adapters that requests loaded, but not `without`. Raises OSError."""
         if self._list is None:
             return
         temp_path = self._list.with_suffix(
             f".{uuid.uuid4().hex}.new"
         )  # unique: engines that share the list may write at the same time
         try:
-            write_private(temp_path, msgspec.json.encode([info for info in self._infos.values() if info.is_kept]))
+            kept = [info for name, info in self._infos.items() if info.is_kept and name != without]
+            write_private(temp_path, msgspec.json.encode(kept))
             temp_path.replace(self._list)
         except OSError:
-            temp_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temp_path.unlink(missing_ok=True)
             raise
 
     def _read(self, path: Path, scale: float | None) -> ServedAdapter:
@@ -176,17 +178,15 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         return info
 
     def remove(self, name: str) -> AdapterInfo:
-        """Rows that use the adapter keep it to their end. Raises ServiceError."""
+        """Rows that use the adapter keep it to their end. Raises ServiceError, and then removes nothing."""
         info = self._infos.get(name)
         try:
+            if info is not None:
+                self._save(without=name)
             if info is None or not info.error:
                 self._adapters.remove(name)
-        except PoolError as error:
-            raise as_service_error(error) from error
+        except (PoolError, OSError) as error:
+            raise self._to_service_error(error) from error
         del self._infos[name]
         assert info is not None, "every registered adapter is listed"
-        try:
-            self._save()
-        except OSError as error:
-            raise self._to_service_error(error) from error
         return info

@@ -22,7 +22,6 @@ from native.private_files import make_private, make_private_folder
 from native.temporary_folder import remove_stale_files
 from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
-from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.core.mixtures import check_members
 from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError, StartupError, invalid
@@ -178,7 +177,7 @@ class StateLibrary(FileLibrary[StateInfo]):
             reply,
             lambda: self._read_given(call, path, temp_path),
             lambda found: self._finish(call, temp_path, *found),
-            lambda: _unlink(temp_path),
+            lambda: _discard(temp_path),
         )
 
     def _check_new(self, call: AddState) -> None:
@@ -201,8 +200,9 @@ class StateLibrary(FileLibrary[StateInfo]):
             try:
                 temp_path.write_bytes(msgspec.json.encode(_KeptMixture(members, call.defaults)))
                 temp_path.replace(self._folder / f"{call.name}{_MIXTURE_SUFFIX}")
-            finally:
-                _unlink(temp_path)  # gone if it was renamed
+            except OSError:
+                _discard(temp_path)
+                raise
         info = self._infos[call.name] = StateInfo(
             name=call.name,
             mixture=members,
@@ -231,8 +231,9 @@ class StateLibrary(FileLibrary[StateInfo]):
             info = self._register(call.name, state, host, call.file or _SENT, temp_path is not None, call.defaults)
             if temp_path is not None:
                 self._rename_kept(temp_path, call.name)
-        finally:
-            _unlink(temp_path)  # gone if it was kept
+        except (PoolError, OSError):
+            _discard(temp_path)
+            raise
         return info
 
     def _rename_kept(self, temp_path: Path, name: str) -> None:
@@ -245,16 +246,19 @@ class StateLibrary(FileLibrary[StateInfo]):
             raise
 
     def remove(self, name: str) -> StateInfo:
-        """Raises ServiceError."""
+        """Raises ServiceError, and then removes nothing."""
         info = self._infos.get(name)
+        is_in_pool = info is None or not (info.error or info.mixture)
         try:
-            if info is None or not (info.error or info.mixture):
+            if is_in_pool:
+                self._pool.tuned.get(name)
+            if self._folder is not None:
+                for suffix in (_STATE_SUFFIX, _MIXTURE_SUFFIX):
+                    (self._folder / f"{name}{suffix}").unlink(missing_ok=True)
+            if is_in_pool:
                 self._pool.tuned.remove(name)
-        except PoolError as error:
-            raise as_service_error(error) from error
-        if self._folder is not None:
-            _unlink(self._folder / f"{name}{_STATE_SUFFIX}")
-            _unlink(self._folder / f"{name}{_MIXTURE_SUFFIX}")
+        except (PoolError, OSError) as error:
+            raise self._to_service_error(error) from error
         assert info is not None, "every state of the pool is listed"
         del self._infos[name]
         return info
@@ -290,7 +294,7 @@ def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     except BaseException:
-        _unlink(path)
+        _discard(path)
         raise
 
 
@@ -299,9 +303,11 @@ def _temp_path_in(folder: Path) -> Path:
     return folder / f".{uuid.uuid4().hex}{_STATE_SUFFIX}"
 
 
-def _unlink(path: Path | None) -> None:
+def _discard(path: Path | None) -> None:
+    """Delete a temporary file. If that fails, a later start does."""
     if path is not None:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _check(call: AddState) -> None:

@@ -203,6 +203,22 @@ def test_adapters_of_requests_survive_a_restart(model: Path, tmp_path: Path) -> 
         assert call(engine, "adapter_list") == []
 
 
+def test_an_adapter_stays_if_its_list_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    """It would come back at the next start."""
+    write_adapter(model.parent / "stays.pth", random_lora(20, 3, 128))
+    with engine_with_adapters(model, str(tmp_path / "s.db"), names=()) as engine:
+        call(engine, "adapter_add", name="stays", file="stays.pth", scale=2.0)
+        (written,) = tmp_path.glob("s.db.adapters*")
+        written.unlink()
+        written.mkdir()  # a folder is not replaced
+        with pytest.raises(ServiceError, match=r"could not be loaded or removed: .*a directory"):
+            call(engine, "adapter_remove", name="stays")
+        assert run(engine, make_request("a", adapter="stays")).texts
+        written.rmdir()
+        call(engine, "adapter_remove", name="stays")
+        assert call(engine, "adapter_list") == [] and written.read_bytes() == b"[]"
+
+
 def test_engines_that_share_a_list_write_it_concurrently(tmp_path: Path) -> None:
     config = EngineConfig(model_path="", pool=PoolConfig(state_db=str(tmp_path / "s.db")))
 

@@ -331,6 +331,24 @@ def test_a_state_that_cannot_be_kept_is_an_error(model: Path, tmp_path: Path) ->
         assert run(engine, make_request("go")).texts
 
 
+def test_a_state_whose_file_cannot_be_deleted_stays(model: Path, tmp_path: Path) -> None:
+    """It would be listed without being usable, and come back at the next start."""
+    with engine_with_states(model, str(tmp_path / "s.db"), states=()) as engine:
+        call(engine, "state_add", name="sent", file="poet.pth")
+        file = tmp_path / "s.db.states" / "sent.safetensors"
+        content = file.read_bytes()
+        file.unlink()
+        file.mkdir()  # a folder cannot be unlinked
+        with pytest.raises(ServiceError, match=r"could not be loaded or removed: .*a directory") as refused:
+            call(engine, "state_remove", name="sent")
+        assert str(tmp_path) not in str(refused.value)
+        assert run(engine, make_request("go", state="sent")).texts
+        file.rmdir()
+        file.write_bytes(content)
+        call(engine, "state_remove", name="sent")
+        assert call(engine, "state_list") == [] and not list(file.parent.iterdir())
+
+
 def test_decode_parameters_are_kept_with_a_state_and_with_a_mixture(model: Path, tmp_path: Path) -> None:
     db, defaults = str(tmp_path / "s.db"), DecodeDefaults(temperature=0.25, stop_tokens=("\n\n", 7))
     mixture = [("sent", 2.0), ("", 1.0)]
