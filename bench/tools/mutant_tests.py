@@ -45,6 +45,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _failed.add(report.nodeid)
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:  # a missing package, for example
+        _failed.add(report.nodeid)
+
+
 def pytest_sessionfinish() -> None:
     if target := os.environ.get(RECORD):
         passed = {name: round(taken, 3) for name, taken in _seconds.items() if name not in _failed}
