@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rwkv_batch.core.output import RowOutput, StopAutomaton, StopRules, StopRulesCache
-from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, TokenLogprob
+from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Resumed, TokenLogprob
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.params import SamplingParams
 
@@ -129,6 +129,53 @@ def test_held_text_names_its_first_token() -> None:
     assert output.has_held_text and output.first_held_token() == 2
     output.append_token(spell("q")[0])
     assert not output.has_held_text
+
+
+def test_a_delta_names_its_row_and_tokens() -> None:
+    asked = request(chunk_size=2)
+    output = RowOutput(3, asked, StopRules(asked, TABLE), TABLE, return_token_ids=True)
+    for token in spell("abc"):
+        assert output.append_token(token) is None
+    assert output.pop_delta() == Delta(3, b"abc", 3, token_ids=spell("abc"))
+    assert output.pop_delta() is None
+    output.append_token(spell("d")[0])
+    assert output.pop_delta(DONE) == Delta(3, b"d", 1, DONE, token_ids=spell("d"))
+
+
+def test_tokens_of_another_engine_are_not_sent_again() -> None:
+    """Of the held text that it had sent, nothing comes twice; the rest comes with the next delta."""
+    for shown, first in ((2, b"STx"), (3, b"Tx"), (4, b"x")):
+        asked = request(stop_strings=[b"STOP"], resumed=Resumed(token_ids=spell("abST"), shown=shown))
+        output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
+        assert (output.tokens, output.pop_delta()) == (spell("abST"), None)
+        assert output.append_token(spell("x")[0]) is None
+        delta = output.pop_delta()
+        assert delta is not None and (delta.text, delta.num_tokens) == (first, 1)
+
+
+def test_held_text_with_log_probabilities_is_whole_tokens() -> None:
+    """Text is sent with its tokens: a token is held if its end is."""
+    pieces = ["a", " b", " abc", "d"]
+    tokens = [next(token for token, text in enumerate(TABLE) if text == piece.encode()) for piece in pieces]
+    asked = request(stop_strings=[b"cde"])
+    output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
+    texts = []
+    for token in tokens:
+        assert output.append_token(token, TokenLogprob(TABLE[token], -1.0, [])) is None
+        delta = output.pop_delta()
+        texts.append(b"" if delta is None else delta.text)
+        assert output.has_held_text == (token in tokens[2:])
+    assert texts == [b"a", b" b", b"", b""] and output.first_held_token() == 2
+
+
+def test_the_end_token_has_a_log_probability_and_no_text() -> None:
+    asked = request(chunk_size=0)
+    output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)
+    entries = [TokenLogprob(TABLE[token], -1.0, []) for token in (*spell("a"), 0)]
+    assert output.append_token(spell("a")[0], entries[0]) is None
+    assert output.append_token(0, entries[1]) is FinishReason.STOP
+    delta = output.pop_delta(DONE)
+    assert delta is not None and (delta.text, delta.logprobs) == (b"a", entries)
 
 
 def test_chunk_size_collects_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,46 @@ def test_time_that_two_steps_share_counts_once(clock: Clock) -> None:
     assert counted.stats()["busy_s"] == 3.5
 
 
+def test_counters_have_their_former_names_too(clock: Clock) -> None:
+    counted = Throughput()
+    assert counted.prefill_time_s(100) == 0.0, "no prompt was read yet"
+    counted.count(rows(30, 5), 2, started=98.0, launched=98.1)
+    counted.count_jump_forward(3)
+    clock.now = 100.2
+    counted.count(rows(4), 1, started=100.1, launched=100.1)
+    assert counted.stats() == {
+        "steps": 2,
+        "busy_s": 2.1,
+        "generated_tokens": 6,
+        "computed_tokens": 39,
+        "generated_tokens_per_s": 24.0,
+        "computed_tokens_per_s": 156.0,
+        "drawn_tokens": 6,
+        "read_tokens": 39,
+        "drawn_tokens_per_s": 24.0,
+        "read_tokens_per_s": 156.0,
+    }
+    assert len(counted._window) == 1, "steps within a quarter of a second share an entry"
+    clock.now = 101.0
+    assert counted.stats()["generated_tokens_per_s"] == 6.0
+
+
+def test_the_prefill_speed_follows_steps_with_prompts(clock: Clock) -> None:
+    counted = Throughput()
+    counted.count(rows(200), 1, started=98.0, launched=98.0)
+    assert counted.prefill_time_s(50) == pytest.approx(0.5)  # 100 tokens a second
+    clock.now = 101.0
+    counted.count(rows(15), 1, started=100.5, launched=100.5)  # too few tokens to tell
+    assert counted.prefill_time_s(50) == pytest.approx(0.5)
+    clock.now = 102.0
+    counted.count(rows(16), 1, started=101.0, launched=101.0)
+    assert counted.prefill_time_s(50) == pytest.approx(50 / (0.9 * 100 + 0.1 * 16))
+    decoding = [dataclasses.replace(row, uses_device_token=True) for row in rows(1, 1, 1)]
+    clock.now = 103.0
+    counted.count([*rows(1000), *decoding], 3, started=102.0, launched=102.0)
+    assert counted.prefill_time_s(50) == pytest.approx(50 / (0.9 * (0.9 * 100 + 0.1 * 16) + 0.1 * 1000))
+
+
 def test_rates_cover_only_the_last_seconds(clock: Clock) -> None:
     counted = Throughput()
     for _ in range(300):
@@ -82,5 +123,13 @@ def test_waits_before_first_tokens_of_interactive_rows_are_logged(
     (steps, first) = (
         json.loads(message.split(" ", words)[-1]) for message, words in zip(caplog.messages, (1, 2), strict=True)
     )
-    assert (steps["tokens"], steps["batch_rows"], steps["ms"], steps["launch_ms"]) == (60, 1, 1000.0, 200.0)
-    assert (first["at_s"], first["seated_ms"], first["waited_ms"], first["first_token_ms"]) == (98, 100, 1000, 2000)
+    step = {"ms": 1000.0, "launch_ms": 200.0, "rows": 2, "tokens": 60, "batch_rows": 1}
+    assert caplog.messages[0].startswith("prompts {") and steps == {"at_s": 99.0, "at_ms": 99000.0} | step
+    assert caplog.messages[1].startswith("first token {") and first == {
+        "at_s": 98.0,
+        "prompt_tokens": 30,
+        "first_token_ms": 2000.0,
+        "seated_ms": 100.0,
+        "waited_ms": 1000.0,
+        "steps": [{"at_ms": 1000.0} | step],
+    }
