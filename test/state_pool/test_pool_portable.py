@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import struct
 import tracemalloc
@@ -16,6 +17,7 @@ from safetensors.numpy import load
 
 from state_pool.errors import PoolError, PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.session_file import InvalidSessionFile, SessionFile, decode
+from state_pool.session_key import SessionKey
 from state_pool.turns.import_export import MAX_CONCURRENT
 from test.malformed_files import as_format_1, join, malformed_files, split, with_metadata
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
@@ -79,6 +81,55 @@ def test_replay_is_exported(tmp_path: Path) -> None:
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
     assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4]))
+    driver.pool.close()
+
+
+@pytest.mark.parametrize("durability", ["log", "turn", "memory"])
+def test_a_file_with_a_state_and_tokens_after_it(tmp_path: Path, durability: str) -> None:
+    changes = {"state_db": ""} if durability == "memory" else {"durability": durability}
+    driver = Driver(FakeArena(), config_in(tmp_path, **changes))
+    driver.turn("s", [1, 2])
+    file = dataclasses.replace(decode(export(driver, "s")), replay=[3, 4], num_tokens=4)
+    import_session(driver, "t", file.encode())
+    for reopens in (False, durability != "memory"):
+        if reopens:
+            driver.pool._flush = lambda store: None  # type: ignore[method-assign]
+            driver.pool.close()
+            driver = Driver(FakeArena(), config_in(tmp_path, **changes))
+        lease = driver.ready(driver.pool.turns.checkout("t"))
+        assert (lease.num_tokens, lease.replay) == (4, [3, 4])
+        driver.pool.turns.release(lease)
+        assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4]))
+        again = decode(export(driver, "t"))
+        assert (again.num_tokens, again.replay) == (4, [3, 4])
+    lease = driver.turn("t", [5])
+    assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4, 5]))
+    driver.settle()
+    assert integrity_faults(driver.pool) == []
+    driver.pool.close()
+
+
+def test_refused_exports_and_imports_name_the_session(tmp_path: Path) -> None:
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver.turn("s", [1])
+    file = driver.pool.import_export.fit(decode(export(driver, "s")))
+    for error, message, call in (
+        (
+            SessionBusy,
+            "there is a session 's' already; delete it first, or choose another id",
+            lambda: driver.pool.import_export.import_session("s", file, Outcome()),
+        ),
+        (SessionNotFound, "there is no session 's':3", lambda: driver.pool.import_export.export("s", print, 3)),
+    ):
+        with pytest.raises(PoolError) as caught:
+            call()
+        assert (type(caught.value), str(caught.value), caught.value.given) == (error, message, "s")
+    with pytest.raises(SessionNotFound, match=r"^there is no session 'nobody'$"):
+        driver.pool.import_export.export("nobody", print)
+    driver.pool._index.mark_unusable(driver.pool._index.get(SessionKey("s")), "its file is damaged")  # type: ignore[arg-type]
+    with pytest.raises(SessionUnusable, match=r"^session 's': its file is damaged$") as unusable:
+        driver.pool.import_export.export("s", print)
+    assert unusable.value.given == "s" and not driver.pool.import_export.pending
     driver.pool.close()
 
 

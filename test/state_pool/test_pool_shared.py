@@ -18,7 +18,8 @@ from state_pool.errors import DirectoryUnreachable, SessionBusy, SessionNotFound
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_key import Tier
 from state_pool.sessions import Lease, LeaseState
-from state_pool.turns import acquisition
+from state_pool.turns import acquisition, deletes
+from state_pool.turns.import_export import MAX_CONCURRENT
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_store, idle_writer
 from test.pool_integrity import integrity_faults
 
@@ -376,6 +377,58 @@ def test_export_and_import_on_any_engine(engines: Engines) -> None:
     two.turn("copy", [4])
     assert np.array_equal(one.state("copy"), expected_state([1, 2, 3, 4]))
     assert np.array_equal(one.state("s"), expected_state([1, 2, 3]))
+
+
+def test_a_refused_export_is_over(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    two.turn("s", [1])
+    for _ in range(2 * MAX_CONCURRENT):
+        found: list[SessionFile | Exception] = []
+        one.pool.import_export.export("nobody", found.append)
+        one.until(lambda: bool(found))  # noqa: B023
+        assert isinstance(found[0], SessionNotFound) and found[0].given == "nobody"
+    assert not one.pool.import_export.pending
+    exported: list[SessionFile | Exception] = []
+    one.pool.import_export.export("s", exported.append)
+    one.until(lambda: bool(exported))
+    assert isinstance(exported[0], SessionFile) and exported[0].num_tokens == 1
+
+
+def test_a_state_read_before_another_engines_turn_is_not_used(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = engines("one"), engines("two")
+    two.turn("s", [1])
+    two.settle()
+    store, held = get_store(one), []
+    load = store.load
+    monkeypatch.setattr(store, "load", lambda row, then: load(row, lambda result: held.append((then, result))))
+    lease = one.pool.turns.checkout("s")
+    one.until(lambda: bool(held))
+    one.pool.turns.release(lease)
+    two.turn("s", [2])
+    monkeypatch.setattr(store, "load", load)
+    again = one.pool.turns.checkout("s")
+    one.until(lambda: again.session.turn == 2)
+    (then, result) = held.pop()
+    then(result)
+    one.ready(again)
+    assert np.array_equal(fold(one.arena.memory[again.read_slot], again.replay), expected_state([1, 2]))
+    one.pool.turns.release(again)
+
+
+def test_idle_sessions_leave_memory_and_turns_stay(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engines("one", l1_sessions=1, l2_sessions=1)
+    for number in range(8):
+        one.turn(f"s{number}", [number])
+        one.settle()
+    lease, slot = begin(one, "s0", [9])
+    monkeypatch.setattr(deletes, "_MAX_IDLE_SESSIONS", 0)
+    one.until(lambda: len(one.pool._index) <= 3)
+    assert lease.session in list(one.pool._index)
+    assert end(one, lease, slot, [9]) is None
+    for number in range(8):
+        assert np.array_equal(one.state(f"s{number}"), expected_state([number, *([9] if number == 0 else [])]))
 
 
 def test_expired_sessions_are_deleted_unless_in_use(engines: Engines) -> None:
