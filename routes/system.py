@@ -13,9 +13,10 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes.context import Context
+from routes.docs.reference import page
 from routes.many_prompts import BIG_BATCH_LABEL
 from routes.models import model_entry
-from routes.openai.conversation import prompt_of
+from routes.openai.formatter import prompt_of
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Body, Messages, Texts
@@ -257,6 +258,12 @@ def _tokenizer_routes(prefix: str) -> tuple[Route, ...]:
     )
 
 
+async def docs(context: Context, query: dict[str, str]) -> HandlerResponse:
+    """Return every route with its fields, limits, errors and a curl command."""
+    content = page(context.shared[OPENAPI_KEY]).encode()
+    return HttpResponse(content, content_type="text/html; charset=utf-8")
+
+
 ROUTES = (
     Route("GET", "/healthz", healthz, None, "Whether the worker is alive.", answer=Health, is_public=True),
     Route(
@@ -311,4 +318,5 @@ ROUTES = (
     Route("GET", "/openapi.json", openapi, None, "The OpenAPI document."),
     *_tokenizer_routes(""),
     *_tokenizer_routes("/openai"),
+    Route("GET", "/docs", docs, None, "This reference as a web page.", is_public=True, content_type="text/html"),
 )

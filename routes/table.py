@@ -14,7 +14,6 @@ from routes import (
     translate,
     web_page,
 )
-from routes.docs import pages
 from routes.openai import batches, chat, completions, files, responses
 from routes.route import Route
 
@@ -33,6 +32,5 @@ ROUTES: tuple[Route, ...] = (
     *files.ROUTES,
     *batches.ROUTES,
     *system.ROUTES,
-    *pages.ROUTES,
     *web_page.ROUTES,
 )

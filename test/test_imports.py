@@ -89,11 +89,11 @@ ROOMS = {
     "routes.file_store",
     "routes.route": "routes.context routes.request routes.response routes.request_context",
     "routes": "routes.context routes.request_context routes.request routes.response routes.route routes.openai "
-    "routes.file_store",
+    "routes.file_store routes.docs",
     "routes.openai": "routes routes.context routes.request_context routes.request routes.response routes.route "
     "routes.file_store",
-    "routes.docs": "routes routes.context routes.request routes.response routes.route",
-    "routes.table": "routes routes.route routes.openai routes.docs",
+    "routes.docs": "routes.context routes.request routes.response routes.route",
+    "routes.table": "routes routes.route routes.openai",
     "routes.reference": "routes.docs routes.table",
     # Programs and the library.
     "programs": "",

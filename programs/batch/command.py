@@ -19,8 +19,7 @@ from programs.backends.local_engine import LocalEngine
 from programs.backends.remote_service import RemoteService
 from programs.batch.dry_run import Estimate
 from programs.batch.files import errors_path, open_files
-from programs.batch.formats.file_format import FileFormat, format_of, unknown_format
-from programs.batch.formats.registry import combine_formats
+from programs.batch.formats import FileFormat, combine_formats, format_of, unknown_format
 from programs.batch.glossary import Glossary, load_glossary
 from programs.batch.inputs import Input
 from programs.batch.lines import LineWorker

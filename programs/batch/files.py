@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from programs.batch.formats.file_format import FileFormat, compression_of
+from programs.batch.formats import FileFormat, compression_of
 from programs.batch.inputs import STDIN, Input, is_stream
 from programs.batch.lines import OK, Outcome
 from programs.batch.options import ERRORS_SUFFIX, Options

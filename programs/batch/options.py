@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from programs.batch import progress
-from programs.batch.formats.file_format import FORMAT_NAMES
+from programs.batch.formats import FORMAT_NAMES
 from programs.batch.sidecar import SUFFIX
 from programs.batch.tasks import OUT_FIELDS, TASKS, TaskOptions
 from programs.settings import SettingsError, program

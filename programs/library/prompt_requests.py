@@ -11,8 +11,7 @@ import msgspec
 from programs.library.outputs import State
 from programs.library.params import SamplingParams, chat_body, completion_body
 from routes.context import Context
-from routes.openai.conversation import conversation_rows
-from routes.openai.formatter import openai_rows
+from routes.openai.formatter import conversation_rows, openai_rows
 from routes.request.jobs import as_turn, row_stops
 from routes.response.answer_parser import AnswerFormat
 from rwkv_batch.request import GenerateRequest

@@ -8,16 +8,16 @@ from typing import Any
 
 from routes.context import Context
 from routes.openai.completion_models import ChatAnswer, ChatChunk
-from routes.openai.content_logprobs import ContentLogprobs
-from routes.openai.conversation import conversation_rows
 from routes.openai.formatter import (
     OpenAIFormatter,
+    conversation_rows,
     fingerprint,
     finish_fields,
     logprob_entries,
     row_finish,
     token_counter,
 )
+from routes.openai.logprobs import ContentLogprobs
 from routes.openai.request import ChatBody
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerParser

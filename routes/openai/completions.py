@@ -19,7 +19,7 @@ from routes.openai.formatter import (
     openai_rows,
     row_finish,
 )
-from routes.openai.logprob_arrays import LogprobArrays
+from routes.openai.logprobs import LogprobArrays
 from routes.openai.request import CompletionBody
 from routes.request import prompts
 from routes.request.bodies import Body

@@ -13,11 +13,10 @@ from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Messages, SamplingBody, SessionFields, StopTokens, TemplateFields, Texts
-from routes.request.call_grammar import tool_call_constraint
 from routes.request.fields import THINK_END, Fields, Pattern, UnsupportedOpenAIFields, at_most_one
 from routes.request.jobs import row_stops
 from routes.request.messages import Message
-from routes.request.tool_set import ToolSet, begins_with_call
+from routes.request.tools import ToolSet, begins_with_call, tool_call_constraint
 from routes.response.answer_parser import AnswerFormat
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from sampling.grammar.constraint import Constraint

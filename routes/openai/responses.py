@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 
 from routes.context import Context
-from routes.openai.content_logprobs import ContentLogprobs
-from routes.openai.conversation import conversation_rows
-from routes.openai.formatter import logprob_entries, token_counter
+from routes.openai.formatter import conversation_rows, logprob_entries, token_counter
+from routes.openai.logprobs import ContentLogprobs
 from routes.openai.responses_body import ResponsesBody
 from routes.openai.responses_models import ResponseEvent, ResponseObject
 from routes.request.jobs import make_job

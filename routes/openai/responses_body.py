@@ -22,7 +22,7 @@ from routes.request.fields import (
     Unsupported,
 )
 from routes.request.messages import Message
-from routes.request.tool_set import ToolSet
+from routes.request.tools import ToolSet
 from sampling.grammar.constraint import Constraint
 
 MAX_METADATA = 16

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.request.bodies import Fields
 from routes.request.fields import Pattern
-from routes.request.tool_set import Function, ToolSet
+from routes.request.tools import Function, ToolSet
 
 MAX_TOOLS = 128
 Name = Annotated[str, Pattern(r"^[a-zA-Z0-9_.-]{1,64}$", "1 to 64 letters, digits, '_', '.' and '-'")]

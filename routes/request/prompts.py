@@ -10,7 +10,7 @@ from itertools import dropwhile, groupby
 
 from routes.request.bodies import DEFAULT_STOPS, Template
 from routes.request.messages import Message
-from routes.request.tool_set import call_text
+from routes.request.tools import call_text
 
 FIM_STOP = "✿"
 END_OF_TEXT, BLANK_LINE = 0, 261

@@ -2,11 +2,121 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from routes.response.reasoning_parser import ReasoningParser
 from routes.response.tool_call_parser import DeltaToolCall, ToolCallParser
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+
+
+class _ParserState(enum.Enum):
+    START = enum.auto()
+    THOUGHT = enum.auto()
+    ANSWER = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """New text of each kind."""
+
+    reasoning: str
+    content: str
+
+
+class ReasoningParser:
+    """Parses one row's text. Any split of the text gives the same result.
+
+    White space around reasoning and answer is dropped. Only a possible tag is scanned twice, so the work is linear in
+    the length of the text.
+    """
+
+    def __init__(self, thinks: bool, keeps_space: bool = False) -> None:
+        """Create the parser of one row.
+
+        thinks: the prompt ended with `<think`, so the text begins with the end of that tag
+        keeps_space: keep leading white space, because the prompt ended inside the answer or the text is constrained
+        """
+        self._state = _ParserState.THOUGHT if thinks else _ParserState.ANSWER if keeps_space else _ParserState.START
+        self._tag_remainder = THINK_OPEN[-1] if thinks else ""
+        self._at_start = not keeps_space
+        self._buffer = ""
+        """Text that may be part of a tag."""
+        self._pending_space: list[str] = []
+        """White space of a thought. It is dropped if the thought ends there."""
+
+    @property
+    def is_inside_thought(self) -> bool:
+        return self._state is _ParserState.THOUGHT
+
+    @property
+    def num_held(self) -> int:
+        """Length of the text that may be part of a tag."""
+        return len(self._buffer)
+
+    def feed(self, text: str, final: bool) -> ReasoningDelta:
+        """Return all text that cannot change any more. With `final`, return the rest too."""
+        self._buffer += text
+        if self._state is _ParserState.START:
+            self._start(final)
+        reasoning = self._thought(final) if self._state is _ParserState.THOUGHT else ""
+        content = self._answer() if self._state is _ParserState.ANSWER else ""
+        return ReasoningDelta(reasoning, content)
+
+    def _start(self, final: bool) -> None:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer.startswith(THINK_OPEN):
+            self._state, self._buffer = _ParserState.THOUGHT, self._buffer.removeprefix(THINK_OPEN)
+        elif final or not THINK_OPEN.startswith(self._buffer):
+            self._state = _ParserState.ANSWER
+
+    def _thought(self, final: bool) -> str:
+        if self._at_start and not self._begin_thought():
+            return ""
+        end = self._buffer.find(THINK_CLOSE)
+        if end >= 0:
+            thought, self._buffer = (
+                self._strip_trailing_space(self._buffer[:end]),
+                self._buffer[end + len(THINK_CLOSE) :],
+            )
+            self._state, self._at_start = _ParserState.ANSWER, True
+            return thought
+        safe_length = len(self._buffer) if final else _length_before_tag(self._buffer)
+        thought, self._buffer = self._buffer[:safe_length], self._buffer[safe_length:]
+        return "".join([*self._pending_space, thought]) if final else self._strip_trailing_space(thought)
+
+    def _begin_thought(self) -> bool:
+        """Drop the text before the thought. Return whether the thought has begun."""
+        if self._buffer:
+            self._buffer, self._tag_remainder = self._buffer.removeprefix(self._tag_remainder), ""
+        self._buffer = self._buffer.lstrip()
+        self._at_start = not self._buffer
+        return not self._at_start
+
+    def _strip_trailing_space(self, text: str) -> str:
+        """Return the thought without its trailing white space, which is kept for the next delta."""
+        stripped = text.rstrip()
+        if not stripped:
+            self._pending_space.append(text)
+            return ""
+        thought = "".join([*self._pending_space, stripped])
+        self._pending_space = [text[len(stripped) :]]
+        return thought
+
+    def _answer(self) -> str:
+        answer, self._buffer = self._buffer, ""
+        if self._at_start:
+            answer = answer.lstrip()
+            self._at_start = not answer
+        return answer
+
+
+def _length_before_tag(text: str) -> int:
+    """Return the length of the part that cannot belong to the closing tag."""
+    at = text.rfind(THINK_CLOSE[0], max(0, len(text) - len(THINK_CLOSE) + 1))
+    return at if at >= 0 and THINK_CLOSE.startswith(text[at:]) else len(text)
 
 
 @dataclass(frozen=True, slots=True)

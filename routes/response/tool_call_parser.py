@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from routes.request.tool_set import FENCE, FENCE_END, TAG, TAG_END
+from routes.request.tools import FENCE, FENCE_END, TAG, TAG_END
 
 _CLOSINGS = {FENCE: FENCE_END, TAG: TAG_END}
 _OPENING = re.compile("|".join(map(re.escape, _CLOSINGS)))

@@ -11,7 +11,7 @@ import pytest
 from demo import files
 from demo.corpus import structured, tools
 from demo.engine_client import EngineClient, open_engine
-from routes.request.tool_set import FENCE, Function, ToolSet, call_text
+from routes.request.tools import FENCE, Function, ToolSet, call_text
 
 pytestmark = pytest.mark.skipif(not files.MODEL.is_file(), reason="no trained model in this tree")
 TUNED = files.MODEL.parent / "tuned"

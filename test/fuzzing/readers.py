@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY, patch
 
-from programs.batch.formats.jsonl import Jsonl
+from programs.batch.formats import Jsonl
 from programs.batch.glossary import load_glossary
 from programs.batch.inputs import Input
 from programs.record import RunError

@@ -13,10 +13,10 @@ import torch
 
 from app import main
 from programs.settings import FLAGS, SettingsError, parse_settings
+from programs.settings.__main__ import SETTINGS_PAGE, markdown
 from programs.settings.command_line import build_parser, default_http_workers
 from programs.settings.config import ServiceConfig
 from programs.settings.flags import REMOVED
-from programs.settings.page import SETTINGS_PAGE, markdown
 from routes.config import HttpConfig
 from rwkv_batch import __version__
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig

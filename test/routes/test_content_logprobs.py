@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from routes.openai.content_logprobs import ContentLogprobs
+from routes.openai.logprobs import ContentLogprobs
 from routes.response.answer_parser import AnswerFormat, AnswerParser
 from routes.response.event_stream import RowDecoder
 from rwkv_batch.request import TokenLogprob

@@ -29,7 +29,7 @@ TAGGED = [
 
 
 def part(thinks: bool, pieces: list[str]) -> tuple[str, str]:
-    from routes.response.reasoning_parser import ReasoningParser
+    from routes.response.answer_parser import ReasoningParser
 
     parser = ReasoningParser(thinks)
     update = [parser.feed(piece, final=False) for piece in pieces] + [parser.feed("", final=True)]
@@ -50,7 +50,7 @@ def test_reasoning_is_split_at_any_cut(thinks: bool, text: str, reasoning: str, 
 
 
 def test_an_answer_is_not_delayed() -> None:
-    from routes.response.reasoning_parser import ReasoningParser
+    from routes.response.answer_parser import ReasoningParser
 
     parser = ReasoningParser(thinks=False)
     assert [parser.feed(piece, False).content for piece in ("Hel", "lo <", "b>")] == ["Hel", "lo <", "b>"]

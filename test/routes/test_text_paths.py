@@ -65,7 +65,7 @@ def prompts_of(text: str) -> None:
 
 def thoughts(text: str) -> None:
     """Parse an answer in small pieces, with and without reasoning."""
-    from routes.response.reasoning_parser import ReasoningParser
+    from routes.response.answer_parser import ReasoningParser
 
     for thinks, begins in ((True, ""), (True, ">x"), (False, "")):
         parser = ReasoningParser(thinks)
@@ -77,7 +77,7 @@ def thoughts(text: str) -> None:
 
 def answers(text: str) -> None:
     """Decode the engine's bytes in small pieces, as text and as OpenAI's tokens."""
-    from routes.openai.logprob_arrays import LogprobArrays
+    from routes.openai.logprobs import LogprobArrays
     from routes.response.event_stream import RowDecoder
     from rwkv_batch.request import TokenLogprob
 

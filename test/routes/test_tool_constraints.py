@@ -11,8 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from routes.request.call_grammar import tool_call_constraint
-from routes.request.tool_set import Function, ToolSet
+from routes.request.tools import Function, ToolSet, tool_call_constraint
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form

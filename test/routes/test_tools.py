@@ -14,8 +14,7 @@ from openai import OpenAI
 from routes.request import prompts
 from routes.request.messages import Message
 from routes.request.prompts import Think
-from routes.request.signatures import signature
-from routes.request.tool_set import Function, ToolSet, call_text
+from routes.request.tools import Function, ToolSet, call_text, signature
 from routes.response.answer_parser import AnswerFormat, AnswerParser
 from test.serving import Service
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from programs.backends.handlers import BY_PATH
-from programs.batch.formats.jsonl import Jsonl
+from programs.batch.formats import Jsonl
 from programs.batch.inputs import Line
 from programs.batch.lines import OK, Outcome
 from programs.batch.tasks import TaskRequest

@@ -1,1 +1,0 @@
-"""File formats: a reader and a writer per format."""
