@@ -213,6 +213,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishReason(enum.StrEnum):
+    """Why a row ended."""  # the schema's description in the OpenAPI document
+
     STOP = "stop"
     LENGTH = "length"
     TIMEOUT = "timeout"
