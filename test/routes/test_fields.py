@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 
-from routes.request.bodies import MixedState, PromptBody, with_mixture_weights
+from routes.config import HttpConfig
+from routes.openai.request import ChatBody
+from routes.request.bodies import BatchBody, MixedState, PromptBody, with_mixture_weights
 from routes.request.fields import THINK_END, unescaped
+from routes.request.ignored import MAX_WARNINGS, validated
 from routes.request.json_body import validate
+from routes.request.tenants import cache_tenant, own_id, reachable_ids
+from routes.request_context import RequestContext, set_current_request
 from rwkv_batch.errors import ErrorKind, ServiceError
 from sampling.grammar.constraint import Constraint, Form
+from sampling.params import SamplingParams
 
 CONTENTS: dict[str, Any] = {"contents": ["a"]}
 TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -105,6 +111,61 @@ def test_alpha_fields_take_precedence_over_openais_names() -> None:
     assert penalties(presence_penalty=0.5, frequency_penalty=0.25, alpha_decay=0.5) == (0.5, 0.25, 0.5)
     alphas = {"alpha_presence": 1.0, "alpha_frequency": 0.0}
     assert penalties(presence_penalty=0.5, frequency_penalty=0.25, **alphas) == (1.0, 0.0, 0.996)
+
+
+def test_a_route_may_sample_by_temperature_only() -> None:
+    body = validate(BatchBody, {**CONTENTS, "temperature": 0.25})
+    assert body.sampling(7) == SamplingParams(temperature=0.25, seed=7)
+
+
+def test_several_constraints_exclude_each_other() -> None:
+    given = {"grammar": "a", "regex": "a", "json_schema": {}}
+    assert refusal(validate, PromptBody, CONTENTS | given) == (
+        "json_schema",
+        "grammar and regex and json_schema exclude each other",
+    )
+
+
+def test_caches_are_shared_only_if_the_service_says_so() -> None:
+    set_current_request(RequestContext(owner="key"))
+    assert cache_tenant(HttpConfig(share_prefix_cache=False)) == "key"
+    assert cache_tenant(HttpConfig(share_prefix_cache=True)) == ""
+    assert reachable_ids("s") == (own_id("s"), "s") and own_id("s") != "s"
+    assert reachable_ids(own_id("s")) == (own_id(own_id("s")),)
+    set_current_request(RequestContext())
+    assert cache_tenant(HttpConfig(share_prefix_cache=False)) == "" and reachable_ids("s") == ("s",)
+
+
+def test_an_ignored_field_is_reported_with_its_place() -> None:
+    def reported(body: dict[str, Any], model: Any = PromptBody, **options: Any) -> list[dict[str, str]]:
+        context = RequestContext()
+        set_current_request(context)
+        validated(model, body, **options)
+        return context.warnings
+
+    unknown = "is not a field of this request; the nearest known name is temperature; it was ignored"
+    assert reported({**CONTENTS, "temprature": 1}) == [{"field": "temprature", "message": f"temprature: {unknown}"}]
+    assert reported({**CONTENTS, "temprature": None, "other": 1}, others=["other"]) == []
+    nested = {**TALK, "template": {"usr": "a"}, "stream_options": {"x": 1}}
+    nested["messages"] = [*TALK["messages"], {"role": "user", "content": "a", "nmae": "b"}]
+    assert [one["message"] for one in reported(nested)] == [
+        "messages[1].nmae: is not a field of messages[1]; the nearest known name is name; it was ignored",
+        "template.usr: is not a field of template; the nearest known name is user; it was ignored",
+        "stream_options.x: is not a field of stream_options; it was ignored",
+    ]
+    assert reported(TALK | {"user": "u1"}, ChatBody) == [{"field": "user", "message": "user: is accepted and ignored"}]
+    many = reported({**CONTENTS, **{f"x{number}": 1 for number in range(MAX_WARNINGS + 1)}})
+    assert len(many) == MAX_WARNINGS + 1
+    assert many[-1] == {"field": "", "message": "more than 16 fields are unknown or ignored; these are the first"}
+    assert len(reported({**CONTENTS, **{f"x{number}": 1 for number in range(MAX_WARNINGS)}})) == MAX_WARNINGS
+    with pytest.raises(ServiceError) as caught:
+        reported({**CONTENTS, "temprature": 1}, is_strict=True)
+    assert (caught.value.info.field, caught.value.info.given) == ("temprature", 1)
+    assert caught.value.info.message == (
+        "temprature: is not a field of this request; the nearest known name is temperature; "
+        "correct or remove it (--strict-fields)"
+    )
+    assert len(reported(TALK | {"user": "u1"}, ChatBody, is_strict=True)) == 1, "known fields stay warnings"
 
 
 @pytest.mark.parametrize(

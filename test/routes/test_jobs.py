@@ -121,6 +121,7 @@ def test_counts_of_prompts_rows_and_tokens_are_limited(request_context: RequestC
     assert refusal(rows_of, contents=[" a"] * 3, n=3)[2] == 9
     mixture = [{"name": "x"}, {"name": "y"}]
     assert [row.mixture for row in rows_of(contents=[" a"] * 3, states=mixture)] == [[("x", 1.0), ("y", 1.0)]] * 3
+    assert [row.state for row in rows_of(states=mixture)] == [""]
     assert refusal(rows_of, contents=[" a"] * 2, states=mixture, n=2)[2] == 8
 
 
