@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,9 @@ import pytest
 from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.errors import ErrorKind
 from state_pool.disk import statements
+from state_pool.disk.checkpoint_store import FolderStore
+from state_pool.disk.copies import copy_database
+from state_pool.disk.database import open_writer
 from state_pool.disk.operations import Append, Checkpoint, Delete, ListQuery, SessionRow
 from state_pool.disk.writer import Writer
 from state_pool.errors import SessionNotFound, SessionReadFailed
@@ -261,3 +266,40 @@ def test_log_keeps_the_retained_tokens(tmp_path: Path, retain: int, kept: list[i
     driver.pool.close()
     with raw(tmp_path) as connection:
         assert [row[0] for row in connection.execute("SELECT turn FROM turns ORDER BY turn")] == kept
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
+    """What `fsync` was called for: the file's name, and the names in its folder at that time."""
+    calls: list[tuple[str, set[str]]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        calls.append((path.name, {one.name for one in (path if path.is_dir() else path.parent).iterdir()}))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return calls
+
+
+def test_an_object_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, synced: list[tuple[str, set[str]]]) -> None:
+    """And its name is there before the database refers to it."""
+    store = FolderStore(tmp_path)
+    store.prepare("states")
+    store.put("states/a", b"content")
+    (part, before), (folder, after) = synced
+    assert part.startswith("a.") and part.endswith(".part") and before == {part}
+    assert (folder, after) == ("states", {"a"})
+
+
+def test_a_copy_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, synced: list[tuple[str, set[str]]]) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "source.db")) as source:
+        source.execute("CREATE TABLE a (b)")
+        copy_database(source, tmp_path / "copy.db")
+    ((name, names),) = synced
+    assert name == "copy.db.part" and "copy.db" not in names and (tmp_path / "copy.db").exists()
+
+
+@pytest.mark.parametrize(("synchronous", "number"), [("NORMAL", 1), ("FULL", 2)])
+def test_commits_wait_for_the_disk_as_configured(tmp_path: Path, synchronous: str, number: int) -> None:
+    with contextlib.closing(open_writer(str(tmp_path / "s.db"), synchronous)) as connection:
+        assert connection.execute("PRAGMA synchronous").fetchone() == (number,)
