@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +133,72 @@ def test_visible_devices_are_numbered_as_cuda_numbers_them(monkeypatch: pytest.M
     assert [monitor.stats(name) for name in ("cuda", "cuda:2")] == [DeviceStats(7)] * 2
     assert asked == ["3", "GPU-abc", "2"], "a device is asked once in a second"
     assert monitor.stats("mps:0") == DeviceStats() and len(asked) == 3
+
+
+class FakeNvml:
+    """libnvidia-ml.so.1 with one GPU."""
+
+    def __init__(self, name: str) -> None:
+        assert name == "libnvidia-ml.so.1"
+        self.starts, self.answers = True, 0
+        self.asked: list[Any] = []
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802
+        return 0 if self.starts else 9
+
+    def _handle(self, which: Any, target: Any) -> int:
+        target._obj.value = 77
+        self.asked.append(which)
+        return 0 if which in (3, b"GPU-abc") else 6
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, target: Any) -> int:  # noqa: N802
+        return self._handle(index.value, target)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, target: Any) -> int:  # noqa: N802
+        return self._handle(uuid, target)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, target: Any) -> int:  # noqa: N802
+        assert handle.value == 77
+        target._obj.total, target._obj.free, target._obj.used = 80, 50, 30
+        return self.answers
+
+    def nvmlDeviceGetPowerUsage(self, handle: Any, target: Any) -> int:  # noqa: N802
+        assert handle.value == 77
+        target._obj.value = 123_400
+        return self.answers
+
+
+def test_a_gpus_memory_and_power_come_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", FakeNvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monitor = DeviceMonitor()
+    assert monitor.stats("cuda:3") == DeviceStats(30, 80, 123.4)
+    assert monitor.stats("cuda:4") == DeviceStats()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-abc")
+    assert monitor.stats("cuda:0") == DeviceStats(30, 80, 123.4)
+    nvml: Any = monitor._nvml
+    assert nvml._library.asked == [3, 4, b"GPU-abc"]
+    nvml._library.answers = 1
+    assert nvml.stats("3") == DeviceStats(), "values that the driver does not know are left out"
+
+
+def test_without_nvml_gpus_have_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert DeviceMonitor().stats("cuda:0") == DeviceStats()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(nvmlInit_v2=lambda: 9))
+    assert DeviceMonitor().stats("cuda:0") == DeviceStats()
+
+
+def test_the_cpus_memory_is_this_process_in_the_machine() -> None:
+    used, total, power = DeviceMonitor().stats("cpu")
+    status = Path("/proc/self/status").read_text()
+    resident = int(status.split("VmRSS:")[1].split()[0]) << 10
+    machine = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) << 10
+    assert used is not None and abs(used - resident) < 64 << 20
+    assert (total, power) == (machine, None)
 
 
 def test_two_threads_may_render_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
