@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import logging
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from rwkv_batch.ipc import process
+from rwkv_batch.ipc.process import LogStyle, set_up_logging
 
 CHILD = """
 import sys, threading, time
@@ -59,3 +69,72 @@ def test_threads_do_not_change_the_table_of_futexes() -> None:
     if before == "None":
         pytest.skip("this system has no such table")
     assert before == "0" and int(slots) >= 16
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The root logger, as before afterwards."""
+    root = logging.getLogger()
+    handlers, level, callbacks = root.handlers[:], root.level, gc.callbacks[:]
+    yield root
+    root.handlers[:], gc.callbacks[:] = handlers, callbacks
+    root.setLevel(level)
+
+
+def record(**fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("rwkv.x", logging.WARNING, "f.py", 1, "took %d\nparts", (3,), None)
+    made.created, made.msecs = 1700000000.0421, 42.1
+    if fields:
+        made.fields = fields
+    return made
+
+
+def test_a_line_of_the_log_is_text_or_json(root_logger: logging.Logger) -> None:
+    set_up_logging("http-0", LogStyle(form="json", level="warning"))
+    assert root_logger.level == logging.WARNING
+    assert [logging.getLogger(name).level for name in ("robyn", "asyncio")] == [logging.WARNING] * 2
+    form = root_logger.handlers[0].formatter
+    assert form is not None
+    assert json.loads(form.format(record(rows=3))) == {
+        "time": "2023-11-14T22:13:20.042Z",
+        "level": "warning",
+        "process": "http-0",
+        "logger": "rwkv.x",
+        "message": "took 3\nparts",
+        "rows": 3,
+    }
+    failed = record()
+    try:
+        raise KeyError("odd")
+    except KeyError:
+        failed.exc_info = sys.exc_info()
+    line = form.format(failed)
+    assert "\n" not in line and json.loads(line)["traceback"].endswith("KeyError: 'odd'")
+    set_up_logging("http-0", LogStyle())
+    (handler,) = root_logger.handlers
+    assert handler.formatter is not None
+    text = handler.formatter.format(record(rows=3, client="a"))
+    assert re.fullmatch(r"\d\d:13:20\.042 http-0     WARNING took 3\nparts rows=3 client=a", text)
+    assert handler.formatter.format(record()).endswith("WARNING took 3\nparts")
+
+
+def test_slow_collections_are_logged_at_level_debug(
+    root_logger: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(gc.callbacks)
+    set_up_logging("engine", LogStyle(level="info"))
+    assert len(gc.callbacks) == before
+    set_up_logging("engine", LogStyle(level="debug"))
+    assert len(gc.callbacks) == before + 1
+    notify: Any = gc.callbacks.pop()
+    root_logger.addHandler(caplog.handler)
+    now = [10.0]
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for seconds in (0.001, 0.0025):
+        notify("start", {"generation": 2})
+        now[0] += seconds
+        notify("stop", {"generation": 2})
+    lines = [one.getMessage() for one in caplog.records if one.name == process.logger.name]
+    assert [json.loads(line.removeprefix("collection ")) for line in lines] == [
+        {"at_s": 10.001, "ms": 2.5, "generation": 2}
+    ]
