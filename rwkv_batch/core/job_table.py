@@ -296,7 +296,8 @@ class JobTable:
         for sequence in list(self._leased):
             error = self._state_manager.failure(sequence)
             if error is not None:
-                self._remove_waiting(sequence)
+                if sequence.phase is Phase.WAITING:
+                    self._scheduler.remove_waiting(sequence.job)
                 self._end(sequence, FinishReason.ERROR, error.info)
 
     def _prune_deadlines(self) -> None:
@@ -304,10 +305,6 @@ class JobTable:
         if len(self._deadlines) > 2 * len(self._jobs) + DEADLINES_KEPT:
             self._deadlines = [entry for entry in self._deadlines if self._jobs.get(entry[2].job_id) is entry[2]]
             heapq.heapify(self._deadlines)
-
-    def _remove_waiting(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.WAITING:
-            self._scheduler.remove_waiting(sequence.job)
 
     def _end_job(self, job: RunningJob, reason: FinishReason) -> None:
         """End a job's rows. An answered turn is kept and still acknowledged, unless the job was cancelled."""

@@ -10,7 +10,7 @@ from state_pool.config import PoolConfig
 from state_pool.disk.operations import Append, Checkpoint, Done, SessionRow
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.layout import HostState
-from state_pool.session_key import LINEAR, Fence
+from state_pool.session_key import LINEAR
 from state_pool.sessions import PendingTurn, Session
 
 RETRY_DELAY_S = 1.0
@@ -82,12 +82,14 @@ class Checkpoints:
             return False
         if not ignore_retry_delay and time.monotonic() < self._next:
             return False
+        row = build_session_row(session)
+        # The fence now, not after a copy: the session may have moved on by then.
+        fence = session.fence if session.key.dialogue == LINEAR else None
         if session.host is not None:
-            self._store_state(session, self._checkpoint(session, session.host))
+            self._store_state(session, Checkpoint(row, session.host, fence=fence, shared=self._shared))
             return True
         if session.slot is None:
             return False
-        row, fence = build_session_row(session), self._fence_of(session)
         session.moving = True
         self._saving += 1
 
@@ -103,13 +105,6 @@ class Checkpoints:
     @property
     def _shared(self) -> bool:
         return self._store is not None and self._store.shared
-
-    def _fence_of(self, session: Session) -> Fence | None:
-        """The fence now. It must not be read after the copy: the session may have moved on."""
-        return session.fence if session.key.dialogue == LINEAR else None
-
-    def _checkpoint(self, session: Session, host: HostState) -> Checkpoint:
-        return Checkpoint(build_session_row(session), host, fence=self._fence_of(session), shared=self._shared)
 
     def store_turn(self, session: Session, slot: int, turn: Append, done: Done) -> bool:
         """Durability "turn": store the state after a turn together with the turn."""

@@ -181,7 +181,8 @@ class Tiers:
         if session.reloadable and (slot == ZERO_SLOT or self._config.l2_sessions == 0):
             self.forget(session)
             return True
-        if session.moving or (not self.host_has_room() and not self._may_overflow()):
+        # Without a disk, host memory may exceed its size: waiting states must not block evictions.
+        if session.moving or not (self.host_has_room() or (self._store is None and not self._slots_being_freed)):
             return self._store is not None and self._evict(session)
         reach("before_demotion")
         session.moving = True
@@ -344,10 +345,6 @@ class Tiers:
         log.
         """
         return 4 * len(self._index.l2) >= 3 * self._config.l2_sessions
-
-    def _may_overflow(self) -> bool:
-        """Whether host memory may exceed its size: without a disk, waiting states must not block evictions."""
-        return self._store is None and self._slots_being_freed == 0
 
     def host_has_room(self) -> bool:
         """Evicts some states if that is possible at once."""

@@ -308,7 +308,8 @@ def describe_error(error: Exception) -> str:
 
 def reported_error(error: Exception | None, job: SmallJob | Checkpoint, in_doubt: bool) -> Exception | None:
     """`in_doubt`: the outcome of a commit with the job is unknown."""
-    if error is not None and in_doubt and _ends_turn(job):
+    ends_turn = isinstance(job, Append) or (isinstance(job, Checkpoint) and job.commits is not None)
+    if error is not None and in_doubt and ends_turn:
         return TurnInDoubt("the connection to the session database was lost while it committed the turn")
     if error is None or isinstance(error, PoolError):
         return error
@@ -316,7 +317,3 @@ def reported_error(error: Exception | None, job: SmallJob | Checkpoint, in_doubt
         return DirectoryUnreachable(f"{describe_error(error)}; try again in a moment")
     outcome = "the turn was not stored" if isinstance(job, Append | Checkpoint) else "the change was not stored"
     return TurnNotStored(f"{outcome}: {describe_error(error)}")
-
-
-def _ends_turn(job: SmallJob | Checkpoint) -> bool:
-    return isinstance(job, Append) or (isinstance(job, Checkpoint) and job.commits is not None)

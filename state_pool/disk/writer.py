@@ -288,12 +288,9 @@ class Writer:
             self._state_failed(staging, error)
             return
         self._succeeded(written + _TRANSACTION_BYTES)
-        if staging.chunks:
-            self._chunks_written(staging)
-        else:
+        if not staging.chunks:
             self._state_written(staging, replaced)
-
-    def _chunks_written(self, staging: StagedState) -> None:
+            return
         with self._changed:
             if self._staged.current is not staging:  # a delete came first, maybe before the first chunk
                 self._garbage.append(staging.state_number)

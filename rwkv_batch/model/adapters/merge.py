@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -158,10 +157,6 @@ def _block_change(adapter: Adapter, target: str, tensor: Tensor, shape: tuple[in
     if tensor.dim() == 3:
         fits = out % rank == 0 and tuple(tensor.shape) == (inputs // rank, rank, rank) and inputs % rank == 0
         _fit(adapter, target, fits, tensor, shape)
-        return partial(_bone, tensor, scale)
+        return lambda w: formulas.bone(w, tensor.float(), scale)
     _fit(adapter, target, tuple(tensor.shape) == (rank, out) and rank <= inputs, tensor, shape)
     return lambda w: formulas.miss(w, tensor.float(), scale)
-
-
-def _bone(blocks: Tensor, scale: float, weight: Tensor) -> Tensor:
-    return formulas.bone(weight, blocks.float(), scale)

@@ -203,7 +203,7 @@ class LaunchGroups:
             separate = {id(row) for row in mixtures}
             rows = [row for row in rows if id(row) not in separate]
         if self._graphs.decode is None:
-            parts = [mixtures, sorted(rows, key=_is_constrained)]
+            parts = [mixtures, sorted(rows, key=lambda row: row.sequence.matcher is not None)]
         else:
             reading, decoding = split_prefill_decode(rows)
             scored = [row for row in reading if row.scored]  # graphs return logits only
@@ -252,7 +252,3 @@ def split_prefill_decode(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], 
 def are_all_plain(rows: list[ScheduledRow]) -> bool:
     """See `Sequence.is_plain`."""
     return False not in [row.is_plain for row in rows]  # a generator takes twice as long
-
-
-def _is_constrained(row: ScheduledRow) -> bool:
-    return row.sequence.matcher is not None
