@@ -34,7 +34,7 @@ def log_style(settings: Settings) -> LogStyle:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command in the first word, by default the service. Returns the exit code."""
+    """By default the service. Returns the exit code."""
     if arguments[:1] == ["batch"]:
         from programs.batch import command
 
@@ -52,7 +52,6 @@ def main(arguments: list[str]) -> int:
 
 
 def run() -> NoReturn:
-    """Entry point of the command `rwkv-batch`."""
     sys.exit(main(sys.argv[1:]))
 
 
@@ -68,7 +67,7 @@ def bench_programs(folder: Path) -> list[str]:
 
 
 def bench(arguments: list[str]) -> int:
-    """Runs a program of bench/ by name, like `python -m bench.NAME`. Returns the exit code."""
+    """Like `python -m bench.NAME`. Returns the exit code."""
     names = bench_programs(Path(__file__).parent / "bench")
     if not arguments or arguments[0] not in names:
         sys.stderr.write(f"error: bench needs the name of a program: {', '.join(names)}\n")
@@ -87,7 +86,7 @@ def bench(arguments: list[str]) -> int:
 
 
 def serve(arguments: list[str]) -> int:
-    """Runs the service. Returns the exit code: 2 for a wrong flag, 1 for a failed start."""
+    """Returns the exit code: 2 for a wrong flag, 1 for a failed start."""
     try:
         settings = parse_settings(arguments, os.environ)
     except SettingsError as error:

@@ -22,15 +22,12 @@ _numbers = itertools.count()
 
 
 class _Job:
-    """Collects the output of one job."""
-
     def __init__(self, rows: int) -> None:
         self._bytes = [b""] * rows
         self._done = threading.Event()
         self._errors: list[Any] = []
 
     def on_events(self, events: JobEvents) -> None:
-        """Append the text of one step."""
         for delta in events.deltas:
             self._bytes[delta.row] += delta.text
             if delta.finish and delta.finish.error:
@@ -41,7 +38,6 @@ class _Job:
             self._done.set()
 
     def on_admission(self, refusal: Any) -> None:
-        """Fail the job if the engine refused it."""
         if refusal is not None:
             self._errors.append(refusal)
             self._done.set()
@@ -80,7 +76,7 @@ class EngineClient:
         return job
 
     def complete(self, prompts: list[str], max_tokens: int) -> list[str]:
-        """Answer independent prompts as one batch."""
+        """The prompts are one batch."""
         return self._submit([self._request(prompt, max_tokens) for prompt in prompts]).texts()
 
     def converse(self, sessions: list[list[str]], max_tokens: int) -> list[list[str]]:

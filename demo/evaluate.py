@@ -15,7 +15,7 @@ from demo.files import MODEL, ensure_model
 
 @dataclass(slots=True)
 class Score:
-    """Counts right answers and keeps the first wrong ones."""
+    """Keeps the first wrong answers."""
 
     right: int = 0
     asked: int = 0
@@ -23,11 +23,9 @@ class Score:
 
     @property
     def share(self) -> float:
-        """The share of right answers."""
         return self.right / max(self.asked, 1)
 
     def count(self, prompt: str, wanted: str, got: str, right: bool) -> None:
-        """Count one answer."""
         self.asked += 1
         self.right += right
         if not right and len(self.wrong) < 40:
@@ -110,7 +108,6 @@ def report(client: EngineClient, *, sentences: int = 1000, sessions: int = 300, 
 
 
 def main() -> None:
-    """Evaluate a compact file through the engine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL, help="a compact file")
     parser.add_argument("--sentences", type=int, default=200)

@@ -25,7 +25,6 @@ def bits(model: Rwkv7) -> dict[str, Bits]:
 
 
 def save_compact(path: Path, model: Rwkv7, ids: NDArray[np.int64]) -> None:
-    """Write a model's compact file."""
     path.write_bytes(compress(bits(model), ids))
 
 

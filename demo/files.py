@@ -1,4 +1,4 @@
-"""The shipped model: a compact file that the first start expands to a standard `.safetensors` file.
+"""The shipped model: a compact file. The first start expands it to a standard `.safetensors` file.
 
 The compact file holds bf16 weights as two byte planes, compressed with LZMA. Its tables have one row per used id and a
 last row for all other ids. Expanding repeats the last row, so the standard file has all 65,536 rows.
@@ -82,7 +82,7 @@ def safetensors_bytes(tensors: dict[str, Bits]) -> tuple[bytes, list[bytes]]:
 
 
 def ensure_model(cache_dir: Path | None = None, source: Path = MODEL) -> Path:
-    """Return the path of the demo model's `.safetensors` file, expanded into the cache folder if missing.
+    """Return the demo model's `.safetensors` file, expanded into the cache folder if missing.
 
     Raises FileNotFoundError without a compact file and OSError if the folder cannot be written.
     """

@@ -33,8 +33,6 @@ def shifted(x: Tensor, begins: Tensor) -> Tensor:
 
 
 class TimeMix(nn.Module):
-    """The time mix of a block."""
-
     x_r: Tensor
     x_w: Tensor
     x_k: Tensor
@@ -111,8 +109,6 @@ class TimeMix(nn.Module):
 
 
 class ChannelMix(nn.Module):
-    """The channel mix of a block."""
-
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         c = shape.width
@@ -129,8 +125,6 @@ class ChannelMix(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
-
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         if layer == 0:

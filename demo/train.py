@@ -75,7 +75,6 @@ def start_from(path: Path, model: Rwkv7, compact: Compact) -> None:
 
 
 def plot_losses(losses: list[float], path: Path) -> None:
-    """Write the loss curve as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,7 +89,6 @@ def plot_losses(losses: list[float], path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for the compact file, loss.png and figures.json"
@@ -146,7 +144,6 @@ def fit(
 
 
 def main() -> None:
-    """Train a model, write its compact file and evaluate it."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)

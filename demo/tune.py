@@ -51,7 +51,7 @@ TUNINGS = {
 
 
 class LowRank(nn.Module):
-    """A weight [out, in] plus a low-rank product: W + B A."""
+    """W [out, in] + B A"""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def adapted(model: Rwkv7) -> dict[str, LowRank]:
 
 
 def tune(name: str, model: Rwkv7, compact: Compact, args: argparse.Namespace) -> list[Tensor] | dict[str, LowRank]:
-    """Train one of `TUNINGS`; return the states [heads, 64, 64] per layer, or the low-rank products."""
+    """Train one of `TUNINGS`. Returns the states [heads, 64, 64] per layer, or the low-rank products."""
     chosen = TUNINGS[name]
     model.requires_grad_(False)
     states: list[Tensor] | None = None
@@ -132,7 +132,6 @@ def save(name: str, tuned: list[Tensor] | dict[str, LowRank], out: Path) -> Path
 
 
 def main() -> None:
-    """Train, write and score each named tuning."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=TUNINGS)
     parser.add_argument("--out", type=Path, required=True)

@@ -15,7 +15,6 @@ SIZE = 65536
 
 @cache
 def tokenizer() -> pyrwkv_tokenizer.RWKVTokenizer:
-    """Return the World tokenizer."""
     return pyrwkv_tokenizer.RWKVTokenizer()
 
 
@@ -32,7 +31,7 @@ def token_bytes() -> tuple[bytes, ...]:
 
 
 def encode(text: str) -> list[int]:
-    """Return the ids of a text by greedy longest match."""
+    """Uses the greedy longest match."""
     ids: list[int] = tokenizer().encode(text)
     return ids
 

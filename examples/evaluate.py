@@ -25,7 +25,6 @@ def command(lm_eval: str, given: argparse.Namespace, rest: list[str]) -> list[st
 
 
 def main() -> int:
-    """Return lm_eval's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="rwkv7", help="the service's name for it")

@@ -14,7 +14,7 @@ import os
 _PR_FUTEX_HASH, _SET_SLOTS, _GET_SLOTS = 78, 1, 2
 """Linux, prctl.h."""
 _SLOTS_PER_CPU = 4
-"""The kernel's own maximum: it gives this number to a process with one thread per CPU."""
+"""The kernel's own maximum, which it gives to a process with one thread per CPU."""
 _MIN_SLOTS = 16
 
 

@@ -93,7 +93,7 @@ def _read_numbers(file: Path) -> dict[str, int]:
 
 @functools.cache
 def gpu_archs() -> tuple[str, ...]:
-    """Returns the visible NVIDIA GPUs' architectures, each once, as "sm_90"; empty without CUDA or on ROCm."""
+    """Returns the visible NVIDIA GPUs' architectures, like "sm_90"; empty without CUDA or on ROCm."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return ()
     capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}

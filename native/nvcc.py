@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def _from_pip() -> Path | None:
-    """Returns nvcc of the package `nvidia-cuda-nvcc` if it is complete and of torch's CUDA major version."""
+    """Returns nvcc of the package `nvidia-cuda-nvcc`, if complete and of torch's CUDA major version."""
     spec = importlib.util.find_spec("nvidia")
     version = torch_cuda()
     majors = [version.partition(".")[0]] if version else [str(PACKAGES_FOR)]

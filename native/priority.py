@@ -23,7 +23,7 @@ T = TypeVar("T")
 def at_low_priority(work: Callable[[], T], only_idle_cores: bool = False) -> T:
     """What `work` returns or raises, from a thread that stands behind all others, as do those that it starts.
 
-    The thread ends with it: only a privileged process could give a thread its priority back.
+    Then the thread ends: only a privileged process could restore its priority.
     """
     with ThreadPoolExecutor(1, "low-priority", partial(lower_thread_priority, only_idle_cores)) as thread:
         return thread.submit(work).result()

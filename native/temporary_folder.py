@@ -1,7 +1,7 @@
 """A folder of one process, beside those of others: what a process that was killed has left is removed by the next.
 
 Whoever holds the lock of the file in it is its owner, and the system lets go of the lock with the process, however that
-ends. So nobody's folder is taken away who runs, whatever user, container or service he is of.
+ends. So no running process loses its folder, of any user, container or service.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _remove_unowned(folder: Path) -> None:
 
 
 def remove_stale_files(folder: Path) -> None:
-    """Remove a folder's hidden files that dead processes left unfinished; those of live ones are younger."""
+    """Remove a folder's hidden files that dead processes left. Those of live processes are younger."""
     with contextlib.suppress(OSError):  # no folder, no permission, or another process removes them too
         for temp_path in folder.glob(".*"):
             if time.time() - temp_path.stat().st_mtime > STALE_FILE_S:

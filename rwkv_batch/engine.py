@@ -238,7 +238,7 @@ class Engine:
             self._inbox.run_all()
 
     def step(self) -> bool:
-        """Schedule and launch a step, then process the oldest one if enough steps are in flight.
+        """Schedule and launch a step. Process the oldest one if enough steps are in flight.
 
         One step in flight is the reference behaviour. With two, the next step is launched before the host has read the
         last tokens. With several devices, one more than the number of groups keeps all devices busy.

@@ -87,7 +87,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """tokens to read after the prompt; the request must have one row"""
     use_prefix_cache: bool = True
     constraint: Constraint | None = None
-    """grammar of the whole text; a complete text ends with reason STOP, without an end token"""
+    """grammar of the whole text; complete text ends with STOP, without an end token"""
     mixture: list[tuple[str, float]] = []
     """names of tuned states ("": the zero state) with weights of any sign and a sum above 0
 

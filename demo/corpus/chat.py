@@ -29,7 +29,6 @@ class Kind:
     lines: dict[str, list[str]]
 
     def say(self, rng: Random, name: str, value: str = "", *, chinese: bool = False) -> str:
-        """Sample a line with a value."""
         return pick(rng, self.lines[f"{name}_zh" if chinese else name]).format(value)
 
     @property
@@ -46,7 +45,6 @@ class Fact(NamedTuple):
     zh: str
 
     def say(self, rng: Random, name: str, *, chinese: bool) -> str:
-        """Sample a line of the kind with the value."""
         return self.kind.say(rng, name, self.zh if chinese else self.en, chinese=chinese)
 
 
@@ -60,7 +58,6 @@ class Turn(NamedTuple):
 
 @cache
 def kinds() -> tuple[Kind, ...]:
-    """Read `facts.toml`."""
     found = []
     for name, table in tomllib.loads((ROOT / "facts.toml").read_text(encoding="utf-8")).items():
         for thing, (zh, value) in table.pop("things", {"": ("", "")}).items():
@@ -76,12 +73,10 @@ def kinds() -> tuple[Kind, ...]:
 
 @cache
 def kind(name: str) -> Kind:
-    """Return the kind of a name."""
     return next(one for one in kinds() if one.name == name)
 
 
 def fact(rng: Random, of: Kind) -> Fact:
-    """Sample a fact of a kind."""
     value = render(rng, of.value)
     return Fact(of, value["en"], value["zh"])
 
@@ -100,7 +95,6 @@ def arithmetic(rng: Random) -> Phrase:
 
 
 def greeting(rng: Random, language: str) -> Phrase:
-    """Sample small talk in a language."""
     table = [line for line in phrase_table("small_talk") if (ord(line[1][0]) > 0x2000) == (language == "zh")]
     asked, answer, *_ = pick(rng, table)
     return {"zh_asked": pick(rng, asked.split(" / ")), "zh_answer": answer}
@@ -116,12 +110,10 @@ def exchange(rng: Random, symbol: str) -> Turn:
 
 
 def small_talk(rng: Random, chinese: bool) -> Turn:
-    """Sample a turn without a fact."""
     return exchange(rng, "small_talk.zh" if chinese else "small_talk.en")
 
 
 def telling(rng: Random, facts: list[Fact], chinese: bool) -> Turn:
-    """Sample a turn that states one or two facts."""
     told = [one.say(rng, "told", chinese=chinese) for one in facts]
     if len(facts) == 1:
         answer = facts[0].say(rng, "noted", chinese=chinese)
@@ -136,7 +128,6 @@ def telling(rng: Random, facts: list[Fact], chinese: bool) -> Turn:
 
 
 def asking(rng: Random, found: Fact, chinese: bool) -> Turn:
-    """Sample a turn that asks for a fact."""
     answer = found.say(rng, "given", chinese=chinese)
     return Turn(found.kind.say(rng, "asked", chinese=chinese), answer, found)
 
@@ -155,7 +146,7 @@ def split_facts(rng: Random, held: bool, choose: Callable[[Random], list[Kind]])
 
 
 def _choose(count: int, rng: Random) -> list[Kind]:
-    """Choose different kinds; names and numbers are more frequent."""
+    """Names and numbers are more frequent."""
     first = kind("name") if rng.random() < 0.3 else kind("number") if rng.random() < 0.15 else pick(rng, kinds())
     return [first, *[one for one in rng.sample(kinds(), count) if one is not first][: count - 1]]
 
@@ -216,5 +207,4 @@ def prompts(rng: Random, script: list[Turn], *, plain: bool = False) -> Iterator
 
 
 def document(rng: Random) -> Document:
-    """Sample a whole chat."""
     return rounds(list(prompts(rng, session(rng))))

@@ -42,7 +42,6 @@ def dialogue(
 
 
 def text_of(document: Document) -> str:
-    """Return the whole text."""
     return "".join(segment.text for segment in document)
 
 

@@ -74,7 +74,6 @@ def _column(text: str) -> list[str | Reference]:
 
 @cache
 def sections() -> dict[str, Section]:
-    """Read all template files."""
     found: dict[str, Section] = {}
     for line in words.lines("templates/*.txt"):
         if line.startswith("["):
@@ -101,7 +100,7 @@ class _Expansion:
         return self.scope[name]
 
     def resolve(self, reference: Reference) -> Any:
-        """Return a literal or a variable's value, or expand a symbol with its arguments."""
+        """A literal or a variable's value, or an expanded symbol."""
         symbol = reference.symbol
         if symbol[0] in "'-0123456789":
             return symbol.strip("'") if symbol[0] == "'" else int(symbol)
@@ -130,7 +129,7 @@ class _Expansion:
         return value
 
     def text(self, column: list[str | Reference], side: str) -> str:
-        """Return the text of a column; `side` is en or zh."""
+        """side: en or zh"""
         text = ""
         for part in column:
             if isinstance(part, str):
@@ -226,7 +225,6 @@ def _sample(rng: Random, section: Section, scope: Phrase) -> Phrase:
 
 
 def pick(rng: Random, items: tuple[T, ...] | list[T]) -> T:
-    """Sample one item uniformly."""
     return items[int(rng.random() * len(items))]
 
 
@@ -242,7 +240,6 @@ def invented(rng: Random) -> Phrase:
 
 
 def _other(rng: Random, subject: Phrase) -> Phrase:
-    """Sample a person who is not the subject."""
     for _ in range(20):
         found = expand(rng, "person")
         same = "person" in found and found["person"] == subject.get("person")

@@ -13,7 +13,6 @@ FLOWER = "✿"
 
 
 def arithmetic(rng: Random) -> Document:
-    """Sample one to four sums."""
     turns = [chat.exchange(rng, "sum") for _ in range(rng.randint(1, 4))]
     return rounds(dialogue([turn[:2] for turn in turns]))
 
@@ -65,9 +64,7 @@ SHARES = {
     infill: 0.03,
     repetition: 0.02,
 }
-"""Document families and their shares."""
 
 
 def document(rng: Random) -> Document:
-    """Sample one training document."""
     return rng.choices(list(SHARES), list(SHARES.values()))[0](rng)

@@ -15,7 +15,6 @@ NUMBERS = frozenset({"age", "number", "favorite number", "room number", "lucky n
 
 
 def as_json(facts: list[Fact]) -> str:
-    """Return the facts as a JSON object."""
     values = {one.kind.key: int(one.en) if one.kind.name in NUMBERS else one.en for one in facts}
     return json.dumps(values, ensure_ascii=False)
 

@@ -29,7 +29,6 @@ Tool = dict[str, Any]
 
 @cache
 def tools() -> tuple[Tool, ...]:
-    """Read `tools.toml`."""
     return tuple(tomllib.loads((ROOT / "tools.toml").read_text(encoding="utf-8"))["tool"])
 
 
@@ -49,7 +48,6 @@ class Listed:
         return f"- {self.name}({', '.join(self.signature)}){self.about}"
 
     def call(self, values: Values) -> str:
-        """Return the call as JSON."""
         arguments = dict(zip(self.parameters, values.values(), strict=True))
         return json.dumps({"name": self.name, "arguments": arguments}, ensure_ascii=False)
 
@@ -115,7 +113,6 @@ def request(rng: Random, given: list[Listed] | None = None, *, held: bool = Fals
 
 
 def system(listed: list[Listed], instruction: str = "") -> str:
-    """Return the round that lists the tools."""
     first = f"{instruction}\n" if instruction else ""
     return f"System: {first}Tools:\n" + "\n".join(tool.line for tool in listed) + f"\n{ONLY_CALLS}"
 

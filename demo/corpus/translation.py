@@ -57,7 +57,6 @@ def pair_phrase(rng: Random) -> Phrase:
 
 
 def contracted(text: str) -> str:
-    """Return English with contractions."""
     for long, short in phrase_table("contractions"):
         for one, other in ((long, short), (long[0].upper() + long[1:], short[0].upper() + short[1:])):
             if text.startswith(f"{one} ") or f" {one} " in text:

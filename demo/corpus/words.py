@@ -20,14 +20,14 @@ PREFIXES = {"adjectives": "adj.", "verbs": "verb.", "ui": "ui."}
 
 
 def lines(pattern: str) -> Iterator[str]:
-    """Yield the lines of data files without blank lines and comments."""
+    """Leave out blank lines and comments."""
     for file in sorted(ROOT.glob(pattern)):
         yield from (line for line in file.read_text(encoding="utf-8").splitlines() if line and line[0] != "#")
 
 
 @cache
 def phrase_table(name: str) -> tuple[tuple[str, ...], ...]:
-    """Return the lines of `phrases/NAME.txt`, split at ` | `."""
+    """Lines are split at ` | `."""
     return tuple(tuple(line.split(" | ")) for line in lines(f"phrases/{name}.txt"))
 
 
@@ -62,7 +62,7 @@ def inflect(verb: str) -> tuple[str, str, str]:
 
 
 def article(word: str) -> str:
-    """Return `a` or `an` by the first sound of a word."""
+    """`a` or `an`, by the first sound."""
     lower = word.lower()
     if lower.startswith(("uni", "use", "europ", "one", "ukulele", "user")):
         return "a"

@@ -69,7 +69,7 @@ def as_service_error(
 ) -> ServiceError:
     """Translate a failure of the state pool into a ServiceError.
 
-    field, given: the request's field at fault and its value, unless the error itself names them
+    field, given: the request's field at fault and its value, unless the error names them
     """
     if isinstance(error, PoolError):
         default_field = _FIELDS.get(type(error))

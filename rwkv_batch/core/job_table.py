@@ -119,7 +119,7 @@ class JobTable:
     def _report_session(self, sequence: Sequence, num_tokens: int) -> None:
         """Report that a turn begins.
 
-        The client learns this before the turn can be recorded, so that no turn runs twice.
+        The client learns this before the turn can be recorded. So no turn runs twice.
         """
         if sequence.job.spec.return_token_ids and sequence in sequence.job.live:
             replayed = sequence.replayed_tokens

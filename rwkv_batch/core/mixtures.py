@@ -1,6 +1,6 @@
 """Mixtures: one row reads the same tokens from several tuned states and samples from their mixed logits.
 
-A mixture has one request slot and one running slot, and one state slot per member. The row itself is the first member.
+A mixture has one request slot, one running slot, and one state slot per member. The row itself is the first member.
 A mixture gets all its slots at once or none, so a waiting row holds no slot.
 
 Of a mixture's session, the token log is kept. Its states stay in slots between turns while there is room.

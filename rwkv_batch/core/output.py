@@ -45,7 +45,7 @@ class StopAutomaton:
         self.first_bytes = bytes(self.root.children)
 
     def advance(self, node: Node, piece: bytes) -> tuple[Node, int | None]:
-        """Read a piece of text. Returns the next node and the start of the earliest stop that ends in the piece.
+        """Read a piece of text. Returns the next node, and the start of the earliest stop ending in the piece.
 
         The start is a byte offset in `piece`, negative if the stop began before it. None: no stop ends here.
         """

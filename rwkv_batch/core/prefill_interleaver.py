@@ -1,9 +1,9 @@
 """Lets new interactive prompts overtake a running step with batch rows.
 
 A launched step cannot be interrupted, and a step with batch rows takes longer than a short prompt. So the engine
-launches such a step in pieces of a few layers. It launches each piece when the one before it begins to run. Between two
-pieces it checks for interactive requests, and launches a prefill step for them first. It also checks before it builds a
-step's inputs and before it delivers a step's tokens. Both take about as long as a piece.
+launches such a step in pieces of a few layers. It launches each piece when the one before it begins to run. Between
+two pieces it checks for interactive requests and launches their prefill first. It also checks before it builds a
+step's inputs or delivers a step's tokens. Both take about as long as a piece.
 
 Each step has its own activation buffers, so nothing is computed twice.
 

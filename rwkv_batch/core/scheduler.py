@@ -73,7 +73,7 @@ class Scheduler:
     """Waiting, running and paused rows. Owned by the engine's thread."""
 
     def __init__(self, limits: Limits, slots: SlotSource, has_pieces: bool = False) -> None:
-        """has_pieces: whether a step with batch rows can be launched in pieces of a few layers"""
+        """has_pieces: whether steps with batch rows can be launched in pieces of a few layers"""
         self.limits = limits
         self._slots = slots
         self.admission = Admission(limits, slots, self)
@@ -175,7 +175,7 @@ class Scheduler:
         return is_due
 
     def schedule_interactive_prefill(self, running_jobs: Collection[RunningJob]) -> list[ScheduledRow]:
-        """Return the rows of a step that overtakes another one: interactive prompts without a first token.
+        """Return the rows of an overtaking step: interactive prompts without a first token.
 
         Jobs with rows in the overtaken step are left out. So are scored prompts, whose scores must be reported in the
         order of steps.

@@ -58,7 +58,7 @@ class SharedSlot:
 
 @dataclass(slots=True)
 class RollbackState:
-    """A state that has read `count` sampled tokens, kept while later text may be a stop."""
+    """A state after `count` sampled tokens, kept while later text may be a stop."""
 
     slot: int
     count: int
@@ -292,7 +292,7 @@ class Sequence:
         self.queue_s = time.monotonic() - self.job.submitted_at
 
     def may_run(self, oldest: int) -> bool:
-        """False if its last sampling is launched, or if a launch could not be rolled back.
+        """False if its last sampling is launched, or a launch could not be rolled back.
 
         oldest: see `Scheduler.schedule`
         """

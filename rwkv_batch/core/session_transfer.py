@@ -18,7 +18,7 @@ from state_pool.turns.import_export import FittedFile
 _to_service_error = error_translator("the session file could not be read or written", {InvalidSessionFile: "body"})
 
 Put = Callable[[Callable[[], None]], bool]
-"""Runs a function on the engine's thread; returns False if the engine no longer accepts work."""
+"""Runs a function on the engine's thread. Returns False if the engine accepts no work."""
 
 
 class SessionTransfer:

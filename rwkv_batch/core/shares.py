@@ -33,7 +33,7 @@ class Limits:
     mixed_rows: int = 0
     """up to this many decoding rows, prefill shares their graph and costs little"""
     min_gathered_prefill_tokens: int = 0
-    """from this many queued prompt tokens on, every round includes prefill; below it, every fifth one. 0: always"""
+    """with this many queued prompt tokens, every round includes prefill, else every fifth. 0: always"""
     max_batch_rows_with_interactive: int = 0
     """batch rows that decode in a step while interactive requests arrive; 0: all"""
 
@@ -108,7 +108,7 @@ class BatchThrottle:
     A first token waits until the running step ends, so long steps delay it.
 
     - While an interactive row reads its prompt, batch rows run in only one of a few steps.
-    - For a while after the last interactive row, few batch rows decode per step, in turn. Few of their prompt tokens
+    - After the last interactive row, few batch rows decode per step for a while, in turn. Few of their prompt tokens
       are read.
     - If steps are launched in pieces (`core/prefill_interleaver.py`), more prompt tokens of batch rows are read per
       step.
@@ -163,7 +163,7 @@ class BatchThrottle:
         return [sequence for sequence in ready if not sequence.job.is_batch or sequence in chosen]
 
     def skip_step(self) -> bool:
-        """Return whether this step runs without batch rows because an interactive row awaits its first token."""
+        """Return whether this step leaves out batch rows: an interactive row awaits its first token."""
         is_first_token_awaited = self._interactive.num_running and any(map(awaits_first_token, self._reading))
         self._skipped_steps = (self._skipped_steps + 1) % BATCH_SHARE_DIVISOR if is_first_token_awaited else 0
         return self._skipped_steps > 0

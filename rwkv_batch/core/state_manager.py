@@ -1,7 +1,7 @@
 """Decides which slots a row reads and writes. The engine's side of the state pool.
 
-A row never writes to a slot that another row may still read. Its initial state stays unchanged: a session's parked
-state, a cached prefix or a shared prompt. The row's own slot receives the new state. So forking, resuming and rolling
+A row never writes to a slot that another row may still read. Its initial state stays unchanged: a session's state, a
+cached prefix or a shared prompt. The row's own slot receives the new state. So forking, resuming and rolling
 back copy nothing.
 """
 

@@ -255,7 +255,7 @@ class Fleet:
         in_flight_job.forward(events)
 
     def _on_lost(self, in_flight_job: InFlightJob, attempt: Attempt, error: ErrorInfo) -> None:
-        """Continue a job on another engine after its engine was lost, unless that happened too often."""
+        """Continue a job on another engine after its engine was lost, unless too often."""
         attempt.member.mark_failed(attempt.connection)
         if in_flight_job.is_cancelled:
             self._fail(in_flight_job, CANCELLED)
@@ -329,7 +329,7 @@ class Fleet:
         return chosen
 
     def _session_member(self, session: str) -> Member | None:
-        """Return the engine that served the session last, else the one that every process would choose."""
+        """Return the engine that served the session last, else the one every process would choose."""
         members = self.members
         known = self._sessions.get(session) if self._limits.shares_sessions else None
         named = next((member for member in members if member.name == known), None)

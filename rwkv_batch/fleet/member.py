@@ -97,7 +97,7 @@ class Member:
 
     @property
     def draining_error(self) -> ErrorInfo:
-        """The error of a job that it refuses while it drains, if no other engine comes.
+        """The error of a job that it refuses while draining, if no other engine comes.
 
         The service itself continues.
         """

@@ -1,6 +1,6 @@
-"""Counts jobs in the ledger of API keys' limits, which one engine holds for all processes.
+"""Counts jobs in the ledger of API keys' limits. One engine holds it for all processes.
 
-It is the engine that has run longest, so an engine that joins takes nothing over. An engine that joins may have run
+The engine that has run longest holds it, so a joining engine takes nothing over. An engine that joins may have run
 longer than was known, so requests wait until this process has connected to it. If the holder is lost, the next one gets
 what this process knows: the balances that the holder reported, and this process's own jobs.
 """
@@ -33,7 +33,7 @@ class QuotaLedger:
         self._unreported: dict[str, None] = {}
         """jobs with tokens that the holder does not know yet"""
         self._lock = threading.RLock()
-        """held while a message is sent, so that a new holder first gets what is known"""
+        """held while a message is sent: a new holder first gets the known jobs"""
         self._holder: Member | None = None
         self._connection = 0
 
@@ -46,7 +46,7 @@ class QuotaLedger:
     def acquire(self, usage: Usage, on_answer: Callable[[bool | ServiceError], None]) -> bool:
         """Count a job. Returns False if the holder is not known yet; then `on_answer` is not called.
 
-        on_answer: gets True, or the error if a limit is reached or the holder is lost
+        on_answer: gets True, or an error if a limit is reached or the holder lost
         """
         with self._lock:
             holder = self._find_holder()

@@ -155,9 +155,9 @@ class BufferedLink(Generic[Incoming, Outgoing]):
                 self._has_input.notify()
 
     def put_stale(self, pieces: list[bytes]) -> None:
-        """As `put`, for pieces that may be long under way: they wait for the next `put`.
+        """As `put`, for pieces that may be old: they wait for the next `put`.
 
-        The sender may have given up this link, so it must be heard once more first.
+        The sender may have given up this link, so its next message must come first.
         """
         with self._has_input:
             if not self._late_pieces and not self._closed:

@@ -93,7 +93,7 @@ def unix_connector(address: str) -> Connect:
 class _Listener(NamedTuple):
     sink: Sink
     is_turn: bool
-    """whether it is a session's turn, which may have been kept if the engine is lost"""
+    """whether it is a session's turn, which a lost engine may have kept"""
 
 
 class _PendingCall(NamedTuple):

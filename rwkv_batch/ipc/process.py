@@ -141,7 +141,7 @@ def set_compute_environment() -> None:
 def gc_paused() -> Iterator[None]:
     """Disable garbage collection during imports, whose objects stay.
 
-    Collections would walk all of them. The remaining garbage is 1.6 MB; finding it would take 0.1 to 0.2 s per start.
+    Collections would walk all of them. The remaining garbage is 1.6 MB. Finding it would take 0.1 to 0.2 s per start.
     """
     gc.disable()
     try:

@@ -353,7 +353,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
                 self._close()
 
     def _send_waiting(self) -> None:
-        """Send the queued frames. A frame stays first in the queue until it is sent, so that none overtakes it.
+        """Send the queued frames. A frame stays first in the queue until it is sent. So none overtakes it.
 
         The last frame is removed and the loop ends under one hold of the lock. So a concurrent `send` sees either the
         queue or no thread.

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_ops(wanted: str, device: torch.device, version: str = RWKV7) -> tuple[Ops, dict[str, str]]:
-    """Returns the backend for a device and model version, and the unavailable ones (name -> reason).
+    """Returns the backend for a device and model version, and unavailable ones (name -> reason).
 
     wanted "auto" tries all in order of speed. Also reports missing kernels of the chosen backend.
     Raises ValueError if the named backend is unavailable.

@@ -90,7 +90,7 @@ class LayerBase:
 
 @dataclass(slots=True)
 class ValueResidual:
-    """The gate that mixes the first layer's values into a later layer's; absent in layer 0."""
+    """The gate that mixes layer 0's values into a later layer's; absent in layer 0."""
 
     v0: Tensor
     """[C] fp32"""

@@ -107,7 +107,7 @@ L = TypeVar("L", bound=LayerBase)
 class LayerLoader:
     """Loads tensors of a weight file for one stage.
 
-    Without `moves_matrices`, matrices stay where the file's tensors are, for a backend that places them itself.
+    Without `moves_matrices`, matrices stay where the file's tensors are: the backend places them itself.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class LayerLoader:
         return Norm(self.vector(f"{name}.weight"), self.vector(f"{name}.bias"))
 
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
-        """The matrices are stored as one tensor [number, out, in], or [number, in, out] with `transpose`."""
+        """One tensor holds all matrices: [number, out, in], or [number, in, out] with `transpose`."""
         stored = self._tensor(name)
         maps = [self._plain_linear(one, transpose) for one in stored]
         release(stored)

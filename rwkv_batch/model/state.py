@@ -203,7 +203,7 @@ class StateArena:
         self.shift = slots(num_layers, shift_dtype, 2, shape.width)
 
     def layer_wkv(self, layer: int) -> Tensor:
-        """[num_slots, H, 64, 64], or as version and format have it; a view, strided over slots"""
+        """A view [num_slots, H, 64, 64], or by version and format; strided over slots."""
         return self.wkv[:, layer - self._first_wkv]
 
     def att_shift(self, layer: int) -> Tensor:

@@ -49,7 +49,7 @@ class StepInputs:
     single_rows: int = 0
     """The first rows that have one token each, for backends that use it; 0: unknown."""
     token_rows: Tensor | None = None
-    """[T] int64: the row of each token; computed on the device by backends that need it"""
+    """[T] int64: the row of each token; backends that need it compute it"""
     adapters: Tensor | None = None
     """[T] int64 on the CPU: adapter number of each token, 0 for none; None: no row has one"""
     adapter_tiles: AdapterTiles | None = None
@@ -99,7 +99,7 @@ def token_shift(h: Tensor, shift: Tensor, inputs: StepInputs) -> Tensor:
 
 
 def longest_first(inputs: StepInputs) -> tuple[Tensor, Iterator[Tensor]]:
-    """Return the rows [B] int64 from longest to shortest, and per position the tokens [n] there.
+    """Return the rows [B] int64, longest first, and per position the tokens [n] there.
 
     The n tokens belong to the first n rows in that order.
     """
@@ -118,7 +118,7 @@ def _positions(starts: Tensor, lengths: list[int]) -> Iterator[Tensor]:
 
 
 def on_unpacked(run: Callable[[Tensor, StepInputs], T], wkv: Tensor, inputs: StepInputs) -> T:
-    """Run a function of fp32 states over int8 slots wkv [num_slots, H, 4224], which are updated.
+    """Run a function of fp32 states over int8 slots wkv [num_slots, H, 4224], updated.
 
     `run` gets the rows' states [B, H, 64, 64] fp32 as slots, and updates them. A row's state is rounded once, after its
     last token.

@@ -50,7 +50,7 @@ class FileLibrary(Generic[Info]):
         register: Callable[[Found], Info],
         when_refused: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run `read` on the file thread and `register` on the engine's, then reply with the result.
+        """Run `read` on the file thread and `register` on the engine's, then reply.
 
         Both may raise anything, because a file may contain anything. `when_refused` runs if the engine takes no
         commands.

@@ -1,4 +1,4 @@
-"""Copies tensors to the host, so that reading one step does not wait for the next."""
+"""Copies tensors to the host: reading one step does not wait for the next."""
 
 from __future__ import annotations
 

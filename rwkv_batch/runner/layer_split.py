@@ -105,7 +105,7 @@ def _layers_that_fit(device: torch.device, layer_bytes: float, share: float, lay
 def balance_layers(
     layers: int, head: float, speeds: Sequence[float], max_layers: Sequence[int], unit: float = 1.0
 ) -> list[float]:
-    """Balance layers between stages, in order, so that the slowest stage is as fast as possible.
+    """Balance layers between stages, in order: the slowest stage is as fast as possible.
 
     On a tie, later stages get more: the first one also waits for the tokens that the last one samples.
     head: cost of head and sampler in layers, for the last stage.

@@ -96,7 +96,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="events")
     def events(self, peer: str) -> Iterator[list[bytes]]:
-        """Yield everything sent to an HTTP worker, in pieces of a `BufferedLink`, until it is gone."""
+        """Yield everything sent to an HTTP worker until it is gone, in a `BufferedLink`'s pieces."""
         server = self._server
         if server is None:
             return

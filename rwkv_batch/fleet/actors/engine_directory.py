@@ -61,7 +61,7 @@ class EngineDirectory:
         return self.actors.get(name) or self._look_up(name)
 
     def forget(self, name: str) -> None:
-        """Look the name up again: its actor has died, and another one may have the name."""
+        """Look the name up again: its actor has died, and another may have the name."""
         actors = self.actors  # one reference: `poll` may replace the dict
         if name in actors:
             actors[name] = None

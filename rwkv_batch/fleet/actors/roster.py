@@ -69,7 +69,7 @@ class Roster:
     def poll(self) -> tuple[ServedModel, ...]:
         """Return the known state of each engine. Places, removes and restarts engines that are due.
 
-        Raises StartupError for an engine that cannot load or serves something else, until one was ready.
+        Until an engine was ready: raises StartupError if one cannot load or serves something else.
         """
         actors = self._directory.actors.copy()
         self._foreign &= actors.keys()

@@ -1,4 +1,4 @@
-"""Adapters on a GPU: a device table of their matrices, which CUDA graphs read, and csrc/adapters.cu.
+"""Adapters on a GPU: csrc/adapters.cu, and a device table of matrices for CUDA graphs.
 
 Mixtures of experts (MoLE) are plain torch in fp32, in steps without graphs.
 """
@@ -110,7 +110,7 @@ class CudaAdapterTable(AdapterTable):
         self.table[number].copy_(entries)
 
     def drop(self, number: int) -> None:
-        """See AdapterTable. Steps in flight still read it: its memory is reused only after them on the stream."""
+        """See AdapterTable. Steps in flight still read it: the stream reuses its memory only after them."""
         self._memory.pop(number, None)
         self._experts.pop(number, None)
 
@@ -175,7 +175,7 @@ class CudaLayerAdapters:
             hidden[tokens], y[tokens] = own.to(hidden.dtype), added.to(y.dtype)
 
     def sqrt_hidden(self, hidden: Tensor) -> None:
-        """Takes the square root of `mix_experts`' hidden [T, F], for a GEMM that squares its input."""
+        """Takes the square root of `mix_experts`' hidden [T, F]: the next GEMM squares its input."""
         for _, tokens in self._routed:
             hidden[tokens] = hidden[tokens].sqrt()
 

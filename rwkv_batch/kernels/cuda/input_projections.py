@@ -271,7 +271,7 @@ class LowRanks:
 
 @dataclass(slots=True)
 class CudaProjections(Projections):
-    """A layer's projections. The second low-rank products (D -> C), of w, a, g and v_gate, may be pending."""
+    """A layer's projections. The second low-rank products (D -> C) may be pending: w, a, g, v_gate."""
 
     low: LowRanks | None = None
     """the results of the first products (C -> D), until the second are computed"""

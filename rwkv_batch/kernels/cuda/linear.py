@@ -57,7 +57,7 @@ def is_grouped(rows: int, weight: Tensor) -> bool:
 
 
 def multiply(gemms: Sequence[Gemm]) -> None:
-    """Runs up to 8 GEMMs over the same rows in one launch, where `is_grouped` allows it."""
+    """Runs up to 8 GEMMs over the same rows in a launch that `is_grouped` allows."""
     rows, weight = gemms[0].x.shape[0], gemms[0].weight
     if uses_hopper_gemm(rows, weight):
         launch_hopper_gemm([(m.weight, m.x, m.y, m.activation) for m in gemms], transposed=False)

@@ -97,7 +97,7 @@ class CudaOps:
         return prepare_layer(layer)
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
-        """Builds the kernels and allocates the workspace for models up to this width and channel mix."""
+        """Builds the kernels and the workspace for models up to this width and channel mix."""
         self.workspaces[device] = Workspace.build(device, width, ffn)
         library()
         if has_hopper_gemm(device):

@@ -86,7 +86,7 @@ class TensorSource(Protocol):
         ...
 
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
-        """The matrices are stored as one tensor [number, out, in], or [number, in, out] with `transpose`."""
+        """One tensor holds all matrices: [number, out, in], or [number, in, out] with `transpose`."""
         ...
 
 

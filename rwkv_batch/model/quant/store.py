@@ -1,4 +1,4 @@
-"""Quantised weights on disk next to the weight file, so that the next start loads them.
+"""Quantised weights on disk next to the weight file. The next start loads them.
 
     rwkv7-7.2b.pth  ->  rwkv7-7.2b.fp8-1-<fingerprint>/blocks.0.att.key.weight.safetensors, ...
 

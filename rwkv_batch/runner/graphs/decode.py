@@ -76,7 +76,7 @@ class DecodeGraphs:
         max_adapters: different adapters in one step.
         piece_layers: layers per piece of a step (`graph_pieces.piece_layers`); 0: steps have no pieces.
 
-        Steps with adapters have graphs of their own, so other steps do not pay for adapters.
+        Steps with adapters have their own graphs, so other steps do not pay for adapters.
         """
         self.graph_stages = list(graph_stages)
         self.max_rows = max_rows
@@ -256,7 +256,7 @@ class DecodeGraphs:
             self.finish(x, inputs, sampled)
 
     def inputs(self, number: int, size: int, adapters: bool = False) -> tuple[StepInputs, Tensor | None]:
-        """Inside a graph: return a stage's inputs, and the input tokens [size] for the first stage."""
+        """Inside a graph: return a stage's inputs, and tokens [size] for the first stage."""
         staged, rows = self._staged.on_device[number], self._identity[number]
         req_slots = staged["req_slots"][:size]
         input_tokens = self.tokens.input_tokens[req_slots] if number == 0 else None
@@ -275,13 +275,13 @@ class DecodeGraphs:
         return inputs, input_tokens
 
     def finish(self, x: Tensor, inputs: StepInputs, sampled: bool) -> None:
-        """Inside a graph: compute the logits of x [T, C] after the last layer, and sample."""
+        """Inside a graph: compute logits of the last layer's x [T, C], and sample."""
         logits = self.graph_stages[-1].stage.logits(x, inputs, self.logits)
         if sampled:
             self.sample(logits, self._staged.on_device[-1], self._sampled_tokens[: len(logits)])
 
     def sample(self, logits: Tensor, staged: Mapping[str, Tensor], sampled_tokens: Tensor) -> None:
-        """Inside a graph: sample for the staged slots from logits [B, V] into `sampled_tokens` [B] int64."""
+        """Inside a graph: sample for the staged slots, logits [B, V] -> `sampled_tokens` [B] int64."""
         self._sampler.sample_on_device(logits, staged["req_slots32"][: len(sampled_tokens)], sampled_tokens)
         self.tokens.sampled_tokens[staged["req_slots"][: len(sampled_tokens)]] = sampled_tokens
 

@@ -1,6 +1,6 @@
-"""Mixed steps as CUDA graphs: decode rows and short prompts share one read of the weights.
+"""Mixed steps as CUDA graphs: decode rows and short prompts read the weights once.
 
-Alone, a prompt of twenty tokens takes as long as a decode step of fifty rows. A graph has decode rows first, then
+Alone, a prompt of 20 tokens takes as long as decoding fifty rows. A graph has decode rows first, then
 prompts as in prefill_graphs.py, both padded. It samples for all of them, so all rows need the graphs' sampler. Other
 steps are launched in two parts.
 """
