@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request import prompts
 from routes.request.bodies import BatchBody, PromptBody, SamplingBody, Texts
+from routes.request.fields import IgnoredValue
 from routes.request.jobs import build_rows, make_job, native_job, offload_if_large, row_stops
 from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter, batch_output, make_decoder
@@ -53,9 +54,19 @@ BIG_BATCH_LABEL = "big_batch"
 """Label of the route's jobs in the engine's counters."""
 
 
-class BigBatchBody(BatchBody):
-    """Prompts with the simplest sampling. top_k, top_p and penalties have no effect."""
+_IGNORED = Field(None, description="Accepted and ignored: this route samples by temperature alone.")
 
+
+class BigBatchBody(BatchBody):
+    """Prompts with the simplest sampling. Other routes' sampling fields are accepted and ignored."""
+
+    top_k: IgnoredValue = _IGNORED
+    top_p: IgnoredValue = _IGNORED
+    alpha_presence: IgnoredValue = _IGNORED
+    alpha_frequency: IgnoredValue = _IGNORED
+    alpha_decay: IgnoredValue = _IGNORED
+    presence_penalty: IgnoredValue = _IGNORED
+    frequency_penalty: IgnoredValue = _IGNORED
     stream: bool = Field(True, description="false: one JSON answer instead of a stream.")
     noise: float | None = Field(
         None,

@@ -172,6 +172,12 @@ def test_strict_fields_refuse_more(strict: Service) -> None:
     assert "the nearest known name is German" in translated.json()["error"]
 
 
+def test_the_simplest_route_ignores_the_sampling_fields_of_others(strict: Service) -> None:
+    fields = {"top_k": 5, "top_p": 0.5, "alpha_presence": 1.0, "alpha_decay": 0.9, "frequency_penalty": 1}
+    answer = strict.post(BIG, {**TWO, **fields, "stream": False})
+    assert answer.status_code == 200 and fields_of(answer.json()["warnings"]) == list(fields)
+
+
 def test_an_answer_can_be_sent_back(strict: Service) -> None:
     """The fields of earlier answers are known, and no warning names them."""
     tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
