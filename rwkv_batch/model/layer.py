@@ -75,6 +75,8 @@ class Prologue:
     """[M, C]: token-shift weights of the mixed inputs"""
     consumer: Linear
     """the linear map of the first mixed input"""
+    others: tuple[Linear, ...] = ()
+    """the maps of the next mixed inputs, if they have the consumer's size"""
 
 
 @dataclass(slots=True)
@@ -141,7 +143,7 @@ class Layer(LayerBase):
 
     @property
     def time_mix_prologue(self) -> Prologue:
-        return Prologue(self.ln1, self.att_mix, self.receptance)
+        return Prologue(self.ln1, self.att_mix, self.receptance, (self.key, self.value))
 
     @property
     def channel_mix_prologue(self) -> Prologue:

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
+from rwkv_batch.kernels.cuda.ops import CudaOps
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
 from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Launch, Plan, fits
 from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Gemm,
+    W8A8Mix,
     W8A8Weights,
     multiply,
     multiply_by_mma,
@@ -20,6 +23,8 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
     quantise_inputs,
     quantise_mixed,
 )
+from rwkv_batch.model.layer import Norm, Prologue
+from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.quant.w8a8 import (
     MAX_RATIO,
     MAX_UNSIGNED_RATIO,
@@ -31,6 +36,7 @@ from rwkv_batch.model.quant.w8a8 import (
     quantise_rows,
     quantise_weight,
 )
+from rwkv_batch.model.step_inputs import StepInputs
 
 GPU = torch.device("cuda", 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -235,6 +241,55 @@ def test_graphs_of_several_streams_give_the_same_bits() -> None:
     for gemms, true in cases:
         for gemm, y in zip(gemms, true, strict=True):
             assert same_bits(gemm.y, y)
+
+
+def step(lengths: list[int], adapted: bool) -> StepInputs:
+    """A step's inputs; rows with adapters are mixed to fp16."""
+    ends = torch.tensor([0, *lengths], device=GPU).cumsum(0)
+    slots = torch.arange(2, 2 + len(lengths), device=GPU)
+    inputs = StepInputs(torch.zeros(sum(lengths), dtype=torch.int64, device=GPU), ends, slots, slots, ends[1:] - 1, 1)
+    inputs.max_seqlen = max(lengths)
+    inputs.adapters = torch.zeros(sum(lengths), dtype=torch.int64) if adapted else None
+    return inputs
+
+
+@pytest.mark.parametrize("width", [768, 2560, 4096])
+@pytest.mark.parametrize("mixes", [6, 1])
+def test_the_mix_writes_the_bits_that_a_separate_kernel_makes(width: int, mixes: int) -> None:
+    """One row, a CTA per SM, many rows, prompts; a row with NaN among them."""
+    ops = CudaOps()
+    ops.prepare_device(GPU, width, 4 * width)
+    torch.manual_seed(width)
+    norm = Norm(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU) / 8)
+    stored = [
+        quantise(torch.randn(64, width, device=GPU), Format.W8A8, torch.rand(width, device=GPU) ** 4) for _ in "rkv"
+    ]
+    maps = [CudaW8A8Linear(of_map) for of_map in stored[: 3 if mixes == 6 else 1]]
+    prologue = Prologue(norm, torch.rand(mixes, width, device=GPU).half(), maps[0], tuple(maps[1:]))
+    for lengths in ([1], [1] * 8, [1] * 64, [1] * 320, [300, 1, 77], [2000]):
+        tokens = sum(lengths)
+        x, shift = (
+            torch.randn(tokens, width, device=GPU).half(),
+            torch.randn(len(lengths) + 2, width, device=GPU).half(),
+        )
+        x[0], x[tokens // 2] = 1000 * x[0], 0
+        if tokens > 4:
+            x[1, 5] = torch.nan
+        results = []
+        for adapted in (False, True):
+            after = shift.clone()
+            out, mixed = ops.shift_mix(x, x.flip(0), prologue, after, step(lengths, adapted))
+            results.append((out, mixed, after))
+        (out, mixed, after), (out_plain, halves, after_plain) = results
+        assert isinstance(mixed, W8A8Mix) and isinstance(halves, Tensor)
+        assert torch.equal(out.nan_to_num(7), out_plain.nan_to_num(7))
+        assert torch.equal(after.nan_to_num(7), after_plain.nan_to_num(7))
+        assert mixes == 1 or torch.equal(mixed.fp16.nan_to_num(7), halves[2:].nan_to_num(7))
+        wanted = quantise_mixed(halves[: len(maps)], [linear.weights for linear in maps])
+        for i, true in enumerate(wanted):
+            assert torch.equal(mixed[i].codes, true.codes), f"mix {i}, {lengths}"
+            assert torch.equal(mixed[i].ratios[:tokens], true.ratios[:tokens])
+            assert torch.equal(mixed[i].scales[:tokens].nan_to_num(7), true.scales[:tokens].nan_to_num(7))
 
 
 def test_no_rows_and_wrong_shapes() -> None:

@@ -281,6 +281,10 @@ class Launcher:
             args.tokens_per_cta = -(-tokens // (SHIFT_BLOCKS * self._card.num_sms))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)
+            if codes_at is not None and scales is None:
+                args.order[0] = SOMEWHERE  # w8a8
+                yield from self.call("rwkv_shift_mix", byref(args), rows)
+                args.order[0] = None
             if ragged or (scales is not None and not in_bytes) or rows > MAX_TWO_PART_ROWS:
                 continue
             args.partials, args.num_splits = SOMEWHERE, 4

@@ -25,10 +25,15 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     quantise_rows,
 )
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
+from rwkv_batch.kernels.cuda.w8a8 import linear
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
+from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Norm, Prologue
 from rwkv_batch.model.quant.formats import Format, quantise
+from rwkv_batch.model.quant.w8a8 import InputTransform
+from rwkv_batch.model.quant.w8a8 import quantise_rows as quantise_rows_w8a8
 from rwkv_batch.model.step_inputs import StepInputs
 from test.model.emulated.library import call, emulated
 from test.model.row_bytes import assert_stands_for
@@ -224,6 +229,50 @@ def test_bytes_stand_for_the_halves(
         assert alone.scales is not None
         assert torch.equal(alone.codes, codes), "as adapters' rows"
         assert torch.equal(alone.scales[:, :tokens], scales[:, :tokens])
+
+
+def w8a8_prologue(mixes: int) -> Prologue:
+    """A prologue whose maps have large channels of their own."""
+    norm = Norm(torch.rand(WIDTH) + 0.5, torch.randn(WIDTH) / 8)
+    stored = [quantise(torch.randn(64, WIDTH), Format.W8A8, torch.rand(WIDTH) ** 4) for _ in range(3)]
+    maps = [CudaW8A8Linear(of_map) for of_map in stored[: 3 if mixes == 6 else 1]]
+    return Prologue(norm, torch.rand(mixes, WIDTH).half(), maps[0], tuple(maps[1:]))
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1] * 20, [1] * 3, [1], [9, 1, 14]], ids=["many", "a processor a row", "one", "prompts"]
+)
+@pytest.mark.parametrize("mixes", [6, 1])
+def test_rows_in_8_bits_have_the_bits_of_the_definition(
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+) -> None:
+    """Rounded after the mix is rounded to fp16, which adapters read; a row with NaN has a NaN scale."""
+    monkeypatch.setattr(linear, "prepare_w8a8", lambda device: None)
+    for library in libraries:
+        library.emulation_set(4, 227 << 10)
+    inputs, of = step(lengths), w8a8_prologue(mixes)
+    tokens = len(inputs.tokens)
+    x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
+    x[0], x[tokens // 2] = 1000 * x[0], 0.0
+    if tokens > 2:
+        x[1, 5] = torch.nan
+    after, plain = shift.clone(), shift.clone()
+    out, mixed = ops.shift_mix(x, x.flip(0), of, after, inputs)
+    assert isinstance(mixed, W8A8Mix)
+    inputs.adapters = torch.zeros(tokens, dtype=torch.int64)
+    out_plain, halves = ops.shift_mix(x, x.flip(0), of, plain, inputs)
+    assert torch.equal(out.nan_to_num(7), out_plain.nan_to_num(7))
+    assert torch.equal(after.nan_to_num(7), plain.nan_to_num(7))
+    if mixes == 6:
+        assert torch.equal(mixed.fp16.nan_to_num(7), halves[2:].nan_to_num(7))
+    for i, consumer in enumerate((of.consumer, *of.others)):
+        assert isinstance(consumer, CudaW8A8Linear)
+        transform = InputTransform(consumer.weights.factors, torch.arange(WIDTH))
+        wanted = quantise_rows_w8a8(halves[i][:, consumer.weights.order.long()], transform)
+        got = mixed[i]
+        assert torch.equal(got.codes, wanted.codes)
+        assert torch.equal(got.ratios[:tokens], wanted.ratios)
+        assert torch.equal(got.scales[:tokens].nan_to_num(7), wanted.scales.nan_to_num(7))
 
 
 def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:

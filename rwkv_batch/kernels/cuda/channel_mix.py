@@ -40,6 +40,7 @@ from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.quant.formats import Format
+from rwkv_batch.model.quant.w8a8 import Codes
 
 SPARSE_FEW_COLUMNS = 128
 """Columns per CTA of csrc/sparse/sparse_few_quant.cu."""
@@ -49,7 +50,7 @@ SPARSE_FEW_SPLITS = 4
 
 def channel_mix(
     layer: CudaLayer,
-    x: Tensor | QuantisedRows | DeferredMix | SingleRowInput,
+    x: Tensor | QuantisedRows | Codes | DeferredMix | SingleRowInput,
     adapters: LayerAdapters | None,
     workspaces: Mapping[torch.device, Workspace],
 ) -> Tensor | PartialSums | RowSums:
@@ -57,6 +58,10 @@ def channel_mix(
     if isinstance(x, QuantisedRows):
         assert adapters is None, "what adapters read is not made codes"
         return _mix_quantised(layer, x)
+    if isinstance(x, Codes):
+        assert adapters is None, "what adapters read is fp16"
+        assert isinstance(layer.ffn_key, CudaW8A8Linear), "inputs in 8 bits are for w8a8"
+        return layer.ffn_value(layer.ffn_key.multiply_codes(x))
     if isinstance(x, DeferredMix):
         assert adapters is None, "what adapters read is made before"
         return _mix_deferred(layer, x)

@@ -36,12 +36,14 @@ from rwkv_batch.kernels.cuda.quantised_gemm import W8A8Gemm, multiply_into, mult
 from rwkv_batch.kernels.cuda.quantised_rows import (
     SCALE_ALIGNMENT,
     DeferredMix,
+    MixedInputs,
     QuantisedMix,
     QuantisedRows,
     quantise_rows,
 )
 from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS, QuantGemm, multiply_few
 from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear, multiply_mixed
+from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
 from rwkv_batch.model.layer import Projections
 
 MAX_FUSED_WKV_ROWS = 4
@@ -52,9 +54,7 @@ UP_TILE_INPUTS = 64
 SideStreams = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
 
-def project(
-    layer: CudaLayer, mixed: Tensor | QuantisedMix | DeferredMix, side_streams: Callable[[], SideStreams]
-) -> Projections:
+def project(layer: CudaLayer, mixed: MixedInputs | DeferredMix, side_streams: Callable[[], SideStreams]) -> Projections:
     """Projects mixed [6, T, C] in the order r, k, v, w, a, g.
 
     side_streams returns two streams next to the current one.
@@ -69,9 +69,9 @@ def project(
     return _project_batched(layer, mixed, side_streams())
 
 
-def _low_rank_inputs(mixed: Tensor | QuantisedMix) -> Tensor:
+def _low_rank_inputs(mixed: MixedInputs) -> Tensor:
     """Returns [4, T, C] fp16: the low ranks' inputs v, w, a, g."""
-    return mixed.fp16 if isinstance(mixed, QuantisedMix) else mixed[2:]
+    return mixed[2:] if isinstance(mixed, Tensor) else mixed.fp16
 
 
 def _uses_grouped_projections(layer: CudaLayer, tokens: int) -> bool:
@@ -128,11 +128,11 @@ def _w8a8_rkv(layer: CudaLayer) -> list[CudaW8A8Linear]:
     return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaW8A8Linear)]
 
 
-def _rkv_quantised(layer: CudaLayer, mixed: Tensor | QuantisedMix, rkv: Tensor, low: LowRanks | None = None) -> None:
+def _rkv_quantised(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: LowRanks | None = None) -> None:
     """Quantised r, k, v: mixed [6, T, C] -> rkv [3, T, C]. low: the low ranks, if they are in the same launch."""
     in_8_bits = _w8a8_rkv(layer)
-    if in_8_bits:
-        assert isinstance(mixed, Tensor), "w8a8 quantises its inputs itself"
+    if in_8_bits or isinstance(mixed, W8A8Mix):
+        assert not isinstance(mixed, QuantisedMix), "w8a8 has codes of its own"
         multiply_mixed(in_8_bits, mixed, rkv)
         return
     linears = _quantised_rkv(layer)
@@ -162,7 +162,7 @@ def _quantise_rkv_rows(mixed: Tensor) -> list[QuantisedRows]:
     return [QuantisedRows(*part) for part in zip(codes.split(tokens), scales.split(tokens), strict=True)]
 
 
-def _project_grouped(layer: CudaLayer, mixed: Tensor | QuantisedMix) -> Projections:
+def _project_grouped(layer: CudaLayer, mixed: MixedInputs) -> Projections:
     """All projections in one or two launches, the low ranks up in another or the same."""
     inputs = _low_rank_inputs(mixed)
     rkv = torch.empty_like(inputs[:3])
@@ -182,7 +182,7 @@ def _project_grouped(layer: CudaLayer, mixed: Tensor | QuantisedMix) -> Projecti
     return low.projections(*rkv.unbind())
 
 
-def _fits_one_fp16_launch(layer: CudaLayer, mixed: Tensor | QuantisedMix, low: LowRanks) -> bool:
+def _fits_one_fp16_launch(layer: CudaLayer, mixed: MixedInputs, low: LowRanks) -> bool:
     """Whether fp16 r, k, v and all low ranks are one launch."""
     if layer.rkv is None or not isinstance(mixed, Tensor):
         return False
@@ -199,7 +199,7 @@ def _project_deferred_mix(layer: CudaLayer, row: DeferredMix) -> Projections:
     return low.projections(*rkv.unbind(), pending=True)
 
 
-def _project_multi_tile(layer: CudaLayer, mixed: Tensor | QuantisedMix) -> Projections:
+def _project_multi_tile(layer: CudaLayer, mixed: MixedInputs) -> Projections:
     """r, k, v as in `_project_batched`, then the low ranks as in `_project_grouped`."""
     inputs = _low_rank_inputs(mixed)
     rkv = torch.empty_like(inputs[:3])
@@ -290,7 +290,7 @@ def finish_projections(p: Projections) -> Projections:
     return p
 
 
-def _launch_input_projections(layer: CudaLayer, mixed: Tensor | QuantisedMix, rkv: Tensor, low: list[Gemm]) -> None:
+def _launch_input_projections(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: list[Gemm]) -> None:
     """r, k, v and the fp16 GEMMs `low`, in one launch if one kernel takes both."""
     if layer.rkv is not None and isinstance(mixed, Tensor):
         multiply([*(Gemm(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
@@ -300,7 +300,7 @@ def _launch_input_projections(layer: CudaLayer, mixed: Tensor | QuantisedMix, rk
         _rkv_quantised(layer, mixed, rkv)
         multiply(low)
         return
-    if isinstance(mixed, QuantisedMix) or linears[0].takes_two_part_rows(rows) or not linears[0].takes_fp16_rows(rows):
+    if not isinstance(mixed, Tensor) or linears[0].takes_two_part_rows(rows) or not linears[0].takes_fp16_rows(rows):
         _rkv_quantised(layer, mixed, rkv)
         multiply(low)
     elif not linears[0].uses_skinny_kernel(rows):
@@ -313,7 +313,7 @@ def _launch_input_projections(layer: CudaLayer, mixed: Tensor | QuantisedMix, rk
         multiply(low)
 
 
-def _project_batched(layer: CudaLayer, mixed: Tensor | QuantisedMix, side_streams: SideStreams) -> Projections:
+def _project_batched(layer: CudaLayer, mixed: MixedInputs, side_streams: SideStreams) -> Projections:
     """Batched cuBLAS GEMMs; low ranks and gate run on side streams in parallel.
 
     The main stream allocates all memory and waits for the side streams before it frees any: memory allocated on a side
@@ -346,7 +346,7 @@ def _project_batched(layer: CudaLayer, mixed: Tensor | QuantisedMix, side_stream
     return Projections(r=rkv[0], k=rkv[1], v=v, w=out[groups - 2], a=out[groups - 1], g=g, v_gate=v_gate)
 
 
-def _rkv_batched(layer: CudaLayer, mixed: Tensor | QuantisedMix, rkv: Tensor) -> None:
+def _rkv_batched(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor) -> None:
     """r, k, v: mixed [6, T, C] -> rkv [3, T, C], for many rows."""
     if layer.rkv is not None and isinstance(mixed, Tensor):
         torch.bmm(mixed[:3], layer.rkv.transpose(1, 2), out=rkv)

@@ -64,13 +64,13 @@ class ShiftMixArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("x", "delta", "partials", "sums", "to_clear")],
-        *[(name, c_void_p) for name in ("x_out", "mixed", "quantised", "scales")],
-        *[(name, c_void_p) for name in ("shift", "last_h")],
-        *[(name, c_void_p) for name in ("weight", "bias", "mix")],
+        *[(name, c_void_p) for name in ("x_out", "mixed", "quantised", "scales", "ratios")],
+        *[(name, c_void_p) for name in ("shift", "last_h", "weight", "bias", "mix")],
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
         *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_cta")],
         *[(name, c_int) for name in ("scale_pitch", "num_splits", "token_ctas", "is_two_byte")],
+        *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "order")],
     ]
 
 

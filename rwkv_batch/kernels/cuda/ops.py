@@ -34,8 +34,8 @@ from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
 from rwkv_batch.kernels.cuda.quantised_gemm import multiply_to_partials
 from rwkv_batch.kernels.cuda.quantised_rows import (
     DeferredMix,
+    MixedInputs,
     PartialSums,
-    QuantisedMix,
     QuantisedRows,
     RowSums,
     SingleRowInput,
@@ -47,6 +47,7 @@ from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
 from rwkv_batch.model.layer import Layer, Norm, Projections
 from rwkv_batch.model.low_rank import Target
+from rwkv_batch.model.quant.w8a8 import Codes
 from rwkv_batch.model.state import HEAD_SIZE
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -104,7 +105,7 @@ class CudaOps:
             prepare_hopper_gemm(device)
 
     def project(
-        self, layer: Layer, mixed: Tensor | QuantisedMix | DeferredMix, adapters: LayerAdapters | None = None
+        self, layer: Layer, mixed: MixedInputs | DeferredMix, adapters: LayerAdapters | None = None
     ) -> Projections:
         """As naive; mixed [6, T, C] in the order r, k, v, w, a, g."""
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
@@ -196,7 +197,7 @@ class CudaOps:
     def channel_mix(
         self,
         layer: Layer,
-        x: Tensor | QuantisedRows | DeferredMix | SingleRowInput,
+        x: Tensor | QuantisedRows | Codes | DeferredMix | SingleRowInput,
         adapters: LayerAdapters | None = None,
     ) -> Tensor | PartialSums | RowSums:
         """As naive, x [T, C] fp16 or quantised -> [T, C] fp16, split-K partials, or one row's fixed-point sums.

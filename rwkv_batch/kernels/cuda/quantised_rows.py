@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_DTYPE
 from rwkv_batch.kernels.cuda.library import NormMixArgs, cuda_pointer, hopper_library, library
+from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
 
 SCALE_ALIGNMENT = 4
 """Alignment of rows' scales in elements: 16 bytes."""
@@ -63,6 +64,10 @@ class QuantisedMix:
     def __getitem__(self, i: int) -> QuantisedRows:
         """One of the quantised mixes."""
         return QuantisedRows(self.codes[i], None if self.scales is None else self.scales[i])
+
+
+MixedInputs = Tensor | QuantisedMix | W8A8Mix
+"""Mixed inputs [6 or 1, T, C] fp16, or the first of them quantised."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.quantised_rows import (
     SCALE_ALIGNMENT,
     DeferredMix,
+    MixedInputs,
     PartialSums,
     QuantisedMix,
     RowSums,
@@ -21,6 +22,8 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     sum_partials,
 )
 from rwkv_batch.kernels.cuda.skinny_quant import fits_hopper_row, fits_row_value
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
+from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix, empty_rows
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.layer import MIX_ORDER, Prologue
 from rwkv_batch.model.quant.formats import Format
@@ -48,11 +51,11 @@ def shift_and_mix(
     prologue: Prologue,
     shift: Tensor,
     inputs: StepInputs,
-) -> tuple[Tensor, Tensor | QuantisedMix | DeferredMix | list[SingleRowInput]]:
+) -> tuple[Tensor, MixedInputs | DeferredMix | list[SingleRowInput]]:
     """As naive, x [T, C] fp16 with mix [M, C] fp16; the time mix's inputs in the order r, k, v, w, a, g.
 
-    Inputs of fp8 GEMMs are quantised here, unless adapters read them as fp16. One decode row of quantised weights is
-    mixed in the launch of its GEMMs, or is a SingleRowInput.
+    Inputs of fp8 and w8a8 GEMMs are quantised here, unless adapters read them as fp16. One decode row of other
+    quantised weights is mixed in the launch of its GEMMs, or is a SingleRowInput.
     """
     work = ops.workspaces[x.device]
     tokens, width = x.shape
@@ -63,8 +66,10 @@ def shift_and_mix(
     if is_lone and not isinstance(delta, PartialSums) and _defers_mix(prologue):
         return _defer_mix(x, delta, prologue, shift, inputs, work)
     quantised = None if is_adapted else _quantised_mix(x, prologue)
+    in_8_bits = None if is_adapted else _w8a8_mix(x, prologue)
     mix, shares = prologue.mix, delta.partials if isinstance(delta, PartialSums) else None
-    mixed = x.new_empty(len(mix), tokens, width) if quantised is None else quantised.fp16
+    result: MixedInputs = quantised or in_8_bits or x.new_empty(len(mix), tokens, width)
+    mixed = result if isinstance(result, Tensor) else result.fp16
     added = _row_sums(x, work) if is_lone and _accumulates_row_sums(prologue, work) else None
     x_out, rows = torch.empty_like(x), len(inputs.read_slots)
     tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged else None
@@ -87,10 +92,12 @@ def shift_and_mix(
         token_ctas=1 if shares is None else _token_blocks(width, quantised),
         is_two_byte=quantised is not None and quantised.in_bytes,
     )
+    if in_8_bits is not None:
+        _fill_w8a8(args, in_8_bits, prologue)
     library().call("rwkv_shift_mix", ctypes.byref(args), rows)
     if added is not None:
         return x_out, [SingleRowInput(mixed[0], added)]
-    return x_out, mixed if quantised is None else quantised
+    return x_out, result
 
 
 def _row_args(
@@ -183,6 +190,27 @@ def _quantised_mix(x: Tensor, prologue: Prologue) -> QuantisedMix | None:
         torch.empty(count, pitch, dtype=torch.float32, device=x.device)[:, :tokens],
         x.new_empty(halves, tokens, width),
     )
+
+
+def _w8a8_mix(x: Tensor, prologue: Prologue) -> W8A8Mix | None:
+    """Returns buffers for mixed inputs of x [T, C] in 8 bits; None if the GEMM reads others."""
+    if not isinstance(prologue.consumer, CudaW8A8Linear):
+        return None
+    (tokens, width), is_time_mix = x.shape, len(prologue.mix) == len(MIX_ORDER)
+    codes = empty_rows(tokens, width, 3 if is_time_mix else 1, is_unsigned=False, device=x.device)
+    return W8A8Mix(codes, x.new_empty(4 if is_time_mix else 0, tokens, width))
+
+
+def _fill_w8a8(args: ShiftMixArgs, mix: W8A8Mix, prologue: Prologue) -> None:
+    """Fills what the kernel needs to write `mix`."""
+    args.quantised = mix.codes.codes.data_ptr()
+    args.scales = cuda_pointer(mix.codes.scales, torch.float32)
+    args.ratios = cuda_pointer(mix.codes.ratios, torch.int32)
+    args.scale_pitch = mix.codes.scales.shape[1]
+    for i, linear in enumerate((prologue.consumer, *prologue.others)):
+        assert isinstance(linear, CudaW8A8Linear), "r, k and v have one format"
+        args.factors[i] = cuda_pointer(linear.weights.factors, torch.float32)
+        args.order[i] = cuda_pointer(linear.weights.order, torch.int16)
 
 
 def token_rows(inputs: StepInputs) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Gemm,
+    W8A8Mix,
     W8A8Weights,
     multiply,
     prepare_w8a8,
@@ -16,6 +18,7 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
 )
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import Quantised
+from rwkv_batch.model.quant.w8a8 import Codes
 
 
 class CudaW8A8Linear(Linear):
@@ -39,9 +42,13 @@ class CudaW8A8Linear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] fp16 -> [T, out] fp16."""
-        y = x.new_empty(len(x), len(self.weight))
-        if len(x):
-            multiply([W8A8Gemm(quantise_inputs(x, self.weights, self.squares_inputs), self.weights, y)])
+        return self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs))
+
+    def multiply_codes(self, codes: Codes) -> Tensor:
+        """Map [T, in] in 8 bits to [T, out] fp16."""
+        y = torch.empty(len(codes.codes), len(self.weight), dtype=torch.float16, device=self.weight.device)
+        if len(y):
+            multiply([W8A8Gemm(codes, self.weights, y)])
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -54,8 +61,9 @@ class CudaW8A8Linear(Linear):
         return out.copy_(y)
 
 
-def multiply_mixed(linears: Sequence[CudaW8A8Linear], x: Tensor, y: Tensor) -> None:
-    """Run up to 3 maps over inputs of their own: x [M, T, in] fp16 -> y [M, T, out] fp16."""
+def multiply_mixed(linears: Sequence[CudaW8A8Linear], x: Tensor | W8A8Mix, y: Tensor) -> None:
+    """Run up to 3 maps over inputs of their own: x [M, T, in] fp16 or in 8 bits -> y [M, T, out] fp16."""
     weights = [linear.weights for linear in linears]
-    codes = quantise_mixed(x[: len(linears)], weights)
+    count = len(linears)
+    codes = [x[i] for i in range(count)] if isinstance(x, W8A8Mix) else quantise_mixed(x[:count], weights)
     multiply([W8A8Gemm(*gemm) for gemm in zip(codes, weights, y, strict=True)])

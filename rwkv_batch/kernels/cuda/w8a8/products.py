@@ -99,6 +99,20 @@ class W8A8Gemm(NamedTuple):
 
 
 @dataclass(slots=True)
+class W8A8Mix:
+    """Mixed inputs of a half layer, the first of them in 8 bits."""
+
+    codes: Codes
+    """[3 or 1, T, C] int8, scales and ratios [3 or 1, pitch]"""
+    fp16: Tensor
+    """[4 or 0, T, C] fp16: v, w, a, g"""
+
+    def __getitem__(self, i: int) -> Codes:
+        """One of the inputs in 8 bits."""
+        return Codes(*(values[i] for values in self.codes))
+
+
+@dataclass(slots=True)
 class W8A8Workspace:
     """Memory through which CTAs exchange sums on one device. Launches that use it must not run at once."""
 

@@ -8,6 +8,7 @@
 //        delta     [T, C]     fp16, nullable
 //        partials  [S, T, C]  fp32, nullable; decode only: delta as split-K partials, added in order, rounded to fp16
 //        sums      [8, C / 8] int64, nullable; one decode row only: delta in fixed point (fixed_point_sums.cuh)
+//        factors, order       [C] fp32, [C] u16 of each quantised mix, with W8A8
 //        mix       [M, C]     fp16; M = 6 (time mix: r, k, v, w, a, g) or 1 (channel mix)
 //        weight, bias [C]     fp32, of the norm
 //
@@ -17,6 +18,8 @@
 //                  fp8        [K, T, C] e4m3, scales [K, pitch] fp32
 //                  two-part   [K, T, 2, C] e5m2, no scales
 //                  two-byte   [K, T, 2, C] s8, scales [K, C / 128, pitch] float2; C % 128 == 0
+//                  W8A8       [K, T, C] s8 by position, scales [K, pitch] fp32, ratios [K, pitch] s32 (w8a8_rows.cuh);
+//                             C % 128 == 0; not with partials
 //        to_clear  [8, C / 8] int64, nullable; one decode row only: fixed-point sums to zero after `sums` was read
 //
 // inout  shift     [slots, C] fp16; reads read_slots[row], writes write_slots[row]
@@ -54,7 +57,7 @@ __device__ __forceinline__ Moments moments(
 // delta is partials, which need the registers. Two-part and two-byte kernels use few registers, to fit next to a GEMM's
 // CTA.
 template <int MIXES, bool PRELOADED, OutputFormat OUT, bool PARTIALS>
-__global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
+__global__ void __launch_bounds__(512, !PRELOADED ? (OUT == OutputFormat::W8A8 ? 2 : 3) : OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
     __shared__ float2 scratch[MAX_WARPS];
     __shared__ float largest[QUANTISED_MIXES<MIXES>][MAX_WARPS];
     constexpr int GROUP = PRELOADED || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
@@ -63,6 +66,8 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
     const bool active = channel < width;
     float weight[8] = {}, bias[8] = {};
     uint4 mix[GROUP] = {};
+    W8A8Quads<QUANTISED_MIXES<MIXES>> quads;
+    if constexpr (PRELOADED && OUT == OutputFormat::W8A8) quads.load(a);
     const auto load_mixes = [&] {
 #pragma unroll
         for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + m * width + channel);
@@ -112,8 +117,9 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
         store_evict_first(a.shift + write_at, pack8(h));
     }
     if (!PRELOADED && MIXES == 1 && active) mix[0] = load16(a.mix + channel);
-    write_mixed<MIXES, GROUP, OUT>(
-        a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_evict_first(p, v); });
+    write_mixed<MIXES, GROUP, OUT, PRELOADED>(
+        a, h, change, mix, token, channel, active, largest, quads,
+        [](__half* p, const uint4& v) { store_evict_first(p, v); });
     if (a.to_clear != nullptr && active) clear_fixed_point(a.to_clear, width, channel);
 }
 
@@ -150,8 +156,9 @@ __global__ void __launch_bounds__(512 / TOKEN_CTAS, 4) shift_mix_shares_kernel(c
     for (int i = 0; i < 8; ++i) change[i] -= h[i];
     store_evict_first(a.x_out + at, packed);
     store_evict_first(a.shift + write_at, pack8(h));
-    write_mixed<MIXES, MIXES, OUT>(
-        a, h, change, mix, token, channel, true, nullptr, [](__half* p, const uint4& v) { store_evict_first(p, v); });
+    W8A8Quads<QUANTISED_MIXES<MIXES>> quads;
+    write_mixed<MIXES, MIXES, OUT, false>(
+        a, h, change, mix, token, channel, true, nullptr, quads, [](__half* p, const uint4& v) { store_evict_first(p, v); });
 }
 
 // Prefill.
@@ -228,8 +235,9 @@ __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a)
             for (int i = 0; i < 8; ++i) change[i] -= h[i];
             if (MIXES == 1) mix[0] = load16(a.mix + channel);
         }
-        write_mixed<MIXES, GROUP, OUT>(
-            a, h, change, mix, token, channel, active, largest, [](__half* p, const uint4& v) { store_vector(p, v); });
+        W8A8Quads<QUANTISED_MIXES<MIXES>> quads;
+        write_mixed<MIXES, GROUP, OUT, false>(
+            a, h, change, mix, token, channel, active, largest, quads, [](__half* p, const uint4& v) { store_vector(p, v); });
     }
 }
 
@@ -285,22 +293,24 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
             launch(shift_mix_rows_kernel<MIXES, false, OUT, partials.value>, dim3(a.tokens), threads, stream, a);
         }
     };
-    if (a.partials == nullptr) {
+    if (OUT == OutputFormat::W8A8 || a.partials == nullptr) {
         launch_rows(std::false_type());
-    } else {
+    } else if constexpr (OUT != OutputFormat::W8A8) {
         launch_rows(std::true_type());
     }
 }
 
 RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     const bool clusters = a->token_ctas == TOKEN_CTAS && device_info().has_pdl && a->width % (256 * TOKEN_CTAS) == 0;
-    if (a->partials != nullptr && a->cu_seqlens != nullptr) return static_cast<int>(cudaErrorInvalidValue);
+    const bool is_w8a8 = a->order[0] != nullptr;
+    if (a->partials != nullptr && (a->cu_seqlens != nullptr || is_w8a8)) return static_cast<int>(cudaErrorInvalidValue);
     if (a->token_ctas != 1 && (!clusters || a->partials == nullptr || a->quantised == nullptr || (a->scales != nullptr && !a->is_two_byte)))
         return static_cast<int>(cudaErrorInvalidValue);
     if ((a->sums != nullptr || a->to_clear != nullptr) && (a->tokens != 1 || a->cu_seqlens != nullptr)) return static_cast<int>(cudaErrorInvalidValue);
     const int threads = (a->width / 8 + 31) / 32 * 32;
     const auto launch_as = [&](auto mixes) {
         if (a->quantised == nullptr) return launch_shift_mix<mixes.value, OutputFormat::FP16>(*a, threads, stream);
+        if (is_w8a8) return launch_shift_mix<mixes.value, OutputFormat::W8A8>(*a, threads, stream);
         if (a->scales == nullptr) return launch_shift_mix<mixes.value, OutputFormat::TWO_PART>(*a, threads, stream);
         if (a->is_two_byte) return launch_shift_mix<mixes.value, OutputFormat::TWO_BYTE>(*a, threads, stream);
         launch_shift_mix<mixes.value, OutputFormat::FP8>(*a, threads, stream);

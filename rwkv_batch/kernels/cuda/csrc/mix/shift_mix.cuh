@@ -5,6 +5,7 @@
 #include "../rows_two_byte.cuh"
 #include "../rows_fp8.cuh"
 #include "../rows_two_part.cuh"
+#include "../w8a8/w8a8_rows.cuh"
 
 struct ShiftMixArgs {
     const __half* x;
@@ -16,6 +17,7 @@ struct ShiftMixArgs {
     __half* mixed;
     uint2* quantised;
     float* scales;
+    int* ratios;
     __half* shift;
     __half* last_h;
     const float* weight;
@@ -34,13 +36,15 @@ struct ShiftMixArgs {
     int num_splits;
     int token_ctas;  // CTAs per token: 1 or TOKEN_CTAS
     int is_two_byte;
+    const float* factors[MAX_W8A8_GEMMS];  // W8A8: of each mix, by position
+    const uint16_t* order[MAX_W8A8_GEMMS];  // null: not W8A8
 };
 
 // Format of the first mixed inputs.
-enum class OutputFormat { FP16, FP8, TWO_PART, TWO_BYTE };
+enum class OutputFormat { FP16, FP8, TWO_PART, TWO_BYTE, W8A8 };
 // Formats whose scale needs all threads, also those without channels.
 template <OutputFormat OUT>
-constexpr bool NEEDS_ALL_THREADS = OUT == OutputFormat::FP8 || OUT == OutputFormat::TWO_BYTE;
+constexpr bool NEEDS_ALL_THREADS = OUT == OutputFormat::FP8 || OUT == OutputFormat::TWO_BYTE || OUT == OutputFormat::W8A8;
 
 // How many mixes are quantised, and the first mix stored as fp16, too: v's low rank reads it.
 template <int MIXES>
@@ -84,12 +88,78 @@ __device__ __forceinline__ void write_fp8(
     }
 }
 
+constexpr int MAX_WIDTH = 4096, THREAD_QUADS = 2;
+
+// Transforms of a thread's positions, two quads per mix.
+template <int COUNT>
+struct W8A8Quads {
+    W8A8Quad of[COUNT][THREAD_QUADS];
+
+    __device__ __forceinline__ static int position(int i) { return (i * blockDim.x + threadIdx.x) * 4; }
+    __device__ __forceinline__ void load(const ShiftMixArgs& a) {
+#pragma unroll
+        for (int m = 0; m < COUNT; ++m) {
+#pragma unroll
+            for (int i = 0; i < THREAD_QUADS; ++i) {
+                if (position(i) < a.width) of[m][i] = W8A8Quad({a.factors[m], a.order[m]}, position(i));
+            }
+        }
+    }
+};
+
+// Stores a token's first COUNT mixed inputs in 8 bits. All threads call it. The rows pass through shared memory, because
+// threads hold channels and store positions. quads: read if LOADED.
+template <int COUNT, bool LOADED>
+__device__ __forceinline__ void write_w8a8(
+    const ShiftMixArgs& a, const uint4* mixed, const W8A8Quads<COUNT>& quads, int token, int channel, bool active) {
+    __shared__ __align__(16) __half rows[COUNT][MAX_WIDTH];
+    __shared__ W8A8Maxima maxima[COUNT];
+#pragma unroll
+    for (int m = 0; m < COUNT; ++m) {
+        if (active) store16(&rows[m][channel], mixed[m]);
+    }
+    __syncthreads();
+    float v[COUNT][THREAD_QUADS][4];
+#pragma unroll
+    for (int m = 0; m < COUNT; ++m) {
+        uint32_t of_rest = 0, of_large = 0;
+#pragma unroll
+        for (int i = 0; i < THREAD_QUADS; ++i) {
+            const int position = quads.position(i);
+            if (position >= a.width) continue;
+            const W8A8Quad quad = LOADED ? quads.of[m][i] : W8A8Quad({a.factors[m], a.order[m]}, position);
+            const uint32_t largest = quad.template read<false>(rows[m], v[m][i]);
+            if (position < SEGMENT) {
+                of_large = largest;
+            } else {
+                of_rest = max(of_rest, largest);
+            }
+        }
+        maxima[m].add(of_rest, of_large);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < COUNT; ++m) {
+        const W8A8Row<false> of_row(maxima[m].rest(), maxima[m].large);
+        if (threadIdx.x == 0) {
+            a.scales[m * a.scale_pitch + token] = of_row.scale;
+            a.ratios[m * a.scale_pitch + token] = of_row.ratio;
+        }
+        uint8_t* const codes = reinterpret_cast<uint8_t*>(a.quantised) + (static_cast<int64_t>(m) * a.tokens + token) * a.width;
+#pragma unroll
+        for (int i = 0; i < THREAD_QUADS; ++i) {
+            const int position = quads.position(i);
+            if (position < a.width) *reinterpret_cast<uint32_t*>(codes + position) = of_row.codes(v[m][i], position < SEGMENT);
+        }
+    }
+}
+
 // Stores a token's mixed inputs, GROUP mixes at a time, the quantised ones last. mix: weights of all, or a buffer for
-// one group.
-template <int MIXES, int GROUP, OutputFormat OUT, typename Store>
+// one group. quads: read with W8A8, if LOADED.
+template <int MIXES, int GROUP, OutputFormat OUT, bool LOADED, typename Store>
 __device__ __forceinline__ void write_mixed(
     const ShiftMixArgs& a, const float (&h)[8], const float (&change)[8], uint4 (&mix)[GROUP], int token, int channel,
-    bool active, float (*scratch)[MAX_WARPS], Store store) {
+    bool active, float (*scratch)[MAX_WARPS], const W8A8Quads<QUANTISED_MIXES<MIXES>>& quads, Store store) {
     static_assert(OUT == OutputFormat::FP16 || GROUP >= QUANTISED_MIXES<MIXES>);
     constexpr int FIRST = FIRST_FP16_MIX<MIXES, OUT>;
     const int64_t at = static_cast<int64_t>(token) * a.width + channel;
@@ -107,6 +177,9 @@ __device__ __forceinline__ void write_mixed(
         }
         if constexpr (OUT == OutputFormat::FP8) {
             if (first == 0) write_fp8<QUANTISED_MIXES<MIXES>>(a, mix, token, channel, active, scratch);
+        }
+        if constexpr (OUT == OutputFormat::W8A8) {
+            if (first == 0) write_w8a8<QUANTISED_MIXES<MIXES>, LOADED>(a, mix, quads, token, channel, active);
         }
         if constexpr (OUT == OutputFormat::TWO_BYTE) {
             constexpr int COUNT = QUANTISED_MIXES<MIXES>;

@@ -11,7 +11,6 @@
 // A thread gathers the channels of four adjacent positions, so that codes are stored in whole lines.
 // Shared memory: below 1 KB. Bound: memory, 3 K bytes per row; with few rows the latency of one load and two barriers.
 // K % 128 == 0, up to 16,384.
-#include "../relu.cuh"
 #include "../token_cluster.cuh"
 #include "w8a8_rows.cuh"
 
@@ -29,62 +28,39 @@ constexpr int QUANTISE_THREADS = 1024;
 
 template <int QUADS, int PARTS, bool RELU_SQUARED>
 __global__ void __launch_bounds__(QUANTISE_THREADS, QUADS == 1 ? 2 : 1) w8a8_quantise_kernel(const __grid_constant__ W8A8QuantiseArgs a) {
-    __shared__ uint32_t warp_maxima[32], large_maximum;
+    __shared__ W8A8Maxima maxima;
     __shared__ float2 part_maxima[PARTS];  // bits of (rest, segment 1), from all CTAs of the row
     const int row = blockIdx.x / PARTS, part = blockIdx.x % PARTS, gemm = blockIdx.y, span = a.k / PARTS;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const W8A8Inputs in = {a.factors[gemm], a.order[gemm]};
-    int channels[QUADS][4];
-    float factors[QUADS][4], v[QUADS][4];
+    W8A8Quad quads[QUADS];
+    float v[QUADS][4];
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) {
         const int at = (i * blockDim.x + threadIdx.x) * 4;
-        if (at >= span) continue;
-        load_order(in, part * span + at, channels[i]);
-        const float4 four = __ldg(reinterpret_cast<const float4*>(in.factors + part * span + at));
-        factors[i][0] = four.x, factors[i][1] = four.y, factors[i][2] = four.z, factors[i][3] = four.w;
+        if (at < span) quads[i] = W8A8Quad(in, part * span + at);
     }
     if (PARTS > 1) cluster_arrive();
     allow_next_kernel();
     wait_for_previous_kernel();
     const __half* const x = a.x + (static_cast<int64_t>(gemm) * a.rows + row) * a.k;
-    uint32_t largest = 0, of_segment = 0;
+    uint32_t of_rest = 0, of_large = 0;
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) {
         const int at = (i * blockDim.x + threadIdx.x) * 4;
         if (at >= span) continue;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) v[i][j] = __half2float(x[channels[i][j]]);
-    }
-#pragma unroll
-    for (int i = 0; i < QUADS; ++i) {
-        const int at = (i * blockDim.x + threadIdx.x) * 4;
-        if (at >= span) continue;
-        uint32_t of_quad = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            if (RELU_SQUARED) v[i][j] = relu_square(v[i][j]);
-            v[i][j] = __fmul_rn(v[i][j], factors[i][j]);
-            of_quad = max(of_quad, abs_bits(v[i][j]));
-        }
+        const uint32_t largest = quads[i].template read<RELU_SQUARED>(x, v[i]);
         if (part * span + at < SEGMENT) {
-            of_segment = of_quad;
+            of_large = largest;
         } else {
-            largest = max(largest, of_quad);
+            of_rest = max(of_rest, largest);
         }
     }
-    largest = __reduce_max_sync(FULL_MASK, largest);
-    if (lane == 0) warp_maxima[warp] = largest;
-    if (warp == 0) {  // segment 1 is the first quad of its lanes
-        of_segment = __reduce_max_sync(FULL_MASK, of_segment);
-        if (lane == 0) large_maximum = of_segment;
-    }
+    maxima.add(of_rest, of_large);
     __syncthreads();
-    uint32_t rest = __reduce_max_sync(FULL_MASK, lane < static_cast<int>(blockDim.x >> 5) ? warp_maxima[lane] : 0);
-    uint32_t large = large_maximum;
+    uint32_t rest = maxima.rest(), large = maxima.large;
     if constexpr (PARTS > 1) {
         cluster_wait();  // all CTAs of the cluster run
-        if (warp == 0 && lane < PARTS) store_remote(part_maxima + part, lane, make_float2(__uint_as_float(rest), __uint_as_float(large)));
+        if (threadIdx.x < PARTS) store_remote(part_maxima + part, threadIdx.x, make_float2(__uint_as_float(rest), __uint_as_float(large)));
         cluster_arrive();
         cluster_wait();
         rest = large = 0;

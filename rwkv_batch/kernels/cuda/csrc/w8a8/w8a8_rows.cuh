@@ -11,6 +11,7 @@
 #pragma once
 
 #include "../common.cuh"
+#include "../relu.cuh"
 #include "w8a8_args.cuh"
 
 // Inputs of one matrix, by position.
@@ -67,8 +68,44 @@ struct W8A8Row {
     }
 };
 
-// Loads the channels of four positions from position `at` on.
-__device__ __forceinline__ void load_order(const W8A8Inputs& in, int at, int (&channels)[4]) {
-    const uint2 packed = __ldg(reinterpret_cast<const uint2*>(in.order + at));
-    channels[0] = packed.x & 0xffffu, channels[1] = packed.x >> 16, channels[2] = packed.y & 0xffffu, channels[3] = packed.y >> 16;
-}
+// Transform of four adjacent positions.
+struct W8A8Quad {
+    uint2 order;
+    float4 factors;
+
+    __device__ __forceinline__ W8A8Quad() {}
+    __device__ __forceinline__ W8A8Quad(const W8A8Inputs& in, int position)
+        : order(__ldg(reinterpret_cast<const uint2*>(in.order + position))),
+          factors(__ldg(reinterpret_cast<const float4*>(in.factors + position))) {}
+
+    // Reads a row's values into v, and returns the largest |v|'s bits.
+    template <bool RELU_SQUARED>
+    __device__ __forceinline__ uint32_t read(const __half* x, float (&v)[4]) const {
+        v[0] = __half2float(x[order.x & 0xffffu]), v[1] = __half2float(x[order.x >> 16]);
+        v[2] = __half2float(x[order.y & 0xffffu]), v[3] = __half2float(x[order.y >> 16]);
+        if (RELU_SQUARED) v[0] = relu_square(v[0]), v[1] = relu_square(v[1]), v[2] = relu_square(v[2]), v[3] = relu_square(v[3]);
+        v[0] = __fmul_rn(v[0], factors.x), v[1] = __fmul_rn(v[1], factors.y);
+        v[2] = __fmul_rn(v[2], factors.z), v[3] = __fmul_rn(v[3], factors.w);
+        return max(max(abs_bits(v[0]), abs_bits(v[1])), max(abs_bits(v[2]), abs_bits(v[3])));
+    }
+};
+
+// Largest |v|'s bits of a row's segments: from each thread, then of the CTA. A thread's quads are blockDim.x apart, so
+// segment 1 is the first quad of warp 0.
+struct W8A8Maxima {
+    uint32_t of_warps[32], large;
+
+    __device__ __forceinline__ void add(uint32_t of_rest, uint32_t of_large) {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        of_rest = __reduce_max_sync(FULL_MASK, of_rest);
+        if (lane == 0) of_warps[warp] = of_rest;
+        if (warp != 0) return;
+        of_large = __reduce_max_sync(FULL_MASK, of_large);
+        if (lane == 0) large = of_large;
+    }
+    // After a barrier.
+    __device__ __forceinline__ uint32_t rest() const {
+        const int lane = threadIdx.x & 31;
+        return __reduce_max_sync(FULL_MASK, lane < static_cast<int>(blockDim.x >> 5) ? of_warps[lane] : 0);
+    }
+};
