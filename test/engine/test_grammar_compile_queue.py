@@ -103,6 +103,10 @@ def test_one_client_cannot_fill_the_queue(one_thread: None) -> None:
     clients.wait(5)
     assert set(clients.received) == {f"m{number}" for number in range(65, 70)}
     assert all(refusal.info.kind is ErrorKind.OVERLOADED for refusal in clients.received.values())
+    refusal = clients.received["m65"].info
+    assert refusal.retry_after_s == 1 and refusal.message == (
+        "64 of your requests, with 64 different constraints, wait for their grammars to be compiled; retry in 1 s"
+    )
     clients.make_request("few", "f0")
     clients.queue.cancel("m1")
     clients.queue.close()
@@ -143,6 +147,8 @@ def test_waiting_requests_with_one_schema_are_limited(one_thread: None, monkeypa
             clients.make_request(client, f"{client}{number}", "same")
     refused = {name for name, what in clients.received.items() if what.info.kind is ErrorKind.OVERLOADED}
     assert refused == {"a8", "a9", "b3", "b4", "b5", "b6", "b7", "b8", "b9"}
+    message = "12 requests, with 2 different constraints, wait for their grammars to be compiled; retry in 1 s"
+    assert clients.received["b3"].info.message == message
     for _ in range(3):
         compiler.may.release()
     clients.wait(21)

@@ -78,6 +78,18 @@ def test_clients_share_the_prompt_budget() -> None:
     assert tokens == {"many": 320, "one": 320}
 
 
+def test_shares_of_a_budget_are_whole_tokens() -> None:
+    rows = [job(1, prompt_tokens=500, client=client)[1][0] for client in "abc"]
+    step = split_budget(rows, 100, lambda _: 500, 0)
+    assert [(rows.index(row), count) for row, count in step] == [(0, 33), (1, 33), (2, 33)]
+    assert all(type(count) is int for _, count in step)
+    turned = split_budget(rows, 100, lambda row: 5 if row is rows[1] else 500, 2)
+    assert [(rows.index(row), count) for row, count in turned] == [(2, 33), (0, 33), (1, 5)]
+    two = job(2, prompt_tokens=500, client="a")[1]
+    assert [count for _, count in split_budget([*two, rows[1]], 100, lambda _: 500, 0)] == [50, 50]
+    assert split_budget(rows, 0, lambda _: 500, 0) == [] == split_budget([], 100, lambda _: 500, 0)
+
+
 @pytest.mark.parametrize(("clients", "jobs"), [(10, 1), (1, 2), (3, 2), (7, 3), (1, 40)])
 def test_prompt_tokens_are_shared_evenly_over_time(clients: int, jobs: int) -> None:
     """Between clients and between a client's jobs, even if a step's budget is too small for all."""

@@ -18,6 +18,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.request import FinishReason, GenerateRequest, Job, Priority, PromptLogprobs
 from state_pool.config import PoolConfig
+from test.engine.test_scheduler import job as job_of
 from test.harness import TOKENIZER, WAIT_S, RunningJob, make_request, submit, tiny_model, turn
 from test.pool_integrity import integrity_faults
 
@@ -206,7 +207,7 @@ def test_a_queued_turn_of_a_deleted_session_leaves_the_queue(loop: Stepped) -> N
     assert [row.phase for row in job_rows(loop, queued)] == [Phase.WAITING]
     assert loop.engine.model_runner.pool.turns.delete("doomed") == 1
     error = loop.end(queued).finishes[0].error
-    assert error is not None and error.kind is ErrorKind.SESSION_NOT_FOUND
+    assert error is not None and (error.kind, error.given) == (ErrorKind.SESSION_NOT_FOUND, "doomed")
     assert loop.engine.scheduler.admission.waiting_rows == waiting - 1
     for job in (busy, *others):
         loop.cancel(job)
@@ -337,6 +338,20 @@ def test_a_running_job_keeps_its_deadline_when_those_of_ended_jobs_are_removed(l
     loop.engine.jobs.expire(time.monotonic() + 1001.0)
     assert loop.end(running).finishes[0].reason is FinishReason.TIMEOUT
     loop.check_idle()
+
+
+def test_a_failed_step_ends_the_jobs_whose_rows_it_holds(loop: Stepped) -> None:
+    """A shared prompt that was read counts as long as one of its own answers runs."""
+    running, (first, shared, later, last) = job_of(4)
+    shared.may_sample, shared.fork_count, shared.phase = False, 2, Phase.DONE
+    affects = loop.engine.jobs.affects_live_job
+    for live, expected in (([], False), ([first], False), ([later], True), ([last], False), ([first, later], True)):
+        running.live = dict.fromkeys(live)
+        assert affects(shared) is expected
+    first.phase = Phase.DONE
+    assert not affects(first), "a row that samples has no continuations"
+    first.phase = Phase.RUNNING
+    assert affects(first)
 
 
 def test_a_failure_after_the_last_row_ended_is_not_the_jobs(loop: Stepped, monkeypatch: pytest.MonkeyPatch) -> None:
