@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from native.cache_folder import cache_folder
+from native.files import cache_folder
 
 Bits = NDArray[np.uint16]  # bf16 values by their bits
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from native import machine
-from native.cache_folder import VARIABLE, cache_folder
+from native.files import VARIABLE, cache_folder
 from native.nvcc import libraries_of
 
 log = logging.getLogger("native")

@@ -8,12 +8,26 @@ cores alone (SCHED_IDLE) do they go at once: a stream's text is handed from thre
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
+
+
+@functools.cache
+def cores() -> int:
+    """Returns how many cores this process may use: its affinity, or less under a cgroup v2 quota."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
+
 
 NICENESS = 10
 """A tenth of a normal thread's CPU share."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from native.private_files import make_private_folder
+from native.files import make_private_folder
 from routes.config import HttpConfig
 
 

@@ -43,8 +43,7 @@ from routes.route import SESSION_ERRORS, Route, Upload
 from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession, ListSessions
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Finish, Job
-from state_pool.owners import owner_of
-from state_pool.session_key import SessionEntry, Tier
+from state_pool.session_key import SessionEntry, Tier, owner_of
 
 PATH = "/state/chat/completions"
 CACHE_LEVELS = {Tier.SLOT: "L1 (VRAM)", Tier.HOST: "L2 (RAM)", Tier.DISK: "Database (Disk)"}

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from native import build, machine, tensors
-from sampling.logprobs import raw_logprobs
 from sampling.params import Method, SamplingParams
 from sampling.req_slots import check_bias, inverse_temperature, is_greedy, uses_penalties
-from sampling.sampler import SamplerOutput
+from sampling.sampler import SamplerOutput, raw_logprobs
 
 GREEDY, TRUNCATED, UNTRUNCATED, NOISE = range(4)
 

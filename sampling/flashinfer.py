@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from native.tensors import on_device
-from sampling.logprobs import raw_logprobs
 from sampling.naive import Plan, make_plan
 from sampling.params import Method, SamplingParams
 from sampling.rapid import RapidSampler
 from sampling.req_slots import MAX_LOGIT, ReqSlotTable, inverse_temperature, is_greedy
-from sampling.sampler import SamplerOutput
+from sampling.sampler import SamplerOutput, raw_logprobs
 
 log = logging.getLogger(__name__)
 

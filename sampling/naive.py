@@ -27,10 +27,9 @@ from torch import Tensor
 
 from native.tensors import on_device
 from sampling import philox
-from sampling.logprobs import raw_logprobs
 from sampling.params import Method, SamplingParams
 from sampling.req_slots import MAX_LOGIT, ReqSlotTable, inverse_temperature, is_greedy, uses_penalties
-from sampling.sampler import SamplerOutput
+from sampling.sampler import SamplerOutput, raw_logprobs
 
 MAX_CANDIDATES = 1024
 """Largest number of candidates from a partial selection; rows that need more are sorted completely."""

@@ -17,10 +17,9 @@ from native import build, machine, tensors
 from native.tensors import on_device
 from native.uploads import Uploads
 from sampling.cpu import kind_of
-from sampling.logprobs import raw_logprobs
 from sampling.params import SamplingParams
 from sampling.req_slots import check_bias, inverse_temperature, uses_penalties
-from sampling.sampler import SamplerOutput
+from sampling.sampler import SamplerOutput, raw_logprobs
 
 LIBRARY = build.Library("sampler-rapid", (Path(__file__).parent / "csrc" / "rapid.cu",))
 MAX_ENTRIES = 8192

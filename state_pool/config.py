@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from state_pool.database_address import SCHEMES, parse_server_address
+from state_pool.addresses import SCHEMES, parse_server_address
 
 DEFAULT_SESSION_TTL_S = 30 * 86400.0
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
+
+import msgspec
 
 from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.cache.tiers import Tiers
@@ -20,10 +23,55 @@ from state_pool.layout import Arena
 from state_pool.origins import Adapters
 from state_pool.session_listing import SessionListing
 from state_pool.sessions import Session, SessionIndex
-from state_pool.status import pool_stats
 from state_pool.turns.deletes import SharedCleanup
 from state_pool.turns.import_export import ImportExport
 from state_pool.turns.turns import Turns
+
+
+def pool_stats(
+    config: PoolConfig, index: SessionIndex, tiers: Tiers, prefix: PrefixCache, store: Store | None
+) -> dict[str, Any]:
+    state_bytes = tiers.arena.state_bytes
+    prefix_l1, prefix_l2 = prefix.sizes
+    return {
+        "durability": config.durability if store is not None else "memory",
+        "sessions": index.num_existing,
+        "slots": {"total": tiers.slots.num_usable, "free": tiers.slots.num_free},
+        "l1": {"sessions": len(index.l1), "limit": config.l1_sessions, "bytes": len(index.l1) * state_bytes},
+        "l2": {"sessions": len(index.l2), "limit": config.l2_sessions, "bytes": len(index.l2) * state_bytes},
+        "database": _database(store),
+        "prefix_cache": {
+            "enabled": prefix.enabled,
+            "l1": prefix_l1,
+            "l2": prefix_l2,
+            **_fields(prefix.counters),
+        },
+        "counters": _fields(tiers.counters),
+        "quarantined": [{"session_id": s.key.display_name, "reason": s.unusable} for s in islice(index.unusable, 20)],
+        "quarantined_count": len(index.unusable),
+        "degraded": None if store is None else store.degraded,
+    }
+
+
+def _database(store: Store | None) -> dict[str, Any] | None:
+    if store is None:
+        return None
+    small, states = store.writer.queued
+    return {
+        "path": store.path,
+        "other_models": store.other_models,
+        "queued_turns": small,
+        "queued_states": states,
+        "engines": store.engines,
+        "checkpoint_store": store.checkpoint_store,
+        **_fields(store.writer.stats),
+    }
+
+
+def _fields(counters: Any) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(counters)
+    return found
+
 
 _HOUSEKEEPING_S = 0.25
 _RETRY_S = 1.0

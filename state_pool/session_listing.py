@@ -11,8 +11,7 @@ from state_pool.disk.operations import ListQuery
 from state_pool.disk.reader import ListResult, LookupFailed
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import DatabaseTimeout, PoolFull
-from state_pool.owners import is_visible
-from state_pool.session_key import SessionEntry, SessionPage
+from state_pool.session_key import SessionEntry, SessionPage, is_visible
 from state_pool.sessions import Session, SessionIndex
 
 MAX_PENDING_LISTS = 16

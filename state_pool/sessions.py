@@ -14,8 +14,7 @@ from state_pool.crash_points import reach
 from state_pool.errors import InvalidSessionId
 from state_pool.layout import ZERO_SLOT, HostState
 from state_pool.origins import LoadedAdapter, Origin, TunedState
-from state_pool.owners import has_prefix
-from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, Tier
+from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, Tier, has_prefix
 
 
 def checked_key(session_id: str) -> SessionKey:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import httpx
 
-from native import cache_folder
+from native import files as private_files
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 120.0
@@ -94,7 +94,7 @@ class Service:
         command = [sys.executable, *(["-P"] if "/" in program else []), str(ROOT / program)]
         command += ["--port", str(self.port), *arguments]
         command += ["--state-db", str(self.state_db if state_db is None else state_db)]
-        built = cache_folder.VARIABLE  # keeps the compile cache
+        built = private_files.VARIABLE  # keeps the compile cache
         clean = {n: value for n, value in os.environ.items() if n == built or not n.startswith("RWKV_")}
         if "PYTHONPATH" in environment:
             environment["PYTHONPATH"] += f"{os.pathsep}{clean.get('PYTHONPATH', '')}"

@@ -70,10 +70,8 @@ ROOMS = {
     "state_pool.disk": "state_pool",
     "state_pool.cache": "state_pool state_pool.disk",
     "state_pool.turns": "state_pool state_pool.disk state_pool.cache",
-    "state_pool.status": "state_pool state_pool.disk state_pool.cache",
     "state_pool.session_listing": "state_pool state_pool.disk",
-    "state_pool.pool": "state_pool state_pool.disk state_pool.cache state_pool.turns state_pool.status "
-    "state_pool.session_listing",
+    "state_pool.pool": "state_pool state_pool.disk state_pool.cache state_pool.turns state_pool.session_listing",
     "state_pool.salvage": "state_pool.disk",
     "state_pool.backup": "state_pool.disk",
     # HTTP. Files in no folder are endpoints, like those in openai.

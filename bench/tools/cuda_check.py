@@ -12,7 +12,7 @@ from pathlib import Path
 
 from native import machine
 from native.build import CUDA_FLAGS, INCLUDES, SHARED_HEADERS
-from native.cores import cores
+from native.priority import cores
 
 CHECKED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 FLAGS = tuple(flag for flag in CUDA_FLAGS if flag != "-lineinfo")

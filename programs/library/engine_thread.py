@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from native.temporary_folder import TemporaryFolder
+from native.files import TemporaryFolder
 from programs.library.errors import LLMError, as_llm_error
 from programs.record import RunError
 from routes.context import Context

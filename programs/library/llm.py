@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, overload
 
 import msgspec
 
-from native.temporary_folder import TemporaryFolder
+from native.files import TemporaryFolder
 from programs.backends.local_engine import LocalEngine
 from programs.library import calls
 from programs.library.engine_thread import EngineThread

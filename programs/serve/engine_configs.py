@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from native.cores import cores
+from native.priority import cores
 from programs.settings import FLAGS
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.served_model import ModelSpec

@@ -17,7 +17,7 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from native.temporary_folder import TemporaryFolder
+from native.files import TemporaryFolder
 from programs.serve.nginx_config import NginxConfig
 from rwkv_batch.ipc.process import LogStyle, become_child
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from native.temporary_folder import TemporaryFolder
+from native.files import TemporaryFolder
 from programs.serve.child import Child, export_python_path
 from programs.serve.cluster_engines import ClusterEngines
 from programs.serve.engines import PRELOAD_MODULE, Engines, ModelLimits
@@ -35,8 +35,7 @@ from routes.config import HttpConfig
 from routes.file_store import NONE, has_store
 from routes.serving.stream_guard import GuardedStreams
 from rwkv_batch.errors import StartupError
-from rwkv_batch.fleet.actors.address import ClusterAddress
-from rwkv_batch.fleet.actors.plan import ClusterPlan
+from rwkv_batch.fleet.actors.plan import ClusterAddress, ClusterPlan
 from rwkv_batch.ipc.engine_main import engine_process
 from rwkv_batch.ipc.process import LogStyle
 

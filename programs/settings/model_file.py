@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from native.cache_folder import VARIABLE, cache_folder
+from native.files import VARIABLE, cache_folder
 from programs.settings.config import Settings
 from rwkv_batch.errors import StartupError
 

@@ -12,8 +12,7 @@ from typing import TypeVar
 from routes.api_keys import KeysError, load_keys
 from rwkv_batch.config import STATE_NAME
 from rwkv_batch.strategy import StrategyError, parse_strategy
-from state_pool.checkpoint_address import parse_checkpoint_address
-from state_pool.database_address import SCHEMES, parse_server_address
+from state_pool.addresses import SCHEMES, parse_checkpoint_address, parse_server_address
 
 Value = TypeVar("Value", int, float)
 _HOST = r"[\w-]+(?:\.[\w-]+)*"

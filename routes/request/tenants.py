@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from routes.config import HttpConfig
 from routes.request_context import current_request
-from state_pool.owners import OWNED, owned_id
+from state_pool.session_key import OWNED, owned_id
 
 
 def own_id(session_id: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT
-from sampling.grammar.errors import GrammarError, NoTokenLeftError
+from sampling.grammar.constraint import GrammarError, NoTokenLeftError
 from state_pool.errors import (
     AdapterMismatch,
     AdapterNotFound,
@@ -29,7 +29,7 @@ from state_pool.errors import (
     StateNotFound,
     TurnInDoubt,
 )
-from state_pool.owners import without_owner
+from state_pool.session_key import without_owner
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ from rwkv_batch.core.error_mapping import error_translator
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.protocol import OnAdmitted
 from rwkv_batch.request import Job
-from sampling.grammar.constraint import Constraint, Form
+from sampling.grammar.constraint import Constraint, Form, GrammarError
 from sampling.grammar.error_location import schema_at
-from sampling.grammar.errors import GrammarError
 
 if TYPE_CHECKING:
     from sampling.grammar.compiler import GrammarCompiler

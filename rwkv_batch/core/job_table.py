@@ -24,7 +24,7 @@ from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, FinishReason, Job, JobEvents, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.constraint import GrammarError
 from sampling.grammar.matcher import Matcher
 
 DEADLINES_KEPT = 64

@@ -17,8 +17,8 @@ from rwkv_batch.core.sequence import NO_SLOT, Member, Sequence, SharedSlot
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest
 from state_pool.origins import Origin, TunedState, mixed_origin
-from state_pool.owners import without_owner
 from state_pool.pool import StatePool
+from state_pool.session_key import without_owner
 from state_pool.sessions import Lease
 
 MAX_MEMBERS = 16

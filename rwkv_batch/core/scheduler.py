@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
-from rwkv_batch.core.admission import Admission
+from rwkv_batch.core.admission import Admission, SlotSource
 from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, RunningJob, Sequence
 from rwkv_batch.core.shares import (
     BATCH_SHARE_DIVISOR,
@@ -33,7 +33,6 @@ from rwkv_batch.core.shares import (
     awaits_first_token,
     split_budget,
 )
-from rwkv_batch.core.slot_source import SlotSource
 
 MAX_PREFILL_DELAY_TURNS = 5
 """Steps of the first group for which little prefill may wait."""

@@ -17,12 +17,11 @@ from collections.abc import Callable, Sequence
 
 from rwkv_batch.calls import Answer, EngineCall, Reply
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.fleet.affinity import EngineLru, prefix_key, rendezvous_weight
 from rwkv_batch.fleet.gather import gather
 from rwkv_batch.fleet.in_flight_job import CANCELLED, ENGINE_GONE, Attempt, InFlightJob
 from rwkv_batch.fleet.member import CONNECT_TIMEOUT_S, POLL_INTERVAL_S, Member
 from rwkv_batch.fleet.quota_ledger import QuotaLedger
-from rwkv_batch.fleet.routing import FleetLimits, RoutingHints, choose
+from rwkv_batch.fleet.routing import EngineLru, FleetLimits, RoutingHints, choose, prefix_key, rendezvous_weight
 from rwkv_batch.ipc.client import LOADING
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.ipc.wire import Observe

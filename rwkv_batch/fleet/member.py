@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind
-from rwkv_batch.fleet.actors.address import PREFIX, parse_address
+from rwkv_batch.fleet.actors.plan import PREFIX, parse_address
 from rwkv_batch.fleet.routing import load_of
 from rwkv_batch.ipc.client import Connect, EngineClient, unix_connector
 from rwkv_batch.ipc.served_model import ModelStatus, ServedModel

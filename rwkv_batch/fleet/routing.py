@@ -1,4 +1,4 @@
-"""Chooses the engine of a request: bounded-load affinity. Pure functions; `bench/fleet.py` measures them.
+"""Chooses the engine of a request: bounded-load affinity. Functions are pure; `bench/fleet.py` measures them.
 
 Load is counted in rows; 256 queued prompt tokens count as one row.
 
@@ -13,9 +13,13 @@ Load is counted in rows; 256 queued prompt tokens count as one row.
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from rwkv_batch.request import Job
 
 PROMPT_TOKENS_PER_ROW = 256
 BUSY_FACTOR = 1.25
@@ -86,3 +90,31 @@ class FleetLimits(NamedTuple):
     """whether any engine can continue any session; else a session always stays with its engine"""
     num_routers: int = 1
     """including this one"""
+
+
+PREFIX_TOKENS = 64
+"""Length of the prompt prefix that identifies an engine with a cached state."""
+MAX_REMEMBERED = 16_384
+
+
+class EngineLru(OrderedDict[str, str]):
+    def put(self, key: str, engine: str) -> None:
+        """Drops the oldest entry if there are too many."""
+        self[key] = engine
+        self.move_to_end(key)
+        if len(self) > MAX_REMEMBERED:
+            self.popitem(last=False)
+
+
+def rendezvous_weight(session: str, engine: str) -> bytes:
+    """Return a hash. The engine with the largest one serves an unknown session: the same in every process."""
+    return hashlib.blake2b(f"{session}\0{engine}".encode(), digest_size=8).digest()
+
+
+def prefix_key(job: Job) -> str:
+    """ "" for a short prompt."""
+    row = job.rows[0]
+    if len(row.prompt) < PREFIX_TOKENS:
+        return ""
+    beginning = f"{job.prefix_salt}\0{row.state}\0{row.prompt[:PREFIX_TOKENS]}"
+    return hashlib.blake2b(beginning.encode(), digest_size=12).hexdigest()

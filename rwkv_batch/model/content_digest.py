@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from native.cache_folder import cache_folder
+from native.files import cache_folder
 from rwkv_batch.model.mmap_release import release
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from native.private_files import make_private, write_private
+from native.files import make_private, write_private
 from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ServiceError, StartupError

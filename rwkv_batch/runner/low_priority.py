@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from native.cores import cores
-from native.priority import at_low_priority
+from native.priority import at_low_priority, cores
 
 CORES_PER_THREAD = 8
 T = TypeVar("T")

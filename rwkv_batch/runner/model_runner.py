@@ -36,7 +36,7 @@ from rwkv_batch.runner.step_sampling import (
     split_by_constraint,
 )
 from rwkv_batch.tokenizer import Tokenizer, make_byte_tables
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.constraint import GrammarError
 from sampling.registry import COMPILED_ON_FIRST_USE
 from state_pool.errors import DatabaseUnusable
 from state_pool.pool import StatePool

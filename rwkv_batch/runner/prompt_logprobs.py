@@ -17,7 +17,7 @@ from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.host_copy import HostCopy
 from rwkv_batch.runner.pipeline import Stage
 from rwkv_batch.tokenizer import Tokenizer
-from sampling.logprobs import target_logprobs
+from sampling.sampler import target_logprobs
 
 HEAD_ROWS = 256
 """Rows of the head at a time: 64 MiB of logits and of log-probabilities each for V = 65,536."""

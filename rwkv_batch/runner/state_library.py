@@ -18,8 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from native.private_files import make_private, make_private_folder
-from native.temporary_folder import remove_stale_files
+from native.files import make_private, make_private_folder, remove_stale_files
 from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.mixtures import check_members

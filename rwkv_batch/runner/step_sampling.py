@@ -20,7 +20,7 @@ from rwkv_batch.runner.host_copy import HostCopy, TokenCopy
 from rwkv_batch.runner.links import LastTokens
 from rwkv_batch.runner.prompt_logprobs import InFlightScores
 from rwkv_batch.tokenizer import Tokenizer
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.constraint import GrammarError
 from sampling.registry import choose_sampler, order
 from sampling.sampler import Logprobs, Sampler
 

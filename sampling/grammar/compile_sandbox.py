@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from native.sandbox import ENDED, Sandbox
-from sampling.grammar.constraint import Constraint
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.constraint import Constraint, GrammarError
 
 CPU_S = 2
 """CPU seconds per grammar. The process rounds up to a whole second."""

@@ -13,8 +13,7 @@ import time
 from native.sandbox import limit_memory, limit_next_cpu, receive, send
 from sampling.grammar.compile_sandbox import CPU_S
 from sampling.grammar.compiler import GrammarCompiler
-from sampling.grammar.constraint import Constraint
-from sampling.grammar.errors import GrammarError, TooComplexError, exceeds_limit, in_one_line
+from sampling.grammar.constraint import Constraint, GrammarError, TooComplexError, exceeds_limit, in_one_line
 
 STACK_BYTES = 1 << 20
 """Half the stack of the engine's mask threads, which have the least."""

@@ -9,8 +9,8 @@ import llguidance
 import torch
 from torch import Tensor
 
-from native.cores import cores
-from sampling.grammar.errors import GrammarError, in_one_line
+from native.priority import cores
+from sampling.grammar.constraint import GrammarError, in_one_line
 from sampling.grammar.matcher import Matcher
 
 SLOW_STEP_S = 0.05

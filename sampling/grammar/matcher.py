@@ -6,7 +6,7 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING
 
-from sampling.grammar.errors import NoTokenLeftError, TooComplexError, exceeds_limit, in_one_line
+from sampling.grammar.constraint import NoTokenLeftError, TooComplexError, exceeds_limit, in_one_line
 
 if TYPE_CHECKING:
     import llguidance

@@ -11,8 +11,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from sampling.grammar.constraint import GrammarError
 from sampling.grammar.error_location import Path, join_path, subschemas
-from sampling.grammar.errors import GrammarError
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DAY = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])-|[0-9]{{4}}-02-(?:[01]|2[0-8])|{_LEAP_YEAR}-02-29)"

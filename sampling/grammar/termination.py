@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from sampling.grammar.constraint import GrammarError
 from sampling.grammar.error_location import Path, join_path, resolve_ref, subschemas
-from sampling.grammar.errors import GrammarError
 
 MAX_VISITS = 50_000
 """Parts to visit; larger schemas pass unchecked."""

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from state_pool.checkpoint_address import FolderAddress, parse_checkpoint_address
+from state_pool.addresses import FolderAddress, parse_checkpoint_address
 from state_pool.disk.checkpoint_store import (
     CheckpointStore,
     CheckpointStoreUnavailable,

@@ -15,7 +15,7 @@ import sqlite3
 import sys
 from pathlib import Path
 
-from native.private_files import open_private
+from native.files import open_private
 from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import read_setting
 from state_pool.errors import DatabaseUnusable

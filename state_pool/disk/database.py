@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from native.file_systems import network_file_system
-from native.private_files import make_private, open_private
+from native.files import make_private, network_file_system, open_private
 from state_pool.config import PoolConfig
 from state_pool.disk.copies import check_copy, keep_copy, mark_closed, mark_open
 from state_pool.disk.migrations import migrate

@@ -18,8 +18,7 @@ from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.expiry import Gap, UsageTimes
 from state_pool.origins import parse_origin
-from state_pool.owners import matching_prefix
-from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey
+from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, matching_prefix
 
 NO_ENGINE = 0
 """Holder of entries that any engine may write."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
+from state_pool.addresses import ServerAddress, parse_server_address
 from state_pool.config import PoolConfig
-from state_pool.database_address import ServerAddress, parse_server_address
 from state_pool.disk import state_store
 from state_pool.disk.migrations import MIGRATIONS
 from state_pool.disk.state_store import ServerUnavailable

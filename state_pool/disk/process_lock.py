@@ -14,7 +14,7 @@ import struct
 import time
 from pathlib import Path
 
-from native.private_files import open_private
+from native.files import open_private
 from state_pool.errors import DatabaseUnusable
 
 BUSY_TIMEOUT_S = 2.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from state_pool.checkpoint_address import BucketAddress
+from state_pool.addresses import BucketAddress
 from state_pool.disk.checkpoint_store import LIST_BATCH_SIZE, CheckpointStoreUnavailable, ListedObject, ObjectNotFound
 from state_pool.errors import DatabaseUnusable
 

@@ -28,8 +28,7 @@ from state_pool.disk.operations import (
 from state_pool.disk.state_store import Connection
 from state_pool.layout import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
 from state_pool.origins import FINGERPRINT_SEPARATOR, format_origin, is_same_model
-from state_pool.owners import visible_to
-from state_pool.session_key import ROOT, SessionEntry, SessionKey, Tier
+from state_pool.session_key import ROOT, SessionEntry, SessionKey, Tier, visible_to
 
 
 def stored_turn(connection: Connection, session: SessionRow) -> int:

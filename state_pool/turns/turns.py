@@ -23,8 +23,7 @@ from state_pool.errors import (
     TurnNotStored,
 )
 from state_pool.origins import Adapters, Origin
-from state_pool.owners import has_prefix
-from state_pool.session_key import ROOT, SessionKey
+from state_pool.session_key import ROOT, SessionKey, has_prefix
 from state_pool.sessions import Lease, LeaseState, OnDurable, PendingTurn, Session, SessionIndex, checked_key
 from state_pool.turns.acquisition import Acquisition
 from state_pool.turns.deletes import SessionDeletes

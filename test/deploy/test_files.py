@@ -40,7 +40,7 @@ def test_flags_and_variables_exist() -> None:
 
 
 def is_known(flag: str) -> bool:
-    others = {"--password-file", "--build-dir"}  # the latter is a variable alone: native.cache_folder
+    others = {"--password-file", "--build-dir"}  # the latter is a variable alone: native.files
     return flag in {one.option for flags in FLAGS.values() for one in flags} | others
 
 

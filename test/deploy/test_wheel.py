@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from native.cache_folder import VARIABLE
+from native.files import VARIABLE
 from test.programs.batch.runs import read_jsonl, write_jsonl
 from test.serving import ROOT, free_port, wait_for
 

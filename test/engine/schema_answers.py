@@ -25,8 +25,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.request import FinishReason, GenerateRequest, Job, JobEvents
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
 from sampling.grammar.compiler import GrammarCompiler
-from sampling.grammar.constraint import Constraint, Form
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.constraint import Constraint, Form, GrammarError
 from sampling.grammar.matcher import Grammar, Matcher
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig

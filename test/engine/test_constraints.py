@@ -17,8 +17,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest
 from sampling.grammar import masks
 from sampling.grammar.compiler import GrammarCompiler
-from sampling.grammar.constraint import Constraint, Form, SchemaRule
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.constraint import Constraint, Form, GrammarError, SchemaRule
 from sampling.grammar.matcher import Matcher
 from sampling.params import Method, SamplingParams
 from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit, tiny_model, turn

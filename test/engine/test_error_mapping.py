@@ -17,8 +17,7 @@ from rwkv_batch.core.error_mapping import (
     out_of_memory_error,
 )
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
-from sampling.grammar.constraint import Constraint, Form
-from sampling.grammar.errors import GrammarError, NoTokenLeftError
+from sampling.grammar.constraint import Constraint, Form, GrammarError, NoTokenLeftError
 from sampling.params import SamplingParams
 from state_pool.errors import (
     AdapterMismatch,
@@ -41,8 +40,8 @@ from state_pool.errors import (
     TurnInDoubt,
     TurnNotStored,
 )
-from state_pool.owners import owned_id
 from state_pool.session_file import InvalidSessionFile
+from state_pool.session_key import owned_id
 from test.harness import make_request
 
 

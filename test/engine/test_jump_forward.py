@@ -15,7 +15,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import GenerateRequest, TokenLogprob
 from sampling.grammar.compiler import GrammarCompiler
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.constraint import GrammarError
 from sampling.grammar.masks import Masks
 from sampling.grammar.matcher import Matcher
 from sampling.params import Method, SamplingParams

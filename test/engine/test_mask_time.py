@@ -11,7 +11,7 @@ import torch
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.shares import MAX_DEBT_ROWS, MAX_SKIPPED_STEPS, Limits, MaskTimeBalancer, StepCosts
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.constraint import GrammarError
 from sampling.grammar.masks import Masks
 from sampling.grammar.matcher import Grammar, Matcher
 from test.engine.test_constraints import by_row, mixed_rows, regex

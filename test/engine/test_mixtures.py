@@ -15,7 +15,7 @@ from torch import Tensor
 from demo.random_weights import write_random_model
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.fleet.progress import Progress
+from rwkv_batch.fleet.in_flight_job import Progress
 from rwkv_batch.request import Finish, GenerateRequest, JobEvents, PromptLogprobs
 from sampling.naive import NaiveSampler
 from sampling.params import SamplingParams

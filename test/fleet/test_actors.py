@@ -195,7 +195,7 @@ def test_a_wrong_token_or_model_is_refused(nodes: RayNodes, tiny_model: Path, tm
 def test_a_participating_process_idles_while_the_head_is_unreachable() -> None:
     program = (
         "import sys\n"
-        "from rwkv_batch.fleet.actors.address import ClusterAddress\n"
+        "from rwkv_batch.fleet.actors.plan import ClusterAddress\n"
         "from rwkv_batch.fleet.actors.driver import join\n"
         "join(ClusterAddress(sys.argv[1], sys.argv[2], 'rests'))\n"
         "print('joined', flush=True)\n"

@@ -15,9 +15,8 @@ from programs.serve.cluster_engines import ClusterEngines
 from programs.settings import SettingsError, parse_settings
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
-from rwkv_batch.fleet.actors.address import ClusterAddress, EngineAddress, parse_address
 from rwkv_batch.fleet.actors.placement import bundle_of, placed_config
-from rwkv_batch.fleet.actors.plan import ClusterPlan
+from rwkv_batch.fleet.actors.plan import ClusterAddress, ClusterPlan, EngineAddress, parse_address
 from rwkv_batch.ipc.client import EngineClient
 from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ModelStatus, ServedModel
 from state_pool.config import PoolConfig

@@ -10,7 +10,7 @@ import pytest
 
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.fleet.progress import Progress
+from rwkv_batch.fleet.in_flight_job import Progress
 from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLogprobs, Resumed
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams

@@ -13,11 +13,10 @@ import pytest
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
-from rwkv_batch.fleet.actors import engine_directory, process, roster
-from rwkv_batch.fleet.actors.address import ClusterAddress
+from rwkv_batch.fleet.actors import process, roster
 from rwkv_batch.fleet.actors.driver import join
 from rwkv_batch.fleet.actors.placement import place
-from rwkv_batch.fleet.actors.plan import ClusterPlan
+from rwkv_batch.fleet.actors.plan import ClusterAddress, ClusterPlan
 from rwkv_batch.fleet.actors.roster import Roster
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelStatus
@@ -47,15 +46,15 @@ class Service:
         return {info.engine: info.status for info in table}
 
     @property
-    def engine_directory(self) -> engine_directory.EngineDirectory:
+    def engine_directory(self) -> roster.EngineDirectory:
         return self.roster._directory
 
 
 @pytest.fixture
 def make_service(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Service]:
-    monkeypatch.setattr(engine_directory.EngineDirectory, "_poll_loop", lambda self: None)
+    monkeypatch.setattr(roster.EngineDirectory, "_poll_loop", lambda self: None)
     monkeypatch.setattr(roster, "_PLACE_S", 0.0)
-    monkeypatch.setattr(engine_directory, "_CURRENT_S", float("inf"))
+    monkeypatch.setattr(roster, "_CURRENT_S", float("inf"))
     return lambda *arguments, **more: Service(ray, *arguments, **more)
 
 
@@ -259,7 +258,7 @@ def test_an_engine_is_removed_when_the_head_answers_again(
         ray.engine(f"engine-{number}", PLAN.serves)
     service = make_service()
     service.poll()
-    monkeypatch.setattr(engine_directory, "_CURRENT_S", 0.0)  # no answer for a while
+    monkeypatch.setattr(roster, "_CURRENT_S", 0.0)  # no answer for a while
     ray.fault = GetTimeoutError("the head is away")
     service.roster.remove("engine-1")
     service.roster.add(())
@@ -267,7 +266,7 @@ def test_an_engine_is_removed_when_the_head_answers_again(
     for _ in range(2):
         assert [info.status for info in service.roster.poll()] == [READY, READY], "it serves until then"
     assert not any(engine.drains for engine in ray.actors.values())
-    monkeypatch.setattr(engine_directory, "_CURRENT_S", float("inf"))
+    monkeypatch.setattr(roster, "_CURRENT_S", float("inf"))
     service.roster.poll()  # the head stops answering here
     ray.fault = None
     service.poll()
@@ -367,7 +366,7 @@ def test_a_slow_head_is_not_a_dead_supervisor(
     supervisor.pipe.send(("remove", "engine-0"))
     supervisor.runs()
     assert departures == [] and "the cluster's head does not answer" in caplog.text
-    monkeypatch.setattr(engine_directory.EngineDirectory, "poll", fails)
+    monkeypatch.setattr(roster.EngineDirectory, "poll", fails)
     supervisor.runs()
     assert departures == [], "also if it is slow at once"
 

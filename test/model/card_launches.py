@@ -18,8 +18,8 @@ from bench.tools import cuda_check
 from bench.tools.cuda_check import Compiled
 from native import machine
 from native.build import CUDA_FLAGS, INCLUDES
-from native.cores import cores
 from native.nvcc import libraries_of
+from native.priority import cores
 from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_COLUMNS
 from rwkv_batch.kernels.cuda.hopper_quantised_launch import MAX_TWO_PART_ROWS
 from rwkv_batch.kernels.cuda.library import (

@@ -11,7 +11,7 @@ import torch
 
 from bench.tools import cuda_check
 from native import build, machine, tensors
-from native.cores import cores
+from native.priority import cores
 
 needs_cpp = pytest.mark.skipif(
     machine.cpp_unavailable_reason() is not None, reason=str(machine.cpp_unavailable_reason())

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from demo.random_weights import write_random_model
-from native.temporary_folder import STALE_FILE_S
+from native.files import STALE_FILE_S
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model import loader
 from rwkv_batch.model.quant.formats import Format, Quantised, quantise

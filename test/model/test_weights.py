@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from native import cache_folder
+from native import files as private_files
 from rwkv_batch.model import content_digest
 from rwkv_batch.model.loader import FOLD_ROWS, LayerLoader, Precision
 from rwkv_batch.model.mmap_release import release
@@ -70,7 +70,7 @@ def test_the_fingerprint_changes_with_the_weights() -> None:
 def test_the_fingerprint_covers_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change between the sampled numbers changes the second half, also of a file whose digest is kept."""
     monkeypatch.setattr(content_digest, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(private_files.VARIABLE, str(tmp_path))
     tensors = random_weights(1, 64, vocab=1024, ranks=(8, 12, 4, 20))
     path = written(tmp_path / "model.safetensors", tensors)
     first = open_weights(path).fingerprint

@@ -14,8 +14,7 @@ from openai import OpenAI
 from routes.request.tools import Function, ToolSet, tool_call_constraint
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
 from sampling.grammar.compiler import GrammarCompiler
-from sampling.grammar.constraint import Constraint, Form
-from sampling.grammar.errors import GrammarError
+from sampling.grammar.constraint import Constraint, Form, GrammarError
 from test.serving import Service
 
 WEATHER: dict[str, Any] = {

@@ -17,12 +17,10 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Job
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
 from sampling.grammar import compiler as compilers
-from sampling.grammar import vocabulary
-from sampling.grammar.compiler import GrammarCompiler
+from sampling.grammar.compiler import GrammarCompiler, make_vocabulary
 from sampling.grammar.constraint import Constraint, Form
 from sampling.grammar.masks import Masks
 from sampling.grammar.matcher import Grammar, Matcher
-from sampling.grammar.vocabulary import make_vocabulary
 from test.harness import WAIT_S, make_request
 
 TOKENIZER = Tokenizer()
@@ -139,8 +137,8 @@ def test_slices_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SHORT))
     texts = ['{"name": "abcdefghijk', '{"name": "é 日本語 of it', '{"name": "", "other": [1.5, "an unbounded']
     masks: list[list[bytes]] = []
-    for slices in (vocabulary.SLICES, ()):
-        monkeypatch.setattr(vocabulary, "SLICES", slices)
+    for slices in (compilers.SLICES, ()):
+        monkeypatch.setattr(compilers, "SLICES", slices)
         matcher = llguidance.LLMatcher(make_vocabulary(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536), grammar)
         masks.append([])
         for text in texts:

@@ -11,10 +11,10 @@ import torch
 from rwkv_batch.config import EngineConfig
 from sampling import philox, registry
 from sampling.flashinfer import FlashInferSampler
-from sampling.logprobs import target_logprobs
 from sampling.naive import NaiveSampler, make_plan, ranked_top, truncation_mask
 from sampling.params import SamplingParams
 from sampling.req_slots import ReqSlotTable
+from sampling.sampler import target_logprobs
 from test.sampling_oracle import philox as numpy_philox
 from test.sampling_oracle import uniforms
 

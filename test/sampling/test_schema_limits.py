@@ -13,9 +13,8 @@ import pytest
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
 from sampling.grammar.compile_sandbox import CompileSandbox
 from sampling.grammar.compiler import GrammarCompiler
-from sampling.grammar.constraint import Constraint, Form, SchemaRule
+from sampling.grammar.constraint import MAX_MESSAGE, Constraint, Form, GrammarError, SchemaRule
 from sampling.grammar.error_location import schema_at
-from sampling.grammar.errors import MAX_MESSAGE, GrammarError
 from sampling.grammar.matcher import Matcher
 from sampling.grammar.termination import MAX_VISITS, check_terminates
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from programs.settings import SettingsError, parse_settings
-from state_pool.checkpoint_address import parse_checkpoint_address
-from state_pool.database_address import parse_server_address
+from state_pool.addresses import parse_checkpoint_address, parse_server_address
 from state_pool.disk import postgres as adapter
 from state_pool.errors import DatabaseUnusable
 from test.pool_fakes import config_in

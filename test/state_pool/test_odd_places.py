@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from native import file_systems
+from native import files as private_files
 from state_pool.session_file import SessionFile, decode
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
 from test.state_pool.test_pool_expiry import TTL_S, Clock, clock, close, names, opened  # noqa: F401 - a fixture
@@ -24,7 +24,7 @@ def test_a_network_file_system_is_named_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, name: str
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(file_systems, "_type_number", lambda _: number)
+    monkeypatch.setattr(private_files, "_type_number", lambda _: number)
     driver = Driver(FakeArena(), config_in(tmp_path))
     close(driver)
     assert ("is on a network file system" in caplog.text) == bool(name)
@@ -32,8 +32,8 @@ def test_a_network_file_system_is_named_with_the_remedy(
 
 
 def test_the_type_of_a_file_system_is_read(tmp_path: Path) -> None:
-    assert file_systems._type_number("/proc") == 0x9FA0
-    assert file_systems._type_number(tmp_path / "missing") == 0 and file_systems.network_file_system(tmp_path) == ""
+    assert private_files._type_number("/proc") == 0x9FA0
+    assert private_files._type_number(tmp_path / "missing") == 0 and private_files.network_file_system(tmp_path) == ""
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from state_pool.owners import owned_id, owner_of, without_owner
+from state_pool.session_key import owned_id, owner_of, without_owner
 from test.pool_fakes import Driver, FakeArena, config_in
 
 OWN, OTHER, SHARED = owned_id("anna", "s"), owned_id("bert", "s"), "s"

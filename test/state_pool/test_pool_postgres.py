@@ -15,7 +15,7 @@ import pytest
 
 from rwkv_batch.core.error_mapping import as_service_error
 from rwkv_batch.errors import ErrorKind
-from state_pool.database_address import parse_server_address
+from state_pool.addresses import parse_server_address
 from state_pool.disk import postgres as adapter
 from state_pool.disk import worker_threads
 from state_pool.disk.database import open_writer

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from state_pool.cache.prefix_cache import NO_PREFIX_BASE, prefix_base
-from state_pool.cache.prompt_history import PromptHistory, common_bytes
+from state_pool.cache.prefix_cache import NO_PREFIX_BASE, PromptHistory, common_bytes, prefix_base
 from state_pool.layout import ZERO_SLOT, pack_tokens
 from state_pool.origins import NO_BASE
 from test.pool_fakes import Driver, FakeArena, config_in, expected_state

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from rwkv_batch.errors import StartupError
-from rwkv_batch.fleet.actors.address import ClusterAddress
+from rwkv_batch.fleet.actors.plan import ClusterAddress
 
 logger = logging.getLogger(__name__)
 

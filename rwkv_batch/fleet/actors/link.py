@@ -14,8 +14,8 @@ import uuid
 from typing import Any
 
 from rwkv_batch.errors import StartupError
-from rwkv_batch.fleet.actors.address import EngineAddress
 from rwkv_batch.fleet.actors.driver import join
+from rwkv_batch.fleet.actors.plan import EngineAddress
 from rwkv_batch.ipc.buffered_link import BufferedLink
 from rwkv_batch.ipc.client import Connect, WorkerLink
 from rwkv_batch.ipc.wire import HEARTBEAT_S, ToEngine, ToWorker, to_worker_decoder

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.fleet.actors.address import ClusterAddress
+
+PREFIX = "actor:"
+_SEPARATOR = "|"
+
+
+class ClusterAddress(NamedTuple):
+    head: str
+    """`HOST:PORT` of its head, or "auto": the cluster that this machine belongs to"""
+    node: str
+    """needed if the machine has several addresses"""
+    namespace: str
+
+
+class EngineAddress(NamedTuple):
+    cluster: ClusterAddress
+    engine: str
+
+    def __str__(self) -> str:
+        return PREFIX + _SEPARATOR.join((*self.cluster, self.engine))
+
+
+def parse_address(text: str) -> EngineAddress:
+    """Invert `str(EngineAddress)`."""
+    head, node, namespace, engine = text.removeprefix(PREFIX).split(_SEPARATOR)
+    return EngineAddress(ClusterAddress(head, node, namespace), engine)
+
 
 ALL = "all"
 """Used in place of an engine's name: all, one after the other."""

@@ -1,4 +1,7 @@
-"""Merges adapters into the weights. Each weight is changed when it is loaded and never stored twice."""
+"""Merges adapters into the weights. Each weight is changed when it is loaded and never stored twice.
+
+The formulas are those of the papers and RWKV-PEFT: fp32 in, fp32 out.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,52 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rwkv_batch.model.adapters import formulas
 from rwkv_batch.model.adapters.files import Adapter
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import Change, Weights
+
+EPSILON = 1e-6
+
+
+def lora(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return W + s B A for weight [out, in], a [r, in], b [out, r]."""
+    return torch.addmm(weight, b, a, alpha=scale)
+
+
+def dora(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor) -> Tensor:
+    """Return M W' / |W'| with W' = W + s B A for weight [out, in].
+
+    magnitude [1, in]: norms of columns (RWKV-PEFT); [out, 1]: norms of rows (PEFT).
+    """
+    moved = lora(weight, a, b, scale)
+    norms: Tensor = torch.linalg.vector_norm(moved, dim=0 if magnitude.shape[0] == 1 else 1, keepdim=True)
+    return moved * (magnitude / (norms + EPSILON))
+
+
+def pissa(weight: Tensor, a: Tensor, b: Tensor, scale: float, first_a: Tensor, first_b: Tensor) -> Tensor:
+    """Return W + s (B A - B0 A0) for weight [out, in]: the trained pair replaces the initial one."""
+    return lora(lora(weight, a, b, scale), first_a, first_b, -scale)
+
+
+def bone(weight: Tensor, blocks: Tensor, scale: float) -> Tensor:
+    """Return W + s (W_blk G + G) for each square block W_blk of weight [out, in].
+
+    blocks G [in / r, r, r]: one per block column.
+    """
+    rank = blocks.shape[-1]
+    split = weight.view(weight.shape[0] // rank, rank, weight.shape[1] // rank, rank).transpose(1, 2)
+    change = split @ blocks + blocks
+    return weight + scale * change.transpose(1, 2).reshape(weight.shape)
+
+
+def miss(weight: Tensor, shard: Tensor, scale: float) -> Tensor:
+    """Return W + s D^T for every r inputs of weight [out, in]; the last group may be shorter.
+
+    shard D [r, out]
+    """
+    times = -(-weight.shape[1] // shard.shape[0])
+    return weight + scale * shard.T.repeat(1, times)[:, : weight.shape[1]]
+
 
 logger = logging.getLogger(__name__)
 
@@ -137,16 +182,16 @@ def _low_rank_change(
     if kind == "PiSSA":
         scale = 1.0 if adapter.scale is None else adapter.scale
         first = (parts["init_lora_A"].float(), parts["init_lora_B"].float())
-        return lambda w: formulas.pissa(w, parts["lora_A"].float(), parts["lora_B"].float(), scale, *first)
+        return lambda w: pissa(w, parts["lora_A"].float(), parts["lora_B"].float(), scale, *first)
     scale = adapter.scale_of(target)
     pair = (parts["lora_A"], parts["lora_B"])
     if kind == "LoRA":
-        return lambda w: formulas.lora(w, pair[0].float(), pair[1].float(), scale)
+        return lambda w: lora(w, pair[0].float(), pair[1].float(), scale)
     columns = "lora_M" in parts
     magnitude = parts["lora_M" if columns else "lora_magnitude_vector"]
     _fit(adapter, f"{target} (magnitudes)", magnitude.numel() == (inputs if columns else out), magnitude, shape)
     sized = magnitude.float().reshape((1, inputs) if columns else (out, 1))
-    return lambda w: formulas.dora(w, pair[0].float(), pair[1].float(), scale, sized)
+    return lambda w: dora(w, pair[0].float(), pair[1].float(), scale, sized)
 
 
 def _block_change(adapter: Adapter, target: str, tensor: Tensor, shape: tuple[int, ...]) -> Change:
@@ -157,6 +202,6 @@ def _block_change(adapter: Adapter, target: str, tensor: Tensor, shape: tuple[in
     if tensor.dim() == 3:
         fits = out % rank == 0 and tuple(tensor.shape) == (inputs // rank, rank, rank) and inputs % rank == 0
         _fit(adapter, target, fits, tensor, shape)
-        return lambda w: formulas.bone(w, tensor.float(), scale)
+        return lambda w: bone(w, tensor.float(), scale)
     _fit(adapter, target, tuple(tensor.shape) == (rank, out) and rank <= inputs, tensor, shape)
-    return lambda w: formulas.miss(w, tensor.float(), scale)
+    return lambda w: miss(w, tensor.float(), scale)

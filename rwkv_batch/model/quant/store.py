@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from native.temporary_folder import remove_stale_files
+from native.files import remove_stale_files
 from rwkv_batch.model.quant.formats import Format, Quantised
 
 logger = logging.getLogger(__name__)

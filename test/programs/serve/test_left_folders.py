@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from native import temporary_folder
-from native.temporary_folder import TemporaryFolder, remove_stale
+from native import files as private_files
+from native.files import TemporaryFolder, remove_stale
 from test.serving import Service, wait_for
 from test.sources import ROOT
 
-HOLDS = "from native.temporary_folder import TemporaryFolder as T; print(T('{}').path, flush=True); input()"
+HOLDS = "from native.files import TemporaryFolder as T; print(T('{}').path, flush=True); input()"
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_folder_removed_before_locking_is_recreated(temporary_root: Path, monk
             remove_stale()
         lock(descriptor, how)
 
-    monkeypatch.setattr(temporary_folder.fcntl, "flock", late)
+    monkeypatch.setattr(private_files.fcntl, "flock", late)
     folder = TemporaryFolder()
     assert left(temporary_root) == {Path(folder.path).name} and (Path(folder.path) / "owner.lock").exists()
     folder.remove()
