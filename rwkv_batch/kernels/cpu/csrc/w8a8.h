@@ -90,28 +90,30 @@ inline vi load_whole(const int32_t* p) {
   return v;
 }
 
-inline void store_codes(Code* to, vi v) {
-  typedef Code codes __attribute__((vector_size(LANES * sizeof(Code))));
-  const codes narrow = __builtin_convertvector(v, codes);
-  std::memcpy(to, &narrow, sizeof narrow);
-}
-
-// Stores the codes of channels at .. at+STEP-1 at their positions.
+// Stores the codes of STEP channels from `at` on at their positions. scaled(at, is_large) returns LANES of them in fp32.
+template <bool UNSIGNED>
 struct Permuted {
   Code* large;
   Code* rest;
 
 #if WITH_VNNI && defined(__AVX512VBMI2__)
-  void put(const Code* codes, const int32_t* positions, int64_t width) {
+  template <typename Scaled>
+  void put(Scaled scaled, const int32_t* positions, int64_t at, int64_t width) {
+    __m512i v[4];
     uint64_t is_large = 0;
-    for (int i = 0; i < STEP / LANES; ++i) {
-      const __mmask16 bits = _mm512_cmplt_epi32_mask((__m512i)load_whole(positions + i * LANES), _mm512_set1_epi32(LARGE));
+    for (int i = 0; i < 4; ++i) {
+      const __m512i p = _mm512_loadu_si512(positions + at + i * LANES);
+      const __mmask16 bits = _mm512_cmplt_epi32_mask(p, _mm512_set1_epi32(LARGE));
       is_large |= uint64_t(bits) << i * LANES;
+      v[i] = (__m512i)round_to_int(scaled(at + i * LANES, (vi)_mm512_movm_epi32(bits)));
     }
+    const __m512i low = _mm512_packs_epi32(v[0], v[1]), high = _mm512_packs_epi32(v[2], v[3]);  // in each 128 bits
+    const __m512i packed = UNSIGNED ? _mm512_packus_epi16(low, high) : _mm512_packs_epi16(low, high);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i codes = _mm512_permutexvar_epi32(order, packed);
     const uint64_t all = width < STEP ? (uint64_t(1) << width) - 1 : ~uint64_t(0);
-    const __m512i v = _mm512_loadu_si512(codes);
-    large = put_some(v, is_large & all, large);
-    rest = put_some(v, ~is_large & all, rest);
+    large = put_some(codes, is_large & all, large);
+    rest = put_some(codes, ~is_large & all, rest);
   }
 
   static Code* put_some(__m512i codes, uint64_t which, Code* to) {
@@ -121,10 +123,20 @@ struct Permuted {
     return to + count;
   }
 #else
-  // Both segments keep the channels' order.
-  void put(const Code* codes, const int32_t* positions, int64_t width) {
+  template <typename Scaled>
+  void put(Scaled scaled, const int32_t* positions, int64_t at, int64_t width) {
+    const vf lowest = splat(UNSIGNED ? 0.f : -128.f), highest = splat(UNSIGNED ? 255.f : 127.f);
+    typedef Code Codes __attribute__((vector_size(LANES * sizeof(Code))));
+    Code codes[STEP];
+    for (int64_t i = 0; i < STEP; i += LANES) {
+      vf v = scaled(at + i, load_whole(positions + at + i) < int32_t(LARGE));
+      v = v > highest ? highest : v;
+      v = v < lowest ? lowest : v;
+      const Codes narrow = __builtin_convertvector(round_to_int(v), Codes);
+      std::memcpy(codes + i, &narrow, sizeof narrow);
+    }
     for (int64_t i = 0; i < width; ++i) {
-      const bool is_large = positions[i] < LARGE;
+      const bool is_large = positions[at + i] < LARGE;
       *(is_large ? large : rest) = codes[i];
       large += is_large, rest += !is_large;
     }
@@ -155,20 +167,12 @@ void pack_row(const float* x, const void* matrix, const Shape& shape, void* to) 
     std::memset(codes, 0, shape.inputs() * sizeof(Code));
     return;
   }
-  const vf low = splat(UNSIGNED ? 0.f : -128.f), high = splat(UNSIGNED ? 255.f : 127.f);
   const vf inverse_large = splat(u.inverse_large), inverse_rest = splat(u.inverse_rest);
-  Permuted permuted{codes, codes + shape.large_padded};
-  for (int64_t first = 0; first < shape.in; first += STEP) {
-    Code some[STEP];
-    for (int64_t i = 0; i < STEP; i += LANES) {
-      const vi is_large = load_whole(positions + first + i) < int32_t(LARGE);
-      vf v = load_inputs(x, factors, first + i, shape.in) * (is_large ? inverse_large : inverse_rest);
-      v = v > high ? high : v;
-      v = v < low ? low : v;
-      store_codes(some + i, round_to_int(v));
-    }
-    permuted.put(some, positions + first, std::min(STEP, shape.in - first));
-  }
+  const auto scaled = [&](int64_t at, vi is_large) {
+    return load_inputs(x, factors, at, shape.in) * (is_large ? inverse_large : inverse_rest);
+  };
+  Permuted<UNSIGNED> permuted{codes, codes + shape.large_padded};
+  for (int64_t at = 0; at < shape.in; at += STEP) permuted.put(scaled, positions, at, std::min(STEP, shape.in - at));
   std::memset(permuted.large, 0, (shape.large_padded - shape.large) * sizeof(Code));
   std::memset(permuted.rest, 0, (shape.rest_padded - shape.rest) * sizeof(Code));
 }
