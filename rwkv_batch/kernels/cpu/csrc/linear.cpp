@@ -208,14 +208,16 @@ void w8a8_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t
   const w8a8::Operands operands{shape, matrix + panel * shape.panel_bytes(), reinterpret_cast<const char*>(packed)};
   const int64_t out = gemm.w.out, width = std::min(PANEL, out - panel * PANEL);
   float* y = gemm.y + first_row * out + panel * PANEL;
+  const bool squares = gemm.activation == RELU_SQUARED, in_registers = width == PANEL && (squares || gemm.activation == NONE);
   w8a8::multiply<UNSIGNED>(operands, rows, [&](int64_t row, const vf sums[2]) {
-    if (width == PANEL && gemm.activation == NONE) {
-      store(y + row * out, sums[0]), store(y + row * out + LANES, sums[1]);
+    float* to = y + row * out;
+    if (in_registers) {
+      for (int v = 0; v < 2; ++v) store(to + v * LANES, squares ? sums[v] < 0 ? vf{} : sums[v] * sums[v] : sums[v]);
       return;
     }
     float one[PANEL];
     store(one, sums[0]), store(one + LANES, sums[1]);
-    finish(y + row * out, one, width, gemm.activation);
+    finish(to, one, width, gemm.activation);
   });
 }
 
