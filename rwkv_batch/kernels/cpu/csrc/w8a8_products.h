@@ -138,13 +138,15 @@ void tile(const Operands& o, int64_t row, int64_t rows, int32_t* large, int32_t*
 
 #if WITH_AMX
 
-// GCC's intrinsics are macros that take literal tile numbers. Offsets of 128 are not needed: AMX has both products.
+// A macro, as GCC's intrinsics take literal tile numbers. AMX multiplies s8 too, so there are no offsets.
 #define TILE_PRODUCT(sum, x, w)   \
-  if constexpr (UNSIGNED) {       \
-    _tile_dpbusd(sum, x, w);      \
-  } else {                        \
-    _tile_dpbssd(sum, x, w);      \
-  }
+  do {                            \
+    if constexpr (UNSIGNED) {     \
+      _tile_dpbusd(sum, x, w);    \
+    } else {                      \
+      _tile_dpbssd(sum, x, w);    \
+    }                             \
+  } while (false)
 
 // sums [32, OUTPUTS] = one segment of two tiles of rows @ its part of a panel.
 template <bool UNSIGNED>
@@ -156,12 +158,12 @@ void amx_two_segment(const Code* a0, const Code* a1, int64_t row_bytes, const in
   for (int64_t i = 0; i < inputs; i += STEP, a0 += STEP, a1 += STEP, w += STEP * OUTPUTS) {
     _tile_loadd(6, w, 128);
     _tile_loadd(4, a0, row_bytes);
-    TILE_PRODUCT(0, 4, 6)
+    TILE_PRODUCT(0, 4, 6);
     _tile_loadd(5, a1, row_bytes);
-    TILE_PRODUCT(2, 5, 6)
+    TILE_PRODUCT(2, 5, 6);
     _tile_loadd(7, w + 64, 128);
-    TILE_PRODUCT(1, 4, 7)
-    TILE_PRODUCT(3, 5, 7)
+    TILE_PRODUCT(1, 4, 7);
+    TILE_PRODUCT(3, 5, 7);
   }
   _tile_stored(0, sums, 128);
   _tile_stored(1, sums + 16, 128);
@@ -178,8 +180,8 @@ void amx_one_segment(const Code* a, int64_t row_bytes, const int8_t* w, int64_t 
     _tile_loadd(4, a, row_bytes);
     _tile_loadd(6, w, 128);
     _tile_loadd(7, w + 64, 128);
-    TILE_PRODUCT(0, 4, 6)
-    TILE_PRODUCT(1, 4, 7)
+    TILE_PRODUCT(0, 4, 6);
+    TILE_PRODUCT(1, 4, 7);
   }
   _tile_stored(0, sums, 128);
   _tile_stored(1, sums + 16, 128);
