@@ -8,10 +8,10 @@ Each round runs every measurement once:
 - prefill: prompt tokens/s of 1 x 512 (one call for both) and 16 x 128 (one ragged step here, one call per prompt for
   the peer), from the zero state, with the logits of each prompt's last token.
 
-The peer runs as "cpu fp32" and "cpu bf16"; the faster one of a round counts. This project runs with --dtype fp32, bf16
-and int8; int8 is also compared with its own bf16. A ratio compares results of one round, and its median over the
-rounds is the figure: on a shared machine ratios are stable, absolute figures are not. `--no-peer` skips the peer. Its
-rounds take minutes on a processor without bf16 instructions.
+The peer runs as "cpu fp32" and "cpu bf16"; the faster one of a round counts. This project runs with --dtype fp32, bf16,
+int8 and w8a8; the last two are also compared with its own bf16. A ratio compares results of one round, and its median
+over the rounds is the figure: on a shared machine ratios are stable, absolute figures are not. `--no-peer` skips the
+peer. Its rounds take minutes on a processor without bf16 instructions.
 
 Bounds: a decode step of one row reads every matrix once, so tokens/s <= bandwidth / bytes of the matrices. Both are
 printed; bandwidth is torch's sum over 512 MiB in the same rounds. With --dtype fp32, matrices whose values fit bf16
@@ -55,7 +55,9 @@ BATCHES = (1, 8, 32, 128)
 STEPS = {1: 15, 8: 7, 32: 5, 128: 3}
 """Rows -> timed steps; the median counts."""
 DTYPES = ("fp32", "bf16")
-OURS = (*DTYPES, "int8")
+SMALL = ("int8", "w8a8")
+"""Compared with bf16."""
+OURS = (*DTYPES, *SMALL)
 FIRST_SLOT = 2
 TARGETS = {"decode_1": 1.5, "decode_32": 10.0, "prefill_1x512": 1.5, "prefill_16x128": 1.5}
 
@@ -186,7 +188,8 @@ def run(seconds: float, has_peer: bool = True) -> dict[str, Any]:
             model.allocate_slots(FIRST_SLOT + max(BATCHES))
             tasks |= our_tasks(model, dtype)
         rounds = measure(tasks, seconds)
-        small = [{name: one[f"{name} int8"] / one[f"{name} bf16"] for name in TARGETS} for one in rounds]
+        names = [name.removesuffix(" bf16") for name in rounds[0] if name.endswith(" bf16") and "peer" not in name]
+        small = {d: [{n: one[f"{n} {d}"] / one[f"{n} bf16"] for n in names} for one in rounds] for d in SMALL}
     matrices = weights.num_bytes - weights.tensors["emb.weight"].numel() * 2
     return {
         "bench": "cpu",
@@ -197,7 +200,7 @@ def run(seconds: float, has_peer: bool = True) -> dict[str, Any]:
         "medians": median_by_name(rounds),
         "ratios": median_by_name([ratios(one) for one in rounds]),
         "ratios_of_bests": ratios_of_bests(rounds),
-        "int8_over_bf16": median_by_name(small),
+        **{f"{dtype}_over_bf16": median_by_name(found) for dtype, found in small.items()},
         "targets": TARGETS,
         "matrix_mb_per_step": round(matrices / 1e6, 1),
     }
@@ -214,8 +217,9 @@ def report(result: dict[str, Any]) -> None:
         print(f"{name:28} {value:10.1f}{'' if 'GB' in name else ' tokens/s'} {times}")
     bound = medians["bandwidth GB/s"] * 1e3 / result["matrix_mb_per_step"]
     print(f"bound of decode_1 by memory: {bound:.0f} tokens/s ({result['matrix_mb_per_step']} MB a step)")
-    shares = ", ".join(f"{name} {times:.2f}" for name, times in result["int8_over_bf16"].items())
-    print(f"int8 over bf16: {shares}")
+    for dtype in SMALL:
+        shares = ", ".join(f"{name} {times:.2f}" for name, times in result[f"{dtype}_over_bf16"].items())
+        print(f"{dtype} over bf16: {shares}")
     for name, target in result["targets"].items() if found else ():
         best = max(found[f"{name} {dtype}"] for dtype in OURS)
         print(f"{name}: {best:.2f} of target {target}: {'reached' if best >= target else 'NOT reached'}")
