@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import threading
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from msgspec import Raw
+from msgspec.msgpack import encode
 from msgspec.structs import replace
 
 from rwkv_batch.calls import AcquireQuota, GetStatus
@@ -22,14 +25,17 @@ from rwkv_batch.ipc.wire import (
     Answer,
     Arrived,
     Call,
+    Cancel,
     EventBatch,
     FrameTooLong,
     Heartbeat,
     Hello,
     LinkFull,
     NotSent,
+    Observe,
     SocketLink,
     Submit,
+    UsageReport,
     to_engine_decoder,
     to_worker_decoder,
 )
@@ -243,6 +249,104 @@ def test_loads_and_the_engines_start_are_reported() -> None:
     client._serve(Scripted(messages()))
     assert loads == [(Load(1, 2), None), (Load(3, 4), "job"), (Load(5, 6), None)]
     assert seen == [(7.0, known)] and client.balances == [], "a lost engine has no ledger"
+
+
+def test_without_an_engine_requests_are_refused_with_the_reason() -> None:
+    worker = Worker()
+    worker.submit(job("early"))
+    worker.client.call(GetStatus(), worker.answers.append)
+    worker.client.cancel("early")
+    worker.client.observe(Observe("/r", 200, 0.1, 0.0))
+    for [error] in (worker.admitted, worker.answers):
+        assert error is not None and error.info == worker.client.reason
+    assert (worker.client.reason.kind, worker.client.reason.retry_after_s) == (ErrorKind.ENGINE_LOST, 2.0)
+    assert worker.client.reason.message == "the engine is still loading the model; retry in 2 s"
+    assert (worker.client.num_jobs, worker.client.num_received, worker.client.is_connected) == (0, 0, False)
+    worker.serve([HERE])
+    expected = "the engine process was lost and is being restarted; send the request again"
+    assert (worker.client.reason.message, worker.client.reason.retry_after_s) == (expected, 2.0)
+
+
+def test_messages_to_the_engine() -> None:
+    worker, link = Worker(), Scripted([])
+    report, observed = UsageReport("a", 5), Observe("/r", 200, 0.1, 0.0)
+    seen: list[int] = []
+
+    def messages() -> Iterator[Any]:
+        yield HERE
+        link.num_pieces = 4
+        seen.append(worker.client.num_received)
+        worker.submit(job("a"))
+        worker.client.call(GetStatus(), worker.answers.append)
+        worker.client.call(GetStatus(), worker.answers.append)
+        worker.client.cancel("a")
+        worker.client.observe(observed)
+        worker.client.report_usage()
+        worker.client.report_usage(report, report)
+        yield Answer(1, Raw(encode({"second": 1})), None)
+        yield Answer(0, Raw(encode(3)), None)
+
+    link._messages = messages()
+    worker.client._name = "http-0"
+    worker.client._serve(link)  # type: ignore[arg-type]
+    link.check()
+    assert seen == [4] and worker.client.num_received == 0
+    assert link.sent == [
+        Hello("http-0", os.getpid()),
+        Submit(job("a")),
+        Call(0, GetStatus()),
+        Call(1, GetStatus()),
+        Cancel("a"),
+        observed,
+        report,
+        report,
+    ]
+    assert worker.answers[0] == {"second": 1}
+    wrong = worker.answers[1].info
+    assert wrong.kind is ErrorKind.INTERNAL
+    assert wrong.message.startswith("the engine's answer to a call cannot be decoded: Expected `object`, got `int`")
+
+
+def test_a_client_that_stops_or_drops_closes_its_link() -> None:
+    for end in ("drop", "stop"):
+        worker, closed = Worker(), []
+        link = Scripted([])
+        link.close = lambda closed=closed: closed.append(1)  # type: ignore[method-assign]
+
+        def messages(worker: Worker = worker, end: str = end, closed: list[int] = closed) -> Iterator[Any]:
+            if end == "stop":
+                worker.client.stop()
+            yield HERE
+            assert len(closed) == (end == "stop"), "not before its first message"
+            getattr(worker.client, end)()
+            assert len(closed) == 1 + (end == "stop")
+
+        link._messages = messages()
+        worker.client._serve(link)  # type: ignore[arg-type]
+        link.check()
+
+
+def test_an_engine_that_cannot_be_reached_is_tried_again() -> None:
+    attempts: list[int] = []
+    reached = threading.Event()
+
+    def connect() -> Any:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise OSError("no route")
+        if len(attempts) == 2:
+            return None
+        reached.set()
+        return Scripted([HERE])
+
+    changes: list[bool] = []
+    client = EngineClient(connect, changes.append)
+    client.start("http-0")
+    assert reached.wait(60)
+    wait_for(lambda: changes[:2] == [True, False], 60, "it connected and lost the link")
+    client.stop()
+    client._thread.join(60)
+    assert not client._thread.is_alive()
 
 
 class Engine:

@@ -202,3 +202,37 @@ def test_a_received_length_is_limited() -> None:
     with pytest.raises(wire.FrameTooLong, match="4294967295 bytes"):
         list(link.receive())
     link.close()
+
+
+def test_an_offer_behind_waiting_frames_has_less_room(
+    links: Ends, held: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = links
+    sender.send((0, LARGE))
+    waiting = sender._waiting_bytes
+    assert len(held) == 1 and 0 < waiting < len(LARGE) and sender.is_sending
+    offered = len(sender._encoder.encode(((1, b"abc"),))) + 4
+    monkeypatch.setattr(wire, "MAX_OFFERED_BYTES", waiting + offered - 1)
+    with pytest.raises(wire.LinkFull, match=f"^{waiting} bytes wait for the other process, the limit is "):
+        sender.offer((1, b"abc"))
+    monkeypatch.setattr(wire, "MAX_OFFERED_BYTES", waiting + offered)
+    sender.offer((1, b"abc"))
+    with pytest.raises(wire.FrameTooLong, match="has 8 bytes, the limit is 6"):
+        sender.offer((2, b"abc"), 6)
+    sender.send((3, b""))
+    reader = threading.Thread(target=sender._send_waiting)
+    monkeypatch.undo()
+    reader.start()
+    incoming = receiver.receive()
+    assert [next(incoming) for _ in range(3)] == [(0, LARGE), (1, b"abc"), (3, b"")]
+    reader.join(WAIT_S)
+    assert (sender._waiting_bytes, sender.is_sending) == (0, False)
+    assert receiver.num_pieces >= 4, "a long frame is read in pieces"
+
+
+def test_a_stream_that_ends_inside_a_frame_has_no_message() -> None:
+    ours, theirs = socket.socketpair()
+    receiver = SocketLink(theirs, DECODER, "receiver")
+    ours.sendall((9).to_bytes(4, "big") + b"half")
+    ours.close()
+    assert list(receiver.receive()) == []

@@ -181,6 +181,50 @@ def test_the_signature_of_a_function() -> None:
     assert signature("g", "", {}) == "g()"
 
 
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "string"}, "string"),
+        ({}, "any"),
+        (True, "any"),
+        ({"properties": {"b": {"type": "string"}}}, "{b?: string}"),
+        ({"type": "object"}, "object"),
+        ({"type": "array"}, "any[]"),
+        ({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}, "integer[][]"),
+        ({"type": ["string", "null", "string"]}, "string | null"),
+        ({"enum": ["é", 1, None]}, '"é" | 1 | null'),
+        ({"enum": []}, "any"),
+        ({"const": "é"}, '"é"'),
+        ({"oneOf": [{"type": "string"}, {"const": 1}]}, "string | 1"),
+        ({"allOf": [{"type": "string"}]}, "string"),
+        ({"anyOf": [{"enum": [1]}], "oneOf": [{"const": 2}]}, "1"),
+        ({"$ref": "#/definitions/D"}, "boolean"),
+        ({"$ref": "#/$defs/S"}, "string"),
+        ({"$ref": "#/$defs/missing", "type": "number"}, "number"),
+        ({"$ref": "elsewhere", "type": "number"}, "number"),
+    ],
+)
+def test_the_type_of_a_parameter(schema: Any, expected: str) -> None:
+    parameters = {
+        "properties": {"a": schema},
+        "required": ["a"],
+        "$defs": {"S": {"type": "string"}},
+        "definitions": {"D": {"type": "boolean"}},
+    }
+    assert signature("f", " ", parameters) == f"f(a: {expected})"
+    assert signature("f", "x", {**parameters, "required": "a"}) == f"f(a?: {expected}) // x"
+
+
+def test_a_deep_or_wide_schema_is_cut() -> None:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(9):
+        deep = {"type": "array", "items": deep}
+    assert signature("f", "", {"properties": {"a": deep}}) == "f(a?: object[][][][][][][][])"
+    wide = {"properties": {f"p{n}": {"type": "string", "description": " one\n two "} for n in range(2001)}}
+    line = signature("f", "", wide)
+    assert line.count(": string /* one two */") == 2000 and line.endswith("p2000?: object /* one two */)")
+
+
 def test_a_recursive_schema_has_a_bounded_signature() -> None:
     shared = {"A": {"type": "object", "properties": {str(n): {"$ref": "#/$defs/A"} for n in range(50)}}}
     assert len(signature("f", "", {"$ref": "#/$defs/A", "$defs": shared})) < 100_000
