@@ -37,13 +37,13 @@ class UserFiles:
         """Some replies come after a file is read."""
         match call:
             case calls.ListStates():
-                reply_with(reply, self.states.list)
+                reply_with(reply, self.states.infos)
             case calls.AddState():
                 self.states.add(call, reply)
             case calls.RemoveState(name):
                 reply_with(reply, lambda: self.states.remove(name))
             case calls.ListAdapters():
-                reply_with(reply, self.adapters.list)
+                reply_with(reply, self.adapters.infos)
             case calls.AddAdapter():
                 self.adapters.add(call, reply)
             case calls.RemoveAdapter(name):

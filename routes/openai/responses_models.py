@@ -47,7 +47,7 @@ class IncompleteDetails(BaseModel):
     """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens", "timeout", "stop"] = Field(
-        description="stop: a stop ended the answer inside a call."
+        description="stop: a stop string ended the answer inside a function call."
     )
 
 

@@ -200,12 +200,12 @@ class Scheduler:
             self._rebalance_groups(group)
             rows = self._ready_rows(group, oldest)
             sequences = [row.sequence for row in rows]
-            active_rows = self.mask_time.active_rows(sequences)
-            if active_rows:
-                decode_rows = self._batch_throttle.decode_rows(active_rows)
+            active = self.mask_time.active_rows(sequences)
+            if active:
+                decoding = self._batch_throttle.choose_decode_rows(active)
                 self._next_group = (group_index + 1) % len(self._groups)
-                if decode_rows is not sequences:
-                    chosen = set(decode_rows)
+                if decoding is not sequences:
+                    chosen = set(decoding)
                     rows = [row for row in rows if row.sequence in chosen]
                 rows.sort(key=attrgetter("lowest_slot"))  # adjacent slots are faster to read
                 return rows, group_index % len(self._groups)

@@ -146,7 +146,7 @@ class BatchThrottle:
         if not self._reading:
             self._skipped_steps = 0
 
-    def decode_rows(self, ready: list[Sequence]) -> list[Sequence]:
+    def choose_decode_rows(self, ready: list[Sequence]) -> list[Sequence]:
         """Return the rows that decode in this step.
 
         Of the batch rows, those that sampled longest ago go first.

@@ -39,7 +39,7 @@ class FileLibrary(Generic[Info]):
         self._thread = FileThread(f"{kind}-files", refusal, self._to_service_error)
         self._infos: dict[str, Info] = {}
 
-    def list(self) -> list[Info]:
+    def infos(self) -> list[Info]:
         """The loaded items, and those that could not be loaded."""
         return list(self._infos.values())
 

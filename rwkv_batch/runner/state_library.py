@@ -143,7 +143,7 @@ class StateLibrary(FileLibrary[StateInfo]):
 
     # Calls ---------------------------------------------------------------------------------------------------
 
-    def list(self) -> list[StateInfo]:
+    def infos(self) -> list[StateInfo]:
         """The loaded states, and kept ones that cannot be used."""
         in_slots = {name for name in self._pool.tuned.names if self._pool.tuned.get(name).slot is not None}
         return [msgspec.structs.replace(info, in_slot=name in in_slots) for name, info in self._infos.items()]

@@ -137,7 +137,7 @@ class StateWrites:
         self._check_session(job)
         if job.commits is not None and self._retain:  # a turn that only this state commits, not the log
             statements.append_turn(connection, job.commits, self._fingerprint)
-        statements.stored_turn(connection, session)
+        statements.stored_turn(connection, session)  # raises if the row has another session
         statements.put_session(connection, session, self._fingerprint)
         row = statements.StateRow(
             state=staging.state_number,

@@ -54,7 +54,9 @@ def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Conn
     context = Context(fleet, config, RequestLimiter(1), Readiness(0), files=store)  # both serve HTTP requests only
     context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
     models = ModelRegistry(
-        lambda _: None, lambda model: connect_model(context, model, name, fleet.quotas), fleet.update
+        send_command=lambda _: None,  # batches load no models
+        connect=lambda model: connect_model(context, model, name, fleet.quotas),
+        own_changed=fleet.update,
     )
     context.models = models
     fleet.start(name)
@@ -177,7 +179,7 @@ class BatchRunner:
             self._retry_at.pop(batch_id, None)
             logger.info("batch %s is %s: %s", batch_id, job.batch.status, job.batch.counts)
         except (RunError, OSError) as error:
-            logger.error("batch %s cannot go on now: %s", batch_id, error)
+            logger.error("batch %s cannot continue now: %s", batch_id, error)
             self._retry_at[batch_id] = time.monotonic() + _RETRY_S
         finally:
             del self._jobs[batch_id], self._tasks[batch_id]
