@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from routes.request.call_grammar import tool_call_constraint
-from routes.request.tool_set import Function, ToolSet
 
+from routes.request.tools import Function, ToolSet, tool_call_constraint
 from sampling.grammar.constraint import Constraint, Form, SchemaRule
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "title": "É"}}}
