@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,26 +18,108 @@ from typing import Any
 from programs.backends.backend import Backend
 from programs.backends.local_engine import LocalEngine
 from programs.backends.remote_service import RemoteService
-from programs.batch.dry_run import Estimate
 from programs.batch.files import errors_path, open_files
 from programs.batch.formats import FileFormat, combine_formats, format_of, unknown_format
 from programs.batch.glossary import Glossary, load_glossary
 from programs.batch.inputs import Input
 from programs.batch.lines import LineWorker
 from programs.batch.options import Options, check_settings, flag_of, parse_options
-from programs.batch.outputs import STDOUT
+from programs.batch.outputs import STDOUT, ReorderBuffer
 from programs.batch.progress import Reporter, RunStats
-from programs.batch.reorder_buffer import ReorderBuffer
 from programs.batch.run import Run
 from programs.batch.sidecar import Progress
-from programs.batch.tasks import JSON_TASKS, Task, make_task
-from programs.record import Record, RunError
+from programs.batch.tasks import FIM, JSON_TASKS, SCORE, TRANSLATE, Task, TaskRequest, make_task
+from programs.record import LineError, Record, RunError
 from programs.settings import Settings, SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
+from routes.request import prompts
+from routes.request.bodies import PromptBody
+from routes.request.jobs import prompts_and_stops
 from routes.request.json_body import validate
 from routes.table import ROUTES
+from routes.translate import translation_prompt
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.ipc.process import LogStyle, set_up_logging
+from rwkv_batch.tokenizer import Tokenizer
+
+SAMPLE = 64
+"""Lines that are answered, spread over the input."""
+
+
+class Estimate:
+    """Counts records and keeps a sample."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._tokenizer = Tokenizer()
+        self._stride = 1
+        self.lines = self.unreadable = self.prompt_tokens = 0
+        self.sample: list[Record] = []
+        self._sample_tokens: list[int] = []
+
+    def count(self, records: Iterator[Record]) -> None:
+        """Reads all records."""
+        for record in records:
+            if record.verbatim is not None:
+                continue
+            self.lines += 1
+            tokens = self._tokens(record)
+            if tokens is None:
+                self.unreadable += 1
+            else:
+                self.prompt_tokens += tokens
+                self._keep(record, tokens)
+
+    def _tokens(self, record: Record) -> int | None:
+        """Returns the approximate number of prompt tokens, or None without a prompt."""
+        try:
+            return None if record.problem else len(self._tokenizer.encode(_prompt(self._task.request(record))))
+        except (LineError, ServiceError):
+            return None
+
+    def _keep(self, record: Record, tokens: int) -> None:
+        """Keeps every `stride`-th record. Doubles the stride when the sample is full."""
+        if self.lines % self._stride:
+            return
+        self.sample.append(record)
+        self._sample_tokens.append(tokens)
+        if len(self.sample) > SAMPLE:
+            self.sample, self._sample_tokens = self.sample[1::2], self._sample_tokens[1::2]
+            self._stride *= 2
+
+    async def figures(self, worker: LineWorker) -> dict[str, Any]:
+        """Answers the sample and returns the estimate."""
+        figures: dict[str, Any] = {
+            "lines": self.lines,
+            "unreadable": self.unreadable,
+            "prompt_tokens": self.prompt_tokens,
+        }
+        if not self.sample:
+            return figures
+        started = time.monotonic()
+        outcomes = await asyncio.gather(*(asyncio.create_task(worker.outcome(record)) for record in self.sample))
+        seconds = time.monotonic() - started
+        ratio = self.prompt_tokens / max(1, sum(self._sample_tokens))
+        return figures | {
+            "sampled_lines": len(self.sample),
+            "sample_failed": sum(bool(outcome.problem) for outcome in outcomes),
+            "completion_tokens": round(ratio * sum(outcome.completion_tokens for outcome in outcomes)),
+            "seconds": round(ratio * seconds, 1),
+        }
+
+
+def _prompt(request: TaskRequest) -> str:
+    """Returns the approximate prompt. Raises ServiceError if the body is invalid."""
+    if request.path == TRANSLATE:
+        return translation_prompt(
+            request.body["source_lang"], request.body["target_lang"], request.body["text_list"][0]
+        )
+    if request.path == SCORE:
+        return str(request.body["contents"][0]) + "".join(map(str, request.body["candidates"]))
+    if request.path == FIM:
+        return prompts.fill_in_the_middle(request.body["prefix"][0], request.body["suffix"][0])
+    return prompts_and_stops(validate(PromptBody, request.body))[0][0]
+
 
 ALL_ANSWERED, CANNOT_RUN, BAD_FLAG, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes."""

@@ -11,8 +11,15 @@ from programs.batch.formats import FileFormat, compression_of
 from programs.batch.inputs import STDIN, Input, is_stream
 from programs.batch.lines import OK, Outcome
 from programs.batch.options import ERRORS_SUFFIX, Options
-from programs.batch.outputs import STDOUT, OutputFile, StandardError, StandardOutput, sync_folder
-from programs.batch.reorder_buffer import CommitBatch, FinishedRecord
+from programs.batch.outputs import (
+    STDOUT,
+    CommitBatch,
+    FinishedRecord,
+    OutputFile,
+    StandardError,
+    StandardOutput,
+    sync_folder,
+)
 from programs.batch.sidecar import SUFFIX, Progress, Sidecar
 from programs.record import Record, RunError, json_line
 

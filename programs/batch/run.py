@@ -11,8 +11,8 @@ from typing import Protocol
 
 from programs.batch.files import RunFiles
 from programs.batch.lines import Outcome
+from programs.batch.outputs import ReorderBuffer
 from programs.batch.progress import RunStats
-from programs.batch.reorder_buffer import ReorderBuffer
 from programs.record import Record, RunError
 
 _WINDOW = (16, 4096)

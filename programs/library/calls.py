@@ -13,10 +13,9 @@ import msgspec
 
 from programs.backends.handlers import call_handler
 from programs.library.engine_thread import EngineThread
-from programs.library.errors import LLMError
 from programs.library.job_outputs import JobOutputs, all_failed, submit_work
 from programs.library.outputs import CompletionOutput, Piece, RequestOutput, Score, State, is_state, root
-from programs.library.params import SamplingParams
+from programs.library.params import LLMError, SamplingParams
 from programs.library.prompt_requests import (
     GenerateInput,
     PromptRequest,

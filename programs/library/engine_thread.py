@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from native.files import TemporaryFolder
-from programs.library.errors import LLMError, as_llm_error
+from programs.library.params import LLMError, as_llm_error
 from programs.record import RunError
 from routes.context import Context
 from routes.request_context import RequestContext, set_current_request

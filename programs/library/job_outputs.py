@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from programs.library.errors import LLMError, as_llm_error
 from programs.library.outputs import CompletionOutput, Piece, RequestOutput
+from programs.library.params import LLMError, as_llm_error
 from programs.library.prompt_requests import PromptRequest
 from routes.context import Context
 from routes.response.answer_parser import AnswerParser

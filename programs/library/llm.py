@@ -14,9 +14,8 @@ from native.files import TemporaryFolder
 from programs.backends.local_engine import LocalEngine
 from programs.library import calls
 from programs.library.engine_thread import EngineThread
-from programs.library.errors import LLMError
 from programs.library.outputs import Piece, RequestOutput, Score, State
-from programs.library.params import SamplingParams, merge_params
+from programs.library.params import LLMError, SamplingParams, merge_params
 from programs.library.prompt_requests import (
     GenerateInput,
     Message,

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from programs.library.engine_thread import EngineThread
-from programs.library.errors import LLMError
+from programs.library.params import LLMError
 from routes.context import Context
 from routes.response.generate import call_engine
 from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession

@@ -20,10 +20,9 @@ import msgspec
 from native.nvcc import torch_cuda
 from programs.settings.config import ServiceConfig, Settings
 from programs.settings.flags import FLAGS, PASSWORD_FILE, REMOVED, Flag, default_text
-from programs.settings.values import SettingsError, database
+from programs.settings.values import SettingsError, database, parse_strategy
 from routes.config import HttpConfig
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.strategy import parse_strategy
 from rwkv_batch.version import COMMIT, __version__
 from state_pool.config import PoolConfig
 

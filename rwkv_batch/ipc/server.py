@@ -28,8 +28,7 @@ from native.priority import at_low_priority, lower_process_priority
 from rwkv_batch.calls import AcquireQuota, EngineCall, GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
-from rwkv_batch.ipc.arrivals import Arrivals
-from rwkv_batch.ipc.held_ledger import HeldLedger
+from rwkv_batch.ipc.held_ledger import Arrivals, HeldLedger
 from rwkv_batch.ipc.job_packing import unpack
 from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.process import LogStyle, become_child, freeze_garbage_collector, gc_paused

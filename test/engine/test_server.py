@@ -17,7 +17,7 @@ from rwkv_batch.calls import GetMetrics, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc import server
-from rwkv_batch.ipc.arrivals import Arrivals
+from rwkv_batch.ipc.held_ledger import Arrivals
 from rwkv_batch.ipc.server import BATCHES, EngineMonitor, EngineServer, started_engine
 from rwkv_batch.ipc.wire import (
     Admitted,

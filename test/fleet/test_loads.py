@@ -11,7 +11,7 @@ import pytest
 
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet.member import Member
-from rwkv_batch.ipc.arrivals import Arrivals
+from rwkv_batch.ipc.held_ledger import Arrivals
 from rwkv_batch.ipc.server import EngineServer, Peer
 from rwkv_batch.ipc.wire import Arrived, EventBatch, Submit
 from rwkv_batch.request import Job, JobEvents, Load

@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rwkv_batch.calls import CountJobs
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.fleet.gather import gather
-from rwkv_batch.fleet.stats import merged_metrics
+from rwkv_batch.fleet.gather import gather, merged_metrics
 
 
 def test_engine_metrics_are_labelled_and_request_metrics_are_summed() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from programs.settings import SettingsError, parse_settings
+from programs.settings.values import Strategy, StrategyError, parse_strategy
 from rwkv_batch.runner.layer_split import check_layers
-from rwkv_batch.strategy import Strategy, StrategyError, parse_strategy
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from programs.backends.handlers import call_handler
 from programs.batch.files import RunFiles
 from programs.batch.inputs import Input
 from programs.batch.lines import LineWorker, Outcome
-from programs.batch.outputs import OutputFile
+from programs.batch.outputs import OutputFile, ReorderBuffer
 from programs.batch.progress import RunStats
-from programs.batch.reorder_buffer import ReorderBuffer
 from programs.batch.run import Run
 from programs.batch.sidecar import Sidecar
 from programs.record import Record, RunError

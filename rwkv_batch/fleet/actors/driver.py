@@ -77,3 +77,15 @@ def _join_error(cluster: ClusterAddress, error: Exception) -> str:
     if "auth" in type(error).__name__.lower() or "token" in str(error).lower():
         remedy = "is it the token of the other nodes (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH)?"
     return f"--cluster {cluster.head} cannot be joined ({type(error).__name__}: {reason}); {remedy}"
+
+
+def remove_engine_actor(name: str) -> None:
+    """End an engine for good and free its placement group."""
+    ray = load_ray()
+    from ray.util import get_placement_group, remove_placement_group
+
+    with contextlib.suppress(ValueError):
+        actor = ray.get_actor(name)
+        with contextlib.suppress(ValueError):
+            remove_placement_group(get_placement_group(name))
+        ray.kill(actor, no_restart=True)

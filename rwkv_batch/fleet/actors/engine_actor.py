@@ -25,7 +25,7 @@ import ray
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
-from rwkv_batch.fleet.actors.removal import remove_engine_actor
+from rwkv_batch.fleet.actors.driver import remove_engine_actor
 from rwkv_batch.ipc.buffered_link import BufferedLink
 from rwkv_batch.ipc.process import SWITCH_INTERVAL_S, LogStyle, set_up_logging
 from rwkv_batch.ipc.served_model import ModelStatus

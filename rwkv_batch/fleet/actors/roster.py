@@ -15,10 +15,9 @@ from typing import Any
 import msgspec
 
 from rwkv_batch.errors import StartupError
-from rwkv_batch.fleet.actors.driver import join
+from rwkv_batch.fleet.actors.driver import join, remove_engine_actor
 from rwkv_batch.fleet.actors.placement import has_room, place
 from rwkv_batch.fleet.actors.plan import ALL, ClusterPlan, EngineAddress
-from rwkv_batch.fleet.actors.removal import remove_engine_actor
 from rwkv_batch.ipc.process import LogStyle
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
 
