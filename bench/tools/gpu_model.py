@@ -14,6 +14,7 @@ from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.ops import Mixed
 from rwkv_batch.model.quant.formats import format_of
+from rwkv_batch.model.quant.w8a8 import Codes
 from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
@@ -72,7 +73,8 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
     counts: list[float] = []
 
     def counting(layer: Layer, x: Mixed, adapters: LayerAdapters | None = None) -> Tensor:
-        hidden = layer.ffn_key(x)
+        key = layer.ffn_key
+        hidden = key.multiply_codes(x) if isinstance(x, Codes) else key(x)  # type: ignore[attr-defined]
         counts.append((hidden > 0).any(0).float().mean().item())
         return plain(layer, x, adapters)
 

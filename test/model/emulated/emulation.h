@@ -416,6 +416,8 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 inline float __int2float_rn(int x) { return static_cast<float>(x); }
 inline uint32_t __umulhi(uint32_t x, uint32_t y) { return static_cast<uint64_t>(x) * y >> 32; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }

@@ -15,6 +15,8 @@ __device__ __forceinline__ uint4 add_packed(const uint4& a, const uint4& b) {
     return pack8(x);
 }
 
+// Every sum below says where it is fused, so that all kernels that include this give the same bits: with and without
+// codes, for one row and for many.
 struct Moments {
     float mean, scale;  // scale: 1 / standard deviation
 };
@@ -28,10 +30,14 @@ __device__ __forceinline__ float channels_of(int warp, int width) {
 __device__ __forceinline__ float2 warp_moments(const uint4& packed, bool active, float share) {
     float s[8], squares = 0.0f;
     unpack8(packed, s);
-    const float own_mean = warp_sum(((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))) * share;
+    const float sum = warp_sum(((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7])));
+    const float own_mean = __fmul_rn(sum, share);
     if (active) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) squares += (s[i] - own_mean) * (s[i] - own_mean);
+        for (int i = 0; i < 8; ++i) {
+            const float off = __fsub_rn(s[i], own_mean);
+            squares = __fmaf_rn(off, off, squares);
+        }
     }
     return make_float2(own_mean, warp_sum(squares));
 }
@@ -41,15 +47,16 @@ __device__ __forceinline__ Moments merge_moments(const float2* moments, int coun
     const int lane = threadIdx.x & 31;
     const float2 warp_part = lane < count ? moments[lane] : make_float2(0.0f, 0.0f);
     const float channels = lane < count ? channels_of(lane, width) : 0.0f, inv_width = 1.0f / width;
-    const float mean = warp_sum(warp_part.x * channels) * inv_width, off = warp_part.x - mean;
-    return Moments{mean, rsqrtf(warp_sum(warp_part.y + channels * off * off) * inv_width + NORM_EPS)};
+    const float mean = __fmul_rn(warp_sum(__fmul_rn(warp_part.x, channels)), inv_width), off = __fsub_rn(warp_part.x, mean);
+    const float squares = warp_sum(__fmaf_rn(__fmul_rn(channels, off), off, warp_part.y));
+    return Moments{mean, rsqrtf(__fmaf_rn(squares, inv_width, NORM_EPS))};
 }
 
 __device__ __forceinline__ void normalise(
     const uint4& packed, const Moments& stats, const float (&weight)[8], const float (&bias)[8], float (&h)[8]) {
     unpack8(packed, h);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) h[i] = (h[i] - stats.mean) * stats.scale * weight[i] + bias[i];
+    for (int i = 0; i < 8; ++i) h[i] = __fmaf_rn(__fmul_rn(__fsub_rn(h[i], stats.mean), stats.scale), weight[i], bias[i]);
 }
 
 // Token shift: h + change * mix.
@@ -57,7 +64,7 @@ __device__ __forceinline__ uint4 mixed_with(const float (&h)[8], const float (&c
     float mu[8];
     unpack8(mix, mu);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) mu[i] = h[i] + change[i] * mu[i];
+    for (int i = 0; i < 8; ++i) mu[i] = __fmaf_rn(change[i], mu[i], h[i]);
     return pack8(mu);
 }
 
