@@ -6,6 +6,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,23 @@ def test_a_session_acquired_without_an_answer_is_released(engines: Engines, monk
     two.until(is_ready)
     assert lease.state is LeaseState.READY
     two.pool.turns.release(lease)
+
+
+def test_a_session_that_runs_a_turn_here_again_is_not_released() -> None:
+    """It was deleted and begun anew meanwhile: the new session runs under the same fence."""
+    released: list[Any] = []
+    index: dict[str, Any] = {}
+    store = SimpleNamespace(submit=lambda job, answered: released.append(job.fence))
+    acquiring: Any = acquisition.Acquisition(store, index, *[None] * 4)  # type: ignore[arg-type]
+    for known, expected in (("itself", ["f"]), ("busy", []), ("idle", ["f"]), ("", ["f"])):
+        session: Any = SimpleNamespace(key="k", acquired=True, fence="f", busy=True)
+        others = {"itself": session, "busy": SimpleNamespace(busy=True), "idle": SimpleNamespace(busy=False)}
+        index.clear()
+        index.update({"k": others[known]} if known else {})
+        released.clear()
+        acquiring.release(session)
+        acquiring.release(session)
+        assert (released, session.acquired) == (expected, False), known
 
 
 def test_fenced_engine_acknowledges_nothing(engines: Engines) -> None:
