@@ -32,10 +32,11 @@ TITLE = "HTTP API"
 INTRODUCTION = (
     "**Authentication.** With a password or API keys, every route except the public ones requires one: in the header "
     "`Authorization: Bearer …` or in the JSON field `password`.",
-    "**Bodies.** null means the default. Unknown fields, fields that are accepted and ignored, and unknown languages "
-    'become entries of the answer\'s `warnings`: `{"field": …, "message": …}`. The message has the nearest known name. '
-    "There are at most 17 entries. A stream has them in its first event. The access log has the fields' names as "
-    "`ignored`. With `--strict-fields`, unknown fields and languages are refused.",
+    "**Bodies.** null means the default. Unknown fields, fields that are accepted and ignored, unknown languages, and "
+    "a query that the route does not read become entries of the answer's `warnings`: "
+    '`{"field": …, "message": …}`. The message has the nearest known name. A long list is cut. A stream has it in its '
+    "first event. The access log has the fields' names as `ignored`. With `--strict-fields`, unknown fields, languages "
+    "and queries are refused.",
     "**Request ids.** Every answer has the header `X-Request-Id`. A client may send its own id, of at most 128 "
     "letters, digits and `. : / + = @ - _`. Errors repeat it as `request_id`.",
     "**Streams.** A stream consists of server-sent events and ends with `data: [DONE]`. An error within a stream is "

@@ -47,6 +47,13 @@ def validated(model: type[Fields], data: Any, *, others: Collection[str] = (), i
     return body
 
 
+def report_query(query: Mapping[str, str], *, is_strict: bool) -> None:
+    """Report the query of a route that reads only its body. Raises ServiceError if `is_strict`."""
+    for name, given in itertools.islice(query.items(), MAX_WARNINGS):
+        problem = "is in the query, and this route reads only its body"
+        report_unknown(f"?{error_field_name(name)}", problem, "it was ignored", error_value(given), is_strict=is_strict)
+
+
 def report_unknown(field: str, problem: str, effect: str, given: object, *, is_strict: bool) -> None:
     """Add a warning about a field or value that is not known. Raises ServiceError if `is_strict`.
 

@@ -15,6 +15,7 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
+from routes.request.ignored import report_query
 from routes.request.jobs import offload_if_large
 from routes.request.json_body import parse_json
 from routes.request_context import REQUEST_ID, RequestContext, current_request, request_id, set_current_request
@@ -205,6 +206,7 @@ async def _handler_argument(context: Context, route: Route, request: Request, da
         return await _upload(context, route, request, data)
     if route.body is None:
         return data
+    report_query(_query(request), is_strict=context.config.strict_fields)
     return await validated_body(context, route, route.body, data, len(request.body))
 
 

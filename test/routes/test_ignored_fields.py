@@ -91,6 +91,14 @@ def test_the_first_event_of_a_stream_names_an_unknown_field(fake: Service, path:
         assert first["warnings"] == [MISSPELT] and not any("warnings" in event for event in others)
 
 
+def test_a_query_that_is_not_read_is_named(fake: Service, strict: Service) -> None:
+    (warning,) = fake.post(f"{V1}?temperature=0.5", TWO).json()["warnings"]
+    problem = "?temperature: is in the query, and this route reads only its body"
+    assert warning == {"field": "?temperature", "message": f"{problem}; it was ignored"}
+    refused = strict.post(f"{V1}?temperature=0.5", TWO)
+    assert refused.status_code == 422 and refused.json()["error"].startswith(problem)
+
+
 def test_the_access_log_names_the_ignored_fields(fake: Service) -> None:
     fake.post(V1, {**TWO, "temprature": 0.5, "logged\nonce": 1})
     wait_for(lambda: r"ignored=['temprature', 'logged\nonce']" in fake.log.read_text(), 10, "the line is logged")
