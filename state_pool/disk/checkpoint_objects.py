@@ -153,7 +153,7 @@ class CheckpointObjects:
         try:
             pieces = list(split_chunks(host.parts(), part_names))
             data, checksum = b"".join(pieces), checksum_pieces(pieces, state_number, session)
-            del pieces  # release the memory early; the host buffer may be reused
+            del pieces  # frees their views of the host buffer before the slow put
             self._store.put(key, data)
         except (CheckpointStoreUnavailable, MemoryError, ValueError) as error:  # others may succeed
             return self._record_error(error)
@@ -232,7 +232,7 @@ class CheckpointObjects:
         old = {listed.key for listed in batch if listed.age_s > ORPHAN_AGE_S} - {f"{self._key_prefix}/{_MARKER}"}
 
         def on_used_keys(used: set[str] | None) -> None:
-            if used is None:  # a later sweep starts again: each query would wait for the server
+            if used is None:  # the server is down, so each query would wait; a later sweep starts anew
                 self._cleaner.submit(self._end_sweep)
                 return
             self._cleaner.submit(lambda: self._delete_orphans(sorted(old - used)))

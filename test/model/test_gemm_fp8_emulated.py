@@ -93,31 +93,31 @@ def error(y: Tensor, true: Tensor) -> float:
 
 @pytest.mark.parametrize("rows", [70, 130])
 def test_fp16_and_fp8_in_one_launch(rows: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.emulation_set(1, 227 << 10)  # what waits for other blocks' results has none to wait for
+    library.emulation_set(1, 227 << 10)  # one SM: no CTA waits for another
     monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
     monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)
-    maps, halves, wanted = [], [], []
+    gemms, fp16_gemms, wanted = [], [], []
     for n, k, activation in ((272, 256, Activation.NONE), (128, 128, Activation.RELU_SQUARED)):
         (weight, weight_scales, w), (x, x_scales, meant) = codes(n, k), codes(rows, k)
         y = torch.full((rows, n), torch.nan, dtype=torch.float16)
-        maps.append(Fp8Gemm(weight, weight_scales / 64, x, x_scales, y, activation))
+        gemms.append(Fp8Gemm(weight, weight_scales / 64, x, x_scales, y, activation))
         true = meant @ w.T / 64
         wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
     for n, k, activation in ((64, 192, Activation.TANH), (192, 128, Activation.NONE)):
         weight, x = torch.randn(n, k).half() / 8, torch.randn(rows, k).half()
         y = torch.full((rows, n), torch.nan, dtype=torch.float16)
-        halves.append((weight, x, y, activation))
+        fp16_gemms.append((weight, x, y, activation))
         true = x.float() @ weight.float().T
         wanted.append(true.tanh() if activation is Activation.TANH else true)
-    late = []
-    for n, (_, _, x, _) in ((160, halves[0]), (48, halves[1])):  # reads what the launch itself has written
+    dependent = []
+    for n, (_, _, x, _) in ((160, fp16_gemms[0]), (48, fp16_gemms[1])):  # reads what the launch itself has written
         k = x.shape[1] // 64 * 64
         weight, y = torch.randn(n, k).half() / 8, torch.full((rows, n), torch.nan, dtype=torch.float16)
-        late.append((weight, x, y, Activation.NONE))
-    launch_hopper_fp8(maps, halves, late)
-    launch_hopper_fp8(maps, halves, late)  # counters are as they were
-    wanted += [x.float() @ weight.float().T for weight, x, _, _ in late]
-    got = [m.y for m in maps] + [y for _, _, y, _ in (*halves, *late)]
+        dependent.append((weight, x, y, Activation.NONE))
+    launch_hopper_fp8(gemms, fp16_gemms, dependent)
+    launch_hopper_fp8(gemms, fp16_gemms, dependent)  # the first launch must reset its counters
+    wanted += [x.float() @ weight.float().T for weight, x, _, _ in dependent]
+    got = [m.y for m in gemms] + [y for _, _, y, _ in (*fp16_gemms, *dependent)]
     assert [error(y, true) < 1e-3 for y, true in zip(got, wanted, strict=True)] == [True] * 6
 
 
@@ -141,7 +141,7 @@ def test_codes_as_inputs_lie(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [9, 40])
 def test_parts_as_inputs_lie(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit what codes [n, k] give: as halves, in parts, and in shares of k."""
+    """Bit-identical to codes [n, k]: as fp16, in two parts, and as split-K partials."""
     (weight, weight_scales, _), (x, _) = codes(144, 256), parts(torch.randn(rows, 256).half())
     halves = torch.full((2, rows, 144), torch.nan, dtype=torch.float16)
     in_parts = torch.full((2, rows, 2, 144), torch.nan).to(torch.float8_e5m2)

@@ -56,10 +56,10 @@ def channel_mix(
 ) -> Tensor | PartialSums | RowSums:
     """See `CudaOps.channel_mix`."""
     if isinstance(x, QuantisedRows):
-        assert adapters is None, "what adapters read is not made codes"
+        assert adapters is None, "adapters read fp16 inputs, so these are not quantised"
         return _mix_quantised(layer, x)
     if isinstance(x, Codes):
-        assert adapters is None, "what adapters read is fp16"
+        assert adapters is None, "adapters read fp16 inputs"
         assert isinstance(layer.ffn_key, CudaW8A8Linear), "inputs in 8 bits are for w8a8"
         return layer.ffn_value(layer.ffn_key.multiply_codes(x))
     if isinstance(x, DeferredMix):
