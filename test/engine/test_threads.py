@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from routes.serving.active_requests import CAN_KEEP, drop_ended, keep_state
+from routes.serving.thread_states import CAN_KEEP, drop_ended, keep_state
 from test.serving import wait_for
 
 pytestmark = pytest.mark.skipif(not CAN_KEEP, reason="only where threads can be listed")
