@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +74,11 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
     counts: list[float] = []
 
     def counting(layer: Layer, x: Mixed, adapters: LayerAdapters | None = None) -> Tensor:
-        key = layer.ffn_key
-        hidden = key.multiply_codes(x) if isinstance(x, Codes) else key(x)  # type: ignore[attr-defined]
+        key: Any = layer.ffn_key
+        hidden = key.multiply_codes(x) if isinstance(x, Codes) else key(x)
         counts.append((hidden > 0).any(0).float().mean().item())
-        return plain(layer, x, adapters)
+        mixed: Tensor = plain(layer, x, adapters)
+        return mixed
 
     stage.ops.channel_mix = counting  # type: ignore[method-assign]
     for batch in batches:
