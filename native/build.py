@@ -1,8 +1,8 @@
 """C++ and CUDA sources -> a shared library with a plain C interface, built by ninja and cached by content.
 
-The cache key holds the sources, the headers beside them, flags, compiler versions and what the code is built for
-(CPU features, GPU architectures). Processes that start together build once: the others wait at a file lock.
-A finished library appears under its name in one step, so no reader ever meets half of one.
+The cache key covers sources, headers, flags, compiler versions, CPU features and GPU architectures. Processes that
+start together build once: the others wait at a file lock. A finished library gets its name in one step, so no reader
+sees half of one.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library to be: its name and sources (.cpp and .cu; paths), and what is special about it.
+    """A library to build: its name, its sources (.cpp and .cu), and its options.
 
-    `extern "C" __attribute__((visibility("default")))` functions are what it exports.
+    It exports `extern "C" __attribute__((visibility("default")))` functions.
     """
 
     name: str
     sources: tuple[Path, ...]
     flags: tuple[str, ...] = ()
-    """Flags added for every source."""
+    """added for every source"""
     arch_specific: bool = False
     """Builds for sm_90a instead of sm_90: code that uses architecture-specific instructions."""
 

@@ -35,18 +35,18 @@ _OTHERS = 0o077
 
 
 def open_private(path: Path | str, flags: int = os.O_RDWR) -> int:
-    """Open a file and return its descriptor. A new file is closed to other users. Raises OSError."""
+    """Return the file's descriptor. A new file is closed to other users. Raises OSError."""
     return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that other users cannot read. Raises OSError."""
+    """Other users cannot read the file. Raises OSError."""
     with os.fdopen(open_private(path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
         file.write(content)
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create a folder, with its parents, that other users cannot enter. Raises OSError."""
+    """Other users cannot enter the folder. Creates its parents too. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
     make_private(folder)
@@ -79,7 +79,7 @@ def make_private(path: Path) -> None:
 
 
 PREFIX = "rwkv-"
-"""Prefix of their names."""
+"""of their names"""
 _LOCK = "owner.lock"
 STALE_FILE_S = 3600.0
 """Unfinished files older than this belong to dead processes."""
@@ -101,7 +101,7 @@ class TemporaryFolder:
             os.close(self._lock)  # another process came between the two calls, and has removed it
 
     def remove(self) -> None:
-        """Removes the folder. May be called twice."""
+        """May be called twice."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)

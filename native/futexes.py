@@ -1,8 +1,8 @@
-"""The kernel's table of the futexes on which a process's threads wait: of one size from the beginning.
+"""Gives the process's futex table its final size at the start.
 
-Linux 6.16 and later give each process a table of its own and a larger one when it has more threads. For some
-milliseconds after that the old one holds on to the process's memory: where the process ends meanwhile, it is not its
-last thread that frees its memory, at whatever priority, but a worker of the kernel's, before all others on that core.
+Since Linux 6.16, each process has a futex table, which grows with its threads. For some milliseconds after it grows,
+the old table keeps the process's memory alive. If the process ends then, a kernel worker frees the memory, at high
+priority. Otherwise the last thread does, at its own priority.
 """
 
 from __future__ import annotations

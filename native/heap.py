@@ -1,4 +1,4 @@
-"""The C heap of a process that holds many short-lived bodies: what is freed goes back to the system."""
+"""Settings of glibc's heap for processes with many short-lived bodies: freed memory returns to the system."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ ARENAS = 2
 
 
 def limit_malloc_arenas() -> None:
-    """Threads share two heaps; without effect where there is no glibc. To be called before threads are started.
+    """All threads share two heaps. Call it before threads start; without glibc it does nothing.
 
-    Left alone, glibc gives each thread a heap of its own: a process then grows for hours, until each has held the
-    largest of what its thread ever holds.
+    By default, glibc gives each thread a heap. Then a process grows for hours, until each heap has held its thread's
+    largest block.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, ARENAS)
 
 
 def mmap_large_blocks() -> None:
-    """Large blocks never come from heaps; without effect where there is no glibc.
+    """Large blocks never come from heaps. Without glibc this does nothing.
 
-    Left alone, glibc raises the size from which blocks are mappings to that of the largest that was freed. For
-    processes whose large blocks are seldom: each one costs a call of the system and its pages anew.
+    By default, glibc raises the limit for separate mappings to the largest freed block. This is for processes with few
+    large blocks: each one costs a system call and new pages.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

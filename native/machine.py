@@ -40,7 +40,7 @@ def ninja() -> str | None:
 
 @functools.cache
 def version_of(compiler: str) -> str:
-    """Returns the output of `compiler --version`."""
+    """Runs `compiler --version`."""
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -67,10 +67,10 @@ def free_memory(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") 
 
 
 def _free_in_cgroup(folder: Path, limit: str, used: str, cached: tuple[str, ...]) -> list[int]:
-    """Bytes up to a cgroup's limit; []: it has none.
+    """Free bytes below a cgroup's limit; []: no limit.
 
-    `cached`: names of what is kept of files. It counts as used in a cgroup, though programs get it at once where they
-    want memory; MemAvailable counts it as free.
+    `cached`: names of statistics about cached files. A cgroup counts them as used, but programs can have that memory at
+    once, as in MemAvailable.
     """
     try:
         most, now = (int((folder / name).read_text()) for name in (limit, used))

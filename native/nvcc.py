@@ -1,6 +1,6 @@
-"""NVIDIA's compiler: where it is, and where it is missing beside a card, from pip. Does not load torch.
+"""Finds NVIDIA's compiler, or installs it with pip on a machine with a GPU. Does not load torch.
 
-python -m native.nvcc        # what `make serve` runs first: silent where there is nothing to do
+`make serve` first runs `python -m native.nvcc`, which is silent if there is nothing to do.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ REQUIREMENTS = ROOT / "requirements-nvcc.txt"
 PACKAGES_FOR = 13
 """CUDA major version in requirements-nvcc.txt; earlier ones have no nvcc package."""
 SIZE_MB = 271
-"""Size of the packages on disk."""
+"""of the packages on disk"""
 PROGRAMS = ("nvcc", "ptxas", "cudafe++", "fatbinary", "nvlink", "bin2c")
 
 
 @functools.cache
 def find() -> str | None:
-    """Returns nvcc's path: $CUDA_HOME or $CUDA_PATH, pip, the PATH, /usr/local/cuda; None without one.
+    """Looks at $CUDA_HOME, $CUDA_PATH, pip, the PATH and /usr/local/cuda. None: there is none.
 
     pip's precedes the PATH because its version matches the installed torch.
     """

@@ -1,8 +1,8 @@
-"""Work that others go before: a thread whose share of the cores is small while others want them, or that has none then.
+"""Runs work at low CPU priority: with a small share of busy cores, or on idle cores only.
 
-HTTP workers' threads wait for the next tick of the clock to go before a thread of whatever niceness, 4 ms where there
-are 250 a second, since they are to interrupt no step of an engine (SCHED_BATCH). Only before a thread that takes idle
-cores alone (SCHED_IDLE) do they go at once: a stream's text is handed from thread to thread.
+HTTP workers use SCHED_BATCH, so that they do not interrupt an engine's step. So they preempt a thread of any niceness
+only at the next clock tick, up to 4 ms later. They preempt a thread for idle cores (SCHED_IDLE) at once. A stream's
+text passes through several threads, so this matters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TypeVar
 
 @functools.cache
 def cores() -> int:
-    """Returns how many cores this process may use: its affinity, or less under a cgroup v2 quota."""
+    """The process's CPU affinity, or less under a cgroup v2 quota."""
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -35,31 +35,31 @@ T = TypeVar("T")
 
 
 def at_low_priority(work: Callable[[], T], only_idle_cores: bool = False) -> T:
-    """What `work` returns or raises, from a thread that stands behind all others, as do those that it starts.
+    """Run `work` on a low-priority thread. Threads that it starts have low priority too.
 
-    Then the thread ends: only a privileged process could restore its priority.
+    Then the thread ends: only a privileged process could restore its priority. Raises what `work` raises.
     """
     with ThreadPoolExecutor(1, "low-priority", partial(lower_thread_priority, only_idle_cores)) as thread:
         return thread.submit(work).result()
 
 
 def lower_thread_priority(only_idle_cores: bool = False) -> None:
-    """Have the calling thread, for good, stand behind all others.
+    """Lower the calling thread's priority for good.
 
-    `only_idle_cores`: it stops while others want all of them. Else it has a tenth of the share of one of those.
+    `only_idle_cores`: it runs only on idle cores. Else it gets a tenth of a normal thread's share.
     """
     _lower_priority(threading.get_native_id(), only_idle_cores)
 
 
 def lower_process_priority(only_idle_cores: bool = False) -> None:
-    """Have all threads of this process, which is about to end, stand behind others: the last one frees its memory."""
+    """Lower the priority of all threads of a process that is about to end: the last one frees its memory."""
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             _lower_priority(int(thread), only_idle_cores)
 
 
 def _lower_priority(thread: int, only_idle_cores: bool) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # where the system has none of this, work is done as ever
+    with contextlib.suppress(OSError, AttributeError):  # a system without these settings keeps the normal priority
         if only_idle_cores:
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
         else:

@@ -31,7 +31,7 @@ class Sandbox:
         self._to, self._from = self._process.stdin, self._process.stdout
 
     def call(self, value: Any) -> Any:
-        """Send a value and return the answer. Raises one of ENDED."""
+        """Raises one of ENDED."""
         send(self._to, value)
         return receive(self._from)
 
@@ -40,7 +40,6 @@ class Sandbox:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         for stream in (self._to, self._from):
             with contextlib.suppress(OSError):
@@ -54,7 +53,7 @@ def send(stream: IO[bytes], value: Any) -> None:
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """Read a value. Raises EOFError at the end of the stream."""
+    """Raises EOFError at the end of the stream."""
     return pickle.load(stream)  # noqa: S301 - both ends are this program
 
 

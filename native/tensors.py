@@ -13,10 +13,10 @@ Shape = tuple[int | None, ...]
 
 
 def pointer(tensor: Tensor, name: str, dtype: torch.dtype, shape: Shape, device: torch.device) -> int:
-    """Address of the tensor's data, once it is what the C function takes: contiguous, [*shape] of `dtype` on `device`.
+    """Return the address of a tensor's data for a C function.
 
-    `shape` may hold None where any size will do. Raises TypeError or ValueError naming the argument, what is
-    wanted and what was given.
+    The tensor must be contiguous, [*shape] of `dtype`, on `device`; None in `shape` means any size. Raises TypeError or
+    ValueError with the argument, the allowed and the given value.
     """
     if tensor.dtype is not dtype:
         raise TypeError(f"{name}: wants {dtype}, not {tensor.dtype}")
@@ -66,11 +66,11 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_pieces(target: Tensor, source: Tensor) -> None:
-    """target <- source, [n, ...] of one type, on the current stream; either may be n pieces that lie apart.
+    """target <- source, [n, ...] of one type, on the current stream. Either may be n separate pieces.
 
-    Between a GPU and pinned memory it returns at once; keep both tensors until the copy is done. The copy engine
-    does all of it, where `Tensor.copy_` would gather the pieces on the GPU first. Raises ValueError for two shapes or
-    types, and for pieces that are not contiguous.
+    Between a GPU and pinned memory it returns at once; keep both tensors until the copy is done. The copy engine does
+    all of it; `Tensor.copy_` would first gather the pieces on the GPU. Raises ValueError for different shapes or types,
+    and for pieces that are not contiguous.
     """
     if target.shape != source.shape or target.dtype != source.dtype:
         raise ValueError(f"{source.dtype} {tuple(source.shape)} does not fit {target.dtype} {tuple(target.shape)}")
@@ -88,11 +88,11 @@ def copy_pieces(target: Tensor, source: Tensor) -> None:
 
 
 def copy_on(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
-    """target <- source, contiguous [...] of one size in bytes, by this stream of a GPU alone; returns at once.
+    """target <- source, contiguous [...] of one size in bytes, on one stream of a GPU. Returns at once.
 
-    Between two GPUs `Tensor.copy_` has a stream of the other device wait as well, and work that shares a hardware queue
-    with that stream then waits for all that the copy waits for. Keep both tensors until the copy is done; two GPUs have
-    to have been introduced. Raises ValueError for two sizes.
+    Between two GPUs, `Tensor.copy_` also makes a stream of the other device wait. Work in the same hardware queue then
+    waits too. Keep both tensors until the copy is done. Call `enable_peer_access` for two GPUs first. Raises ValueError
+    for different sizes.
     """
     if target.nbytes != source.nbytes:
         raise ValueError(f"{source.nbytes} bytes do not fit {target.nbytes}")
@@ -106,14 +106,14 @@ def copy_on(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
 
 
 class Copier:
-    """`copy_on` for one stream of a GPU, with what every step would ask again known: where parts of tensors go."""
+    """`copy_on` for one stream of a GPU, with less host work per copy: for copies in every step."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._copy, self._handle = _copy_1d(), stream.cuda_stream
 
     def copy(self, target: Tensor, source: Tensor, count: int) -> None:
-        """target[:count] <- source[:count], contiguous [n] of one type; that both have so many is the caller's care."""
+        """target[:count] <- source[:count], contiguous [n] of one type. The caller checks the lengths."""
         if self._copy is None:
             copy_on(self._stream, target[:count], source[:count])
             return
@@ -125,7 +125,7 @@ class Copier:
 
 @functools.cache
 def enable_peer_access(one: torch.device, other: torch.device) -> None:
-    """Have torch let two GPUs reach each other's memory, which it does when it copies for the first time."""
+    """Let two GPUs access each other's memory. Torch enables it at its first copy."""
     for source, target in ((one, other), (other, one)):
         torch.empty(1, device=target).copy_(torch.zeros(1, device=source))
 
