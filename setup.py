@@ -1,7 +1,7 @@
 """Builds the wheel: one package, rwkv_batch, which holds app.py and all other folders of the tree.
 
 The tree imports `sampling.params`, the wheel `rwkv_batch.sampling.params`. The names are inserted where Python's own
-parser finds an import, or a string that is the dotted name of one of our modules; nothing else of a line changes.
+parser finds an import, or a string with the dotted name of one of our modules. Nothing else of a line changes.
 Editable installs keep the tree's names.
 """
 

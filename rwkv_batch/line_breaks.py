@@ -1,7 +1,7 @@
 """Escapes Unicode's line breaks in JSON.
 
-JSON may contain these characters, but readers that split lines at them, such as Python's `splitlines` and httpx, would
-split a line or an event. They only occur inside strings, where an escape is equivalent.
+JSON may contain these characters. But readers such as Python's `splitlines` and httpx split lines at them, and so
+would split an event. They only occur inside strings, where an escape is equivalent.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class Method(enum.StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a row.
 
-    They apply in a fixed order: logit bias and bans, penalties, temperature, top_k and top_p (both on the full
-    distribution), then the sample. `seed` and the row's step number determine the random numbers, so a row's text does
+    They apply in this order: logit bias and bans, penalties, temperature, top_k and top_p, sample. Both top_k and
+    top_p use the full distribution. `seed` and the row's step number determine the random numbers, so a row's text does
     not depend on the batch.
     """
 

@@ -1,7 +1,7 @@
 """Session expiry by unused time. A wrong clock deletes nothing.
 
-A session's age counts only time in which it could be used. Two kinds of time are left out: forward jumps of the clock
-while the service runs, and gaps longer than the TTL in which no session was used. Such a gap is found only at a start.
+A session's age counts only time in which it could be used. Forward jumps of the clock while the service runs are left
+out. So are gaps longer than the TTL in which no session was used. Such a gap is found only at a start.
 Either the service was off or the clock is wrong; the two look the same.
 """
 

@@ -6,7 +6,7 @@ write it to another, often the same one. So forks, prefix-cache hits and rollbac
 
 A state's parts belong to stages: "stage0.wkv" [layers, ...] with recurrent states, and "stage0.shift" [layers, 2, C]
 with the token shifts of time mix and channel mix. A layer may be split between two stages. The first then has its
-recurrent state and time mix, the second its channel mix; the other token shift in each stage is unused.
+recurrent state and time mix, the second its channel mix. The other token shift in each stage is unused.
 """
 
 from __future__ import annotations

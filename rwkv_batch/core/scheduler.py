@@ -3,8 +3,7 @@
 - `Admission` gives out running slots. Rows with a running slot are in the steps.
 - Decoding rows are in every step. While interactive requests arrive, batch rows take turns (`BatchThrottle`).
 - A step with decoding rows reads fewer prompt tokens than one without: a long prefill would delay their next tokens.
-- The prompt tokens of a step are split like running slots: first between interactive and batch rows, then between
-  clients, then between jobs.
+- The prompt tokens of a step are split like running slots: first between classes, then clients, then jobs.
 
 Micro-batches: with several devices, decoding rows are split into groups with steps of their own. One group runs on the
 second device while the next runs on the first. A row stays in its group while it decodes. New rows join the smallest

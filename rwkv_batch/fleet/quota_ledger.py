@@ -1,8 +1,8 @@
 """Counts jobs in the ledger of API keys' limits. One engine holds it for all processes.
 
 The engine that has run longest holds it, so a joining engine takes nothing over. An engine that joins may have run
-longer than was known, so requests wait until this process has connected to it. If the holder is lost, the next one gets
-what this process knows: the balances that the holder reported, and this process's own jobs.
+longer than was known, so requests wait until this process has connected to it. If the holder is lost, the next one
+gets this process's own jobs. It also gets the balances that the old holder reported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the tensors in `.pth` and `.safetensors` files, in a sandbox process without torch.
 
-A .pth file is a zip archive with a pickle. Only what torch.save writes for a dict of tensors is followed, by an
-interpreter of its own: nothing is imported, and nothing is allocated that the file does not contain.
+A .pth file is a zip archive with a pickle. An interpreter here follows only what torch.save writes for a dict of
+tensors. It imports nothing and allocates nothing that the file does not contain.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Adapters that requests may name: reads, checks and loads them next to the weights.
 
 Adapters of --adapter-serve are loaded at start. Adapters loaded by requests are listed in a file next to the session
-database and loaded again after a restart, if their files are unchanged. A separate thread reads the files.
+database. They are loaded again after a restart if their files are unchanged. A separate thread reads the files.
 """
 
 from __future__ import annotations

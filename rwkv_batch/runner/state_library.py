@@ -1,7 +1,7 @@
 """Tuned states: reads them from files and puts them into the state pool.
 
 States come from --state at start, or from requests. Those of requests are *kept*: written to a folder next to the
-session database and loaded at every start, because rebuilding a session needs its initial state. A separate thread
+session database and loaded at every start. Rebuilding a session needs its initial state. A separate thread
 reads and writes files.
 """
 

@@ -32,8 +32,8 @@ SLICES = (
 )
 """Parts of the vocabulary that a mask allows in one step if the grammar allows all their texts.
 
-Other tokens are checked one by one. These are llguidance's own slices and more lengths between them: near the end of
-a string with a maximum length only short tokens fit, and finding them was most of a mask's cost.
+Other tokens are checked one by one. These are llguidance's own slices, with more lengths between them. Near the end of
+a string with a maximum length only short tokens fit. Finding them was most of a mask's cost.
 """
 
 

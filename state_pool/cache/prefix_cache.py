@@ -191,8 +191,8 @@ class PrefixCache:
     def cache_points(self, tokens: Sequence[int], observed: bool = False, base: bytes = NO_PREFIX_BASE) -> list[int]:
         """Return the position, if any, where prefill should pause and call `offer`. At most one.
 
-        This is where the prompt departs from earlier ones, at the point that would have saved the most tokens beyond
-        the cached prefix. `observed`: the prompt was announced by `observe`. Other rows may wait for this state
+        There the prompt departs from earlier ones. Of several such points, it is the one that would have saved the
+        most tokens. `observed`: the prompt was announced by `observe`. Other rows may wait for this state
         (`should_wait`), so a row that ends early must call `abandon`.
         """
         if not self.enabled or len(tokens) <= MIN_TOKENS:

@@ -1,6 +1,6 @@
 """The lock of a database file: one process writes it, or the engines of one service.
 
-The lock is on the file itself, not on its name, so a symbolic link, a hard link or a deleted `.lock` does not lead to
+The lock is on the file itself, not on its name. So a symbolic link, a hard link or a deleted `.lock` does not lead to
 another lock. The kernel releases it with the process.
 """
 

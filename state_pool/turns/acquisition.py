@@ -1,7 +1,7 @@
 """Turns in a shared database: each first acquires its session there. Engine thread only.
 
-A plain session belongs to one engine at a time. A new turn takes it over, unless a live engine runs a turn of it; then
-the turn retries until that one ends. A state in memory is valid only if the database has the same row and turn.
+A plain session belongs to one engine at a time. A new turn takes it over. If a live engine runs a turn of it, the new
+turn retries until that one ends. A state in memory is valid only if the database has the same row and turn.
 """
 
 from __future__ import annotations

@@ -37,9 +37,8 @@ class CpuLinear(Linear):
     """A packed matrix on a CPU: [T, in] fp32 -> [T, out] fp32.
 
     bf16 weights: AMX multiplies bf16 parts with fp32 sums; without AMX exact fp32 products.
-    fp32 weights: exact fp32 products. If all of them are bf16 numbers, as in the public files, they are stored as
-    bf16, at
-    half the bytes, and x is split into three bf16 parts whose sum is x.
+    fp32 weights: exact fp32 products. In the public files, all of them are bf16 numbers. Then they are stored as bf16,
+    at half the bytes. x is split into three bf16 parts whose sum is x.
     """
 
     def __init__(self, weight: Tensor, allocate: Allocate = allocate_plain) -> None:

@@ -316,8 +316,8 @@ def _launch_input_projections(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor,
 def _project_batched(layer: CudaLayer, mixed: MixedInputs, side_streams: SideStreams) -> Projections:
     """Batched cuBLAS GEMMs; low ranks and gate run on side streams in parallel.
 
-    The main stream allocates all memory and waits for the side streams before it frees any: memory allocated on a side
-    stream would serve that stream only.
+    The main stream allocates all memory, because memory of a side stream would serve that stream only. It waits for
+    the side streams before it frees any.
     """
     inputs = _low_rank_inputs(mixed)
     _, tokens, width = inputs.shape

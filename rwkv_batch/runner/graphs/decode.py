@@ -289,8 +289,8 @@ class DecodeGraphs:
 def padded_sizes(max_rows: int) -> list[int]:
     """Return the batch sizes with a graph of their own.
 
-    Every size up to 8, then steps of about an eighth. Up to 512 they are multiples of 16, the tile size of the GEMMs:
-    one row above a size costs as much as the next size.
+    Every size up to 8, then steps of about an eighth. Up to 512 they are multiples of 16, the tile size of the GEMMs.
+    One row above a size costs as much as the next size.
     """
     sizes = [*range(1, 9), 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 513, 16)]
     sizes += range(576, max(max_rows, 576) + 64, 64)

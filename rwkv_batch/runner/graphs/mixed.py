@@ -28,7 +28,7 @@ DECODE_SIZES = (8, *range(16, 257, 16), *range(288, 513, 32))
 MAX_DECODE_ROWS, MAX_DECODE_ROWS_TWO_STAGES, MAX_DECODE_ROWS_MORE_STAGES = 256, 512, 64
 """Maximum decode rows for one, two, or more pipeline stages.
 
-On one device, a step with more rows is long, and a prompt gets its first token sooner in a launch of its own. With two
+On one device, a step with more rows is long. A prompt gets its first token sooner in a launch of its own. With two
 stages, a prompt's own launch delays both, so mixing pays for more rows. With more stages, a round has more steps, and
 mixing into each of them costs more than one prefill step.
 """

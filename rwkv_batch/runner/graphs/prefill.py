@@ -3,8 +3,8 @@
 A graph reads up to 48 rows and 512 tokens in all, padded. It has one more row than it serves. That row reads the
 remaining padding tokens, from the zero state into the dummy slot.
 
-Prompts of batch rows also run in pieces of a few layers: launched kernel by kernel, such a step takes the host three
-times as long as the GPU, and a new interactive request waits for it. While interactive requests arrive, the batch's
+Prompts of batch rows also run in pieces of a few layers. Launched kernel by kernel, such a step takes the host three
+times as long as the GPU. A new interactive request would wait for it. While interactive requests arrive, the batch's
 prefill per step is limited to `shares.MAX_TOKENS_IN_PIECES`, so that it fits these graphs.
 """
 
@@ -163,7 +163,7 @@ def usable_sizes(stages: Sequence[Stage], max_rows: int) -> tuple[PrefillSize, .
 def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
     """Return a step's arrays, padded for a graph that fits it.
 
-    Padding rows share the padding tokens equally, at least one each: one long padding row would be slower than the
+    Padding rows share the padding tokens equally, at least one per row. One long padding row would be slower than the
     step's own rows.
     """
     rows, tokens = len(inputs.read_slots), len(inputs.tokens)
