@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ IMPORT = "import"
 """Coverage context of lines that run before the first test."""
 _seconds: dict[str, float] = {}
 _failed: set[str] = set()
+_ended: list[int] = []
+"""exit status, once known"""
 
 
 def _switch(context: str) -> None:
@@ -50,7 +53,8 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _failed.add(report.nodeid)
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(exitstatus: int) -> None:
+    _ended.append(int(exitstatus))
     if target := os.environ.get(RECORD):
         passed = {name: round(taken, 3) for name, taken in _seconds.items() if name not in _failed}
         Path(target).write_text(json.dumps({"passed": passed, "failed": sorted(_failed)}))
@@ -66,3 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted((item for item in items if item.nodeid in limits), key=lambda item: position[item.nodeid])
     for item in items:
         item.add_marker(pytest.mark.timeout(limits[item.nodeid], method="thread"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """End the process although a failed test left threads."""
+    if {SELECT, RECORD} & os.environ.keys() and _ended:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_ended[0])

@@ -234,7 +234,7 @@ def test_arrivals_count_until_they_are_admitted() -> None:
 def test_the_supervisor_drains_the_engine() -> None:
     engine, (ours, theirs) = Engine(), Pipe()
     config = EngineConfig(model_path="", drain_timeout_s=7)
-    follows = threading.Thread(target=server._follow_supervisor, args=(engine, config, theirs))
+    follows = threading.Thread(target=server._follow_supervisor, args=(engine, config, theirs), daemon=True)
     follows.start()
     ours.send("drain")
     assert ours.poll(60) and ours.recv() == ("drained", None)
