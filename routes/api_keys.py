@@ -39,8 +39,6 @@ _Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An API key and its limits."""
-
     name: _Name
     key: _Key | None = None
     """Printable ASCII without spaces, as a Bearer token requires."""

@@ -22,8 +22,6 @@ from routes.config import HttpConfig
 
 
 class Purpose(enum.StrEnum):
-    """Purpose of a file."""
-
     BATCH = "batch"
     BATCH_OUTPUT = "batch_output"
 

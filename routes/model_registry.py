@@ -112,7 +112,6 @@ class ModelRegistry:
             settle(refusal, self._num_updates)
 
     def find(self, name: str) -> ServedModel | None:
-        """Return the model with this name, or None."""
         return next((model for model in self.registered if model.spec.name == name), None)
 
     def ready_context(self, model: ServedModel) -> Context | None:

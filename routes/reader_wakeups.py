@@ -19,8 +19,6 @@ _MAX_WOKEN = 2
 
 
 class _ReaderState(enum.Enum):
-    """State of a mailbox's reader."""
-
     IDLE = enum.auto()
     WAITING = enum.auto()
     QUEUED = enum.auto()

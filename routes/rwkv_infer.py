@@ -122,7 +122,6 @@ def _rename_fields(**request_names: str) -> Iterator[None]:
 
 
 def _last_loaded_model(context: Context) -> str | None:
-    """Return the name of the model that was loaded last, or None."""
     here = (ModelStatus.READY, ModelStatus.LOADING)
     registered = [
         one for one in (context.models.registered if context.models is not None else ()) if one.status in here

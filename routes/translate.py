@@ -95,7 +95,6 @@ class TranslationCache:
         self._texts: OrderedDict[tuple[str, ParagraphKey], str] = OrderedDict()
 
     def get(self, tenant: str, paragraph: ParagraphKey) -> str | None:
-        """Return the cached translation, or None."""
         key = (tenant, paragraph)
         with self._lock:
             if key not in self._texts:

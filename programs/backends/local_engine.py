@@ -66,12 +66,10 @@ class LocalEngine:
         return self._context
 
     async def request(self, path: str, body: dict[str, Any]) -> Reply:
-        """See Backend."""
         # There are no other clients, so no running slot is reserved for interactive rows.
         return await call_handler(self.context, path, body, client="batch", priority=Priority.INTERACTIVE)
 
     async def close(self) -> None:
-        """See Backend."""
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
@@ -81,7 +79,7 @@ class LocalEngine:
 
 
 class _Engine:
-    """The engine with the interface that routes use."""
+    """An EngineProtocol: the engine with the interface that routes use."""
 
     is_connected = True
     lost: ClassVar[list[str]] = []
@@ -97,15 +95,12 @@ class _Engine:
         self.stop = self._engine.stop
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
-        """See EngineProtocol."""
         self._engine.submit(job, sink, on_admitted)
 
     def cancel(self, job_id: str) -> None:
-        """See EngineProtocol."""
         self._engine.cancel(job_id)
 
     def call(self, call: EngineCall[Answer], reply: ResultCallback[Answer]) -> None:
-        """See EngineProtocol."""
         self._engine.call(call, reply)
 
     def observe(self, observation: Observe) -> None:

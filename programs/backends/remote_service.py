@@ -20,7 +20,7 @@ _OK, _FAILED = 200, 500
 
 
 class RemoteService:
-    """The service at a URL. One event loop."""
+    """A Backend: the service at a URL. One event loop."""
 
     def __init__(self, url: str, password: str) -> None:
         self._url = url.rstrip("/")
@@ -53,11 +53,9 @@ class RemoteService:
             raise RunError(f"the server at {self._url} is not an rwkv-batch service; check --url") from None
 
     async def open(self) -> int:
-        """See Backend."""
         return _IN_FLIGHT
 
     async def request(self, path: str, body: dict[str, Any]) -> Reply:
-        """See Backend."""
         try:
             async with self._client().post(self._url + path, json={"priority": "batch", **body}) as answer:
                 value = _parse_body(await answer.read())
@@ -72,7 +70,6 @@ class RemoteService:
         return Reply(status, value, float(wait) if wait.isdecimal() else None, *tokens)
 
     async def close(self) -> None:
-        """See Backend."""
         if self._session is not None:
             await self._session.close()
 

@@ -58,7 +58,6 @@ class Estimate:
         self._sample_tokens: list[int] = []
 
     def count(self, records: Iterator[Record]) -> None:
-        """Reads all records."""
         for record in records:
             if record.verbatim is not None:
                 continue

@@ -45,7 +45,6 @@ class RunFiles:
         )
 
     def close(self) -> None:
-        """Closes all files."""
         self.sidecar.close()
         self.errors.close()
         self.output.close()

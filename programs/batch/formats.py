@@ -74,7 +74,7 @@ MAX_DEPTH = 200
 
 
 class Jsonl:
-    """Objects keep their fields and get one more."""
+    """A FileFormat: objects keep their fields and get one more."""
 
     def __init__(
         self, field: str, out_field: str, is_json: bool = False, check: Callable[[bytes], str] = lambda data: ""
@@ -117,7 +117,6 @@ class Jsonl:
         return value, ""
 
     def header(self) -> str:
-        """See FileFormat."""
         return ""
 
     def write(self, record: Record, answer: str | None) -> str:
@@ -144,7 +143,7 @@ _MAX_COLUMNS = 10_000
 
 
 class Delimited:
-    """A table. Its columns are kept and one is added."""
+    """A FileFormat: a table. Its columns are kept and one is added."""
 
     def __init__(self, delimiter: str, field: str, out_field: str) -> None:
         self._delimiter = delimiter
@@ -202,7 +201,6 @@ class Delimited:
         return columns
 
     def header(self) -> str:
-        """See FileFormat."""
         return self._row([*self._columns, self._out_field])
 
     def write(self, record: Record, answer: str | None) -> str:
@@ -232,13 +230,12 @@ class _LineCounter(Iterator[str]):
 
 
 class Text:
-    """Line n of the output answers line n of the input. It is empty if the line failed."""
+    """A FileFormat: line n of the output answers line n of the input. It is empty if the line failed."""
 
     def __init__(self, field: str) -> None:
         self._field = field
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """See FileFormat."""
         for index, line in enumerate(lines):
             if problem := unreadable_reason(line):
                 yield Record(index, line.number, problem=problem, size=line.size)
@@ -248,7 +245,6 @@ class Text:
                 yield Record(index, line.number, {self._field: line.text}, size=line.size)
 
     def header(self) -> str:
-        """See FileFormat."""
         return ""
 
     def write(self, record: Record, answer: str | None) -> str:
@@ -262,7 +258,7 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 class Subtitles:
-    """Cues keep their number and time. A failed cue keeps its text."""
+    """A FileFormat: cues keep their number and time. A failed cue keeps its text."""
 
     def __init__(self, field: str, has_header: bool) -> None:
         self._field = field
@@ -270,7 +266,6 @@ class Subtitles:
         self._header = ""
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """See FileFormat."""
         index = 0
         for block in _blocks(lines):
             if self._has_header and not self._header and not any(_ARROW in line.text for line in block):
@@ -291,11 +286,9 @@ class Subtitles:
         return Record(index, block[0].number, fields, problem, size=size, cue_header="\n".join(cue_header))
 
     def header(self) -> str:
-        """See FileFormat."""
         return self._header
 
     def write(self, record: Record, answer: str | None) -> str:
-        """See FileFormat."""
         if record.verbatim is not None:
             return f"{record.verbatim}\n\n"
         text = answer if answer is not None else str(record.fields.get(self._field, ""))
@@ -342,7 +335,7 @@ def combine_formats(source: str, target: str, field: str, out_field: str, is_jso
 
 
 class _AsJsonl:
-    """Writes another format's records as JSON Lines with their indexes."""
+    """A FileFormat: writes another format's records as JSON Lines with their indexes."""
 
     def __init__(self, source: FileFormat, out_field: str, is_json: bool) -> None:
         self._source = source
@@ -359,9 +352,7 @@ class _AsJsonl:
             yield record
 
     def header(self) -> str:
-        """See FileFormat."""
         return ""
 
     def write(self, record: Record, answer: str | None) -> str:
-        """See FileFormat."""
         return "" if record.verbatim is not None else self._jsonl.write(record, answer)

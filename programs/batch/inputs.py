@@ -59,7 +59,7 @@ def is_stream(path: str) -> bool:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompresses Zstandard frames. The library's own reader accepts truncated files."""
+    """A RawIOBase: decompresses Zstandard frames. The library's own reader accepts truncated files."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -70,7 +70,6 @@ class _ZstdReader(io.RawIOBase):
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
-        """See RawIOBase."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -183,7 +182,6 @@ class Input:
         return piece
 
     def close(self) -> None:
-        """Closes the file."""
         if self.path != STDIN:
             self._raw.close()
 

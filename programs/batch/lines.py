@@ -124,7 +124,6 @@ class LineWorker:
         return second
 
     async def _request_with_retries(self, request: TaskRequest) -> Outcome:
-        """Sends the request, with retries."""
         tries, started = 0, time.monotonic()
         while True:
             reply = await self.backend.request(request.path, request.body)

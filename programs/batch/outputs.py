@@ -185,7 +185,6 @@ class StandardError(StandardOutput):
     """Error lines of a run that writes to a pipe without an error file."""
 
     def append(self, data: bytes) -> None:
-        """See StandardOutput."""
         sys.stderr.buffer.write(data)
         sys.stderr.buffer.flush()
 

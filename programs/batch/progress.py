@@ -38,7 +38,6 @@ class RunStats:
         self.started = time.monotonic()
 
     def count(self, outcome: Outcome) -> None:
-        """Counts a finished line."""
         if outcome.problem:
             self.failed += 1
         else:

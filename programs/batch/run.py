@@ -44,8 +44,6 @@ class Worker(Protocol):
 
 
 class Run:
-    """One run."""
-
     def __init__(
         self,
         records: Iterator[Record],

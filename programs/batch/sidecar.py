@@ -111,7 +111,6 @@ class Sidecar:
         return None if row is None else str(row[0])
 
     def close(self) -> None:
-        """Closes the file."""
         self._database.close()
 
 

@@ -89,11 +89,12 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 class _Translate:
+    """Implements `Task`."""
+
     def __init__(self, task_options: TaskOptions) -> None:
         self._plan = task_options
 
     def request(self, record: Record) -> TaskRequest:
-        """See Task."""
         task_options = self._plan
         text = (
             fill_template(task_options.template, record.fields)
@@ -104,18 +105,16 @@ class _Translate:
         return TaskRequest(TRANSLATE, {**languages, "text_list": [text], **task_options.decode})
 
     def text(self, answer: Any) -> str:
-        """See Task."""
         return str(answer["translations"][0]["text"])
 
 
 class _Score:
-    """Scores `candidates`, a text or a list, after a prompt."""
+    """A Task: scores `candidates`, a text or a list, after a prompt."""
 
     def __init__(self, task_options: TaskOptions) -> None:
         self._plan = task_options
 
     def request(self, record: Record) -> TaskRequest:
-        """See Task."""
         task_options, fields = self._plan, record.fields
         text = (
             fill_template(task_options.template, fields) if task_options.template else _text(fields, task_options.field)
@@ -130,13 +129,12 @@ class _Score:
 
 
 class _Generate:
-    """The tasks chat, complete and fim: one row in the native batch route."""
+    """A Task: the tasks chat, complete and fim: one row in the native batch route."""
 
     def __init__(self, task_options: TaskOptions) -> None:
         self._plan = task_options
 
     def request(self, record: Record) -> TaskRequest:
-        """See Task."""
         decode = dict(self._plan.decode)
         if "seed" in decode:
             decode["seed"] = (decode["seed"] + record.index) % _SEEDS
@@ -159,7 +157,6 @@ class _Generate:
         )
 
     def text(self, answer: Any) -> str:
-        """See Task."""
         choice = answer["choices"][0]
         if choice["finish_reason"] not in ("stop", "length"):
             raise LineError(choice.get("error") or f"did not end in time ({choice['finish_reason']})")

@@ -35,7 +35,7 @@ class AnswerSource(Protocol):
 
 
 class RemoteAnswers:
-    """A service at a URL."""
+    """An AnswerSource: a service at a URL."""
 
     def __init__(self, url: str, password: str) -> None:
         self._url = url.rstrip("/") + V1_PATH
@@ -43,7 +43,6 @@ class RemoteAnswers:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """See AnswerSource."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_READ_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True)
 
@@ -64,19 +63,17 @@ class RemoteAnswers:
             raise ConsoleError(f"no answer from {self._url} ({type(error).__name__}: {error})") from None
 
     async def close(self) -> None:
-        """See AnswerSource."""
         if self._session is not None:
             await self._session.close()
 
 
 class LocalAnswers:
-    """An engine in this process, called through the service's handler."""
+    """An AnswerSource: an engine in this process, called through the service's handler."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
 
     async def open(self) -> None:
-        """See AnswerSource."""
         await self._engine.open()
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
@@ -102,7 +99,6 @@ class LocalAnswers:
         return await route.respond(self._engine.context, validate(route.body, body))
 
     async def close(self) -> None:
-        """See AnswerSource."""
         await self._engine.close()
 
 

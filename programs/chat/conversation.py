@@ -16,15 +16,11 @@ class ConsoleError(Exception):
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message."""
-
     role: Literal["user", "assistant", "system"]
     content: str
 
 
 class Saved(msgspec.Struct, kw_only=True):
-    """A conversation in a file."""
-
     branch: str
     branches: dict[str, list[Message]]
     settings: dict[str, Any] = {}
@@ -43,7 +39,6 @@ class Conversation:
         return self.branches[self.branch]
 
     def say(self, role: str, text: str) -> None:
-        """Adds a message."""
         self.messages.append({"role": role, "content": text})
 
     def undo(self, turns: int = 1) -> int:

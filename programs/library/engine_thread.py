@@ -95,7 +95,6 @@ class EngineThread:
 
     @property
     def context(self) -> Context:
-        """The context of the routes' functions."""
         return self._local_engine.context
 
     def close(self) -> None:

@@ -77,7 +77,6 @@ Callback = Callable[[Piece], None]
 
 
 def _without_client_limits(settings: Settings) -> Settings:
-    """Removes the limits per client."""
     http = msgspec.structs.replace(
         settings.http,
         max_contents=_UNBOUNDED,

@@ -90,7 +90,6 @@ class State:
         return SessionTurn(session_id=self._session_id, resume_prompt=prompt, branch_from=self._dialogue)
 
     def after(self, finish: Finish) -> State:
-        """Returns the state after the turn."""
         return self if self._dialogue is None else State(self._engine, self._session_id, finish.dialogue_idx)
 
     async def _content(self) -> bytes:
@@ -98,7 +97,6 @@ class State:
 
 
 def root(engine: EngineThread) -> State:
-    """Returns the empty state."""
     return State(engine, new_name(), _ROOT_DIALOGUE)
 
 

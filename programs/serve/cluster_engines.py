@@ -35,7 +35,6 @@ class ClusterEngines:
         return self._replicas + self._models.registered
 
     def handle_command(self, command: ModelCommand) -> str | None:
-        """See Engines."""
         if command.spec is not None or command.unload:
             return self._models.handle_command(command)
         if command.add_engine is not None:
@@ -67,11 +66,9 @@ class ClusterEngines:
         return None
 
     def mark_used(self, names: tuple[str, ...]) -> None:
-        """See Engines."""
         self._models.mark_used(names)
 
     def poll(self) -> None:
-        """See Engines."""
         self._models.poll()
         self._listen()
         child = self._child
@@ -108,7 +105,6 @@ class ClusterEngines:
                     logger.error("%s", value)
 
     def wait_s(self) -> float | None:
-        """See Engines."""
         waits = [self._models.wait_s()]
         if self._child.process is None and not self._is_leaving:
             waits.append(max(0.0, self._child.restart_at - time.monotonic()))
@@ -116,7 +112,6 @@ class ClusterEngines:
 
     @property
     def waitables(self) -> list[Any]:
-        """See Engines."""
         return [*self._models.waitables, *self._child.waitables]
 
     @property

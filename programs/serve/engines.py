@@ -43,8 +43,6 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of the loaded models."""
-
     count: int
     idle_s: float
     """0: never unload."""
@@ -157,13 +155,11 @@ class Engines:
         return any(engine.child.is_alive for engine in self._engines.values())
 
     def drain(self) -> None:
-        """Drains all engines at shutdown."""
         self._to_restart.clear()
         for engine in list(self._engines.values()):
             self._drain_or_end(engine)
 
     def kill(self) -> None:
-        """Kills all engines."""
         for engine in self._engines.values():
             engine.child.kill()
 

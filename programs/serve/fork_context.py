@@ -33,8 +33,6 @@ _STATUS_TIMEOUT_S = 1.0
 
 
 class _Server(ForkServer):
-    """The fork server."""
-
     def __init__(self, preload: list[str]) -> None:
         super().__init__()
         self.set_forkserver_preload(preload)
@@ -66,7 +64,6 @@ class _Server(ForkServer):
         return status_fd, input_fd
 
     def ensure_running(self) -> None:
-        """See ForkServer."""
         os.environ[SUPERVISOR] = str(os.getpid())
         try:
             super().ensure_running()
@@ -85,7 +82,6 @@ class _Server(ForkServer):
             os.close(status_fd)
 
     def end(self) -> None:
-        """Kills the server."""
         server: Any = self  # multiprocessing offers this to its own tests only
         with server._lock:
             if server._forkserver_pid is not None:
@@ -200,7 +196,6 @@ class _Forked(popen_forkserver.Popen):
                 signal.pidfd_send_signal(self.sentinel, number)
 
     def _send_payload(self, data: bytes) -> None:
-        """Sends the process its work."""
         with contextlib.suppress(BrokenPipeError), open(self._input_fd, "wb", closefd=False) as pipe:
             pipe.write(data)
 

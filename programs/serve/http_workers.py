@@ -138,7 +138,6 @@ class HttpWorkers:
         return any(worker.child.is_alive for worker in self.workers)
 
     def kill(self) -> None:
-        """Kills all workers."""
         for worker in self.workers:
             worker.child.kill()
 

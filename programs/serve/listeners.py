@@ -24,7 +24,6 @@ class Listeners:
     front: socket.socket | None = None
 
     def close(self) -> None:
-        """Closes the sockets."""
         for one in (*self.workers, *([self.front] if self.front else [])):
             one.close()
 

@@ -53,12 +53,10 @@ class Flag(msgspec.Struct, frozen=True):
 
     @property
     def option(self) -> str:
-        """The command-line flag."""
         return _option(self.name or self.field)
 
     @property
     def variable(self) -> str:
-        """The environment variable."""
         return _variable(self.name or self.field)
 
     @property
@@ -86,7 +84,6 @@ def _field_default(section: Section, field: str) -> Any:
 
 
 def default_text(section: Section, flag: Flag) -> str:
-    """Returns the default as command-line text."""
     default = _field_default(section, flag.field)
     if default is None:
         return ""

@@ -32,7 +32,7 @@ PATH = "/openai/v1/chat/completions"
 
 
 class ChatFormatter(OpenAIFormatter):
-    """Writes `chat.completion` and its chunks, with reasoning separate from content."""
+    """A ResponseFormatter: writes `chat.completion` and its chunks, with reasoning separate from content."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -48,7 +48,6 @@ class ChatFormatter(OpenAIFormatter):
         self._logprobs = [ContentLogprobs() for _ in range(num_rows)]
 
     def stream_start(self) -> bytes:
-        """See ResponseFormatter: the role of every choice."""
         delta = {"role": "assistant", "content": ""}
         choices = ({"index": row, "delta": delta, "finish_reason": None} for row in range(len(self._parsers)))
         return b"".join(map(self.chunk_event, choices))
@@ -121,7 +120,6 @@ def _tool_call_delta(call: DeltaToolCall) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Return `logprobs` of a chat's choice."""
     return {"content": logprob_entries(tokens), "refusal": None}
 
 

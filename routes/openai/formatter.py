@@ -154,7 +154,6 @@ class OpenAIFormatter(BaseFormatter):
         return b"".join(map(self.chunk_event, choices))
 
     def chunk_event(self, choice: dict[str, Any]) -> bytes:
-        """Return a choice as a chunk."""
         body: dict[str, Any] = {**self._head, "object": self.chunk_object, "choices": [choice]}
         if self._includes_usage:
             body["usage"] = None

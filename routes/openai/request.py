@@ -90,7 +90,6 @@ class ConversationBody(OpenAIBody, TemplateFields):
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages."""
         raise NotImplementedError
 
     @property
@@ -115,7 +114,6 @@ class ConversationBody(OpenAIBody, TemplateFields):
 
     @property
     def think(self) -> prompts.Think:
-        """The think mode of the answer."""
         return prompts.Think.OFF if self.continues else self.effort
 
     @property

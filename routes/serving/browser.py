@@ -114,7 +114,6 @@ def _host_name(host: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """Return whether a name is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -32,8 +32,6 @@ _HAS_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A client's connection."""
-
     serial: int
     descriptor: int
     inode: int

@@ -228,7 +228,6 @@ async def _handle(context: Context, route: Route, request: Request, data: object
 
 
 def wrap(context: Context, route: Route) -> RobynHandler:
-    """Return the Robyn handler of a route."""
     identity, rules = ClientIdentity(context.config), BrowserRules(context.config)
 
     async def handler(request: Request) -> RobynReply:

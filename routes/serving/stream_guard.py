@@ -79,7 +79,6 @@ class GuardedStreams:
         threading.Thread(target=self._follow, name="stream-guard", daemon=True).start()
 
     def end(self, pid: int) -> None:
-        """End the streams of a worker that has ended."""
         with self._lock:
             self._receive()
             for key in [key for key in self._streams if key[0] == pid]:

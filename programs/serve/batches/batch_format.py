@@ -54,7 +54,6 @@ class BatchFormat:
     """Maximum number of token ids in a line."""
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        """See FileFormat."""
         return Jsonl("", "", check=self._size_problem).read(lines)
 
     def _size_problem(self, data: bytes) -> str:
@@ -66,11 +65,9 @@ class BatchFormat:
         return ""
 
     def header(self) -> str:
-        """See FileFormat."""
         return ""
 
     def write(self, record: Record, answer: str | None) -> str:
-        """See FileFormat."""
         if answer is None:
             return ""
         response = {"status_code": OK, "request_id": self._id(record), "body": json.loads(answer)}
