@@ -45,12 +45,20 @@ PLANS = [(unsigned, tile) for unsigned, tiles in TILES.items() for tile in tiles
 SHAPES = (((4096,), 4096), ((192, 4160, 64), 2048), ((768, 768, 768), 768), ((64,), 128), ((2560,), 10240))
 
 
-class Matrix:
-    """A random matrix with large channels."""
+def channels(k: int) -> Tensor:
+    """Sizes of inputs [K]: every 16th channel is up to 100 times as large as the others."""
+    sizes = torch.rand(k, device=GPU) + 0.5
+    sizes[::16] *= torch.rand(len(sizes[::16]), device=GPU) * 100
+    return sizes
 
-    def __init__(self, n: int, k: int) -> None:
+
+class Matrix:
+    """A random matrix for inputs of these sizes [K]."""
+
+    def __init__(self, n: int, sizes: Tensor) -> None:
+        k = len(sizes)
         weight = torch.randn(n, k, device=GPU) / k**0.5
-        self.transform, s = input_transform(torch.rand(k, device=GPU) ** 8 * 40, weight)
+        self.transform, s = input_transform(3 * sizes, weight)
         self.codes = quantise_weight(weight, s, self.transform.positions)
         self.weights = W8A8Weights.prepare(self.codes, self.transform)
 
@@ -158,8 +166,9 @@ def test_mma_has_the_bits_of_the_definition(rows: int, unsigned: bool) -> None:
 def test_inputs_have_the_bits_of_the_definition(k: int, relu_squared: bool) -> None:
     torch.manual_seed(k)
     for rows in (1, 2, 8, 64, 333):
-        matrices = [Matrix(64, k) for _ in range(3)]
-        x = torch.randn(3, rows, k, device=GPU) * 3
+        sizes = channels(k)
+        matrices = [Matrix(64, sizes) for _ in range(3)]
+        x = torch.randn(3, rows, k, device=GPU) * sizes
         if rows > 7:
             x[:, 1] = 0
             x[:, 2, :64] *= 100
@@ -180,10 +189,10 @@ def test_inputs_have_the_bits_of_the_definition(k: int, relu_squared: bool) -> N
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(outliers: float) -> None:
     """Inputs and products together; both are exact, so the row's place does not matter."""
     torch.manual_seed(7)
-    key, value = Matrix(8192, 2048), Matrix(2048, 8192)
-    x = torch.randn(1200, 2048, device=GPU)
-    x[:, torch.randperm(2048)[:8]] *= outliers
-    x = x.half()
+    sizes = torch.ones(2048, device=GPU)
+    sizes[torch.randperm(2048)[:8]] = outliers
+    key, value = Matrix(8192, sizes), Matrix(2048, torch.full((8192,), float(outliers), device=GPU))
+    x = (torch.randn(1200, 2048, device=GPU) * sizes).half()
 
     def channel_mix(rows: Tensor) -> Tensor:
         hidden, y = rows.new_empty(len(rows), 8192), rows.new_empty(len(rows), 2048)
@@ -260,10 +269,8 @@ def test_the_mix_writes_the_bits_that_a_separate_kernel_makes(width: int, mixes:
     ops = CudaOps()
     ops.prepare_device(GPU, width, 4 * width)
     torch.manual_seed(width)
-    norm = Norm(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU) / 8)
-    stored = [
-        quantise(torch.randn(64, width, device=GPU), Format.W8A8, torch.rand(width, device=GPU) ** 4) for _ in "rkv"
-    ]
+    norm = Norm(channels(width), torch.randn(width, device=GPU) / 8)
+    stored = [quantise(torch.randn(64, width, device=GPU), Format.W8A8, 3 * norm.weight) for _ in "rkv"]
     maps = [CudaW8A8Linear(of_map) for of_map in stored[: 3 if mixes == 6 else 1]]
     prologue = Prologue(norm, torch.rand(mixes, width, device=GPU).half(), maps[0], tuple(maps[1:]))
     for lengths in ([1], [1] * 8, [1] * 64, [1] * 320, [300, 1, 77], [2000]):
@@ -293,7 +300,7 @@ def test_the_mix_writes_the_bits_that_a_separate_kernel_makes(width: int, mixes:
 
 
 def test_no_rows_and_wrong_shapes() -> None:
-    matrix = Matrix(64, 256)
+    matrix = Matrix(64, channels(256))
     multiply(
         [
             W8A8Gemm(

@@ -58,17 +58,24 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -
     monkeypatch.setattr(products, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
 
 
-def made(n: int, k: int) -> tuple[W8A8Weights, Codes, Transform]:
-    """A random matrix with large channels."""
+def channels(k: int) -> Tensor:
+    """Sizes of inputs: every 16th channel is up to 100 times as large as the others."""
+    sizes = torch.rand(k) + 0.5
+    sizes[::16] *= torch.rand(len(sizes[::16])) * 100
+    return sizes
+
+
+def made(n: int, k: int, sizes: Tensor) -> tuple[W8A8Weights, Codes, Transform]:
+    """A random matrix for inputs of these sizes [K]."""
     weight = torch.randn(n, k) / k**0.5
-    transform, s = input_transform(torch.rand(k) ** 8 * 40, weight)
+    transform, s = input_transform(3 * sizes, weight)
     codes = quantise_weight(weight, s, transform.positions)
     return W8A8Weights.prepare(codes, transform), codes, transform
 
 
-def rows_of(rows: int, k: int) -> Tensor:
+def rows_of(rows: int, sizes: Tensor) -> Tensor:
     """Rows of all kinds: large and small values, zeros, NaN, infinity."""
-    x = torch.randn(rows, k) * 3
+    x, k = torch.randn(rows, len(sizes)) * sizes, len(sizes)
     for i, change in enumerate((lambda v: v * 0, lambda v: v * 1e-7, lambda v: v * 1e4, lambda v: -v.abs())):
         if i + 1 < rows:
             x[i + 1] = change(x[i + 1])
@@ -85,8 +92,9 @@ def same(got: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize(("k", "count", "rows"), [(128, 1, 3), (768, 3, 8), (2560, 1, 2)])
 @pytest.mark.parametrize("relu_squared", [False, True])
 def test_inputs_have_the_bits_of_the_definition(k: int, count: int, rows: int, relu_squared: bool) -> None:
-    matrices = [made(64, k) for _ in range(count)]
-    x = torch.stack([rows_of(rows, k) for _ in range(count)])
+    sizes = channels(k)
+    matrices = [made(64, k, sizes) for _ in range(count)]
+    x = torch.stack([rows_of(rows, sizes) for _ in range(count)])
     got = quantise_mixed(x, [weights for weights, _, _ in matrices], relu_squared)
     for i, (_, _, transform) in enumerate(matrices):
         v = x[i].float()
@@ -101,8 +109,9 @@ def assert_products(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool, p
     """Multiply by Hopper's kernel, or by mma without a plan."""
     gemms, wanted = [], []
     for n in ns:
-        weights, codes, transform = made(n, k)
-        x = torch.randn(rows, k) * 2
+        sizes = channels(k)
+        weights, codes, transform = made(n, k, sizes)
+        x = torch.randn(rows, k) * sizes
         inputs = quantise_rows(x.relu().square() if is_unsigned else x, transform, is_unsigned)
         padding = pitch_of(rows) - rows
         padded = Codes(
