@@ -19,7 +19,7 @@ from rwkv_batch.kernels.cuda.linear import Gemm, is_grouped, multiply, multiply_
 from rwkv_batch.kernels.cuda.packed_weights import NUMBERS
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
 from rwkv_batch.kernels.cuda.quantised_gemm import (
-    W8A8Gemm,
+    RowsGemm,
     multiply_into,
     multiply_quantised_rows,
     multiply_to_partials,
@@ -117,12 +117,12 @@ def _mix_quantised(layer: CudaLayer, x: QuantisedRows) -> Tensor | PartialSums:
     rows = len(x.codes)
     if x.is_two_part and rows > MAX_SPARSE_ROWS:
         parts = value.for_quantised_rows.empty_two_part_rows(rows, key.packed.rows)
-        multiply_quantised_rows([W8A8Gemm(key, *x, parts.codes, Activation.RELU_SQUARED, parts.scales)])
+        multiply_quantised_rows([RowsGemm(key, *x, parts.codes, Activation.RELU_SQUARED, parts.scales)])
         return multiply_to_partials(value.for_quantised_rows, parts)
     is_squared = rows <= MAX_HOPPER_ROWS or not value.for_quantised_rows.takes_fp8_rows(rows)
     activation = Activation.RELU_SQUARED if is_squared else Activation.NONE
     hidden = torch.empty(rows, key.packed.rows, dtype=torch.float16, device=x.codes.device)
-    multiply_quantised_rows([W8A8Gemm(key, *x, hidden, activation)])
+    multiply_quantised_rows([RowsGemm(key, *x, hidden, activation)])
     return _value_quantised(value, hidden, is_squared)
 
 
@@ -173,7 +173,7 @@ def _value_quantised(value: CudaQuantValue, hidden: Tensor, is_squared: bool) ->
     if not linear.takes_fp8_rows(rows):
         return value(hidden)
     y = torch.empty(rows, linear.packed.outputs, dtype=hidden.dtype, device=hidden.device)
-    multiply_quantised_rows([W8A8Gemm(linear, *quantise_rows(hidden, relu_square=not is_squared), y)])
+    multiply_quantised_rows([RowsGemm(linear, *quantise_rows(hidden, relu_square=not is_squared), y)])
     return y
 
 

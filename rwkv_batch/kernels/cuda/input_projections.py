@@ -32,7 +32,7 @@ from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.library import LowRankUpArgs, cuda_pointer, library
 from rwkv_batch.kernels.cuda.linear import Gemm, is_grouped, multiply
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
-from rwkv_batch.kernels.cuda.quantised_gemm import W8A8Gemm, multiply_into, multiply_quantised_rows
+from rwkv_batch.kernels.cuda.quantised_gemm import RowsGemm, multiply_into, multiply_quantised_rows
 from rwkv_batch.kernels.cuda.quantised_rows import (
     SCALE_ALIGNMENT,
     DeferredMix,
@@ -145,7 +145,7 @@ def _rkv_quantised(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: LowRa
     else:
         is_two_part = linears[0].takes_two_part_rows(tokens)
         rows = [linears[0].to_two_part_rows(mixed[i]) for i in range(3)] if is_two_part else _quantise_rkv_rows(mixed)
-    gemms = [W8A8Gemm(linear, *rows[i], rkv[i]) for i, linear in enumerate(linears)]
+    gemms = [RowsGemm(linear, *rows[i], rkv[i]) for i, linear in enumerate(linears)]
     if low is None:
         multiply_quantised_rows(gemms)
     else:

@@ -28,7 +28,7 @@ from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 
 
 @dataclass(slots=True)
-class W8A8Gemm:
+class RowsGemm:
     """One GEMM over quantised rows: y = activation((codes * scales) @ W.T), or two-part rows (QuantisedRows)."""
 
     linear: QuantisedWeights
@@ -46,14 +46,14 @@ def multiply_into(gemms: Sequence[QuantGemm]) -> None:
     if first.uses_skinny_kernel(rows):
         multiply_few(gemms)
     elif first.takes_two_part_rows(rows) and gemms[0].y.dtype == torch.float16:
-        multiply_quantised_rows([W8A8Gemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y, m.activation) for m in gemms])
+        multiply_quantised_rows([RowsGemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y, m.activation) for m in gemms])
     elif gemms[0].y.dtype == torch.float32 and all(m.linear.returns_fp32(rows) for m in gemms):
         for m in gemms:  # a share that is the whole product
-            multiply_quantised_rows([W8A8Gemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y.unsqueeze(0))])
+            multiply_quantised_rows([RowsGemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y.unsqueeze(0))])
     elif first.packed.fits_weight_only(rows):
         launch_weight_only([m.linear.packed.weight_only_gemm(m.x, m.y, m.activation) for m in gemms])
     elif first.takes_fp8_rows(rows):
-        multiply_quantised_rows([W8A8Gemm(m.linear, *quantise_rows(m.x), m.y, m.activation) for m in gemms])
+        multiply_quantised_rows([RowsGemm(m.linear, *quantise_rows(m.x), m.y, m.activation) for m in gemms])
     else:
         for m in gemms:
             dequantised_weight = m.linear.packed.dequantised()
@@ -69,7 +69,7 @@ def multiply_into(gemms: Sequence[QuantGemm]) -> None:
 def multiply_rows(linear: QuantisedWeights, x: QuantisedRows) -> Tensor:
     """Quantised rows [T, in] -> [T, out] fp16."""
     y = torch.empty(len(x.codes), linear.packed.outputs, dtype=torch.float16, device=x.codes.device)
-    multiply_quantised_rows([W8A8Gemm(linear, *x, y)])
+    multiply_quantised_rows([RowsGemm(linear, *x, y)])
     return y
 
 
@@ -81,12 +81,12 @@ def multiply_to_partials(linear: QuantisedWeights, x: QuantisedRows) -> Tensor |
     if count == 1:
         return multiply_rows(linear, x)
     partials = torch.empty(count, rows, packed.outputs, dtype=torch.float32, device=device)
-    multiply_quantised_rows([W8A8Gemm(linear, *x, partials)])
+    multiply_quantised_rows([RowsGemm(linear, *x, partials)])
     return PartialSums(partials)
 
 
 def multiply_quantised_rows(
-    gemms: Sequence[W8A8Gemm], fp16_gemms: Sequence[Fp16Gemm] = (), dependent: Sequence[Fp16Gemm] = ()
+    gemms: Sequence[RowsGemm], fp16_gemms: Sequence[Fp16Gemm] = (), dependent: Sequence[Fp16Gemm] = ()
 ) -> None:
     """Runs up to 8 GEMMs over quantised rows: the own kernel where `fits_hopper_fp8` allows it, else cuBLAS.
 
@@ -105,7 +105,7 @@ def multiply_quantised_rows(
         apply_activation(m.y, m.activation)
 
 
-def _fits_hopper_gemm(m: W8A8Gemm) -> bool:
+def _fits_hopper_gemm(m: RowsGemm) -> bool:
     """Whether the own kernel takes these fp8 rows."""
     packed = m.linear.packed
     rows, n, k, device = len(m.codes), packed.outputs, packed.inputs, m.y.device
@@ -114,12 +114,12 @@ def _fits_hopper_gemm(m: W8A8Gemm) -> bool:
     return not packed.transposed and may_return_fp32(rows, n, k, device)
 
 
-def _fp8_gemm(m: W8A8Gemm) -> Fp8Gemm:
+def _fp8_gemm(m: RowsGemm) -> Fp8Gemm:
     packed = m.linear.packed
     return Fp8Gemm(packed.qweight, packed.scales, m.codes, m.scales, m.y, m.activation, packed.transposed)
 
 
-def _int8_gemm(m: W8A8Gemm) -> Int8Gemm:
+def _int8_gemm(m: RowsGemm) -> Int8Gemm:
     assert m.scales is not None, "bytes have scales"
     packed = m.linear.packed
     return Int8Gemm(packed.qweight, packed.scales, m.codes, m.scales, m.y, m.y_scales, m.activation, packed.transposed)
