@@ -82,7 +82,7 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
     for number, api_key in enumerate(keys, 1):
         if (api_key.key is None) == (api_key.sha256 is None):
             raise KeysError(f"{path}: key {number} ({api_key.name}) must have either key or sha256")
-        if _is_address(api_key.name):
+        if is_address(api_key.name):
             message = f"key {number} is named {api_key.name}, the address of clients without a key; choose a name"
             raise KeysError(f"{path}: {message} that is no IP address")
     duplicates = [name for name, count in Counter(api_key.name for api_key in keys).items() if count > 1]
@@ -92,8 +92,8 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
     return tuple(keys)
 
 
-def _is_address(name: str) -> bool:
-    """Return whether clients without a key may have this name. They would share its queue."""
+def is_address(name: str) -> bool:
+    """Return whether a name is an IP address. These are the names of clients without a key."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

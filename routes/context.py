@@ -15,7 +15,7 @@ from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.file_store import Store
 from routes.reader_wakeups import ReaderWakeups
-from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ServedModel
 from rwkv_batch.ipc.wire import Observe

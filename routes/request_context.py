@@ -1,4 +1,4 @@
-"""The context of one HTTP request: id, client, limits and usage.
+"""The context of one HTTP request: id, client, limits and usage, and the session ids and caches of its API key.
 
 `current_request()` returns it in the handler, on threads that the handler starts, and on the thread that writes the
 answer.
@@ -12,8 +12,10 @@ import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from routes.config import HttpConfig
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.request import ClientLimits, Job, JobEvents, Priority
+from state_pool.session_key import OWNED, owned_id
 
 REQUEST_ID = "X-Request-Id"
 _VALID_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -106,3 +108,19 @@ def warn(field: str, message: str) -> None:
 def request_id(given: str | None) -> str:
     """Return the client's request id if it is valid, else a new one."""
     return given if given is not None and _VALID_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def own_id(session_id: str) -> str:
+    """Return the stored id of the client's own session."""
+    return owned_id(current_request().owner, session_id)
+
+
+def reachable_ids(session_id: str) -> tuple[str, ...]:
+    """Return the stored ids that the client may mean, in order: its own session, then a shared one."""
+    own = own_id(session_id)
+    return (own,) if own == session_id or session_id.startswith(OWNED) else (own, session_id)
+
+
+def cache_tenant(config: HttpConfig) -> str:
+    """Return the key whose cached prefixes, grammars and translations the request may use; "" for shared ones."""
+    return "" if config.share_prefix_cache else current_request().owner

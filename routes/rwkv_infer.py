@@ -27,8 +27,7 @@ from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import RwkvInferDone, RwkvInferHealth
 from routes.route import Handler, Route
-from rwkv_batch.calls import AddState, CheckModel, ListStates, RemoveState, StateInfo
-from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.calls import AddState, CheckModel, DecodeDefaults, ListStates, RemoveState, StateInfo
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus
 from rwkv_batch.models_folder import relative_to_folder

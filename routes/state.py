@@ -16,8 +16,7 @@ from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
 from routes.request.fields import NO_NUL, Fields, SessionId
 from routes.request.jobs import as_turn, build_rows, make_job, offload_if_large, row_stops
-from routes.request.tenants import own_id, reachable_ids
-from routes.request_context import current_request
+from routes.request_context import current_request, own_id, reachable_ids
 from routes.response.batch_formatter import BatchFormatter
 from routes.response.event_stream import OutputDecoder, RowUpdate
 from routes.response.generate import RowResult, call_engine

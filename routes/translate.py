@@ -24,7 +24,7 @@ from routes.request.ignored import nearest_name, report_unknown
 from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
 from routes.request.languages import LANGUAGE_NAMES, detect_languages, is_known_language, language_name
 from routes.request.prompts import format_turn
-from routes.request.tenants import cache_tenant
+from routes.request_context import cache_tenant
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, run_full
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response

@@ -10,10 +10,31 @@ from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
-from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.request import Usage
 from state_pool.session_key import SessionPage
+
+
+class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """By the requests' field names. None: the route's default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    alpha_presence: float | None = None
+    alpha_frequency: float | None = None
+    alpha_decay: float | None = None
+    max_tokens: int | None = None
+    stop_tokens: tuple[int | str, ...] | None = None
+    template: dict[str, str] | None = None
+    """words for system, user and assistant, and the start of an answer"""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are set, as JSON values."""
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return values
+
 
 Answer = TypeVar("Answer")
 Reply = Callable[[Answer | ServiceError], None]

@@ -79,7 +79,7 @@ ROOMS = {
     "routes.reader_wakeups": "",
     "routes.context": "routes.api_keys routes.config routes.reader_wakeups routes.file_store",
     "routes.api_keys": "",
-    "routes.request_context": "",
+    "routes.request_context": "routes.config",
     "routes.file_store": "routes.config",
     "routes.model_connections": "routes routes.context",
     "routes.request": "routes.config routes.context routes.file_store routes.request_context",

@@ -39,8 +39,10 @@ class ClusterEngines:
             return self._models.handle_command(command)
         if command.add_engine is not None:
             if len(self._replicas) >= MAX_REPLICAS:
-                return f"devices: {len(self._replicas)} engines serve the model, the limit is {MAX_REPLICAS}; "
-                "remove one first"
+                return (
+                    f"devices: {len(self._replicas)} engines serve the model, the limit is {MAX_REPLICAS}; "
+                    "remove one first"
+                )
             self._child.send_command(("add", command.add_engine))
             return None
         name = command.remove_engine or command.restart_engine

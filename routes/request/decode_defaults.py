@@ -13,7 +13,7 @@ from routes.request.bodies import GenerationBody, StopTokens, Template
 from routes.request.fields import (
     Fields,
 )
-from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.errors import invalid
 
 _ALIASES = {"alpha_presence": "presence_penalty", "alpha_frequency": "frequency_penalty"}

@@ -17,8 +17,7 @@ import msgspec
 from routes.config import HttpConfig
 from routes.context import Context
 from routes.request.jobs import offload_if_large
-from routes.request.tenants import cache_tenant, reachable_ids
-from routes.request_context import current_request
+from routes.request_context import cache_tenant, current_request, reachable_ids
 from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
 from routes.response.http_response import (
     DONE,

@@ -11,6 +11,7 @@ import ipaddress
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from routes.api_keys import is_address
 from routes.config import HttpConfig
 from routes.response.http_response import JSON
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -58,7 +59,7 @@ class BrowserRules:
         DNS rebinding needs a name, so without --allowed-hosts an address is fine.
         """
         name = _host_name(host)
-        if not (self._checks_host and host) or _is_loopback(name) or (not self._hosts and _is_address(name)):
+        if not (self._checks_host and host) or _is_loopback(name) or (not self._hosts and is_address(name)):
             return
         if not any(fits(name, allowed) for allowed in self._hosts):
             allowed = ", ".join(("localhost", *self._hosts))
@@ -111,14 +112,6 @@ def _host_name(host: str) -> str:
     """Return a `Host` header's name, without port and brackets."""
     name = host.strip().lower()
     return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_loopback(name: str) -> bool:

@@ -7,7 +7,7 @@ import re
 
 import msgspec
 
-from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.calls import DecodeDefaults
 
 DEFAULT_MODEL_NAME = "rwkv7"
 """Name that clients use if they know only one model. It is always the service's own model."""

@@ -14,7 +14,7 @@ from native.tensors import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.request import TokenLogprob
-from rwkv_batch.runner.host_copy import HostCopy
+from rwkv_batch.runner.links import HostCopy
 from rwkv_batch.runner.pipeline import Stage
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.sampler import target_logprobs

@@ -19,10 +19,9 @@ from pathlib import Path
 import msgspec
 
 from native.files import make_private, make_private_folder, remove_stale_files
-from rwkv_batch.calls import AddState, Reply, StateInfo
+from rwkv_batch.calls import AddState, DecodeDefaults, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.mixtures import check_members
-from rwkv_batch.decode_defaults import DecodeDefaults
 from rwkv_batch.errors import ServiceError, StartupError, invalid
 from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.tensor_files import FileError, metadata_of

@@ -16,8 +16,7 @@ from native.tensors import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.request import TokenLogprob
-from rwkv_batch.runner.host_copy import HostCopy, TokenCopy
-from rwkv_batch.runner.links import LastTokens
+from rwkv_batch.runner.links import HostCopy, LastTokens, TokenCopy
 from rwkv_batch.runner.prompt_logprobs import InFlightScores
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.grammar.constraint import GrammarError

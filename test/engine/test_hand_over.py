@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.runner import host_copy, links
+from rwkv_batch.runner import links
 from rwkv_batch.runner.graphs import capture
 from rwkv_batch.runner.graphs.capture import CaptureError, GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.step import StepGraphs
-from rwkv_batch.runner.host_copy import TokenCopies
+from rwkv_batch.runner.links import TokenCopies
 
 ROWS, WIDTH, STAGES, DEPTH = 6, 2, 3, 4
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ class Stages:
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(torch.cuda, "device", lambda device: None)
         monkeypatch.setattr(capture, "Recorder", lambda device: None)
-        for module in (links, capture, host_copy):
+        for module in (links, capture):
             monkeypatch.setattr(module, "Copier", Copier)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
         self.staged = StagedArrays({"values": ROWS}, [CPU] * STAGES, DEPTH)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from demo.random_weights import write_random_model
-from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
 from rwkv_batch.request import GenerateRequest

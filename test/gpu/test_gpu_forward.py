@@ -17,7 +17,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
-from rwkv_batch.runner.host_copy import HostCopy
+from rwkv_batch.runner.links import HostCopy
 from rwkv_batch.runner.pipeline import Stage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -17,8 +17,7 @@ from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
-from rwkv_batch.runner.host_copy import TokenCopies
-from rwkv_batch.runner.links import Link
+from rwkv_batch.runner.links import Link, TokenCopies
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.config import PoolConfig
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT

@@ -11,7 +11,7 @@ from routes.request.bodies import BatchBody, GenerationBody, PromptBody
 from routes.request.decode_defaults import DefaultsFields, as_defaults, with_defaults
 from routes.request.jobs import prompts_and_stops
 from routes.request.json_body import validate
-from rwkv_batch.decode_defaults import DecodeDefaults
+from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.errors import ServiceError
 
 STATE = DecodeDefaults(temperature=0.5, alpha_presence=0.25, max_tokens=7, stop_tokens=("\n\n", 0))

@@ -12,8 +12,7 @@ from routes.request.bodies import BatchBody, MixedState, PromptBody, with_mixtur
 from routes.request.fields import THINK_END, unescaped
 from routes.request.ignored import MAX_WARNINGS, validated
 from routes.request.json_body import validate
-from routes.request.tenants import cache_tenant, own_id, reachable_ids
-from routes.request_context import RequestContext, set_current_request
+from routes.request_context import RequestContext, cache_tenant, own_id, reachable_ids, set_current_request
 from rwkv_batch.errors import ErrorKind, ServiceError
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
