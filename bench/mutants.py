@@ -42,7 +42,6 @@ from bench.tools.mutant_maker import (
     diff,
     make_mutants,
     mutant_names,
-    original,
     scope_files,
     statement_lines,
     test_paths,
@@ -153,14 +152,16 @@ class Trees:
         """Run pytest in a free copy with the mutant. Return its exit code, None after `limit_s`, and its output."""
         worker = self._free.get()
         tree, scratch = self._folder / f"{worker}", self._folder / f"t{worker}"
+        file = tree / mutant.path if mutant is not None else None
+        plain = file.read_text() if file is not None else ""
         try:
-            if mutant is not None:
-                self._write(tree / mutant.path, mutant.text)
+            if file is not None and mutant is not None:
+                self._write(file, mutant.text)
             scratch.mkdir()
             return self._run(worker, tree, scratch, arguments, limit_s, environment)
         finally:
-            if mutant is not None:
-                self._write(tree / mutant.path, original(mutant.path))
+            if file is not None:
+                self._write(file, plain)
             shutil.rmtree(scratch, ignore_errors=True)
             self._free.put(worker)
 
