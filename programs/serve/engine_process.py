@@ -1,17 +1,96 @@
-"""One engine's process and the status that HTTP workers see."""
+"""One engine's settings, its process, and the status that HTTP workers see."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from native.priority import cores
 from programs.serve.child import Child
-from rwkv_batch.ipc.served_model import ModelStatus, ServedModel
+from programs.settings import FLAGS
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
+from rwkv_batch.models_folder import relative_to_folder
+
+SPARE_CORES = 4
+"""Cores that must be free of compute threads for work that runs on idle cores only."""
+
+
+def replica_config(config: EngineConfig, name: str) -> EngineConfig:
+    """Returns the settings of one named engine. It needs the name only if engines share a database."""
+    if not config.pool.service:  # the service's engines do not share one
+        return config
+    return msgspec.structs.replace(config, pool=msgspec.structs.replace(config.pool, engine=name))
+
+
+def model_config(base: EngineConfig, spec: ModelSpec, own_engines: int = 1) -> EngineConfig:
+    """Returns the settings of a loaded model's engine.
+
+    The model may have other layers and devices than the service's own. Its sessions have a database of their own.
+    `own_engines`: number of engines of the service's own model.
+    """
+    database = base.pool.state_db
+    if base.pool.on_server:
+        database = f"{database}#{spec.name}"  # on a server each model has its own schema
+    elif database:
+        path = Path(database)
+        database = str(path.with_name(f"{path.stem}-{spec.name}{path.suffix}"))
+    return msgspec.structs.replace(
+        base,
+        model_path=spec.file,
+        model_name=spec.name,
+        dtype=spec.dtype or base.dtype,
+        wkv_state=spec.wkv_state or base.wkv_state,
+        kernels=spec.kernels or base.kernels,
+        auto_fallback_fields=tuple(name for name in ("wkv_state", "kernels") if not getattr(spec, name)),
+        adapters=spec.adapters,
+        states=(),
+        served_adapters=(),
+        loads_at_low_priority=True,
+        only_idle_cores=_has_idle_cores(base, own_engines),
+        strategy="",
+        layers=(),  # --pp-layers holds for the service's own model only
+        resident=() if spec.devices else base.resident,
+        batch_step_layers=min(0, base.batch_step_layers),  # a number holds for the service's own model only
+        devices=spec.devices or base.devices,
+        gpu_memory_utilization=spec.gpu_memory_utilization or base.gpu_memory_utilization,
+        max_running=base.max_running if spec.max_running is None else spec.max_running,
+        pool=msgspec.structs.replace(base.pool, state_db=database, engine="", service=""),
+    )
+
+
+def reason_for_request(reason: str, models_dir: str, is_own: bool) -> str:
+    """Rewrites a start failure in the terms of the request that asked for the engine.
+
+    Flags become the request's fields. Paths become relative to --models-dir. `is_own`: the engine serves the
+    service's own model, for which a request names the devices only.
+    """
+    fields = {flag.option: "file" if flag.field == "model_path" else flag.field for flag in FLAGS[EngineConfig]}
+    request_fields = {"devices"} if is_own else set(ModelSpec.__struct_fields__)
+
+    def named(option: re.Match[str]) -> str:
+        field = fields.get(option[0], "")
+        return f"`{field}`" if field in request_fields else option[0]
+
+    return re.sub("--[a-z0-9-]+", named, relative_to_folder(models_dir, reason))
+
+
+def _has_idle_cores(config: EngineConfig, engines: int) -> bool:
+    """Return whether the service's own engines leave enough idle cores to load another model on them.
+
+    Loading on idle cores would never end without any. Without --threads, an engine on a CPU uses all cores.
+    """
+    is_on_gpus = all(device.startswith("cuda") for device in config.devices)
+    taken = (1 if is_on_gpus else config.threads) * engines
+    return taken > 0 and cores() - taken >= SPARE_CORES
+
 
 logger = logging.getLogger("supervisor")
 

@@ -19,8 +19,7 @@ from typing import Any
 import msgspec
 
 from programs.serve.child import Child
-from programs.serve.engine_configs import model_config, reason_for_request, replica_config
-from programs.serve.engine_process import EngineProcess
+from programs.serve.engine_process import EngineProcess, model_config, reason_for_request, replica_config
 from programs.serve.fork_context import ForkedContext
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError

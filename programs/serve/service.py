@@ -27,8 +27,7 @@ from programs.serve.engines import PRELOAD_MODULE, Engines, ModelLimits
 from programs.serve.fork_context import ForkedContext
 from programs.serve.http_workers import HttpWorkers, fork_context, http_process
 from programs.serve.listeners import Listeners, open_listeners
-from programs.serve.nginx_config import NginxConfig, find_nginx
-from programs.serve.nginx_process import nginx_process
+from programs.serve.nginx import NginxConfig, find_nginx, nginx_process
 from programs.settings import Settings
 from routes.api_keys import KeysFile
 from routes.config import HttpConfig

@@ -16,8 +16,7 @@ from sampling.grammar.compile_sandbox import CompileSandbox
 from sampling.grammar.constraint import MAX_SOURCE_CHARACTERS, Constraint, Form, GrammarError, SchemaRule, in_one_line
 from sampling.grammar.error_location import locate_error
 from sampling.grammar.matcher import Grammar
-from sampling.grammar.schema_restrictions import check_numbers, narrow
-from sampling.grammar.termination import check_terminates
+from sampling.grammar.schema_restrictions import check_numbers, check_terminates, narrow
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

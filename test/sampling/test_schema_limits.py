@@ -16,7 +16,7 @@ from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import MAX_MESSAGE, Constraint, Form, GrammarError, SchemaRule
 from sampling.grammar.error_location import schema_at
 from sampling.grammar.matcher import Matcher
-from sampling.grammar.termination import MAX_VISITS, check_terminates
+from sampling.grammar.schema_restrictions import MAX_VISITS, check_terminates
 
 TOKENIZER = Tokenizer()
 

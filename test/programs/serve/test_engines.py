@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from programs.serve.engine_configs import model_config, reason_for_request
+from programs.serve.engine_process import model_config, reason_for_request
 from programs.serve.engines import MIN_IDLE_S, Engines, ModelLimits
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.process import LogStyle
@@ -184,7 +184,7 @@ def test_loading_uses_only_idle_cores_if_there_are_any(
     threads: int, device: str, engines: int, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If serving used every core, loading on idle cores only would never end."""
-    monkeypatch.setattr("programs.serve.engine_configs.cores", lambda: 8)
+    monkeypatch.setattr("programs.serve.engine_process.cores", lambda: 8)
     base = EngineConfig(model_path="a", threads=threads, devices=(device,))
     config = model_config(base, ModelSpec(name="b", file="/b"), engines)
     assert config.loads_at_low_priority and config.only_idle_cores is left

@@ -19,8 +19,8 @@ from typing import Any
 import openai
 import pytest
 
-from programs.serve import nginx_config
-from programs.serve.nginx_config import FORM_PATHS, find_nginx
+from programs.serve import nginx
+from programs.serve.nginx import FORM_PATHS, find_nginx
 from programs.settings import parse_settings
 from routes.table import ROUTES
 from test.serving import ROOT, Service, free_port, is_process_alive, raw_request, read_all, wait_for
@@ -400,7 +400,7 @@ def test_nginx_is_used_for_public_addresses(host: str, front: str, used: bool) -
 def test_a_public_address_without_nginx_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nginx_config, "_SYSTEM_PATHS", "")
+    monkeypatch.setattr(nginx, "_SYSTEM_PATHS", "")
     monkeypatch.setenv("PATH", "/nowhere")
     assert find_nginx(parse_settings(["--host", "0.0.0.0"], {})) is None
     assert "NO PROXY IN FRONT" in caplog.text
