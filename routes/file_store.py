@@ -27,8 +27,6 @@ class Purpose(enum.StrEnum):
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file whose content is stored."""
-
     id: str
     owner: str
     """Name of the API key. "": no owner."""
@@ -64,8 +62,6 @@ ACTIVE_STATUSES = (Status.VALIDATING, Status.IN_PROGRESS, Status.FINALIZING, Sta
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of lines of a batch."""
-
     total: int = 0
     completed: int = 0
     failed: int = 0

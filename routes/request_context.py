@@ -23,8 +23,6 @@ _VALID_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request and its answer."""
-
     request_id: str = ""
     method: str = ""
     route: str = ""

@@ -143,12 +143,10 @@ def generate_call(engine: EngineThread, prompts: Sequence[str | list[int]], gene
 
 
 def chat_call(engine: EngineThread, conversations: Sequence[Any], generate_input: GenerateInput) -> Call:
-    """Creates a call that answers conversations."""
     return Call(engine, requests_from_conversations, conversations, generate_input)
 
 
 async def prefill(engine: EngineThread, prompt: str | list[int], source: State | None) -> State:
-    """Reads a prompt and returns the state."""
     _, state = await _read(engine, prompt, source, with_logits=False)
     return state
 
@@ -194,7 +192,6 @@ async def _answer(engine: EngineThread, path: str, body: dict[str, Any]) -> Any:
 
 
 async def translate(engine: EngineThread, texts: list[str], source: str, target: str) -> list[str]:
-    """Returns the translations in the order of the texts."""
     body = {"text_list": texts, "source_lang": source, "target_lang": target}
     return [one["text"] for one in (await _answer(engine, TRANSLATE, body))["translations"]]
 
@@ -202,7 +199,6 @@ async def translate(engine: EngineThread, texts: list[str], source: str, target:
 async def score(
     engine: EngineThread, contents: list[str], candidates: list[str] | list[list[str]], logprobs: bool
 ) -> list[list[Score]]:
-    """Returns the candidates' scores per content."""
     body = {"contents": contents, "candidates": candidates, "logprobs": logprobs}
     run_with_callback = (await _answer(engine, SCORE, body))["scores"]
     return [[_score(one) for one in content["candidates"]] for content in run_with_callback]
@@ -230,7 +226,6 @@ async def delete_session(engine: EngineThread, session_id: str) -> bool:
 
 
 async def save_session(engine: EngineThread, session_id: str, path: str | Path) -> None:
-    """Writes a session to a file."""
     content = await call_engine(engine.context, ExportSession(session_id))
     await asyncio.to_thread(Path(path).write_bytes, content)
 

@@ -42,8 +42,6 @@ def backoff_s(failures: int) -> float:
 
 @dataclass(eq=False)
 class Child:
-    """A process and its restarts."""
-
     name: str
     context: SpawnContext | ForkedContext
     target: Callable[..., None]
@@ -122,7 +120,6 @@ class Child:
             self.process.kill()
 
     def kill(self) -> None:
-        """Kills the process."""
         if self.is_alive and self.process is not None:
             self.end()
             self.process.join(_JOIN_TIMEOUT_S)

@@ -172,7 +172,6 @@ class EngineProcess:
         self.child.send_command("drain")
 
     def schedule_restart(self, cause: str) -> None:
-        """Plans the restart of a process that ended."""
         delay = self.child.schedule_restart()
         logger.error("process %s ended (%s); restart in %.1f s", self.child.name, cause, delay)
         self.set_status(ModelStatus.LOADING)

@@ -71,7 +71,6 @@ class _Server(ForkServer):
             del os.environ[SUPERVISOR]
 
     def mark_forked(self, status_fd: int) -> None:
-        """Records that the process was forked."""
         self._pending.discard(status_fd)
 
     def abandon(self, status_fd: int) -> None:

@@ -68,8 +68,6 @@ def find_nginx(settings: Settings) -> str | None:
 
 
 class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Values of nginx's configuration."""
-
     program: str
     host: str
     port: int

@@ -63,8 +63,6 @@ ABOUT_ANSWERS = "These are the parts of answers. New fields may be added, so cli
 
 @dataclass(frozen=True, slots=True)
 class FieldLine:
-    """One field of a body."""
-
     name: str
     type: str
     default: str

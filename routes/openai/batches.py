@@ -117,7 +117,6 @@ class BatchList(BaseModel):
 
 
 def batch_object(batch: Batch) -> dict[str, Any]:
-    """Return a batch in OpenAI's format."""
     times = {
         f"{status.value}_at": batch.times.get(status.value) for status in Status if status is not Status.VALIDATING
     }

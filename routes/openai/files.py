@@ -145,7 +145,6 @@ def new_id(prefix: str) -> str:
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
-    """Return a file in OpenAI's format."""
     return {
         "id": file.id,
         "object": "file",

@@ -136,8 +136,6 @@ _INTERNAL_ERROR = ErrorInfo(
 
 @dataclass(slots=True)
 class RowResult:
-    """The result of a finished row."""
-
     text: str
     finish: Finish | None
     logprobs: list[TokenLogprob]

@@ -204,7 +204,6 @@ class ToolCallParser:
         return False
 
     def _take_text(self, length: int) -> None:
-        """Move text from the buffer to the content."""
         text, self._buffer = self._buffer[:length], self._buffer[length:]
         self._add_text(text, self.num_fed - len(self._buffer))
 

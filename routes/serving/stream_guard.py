@@ -96,7 +96,6 @@ class GuardedStreams:
                 self._receive()
 
     def _receive(self) -> None:
-        """Handle all messages."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 flags = socket.MSG_CMSG_CLOEXEC

@@ -113,8 +113,6 @@ class _KeyRemovedError(Exception):
 
 
 class BatchJob:
-    """A batch under way."""
-
     def __init__(
         self, store: Store, context: Context, batch: Batch, unix_time: Callable[[], float] = time.time
     ) -> None:
