@@ -153,14 +153,17 @@ def gather(
                 _call_members(first_rows, reply, members, _page(limit, offset, shared=False))
         case calls.FindSession(session_ids):
             _call_members(call, reply, members, lambda answers: _first_found(session_ids, answers))
-        case calls.DeleteSessions() | calls.CancelJobs() | calls.CountJobs():
+        case calls.DeleteSessions() | calls.CancelJobs() | calls.CountJobs() if not (
+            # One engine deletes shared sessions: a second delete would remove what turns have stored meanwhile.
+            shares_sessions and isinstance(call, calls.DeleteSessions)
+        ):
             _call_members(call, reply, members, lambda answers: sum(value for _, value in answers))
         case calls.AddState() | calls.RemoveState() | calls.AddAdapter() | calls.RemoveAdapter():
             if missing := [member.name for member in all_members if _is_missing(member)]:
                 reply(_missing_error(missing))
                 return
             _call_members(call, reply, members, _first, require_all=True)
-        case calls.ExportSession(session_id) | calls.ImportSession(session_id):
+        case calls.ExportSession(session_id) | calls.ImportSession(session_id) | calls.DeleteSessions(session_id):
             at = session_member(session_id)
             _call_members(call, reply, [at if at in members and at is not None else members[0]], _first)
         case _:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rwkv_batch.calls import FindSession, ListSessions
+from rwkv_batch.calls import DeleteSessions, FindSession, ListSessions
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
@@ -59,6 +59,14 @@ def test_an_offset_does_not_make_engines_list_everything(monkeypatch: pytest.Mon
     else:
         assert far.info.kind is ErrorKind.INVALID_FIELD and far.info.field == "offset" and "100000" in far.info.message
         assert all(call.limit < 100 for one in engines for call in one.received_calls)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_one_engine_deletes_a_shared_session(two_engines: FakeFleet, shares: bool) -> None:
+    """A second delete would remove what a turn stored between the two."""
+    fleet, engines = make_fleet(FleetLimits(shares_sessions=shares))
+    fleet.call(DeleteSessions("s", False), lambda answer: None)
+    assert sum(len(one.received_calls) for one in engines) == (1 if shares else 2)
 
 
 def test_a_turn_is_repeated_only_if_its_session_is_unchanged(two_engines: FakeFleet) -> None:
