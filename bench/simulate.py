@@ -1,17 +1,20 @@
-"""The engine on one thread with a virtual clock: checks invariants in randomly generated worlds.
+"""Worlds with a virtual clock from seeds: checks invariants, answers and sessions.
 
     python -m bench.simulate [--seeds 5000] [--first 0] [--steps 140] [--jobs 2]
-                                    [--without KIND ...] [--minimise]
+                             [--without KIND ...] [--minimise]
                              [--out FILE]
 
 A world is the real scheduler, job table, state manager and state pool (prefix cache, SQLite file) on a fake device with
-numbers as states. The seed decides sizes, traffic, thread order, faults of disk, device and threads, kills and restarts
-(`test/simulation/`). Every sixth world also loads and removes tuned states, mixtures and adapters.
+numbers as states. The seed decides sizes, traffic, thread order, faults of disk, device and threads, kills, restarts,
+power losses with lost and torn writes, and clocks that are set (`test/simulation/`). Every sixth world also loads and
+removes tuned states, mixtures and adapters. Every fourth has two engines that share the file, two HTTP workers with
+fleet and ledger, and a network that delays, stalls and cuts.
 
 After every step, slots, running rows, queues and tiers are recounted. Every answer is compared with a prediction from
-prompt and seed. After every restart each session must have exactly its acknowledged turns. Figures are counts, not
-times.
+prompt and seed. After every restart each session must have exactly its acknowledged turns. In a fleet, one linear
+history must explain all answers of a session. Figures are counts, not times.
 
+`--out` keeps the record after every 50 worlds, and the seeds done: the same command continues after an interruption.
 `--minimise`: runs a failing world again with fewer kinds of faults and fewer steps, and prints the smallest that still
 fails. The last line is JSON. The exit status is 1 if any world failed.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
@@ -32,17 +36,18 @@ from test.simulation.faults import KINDS
 from test.simulation.runs import WorldFailed, run
 from test.simulation.world import STEPS
 
-Result = tuple[int, dict[str, int], str]
+Result = tuple[int, dict[str, int], str, float]
+"""seed, counts, failure, seconds of CPU"""
 SAVED_AFTER = 50
 """Worlds between two writes of `--out`: an interrupted run keeps its results."""
 
 
 def run_seed(seed: int, steps: int, without: frozenset[str]) -> Result:
-    """Return (seed, counts, failure)."""
+    began = time.process_time()
     try:
-        return seed, run(seed, steps, without), ""
+        return seed, run(seed, steps, without), "", time.process_time() - began
     except WorldFailed as failure:
-        return seed, {}, str(failure)
+        return seed, {}, str(failure), time.process_time() - began
 
 
 def minimise(seed: int, steps: int, without: frozenset[str]) -> dict[str, Any]:
@@ -62,23 +67,37 @@ def minimise(seed: int, steps: int, without: frozenset[str]) -> dict[str, Any]:
     }
 
 
-def summary(arguments: argparse.Namespace, done: int, counts: Counter[str], failed: list[tuple[int, str]]) -> str:
+def summary(
+    arguments: argparse.Namespace, done: int, counts: Counter[str], failed: dict[int, str], cpu_s: float
+) -> str:
     """Return the record so far as JSON, and write it to `--out`."""
     last = {
         "measure": "simulation",
         **origin(arguments.commit),
         "seeds": done,
         "first": arguments.first,
-        **counts,
+        "world_steps": arguments.steps,
+        "cpu_s": round(cpu_s, 1),
+        "counts": dict(counts),
         "failed": len(failed),
-        "failed_seeds": [seed for seed, _ in failed[:20]],
-        "first_failures": [failure.partition("\n")[0] for _, failure in failed[:5]],
+        "failures": {str(seed): failed[seed].partition("\n")[0] for seed in list(failed)[:20]},
     }
     if arguments.out is not None:
         part = arguments.out.with_suffix(".part")
         part.write_text(json.dumps(last, indent=1) + "\n")
         part.replace(arguments.out)
     return json.dumps(last)
+
+
+def record_so_far(arguments: argparse.Namespace) -> tuple[int, Counter[str], dict[int, str], float]:
+    """Return the worlds done, counts, failures and CPU seconds of an interrupted run."""
+    if arguments.out is None or not arguments.out.exists():
+        return 0, Counter(), {}, 0.0
+    record = json.loads(arguments.out.read_text())
+    if (record["first"], record["world_steps"]) != (arguments.first, arguments.steps):
+        sys.exit(f"{arguments.out} is the record of another run: name another file, or delete it")
+    failures = {int(seed): failure for seed, failure in record["failures"].items()}
+    return record["seeds"], Counter(record["counts"]), failures, record["cpu_s"]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -89,7 +108,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--without", nargs="*", default=[], choices=KINDS, help="kinds of faults to leave out")
     parser.add_argument("--minimise", action="store_true")
-    parser.add_argument("--out", type=Path, help="file for the last line, written after every 50 worlds")
+    parser.add_argument(
+        "--out", type=Path, help="file for the last line, written after every 50 worlds; a run continues it"
+    )
     parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     return parser.parse_args()
 
@@ -97,22 +118,22 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     without = frozenset(arguments.without)
-    seeds = range(arguments.first, arguments.first + arguments.seeds)
-    counts: Counter[str] = Counter()
-    failed: list[tuple[int, str]] = []
+    begun, counts, failed, cpu_s = record_so_far(arguments)
+    seeds = range(arguments.first + begun, arguments.first + arguments.seeds)
     with ProcessPoolExecutor(arguments.jobs) as pool:
         results = pool.map(run_seed, seeds, repeat(arguments.steps), repeat(without), chunksize=10)
-        for done, (seed, counted, failure) in enumerate(results, 1):
+        for done, (seed, counted, failure, seconds) in enumerate(results, begun + 1):
             counts.update({name: count for name, count in counted.items() if name != "digest"})
+            cpu_s += seconds
             if failure:
-                failed.append((seed, failure))
+                failed[seed] = failure
                 print(failure, flush=True)
             if failure or done % SAVED_AFTER == 0:
-                summary(arguments, done, counts, failed)
+                summary(arguments, done, counts, failed, cpu_s)
     if arguments.minimise:
-        for seed, _ in failed[:5]:
+        for seed in list(failed)[:5]:
             print(json.dumps(minimise(seed, arguments.steps, without)), flush=True)
-    print(summary(arguments, len(seeds), counts, failed))
+    print(summary(arguments, begun + len(seeds), counts, failed, cpu_s))
     sys.exit(1 if failed else 0)
 
 

@@ -14,7 +14,6 @@ from test.simulation.tasks import Tasks
 CHECKPOINT = "PRAGMA wal_checkpoint(PASSIVE)"
 CROWD = 110
 """Sessions of a crowded world: more than the pool tries per step."""
-DAY_S = 86400.0
 DISK_TROUBLES = ("database or disk is full", "disk I/O error", "database is locked")
 KINDS = ("disk", "read", "step", "memory", "crash", "thread", "import", "power", "clock", "hang")
 """Names of the faults, to disable some during an analysis."""
@@ -144,9 +143,8 @@ class Faults:
 
     def step(self) -> None:
         """Perhaps start a disk failure, set the clock, or let the store hang. Called once per step."""
-        if not self.quiet and self.more.random() < self.settings.clock:
-            self.met("clock")
-            self.tasks.skew += self.more.choice((-1, 1)) * self.more.uniform(3700.0, DAY_S)
+        if not self.quiet:
+            self.tasks.set_clock(self.more, self.settings.clock)
         if not self.quiet and self.more.random() < self.settings.hang:
             self.hang(self.more.choice([0.3, 3.0]))
         if not self.quiet and self.rng.random() < self.settings.disk:

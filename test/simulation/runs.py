@@ -6,6 +6,7 @@ import contextlib
 import logging
 import random
 import shutil
+import socket
 import sqlite3
 import sys
 import tempfile
@@ -21,13 +22,17 @@ from typing import Any
 import state_pool.crash_points
 import state_pool.disk.process_lock
 import state_pool.layout
+from test.simulation.fleet_world import FleetWorld
+from test.simulation.processes import SharedLock
 from test.simulation.tasks import PatchedModule, Primitives, Tasks
 from test.simulation.violation import Violation
 from test.simulation.world import STEPS, World
 
 CHUNK_BYTES = 8
 """Bytes per written piece of a state, so that a state has several."""
-PRODUCT = ("rwkv_batch.engine", "rwkv_batch.core", "state_pool")
+PRODUCT = ("rwkv_batch.engine", "rwkv_batch.core", "rwkv_batch.fleet", "rwkv_batch.ipc", "state_pool")
+FLEET_WORLDS = 4
+"""One in this many worlds has two engines, HTTP workers and a network."""
 
 
 @contextlib.contextmanager
@@ -42,7 +47,8 @@ def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
         id(sys.modules["queue"]): PatchedModule(sys.modules["queue"], **parts.queue),
         id(SimpleQueue): parts.queue["SimpleQueue"],
         id(state_pool.crash_points.reach): lambda _point: tasks.pause(),
-        id(state_pool.disk.process_lock.ProcessLock): _NoLock,
+        id(state_pool.disk.process_lock.ProcessLock): lambda *_: _lock_of(world_of()),
+        id(socket): PatchedModule(socket, socket=lambda *a: world_of().network.socket(*a)),
     }
     patches.pop(id(None), None)
     replaced: list[tuple[ModuleType, str, Any]] = []
@@ -65,16 +71,20 @@ def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
             setattr(module, attribute, value)
 
 
+def _lock_of(world: World | FleetWorld) -> Any:
+    return SharedLock(world) if isinstance(world, FleetWorld) else _NoLock()
+
+
 class _NoLock:
     """Replaces the lock between processes: a world has one process."""
 
     is_first = True
     is_on_path = True
 
-    def __init__(self, path: str, service: str = "") -> None:
-        pass
-
     def share(self) -> None: ...
+
+    def take_alone(self) -> bool:
+        return True
 
     def release(self) -> None: ...
 
@@ -83,16 +93,23 @@ class WorldFailed(AssertionError):  # noqa: N818 - the failed thing is a world
     """A world that failed, with its last events."""
 
 
-def run(seed: int, steps: int = STEPS, without: frozenset[str] = frozenset()) -> dict[str, int]:
-    """Run one world from beginning to end and return its counts. Raises WorldFailed."""
+def run(
+    seed: int, steps: int = STEPS, without: frozenset[str] = frozenset(), is_fleet: bool | None = None
+) -> dict[str, int]:
+    """Run one world from beginning to end and return its counts. Raises WorldFailed.
+
+    is_fleet: whether it has several engines; None: as the seed says
+    """
+    is_fleet = seed % FLEET_WORLDS == 2 if is_fleet is None else is_fleet
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="world-", dir=memory if memory.is_dir() else None))
     tasks = Tasks(random.Random(f"{seed} order"))
-    worlds: list[World] = []
+    worlds: list[World | FleetWorld] = []
+    kind = FleetWorld if is_fleet else World
     try:
         with cooperative(lambda: worlds[0], tasks):
-            worlds.append(World(seed, folder, tasks, without))
             try:
+                worlds.append(kind(seed, folder, tasks, without))
                 worlds[0].run(steps)
             except (Exception, Violation) as error:
                 trace = "\n  ".join(worlds[0].clients.log)

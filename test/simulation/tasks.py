@@ -18,6 +18,11 @@ EPOCH = 1_700_000_000.0
 """`time.time()` at the start of every world."""
 
 
+MAX_LAST_WAITS = 1000
+MAX_SWITCHES = 100_000
+"""Task switches within one wait of the main task."""
+
+
 class Stuck(Exception):  # noqa: N818 - names an event
     """The main task waits for an event that no task will cause."""
 
@@ -31,6 +36,7 @@ class Task:
 
     def __init__(self, tasks: Tasks, name: str, run: Callable[[], Any]) -> None:
         self.name = name
+        self.process = tasks.process
         self.ended = False
         self.ready: Callable[[], bool] = lambda: True
         self.deadline: float | None = None
@@ -57,12 +63,17 @@ class Tasks:
         """seconds by which the clock of the day was set ahead"""
         self.has_stopped = False
         """whether the machine has lost its power: no task continues"""
+        self._last_waits = 0
+        """waits of a task that ends"""
+        self._clock_set_at = 0.0
         self.died: list[tuple[str, Exception]] = []
         """threads that ended with an uncaught exception"""
         self._rng = rng
         self._tasks: list[Task] = []
         self._current: Task | None = None
         self._killing = False
+        self.process: Any = None
+        """the process of the current task; of the main task, the one that it acts for"""
 
     def start(self, name: str, run: Callable[[], Any]) -> Task:
         """Create a task. It runs later."""
@@ -70,18 +81,35 @@ class Tasks:
         self._tasks.append(task)
         return task
 
-    def kill(self) -> None:
-        """End every task where it stopped."""
-        self._killing = True
+    def kill(self, process: Any = None) -> None:
+        """End every task of a process where it stopped. None: of all processes."""
+        self._killing, caller, self.process = True, self.process, process
         for task in self._tasks:
-            task.greenlet.throw(greenlet.GreenletExit)
-        self._tasks.clear()
+            if process is None or task.process is process:
+                self._last_waits = 0
+                task.greenlet.throw(greenlet.GreenletExit)
+        self._tasks = [task for task in self._tasks if process is not None and task.process is not process]
         self._killing = self.has_stopped = False
+        self.process = caller
 
     def pause(self) -> None:
         """Yield to the main task. Any state may change here."""
-        if self._current is not None and not self._killing:
+        if self._killing:
+            self._end_soon()
+        elif self._current is not None:
             self.main.switch()
+
+    def _end_soon(self) -> None:
+        """Let a task that ends take locks, but not go on for ever."""
+        self._last_waits += 1
+        if self._last_waits > MAX_LAST_WAITS:
+            raise greenlet.GreenletExit
+
+    def set_clock(self, rng: random.Random, chance: float) -> None:
+        """Perhaps set the clock of the day back or ahead. The product looks once a second, so not more often."""
+        if rng.random() < chance and self.now >= self._clock_set_at + 3.0:
+            self._clock_set_at = self.now
+            self.skew += rng.choice((-1, 1)) * rng.uniform(3700.0, 86400.0)
 
     def stop_machine(self) -> None:
         """The power fails now. The calling task never continues."""
@@ -101,10 +129,11 @@ class Tasks:
             return False
         task = able[self._rng.randrange(len(able))] if len(able) > 1 else able[0]
         self._current = task
+        caller, self.process = self.process, task.process
         try:
             task.greenlet.switch()
         finally:
-            self._current = None
+            self._current, self.process = None, caller
         if task.ended:
             self._tasks.remove(task)
         return True
@@ -118,10 +147,11 @@ class Tasks:
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `ready`, or for `timeout` virtual seconds. Returns whether it is ready."""
         deadline = None if timeout is None else self.now + timeout
+        if self._killing:
+            self._end_soon()
+            return True
         if self._current is None:
             return self._wait_in_main(ready, deadline)
-        if self._killing:
-            return True
         task = self._current
         task.ready, task.deadline = ready, deadline
         while not ready() and not self._is_late(task):
@@ -130,12 +160,17 @@ class Tasks:
         return ready()
 
     def _wait_in_main(self, ready: Callable[[], bool], deadline: float | None) -> bool:
+        switches = 0
         while not ready():
+            switches += 1
+            if switches > MAX_SWITCHES:
+                raise Stuck("the engine's thread waits while other threads run for ever")
             if self.has_stopped:
                 raise PowerLost
             if deadline is not None and self.now >= deadline:
                 return False
             if self.run_one():
+                self.now += 0.00001  # a task that tries again and again must not stop the time
                 continue
             ends = [end for end in (deadline, *(task.deadline for task in self._tasks)) if end is not None]
             if not ends:

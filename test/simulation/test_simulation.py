@@ -14,7 +14,7 @@ from state_pool.origins import Adapters
 from test.simulation.runs import WorldFailed, run
 from test.simulation.world import OWN_WORLDS
 
-SEEDS = 1000 if os.environ.get("RWKV_LONG_TESTS") else 120
+SEEDS = 1000 if os.environ.get("RWKV_LONG_TESTS") else 200
 PART = 20
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -42,7 +42,19 @@ def test_worlds(first: int) -> None:
     ],
 )
 def test_worlds_that_found_faults(seed: int) -> None:
-    run(seed)
+    run(seed, is_fleet=False)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        46,  # a delete ran on each engine: the second removed a turn that was acknowledged meanwhile
+        162,
+        178,
+    ],
+)
+def test_fleets_that_found_faults(seed: int) -> None:
+    run(seed, is_fleet=True)
 
 
 def test_a_world_is_the_same_every_time() -> None:

@@ -1,0 +1,95 @@
+"""The histories that a session may have, given its requests and their answers: one linear order must explain all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rwkv_batch.request import GenerateRequest
+from test.simulation.history import History
+from test.simulation.oracle import predict
+from test.simulation.violation import demand
+
+Outcome = tuple[bytes, int]
+"""A turn's text, and the tokens of its session and its prompt."""
+DELETED: Outcome = (b"", -1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One possible history."""
+
+    tokens: tuple[int, ...] = ()
+    open: frozenset[int] = frozenset()
+    """requests that may still take effect"""
+    outcomes: frozenset[tuple[int, Outcome]] = frozenset()
+    """those that have, without an answer so far, and what they must answer"""
+
+
+@dataclass
+class LinearSession:
+    """A session. A request without an answer may take effect once, at any later time, or never."""
+
+    may_repeat: bool = False
+    """whether a lost link may hide that a turn has begun, so that it runs once more"""
+    requests: dict[int, GenerateRequest | None] = field(default_factory=dict)
+    """by number; None: a delete. The negative number is the repetition"""
+    candidates: set[Candidate] = field(default_factory=lambda: {Candidate()})
+    num_waiting: int = 0
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether too many requests may take effect later."""
+        return any(len(one.open) > 3 for one in self.candidates) or len(self.candidates) > 100
+
+    def begin(self, number: int, request: GenerateRequest | None) -> None:
+        """A request is sent."""
+        self.requests[number] = self.requests[-number] = request
+        self.num_waiting += 1
+        begun = {number, -number} if self.may_repeat and request is not None else {number}
+        self.candidates = {Candidate(one.tokens, one.open | begun, one.outcomes) for one in self.candidates}
+
+    def answered(self, number: int, outcome: Outcome) -> None:
+        """A request has taken effect. Raises Violation if no history explains its answer."""
+        self.num_waiting -= 1
+        reachable = self._reachable()
+        fitting = [one for one in reachable if {(number, outcome), (-number, outcome)} & one.outcomes]
+        fit = {known for one in reachable for at, known in one.outcomes if at == number}
+        demand(fitting, f"request {number} answers {outcome}, which fits no history of the session: {fit}")
+        self.candidates = {Candidate(one.tokens, one.open - {number}, _without(one, number)) for one in fitting}
+
+    def failed(self, number: int, may_be_kept: bool) -> None:
+        """A request has failed: it has not taken effect, or perhaps it has or will."""
+        self.num_waiting -= 1
+        if may_be_kept:
+            return
+        self.candidates = {
+            Candidate(one.tokens, one.open - {number, -number}, one.outcomes)
+            for one in self.candidates
+            if not {number, -number} & dict(one.outcomes).keys()
+        }
+        demand(self.candidates, "a turn was kept although its request was refused")
+
+    def _reachable(self) -> set[Candidate]:
+        found, new = set(self.candidates), list(self.candidates)
+        while new:
+            one = new.pop()
+            for number in one.open:
+                if (after := self._after(one, number)) not in found:
+                    found.add(after)
+                    new.append(after)
+        return found
+
+    def _after(self, one: Candidate, number: int) -> Candidate:
+        """Return the history after a request took effect."""
+        request, is_open = self.requests[number], one.open - {number}
+        if request is None:
+            return Candidate((), is_open, one.outcomes | {(number, DELETED)})
+        assert request.session is not None
+        prompt = request.session.resume_prompt if one.tokens else request.prompt
+        answer = predict(History([*one.tokens, *prompt]), request)
+        outcome = answer.text, len(one.tokens) + len(prompt)
+        return Candidate((*one.tokens, *prompt, *answer.kept), is_open, one.outcomes | {(number, outcome)})
+
+
+def _without(one: Candidate, number: int) -> frozenset[tuple[int, Outcome]]:
+    return frozenset(known for known in one.outcomes if known[0] not in (number, -number))
