@@ -135,7 +135,7 @@ class Stage:
 
     def run_part(self, part: range, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Run some layers for rows without an adapter: x [T, C] and v_first [T, C] as in `forward`."""
-        assert self.state is not None and self.shape.version == RWKV7, "see `graph_pieces.piece_layers`"
+        assert self.state is not None and self.shape.version == RWKV7, "see `pieces.piece_layers`"
         with self._device:
             layers = cast(Sequence[Layer], self.layers[part.start : part.stop])
             x, v_first = forward_layers(layers, x, v_first, self.state, inputs, self.ops, first=part.start)

@@ -74,7 +74,7 @@ class DecodeGraphs:
         depth: steps in flight.
         logit_rows: minimum number of rows of `logits`.
         max_adapters: different adapters in one step.
-        piece_layers: layers per piece of a step (`graph_pieces.piece_layers`); 0: steps have no pieces.
+        piece_layers: layers per piece of a step (`pieces.piece_layers`); 0: steps have no pieces.
 
         Steps with adapters have their own graphs, so other steps do not pay for adapters.
         """

@@ -1,7 +1,7 @@
 """Mixed steps as CUDA graphs: decode rows and short prompts read the weights once.
 
 Alone, a prompt of 20 tokens takes as long as decoding fifty rows. A graph has decode rows first, then
-prompts as in prefill_graphs.py, both padded. It samples for all of them, so all rows need the graphs' sampler. Other
+prompts as in prefill.py, both padded. It samples for all of them, so all rows need the graphs' sampler. Other
 steps are launched in two parts.
 """
 

@@ -2,7 +2,7 @@
 
 For one stage on one GPU. Each piece of a decode step is a graph. Pieces pass activations on in memory of their own.
 Rows, tokens and logits are those of `DecodeGraphs`, so no other decode graph may run between two pieces. Short prompts
-have piece graphs too (`prompt_pieces.py`). All other steps are launched kernel by kernel.
+have piece graphs too (`prefill.py`). All other steps are launched kernel by kernel.
 """
 
 from __future__ import annotations
