@@ -31,6 +31,10 @@ ReadCheck = Callable[[int, int], None]
 """Takes the numbers of lines and of decompressed bytes so far."""
 
 
+class DamagedInputError(RunError):
+    """The compressed data are damaged. Trying again does not help."""
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line without its line break."""
@@ -172,7 +176,9 @@ class Input:
                 yield Line(self._num_lines, data.removesuffix(b"\n").removesuffix(b"\r"), size)
             self._check_unchanged(self._raw.fileno())
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-            raise RunError(f"the input {self.path} cannot be read after line {self._num_lines} ({error})") from None
+            is_disk = isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile)
+            kind = RunError if is_disk else DamagedInputError
+            raise kind(f"the input {self.path} cannot be read after line {self._num_lines} ({error})") from None
 
     def _read_piece(self, size: int) -> bytes:
         """Returns the rest of a line, or its next `size` bytes."""

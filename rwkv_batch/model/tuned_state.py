@@ -59,10 +59,10 @@ def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> 
 
 def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) -> None:
     """[layers, H, 64, 64], as safetensors for `read_tuned_state`. Raises OSError."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     tensors = {f"blocks.{i}.att.time_state": wkv.clone() for i, wkv in enumerate(state.wkv)}
-    save_file(tensors, path, metadata={**about, ORIENTATION: VALUE_KEY})
+    path.write_bytes(save(tensors, metadata={**about, ORIENTATION: VALUE_KEY}))  # save_file raises no OSError
 
 
 def _states(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> list[Tensor]:

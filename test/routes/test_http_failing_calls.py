@@ -43,6 +43,8 @@ class FailingService:
         self.calls = calls
         self.data = data
         self.refused = 0
+        self.undeleted = 0
+        """temporary files whose removal may have failed; a later start removes them"""
 
     def succeeds(self, send: Callable[[], httpx.Response], *others: int) -> httpx.Response | None:
         """Return the answer of a request that succeeds; None if it fails with a described error or is cut off.
@@ -85,6 +87,7 @@ class FailingService:
         try:
             yield
         finally:
+            self.undeleted += count if self.calls.last == "unlink" else 0
             self.calls.disarm()
 
     def num_descriptors(self) -> int:
@@ -102,7 +105,8 @@ class FailingService:
         listed = {file["id"] for file in self.service.get("/openai/v1/files").json()["data"]}
         files = [path for path in self.data.rglob("*") if path.is_file()]
         kept = [path for path in files if path.parent.name in ("content", "runs") and path.name not in listed]
-        return [str(path) for path in kept] + [str(path) for path in files if path.suffix in (".half", ".new", ".tmp")]
+        unfinished = [path for path in files if path.suffix in (".half", ".new") or path.name.startswith(".")]
+        return [str(path) for path in kept + unfinished]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +127,8 @@ def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def check_nothing_leaks(failing: FailingService, descriptors: int) -> None:
     failing.service.wait_idle()
-    wait_for(lambda: not failing.temporary_files(), 30, f"temporary files are deleted: {failing.temporary_files()}")
+    left = failing.temporary_files()
+    wait_for(lambda: len(failing.temporary_files()) <= failing.undeleted, 30, f"temporary files are deleted: {left}")
     most = descriptors + MORE_DESCRIPTORS
     wait_for(lambda: failing.num_descriptors() <= most, 30, f"{failing.num_descriptors()} descriptors of {most} close")
 
@@ -216,8 +221,8 @@ def test_a_model_loads_after_file_calls_failed(failing: FailingService) -> None:
         with failing.failing(number):
             use_model(failing, f"model-{number}")
         names = [model["id"] for model in failing.service.get("/v1/models").json()["data"]]
-        if f"model-{number}" in names:  # its removal failed
-            assert failing.post("/v1/models/unload", {"name": f"model-{number}", "wait_s": 100})
+        if f"model-{number}" in names:  # its removal failed, or this worker does not know of it yet
+            failing.post("/v1/models/unload", {"name": f"model-{number}", "wait_s": 100}, 404)
         assert use_model(failing, f"model-{number}")
         failing.generate()
     check_nothing_leaks(failing, descriptors)

@@ -15,7 +15,7 @@ import msgspec
 from programs.backends.backend import UNREACHABLE, Reply
 from programs.backends.handlers import call_handler
 from programs.batch.files import RunFiles
-from programs.batch.inputs import Input
+from programs.batch.inputs import DamagedInputError, Input
 from programs.batch.lines import LineWorker, Outcome
 from programs.batch.outputs import OutputFile, ReorderBuffer
 from programs.batch.progress import RunStats
@@ -194,13 +194,13 @@ class BatchJob:
         source = self._input(lambda: self.is_cancelled or self.is_key_removed or self._is_stopped)
         try:
             return validate_lines(self._format.read(source.lines()), self.batch.endpoint)
-        except RunError:  # its own message names a path of the server
+        except DamagedInputError:  # its own message names a path of the server
             raise _InputError(f"the file {self.batch.input_file_id} ends within its compressed data") from None
         finally:
             source.close()
 
     def _input(self, is_stopped: Callable[[], bool]) -> Input:
-        """Open the file of lines. Raises _InputError if it is gone.
+        """Open the file of lines. Raises _InputError if it is gone, RunError or OSError if it cannot be opened now.
 
         Reading raises _InputError above a limit, and _StoppedError.
         """
@@ -221,6 +221,8 @@ class BatchJob:
         try:
             source = Input(str(path), check)
         except RunError:
+            if path.exists():  # a failing disk, or no free descriptor
+                raise
             raise _InputError(f"the file {name} was deleted") from None
         max_bytes = min(_MAX_LIMIT_BYTES, max(_MIN_LIMIT_BYTES, _MAX_EXPANSION * (source.size or 0)))
         return source

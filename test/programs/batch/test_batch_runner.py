@@ -11,9 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from programs.batch.inputs import Input
 from programs.batch.sidecar import Progress, Sidecar
+from programs.record import RunError
 from programs.serve.batches import process as runner_process
 from programs.serve.batches.job import BatchJob
 from programs.serve.batches.process import BatchRunner
@@ -94,6 +97,31 @@ def test_a_batch_whose_failure_was_not_recorded_fails_at_the_next_try(
     assert failed is not None and failed.status is Status.FAILED and "a fault of ours" in failed.errors[0]["message"]
     assert failed.output_file_id and store.content(failed.output_file_id).read_bytes() == ANSWERED
     assert not list(store.runs.iterdir())
+
+
+def test_a_disk_that_cannot_be_read_now_fails_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is there. It was reported as deleted or damaged, and the batch was lost."""
+    store = Store(tmp_path, 1 << 30, 100)
+    batch = msgspec.structs.replace(faulty_batch(store), id="batch_2", status=Status.VALIDATING)
+    store.add_batch(batch)
+    job = BatchJob(store, SimpleNamespace(config=HttpConfig()), batch)  # type: ignore[arg-type]
+    content = store.content(batch.input_file_id)
+    moved = content.rename(tmp_path / "moved")
+    content.mkdir()  # for a process without free descriptors: it exists, and opening it fails
+    with pytest.raises(RunError, match="cannot be read"):
+        asyncio.run(job.run())
+    content.rmdir()
+    moved.rename(content)
+
+    def fail(self: Input, size: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Input, "_read_piece", fail)
+        with pytest.raises(RunError, match="Input/output error"):
+            asyncio.run(job.run())
+    stored = store.batch("", batch.id)
+    assert stored is not None and stored.status is Status.VALIDATING and not stored.errors
 
 
 class Unusable(Store):
