@@ -85,10 +85,10 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
         if is_address(api_key.name):
             message = f"key {number} is named {api_key.name}, the address of clients without a key; choose a name"
             raise KeysError(f"{path}: {message} that is no IP address")
-    duplicates = [name for name, count in Counter(api_key.name for api_key in keys).items() if count > 1]
-    duplicates += [api_key.name for api_key in keys if [other.digest for other in keys].count(api_key.digest) > 1]
-    if duplicates:
-        raise KeysError(f"{path}: {duplicates[0]} is there twice; every key needs its own name and its own value")
+    names, digests = Counter(api_key.name for api_key in keys), Counter(api_key.digest for api_key in keys)
+    for api_key in keys:
+        if names[api_key.name] > 1 or digests[api_key.digest] > 1:
+            raise KeysError(f"{path}: {api_key.name} is there twice; every key needs its own name and its own value")
     return tuple(keys)
 
 

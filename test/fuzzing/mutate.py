@@ -6,6 +6,7 @@ import json
 import pickletools
 import random
 import struct
+import tomllib
 import zipfile
 from collections.abc import Callable
 from io import BytesIO
@@ -118,6 +119,21 @@ def _mutate_json(rng: random.Random, data: bytes) -> bytes:
 def mutate_json(rng: random.Random, data: bytes) -> bytes:
     """Change a JSON document, or its bytes."""
     return _mutate_json(rng, data)
+
+
+def mutate_keys(rng: random.Random, data: bytes) -> bytes:
+    """Change the tables of a keys file, or its bytes. JSON's texts, numbers and lists are TOML's."""
+    try:
+        tables = tomllib.loads(data.decode())["key"]
+    except (ValueError, KeyError, RecursionError):
+        return mutate_bytes(rng, data)
+    changed = data if rng.random() < 0.3 else mutate_value(rng, tables)
+    if changed is data:
+        return mutate_bytes(rng, data)
+    if not isinstance(changed, list) or not all(isinstance(table, dict) for table in changed):
+        return f"key = {json.dumps(changed)}\n".encode()
+    lines = [[f"{json.dumps(name)} = {json.dumps(value)}" for name, value in table.items()] for table in changed]
+    return "\n".join("\n".join(["[[key]]", *table]) for table in lines).encode()
 
 
 def mutate_safetensors(rng: random.Random, data: bytes) -> bytes:

@@ -34,7 +34,7 @@ from rwkv_batch.model.adapters.files import read_adapter
 from rwkv_batch.model.tensor_files import FileError, metadata_of, read_tensors
 from state_pool.layout import Layout
 from state_pool.session_file import _CHECKSUMS, InvalidSessionFile, SessionFile, decode
-from test.fuzzing.mutate import Mutate, mutate_bytes, mutate_json, mutate_pth, mutate_safetensors
+from test.fuzzing.mutate import Mutate, mutate_bytes, mutate_json, mutate_keys, mutate_pth, mutate_safetensors
 from test.hostile_tensors import valid_files
 from test.malformed_files import as_format_1
 from test.resource_limits import run_bounded
@@ -134,7 +134,7 @@ READERS: dict[str, Reader] = {
     "adapter config": Reader("adapter_config.json", _read_adapter, FileError, mutate_json, _adapters),
     "jsonl": Reader("in.jsonl", _read_lines, RunError, mutate_bytes, _lines),
     "glossary": Reader("g.json", _read_glossary, RunError, mutate_json, lambda _: [GLOSSARY]),
-    "keys": Reader("keys.toml", lambda path: load_keys(str(path)), KeysError, mutate_bytes, lambda _: [KEYS]),
+    "keys": Reader("keys.toml", lambda path: load_keys(str(path)), KeysError, mutate_keys, lambda _: [KEYS]),
 }
 
 

@@ -28,6 +28,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.request import ClientLimits, GenerateRequest, Job, Usage
 from test.harness import make_request
+from test.resource_limits import run_bounded
 from test.serving import ROOT, Service, raw_request, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -408,6 +409,13 @@ def test_the_access_log_has_a_line_per_request(keyed: Service) -> None:
     assert (lines["no-route"]["status"], lines["no-route"]["route"]) == (404, "other")
     assert (lines["leaver"]["status"], lines["leaver"]["outcome"]) == (200, "client_left")
     assert (lines["silent-leaver"]["status"], lines["silent-leaver"]["outcome"]) == (499, "client_left")
+
+
+def test_a_file_of_many_keys_is_read_in_linear_time(tmp_path: Path) -> None:
+    """Each key was compared with all others: 20,000 took minutes, at every SIGHUP."""
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(f'[[key]]\nname = "k{i}"\nkey = "secret-{i}"\n' for i in range(20_000)))
+    assert len(run_bounded(load_keys, str(file), cpu_s=20).result) == 20_000
 
 
 def test_sighup_reloads_the_keys(keyed: Service) -> None:

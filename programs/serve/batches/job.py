@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -257,7 +258,11 @@ class BatchJob:
     async def _run(self, worker: LineWorker | _RejectingWorker) -> Status:
         stopped = threading.Event()
         source = self._input(stopped.is_set)
-        files = await asyncio.to_thread(self._open_outputs)
+        try:
+            files = await asyncio.to_thread(self._open_outputs)
+        except BaseException:
+            source.close()
+            raise
         try:
             reorder_buffer = ReorderBuffer(keeps_order=False, previous=files.progress)
             run = Run(self._format.read(source.lines()), worker, files, reorder_buffer, RunStats(source.fraction))
@@ -268,13 +273,21 @@ class BatchJob:
             source.close()
 
     def _open_outputs(self) -> RunFiles:
-        """Open the result files, cut to the lines that the sidecar lists as durable."""
-        output = OutputFile(self._path(".jsonl"), compression="")
-        errors = OutputFile(self._path(".errors.jsonl"), compression="")
-        sidecar = Sidecar(self._path(".progress"))
-        progress = sidecar.begin(settings={}, input_digest="")  # the batch's id stands for both
-        output.cut(progress.output_bytes)
-        errors.cut(progress.errors_bytes)
+        """Open the result files, cut to the lines that the sidecar lists as durable.
+
+        Raises RunError or OSError, with all files closed: an open one would stay locked for the next try.
+        """
+        with contextlib.ExitStack() as opened:
+            output = OutputFile(self._path(".jsonl"), compression="")
+            opened.callback(output.close)
+            errors = OutputFile(self._path(".errors.jsonl"), compression="")
+            opened.callback(errors.close)
+            sidecar = Sidecar(self._path(".progress"))
+            opened.callback(sidecar.close)
+            progress = sidecar.begin(settings={}, input_digest="")  # the batch's id stands for both
+            output.cut(progress.output_bytes)
+            errors.cut(progress.errors_bytes)
+            opened.pop_all()
         return RunFiles(output, errors, sidecar, self._format, progress, error_line=self._format.error)
 
     async def _watch(self, running: asyncio.Task[None], files: RunFiles, can_stop: bool) -> Status:

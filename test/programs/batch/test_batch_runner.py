@@ -124,6 +124,22 @@ def test_a_disk_that_cannot_be_read_now_fails_no_batch(tmp_path: Path, monkeypat
     assert stored is not None and stored.status is Status.VALIDATING and not stored.errors
 
 
+def test_a_failed_try_leaves_no_lock_on_the_results(tmp_path: Path) -> None:
+    """Every later try was refused: "is being written by another run"."""
+    store = Store(tmp_path, 1 << 30, 100)
+    job = BatchJob(store, SimpleNamespace(config=HttpConfig()), faulty_batch(store))  # type: ignore[arg-type]
+    progress = store.runs / "batch_1.progress"
+    moved = progress.rename(tmp_path / "moved")
+    progress.mkdir()
+    with pytest.raises(RunError, match="cannot be used now"):
+        job._open_outputs()
+    progress.rmdir()
+    moved.rename(progress)
+    files = job._open_outputs()
+    assert files.progress.answered == 1
+    files.close()
+
+
 class Unusable(Store):
     """Fails the first reads, for two different reasons."""
 
