@@ -100,7 +100,7 @@ def run(
 
     is_fleet: whether it has several engines; None: as the seed says
     """
-    is_fleet = seed % FLEET_WORLDS == 2 if is_fleet is None else is_fleet
+    is_fleet = seed % FLEET_WORLDS == 3 if is_fleet is None else is_fleet
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="world-", dir=memory if memory.is_dir() else None))
     tasks = Tasks(random.Random(f"{seed} order"))
