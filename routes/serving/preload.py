@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-gc.disable()  # see rwkv_batch.ipc.process.without_collections
+gc.disable()  # see rwkv_batch.ipc.process.gc_paused
 # A signal to the whole process group is for the supervisor, which stops the others in order.
 for _signal in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(_signal, signal.SIG_IGN)
