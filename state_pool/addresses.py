@@ -31,7 +31,7 @@ class ServerAddress:
 
 
 def parse_server_address(address: str) -> ServerAddress:
-    """Raises ValueError; its message contains nothing of the address, which may be secret."""
+    """Parse an address. Raises ValueError; its message contains nothing of the address, which may be secret."""
     found = _ADDRESS.fullmatch(address)
     if found is None or not _are_ports(found["place"]):
         raise ValueError(
@@ -55,14 +55,14 @@ _QUERY = ("endpoint", "region")
 
 @dataclass(frozen=True, slots=True)
 class FolderAddress:
-    """Every engine that shares the database mounts the folder under this path."""
+    """A folder for checkpoints. Every engine that shares the database mounts it under this path."""
 
     folder: Path
 
 
 @dataclass(frozen=True, slots=True)
 class BucketAddress:
-    """Credentials come from the environment."""
+    """A bucket of an S3-compatible server. Credentials come from the environment."""
 
     bucket: str
     prefix: str
@@ -73,7 +73,7 @@ class BucketAddress:
 
 
 def parse_checkpoint_address(address: str) -> FolderAddress | BucketAddress:
-    """Raises ValueError; its message contains nothing that may be secret."""
+    """Parse an address. Raises ValueError; its message contains nothing that may be secret."""
     parts = urlsplit(address)
     if parts.scheme == "file":
         folder = Path(unquote(parts.path))

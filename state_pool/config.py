@@ -71,7 +71,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def database_display_name(self) -> str:
-        """Has no secrets. "": none. Raises ValueError for a malformed address."""
+        """Return the database's name without secrets; "": none. Raises ValueError for a malformed address."""
         return parse_server_address(self.state_db).display_name if self.on_server else self.state_db
 
     @property

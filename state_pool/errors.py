@@ -93,7 +93,7 @@ class DatabaseReadFailed(PoolError):  # noqa: N818 - names what happened, as the
 
 
 class DatabaseTimeout(PoolError):  # noqa: N818 - names what happened, as the message does
-    """The query may still be running."""
+    """The database did not answer in time. The query may still be running."""
 
 
 class DatabaseUnusable(PoolError):  # noqa: N818 - names what happened, as the message does

@@ -19,14 +19,14 @@ _DAY_S = 86400.0
 
 
 class Gap(NamedTuple):
-    """Unix time, in s"""
+    """A span of time that does not count. Unix time, in s."""
 
     begin: float
     end: float
 
 
 class UsageTimes(NamedTuple):
-    """Unix time, in s"""
+    """The last uses of the sessions in a database. Unix time, in s."""
 
     last: float | None = None
     """None: there is no session"""
@@ -35,7 +35,7 @@ class UsageTimes(NamedTuple):
 
 
 class Expiry:
-    """Counts usable time only. Engine thread only."""
+    """Counts the TTL in usable time only. Engine thread only."""
 
     def __init__(self, ttl: float, usage_times: UsageTimes) -> None:
         """`ttl`: seconds, 0: nothing expires. `usage_times`: of the sessions found at the start."""
@@ -68,7 +68,7 @@ class Expiry:
         return cutoff - left
 
     def _read_clock(self) -> float:
-        """Records forward jumps of the clock since the last call."""
+        """Return the Unix time. Records forward jumps of the clock since the last call."""
         unix_s, monotonic_s = time.time(), time.monotonic()
         ahead = (unix_s - self._unix_s) - (monotonic_s - self._monotonic_s)
         if ahead > min(_MIN_CLOCK_JUMP_S, self.ttl):

@@ -28,14 +28,14 @@ FIRST_FREE_SLOT = 2
 
 
 class InvalidStateValues(ValueError):  # noqa: N818 - names what the numbers are
-    """NaN, infinite, or a negative quantisation scale."""
+    """A state has invalid numbers: NaN, infinite, or a negative quantisation scale."""
 
 
 class HostState(Protocol):
     """One state in host memory, as named parts ("stage0.wkv", "stage0.shift", ...) of little-endian bytes."""
 
     def parts(self) -> dict[str, memoryview]:
-        """Valid only after the copy that fills the parts."""
+        """Return the bytes by part name. Valid only after the copy that fills the parts."""
         ...
 
 
@@ -46,7 +46,7 @@ class Copy(Protocol):
     def host(self) -> HostState: ...
 
     def is_done(self) -> bool:
-        """Never blocks."""
+        """Return whether the copy is done. Never blocks."""
         ...
 
     def wait(self) -> None: ...
@@ -67,7 +67,7 @@ class Arena(Protocol):
     """Digests of a sample of the model's weights and of all of them; see `is_same_model`."""
 
     def save(self, slot: int) -> Copy:
-        """Do not write the slot until the copy is done."""
+        """Start copying a slot to host memory. Do not write the slot until the copy is done."""
         ...
 
     def load(self, slot: int, host: HostState) -> Copy:
@@ -134,7 +134,7 @@ def chunk_checksum(data: bytes | memoryview, at: int) -> int:
 
 
 def layout_text(layout: Layout) -> str:
-    """In part order. Equal layouts give equal text."""
+    """Encode a layout as text, in part order. Equal layouts give equal text."""
     return json.dumps([[name, dtype, list(shape)] for name, (dtype, shape) in layout.items()], separators=(",", ":"))
 
 
@@ -230,7 +230,7 @@ def reshard_state(
 
 
 def _stages(layout: Layout) -> list[_StageParts] | None:
-    """None if the parts are not stages."""
+    """Return the stages of a layout. None if the parts are not stages."""
     stages: list[_StageParts] = []
     for i in range(len(layout) // 2):
         wkv, shift = f"stage{i}.wkv", f"stage{i}.shift"
@@ -248,7 +248,7 @@ def _stages(layout: Layout) -> list[_StageParts] | None:
 
 
 def _layer_states(layout: Layout) -> list[_LayerState]:
-    """Empty if the parts are not stages."""
+    """Return the pieces of each layer. Empty if the parts are not stages."""
     layers: list[_LayerState] = []
     for stage in _stages(layout) or []:
         (wkv_type, wkv), (shift_type, shift) = layout[stage.wkv], layout[stage.shift]

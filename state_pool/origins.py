@@ -143,7 +143,7 @@ class Adapters:
         return len(self._by_name)
 
     def check_new(self, name: str) -> None:
-        """Raises NameTaken or PoolFull if no adapter of that name can be added."""
+        """Check that an adapter of that name can be added. Raises NameTaken or PoolFull."""
         if name in self._by_name:
             raise NameTaken("an adapter", name)
         if not self._free:
@@ -154,7 +154,7 @@ class Adapters:
             )
 
     def add(self, origin: Origin) -> LoadedAdapter:
-        """Raises NameTaken or PoolFull."""
+        """Add an adapter. Raises NameTaken or PoolFull."""
         self.check_new(origin.name)
         adapter = self._by_name[origin.name] = LoadedAdapter(origin, heapq.heappop(self._free), self._new_number())
         return adapter
@@ -168,7 +168,7 @@ class Adapters:
         self._free_slot_if_unused(adapter)
 
     def get(self, name: str) -> LoadedAdapter:
-        """Raises AdapterNotFound, listing the loaded names."""
+        """Return the adapter of that name. Raises AdapterNotFound, listing the loaded names."""
         found = self._by_name.get(name)
         if found is None:
             names = ", ".join(map(repr, self._by_name)) or "none"
@@ -200,7 +200,7 @@ class Adapters:
         return found
 
     def drop_ref(self, adapter: LoadedAdapter) -> None:
-        """A row that used it has ended."""
+        """Uncount a row that used the adapter and has ended."""
         adapter.ref_count -= 1
         self.num_refs -= 1
         self._free_slot_if_unused(adapter)

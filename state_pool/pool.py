@@ -139,7 +139,7 @@ class StatePool:
 
     @property
     def failure(self) -> str | None:
-        """The fatal error of a dead pool thread."""
+        """The fatal error of a dead pool thread, or None."""
         return None if self._store is None else self._store.failure
 
     def poll(self) -> None:
@@ -209,7 +209,7 @@ class StatePool:
                 checkpoints.begin(session)
 
     def _expiry_settings(self) -> tuple[float, UsageTimes]:
-        """TTL in seconds, and the times of use so far"""
+        """Return the TTL in seconds and the times of use so far."""
         if self._store is not None:
             return self._store.session_ttl, self._store.usage_times
         ttl = self.config.session_ttl

@@ -83,7 +83,7 @@ class SessionFile:
     """Little-endian bytes by name. Empty: the zero state; all tokens are in `replay`."""
 
     def encode(self) -> bytes:
-        """Raises SessionTooLarge."""
+        """Return the bytes of a safetensors file. Raises SessionTooLarge."""
         header: dict[str, Any] = {
             "__metadata__": {
                 "format": FORMAT,
@@ -108,7 +108,7 @@ class SessionFile:
         return b"".join([struct.pack("<Q", len(text)), text, *self.parts.values()])
 
     def check(self, fingerprint: str, layout: Layout, vocab: int) -> None:
-        """Raises InvalidSessionFile unless the session fits this model and state layout."""
+        """Check that the session fits this model and state layout. Raises InvalidSessionFile."""
         if not is_same_model(self.fingerprint, fingerprint):
             raise InvalidSessionFile(
                 f"the session belongs to another model (fingerprint {_truncated_repr(self.fingerprint)}, "
@@ -241,7 +241,7 @@ def _num_tokens(text: str, replay: list[int], parts: Mapping[str, bytes]) -> int
 
 
 def _check_finite(name: str, dtype: str, data: bytes) -> None:
-    """Raises InvalidSessionFile for NaN and infinity."""
+    """Check that a part has no NaN or infinity. Raises InvalidSessionFile."""
     if dtype not in _EXPONENT:
         return
     mask = _EXPONENT[dtype]

@@ -28,7 +28,7 @@ class SessionKey(NamedTuple):
         return self.session_id if self.dialogue == LINEAR else f"{self.session_id}:{self.dialogue}"
 
     def entry(self, tier: Tier, updated: float) -> SessionEntry:
-        """`updated`: Unix time of the last turn."""
+        """Return the session's entry in lists. `updated`: Unix time of the last turn."""
         return SessionEntry(self.display_name, tier, updated, None if self.dialogue == LINEAR else self.dialogue)
 
 
@@ -66,7 +66,7 @@ class SessionEntry(msgspec.Struct, frozen=True):
 
 
 class SessionPage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of sessions, newest first."""
+    """Session counts by tier, and one page of sessions, newest first."""
 
     total: int
     in_slots: int

@@ -35,7 +35,7 @@ class _Request(Generic[_Outcome]):
     is_answered: bool = False
 
     def answer(self, outcome: _Outcome | Exception) -> None:
-        """Later outcomes are ignored."""
+        """Report the first outcome. Later ones are ignored."""
         if not self.is_answered:
             self.is_answered = True
             self.on_outcome(outcome)
@@ -115,7 +115,10 @@ class SessionListing:
             request.answer(self._page(entries, owner, counted))
 
     def _page(self, entries: list[SessionEntry], owner: str, counted: int | None) -> SessionPage:
-        """`counted`: the owner's sessions, or those in a shared database. L1 and L2 count this engine's only."""
+        """Make a page of the list. L1 and L2 count this engine's sessions only.
+
+        `counted`: the owner's sessions, or those in a shared database.
+        """
         total = self._index.num_existing if counted is None else counted
         l1 = sum(1 for _ in self._visible(self._index.l1, owner))
         l2 = sum(1 for _ in self._visible(self._index.l2, owner))

@@ -161,7 +161,7 @@ class Lease:
         return self.session.deleted
 
     def poll(self) -> LeaseState:
-        """Never blocks."""
+        """Return the lease's state. Never blocks."""
         return self.state
 
 
@@ -227,7 +227,7 @@ class SessionIndex:
         self._last_row = 0
 
     def new_row(self) -> int:
-        """For a pool without a database."""
+        """Return an unused row number for a pool without a database."""
         self._last_row += 1
         return self._last_row
 
@@ -241,7 +241,7 @@ class SessionIndex:
         return reversed(self._by_key.values())
 
     def get(self, key: SessionKey) -> Session | None:
-        """The session may have no committed turn."""
+        """Return the session of that name. It may have no committed turn."""
         return self._by_key.get(key)
 
     def has_id(self, session_id: str) -> bool:
@@ -289,7 +289,7 @@ class SessionIndex:
             self.l2.move_to_end(session)
 
     def next_dialogue(self, session_id: str) -> int:
-        """Larger than any number that the session ever had."""
+        """Return the number for a new dialogue. Larger than any that the session ever had."""
         return max(self._largest_dialogue(session_id), self._numbers.largest(session_id)) + 1
 
     def retire_number(self, session_id: str, dialogue: int) -> None:
@@ -316,7 +316,7 @@ class SessionIndex:
         return exact or self._by_display_name(session_id)
 
     def _with_prefix(self, prefix: str) -> list[Session]:
-        """The cost depends on the matches only."""
+        """Find sessions by the prefix of their display names. The cost depends on the matches only."""
         beginning = takewhile(lambda key: key.session_id.startswith(prefix), self._names.irange((prefix,)))
         keys = [key for key in beginning if has_prefix(key.session_id, prefix)]
         dialogues = self._dialogues.get(prefix.rpartition(":")[0], {}).values() if ":" in prefix else ()

@@ -24,7 +24,7 @@ class Save(Protocol):
 
 
 class StateQueue(Protocol):
-    """Implemented by `Store`."""
+    """The queue of states for the disk. Implemented by `Store`."""
 
     shared: bool
 
@@ -38,7 +38,7 @@ class StateQueue(Protocol):
 
 
 class Checkpoints:
-    """Knows which sessions can be rebuilt from the log instead."""
+    """Starts to store states. Knows which sessions can be rebuilt from the log instead."""
 
     def __init__(
         self, config: PoolConfig, store: StateQueue | None, save: Save, on_stale: Callable[[Session], None]
@@ -55,7 +55,7 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Others should wait while a state is being stored, unless they must not."""
+        """Whether a state is being stored. Others should wait, unless they must not."""
         return self._store is not None and self._store.num_queued_states + self._saving > 0
 
     @property
@@ -107,7 +107,7 @@ class Checkpoints:
         return self._store is not None and self._store.shared
 
     def store_turn(self, session: Session, slot: int, turn: Append, done: Done) -> bool:
-        """Durability "turn": store the state after a turn together with the turn."""
+        """Store the state after a turn together with the turn (durability "turn")."""
         if not self._has_room:
             return False
         self._saving += 1
@@ -155,7 +155,7 @@ def build_session_row(
 
 
 def mark_stored(session: Session, row: SessionRow) -> None:
-    """Later turns may be logged after the committed state."""
+    """Record a committed state. Later turns may be logged after it."""
     session.disk_turn, session.disk_tokens = row.turn, row.num_tokens
     session.parent = None  # needed only by a dialogue without a stored state
     if row.turn == session.turn:

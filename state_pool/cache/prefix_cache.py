@@ -29,7 +29,7 @@ _BUCKET_BYTES = 400
 
 
 class PromptHistory:
-    """Forgets the least recently used beginnings first."""
+    """The last few prompts of each beginning. Forgets the least recently used beginnings first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -38,7 +38,7 @@ class PromptHistory:
 
     @property
     def num_bytes(self) -> int:
-        """Includes the overhead per prompt and beginning."""
+        """Bytes of memory held, with the overhead per prompt and beginning."""
         return self._bytes
 
     def add(self, ids: bytes) -> None:
@@ -95,7 +95,7 @@ def prefix_base(number: int, salt: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixHit:
-    """Return it with `unpin`."""
+    """A cached state after the first `num_tokens` of the prompt. Return it with `unpin`."""
 
     slot: int
     num_tokens: int
@@ -164,7 +164,7 @@ class PrefixCache:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """(entries in slots, entries in host memory)"""
+        """Return (entries in slots, entries in host memory)."""
         return len(self._l1), len(self._l2)
 
     def match(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> PrefixHit | None:
@@ -184,7 +184,7 @@ class PrefixCache:
         self._tiers.unpin(hit.slot)
 
     def observe(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> None:
-        """Optional: lets prompts that wait together share a prefill."""
+        """Announce a prompt. Optional: lets prompts that wait together share a prefill."""
         if self.enabled and len(tokens) > MIN_TOKENS:
             self._recent.add(_pack_prompt(tokens, base))
 
@@ -222,12 +222,12 @@ class PrefixCache:
         return answer
 
     def abandon(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> None:
-        """The state after `tokens`, promised by `cache_points`, will not be offered."""
+        """Record that the state after `tokens`, promised by `cache_points`, is not offered."""
         self._in_progress.pop(_pack_prompt(tokens, base), None)
         self._wait_decisions.clear()
 
     def _prefixes_of(self, ids: bytes) -> list[_Entry]:
-        """Longest first."""
+        """Return the entries that are shorter prefixes of `ids`, longest first."""
         bucket = self._buckets.get(ids[:_KEY_BYTES], ())
         return [entry for entry in bucket if len(entry.ids) < len(ids) and ids.startswith(entry.ids)]
 
@@ -305,7 +305,7 @@ class PrefixCache:
         return PrefixHit(entry.slot, entry.num_tokens, tier)
 
     def _promote(self, entry: _Entry) -> bool:
-        """Returns False if no slot is free."""
+        """Start to copy an entry to a slot. Returns False if no slot is free."""
         host, entry.host = entry.host, None
         if host is None:
             return False

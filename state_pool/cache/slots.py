@@ -28,7 +28,7 @@ class Slots:
         return len(self._free)
 
     def allocate(self) -> int | None:
-        """The caller gets one reference."""
+        """Return a free slot with one reference for the caller, or None."""
         if not self._free:
             return None
         slot = heapq.heappop(self._free)
@@ -36,7 +36,7 @@ class Slots:
         return slot
 
     def add_ref(self, slot: int) -> None:
-        """The zero slot needs no reference. Raises ValueError for a free slot."""
+        """Add a reference to a held slot; the zero slot needs none. Raises ValueError for a free slot."""
         if slot == ZERO_SLOT:
             return
         if self._ref_counts[slot] < 1:
@@ -44,7 +44,7 @@ class Slots:
         self._ref_counts[slot] += 1
 
     def drop_ref(self, slot: int) -> None:
-        """Raises ValueError for a free slot."""
+        """Remove one reference. Raises ValueError for a free slot."""
         if slot == ZERO_SLOT:
             return
         if self._ref_counts[slot] < 1:

@@ -57,7 +57,7 @@ class TierCounters:
     bytes_from_disk: int = 0
 
     def count_removed(self, count: int, last_use: float | None, *, is_expired: bool) -> None:
-        """`last_use`: the latest of them, Unix time."""
+        """Count and log sessions that the pool deletes by itself. `last_use`: the latest of them, Unix time."""
         if is_expired:
             self.expired += count
         else:
@@ -72,7 +72,7 @@ class TierCounters:
 
 
 class Tiers:
-    """Moves states only when a tier is full."""
+    """Moves states between the tiers, only when a tier is full."""
 
     def __init__(self, arena: Arena, config: PoolConfig, index: SessionIndex, store: StateQueue | None) -> None:
         self.arena = arena
@@ -149,7 +149,7 @@ class Tiers:
         self._index.l2.pop(session, None)
 
     def _forget_stale(self, session: Session) -> None:
-        """A running turn keeps the state; its commit is refused."""
+        """Drop the state of a session taken by another engine. A running turn keeps it; its commit is refused."""
         if not session.busy:
             self.forget(session)
 
@@ -175,7 +175,7 @@ class Tiers:
     # -- between the tiers -----------------------------------------------------------------------------
 
     def demote(self, session: Session) -> bool:
-        """Returns False if host memory has no room yet."""
+        """Start to move a session to host memory. Returns False if there is no room yet."""
         slot = session.slot
         assert slot is not None
         if session.reloadable and (slot == ZERO_SLOT or self._config.l2_sessions == 0):
@@ -205,7 +205,7 @@ class Tiers:
         return True
 
     def promote(self, session: Session) -> bool:
-        """Returns False if no slot is free.
+        """Start to copy a session to a slot. Returns False if no slot is free.
 
         Rows may be scheduled at once: the device orders them after the copy.
         """
@@ -223,7 +223,7 @@ class Tiers:
         return True
 
     def add_loaded(self, session: Session, loaded: Loaded) -> None:
-        """Without a state, the session is the zero state and a replay."""
+        """Add a session's state read from disk. Without a state, it is the zero state and a replay."""
         self.forget(session)
         self.counters.loads += 1
         self.counters.bytes_from_disk += loaded.bytes_read
@@ -236,7 +236,7 @@ class Tiers:
         session.replay = loaded.replay
 
     def save(self, slot: int, finish: Callable[[HostState], None], *, frees_slot: bool = True) -> None:
-        """The copy holds the slot; `finish` is called at the end."""
+        """Start to copy a slot to host memory. The copy holds the slot; `finish` is called at the end."""
         self.slots.add_ref(slot)
         self._slots_being_freed += frees_slot
         self.counters.bytes_to_host += self.arena.state_bytes
@@ -249,7 +249,7 @@ class Tiers:
         self._transfers.append(_Transfer(self.arena.save(slot), done, slot))
 
     def load(self, host: HostState) -> int | None:
-        """Return a slot that a host state is being copied to."""
+        """Start to copy a host state to a slot. Returns the slot, or None if no slot is free."""
         slot = self.allocate()
         if slot is not None:
             self._begin_load(slot, host)
@@ -267,7 +267,7 @@ class Tiers:
         return bool(self._transfers)
 
     def finish_copies(self) -> None:
-        """Never blocks."""
+        """Call the callbacks of the finished copies. Never blocks."""
         if not self._transfers:
             return
         done = [t for t in self._transfers if t.copy.is_done()]
@@ -277,7 +277,7 @@ class Tiers:
             transfer.finish(transfer.copy.host)
 
     def wait_copies(self) -> None:
-        """Called at shutdown."""
+        """Block until all copies are done. Called at shutdown."""
         while self._transfers:
             for transfer in self._transfers:
                 transfer.copy.wait()
@@ -347,7 +347,7 @@ class Tiers:
         return 4 * len(self._index.l2) >= 3 * self._config.l2_sessions
 
     def host_has_room(self) -> bool:
-        """Evicts some states if that is possible at once."""
+        """Whether host memory has room for another state. Evicts some if that is possible at once."""
         limit = self._config.l2_sessions + self._config.transfer_states - self.num_loading - self._slots_being_freed
         if len(self._index.l2) >= limit:
             self._trim_host()

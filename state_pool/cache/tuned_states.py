@@ -15,7 +15,7 @@ from state_pool.sessions import Session
 
 
 class TunedStates:
-    """A removed state stays for the rows admitted with it."""
+    """The tuned states and their slots. A removed state stays for the rows admitted with it."""
 
     def __init__(self, tiers: Tiers, config: PoolConfig) -> None:
         self._tiers = tiers
@@ -30,7 +30,7 @@ class TunedStates:
 
     @property
     def names(self) -> list[str]:
-        """In the order of loading."""
+        """Return the names in the order of loading."""
         return list(self._by_name)
 
     @property
@@ -38,7 +38,7 @@ class TunedStates:
         return [state.slot for state in (*self._by_name.values(), *self._removed_in_use) if state.slot is not None]
 
     def check_new(self, name: str) -> None:
-        """Raises NameTaken or PoolFull if no state of that name can be added."""
+        """Check that a state of that name can be added. Raises NameTaken or PoolFull."""
         if name in self._by_name:
             raise NameTaken("a tuned state", name)
         if len(self._by_name) >= self._config.max_states:
@@ -48,7 +48,7 @@ class TunedStates:
             )
 
     def add(self, origin: Origin, host: HostState) -> TunedState:
-        """Raises NameTaken or PoolFull."""
+        """Add a tuned state. Raises NameTaken or PoolFull."""
         self.check_new(origin.name)
         state = self._by_name[origin.name] = TunedState(origin, host, self.new_number())
         return state
@@ -59,7 +59,7 @@ class TunedStates:
         return self._last_number
 
     def remove(self, name: str) -> None:
-        """Rows admitted with the state still read it. Raises StateNotFound."""
+        """Remove a state by name. Rows admitted with it still read it. Raises StateNotFound."""
         state = self.get(name)
         del self._by_name[name]
         state.removed = True
@@ -69,7 +69,7 @@ class TunedStates:
             self._drop_slot(state)
 
     def get(self, name: str) -> TunedState:
-        """Raises StateNotFound, listing the loaded names."""
+        """Return the state of that name. Raises StateNotFound, listing the loaded names."""
         found = self._by_name.get(name)
         if found is None:
             names = ", ".join(map(repr, self._by_name)) or "none"
@@ -77,13 +77,13 @@ class TunedStates:
         return found
 
     def acquire(self, name: str) -> TunedState:
-        """The row calls `drop_ref` once it has read the state. Raises StateNotFound."""
+        """Return the state for a new row. The row calls `drop_ref` once it has read it. Raises StateNotFound."""
         state = self.get(name)
         state.waiting += 1
         return state
 
     def drop_ref(self, state: TunedState) -> None:
-        """Call when a row has read the state, or has ended."""
+        """Uncount a row that has read the state, or has ended."""
         state.waiting -= 1
         if state.removed and not state.waiting:
             self._removed_in_use.remove(state)
@@ -128,7 +128,7 @@ class TunedStates:
         return None if state is None else state.used
 
     def evict(self) -> None:
-        """The slot is free at once, because host memory has the state."""
+        """See `Evictable.evict`. The slot is free at once, because host memory has the state."""
         state = self._oldest_idle()
         if state is not None:
             self._drop_slot(state)
@@ -143,7 +143,7 @@ class TunedStates:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _load_to_slot(self, state: TunedState) -> bool:
-        """Rows may be scheduled at once. Returns False if no slot is free."""
+        """Start to copy the state to a slot. Returns False if none is free. Rows may be scheduled at once."""
         state.slot = self._tiers.load(state.host)
         return state.slot is not None
 

@@ -50,7 +50,7 @@ _STATE_DIGITS = 16
 
 @dataclass(slots=True)
 class ObjectStats:
-    """Other threads only read them."""
+    """Counters of the object threads. Other threads only read them."""
 
     puts: int = 0
     put_bytes: int = 0
@@ -110,7 +110,7 @@ class CheckpointObjects:
         self._transfers.submit(work, lambda: report(self._timeout_error))
 
     def get(self, location: ObjectLocation, done: OnFetched) -> None:
-        """The pool bounds the number of loads."""
+        """Fetch and verify a state. The pool bounds the number of loads."""
         report: OnceCallback[dict[str, bytes] | Exception] = OnceCallback(done)
 
         def work() -> None:
@@ -130,7 +130,7 @@ class CheckpointObjects:
             self._cleaner.submit(lambda: self._sweep(find_used_keys))
 
     def close(self) -> None:
-        """Blocks until the queued work is done, but not for threads that hang in the store."""
+        """Finish the queued work and end the threads. Blocks, but not for threads that hang in the store."""
         self._transfers.close()
         self._cleaner.close()
         self._closing.set()
@@ -259,7 +259,7 @@ def _has_marker(store: CheckpointStore, key_prefix: str) -> bool:
 
 
 def _verified_parts(location: ObjectLocation, data: bytes) -> dict[str, bytes]:
-    """Raises ObjectUnusable."""
+    """Split an object's data into parts. Raises ObjectUnusable."""
     sizes = part_sizes(location.layout)
     if (
         len(data) != sum(sizes.values())
@@ -274,7 +274,7 @@ def _verified_parts(location: ObjectLocation, data: bytes) -> dict[str, bytes]:
 
 
 def _state_number(key: str) -> int | None:
-    """None for an object that this program did not put."""
+    """Return the state number in a key. None for an object that this program did not put."""
     try:
         return int(key.rpartition("/")[2][:_STATE_DIGITS], 16)
     except ValueError:

@@ -44,23 +44,23 @@ class CheckpointStore(Protocol):
     """in messages and in /status, without secrets"""
 
     def prepare(self, key_prefix: str) -> None:
-        """`key_prefix`: of all keys, followed by a slash."""
+        """Prepare the store. `key_prefix`: of all keys, followed by a slash."""
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Store atomically and durably."""
+        """Store an object atomically and durably."""
         ...
 
     def get(self, key: str) -> bytes:
-        """Raises ObjectNotFound."""
+        """Return an object's data. Raises ObjectNotFound."""
         ...
 
     def delete(self, key: str) -> None:
-        """A missing object is no error."""
+        """Delete an object. A missing object is no error."""
         ...
 
     def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
-        """Yield the objects in batches, also half-written ones."""
+        """Yield the objects with this key prefix in batches, also half-written ones."""
         ...
 
 
@@ -80,7 +80,7 @@ class FolderStore:
             (self._folder / key_prefix).mkdir(exist_ok=True)
 
     def put(self, key: str, data: bytes) -> None:
-        """A crash may leave a file that ends in .part."""
+        """See `CheckpointStore`. A crash may leave a file that ends in .part."""
         target = self._folder / key
         part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
         with self._translate_errors():
@@ -100,7 +100,7 @@ class FolderStore:
                 os.close(folder)
 
     def get(self, key: str) -> bytes:
-        """Raises ObjectNotFound."""
+        """See `CheckpointStore`. Raises ObjectNotFound."""
         with self._translate_errors():
             try:
                 return (self._folder / key).read_bytes()

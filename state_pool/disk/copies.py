@@ -98,7 +98,7 @@ def mark_closed(connection: Connection, *, is_alone: bool) -> None:
 
 
 def check_copy(connection: sqlite3.Connection, path: str, *, had_log: bool) -> None:
-    """Recognise a file that was copied while a service wrote it.
+    """Detect a file that was copied while a service wrote it.
 
     - `had_log`: whether its write-ahead log was there before this process opened it
 
@@ -130,12 +130,12 @@ def _inode(path: str) -> str:
 
 
 def _has_settings(connection: sqlite3.Connection) -> bool:
-    """Earlier schemas have no settings and no mark."""
+    """Whether the schema has settings. Earlier schemas have none, and no mark."""
     return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'pool_settings'").fetchone() is not None
 
 
 def backup(database: Path, copy: Path) -> int:
-    """Returns the number of sessions. Raises sqlite3.Error, OSError."""
+    """Copy a database and return its number of sessions. Raises sqlite3.Error, OSError."""
     if not database.is_file():
         raise FileNotFoundError(f"there is no file {database}")
     if copy.exists():

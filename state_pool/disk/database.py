@@ -59,7 +59,7 @@ class SqliteStore:
         return self._lock.is_first
 
     def open_writer(self) -> sqlite3.Connection:
-        """Raises DatabaseUnusable."""
+        """See `StateStore`. Raises DatabaseUnusable."""
         connection = open_writer(self._path, self._synchronous, keeps_copy=self._migrate_backup, is_first=self.is_first)
         if not self._lock.is_on_path:
             connection.close()
@@ -88,7 +88,7 @@ class SqliteStore:
             self._lock.share()
 
     def used_bytes(self, connection: Connection) -> int:
-        """Reads only the file's first page, which is cached."""
+        """Return the bytes in use. Reads only the file's first page, which is cached."""
         execute = connection.execute
         pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
         return pages * int(execute("PRAGMA page_size").fetchone()[0])
@@ -115,7 +115,7 @@ class WritingConnection(sqlite3.Connection):
         self._opened_file_ids: list[tuple[int, int]] = []
 
     def execute(self, statement: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        """Raises sqlite3.OperationalError if a file has moved when a transaction begins."""
+        """See sqlite3.Connection. Raises sqlite3.OperationalError if a file has moved when a transaction begins."""
         if statement != "BEGIN IMMEDIATE":
             return super().execute(statement, parameters)
         if self._opened_file_ids and self._file_ids() != self._opened_file_ids:
@@ -126,7 +126,7 @@ class WritingConnection(sqlite3.Connection):
         return cursor
 
     def _file_ids(self) -> list[tuple[int, int]]:
-        """[] if a file is missing."""
+        """Return device and inode of each file; [] if one is missing."""
         try:
             found = [path.stat() for path in self._paths]
         except OSError:
@@ -245,7 +245,7 @@ def _user_name(number: int) -> str:
 
 
 def _check_length(connection: sqlite3.Connection, path: str) -> None:
-    """Raises DatabaseUnusable for a truncated file, which SQLite would open without an error."""
+    """Check that the file is not truncated. SQLite opens such a file without an error. Raises DatabaseUnusable."""
     busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
     if busy:
         return  # a reader is active: the end of the file may still be in the log
@@ -279,5 +279,5 @@ def wrap_error(error: Exception, path: str) -> DatabaseUnusable:
 
 
 def _is_disk_full(path: str) -> bool:
-    """SQLite reports an I/O error if it cannot extend its log's index."""
+    """Whether the disk is full. SQLite reports an I/O error if it cannot extend its log's index."""
     return shutil.disk_usage(Path(path).parent).free < _MIN_FREE_BYTES

@@ -31,7 +31,7 @@ _COLUMNS = (
 
 
 def stored_sessions(connection: Connection, where: str, values: tuple[int | str, ...] = ()) -> list[StoredSession]:
-    """where: condition on `s`"""
+    """Return the sessions that match the condition `where` on `s`."""
     return [_stored_session(*row) for row in connection.execute(f"{_COLUMNS} WHERE {where} ORDER BY s.id", values)]
 
 
@@ -99,7 +99,10 @@ def _lock(connection: Connection, key: SessionKey, epoch: int = 0) -> None:
 
 
 def _acquire_branch(connection: Connection, job: Acquire, epoch: int) -> None:
-    """Any engine may read a dialogue and add another, since dialogues never change. Only a delete changes the epoch."""
+    """Acquire a session for a new dialogue. Any engine may, since dialogues never change.
+
+    Only a delete changes the epoch.
+    """
     key = SessionKey(job.session_id, ROOT)
     _lock(connection, key, epoch)
     found = connection.execute("SELECT epoch FROM directory WHERE session_id = ? AND dialogue = ?", key).fetchone()
@@ -185,9 +188,9 @@ def remove_oldest(connection: Connection, job: DeleteOldest) -> list[int]:
 
 
 def check_fence(connection: Connection, fence: Fence | None, *, ends_turn: bool = True) -> None:
-    """Raises StaleEpoch or SessionNotFound if the writer has lost the session or the parent dialogue.
+    """Check that the writer still has the session and the parent dialogue.
 
-    `ends_turn`: the transaction ends the session's turn, so another may start.
+    `ends_turn`: the transaction ends the session's turn, so another may start. Raises StaleEpoch or SessionNotFound.
     """
     if fence is None:
         return

@@ -69,14 +69,14 @@ class Membership:
         self._last_heartbeat = 0.0
 
     def leave(self) -> None:
-        """Other engines then need no timeout."""
+        """Remove this engine's entry, so that other engines need no timeout."""
         begin_with_retry(self._connection)
         self._connection.execute("DELETE FROM engines WHERE id = ?", (self.number,))
         self._connection.execute("COMMIT")
 
     @property
     def is_registered(self) -> bool:
-        """Call within a transaction."""
+        """Whether the list still has this engine. Call within a transaction."""
         found = self._connection.execute("SELECT 1 FROM engines WHERE id = ?", (self.number,)).fetchone()
         return found is not None
 
@@ -89,7 +89,7 @@ class Membership:
         return self._next_state
 
     def owns(self, state: int) -> bool:
-        """Whether the number is in this engine's current range."""
+        """Whether a state number is in this engine's current range."""
         return state >> STATE_BITS == self.number
 
     def new_epoch(self) -> int:
@@ -153,7 +153,7 @@ def first_state_number(engine: int) -> int:
 
 
 def remove_all_engines(connection: Connection) -> None:
-    """Only while no engine has the database open."""
+    """Remove all engines and their sessions' entries. Only while no engine has the database open."""
     connection.execute("BEGIN IMMEDIATE")
     connection.execute("DELETE FROM engines")
     connection.execute("DELETE FROM directory")

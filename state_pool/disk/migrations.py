@@ -122,7 +122,7 @@ SCHEMA_VERSION = len(MIGRATIONS)
 
 
 def migrate(connection: sqlite3.Connection, path: str, keep_copy: Callable[[int], None] | None = None) -> int:
-    """Returns the version that the database had.
+    """Migrate the database to SCHEMA_VERSION. Returns the earlier version.
 
     `keep_copy`: called before a migration with that version.
 

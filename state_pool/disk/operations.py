@@ -95,14 +95,14 @@ class Acquire:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A turn has ended without a commit, so others may start."""
+    """End a turn without a commit, so that others may start."""
 
     fence: Fence
 
 
 @dataclass(eq=False, slots=True)
 class DeleteNamed:
-    """`count` is valid when the job is done."""
+    """Delete the sessions that a name matches. `count` is valid when the job is done."""
 
     session_id: str
     prefix: bool
@@ -239,7 +239,7 @@ class StagingQueue:
         return True
 
     def finish(self, staging: StagedState) -> bool:
-        """Returns False if a delete removed the state."""
+        """Remove a written or failed state. Returns False if a delete removed it."""
         if staging in self.uploading:
             self.uploading.remove(staging)
             return True
@@ -249,7 +249,7 @@ class StagingQueue:
         return True
 
     def forget(self, row_ids: set[int]) -> list[StagedState]:
-        """Some chunks of them may be written."""
+        """Remove and return the states of these sessions. Some chunks of them may be written."""
         removed = [staged for staged in self.waiting if staged.job.session.row_id in row_ids]
         for staged in removed:
             self.waiting.remove(staged)
@@ -262,7 +262,7 @@ class StagingQueue:
 
 @dataclass(slots=True)
 class WriterStats:
-    """Other threads only read them."""
+    """Counters of the writer thread. Other threads only read them."""
 
     commits: int = 0
     turns: int = 0
@@ -307,7 +307,7 @@ def describe_error(error: Exception) -> str:
 
 
 def reported_error(error: Exception | None, job: SmallJob | Checkpoint, in_doubt: bool) -> Exception | None:
-    """`in_doubt`: the outcome of a commit with the job is unknown."""
+    """Return the error to report for a job. `in_doubt`: the outcome of a commit with the job is unknown."""
     ends_turn = isinstance(job, Append) or (isinstance(job, Checkpoint) and job.commits is not None)
     if error is not None and in_doubt and ends_turn:
         return TurnInDoubt("the connection to the session database was lost while it committed the turn")

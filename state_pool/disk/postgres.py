@@ -44,7 +44,7 @@ class TimeoutConnection(psycopg.Connection[Any]):
     read_timed_out = False
 
     def wait(self, gen: PQGen[_Found], interval: float = _CHECK_INTERVAL_S, timeout: float | None = None) -> _Found:
-        """All statements wait here."""
+        """See psycopg.Connection. All statements wait here."""
         return super().wait(self._with_timeout(gen), interval, timeout)
 
     def _with_timeout(self, steps: PQGen[_Found]) -> PQGen[_Found]:
@@ -85,7 +85,7 @@ _TABLES = ("sessions", "turns", "states", "state_chunks")
 
 
 def _parse_address(config: PoolConfig) -> ServerAddress:
-    """Raises DatabaseUnusable."""
+    """Parse the address in --state-db. Raises DatabaseUnusable."""
     try:
         return parse_server_address(config.state_db)
     except ValueError as error:
@@ -93,12 +93,12 @@ def _parse_address(config: PoolConfig) -> ServerAddress:
 
 
 def engine_name(service: str, engine: str) -> str:
-    """The name is unique among all hosts and services, and stable over restarts."""
+    """Return a name unique among all hosts and services, stable over restarts."""
     return f"{socket.gethostname()}/{service or os.getpid()}/{engine}"
 
 
 class PostgresStore:
-    """Engines of any machine may join at any time."""
+    """A PostgreSQL server as a `StateStore`. Engines of any machine may join at any time."""
 
     is_server = shared = True
     is_first = False
@@ -122,12 +122,12 @@ class PostgresStore:
         return Connection(self._address, reads_only=True)
 
     def open_checkpointer(self) -> None:
-        """The server checkpoints by itself."""
+        """See `StateStore`: the server checkpoints by itself."""
 
     def allow_other_engines(self) -> None: ...
 
     def used_bytes(self, connection: state_store.Connection) -> int:
-        """Measured every few seconds, since it reads many files' sizes."""
+        """Return the size of the tables. Measured every few seconds, since it reads many files' sizes."""
         used, next_measurement = self._measured
         if time.monotonic() >= next_measurement:
             sizes = " + ".join(f"pg_total_relation_size('{table}')" for table in _TABLES)
@@ -144,7 +144,7 @@ class PostgresStore:
 
 
 class Connection:
-    """One thread at a time."""
+    """A connection with sqlite3's interface. One thread at a time."""
 
     def __init__(self, address: ServerAddress, *, reads_only: bool = False) -> None:
         """Raises DatabaseUnusable, ServerUnavailable."""
@@ -187,7 +187,7 @@ class Connection:
                 connection.execute(psycopg.sql.SQL("SET search_path TO {}").format(name))
 
     def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> Any:
-        """Reconnects a lost connection, unless a transaction is open."""
+        """See `sqlite3.Connection.execute`. Reconnects a lost connection, unless a transaction is open."""
         if self.in_transaction or statement in ("COMMIT", "ROLLBACK"):
             return self._execute(statement, parameters)
         try:
@@ -246,7 +246,7 @@ class Connection:
 
     @property
     def in_transaction(self) -> bool:
-        """A failed transaction must be rolled back too."""
+        """Whether a transaction is open. A failed one must be rolled back too."""
         if self._connection.closed:
             return False
         return bool(self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE)
@@ -261,7 +261,7 @@ def _value(parameter: Any) -> Any:
 
 
 def migrate(connection: Connection, display_name: str) -> None:
-    """One engine at a time. Raises DatabaseUnusable for a newer schema."""
+    """Migrate the tables to this schema, one engine at a time. Raises DatabaseUnusable for a newer schema."""
     connection.execute("BEGIN")
     connection.execute("SELECT pg_advisory_xact_lock(7294)")
     connection.execute(

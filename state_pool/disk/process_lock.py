@@ -95,7 +95,7 @@ class ProcessLock:
             self._lock_byte(fcntl.F_RDLCK)
 
     def take_alone(self) -> bool:
-        """Returns False if another engine has the database open."""
+        """Lock out other engines until `release`. Returns False if another has the database open."""
         return self._lock_byte(fcntl.F_WRLCK)
 
     def _lock_byte(self, kind: int) -> bool:
@@ -139,7 +139,7 @@ class ProcessLock:
 
 
 def _open(database: str, path: str, flags: int = os.O_RDWR) -> int:
-    """Raises DatabaseUnusable."""
+    """Open a file that only this user may read. Raises DatabaseUnusable."""
     try:
         return open_private(path, flags)
     except OSError as error:
@@ -151,7 +151,7 @@ def _open(database: str, path: str, flags: int = os.O_RDWR) -> int:
 
 
 def _refuse_hard_links(path: str, names: int) -> None:
-    """Raises DatabaseUnusable for a file with several names: SQLite's log has one of them, and the others lack it."""
+    """Check that the file has only one name, as SQLite's log does. Raises DatabaseUnusable."""
     if names > 1:
         raise DatabaseUnusable(
             f"session database {path} has {names} names (hard links), but its write-ahead log has only one: turns "

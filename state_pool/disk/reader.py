@@ -85,7 +85,7 @@ _Job = Callable[[], Callable[[], None] | None]
 
 
 class Reader:
-    """Results go through `deliver` to the engine thread."""
+    """Runs one query after another. Results go through `deliver` to the engine thread."""
 
     def __init__(
         self,
@@ -113,22 +113,22 @@ class Reader:
         return self._thread.failure
 
     def load(self, row_id: int, on_loaded: OnLoaded) -> None:
-        """The pool bounds the number."""
+        """Queue a session to load. The pool bounds the number."""
         self._jobs.put(lambda: self._load(_ReadRequest(row_id, on_loaded, {}, time.monotonic())))
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
-        """The pool bounds the number."""
+        """Queue a page of the list. The pool bounds the number."""
         self._jobs.put(lambda: self._list(query, on_listed))
 
     def find_first(self, session_ids: Sequence[str], on_found: OnFirst) -> None:
-        """The result is the first of these ids that a session has."""
+        """Queue a search. The result is the first of these ids that a session has."""
         self._jobs.put(lambda: self._find_first(session_ids, on_found))
 
     def find(self, key: SessionKey, on_found: OnFound) -> None:
         self._jobs.put(lambda: self._find(key, on_found))
 
     def close(self) -> None:
-        """Finish the queued work. Blocks."""
+        """Finish the queued work and end the thread. Blocks."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -146,7 +146,7 @@ class Reader:
             self._deliver(outcome)
 
     def _next_job(self) -> _Job | None:
-        """While loads wait for the server, this may be an attempt to reconnect."""
+        """Return the next job. While loads wait for the server, it may be an attempt to reconnect."""
         if not self._waiting:
             return self._jobs.get()
         with contextlib.suppress(queue.Empty):
@@ -180,7 +180,7 @@ class Reader:
         return report
 
     def find_used_keys(self, states: list[int], on_used_keys: Callable[[set[str] | None], None]) -> None:
-        """`on_used_keys` is called on the reader thread, with None after an error."""
+        """Queue a query for these states' object keys. Calls back on the reader thread, with None after an error."""
         self._jobs.put(lambda: self._find_used_keys(states, on_used_keys))
 
     def _find_used_keys(self, states: list[int], on_used_keys: Callable[[set[str] | None], None]) -> None:
@@ -265,7 +265,7 @@ class Reader:
         return stored, replay, int(found[0])
 
     def _catch_errors(self, read: Callable[[], _Found]) -> _Found | SessionUnusable:
-        """Raises ServerUnavailable."""
+        """Run a read, and return its error as SessionUnusable. Raises ServerUnavailable."""
         try:
             return read()
         except SessionUnusable as error:
@@ -306,7 +306,7 @@ def _unavailable_error(error: Exception) -> SessionUnusable:
 
 
 def _lookup(query_database: Callable[[], _Found], action: str) -> _Found | LookupFailed:
-    """`action`: for the error"""
+    """Run a query. Returns an error that names the `action` if it fails."""
     try:
         return query_database()
     except ServerUnavailable as error:

@@ -66,7 +66,7 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
 
 
 def _copy_sessions(source: sqlite3.Connection, target: sqlite3.Connection) -> Iterator[int]:
-    """Yields the numbers of unreadable sessions."""
+    """Copy every readable session with its rows. Yields the numbers of unreadable ones."""
     for row in _numbers(source, "sessions"):
         try:
             _copy(source, target, "sessions", "id = ?", (row,))
@@ -81,7 +81,7 @@ def _copy_sessions(source: sqlite3.Connection, target: sqlite3.Connection) -> It
 
 
 def _numbers(source: sqlite3.Connection, table: str) -> Iterator[int]:
-    """Unreadable row numbers are skipped."""
+    """Yield a table's row numbers in order. Unreadable ones are skipped."""
     last, misses = 0, 0
     while misses < _LARGEST_GAP:
         try:
@@ -106,7 +106,7 @@ def _copy(
 
 
 def _is_whole(target: sqlite3.Connection, row: int) -> bool:
-    """If the session's rows do not verify, mark it for removal."""
+    """Whether the session's rows verify. If not, mark it for removal."""
     try:
         Loader(target, {}, fingerprint=None).read(row)
     except (SessionUnusable, ValueError, KeyError):

@@ -31,7 +31,7 @@ _MAX_MESSAGE = 300
 
 
 class S3Store:
-    """Objects under a prefix of a bucket."""
+    """A CheckpointStore: objects under a prefix of a bucket."""
 
     def __init__(self, location: BucketAddress) -> None:
         """Raises DatabaseUnusable. Does not contact the server yet."""
@@ -56,15 +56,15 @@ class S3Store:
             )
 
     def prepare(self, key_prefix: str) -> None:
-        """A bucket has no folders."""
+        """See `CheckpointStore`. A bucket has no folders."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Uses one request: parts of an aborted multipart upload would stay and cost money."""
+        """See `CheckpointStore`. Uses one request: parts of an aborted multipart upload would stay and cost money."""
         with self._translate_errors():
             obstore.put(self._bucket, key, data, use_multipart=False)
 
     def get(self, key: str) -> bytes:
-        """Raises ObjectNotFound."""
+        """See `CheckpointStore`. Raises ObjectNotFound."""
         with self._translate_errors():
             try:
                 return bytes(obstore.get(self._bucket, key).bytes())

@@ -26,14 +26,14 @@ class Connection(Protocol):
     def in_transaction(self) -> bool: ...
 
     def execute(self, statement: str, parameters: Any = ..., /) -> Any:
-        """Raises sqlite3.Error, ServerUnavailable."""
+        """Return a cursor over the rows. Raises sqlite3.Error, ServerUnavailable."""
         ...
 
     def close(self) -> None: ...
 
 
 class StateStore(Protocol):
-    """Methods raise sqlite3.Error and DatabaseUnusable."""
+    """A session database, open for one engine. Methods raise sqlite3.Error and DatabaseUnusable."""
 
     name: str
     """in messages and in /status, without secrets"""
@@ -46,7 +46,7 @@ class StateStore(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """No other engine can open the database before `allow_other_engines`."""
+        """Whether no other engine has it open. None can open it before `allow_other_engines`."""
         ...
 
     def open_writer(self) -> Connection:
@@ -58,7 +58,7 @@ class StateStore(Protocol):
         ...
 
     def open_reader(self) -> Connection:
-        """Its transactions see one snapshot."""
+        """Open a connection that only reads. Its transactions see one snapshot."""
         ...
 
     def open_checkpointer(self) -> sqlite3.Connection | None:

@@ -20,7 +20,7 @@ from state_pool.layout import Layout, layout_text, part_sizes, split_chunks
 
 
 class Uploads:
-    """Started by the writer thread; callbacks run on the object threads."""
+    """Uploads states. Started by the writer thread; callbacks run on the object threads."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Uploads:
         self._failed = failed
 
     def begin(self, staging: StagedState, state_number: int) -> None:
-        """The state's number is part of the object's key."""
+        """Start the upload of a state. The state's number is part of the object's key."""
         reach("before_checkpoint")
         staging.state_number, staging.num_bytes, staging.upload_started_at = state_number, self._num_bytes, time.time()
         with self._changed:
@@ -66,13 +66,13 @@ class Uploads:
 
 
 def check_age(staging: StagedState) -> None:
-    """Raises TurnNotStored if a sweep might already treat the object as an orphan."""
+    """Check that no sweep may treat the object as an orphan yet. Raises TurnNotStored."""
     if time.time() > staging.upload_started_at + ORPHAN_AGE_S / 2:
         raise TurnNotStored("the upload of its state took too long, a sweep may delete the object; it is stored again")
 
 
 class StateWrites:
-    """The writer begins and commits the transactions."""
+    """The statements that store a state. The writer begins and commits the transactions."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class StateWrites:
         self._next_state = first_state
 
     def new_number(self) -> int:
-        """If engines share the database, the number is from this engine's range."""
+        """Return a new state number. If engines share the database, it is from this engine's range."""
         if self._member is not None:
             return self._member.new_state()
         self._next_state += 1

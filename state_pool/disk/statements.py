@@ -226,7 +226,7 @@ def sessions_of_other_models(connection: Connection, fingerprint: str) -> list[t
 
 
 def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry]:
-    """Newest first, with the newer entries from memory."""
+    """Return a page of sessions, newest first, with newer entries from memory."""
     newer = list(query.newer.values())
     first = max(0, query.offset - len(newer))  # at least this many rows precede the page
     condition, values = visible_to(query.owner)
@@ -245,7 +245,7 @@ def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry
 
 
 def delete_sessions(connection: Connection, rows: Sequence[int]) -> list[GarbageState]:
-    """Returns the states that become garbage."""
+    """Delete sessions. Returns the states that become garbage."""
     for row in rows:
         connection.execute("UPDATE sessions SET hidden = 1 WHERE id = ?", (row,))
     return sweep_hidden(connection, rows)
@@ -265,7 +265,7 @@ def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> 
 
 
 def _remove_if_unneeded(connection: Connection, row: int, garbage: list[GarbageState]) -> bool:
-    """Adds the session's state to the garbage."""
+    """Delete a hidden session that no child needs. Returns whether it did. Adds its state to the garbage."""
     needed = connection.execute(
         "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
         (row,),
@@ -283,7 +283,7 @@ def _remove_if_unneeded(connection: Connection, row: int, garbage: list[GarbageS
 
 
 def delete_chunks(connection: Connection, state: int, limit: int) -> bool:
-    """Returns True when no chunk is left.
+    """Delete up to `limit` chunks of a state. Returns True when none is left.
 
     Chunks of a state with a row stay: a commit in doubt may have succeeded after the state was given up.
     """
@@ -305,7 +305,7 @@ def keys_used(connection: Connection, states: Sequence[int]) -> set[str]:
 
 
 def object_bytes(connection: Connection) -> int:
-    """Reads only an index."""
+    """Return the bytes of all states stored as objects. Reads only an index."""
     found = connection.execute("SELECT coalesce(sum(bytes), 0) FROM states WHERE object_key IS NOT NULL").fetchone()
     return int(found[0])
 
@@ -353,7 +353,7 @@ def first_stored(connection: Connection, session_ids: Sequence[str]) -> str | No
 
 
 def apply(connection: Connection, job: SmallJob, fingerprint: str, member: Membership | None) -> list[GarbageState]:
-    """Returns the states that become garbage."""
+    """Run a job's statements. Returns the states that become garbage."""
     match job:
         case Append():
             reach("before_append")

@@ -40,12 +40,12 @@ class CompletionQueue:
         self._wake = wake
 
     def __call__(self, callback: Callable[[], None]) -> None:
-        """Any thread."""
+        """Queue a callback for the next `run`. Any thread."""
         self._queue.put(callback)
         self.wake()
 
     def wake(self) -> None:
-        """Any thread."""
+        """Wake the engine thread. Any thread."""
         if self._wake is not None:
             self._wake()
 
@@ -54,7 +54,7 @@ class CompletionQueue:
         return not self._queue.empty()
 
     def run(self) -> int:
-        """Engine thread only. Returns the number of callbacks."""
+        """Run the queued callbacks and return their number. Engine thread only."""
         count = 0
         while not self._queue.empty():
             self._queue.get_nowait()()
@@ -63,7 +63,7 @@ class CompletionQueue:
 
 
 class Store:
-    """Raises DatabaseUnusable if the database cannot be opened."""
+    """The database and its threads. Raises DatabaseUnusable if it cannot be opened."""
 
     def __init__(self, config: PoolConfig, arena: Arena, deliver: CompletionQueue) -> None:
         self._stored: list[StoredSession] = []
@@ -167,7 +167,7 @@ class Store:
 
     @property
     def failure(self) -> str | None:
-        """The error of a dead thread, whose jobs never finish."""
+        """The error of a dead thread, or None. Its jobs never finish."""
         objects_failure = None if self._objects is None else self._objects.failure
         return self.writer.failure or self._reader.failure or objects_failure
 
@@ -194,7 +194,7 @@ class Store:
 
     @property
     def has_pending_deletes(self) -> bool:
-        """Deleted sessions may still take space in the file."""
+        """Whether deleted sessions may still take space in the file."""
         return self.writer.is_collecting_garbage or self.writer.queued[0] > 0
 
     def submit(self, job: SmallJob, done: Done) -> None:
@@ -204,7 +204,7 @@ class Store:
         self.writer.submit(job, self._count_pending(done))
 
     def submit_state(self, job: Checkpoint, done: Done) -> None:
-        """Check `has_room_for_state` first."""
+        """Queue a state. Check `has_room_for_state` first."""
         self.writer.submit_state(job, self._count_pending(done))
 
     def load(self, row_id: int, on_loaded: OnLoaded) -> None:
@@ -226,12 +226,12 @@ class Store:
         return self.writer.member is not None and self.writer.member.is_first
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
-        """Leaves out sessions whose delete is not on disk yet."""
+        """Queue a page of the list. Leaves out sessions whose delete is not on disk yet."""
         self._reader.list_sessions(dataclasses.replace(query, deleted=frozenset(self._deleted)), on_listed)
 
     @property
     def checkpoint_store(self) -> dict[str, Any] | None:
-        """name and counters"""
+        """Return the checkpoint store's name and counters; None: there is none."""
         objects = self._objects
         return None if objects is None else {"name": objects.name, **dataclasses.asdict(objects.stats)}
 
@@ -243,7 +243,7 @@ class Store:
             self._objects.sweep(self._reader.find_used_keys)
 
     def close(self) -> None:
-        """Write the queued jobs. Blocks."""
+        """Write the queued jobs and close the database. Blocks."""
         self._reader.close()
         self.writer.close()
         if self._objects is not None:
@@ -269,7 +269,7 @@ class Store:
 
 
 def _open_database(config: PoolConfig) -> StateStore:
-    """Raises DatabaseUnusable."""
+    """Open the file or server of --state-db. Raises DatabaseUnusable."""
     if config.on_server:
         try:
             from state_pool.disk.postgres import PostgresStore  # its driver is slow to import, and optional
@@ -291,7 +291,7 @@ def _open_database(config: PoolConfig) -> StateStore:
 
 
 def _record_close(database: StateStore, connection: Connection) -> None:
-    """The error of the start counts, not one of closing."""
+    """Record a close after a failed start. The error of the start counts, not one of closing."""
     with contextlib.suppress(sqlite3.Error):
         database.before_close(connection)
 
@@ -313,14 +313,14 @@ def _session_ttl(config: PoolConfig, connection: Connection, database: str) -> f
 
 
 def _open_objects(config: PoolConfig, connection: Connection, deliver: CompletionQueue) -> CheckpointObjects:
-    """Raises DatabaseUnusable."""
+    """Open the objects in the checkpoint store. Raises DatabaseUnusable."""
     store = open_checkpoint_store(config.checkpoint_store)
     key_prefix = load_key_prefix(store, connection)
     return CheckpointObjects(store, key_prefix, config.transfer_states, deliver.wake)
 
 
 def build_session(stored: StoredSession) -> Session:
-    """The result has no parent yet."""
+    """Build a session from its row, without its parent."""
     row = stored.session
     session = Session(row.key, row.row_id, row.created, row.updated)
     session.origin, session.adapter = row.origin, row.adapter

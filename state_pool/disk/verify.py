@@ -28,7 +28,7 @@ _SESSION = "SELECT parent, turn, fingerprint FROM sessions WHERE id = ?"
 
 
 class Loader:
-    """Without a fingerprint, it only verifies sessions."""
+    """Loads sessions for one model. Without a fingerprint, it only verifies them."""
 
     def __init__(
         self, connection: Connection, layout: Layout, fingerprint: str | None, vocab: int | None = None
@@ -68,7 +68,7 @@ class Loader:
         return stored, replay
 
     def _check_vocabulary(self, replay: list[int], fingerprint: str) -> None:
-        """Raises if a token id is outside the model's vocabulary. It would fail the step for all rows in the batch."""
+        """Raise if the vocabulary lacks a token id. It would fail the step for all rows in the batch."""
         if self._vocab is None or max(replay, default=0) < self._vocab:
             return
         fault = f"its log has the token id {max(replay)}, the model's vocabulary ends before {self._vocab}"

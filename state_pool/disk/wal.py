@@ -59,7 +59,7 @@ class WriteAheadLog:
         self._bytes += num_bytes
 
     def call_when_synced(self, action: Callable[[], None]) -> None:
-        """`action` runs when all current commits survive a power loss."""
+        """Call `action` when all current commits survive a power loss."""
         if self._checkpointer is None:
             action()
         else:
@@ -98,14 +98,14 @@ class WriteAheadLog:
             _call_all(self._unsynced)
 
     def _on_checkpoint(self) -> None:
-        """Runs on the checkpointer's thread."""
+        """Record a finished checkpoint. Runs on the checkpointer's thread."""
         with self._changed:
             self.has_uncheckpointed_rest = True
             self._changed.notify()
 
 
 class WalCheckpointer:
-    """`on_done` is called on the checkpointing thread.
+    """Checkpoints on its own thread, and calls `on_done` there.
 
     Commits continue meanwhile, so the log may never be completely in the file and would grow forever. Therefore the
     writer checkpoints the small rest itself, between two commits.
@@ -128,13 +128,13 @@ class WalCheckpointer:
         return self._thread.failure
 
     def start(self) -> None:
-        """Called by the writer thread while not `busy`."""
+        """Start a checkpoint. Called by the writer thread while not `busy`."""
         self.busy = True
         self.last_result = WalCheckpointResult(False)
         self._requests.release()
 
     def close(self) -> None:
-        """Waits for the running checkpoint."""
+        """End the thread after the running checkpoint. Blocks."""
         self._stopping = True
         self._requests.release()
         self._thread.join()
@@ -151,7 +151,7 @@ class WalCheckpointer:
 
 
 def wal_checkpoint(connection: Connection) -> WalCheckpointResult:
-    """Does not wait for readers."""
+    """Checkpoint as much as possible without waiting for readers."""
     try:
         busy, pages, moved = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     except sqlite3.Error as error:

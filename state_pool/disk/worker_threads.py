@@ -34,7 +34,7 @@ class PoolThread:
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Returns whether the thread has ended."""
+        """Wait for the thread. Returns whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -91,7 +91,7 @@ class OnceCallback(Generic[_Outcome]):
         self._is_first = threading.Lock()
 
     def __call__(self, outcome: Callable[[], _Outcome]) -> bool:
-        """Returns whether the outcome was the first."""
+        """Report the outcome if it is the first. Returns whether it was."""
         if not self._is_first.acquire(blocking=False):
             return False
         self._report(outcome())
@@ -127,7 +127,7 @@ class _JobQueue:
             return self._jobs.popleft()
 
     def take_unless_available(self, all_threads_hung: Callable[[], bool]) -> _Job | None:
-        """Remove the first job if no thread is free to take it."""
+        """Remove and return the first job. None if there is none, or a thread is free to take it."""
         with self._changed:
             if not self._jobs or self._jobs[0] is None or not all_threads_hung():
                 return None
@@ -152,7 +152,7 @@ class WorkerThreads:
         return len(self._jobs)
 
     def submit(self, work: Callable[[], object], on_timeout: Callable[[], object] = lambda: None) -> None:
-        """`time_out_hung_jobs` calls `on_timeout` if `work` takes too long."""
+        """Queue `work`. `time_out_hung_jobs` calls `on_timeout` if it takes too long."""
         self._jobs.put(_Job(work, on_timeout))
 
     def time_out_hung_jobs(self) -> None:

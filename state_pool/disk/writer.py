@@ -49,7 +49,7 @@ _RECOUNT_INTERVAL_S = 60.0
 
 
 class Writer:
-    """Results go to the engine thread through `deliver`."""
+    """Writes jobs of the engine thread. Results go back through `deliver`."""
 
     def __init__(
         self,
@@ -108,12 +108,12 @@ class Writer:
 
     @property
     def queued(self) -> tuple[int, int]:
-        """(small jobs, states) that wait or are being written"""
+        """Return (small jobs, states) that wait or are being written."""
         return len(self._small_jobs), len(self._staged)
 
     @property
     def has_room_for_state(self) -> bool:
-        """Each state holds its host buffer until it is written."""
+        """Whether another state may be queued. Each holds its host buffer until it is written."""
         return self.queued[1] < self._queue
 
     @property
@@ -121,7 +121,7 @@ class Writer:
         return bool(self._garbage)
 
     def submit(self, job: SmallJob, done: Done) -> None:
-        """The callers bound the number: a session has one running turn."""
+        """Queue a small job. The callers bound the number: a session has one running turn."""
         with self._changed:
             if isinstance(job, Delete):
                 self._forget_states(set(job.row_ids))
@@ -129,13 +129,13 @@ class Writer:
             self._changed.notify()
 
     def submit_state(self, job: Checkpoint, done: Done) -> None:
-        """Check `has_room_for_state` first."""
+        """Queue a state. Check `has_room_for_state` first."""
         with self._changed:
             self._staged.waiting.append(StagedState(job, done))
             self._changed.notify()
 
     def close(self) -> None:
-        """Write all queued jobs. Blocks."""
+        """Write all queued jobs and end the thread. Blocks."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -176,13 +176,13 @@ class Writer:
 
     @property
     def _wait_timeout_s(self) -> float | None:
-        """None: without a limit"""
+        """Return the seconds to wait for work; None: without a limit."""
         if self.member is not None:
             return HEARTBEAT_INTERVAL_S
         return None if self._log.is_checkpointed else _IDLE_S
 
     def _run_once(self) -> bool:
-        """Returns False when stopped and done."""
+        """Commit waiting turns, then one piece of other work. Returns False when stopped and done."""
         with self._changed:
             if not (self._has_work or (self._stopping and not self._staged.uploading)):
                 self._changed.wait(self._wait_timeout_s)
@@ -218,7 +218,7 @@ class Writer:
             self._report(done, reported_error(error, job, in_doubt))
 
     def _wait_to_retry(self, started_at: float) -> bool:
-        """Returns False after the timeout or at shutdown.
+        """Wait before another attempt. Returns False after the timeout or at shutdown.
 
         A retry finds out whether a commit in doubt succeeded. `started_at`: see `ReconnectTimeout`.
         """
@@ -247,7 +247,7 @@ class Writer:
         return None
 
     def _try(self, work: Callable[[], None]) -> Exception | None:
-        """On an error, roll back and return it; the thread continues."""
+        """Run `work`. On an error, roll back and return it; the thread continues."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - e.g. a number that SQLite cannot store: fails the jobs only
@@ -256,7 +256,7 @@ class Writer:
         return None
 
     def _commit(self) -> None:
-        """Raises CommitInDoubt if the outcome is unknown."""
+        """Commit the transaction. Raises CommitInDoubt if the outcome is unknown."""
         try:
             self._connection.execute("COMMIT")
         except ServerUnavailable as error:

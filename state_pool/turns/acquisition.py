@@ -84,7 +84,7 @@ class Acquisition:
         self._send_request(_AcquireRequest(lease, branch_from, now + DATABASE_TIMEOUT_S, now + OTHER_ENGINES_TIMEOUT_S))
 
     def release(self, session: Session) -> None:
-        """Call when no turn of the session runs here any more."""
+        """Release the session. Call when no turn of it runs here any more."""
         if not session.acquired or session.fence is None:
             return
         session.acquired = False
@@ -93,7 +93,7 @@ class Acquisition:
             self._release_fence(session.fence)
 
     def _release_fence(self, fence: Fence) -> None:
-        """Other engines wait for this end of a turn."""
+        """Record in the database that a turn has ended. Other engines wait for this."""
 
         def answered(error: Exception | None) -> None:
             if error is not None:
@@ -170,7 +170,7 @@ class Acquisition:
         self._enqueue(lease)
 
     def _begin_branch(self, lease: Lease, job: Acquire) -> None:
-        """Raises DialogueNotFound, SessionUnusable, PoolFull."""
+        """Set the parent of a new dialogue. Raises DialogueNotFound, SessionUnusable, PoolFull."""
         session_id = lease.session.key.session_id
         if job.branch_from is not None and job.branch_from != ROOT and not job.stored:
             raise DialogueNotFound(session_id, job.branch_from)
@@ -182,7 +182,7 @@ class Acquisition:
             lease.source = lease.session.parent = source
 
     def _cached_dialogue(self, stored: list[StoredSession]) -> Session:
-        """Dialogues never change, so memory is as good as the database."""
+        """Return the dialogue from memory, or add it. Dialogues never change."""
         session = self._index.get(stored[0].session.key)
         if session is None or session.row_id != stored[0].session.row_id:
             if session is not None:

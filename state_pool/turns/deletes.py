@@ -34,7 +34,7 @@ class SharedCleanup:
         self._is_deleting = False
 
     def run(self) -> None:
-        """Called each second."""
+        """Delete expired sessions and those above the limit. Called each second."""
         self._shrink_index()
         cutoff = self._expiry.cutoff()
         if self._is_deleting or not self._store.is_cleanup_leader:

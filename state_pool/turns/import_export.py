@@ -190,7 +190,7 @@ class ImportExport:
             self._tiers.num_loading += file.host is not None
 
     def _forget_idle(self, key: SessionKey) -> None:
-        """A shared database decides whether the session exists."""
+        """Drop an idle session from memory. A shared database decides whether it exists."""
         session = self._index.get(key)
         if session is not None and self._store is not None and self._store.shared and not session.busy:
             self._tiers.forget(session)

@@ -46,8 +46,9 @@ class LeaseQueue:
         self._waiting: deque[Lease] = deque()
 
     def check_origin(self, session: Session | None, state: str, adapter: str, mixture: Origin | None) -> None:
-        """Raises StateNotFound, AdapterNotFound, or OriginMismatch, AdapterMismatch for a session that started
-        otherwise.
+        """Check that the session started with this tuned state and adapter.
+
+        Raises StateNotFound, AdapterNotFound, OriginMismatch, AdapterMismatch.
         """
         origin = self._tuned.get(state).origin if state else mixture
         loaded_adapter = self._adapters.get(adapter) if adapter else None
@@ -95,7 +96,7 @@ class LeaseQueue:
         self._waiting.extendleft(reversed(front))
 
     def _try_next(self, count: int) -> list[Lease]:
-        """Return the leases that still wait."""
+        """Try the next `count` leases. Returns those that still wait."""
         tried = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         return [lease for lease in tried if not self._try(lease)]
 
@@ -201,7 +202,7 @@ def origin_of(lease: Lease) -> Origin | None:
 
 
 def origin_mismatch(session: Session, requested: Origin | None) -> OriginMismatch | None:
-    """Return the error for a request that names another origin than the session's."""
+    """Return the error if a request names another origin than the session's."""
     origin, display_name = session.origin, session.key.display_name
     if is_mixture(origin) and origin is not None and (requested is None or requested.digest != origin.digest):
         return OriginMismatch(

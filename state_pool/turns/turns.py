@@ -150,7 +150,7 @@ class Turns:
         return lease
 
     def _refuse_when_full(self) -> None:
-        """Raises PoolFull for a new session. A shared database first says whether the session is new."""
+        """Check the room for a new session. A shared database first says whether it is new. Raises PoolFull."""
         if self.acquisition is None:
             self._check_room()
 
@@ -162,7 +162,7 @@ class Turns:
             )
 
     def start_next_turn(self, session: Session) -> None:
-        """Remove the session if it has no turns."""
+        """Start the session's next turn. Removes a session without any."""
         if session.active is not None or session.pending is not None:
             return
         if session.queue:
