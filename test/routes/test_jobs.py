@@ -97,6 +97,8 @@ def test_rows_have_the_fields_of_the_body() -> None:
     assert (row.ignore_eos, row.use_prefix_cache, row.chunk_size, row.n) == (True, False, 0, 1)
     assert (row.sampling.temperature, row.sampling.top_k) == (0.5, 3)
     assert rows_of(**body, stream=True)[0].chunk_size == 9
+    constrained = PromptBody(contents=[" a"], regex="a+")
+    assert row.constraint is None and rows_of(regex="a+")[0].constraint == constrained.constraint is not None
 
 
 def test_no_two_answers_of_a_request_share_a_seed() -> None:
