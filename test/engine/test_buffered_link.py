@@ -49,6 +49,15 @@ def test_queued_frames_are_sent_together(ends: Ends) -> None:
     assert len(sender.take(0.0) or ()) == 5 and sender.take(0.0) == []
 
 
+def test_a_call_carries_at_most_a_piece(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffered_link, "PIECE_BYTES", 600)
+    sender, _ = ends
+    assert sender.take(0.01) == [], "nothing has come in that time"
+    for _ in range(5):
+        sender.send((0, bytes(190)))
+    assert [len(sender.take(0.0) or ()) for _ in range(3)] == [3, 2, 0]
+
+
 def test_unacknowledged_bytes_are_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffered_link, "PIECE_BYTES", 1000)
     monkeypatch.setattr(buffered_link, "WINDOW_BYTES", 3000)
