@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
+from programs.library.arguments import library_message
 from programs.library.outputs import CompletionOutput, Piece, RequestOutput
 from programs.library.params import LLMError, as_llm_error
 from programs.library.prompt_requests import PromptRequest
@@ -100,7 +101,7 @@ class JobOutputs:
         request.num_cached_tokens = finish.cached_tokens
         request.finished = all(one.finish_reason is not None for one in request.outputs)
         if finish.error is not None:
-            output.error = finish.error.message
+            output.error = library_message(finish.error.message)
             self.errors.append(finish.error)
         elif prompt_request.source is not None:
             request.state = prompt_request.source.after(finish)

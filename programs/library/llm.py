@@ -13,6 +13,7 @@ import msgspec
 from native.files import TemporaryFolder
 from programs.backends.local_engine import LocalEngine
 from programs.library import calls
+from programs.library.arguments import command_line_of, library_message
 from programs.library.engine_thread import EngineThread
 from programs.library.outputs import Piece, RequestOutput, Score, State
 from programs.library.params import LLMError, SamplingParams, merge_params
@@ -30,30 +31,12 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.tokenizer import Tokenizer
 
 _UNBOUNDED = 2**31 - 1
-_FLAGS = {"model": "--model-path", "devices": "--pp-devices", "layers": "--pp-layers"}
-"""Arguments whose flag has another name."""
-
-
-def command_line_of(given: Mapping[str, Any]) -> list[str]:
-    """Returns the command line of keyword arguments. None means not given."""
-    line = []
-    for name, value in given.items():
-        if value is not None:
-            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
-            line += [flag, _text(value)]
-    return line
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def start_engine(given: Mapping[str, Any]) -> EngineThread:
     """Starts an engine. Arguments win over RWKV_... variables, which win over defaults.
 
-    Without `state_db`, sessions live as long as the engine. Raises ValueError or LLMError.
+    Without `state_db`, sessions live as long as the engine. Raises TypeError, ValueError or LLMError.
     """
     folder = None
     if given.get("state_db") is None:
@@ -65,7 +48,7 @@ def start_engine(given: Mapping[str, Any]) -> EngineThread:
         folder = None  # the engine owns it
         return engine
     except SettingsError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(library_message(str(error))) from None
     except StartupError as error:
         raise LLMError(str(error)) from None
     finally:
@@ -104,7 +87,8 @@ class LLM:
     ) -> None:
         """Loads a model. None: the demo model. `settings`: any flag of docs/settings.md, e.g. max_running=64.
 
-        Raises ValueError for an invalid setting, LLMError if the model cannot be served.
+        Raises TypeError for an unknown argument, ValueError for an invalid setting, LLMError if the model cannot be
+        served.
         """
         named = {"model": model, "dtype": dtype, "devices": devices, "strategy": strategy}
         self.engine = start_engine({**named, **settings})

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from programs.library.arguments import library_message
 from routes.openai.request import ChatBody, CompletionBody
 from routes.request.json_body import validate
 from routes.response.http_response import HTTP_STATUS
@@ -13,11 +14,11 @@ from rwkv_batch.errors import ErrorInfo, ServiceError
 
 
 class LLMError(Exception):
-    """A call failed. The message names the value given, the limit and the remedy."""
+    """A call failed. The message names the value given, the limit and the remedy, with arguments for flags."""
 
     def __init__(self, message: str, *, status: int = 500, field: str | None = None, given: Any = None) -> None:
         """`status`: HTTP status. `field`: the faulty argument, or None. `given`: its value."""
-        super().__init__(message)
+        super().__init__(library_message(message))
         self.status = status
         self.field = field
         self.given = given

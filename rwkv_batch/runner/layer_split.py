@@ -153,12 +153,16 @@ def check_layers(given: Sequence[float], layers: int, stages: int) -> list[float
 
     A 0, from `--strategy`, means the remaining layers.
     """
-    counts = [layers - sum(given) if count == 0 else count for count in given]
-    if len(counts) != stages or sum(counts) != layers or min(counts) < 1 or any(2 * count % 1 for count in counts):
+    if len(given) != stages:
         raise ValueError(
-            f"--pp-layers or --strategy gives {_joined(given)} layers, in total {sum(given):g}, to {len(given)} "
-            f"device(s); the model has {layers} layers: give one number of at least 1 per device ({stages} devices), "
-            f"in total {layers}"
+            f"--pp-layers {_joined(given)} has {len(given)} number{'s' * (len(given) > 1)} for {stages} "
+            f"device{'s' * (stages > 1)}; give one number per device, or other devices with --pp-devices"
+        )
+    counts = [layers - sum(given) if count == 0 else count for count in given]
+    if sum(counts) != layers or min(counts) < 1 or any(2 * count % 1 for count in counts):
+        raise ValueError(
+            f"the layers per device, {_joined(given)}, are {sum(given):g} in total; the model has {layers} layers: "
+            f"give whole numbers or halves of at least 1, {layers} in total"
         )
     return counts
 

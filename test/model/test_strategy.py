@@ -50,11 +50,11 @@ def test_unsupported_parts_are_named(text: str, reason: str) -> None:
 
 def test_the_rest_of_the_layers() -> None:
     assert check_layers((10, 0), 24, 2) == [10, 14]
-    with pytest.raises(ValueError, match=r"--strategy gives 24,the rest layers.* to 2 device\(s\); the model has 24"):
+    with pytest.raises(ValueError, match="device, 24,the rest, are 24 in total; the model has 24 layers"):
         check_layers((24, 0), 24, 2)
-    with pytest.raises(ValueError, match=r"--strategy gives 30,the rest layers"):
+    with pytest.raises(ValueError, match="30,the rest, are 30 in total"):
         check_layers((30, 0), 24, 2)
-    with pytest.raises(ValueError, match=r"--strategy gives 7 layers, in total 7, to 1 device\(s\).*in total 24"):
+    with pytest.raises(ValueError, match=r"7, are 7 in total; the model has 24 layers: .* 24 in total"):
         check_layers((7,), 24, 1)
 
 

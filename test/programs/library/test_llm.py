@@ -20,6 +20,7 @@ from programs.library import (
     SamplingParams,
     engine_thread,
 )
+from programs.library.arguments import library_message
 from routes.response.generate import call_engine
 from rwkv_batch.calls import CountJobs
 from test.serving import Service, wait_for
@@ -175,10 +176,60 @@ def test_errors_name_the_field(llm: LLM) -> None:
         schema = {"properties": {"a": schema}}
     with pytest.raises(LLMError, match="json_schema: is nested too deeply"):
         llm.generate("Hello", json_schema=schema)
-    with pytest.raises(ValueError, match="tensor-parallel-size"):
+    with pytest.raises(TypeError, match="tensor_parallel_size"):
         LLM("model.pth", tensor_parallel_size=2)
     with pytest.raises(LLMError, match="cannot be read"):
         LLM("no/such/model.pth")
+
+
+STARTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"threads": "x"}, ValueError, "threads must be a whole number, got 'x'"),
+    ({"devices": "cuda:7"}, LLMError, "change devices, for example to cpu"),
+    ({"model": "/nope.pth"}, LLMError, "check model$"),
+    ({"colour": 1}, TypeError, "LLM has no argument 'colour'; did you mean"),
+    ({"max_runing": None}, TypeError, "LLM has no argument 'max_runing'; did you mean 'max_running'"),
+    ({"layers": "3,3"}, LLMError, r"^layers=\"3,3\" has 2 numbers for 1 device; give one number per device, or other"),
+    ({"strategy": "cpu fp32 *9"}, LLMError, "layers per device, 9, are 9 in total; the model has"),
+    ({"states": "poet"}, ValueError, "states must be NAME=FILE"),
+    ({"served_adapters": "a=/nope.pth"}, LLMError, 'served_adapters="a=/nope.pth": '),
+    ({"state_db": "/tmp"}, ValueError, "state_db must be a file"),
+    ({"threads": "-1"}, ValueError, "threads must be 0..4096, got -1"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), STARTS)
+def test_errors_of_a_start_name_arguments(
+    tiny_model: Path, wrong: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    placed = {} if {"devices", "strategy"} & set(wrong) else {"devices": "cpu"}
+    for start in (LLM, AsyncLLM):
+        with pytest.raises(kind, match=message) as raised:
+            start(**{"model": tiny_model, **placed, **wrong})
+        assert "--" not in str(raised.value) and "app.py" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("use --dtype int8.", 'use dtype="int8".'),
+        ("(--kernels naive)", '(kernels="naive")'),
+        ("give --state-db '' or --pp-devices '0;0'", 'give state_db="" or devices="0;0"'),
+        ("lower --max-running (now 4), or --threads 3;", "lower max_running (now 4), or threads=3;"),
+        ("--pp-devices names 2 engines, --replicas 3", "devices names 2 engines, replicas=3"),
+        (
+            "load it with --adapter-serve; see python app.py --help",
+            "load it with served_adapters; see docs/settings.md",
+        ),
+        ("pip --user, my--threads", "pip --user, my--threads"),
+    ],
+)
+def test_messages_about_flags_name_arguments(message: str, expected: str) -> None:
+    assert library_message(message) == expected
+
+
+def test_limits_in_errors_of_requests_are_arguments(llm: LLM) -> None:
+    with pytest.raises(LLMError, match=r"\(max_tokens_limit\)"):
+        llm.generate("Hello", max_tokens=2**31 - 1)
 
 
 def test_coroutines_get_the_same(llm: LLM) -> None:
