@@ -24,7 +24,7 @@ from rwkv_batch.core.shares import BATCH_SHARE_DIVISOR, Limits
 
 
 class SlotSource(Protocol):
-    """Implemented by `state_manager.StateManager`."""
+    """Gives rows their state slots. Implemented by `state_manager.StateManager`."""
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Return whether the row may start: its initial state can be read, and no row computes its prefix now."""

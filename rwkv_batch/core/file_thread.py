@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class FileThread:
-    """Every task gets exactly one reply: its result or an error."""
+    """Runs file tasks one after another. Every task gets exactly one reply: its result or an error."""
 
     def __init__(
         self, name: str, closed_error: Callable[[], ServiceError], as_error: Callable[[Exception], ServiceError]

@@ -67,7 +67,7 @@ class GrammarCompileQueue:
         """waiting jobs by client, the next client first"""
 
     def prepare(self, job: Job, on_admitted: OnAdmitted, then: Callable[[Grammars], None]) -> None:
-        """Any thread. Call `then` when all grammars of the job are compiled, or refuse the job.
+        """Call `then` when the job's grammars are compiled, or refuse the job. Any thread.
 
         `then` may run on another thread and must not block.
         """
@@ -106,7 +106,7 @@ class GrammarCompileQueue:
         return None
 
     def cancel(self, job_id: str) -> None:
-        """Any thread. Refuse the job if it waits here."""
+        """Refuse the job if it waits here. Any thread."""
         with self._lock:
             if job_id in self._jobs:
                 self._jobs[job_id].is_cancelled = True

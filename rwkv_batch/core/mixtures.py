@@ -102,7 +102,7 @@ def allocate_members(sequence: Sequence, pool: StatePool) -> bool:
 
 
 def pin(state: TunedState, pool: StatePool) -> SharedSlot | None:
-    """None if the state is not in a slot yet."""
+    """Pin a tuned state's slot for a reader. None if the state is not in a slot yet."""
     slot = pool.tuned.pin(state)
     return None if slot is None else SharedSlot(slot, lambda: pool.tiers.unpin(slot))
 
@@ -215,7 +215,7 @@ class ParkedMixtures:
 
 
 def write_slots_of(sequence: Sequence) -> list[int]:
-    """The row's own slot first."""
+    """Return the slots of all members, the row's own slot first."""
     return [sequence.slot, *(member.slot for member in sequence.members)]
 
 

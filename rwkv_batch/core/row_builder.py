@@ -16,7 +16,7 @@ from sampling.grammar.matcher import Matcher
 
 
 class RowBuilder:
-    """Engine thread."""
+    """Checks jobs and creates their rows. Engine thread."""
 
     def __init__(
         self, scheduler: Scheduler, check_states: Callable[[GenerateRequest], None], tokenizer: Tokenizer, vocab: int
@@ -28,7 +28,7 @@ class RowBuilder:
         self._vocab = vocab
 
     def check(self, job: Job) -> None:
-        """Raises ServiceError if a job cannot be admitted."""
+        """Check that a job can be admitted. Raises ServiceError."""
         if not job.was_admitted:
             self._check_queue(job)
         for request in job.rows:
@@ -128,7 +128,10 @@ class RowBuilder:
 
 
 def check_resumed(request: GenerateRequest) -> None:
-    """Raises ServiceError if another engine's tokens leave nothing to generate."""
+    """Check a row that continues another engine's tokens.
+
+    Raises ServiceError if they leave nothing to generate.
+    """
     if request.resumed is not None and (request.num_rows > 1 or len(request.resumed.token_ids) >= request.max_tokens):
         count = len(request.resumed.token_ids)
         message = (
@@ -152,7 +155,7 @@ def scored_positions(request: GenerateRequest) -> range:
 
 
 def check_scoring(request: GenerateRequest, vocab: int) -> None:
-    """Raises ServiceError."""
+    """Check a request's scoring fields. Raises ServiceError."""
     scoring, session = request.prompt_logprobs, request.session
     if request.max_tokens < 1 and (request.max_tokens < 0 or session is not None):
         least = "at least 0, and at least 1 in a session"

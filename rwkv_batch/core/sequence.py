@@ -110,7 +110,7 @@ class RunningJob:
 
     @property
     def deadline(self) -> float | None:
-        """time.monotonic() at which it times out."""
+        """The time.monotonic() at which the job times out."""
         return None if self.spec.timeout_s is None else self.submitted_at + self.spec.timeout_s
 
 
@@ -258,7 +258,7 @@ class Sequence:
 
     @property
     def req_slot_holds_last_token(self) -> bool:
-        """False after a jump forward."""
+        """Whether its request slot on the device holds its last token. False after a jump forward."""
         return len(self.token_ids) > self.sampled_start and (not self.uncounted_ids or self.token_ids[-1] == PENDING)
 
     @property
@@ -292,7 +292,9 @@ class Sequence:
         self.queue_s = time.monotonic() - self.job.submitted_at
 
     def may_run(self, oldest: int) -> bool:
-        """False if its last sampling is launched, or a launch could not be rolled back.
+        """Return whether a step may include the row.
+
+        False if its last sampling is launched, or a launch could not be rolled back.
 
         oldest: see `Scheduler.schedule`
         """

@@ -22,7 +22,7 @@ Put = Callable[[Callable[[], None]], bool]
 
 
 class SessionTransfer:
-    """Answers one call at a time."""
+    """Answers ExportSession and ImportSession, one call at a time."""
 
     def __init__(self, put: Put, closed_error: Callable[[], ServiceError]) -> None:
         self._put = put
@@ -30,7 +30,7 @@ class SessionTransfer:
         self._thread = FileThread("session-files", closed_error, _to_service_error)
 
     def export(self, pool: StatePool, reply: Reply[bytes], call: ExportSession) -> None:
-        """Engine thread. Reply with the file's bytes, or with none if only its existence was asked for."""
+        """Reply with the session's file, empty if only its existence was asked for. Engine thread."""
 
         def exported(file: SessionFile | Exception) -> None:
             if isinstance(file, Exception):
@@ -44,7 +44,7 @@ class SessionTransfer:
         reply_on_error(reply, _to_service_error, lambda: export(call.session_id, exported, call.dialogue))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
-        """Any thread. Reply with the session's number of tokens once it is durable."""
+        """Reply with the session's number of tokens once it is durable. Any thread."""
 
         def fitted(file: FittedFile) -> None:
             if not self._put(lambda: self._import(pool, reply, session_id, file)):

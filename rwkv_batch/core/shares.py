@@ -80,7 +80,7 @@ class Limits:
 
     @property
     def max_paused(self) -> int:
-        """Each keeps its state slot and its request slot."""
+        """Maximum paused rows. Each keeps its state slot and its request slot."""
         return max(1, self.max_running // 2)
 
     @property
@@ -253,7 +253,10 @@ class MaskTimeBalancer:
             self.charge(sequence, max(0.0, seconds / len(rows) - self._sample_s))
 
     def charge(self, sequence: Sequence, seconds: float, tokens: int = 0) -> None:
-        """tokens: those that it jumped forward"""
+        """Charge a row for grammar time and jump-forward tokens.
+
+        tokens: those that it jumped forward
+        """
         if self._is_on:
             debt_s = sequence.mask_time_debt_s + seconds + tokens * self._row_s
             sequence.mask_time_debt_s = min(debt_s, MAX_DEBT_ROWS * self._row_s)

@@ -54,7 +54,7 @@ def _already_stored_error(sequence: Sequence, num_tokens: int) -> ServiceError |
 
 
 class StateManager:
-    """Owned by the engine's thread."""
+    """Moves rows between the pool and the steps. Owned by the engine's thread."""
 
     def __init__(self, pool: StatePool, tokenizer: Tokenizer, overlap: bool) -> None:
         self.pool = pool
@@ -141,13 +141,13 @@ class StateManager:
         return sequence.tuned is None or self._pin_tuned(sequence, sequence.tuned)
 
     def _allocate_members(self, sequence: Sequence) -> bool:
-        """Frees parked mixtures if needed."""
+        """Allocate the slots of a mixture's members. Frees parked mixtures if needed."""
         return allocate_members(sequence, self.pool) or (
             self.parked.drop_oldest() and allocate_members(sequence, self.pool)
         )
 
     def _pin_tuned(self, sequence: Sequence, tuned: TunedState) -> bool:
-        """Returns False if the state is not in a slot yet."""
+        """Pin the row's tuned state. Returns False if the state is not in a slot yet."""
         sequence.tuned_slot = pin(tuned, self.pool)
         if sequence.tuned_slot is None:
             return False
@@ -205,7 +205,10 @@ class StateManager:
             sequence.spare_slot = spare
 
     def preempt(self, sequence: Sequence) -> None:
-        """Waiting rows read the prefix themselves; this row still offers it."""
+        """Give up the cache points of a paused row.
+
+        Waiting rows read the prefix themselves; this row still offers it.
+        """
         self._abandon_cache_points(sequence)
 
     def _abandon_cache_points(self, sequence: Sequence) -> None:

@@ -27,7 +27,7 @@ OLD_NAMES = {
 
 
 class StepTime(NamedTuple):
-    """Times are time.monotonic() in seconds."""
+    """Times of one step, as time.monotonic() in seconds."""
 
     started: float
     """start of its launch"""
@@ -94,7 +94,7 @@ class Throughput:
             self._prompt_speed = 0.9 * self._prompt_speed + 0.1 * speed if self._prompt_speed else speed
 
     def prefill_time_s(self, num_tokens: int) -> float:
-        """0 if the speed is unknown."""
+        """Return the seconds to read these prompt tokens. 0 if the speed is unknown."""
         return num_tokens / self._prompt_speed if self._prompt_speed else 0.0
 
     def _log_first_tokens(self, rows: list[ScheduledRow]) -> None:
@@ -110,7 +110,7 @@ class Throughput:
                 "at_s": round(since, 5),
                 "prompt_tokens": row.sequence.prompt_tokens,
                 "first_token_ms": round((step.ended - since) * 1e3, 1),
-                "seated_ms": round(row.sequence.queue_s * 1e3, 1),
+                "queue_ms": round(row.sequence.queue_s * 1e3, 1),
                 "waited_ms": round((step.started - since) * 1e3, 1),
                 "steps": [_timing_of(one, since) for one in self._steps if one.ended > since],
             }

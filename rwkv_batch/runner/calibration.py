@@ -33,7 +33,7 @@ FIRST_SLOT = 2
 class MeasuredInputs:
     """The largest absolute input of each channel of a model's quantised matrices.
 
-    Measured at the first call, with the same text for every model, and kept beside the quantised weights.
+    Measured at the first call, with the same text for every model, and kept next to the quantised weights.
     """
 
     def __init__(self, weights: Weights, device: torch.device) -> None:

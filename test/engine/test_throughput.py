@@ -129,7 +129,7 @@ def test_waits_before_first_tokens_of_interactive_rows_are_logged(
         "at_s": 98.0,
         "prompt_tokens": 30,
         "first_token_ms": 2000.0,
-        "seated_ms": 100.0,
+        "queue_ms": 100.0,
         "waited_ms": 1000.0,
         "steps": [{"at_ms": 1000.0} | step],
     }
