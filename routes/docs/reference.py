@@ -36,7 +36,8 @@ INTRODUCTION = (
     "a query that the route does not read become entries of the answer's `warnings`: "
     '`{"field": …, "message": …}`. The message has the nearest known name. A long list is cut. A stream has it in its '
     "first event. The access log has the fields' names as `ignored`. With `--strict-fields`, unknown fields, languages "
-    "and queries are refused.",
+    "and queries are refused. Both hold for bodies, and for queries of routes that list query fields. A route "
+    "without fields, like most GET routes, ignores its query.",
     "**Request ids.** Every answer has the header `X-Request-Id`. A client may send its own id, of at most 128 "
     "letters, digits and `. : / + = @ - _`. Errors repeat it as `request_id`.",
     "**Streams.** A stream consists of server-sent events and ends with `data: [DONE]`. An error within a stream is "
