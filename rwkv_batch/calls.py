@@ -16,7 +16,7 @@ from state_pool.session_key import SessionPage
 
 
 class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """By the requests' field names. None: the route's default."""
+    """Defaults by the requests' field names. None: the route's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -52,7 +52,7 @@ def reply_on_error(reply: Reply[Any], as_error: Callable[[Exception], ServiceErr
 
 
 class EngineCall(msgspec.Struct, Generic[Answer], frozen=True, array_like=True):
-    """The type parameter is the answer's type."""
+    """A call to the engine. The type parameter is the answer's type."""
 
     @classmethod
     def answer_type(cls) -> type[Answer]:
@@ -61,7 +61,7 @@ class EngineCall(msgspec.Struct, Generic[Answer], frozen=True, array_like=True):
 
 
 class GetStatus(EngineCall[Stats], tag="status", frozen=True, array_like=True):
-    """ "jobs" counts jobs by label."""
+    """Requests the engine's status. "jobs" counts jobs by label."""
 
 
 class GetMetrics(EngineCall[str], tag="metrics", frozen=True, array_like=True):
@@ -69,7 +69,7 @@ class GetMetrics(EngineCall[str], tag="metrics", frozen=True, array_like=True):
 
 
 class ListSessions(EngineCall[SessionPage], tag="session_status", frozen=True, array_like=True):
-    """A page, newest first."""
+    """Requests a page of sessions, newest first."""
 
     limit: int
     offset: int
@@ -131,7 +131,7 @@ class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListStates(EngineCall[list[StateInfo]], tag="state_list", frozen=True, array_like=True):
-    """In the order in which they were loaded."""
+    """Lists the tuned states in the order in which they were loaded."""
 
 
 class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=True):
@@ -152,7 +152,7 @@ class AddState(EngineCall[StateInfo], tag="state_add", frozen=True, array_like=T
 
 
 class RemoveState(EngineCall[StateInfo], tag="state_remove", frozen=True, array_like=True):
-    """Admitted rows still start from the state. Answers the removed state."""
+    """Removes a tuned state. Admitted rows still start from it. Answers the removed state."""
 
     name: str
 
@@ -179,7 +179,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListAdapters(EngineCall[list[AdapterInfo]], tag="adapter_list", frozen=True, array_like=True):
-    """In the order in which they were loaded."""
+    """Lists the adapters in the order in which they were loaded."""
 
 
 class AddAdapter(EngineCall[AdapterInfo], tag="adapter_add", frozen=True, array_like=True):
@@ -193,7 +193,7 @@ class AddAdapter(EngineCall[AdapterInfo], tag="adapter_add", frozen=True, array_
 
 
 class RemoveAdapter(EngineCall[AdapterInfo], tag="adapter_remove", frozen=True, array_like=True):
-    """Admitted rows keep the adapter to their end. Answers the removed adapter."""
+    """Removes an adapter. Admitted rows keep it to their end. Answers the removed adapter."""
 
     name: str
 

@@ -84,7 +84,7 @@ class Engine:
     # Start and stop ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Raises StartupError with the cause and the remedy."""
+        """Load the model and start serving. Raises StartupError with the cause and the remedy."""
         self._thread.start()
         self._loaded.wait()
         if self._failure is not None:
@@ -168,7 +168,7 @@ class Engine:
         return EngineCalls(*queries, self._session_transfer, self._user_files)
 
     def status(self) -> dict[str, Any]:
-        """Engine thread."""
+        """Return the engine's status for /status. Engine thread."""
         return {
             "running_rows": self.scheduler.running_rows,
             "waiting_rows": self.scheduler.admission.waiting_rows,

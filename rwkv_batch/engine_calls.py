@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class UserFiles:
-    """Each kind has a thread that reads files."""
+    """The user's tuned states, adapters and model files. Each kind has a thread that reads files."""
 
     def __init__(self, states: StateLibrary, adapters: AdapterLibrary, models: ModelChecks) -> None:
         self.states = states
@@ -34,7 +34,7 @@ class UserFiles:
         self.models.close()
 
     def handle(self, call: calls.EngineCall[Any], reply: calls.Reply[Any]) -> None:
-        """Some replies come after a file is read."""
+        """Answer a call about user files. Some replies come after a file is read."""
         match call:
             case calls.ListStates():
                 reply_with(reply, self.states.infos)
@@ -55,7 +55,7 @@ class UserFiles:
 
 
 class EngineCalls:
-    """Each reply is called once; some after a copy or a database operation."""
+    """Answers calls. Each reply is called once; some after a copy or a database operation."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ MAY_BE_KEPT = (
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """It crosses the socket and becomes a JSON body or an SSE event."""
+    """A failure as data. It crosses the socket and becomes a JSON body or an SSE event."""
 
     kind: ErrorKind
     message: str
@@ -75,4 +75,4 @@ def invalid(field: str, message: str, given: object) -> ServiceError:
 
 
 class StartupError(Exception):
-    """The message is one line with the cause and the remedy."""
+    """The configuration cannot be served. The message is one line with the cause and the remedy."""

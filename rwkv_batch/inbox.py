@@ -15,7 +15,7 @@ class Command(NamedTuple):
 
 
 class Inbox:
-    """One thread runs the commands, and closes the inbox before it runs the last ones."""
+    """A queue of commands. One thread runs them, and closes the inbox before it runs the last ones."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -25,7 +25,7 @@ class Inbox:
         self._is_closed = False
 
     def put(self, action: Callable[[], None], is_arrival: bool = False) -> bool:
-        """Any thread. Returns False if the inbox is closed."""
+        """Queue a command. Returns False if the inbox is closed. Any thread."""
         with self._put_lock:
             if self._is_closed:
                 return False
@@ -34,7 +34,7 @@ class Inbox:
         return True
 
     def close(self) -> None:
-        """The next `run_all` runs the queued commands."""
+        """Refuse new commands. The next `run_all` runs the queued ones."""
         with self._put_lock:
             self._is_closed = True
 

@@ -11,7 +11,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def within(folder: str, file: str) -> Path | None:
-    """Follows links. None: the file is outside, or not a valid path."""
+    """Resolve `file` in the folder, following links.
+
+    None: the file is outside, or not a valid path.
+    """
     root = Path(folder).resolve()
     try:
         path = (root / file).resolve()
@@ -40,7 +43,7 @@ def relative_to_folder(folder: str, text: str) -> str:
 
 
 def check_adapter_within(folder: str, path: Path, field: str) -> None:
-    """Raises ServiceError if a file of the adapter is outside the folder."""
+    """Check that an adapter's files are inside the folder. Raises ServiceError."""
     files = path.iterdir() if path.is_dir() else (path.with_name(ADAPTER_CONFIG),)
     if any(within(folder, str(file)) is None for file in files):
         raise invalid(field, "must be an adapter without links that lead out of --models-dir", path.name)

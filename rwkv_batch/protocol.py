@@ -20,10 +20,16 @@ class EngineProtocol(Protocol):
     """The calls that routes may make. All return at once; results arrive through callbacks."""
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
-        """`on_admitted` gets None, or a ServiceError if the job is refused and sends no events."""
+        """Submit a job.
+
+        `on_admitted` gets None, or a ServiceError if the job is refused and sends no events.
+        """
 
     def cancel(self, job_id: str) -> None:
-        """Ends the job's rows at once. Its last event has `done`. Unknown ids are ignored: the job may have ended."""
+        """End the job's rows at once.
+
+        Its last event has `done`. Unknown ids are ignored: the job may have ended.
+        """
 
     def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None: ...
 
@@ -42,7 +48,7 @@ class ManagedEngine(EngineProtocol, Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """If the engine's thread ends, the process ends and is restarted."""
+        """Whether the engine's thread runs. If it ends, the process ends and is restarted."""
 
     @property
     def loop_count(self) -> int | None:
@@ -50,7 +56,7 @@ class ManagedEngine(EngineProtocol, Protocol):
 
     @property
     def load(self) -> Load:
-        """Any thread."""
+        """Return the engine's queued work. Any thread."""
 
     def stop(self) -> None:
         """End running rows and store the sessions' states."""

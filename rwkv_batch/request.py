@@ -23,7 +23,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """The row continues a stored session. Its prompt and answer become part of the session."""
+    """A stored session that the row continues. Its prompt and answer become part of the session."""
 
     session_id: str
     resume_prompt: list[int]
@@ -128,7 +128,7 @@ INTERACTIVE_ROWS = 8
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """None: unlimited"""
+    """Limits of an API key. None: unlimited."""
 
     rows: int | None = None
     """at the same time"""
@@ -185,7 +185,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prefix_salt(self) -> str:
-        """Separates its cached prefixes from those of other tenants and salts."""
+        """The salt that separates its cached prefixes from other tenants' and salts'."""
         return f"{self.tenant}\0{self.cache_salt}" if self.tenant or self.cache_salt else ""
 
     @property
@@ -195,7 +195,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usage(self) -> Usage | None:
-        """None without limits"""
+        """What the job takes of its client's limits. None without limits."""
         if self.limits is None:
             return None
         rows = sum(row.num_rows * row.num_states for row in self.rows)

@@ -27,7 +27,7 @@ def _vocab_file() -> Path:
 
 
 def _encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
-    """Takes 230 MB."""
+    """Return the process-wide encoder. Takes 230 MB."""
     with _encoder_lock:
         return _load_encoder()
 
@@ -39,7 +39,7 @@ def _load_encoder() -> pyrwkv_tokenizer.RWKVTokenizer:
 
 @functools.cache
 def _byte_table() -> list[bytes]:
-    """Raises ValueError for a damaged file."""
+    """Return the bytes of each id. Raises ValueError for a damaged file."""
     data = _vocab_file().read_bytes()
     table = [b""] * VOCAB_SIZE
     lines = _LINE.findall(data)
@@ -80,27 +80,33 @@ def _lengths_by_prefix() -> dict[bytes, tuple[int, ...]]:
 
 
 def make_byte_tables() -> None:
-    """Takes 0.1 s and 20 MB."""
+    """Create the byte tables that a process's tokenizers share. Takes 0.1 s and 20 MB."""
     _penalty_exempt_ids()
     _lengths_by_prefix()
 
 
 def make_tables() -> None:
-    """Takes 0.6 s and 250 MB."""
+    """Create the byte tables and the text encoder. Takes 0.6 s and 250 MB."""
     make_byte_tables()
     _encoder()
 
 
 class Tokenizer:
-    """Immutable and thread-safe; tables are created on first use."""
+    """Converts text to token ids and back. Immutable and thread-safe; tables are created on first use."""
 
     def encode(self, text: str) -> list[int]:
-        """Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form."""
+        """Return the token ids of a text.
+
+        Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form.
+        """
         text.encode("utf-8")
         return list(_encoder().encode(text))
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Does not load the text encoder. `encode` is faster for whole texts."""
+        """Return the token ids of any bytes.
+
+        Does not load the text encoder. `encode` is faster for whole texts.
+        """
         ids, lengths = _id_by_bytes(), _lengths_by_prefix()
         table, found, at = _byte_table(), [], 0
         while at < len(data):
@@ -115,7 +121,7 @@ class Tokenizer:
 
     @property
     def id_by_bytes(self) -> dict[bytes, int]:
-        """Every single byte is a token."""
+        """The id of each token's bytes. Every single byte is a token."""
         return _id_by_bytes()
 
     @functools.cached_property
@@ -124,11 +130,14 @@ class Tokenizer:
 
     @property
     def byte_table(self) -> list[bytes]:
-        """[65536]; b"" for id 0 and unused ids. Raises ValueError for a damaged file."""
+        """The bytes of each id, [65536].
+
+        b"" for id 0 and unused ids. Raises ValueError for a damaged file.
+        """
         return _byte_table()
 
     def decode_bytes(self, ids: list[int]) -> bytes:
-        """The result may end inside a character."""
+        """Return the bytes of token ids. The result may end inside a character."""
         table = self.byte_table
         return b"".join(table[i] for i in ids)
 

@@ -75,7 +75,7 @@ class Fleet:
         threading.Thread(target=self._poll_loop, name="fleet", daemon=True).start()
 
     def update(self, engines: Sequence[ServedModel]) -> None:
-        """Jobs of removed engines continue elsewhere."""
+        """Set the current engines. Jobs of removed engines continue elsewhere."""
         info = {engine.address: engine for engine in engines}
         with self._lock:
             gone = [self._members.pop(address) for address in set(self._members) - set(info)]
@@ -179,7 +179,7 @@ class Fleet:
         gather(call, reply, members, self.members, self._session_member, self._limits.shares_sessions)
 
     def observe(self, observation: Observe) -> None:
-        """Dropped if there is no engine."""
+        """Report an ended HTTP request to one engine. Dropped if there is no engine."""
         for member in self.members:
             if member.client.is_connected:
                 member.client.observe(observation)
@@ -240,7 +240,7 @@ class Fleet:
             in_flight_job.report_admission(refusal)
 
     def _on_events(self, in_flight_job: InFlightJob, attempt: Attempt, events: JobEvents) -> None:
-        """Events of an earlier attempt are dropped."""
+        """Handle an engine's events of a job. Events of an earlier attempt are dropped."""
         if attempt.number != in_flight_job.attempt:
             return
         if events.done and events.error is not None and events.error.kind in ENGINE_GONE:

@@ -44,7 +44,10 @@ _OF_THE_SERVICE = ("rwkv_http_", "rwkv_client_")
 
 
 def merged_status(answers: list[tuple[Member, dict[str, Any]]], all_members: list[Member]) -> dict[str, Any]:
-    """The result has the first engine's status with summed counters, and an entry per engine."""
+    """Return one status for all engines.
+
+    The result has the first engine's status with summed counters, and an entry per engine.
+    """
     merged = dict(answers[0][1])
     info = {member.name: stats for member, stats in answers}
     if len(answers) > 1:
@@ -61,7 +64,10 @@ def merged_status(answers: list[tuple[Member, dict[str, Any]]], all_members: lis
 
 
 def _engine_status(member: Member, stats: dict[str, Any] | None) -> dict[str, Any]:
-    """stats: None if the engine does not answer"""
+    """Return one engine's entry in the status.
+
+    stats: None if the engine does not answer
+    """
     report = member.report
     status: dict[str, Any] = {
         "engine": member.name,
@@ -82,7 +88,10 @@ def _engine_status(member: Member, stats: dict[str, Any] | None) -> dict[str, An
 
 
 def merged_metrics(answers: list[tuple[Member, str]]) -> str:
-    """Samples of a family stay together, each with its engine's name."""
+    """Return one Prometheus text for all engines.
+
+    Samples of a family stay together, each with its engine's name.
+    """
     families: dict[str, tuple[list[str], dict[str, float]]] = {}
     for member, text in answers:
         for headers, samples in _families(text):

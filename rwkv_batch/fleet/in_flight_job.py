@@ -61,7 +61,7 @@ def without_turn_starts(events: JobEvents) -> JobEvents:
 
 
 class Progress:
-    """One thread at a time."""
+    """How far each row of a job has come. One thread at a time."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -79,7 +79,7 @@ class Progress:
         return events
 
     def remaining_job(self) -> Job | None:
-        """None: every row has ended."""
+        """Return the job's rest for another engine. None: every row has ended."""
         rows: list[GenerateRequest] = []
         numbers: list[int] = []
         first = 0
@@ -143,7 +143,7 @@ CANCELLED = ErrorInfo(kind=ErrorKind.CANCELLED, message="the request was cancell
 
 
 class InFlightJob:
-    """Events of other engines are dropped. One thread at a time."""
+    """A job and its current engine. Events of other engines are dropped. One thread at a time."""
 
     def __init__(self, job: Job, sink: Sink, on_admitted: OnAdmitted, can_resume: bool = True) -> None:
         self.job = job
@@ -181,7 +181,7 @@ class InFlightJob:
         return attempt_id(self.job.job_id, self.attempt)
 
     def next_attempt(self) -> Job | None:
-        """None: all rows have ended."""
+        """Return the job for the next engine. None: all rows have ended."""
         self.attempt += 1
         remaining_job = self._progress.remaining_job() if self.attempt else self.job
         if remaining_job is None:
@@ -199,7 +199,10 @@ class InFlightJob:
         )
 
     def report_admission(self, refusal: ServiceError | None) -> None:
-        """The admission by a further engine is not reported."""
+        """Report the job's admission or final refusal.
+
+        The admission by a further engine is not reported.
+        """
         if self.is_admitted:
             if refusal is not None:
                 self._sink(JobEvents(job_id=self.job.job_id, deltas=[], done=True, error=refusal.info))

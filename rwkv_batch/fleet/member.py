@@ -36,7 +36,7 @@ CONNECT_TIMEOUT_S = 2.0
 
 
 class Member:
-    """Any thread."""
+    """One engine of a fleet. Any thread."""
 
     def __init__(self, info: ServedModel, on_change: Callable[[Member, bool], None]) -> None:
         self.info = info
@@ -82,7 +82,10 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Its last report and the jobs on their way, in the unit of `choose`."""
+        """Return the engine's load, in the unit of `choose`.
+
+        It is its last report and the jobs on their way.
+        """
         with self._lock:
             return load_of(self._load.rows, self._load.prompt_tokens) + sum(self._sent.values())
 

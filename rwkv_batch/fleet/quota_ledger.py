@@ -21,7 +21,7 @@ Members = Callable[[], Sequence[Member]]
 
 
 class QuotaLedger:
-    """The fleets of all models share it. Any thread may call."""
+    """The ledger as one process sees it. The fleets of all models share it. Any thread may call."""
 
     def __init__(self) -> None:
         self._sources: dict[Members, None] = {}
@@ -71,13 +71,16 @@ class QuotaLedger:
         on_answer(answer)
 
     def charge(self, job_id: str, events: JobEvents) -> None:
-        """The holder learns the new tokens with the next `poll`."""
+        """Charge a job's new tokens. The holder learns them with the next `poll`."""
         if self._copy.charge_more(job_id, events.num_sampled, events.num_replayed) is not None:
             self._has_changed = True
             self._unreported[job_id] = None
 
     def end(self, job_id: str, refund: bool) -> None:
-        """refund: no engine admitted it, so it costs nothing"""
+        """Stop counting a job.
+
+        refund: no engine admitted it, so it costs nothing
+        """
         with self._lock:
             holder = self._find_holder()
             self._unreported.pop(job_id, None)

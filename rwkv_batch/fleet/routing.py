@@ -99,7 +99,7 @@ MAX_REMEMBERED = 16_384
 
 class EngineLru(OrderedDict[str, str]):
     def put(self, key: str, engine: str) -> None:
-        """Drops the oldest entry if there are too many."""
+        """Store an entry. Drops the oldest entry if there are too many."""
         self[key] = engine
         self.move_to_end(key)
         if len(self) > MAX_REMEMBERED:
@@ -112,7 +112,7 @@ def rendezvous_weight(session: str, engine: str) -> bytes:
 
 
 def prefix_key(job: Job) -> str:
-    """ "" for a short prompt."""
+    """Return a hash of the job's first prompt prefix. "" for a short prompt."""
     row = job.rows[0]
     if len(row.prompt) < PREFIX_TOKENS:
         return ""

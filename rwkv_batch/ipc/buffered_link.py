@@ -27,7 +27,10 @@ _MORE, _LAST = b"\1", b"\0"
 
 
 class BufferedLink(Generic[Incoming, Outgoing]):
-    """The carrier calls `take`, `put` and `acknowledge` on any thread."""
+    """A `Link` whose pieces a carrier moves.
+
+    The carrier calls `take`, `put` and `acknowledge` on any thread.
+    """
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[Incoming]]) -> None:
         self._decoder = decoder
@@ -145,7 +148,7 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         return bool(self._outbox) and self._sent_bytes - self._acknowledged_bytes < WINDOW_BYTES
 
     def put(self, pieces: list[bytes]) -> None:
-        """An empty list is a heartbeat."""
+        """Add received pieces. An empty list is a heartbeat."""
         with self._has_input:
             self._last_put_at = time.monotonic()
             if not self._closed:
@@ -167,7 +170,10 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         self.put(pieces)
 
     def acknowledge(self, read_bytes: int) -> None:
-        """`read_bytes`: the total of the other end."""
+        """Record how many bytes the other end has read.
+
+        `read_bytes`: the total of the other end.
+        """
         with self._can_send:
             self._acknowledged_bytes = max(self._acknowledged_bytes, read_bytes)
             self._can_send.notify()

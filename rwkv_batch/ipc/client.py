@@ -149,7 +149,7 @@ class EngineClient:
         self._thread.start()
 
     def stop(self) -> None:
-        """All waiting callbacks get an error."""
+        """Close the connection for good. All waiting callbacks get an error."""
         self._stopped.set()
         with self._lock:
             if self._newest is not None:
@@ -167,12 +167,12 @@ class EngineClient:
 
     @property
     def is_connected(self) -> bool:
-        """An engine counts once its model is loaded."""
+        """Whether an engine is connected. An engine counts once its model is loaded."""
         return self._link is not None
 
     @property
     def num_received(self) -> int:
-        """A long message has many pieces."""
+        """Number of pieces received on this connection. A long message has many pieces."""
         newest = self._newest
         return 0 if newest is None else newest.num_pieces
 
@@ -213,11 +213,11 @@ class EngineClient:
         reply(refusal)
 
     def observe(self, observation: Observe) -> None:
-        """Dropped if there is no engine."""
+        """Report an ended HTTP request. Dropped if there is no engine."""
         self._send(observation)
 
     def report_usage(self, *reports: UsageReport | RestoreQuotas) -> None:
-        """Dropped if there is no engine."""
+        """Report usage that counts against clients' limits. Dropped if there is no engine."""
         if reports:
             self._send(*reports)
 

@@ -9,7 +9,7 @@ from rwkv_batch.ipc.process import set_compute_environment
 
 
 def engine_process(*arguments: Any) -> None:
-    """The arguments are those of `rwkv_batch.ipc.server.run_engine`."""
+    """Run an engine. The arguments are those of `rwkv_batch.ipc.server.run_engine`."""
     set_compute_environment()
     from tqdm import tqdm
 

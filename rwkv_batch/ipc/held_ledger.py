@@ -16,11 +16,11 @@ from rwkv_batch.request import Job, JobEvents, Load, Usage, original_id
 class HasLoad(Protocol):
     @property
     def load(self) -> Load:
-        """Any thread."""
+        """Return the engine's own load. Any thread."""
 
 
 class Arrivals:
-    """Any thread."""
+    """Jobs submitted to an engine but not admitted yet. Any thread."""
 
     def __init__(self, engine: HasLoad) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class Arrivals:
 
     @property
     def load(self) -> Load:
-        """A job may be counted twice for a moment, but is always counted."""
+        """Return the total load. A job may be counted twice for a moment, but is always counted."""
         with self._lock:
             rows, prompt_tokens = self._rows, self._prompt_tokens
         known = self._engine.load
@@ -117,5 +117,5 @@ class HeldLedger:
         self._quotas.end(job_id)
 
     def balances(self) -> list[Balance]:
-        """Leaves out clients that have used nothing."""
+        """Return clients' balances. Leaves out clients that have used nothing."""
         return self._quotas.balances()

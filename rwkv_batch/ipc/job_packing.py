@@ -27,7 +27,10 @@ _NOTHING = _Common([], [], [], None, {})
 
 
 def pack(job: Job) -> Submit:
-    """A row's fields are left out if they equal those of the row before it."""
+    """Return a job's message.
+
+    A row's fields are left out if they equal those of the row before it.
+    """
     repeats = [at for at, (before, row) in enumerate(pairwise(job.rows), 1) if _common(before) == _common(row)]
     if not repeats:
         return Submit(job)
@@ -38,7 +41,7 @@ def pack(job: Job) -> Submit:
 
 
 def unpack(message: Submit) -> Job:
-    """Rows share what they have in common."""
+    """Return the packed job. Rows share what they have in common."""
     rows = message.job.rows
     for at in message.repeats:
         rows[at] = _with_common(rows[at], _common(rows[at - 1]))

@@ -25,7 +25,7 @@ _FRESH_S = 1.0
 
 
 class DeviceStats(NamedTuple):
-    """Bytes and watts. None: unknown."""
+    """Memory in bytes and power in watts of a device. None: unknown."""
 
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
@@ -37,7 +37,7 @@ class _Memory(ctypes.Structure):
 
 
 class _Nvml:
-    """Raises OSError if the library is missing or does not start."""
+    """NVML's functions. Raises OSError if the library is missing or does not start."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -85,7 +85,7 @@ class DeviceMonitor:
         self._known: dict[str, tuple[float, DeviceStats]] = {}
 
     def stats(self, device: str) -> DeviceStats:
-        """All fields are None for an unknown device."""
+        """Return a device's statistics. All fields are None for an unknown device."""
         now = time.monotonic()
         updated_at, stats = self._known.get(device, (-_FRESH_S, DeviceStats()))
         if now - updated_at >= _FRESH_S:
@@ -151,15 +151,15 @@ class TokenLatency(Collector):
         """per job its arrival, and per row the time of its last delta"""
 
     def arrived(self, job_id: str, now: float) -> None:
-        """`now` is time.monotonic()."""
+        """Record a job's arrival. `now` is time.monotonic()."""
         self._last[job_id] = (now, {})
 
     def forget(self, job_id: str) -> None:
-        """Call for a job that was refused or whose client has gone."""
+        """Drop a job's record. Call for a job that was refused or whose client has gone."""
         self._last.pop(job_id, None)
 
     def observe(self, events: Sequence[JobEvents], now: float) -> None:
-        """`now` is time.monotonic()."""
+        """Record the events of one step. `now` is time.monotonic()."""
         delta_counts: dict[tuple[float, int], int] = {}
         """deltas by time of the row's previous delta and number of tokens: few keys, because rows share their steps"""
         for event in events:
@@ -193,7 +193,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class Metrics:
-    """Any thread may call: prometheus_client locks."""
+    """Counters and histograms of /metrics. Any thread may call: prometheus_client locks."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -270,7 +270,10 @@ class Metrics:
             self._client_tokens.labels(client, "prompt").inc(prompt_tokens)
 
     def observe_client_tokens(self, client: str, sampled: int, replayed: int) -> None:
-        """replayed: tokens of the client's sessions that were read again"""
+        """Count a client's tokens.
+
+        replayed: tokens of the client's sessions that were read again
+        """
         self._client_tokens.labels(client, "completion").inc(sampled)
         if replayed:
             self._client_tokens.labels(client, "replayed").inc(replayed)

@@ -83,7 +83,7 @@ def set_up_logging(process: str, style: LogStyle) -> None:
 
 
 class _SlowGcLogger:
-    """Such collections stop all threads of the process."""
+    """Logs slow garbage collections. Such collections stop all threads of the process."""
 
     def __init__(self) -> None:
         self._began = 0.0

@@ -46,7 +46,7 @@ class TokenBucket:
     at: float
 
     def refill(self, per_minute: int, now: float) -> None:
-        """Adds the units for the time since the last call."""
+        """Add the units for the time since the last call."""
         self.level = min(float(per_minute), self.level + (now - self.at) * per_minute / _MINUTE_S)
         self.at = now
 
@@ -62,7 +62,7 @@ class _Client:
     requests: TokenBucket | None = None
 
     def refill(self, limits: ClientLimits, now: float) -> None:
-        """`limits` replace earlier ones."""
+        """Refill the buckets. `limits` replace earlier ones."""
         self.limits = limits
         self.requests = _refilled(self.requests, limits.requests_per_minute, now)
         self.tokens = _refilled(self.tokens, limits.tokens_per_minute, now)
@@ -76,7 +76,7 @@ class _Client:
 
 @dataclass(slots=True)
 class Quotas:
-    """Any thread may call."""
+    """Current usage of all API keys. Any thread may call."""
 
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -103,7 +103,7 @@ class Quotas:
         return error
 
     def add(self, usage: Usage) -> None:
-        """The ledger admitted the job."""
+        """Count a job that the ledger admitted."""
         with self._lock:
             if usage.job_id not in self._jobs:
                 self._add(self._refilled_client(usage.client, usage.limits), usage)
@@ -114,13 +114,19 @@ class Quotas:
         self._jobs[usage.job_id] = CountedJob(usage)
 
     def charge(self, job_id: str, sampled: int, replayed: int = 0) -> CountedJob | None:
-        """sampled, replayed: since the job's start. Returns the tokens not charged yet, None if there are none."""
+        """Charge a job's tokens, and return those not charged yet.
+
+        sampled, replayed: since the job's start. Returns None if there are none.
+        """
         with self._lock:
             job = self._jobs.get(job_id)
             return None if job is None else self._charge(job, sampled - job.sampled, replayed - job.replayed)
 
     def charge_more(self, job_id: str, sampled: int, replayed: int = 0) -> CountedJob | None:
-        """sampled, replayed: further tokens. Returns them, None if there are none."""
+        """Charge further tokens of a job, and return them.
+
+        sampled, replayed: further tokens. Returns None if there are none.
+        """
         with self._lock:
             job = self._jobs.get(job_id)
             return None if job is None else self._charge(job, sampled, replayed)
@@ -135,7 +141,10 @@ class Quotas:
         return charged
 
     def end(self, job_id: str, refund: bool = False) -> CountedJob | None:
-        """refund: no engine admitted the job, so it costs nothing"""
+        """Remove a job and return it, if it counts.
+
+        refund: no engine admitted the job, so it costs nothing
+        """
         with self._lock:
             job = self._jobs.pop(job_id, None)
             if job is not None:

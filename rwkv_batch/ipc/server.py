@@ -193,7 +193,7 @@ class Peer:
 
 
 class EngineServer:
-    """Links are given to `serve` or accepted by `listen`."""
+    """Connects HTTP workers to the engine. Links are given to `serve` or accepted by `listen`."""
 
     def __init__(self, engine: ManagedEngine) -> None:
         self._engine = engine
@@ -206,7 +206,7 @@ class EngineServer:
         threading.Thread(target=self._heartbeat_loop, name="heartbeat", daemon=True).start()
 
     def listen(self, address: str) -> None:
-        """Accepts HTTP workers of this machine. Returns at once."""
+        """Accept HTTP workers of this machine. Returns at once."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(address)
         listener.listen(MAX_WORKERS)
@@ -277,7 +277,7 @@ def _unless_failed(value: Any, then: Callable[[Any], Any]) -> Any:
 
 
 def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
-    """Raises StartupError, with one line, for any failure."""
+    """Create and start an engine. Raises StartupError, with one line, for any failure."""
     try:
         module, _, class_name = factory.partition(":")
         load = partial(importlib.import_module, module)

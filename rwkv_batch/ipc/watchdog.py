@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Watchdog:
-    """Runs on the main thread of the engine's process."""
+    """Detects an engine that hangs. Runs on the main thread of the engine's process."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float], interval_s: float) -> None:
         """

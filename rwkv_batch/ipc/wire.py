@@ -47,7 +47,7 @@ NO_LOAD = Load(rows=0, prompt_tokens=0)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
-    """From the HTTP worker, first on a connection."""
+    """The first message of a connection, from the HTTP worker."""
 
     name: str
     pid: int
@@ -64,14 +64,14 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="c"):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="q"):
-    """The Answer repeats `call_id`."""
+    """A call to the engine. The Answer repeats `call_id`."""
 
     call_id: int
     call: AnyCall
 
 
 class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
-    """For the metrics in the engine's process."""
+    """An ended HTTP request, for the metrics in the engine's process."""
 
     route: str
     status: int
@@ -146,11 +146,11 @@ ToWorker = Arrived | Admitted | EventBatch | Answer | Heartbeat
 
 
 class NotSent(Exception):  # noqa: N818 - named by its effect
-    """The link stays open."""
+    """A message was not sent. The link stays open."""
 
 
 class FrameTooLong(NotSent):
-    """The message is not sent, or not read."""
+    """A message exceeds its limit. It is not sent, or not read."""
 
     def __init__(self, num_bytes: int, limit: int) -> None:
         super().__init__(f"a message between processes has {num_bytes} bytes, the limit is {limit}")
@@ -210,7 +210,7 @@ class Link(Protocol[Received_co, Sent_contra]):
 
     @property
     def num_pieces(self) -> int:
-        """A long frame has several."""
+        """Number of pieces that `receive` has read. A long frame has several."""
 
     @property
     def is_sending(self) -> bool:
@@ -229,17 +229,17 @@ class Link(Protocol[Received_co, Sent_contra]):
         """
 
     def receive(self) -> Iterator[Received_co]:
-        """Ends when the peer is gone or the link is closed.
+        """Yield messages. Ends when the peer is gone or the link is closed.
 
         Raises msgspec.DecodeError for an invalid frame, FrameTooLong for one that is too long.
         """
 
     def close(self) -> None:
-        """Any thread. `receive` then ends at both ends."""
+        """Close the connection. Any thread. `receive` then ends at both ends."""
 
 
 def check_room(waiting_frames: int, waiting_bytes: int, num_bytes: int) -> None:
-    """Raises LinkFull."""
+    """Check that a frame fits behind the waiting ones. Raises LinkFull."""
     if not waiting_frames:
         return
     if 2 * waiting_frames > MAX_WAITING_FRAMES or waiting_bytes + num_bytes > MAX_OFFERED_BYTES:
@@ -307,7 +307,7 @@ class SocketLink(Generic[Incoming, Outgoing]):
                 yield from self._decoder.decode(body)
 
     def _read(self, stream: BufferedReader[Any], length: int) -> bytearray | None:
-        """None: the stream ended inside the frame."""
+        """Read a frame's body. None: the stream ended inside the frame."""
         body = bytearray(length)
         view = memoryview(body)
         while view:

@@ -26,7 +26,7 @@ _RAY_ENV = {
 
 
 def load_ray() -> Any:
-    """Raises StartupError if the package is not installed."""
+    """Import and return the `ray` package. Raises StartupError if it is not installed."""
     for name, value in _RAY_ENV.items():
         os.environ.setdefault(name, value)
     try:

@@ -63,7 +63,7 @@ class EngineInfo(NamedTuple):
 
 
 class EngineActor:
-    """`placement.place` creates the actor."""
+    """The Ray actor that runs an engine. `placement.place` creates it."""
 
     def __init__(self, name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -137,7 +137,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="life")
     def info(self, watcher: str = "") -> EngineInfo:
-        """A caller with a name counts as a watcher."""
+        """Return the engine's report about itself. A caller with a name counts as a watcher."""
         if watcher:
             self._watchers[watcher] = self._last_watched_at = time.monotonic()
         return self._info
@@ -206,14 +206,17 @@ class EngineActor:
         self._info = self._info._replace(status=status, error=error, since=int(time.time()))
 
     def _kill_after_timeout(self) -> None:
-        """A step or a disk may hang while the engine drains."""
+        """End the process if the drain does not end.
+
+        A step or a disk may hang while the engine drains.
+        """
         allowed_s = self._config.drain_timeout_s + SHUTDOWN_GRACE_S
         time.sleep(allowed_s)
         logger.error("the engine has not ended within %.0f s; ending its process", allowed_s)
         self._end()
 
     def _end(self) -> None:
-        """Ray restarts the process unless the actor has left the cluster."""
+        """End the process. Ray restarts it unless the actor has left the cluster."""
         try:
             logger.info("the engine has ended%s", "; Ray restarts it" if self._will_restart else "")
             if not self._will_restart:

@@ -28,7 +28,7 @@ _POLL_INTERVAL_S = 0.25
 
 
 class ActorLink(BufferedLink[ToWorker, ToEngine]):
-    """Its own thread sends; `receive` fetches events."""
+    """A `Link` to an engine's actor. Its own thread sends; `receive` fetches events."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         super().__init__(to_worker_decoder)

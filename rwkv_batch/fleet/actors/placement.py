@@ -34,7 +34,10 @@ def placed_config(config: EngineConfig, bundle: dict[str, float]) -> EngineConfi
 
 
 def place(name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> bool:
-    """The engine waits for a node with room. Returns False if it exists. Raises RayError."""
+    """Create the engine's actor. It waits for a node with room.
+
+    Returns False if it exists. Raises RayError.
+    """
     ray = load_ray()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -72,7 +75,7 @@ def _group(name: str, bundle: dict[str, float]) -> Any:
 
 
 def has_room(name: str) -> bool:
-    """Calls the cluster's head."""
+    """Return whether the engine's placement group has a node. Calls the cluster's head."""
     from ray.util import get_placement_group, placement_group_table
 
     with contextlib.suppress(ValueError):

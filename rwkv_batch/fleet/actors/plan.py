@@ -30,7 +30,7 @@ class EngineAddress(NamedTuple):
 
 
 def parse_address(text: str) -> EngineAddress:
-    """Invert `str(EngineAddress)`."""
+    """Parse the text that `str(EngineAddress)` returns."""
     head, node, namespace, engine = text.removeprefix(PREFIX).split(_SEPARATOR)
     return EngineAddress(ClusterAddress(head, node, namespace), engine)
 
@@ -50,7 +50,7 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
     """the engine's class ("module:Class")"""
 
     def with_absolute_paths(self) -> ClusterPlan:
-        """The engines may run in another folder."""
+        """Return the plan with absolute paths. The engines may run in another folder."""
         config = self.config
         named = {
             field: tuple(f"{name}={Path(file).absolute()}" for name, _, file in (one.partition("=") for one in entries))

@@ -87,7 +87,7 @@ def _poll(roster: Roster) -> tuple[ServedModel, ...]:
 
 
 def _leave(roster: Roster, timeout_s: float) -> None:
-    """If the engines end too, wait for them."""
+    """Leave the cluster. If the engines end too, wait for them."""
     deadline = time.monotonic() + timeout_s
     if roster.leave():
         while roster.names and time.monotonic() < deadline:

@@ -28,7 +28,7 @@ _CURRENT_S = 3.0
 
 
 class EngineDirectory:
-    """As of the head's last answer."""
+    """The engines of the cluster, as of the head's last answer."""
 
     def __init__(self, ray: Any) -> None:
         """Polls once before it returns. Raises RayError."""
@@ -59,7 +59,7 @@ class EngineDirectory:
         return time.monotonic() - self._answered < _CURRENT_S
 
     def poll(self) -> None:
-        """Raises RayError."""
+        """Update the list of engines from the head. Raises RayError."""
         names = [name for name in self._ray.util.list_named_actors() if name.startswith(ENGINE)]
         known = self.actors
         self.actors = {name: known.get(name) or self._look_up(name) for name in names}
@@ -67,7 +67,10 @@ class EngineDirectory:
         self._answered = time.monotonic()
 
     def actor(self, name: str) -> Any:
-        """None: there is none. Looks it up if unknown. Raises RayError."""
+        """Return the engine's actor, None if there is none.
+
+        Looks it up if unknown. Raises RayError.
+        """
         return self.actors.get(name) or self._look_up(name)
 
     def forget(self, name: str) -> None:
@@ -256,7 +259,7 @@ class Roster:
         self._to_add.append(devices)
 
     def _place_missing(self) -> None:
-        """If no engine exists, place all."""
+        """Place missing and added engines. If no engine exists, place all."""
         now = time.monotonic()
         if now < self._next_placement_at:
             return
@@ -294,7 +297,10 @@ class Roster:
         return True
 
     def restart(self, name: str) -> None:
-        """name: "all" for one after the other"""
+        """Drain and restart an engine.
+
+        name: "all" for one after the other
+        """
         names = list(self._engines) if name == ALL else [name]
         self._to_restart.extend(one for one in names if one not in self._to_restart)
 
@@ -312,7 +318,7 @@ class Roster:
     # Removal -------------------------------------------------------------------------------------------------
 
     def remove(self, name: str) -> None:
-        """Removes the engine as soon as the head is reachable."""
+        """Remove the engine as soon as the head is reachable."""
         self._desired.pop(name, None)
         self._missing.discard(name)
         self._to_remove[name] = self._directory.actors.get(name)
