@@ -40,13 +40,13 @@ def open_private(path: Path | str, flags: int = os.O_RDWR) -> int:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Other users cannot read the file. Raises OSError."""
+    """Writes a file that other users cannot read. Raises OSError."""
     with os.fdopen(open_private(path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
         file.write(content)
 
 
 def make_private_folder(folder: Path) -> None:
-    """Other users cannot enter the folder. Creates its parents too. Raises OSError."""
+    """Creates a folder, with its parents, that other users cannot enter. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(FOLDER_MODE, exist_ok=True)
     make_private(folder)
@@ -101,7 +101,7 @@ class TemporaryFolder:
             os.close(self._lock)  # another process came between the two calls, and has removed it
 
     def remove(self) -> None:
-        """May be called twice."""
+        """Removes the folder. May be called twice."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -117,7 +117,7 @@ def remove_stale() -> None:
 
 
 def _remove_unowned(folder: Path) -> None:
-    """Raises OSError if it has an owner, or never had one."""
+    """Removes a folder. Raises OSError if it has an owner, or never had one."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

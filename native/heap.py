@@ -12,7 +12,9 @@ ARENAS = 2
 
 
 def limit_malloc_arenas() -> None:
-    """All threads share two heaps. Call it before threads start; without glibc it does nothing.
+    """Makes all threads share two heaps.
+
+    Call it before threads start; without glibc it does nothing.
 
     By default, glibc gives each thread a heap. Then a process grows for hours, until each heap has held its thread's
     largest block.
@@ -22,7 +24,7 @@ def limit_malloc_arenas() -> None:
 
 
 def mmap_large_blocks() -> None:
-    """Large blocks never come from heaps. Without glibc this does nothing.
+    """Keeps large blocks out of heaps. Without glibc this does nothing.
 
     By default, glibc raises the limit for separate mappings to the largest freed block. This is for processes with few
     large blocks: each one costs a system call and new pages.

@@ -40,7 +40,7 @@ def ninja() -> str | None:
 
 @functools.cache
 def version_of(compiler: str) -> str:
-    """Runs `compiler --version`."""
+    """Returns the output of `compiler --version`."""
     return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 

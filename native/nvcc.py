@@ -26,7 +26,9 @@ PROGRAMS = ("nvcc", "ptxas", "cudafe++", "fatbinary", "nvlink", "bin2c")
 
 @functools.cache
 def find() -> str | None:
-    """Looks at $CUDA_HOME, $CUDA_PATH, pip, the PATH and /usr/local/cuda. None: there is none.
+    """Returns nvcc's path, None if there is none.
+
+    Looks at $CUDA_HOME, $CUDA_PATH, pip, the PATH and /usr/local/cuda.
 
     pip's precedes the PATH because its version matches the installed torch.
     """

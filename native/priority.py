@@ -20,7 +20,10 @@ from typing import TypeVar
 
 @functools.cache
 def cores() -> int:
-    """The process's CPU affinity, or less under a cgroup v2 quota."""
+    """Returns the number of usable cores.
+
+    It is the process's CPU affinity, or less under a cgroup v2 quota.
+    """
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

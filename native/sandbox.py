@@ -31,7 +31,7 @@ class Sandbox:
         self._to, self._from = self._process.stdin, self._process.stdout
 
     def call(self, value: Any) -> Any:
-        """Raises one of ENDED."""
+        """Sends a value and returns the answer. Raises one of ENDED."""
         send(self._to, value)
         return receive(self._from)
 
@@ -53,7 +53,7 @@ def send(stream: IO[bytes], value: Any) -> None:
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """Raises EOFError at the end of the stream."""
+    """Reads a value. Raises EOFError at the end of the stream."""
     return pickle.load(stream)  # noqa: S301 - both ends are this program
 
 

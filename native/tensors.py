@@ -44,7 +44,10 @@ def bind(library: ctypes.CDLL, function: str, *argument_types: type) -> Callable
 
 
 def check_status(code: int, function: str) -> None:
-    """Raises RuntimeError if a launcher returned a CUDA error (0 is success)."""
+    """Checks a launcher's status.
+
+    Raises RuntimeError if a launcher returned a CUDA error (0 is success).
+    """
     if code != 0:
         raise RuntimeError(f"{function}: CUDA error {code}")
 
@@ -66,7 +69,9 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_pieces(target: Tensor, source: Tensor) -> None:
-    """target <- source, [n, ...] of one type, on the current stream. Either may be n separate pieces.
+    """Copies in pieces: target <- source, on the current stream.
+
+    [n, ...] of one type. Either may be n separate pieces.
 
     Between a GPU and pinned memory it returns at once; keep both tensors until the copy is done. The copy engine does
     all of it; `Tensor.copy_` would first gather the pieces on the GPU. Raises ValueError for different shapes or types,
@@ -88,7 +93,9 @@ def copy_pieces(target: Tensor, source: Tensor) -> None:
 
 
 def copy_on(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
-    """target <- source, contiguous [...] of one size in bytes, on one stream of a GPU. Returns at once.
+    """Copies target <- source on one stream of a GPU. Returns at once.
+
+    Both are contiguous [...] of one size in bytes.
 
     Between two GPUs, `Tensor.copy_` also makes a stream of the other device wait. Work in the same hardware queue then
     waits too. Keep both tensors until the copy is done. Call `enable_peer_access` for two GPUs first. Raises ValueError
@@ -113,7 +120,7 @@ class Copier:
         self._copy, self._handle = _copy_1d(), stream.cuda_stream
 
     def copy(self, target: Tensor, source: Tensor, count: int) -> None:
-        """target[:count] <- source[:count], contiguous [n] of one type. The caller checks the lengths."""
+        """Copies target[:count] <- source[:count], contiguous [n] of one type. The caller checks the lengths."""
         if self._copy is None:
             copy_on(self._stream, target[:count], source[:count])
             return

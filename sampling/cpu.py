@@ -73,7 +73,7 @@ class CpuSampler:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Requires a C++ compiler."""
+        """Return why it cannot run, None if it can. Requires a C++ compiler."""
         return machine.cpp_unavailable_reason() if device.type == "cpu" else f"needs logits on the CPU, not on {device}"
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
@@ -93,7 +93,10 @@ class CpuSampler:
         weakref.finalize(self, self._library.sampler_free, self._handle)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Raises ValueError for a bad logit bias, IndexError for a slot out of range."""
+        """Start a new row in this request slot.
+
+        Raises ValueError for a bad logit bias, IndexError for a slot out of range.
+        """
         if not 0 <= req_slot < len(self._params):
             raise IndexError(f"no request slot {req_slot}: they are 0 to {len(self._params) - 1}")
         check_bias(params, self._vocab)
@@ -105,7 +108,7 @@ class CpuSampler:
         self._library.sampler_admit(self._handle, ctypes.c_int64(req_slot), ctypes.byref(parameters), tokens, values)
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Raises IndexError for a slot out of range."""
+        """Count tokens that rows got without sampling. Raises IndexError for a slot out of range."""
         if req_slots and not 0 <= min(req_slots) <= max(req_slots) < len(self._params):
             raise IndexError(f"request slots {req_slots}: they are 0 to {len(self._params) - 1}")
         for req_slot, run in zip(req_slots, runs, strict=True):

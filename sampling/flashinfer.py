@@ -43,7 +43,7 @@ class FlashInferSampler:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Requires `rapid`'s device and the package."""
+        """Return why it cannot run, None if it can. Requires `rapid`'s device and the package."""
         if device.type != "cuda":
             return f"needs a CUDA device, this is {device}"
         if importlib.util.find_spec("flashinfer") is None:
@@ -62,7 +62,7 @@ class FlashInferSampler:
         self._cached_plan: tuple[tuple[int, list[int]], Plan, TruncationLimits] | None = None
 
     def _build_filters(self, vocab: int, device: torch.device) -> None:
-        """FlashInfer compiles them at their first call."""
+        """Compile FlashInfer's kernels. FlashInfer compiles them at their first call."""
         log.info("loading FlashInfer's filters; the first start on a machine compiles them in one to two minutes")
         started = time.perf_counter()
         even = torch.full((1, vocab), 1 / vocab, device=device)
@@ -71,7 +71,7 @@ class FlashInferSampler:
         log.info("FlashInfer's filters are ready after %.1f s", time.perf_counter() - started)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Raises ValueError for a bad logit bias."""
+        """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
         self.table.admit(req_slot, params)
         noisy = params.method is Method.NOISE and not is_greedy(params)
         method = Method.NOISE if noisy else Method.STANDARD

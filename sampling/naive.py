@@ -108,7 +108,7 @@ class NaiveSampler:
         self._plan_for: tuple[int, list[int]] = (-1, [])
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Raises ValueError for a bad logit bias."""
+        """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
         self.table.admit(req_slot, params)
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:

@@ -87,7 +87,7 @@ class RapidSampler:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Requires a CUDA device and nvcc."""
+        """Return why it cannot run, None if it can. Requires a CUDA device and nvcc."""
         return machine.cuda_unavailable_reason(device)
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
@@ -128,7 +128,10 @@ class RapidSampler:
         self._append_tokens = tensors.bind(library, "rapid_append_tokens", *pointers)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Raises ValueError for a bad logit bias, IndexError for a slot out of range."""
+        """Start a new row in this request slot.
+
+        Raises ValueError for a bad logit bias, IndexError for a slot out of range.
+        """
         if not 0 <= req_slot < self.max_rows:
             raise IndexError(f"no request slot {req_slot}: they are 0 to {self.max_rows - 1}")
         check_bias(params, self.vocab)
@@ -156,7 +159,10 @@ class RapidSampler:
         )
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """One launch. Raises IndexError for a slot out of range."""
+        """Count tokens that rows got without sampling.
+
+        One launch. Raises IndexError for a slot out of range.
+        """
         if not req_slots:
             return
         if not 0 <= min(req_slots) <= max(req_slots) < self.max_rows:

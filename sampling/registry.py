@@ -27,7 +27,10 @@ COMPILED_ON_FIRST_USE = ("flashinfer",)
 
 
 def sampler_class(name: str) -> type[Sampler]:
-    """Raises ValueError for an unknown name, ImportError if the module cannot be loaded."""
+    """Return the class of a sampler's name.
+
+    Raises ValueError for an unknown name, ImportError if the module cannot be loaded.
+    """
     if name not in SAMPLERS:
         raise ValueError(f"unknown sampler {name!r}; known: {', '.join(SAMPLERS)}")
     module, class_name = SAMPLERS[name]
@@ -36,7 +39,10 @@ def sampler_class(name: str) -> type[Sampler]:
 
 
 def order(preferred: Sequence[str], requested: str = "") -> tuple[str, ...]:
-    """`requested` first if it is preferred, then `preferred`, then FALLBACKS."""
+    """Return the names to try.
+
+    `requested` first if it is preferred, then `preferred`, then FALLBACKS.
+    """
     first = (requested,) if requested in preferred else ()
     return tuple(dict.fromkeys((*first, *preferred, *FALLBACKS)))
 

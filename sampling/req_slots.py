@@ -31,17 +31,17 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 def inverse_temperature(params: SamplingParams) -> float:
-    """Callers round it to fp32 and multiply logits by it."""
+    """Return 1 / T. Callers round it to fp32 and multiply logits by it."""
     return 1.0 / max(params.temperature, MIN_TEMPERATURE)
 
 
 def uses_penalties(params: SamplingParams) -> bool:
-    """Never for `Method.NOISE`."""
+    """Return whether sampled tokens change later logits. Never for `Method.NOISE`."""
     return params.has_penalties and params.method is Method.STANDARD
 
 
 def check_bias(params: SamplingParams, vocab: int) -> None:
-    """Raises ValueError for a NaN bias or a token outside the vocabulary."""
+    """Check a logit bias. Raises ValueError for a NaN bias or a token outside the vocabulary."""
     for token, value in params.logit_bias.items():
         if not 0 <= token < vocab:
             raise ValueError(f"logit_bias: token {token} is outside the vocabulary of {vocab}")
@@ -72,7 +72,7 @@ class ReqSlotTable:
         self._max_seen = [0] * max_rows
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Raises ValueError for a bad logit bias."""
+        """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
         check_bias(params, self.vocab)
         self.version += 1
         self.params[req_slot] = params
@@ -89,7 +89,7 @@ class ReqSlotTable:
         self.bias_values[req_slot, : len(bias)] = on_device(list(bias.values()), torch.float32, self.device)
 
     def seeds(self, req_slots: list[int]) -> Tensor:
-        """[R] int64"""
+        """Return the bits of the seeds, [R] int64."""
         values = [signed64(self.params[req_slot].seed) for req_slot in req_slots]
         return on_device(values, torch.int64, self.device)
 
@@ -150,12 +150,15 @@ class ReqSlotTable:
             self.steps[at] += len(run)
 
     def advance(self, req_slots: Tensor) -> None:
-        """req_slots [r] int64"""
+        """Add one to the step of these slots.
+
+        req_slots [r] int64
+        """
         self.steps[req_slots] += 1
 
 
 def _widened(table: Tensor, width: int) -> Tensor:
-    """New columns are zero."""
+    """Return the table with at least `width` columns. New columns are zero."""
     rows, capacity = table.shape
     if width <= capacity:
         return table
@@ -165,7 +168,7 @@ def _widened(table: Tensor, width: int) -> Tensor:
 
 
 def _add_at(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-    """logits[rows[i], ids[i, j]] += values[i, j]
+    """Add values in place: logits[rows[i], ids[i, j]] += values[i, j]
 
     ids are distinct within a row, except for padding: zeros added to token 0.
     """

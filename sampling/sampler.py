@@ -44,7 +44,7 @@ class Sampler(Protocol):
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """None: it can run on the device."""
+        """Return why it cannot run on the device. None: it can."""
         ...
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
@@ -110,7 +110,7 @@ def target_logprobs(logits: Tensor, targets: Tensor, count: int) -> Logprobs:
 
 
 def raw_logprobs(logits: Tensor, rows: list[int]) -> RawLogprobs | None:
-    """Of these rows of logits [R, V]; None for no rows."""
+    """Return log_softmax of these rows of logits [R, V]. None for no rows."""
     if not rows:
         return None
     picked = on_device(rows, torch.int64, logits.device)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterLibrary(FileLibrary[AdapterInfo]):
-    """Engine thread, except `_read`."""
+    """Loaded adapters by name. Engine thread, except `_read`."""
 
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
@@ -96,7 +96,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             raise
 
     def _read(self, path: Path, scale: float | None) -> ServedAdapter:
-        """Any thread. Raises FileError."""
+        """Read an adapter file. Any thread. Raises FileError."""
         try:
             return per_row_adapter(self._weights, read_adapter(path, scale))
         except (FileError, MemoryError):
@@ -123,7 +123,10 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
     def _load_onto_devices(
         self, slot_index: int, name: str, adapter: ServedAdapter, scale: float | None, is_kept: bool
     ) -> AdapterInfo:
-        """Raises FileError if memory is short or the kernels do not support the adapter."""
+        """Load an adapter onto the devices.
+
+        Raises FileError if memory is short or the kernels do not support the adapter.
+        """
         try:
             self._pipeline.put_adapter(slot_index, adapter.layers)
         except ValueError as error:
@@ -145,7 +148,10 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
     # Calls ---------------------------------------------------------------------------------------------------
 
     def add(self, call: AddAdapter, reply: Reply[AdapterInfo]) -> None:
-        """Replies when requests may name the adapter, or with an error (NameTaken and others)."""
+        """Read, check and register an adapter.
+
+        Replies when requests may name the adapter, or with an error (NameTaken and others).
+        """
         try:
             check_name(call.name)
             if call.name in self._infos:
@@ -160,13 +166,16 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         )
 
     def _read_within(self, path: Path, call: AddAdapter) -> ServedAdapter:
-        """Raises ServiceError for a file outside --models-dir, FileError."""
+        """Read files within --models-dir.
+
+        Raises ServiceError for a file outside --models-dir, FileError.
+        """
         check_adapter_within(self._config.models_dir, path, "file")
         with with_requested_name(path, call.file):
             return self._read(path, call.scale)
 
     def _finish(self, call: AddAdapter, path: Path, adapter: ServedAdapter) -> AdapterInfo:
-        """Engine thread. A bad file may raise any exception."""
+        """Register an adapter. Engine thread. A bad file may raise any exception."""
         with with_requested_name(path, call.file):
             info = self._register(call.name, adapter, call.scale, is_kept=self._list is not None)
         try:
@@ -178,7 +187,10 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         return info
 
     def remove(self, name: str) -> AdapterInfo:
-        """Rows that use the adapter keep it to their end. Raises ServiceError, and then removes nothing."""
+        """Remove an adapter.
+
+        Rows that use the adapter keep it to their end. Raises ServiceError, and then removes nothing.
+        """
         info = self._infos.get(name)
         try:
             if info is not None:

@@ -42,7 +42,7 @@ class MeasuredInputs:
         self._by_name: dict[str, Tensor] | None = None
 
     def __call__(self, name: str) -> Tensor:
-        """Return [in] fp32."""
+        """Return the matrix's largest inputs, [in] fp32."""
         if self._by_name is None:
             store = QuantStore(self._weights.path, self._weights.fingerprint, Format.W8A8)
             self._by_name = store.load_tensors(FILE)
@@ -64,7 +64,7 @@ class _Recorded(Linear):
 
 
 class _RecordingLoader(LayerLoader):
-    """Its quantisable maps record their inputs."""
+    """Loads layers. Its quantisable maps record their inputs."""
 
     recorded: dict[str, _Recorded]
 

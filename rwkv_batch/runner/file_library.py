@@ -19,7 +19,7 @@ Found = TypeVar("Found")
 
 
 class FileLibrary(Generic[Info]):
-    """Engine thread; a separate thread reads and writes files."""
+    """Loaded items by name. Engine thread; a separate thread reads and writes files."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class FileLibrary(Generic[Info]):
 
 
 def check_name(name: str) -> None:
-    """Raises ServiceError."""
+    """Check an item's name. Raises ServiceError."""
     if not STATE_NAME.fullmatch(name):
         raise invalid(
             "name", "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit", name

@@ -57,7 +57,7 @@ def mix_logits(logits: Tensor, sampling_rows: list[ScheduledRow]) -> Tensor:
 
 
 class RowInputs:
-    """Engine thread."""
+    """Builds a step's inputs from scheduled rows. Engine thread."""
 
     def __init__(self, adapters: Adapters, device: torch.device) -> None:
         """device: of the first layers"""
@@ -94,7 +94,7 @@ class RowInputs:
         return inputs
 
     def adapters_of(self, sequences: list[Sequence]) -> list[int] | None:
-        """0 for none; None: no row has an adapter"""
+        """Return each row's adapter number, 0 for none. None: no row has an adapter."""
         if not self._adapters.num_refs or all(sequence.adapter is None for sequence in sequences):
             return None
         return [NO_ADAPTER if one.adapter is None else one.adapter.slot_index for one in sequences]

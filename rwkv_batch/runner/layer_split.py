@@ -79,7 +79,10 @@ def split_layers(
 
 
 def to_layer_ranges(counts: Sequence[float]) -> list[LayerRange]:
-    """counts: in halves"""
+    """Convert counts of layers to consecutive ranges.
+
+    counts: in halves
+    """
     ends = [0, *(round(2 * end) for end in itertools.accumulate(counts))]
     return [
         LayerRange(first // 2, -(-last // 2), Cuts(first % 2 == 1, last % 2 == 1))
@@ -185,7 +188,7 @@ def _name(device: torch.device) -> str:
 
 
 def _matmuls_per_s(device: torch.device) -> float:
-    """Memory bound, like decoding."""
+    """Return matrix-vector products per second. Memory bound, like decoding."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     matrix = torch.ones(PROBE_MATRIX, PROBE_MATRIX, dtype=dtype, device=device)
     x = torch.ones(PROBE_MATRIX, 8, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ ALIGNMENT = 256
 
 @dataclasses.dataclass(slots=True)
 class FlatLayer:
-    """The layer's tensors share one memory block."""
+    """A layer whose tensors share one memory block."""
 
     flat: Tensor
     """[bytes] uint8"""
@@ -89,7 +89,7 @@ class StreamedLayers(Sequence[LayerBase]):
             torch.cuda.current_stream(self._device).wait_stream(self._copy_stream)
 
     def _wait_for_compute(self) -> None:
-        """Later copies wait for all work launched so far."""
+        """Make later copies wait for all work launched so far."""
         if self._copy_stream is not None:
             self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -101,7 +101,7 @@ class StreamedLayers(Sequence[LayerBase]):
         return None if self._copy_stream is None else self._copy_stream.record_event()
 
     def _wait_for_copy(self, event: torch.cuda.Event | None) -> None:
-        """Later work on the current stream waits for the copy."""
+        """Make later work on the current stream wait for the copy."""
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -141,7 +141,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor of a layer's vectors, norms and linear maps."""
+    """Yield every tensor of a layer's vectors, norms and linear maps."""
     if isinstance(value, Tensor):
         yield value
     elif dataclasses.is_dataclass(value):

@@ -131,7 +131,7 @@ class _PinnedBuffer:
 
 
 class HostCopy:
-    """`read` waits for these copies, not for later steps."""
+    """Copies tensors to the host. `read` waits for these copies, not for later steps."""
 
     def __init__(self, *tensors: Tensor) -> None:
         """Starts to copy tensors [...] of one device. CPU tensors are not copied."""
@@ -144,7 +144,7 @@ class HostCopy:
             self._event = torch.cuda.current_stream(tensors[0].device).record_event()
 
     def read(self) -> tuple[Tensor, ...]:
-        """Tensors [...] in order, with the same dtypes."""
+        """Return the tensors [...] on the host, in order, with the same dtypes."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
@@ -163,7 +163,7 @@ class TokenCopy:
         self._release = release
 
     def tokens(self) -> list[int]:
-        """Waits for this copy only. Call it once."""
+        """Return all tokens. Waits for this copy only. Call it once."""
         assert self._buffer is not None, "the buffer may belong to another step"
         buffer, self._buffer = self._buffer, None
         buffer.arrived.synchronize()

@@ -36,7 +36,7 @@ CPU_SLOTS_FREE_FRACTION = 0.5
 
 
 class Memory:
-    """Used before slots are allocated."""
+    """Divides the memory that the weights leave on each device. Used before slots are allocated."""
 
     def __init__(self, config: EngineConfig, pipeline: Pipeline) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class Memory:
         )
 
     def _max_batch_rows_with_interactive(self, on_gpu: bool) -> int:
-        """0 means no limit."""
+        """Return the value for `Limits`. 0 means no limit."""
         configured = self._config.max_batch_rows_with_interactive
         if configured == ALL_BATCH_ROWS:
             return 0
@@ -111,7 +111,7 @@ class Memory:
 
 
 def allocate_slots(pipeline: Pipeline, num_slots: int) -> None:
-    """Raises StartupError if the slots do not fit."""
+    """Allocate the slots of all stages. Raises StartupError if the slots do not fit."""
     try:
         pipeline.allocate_slots(num_slots)
     except (RuntimeError, MemoryError) as error:

@@ -21,7 +21,7 @@ _to_service_error = error_translator("the file could not be checked")
 
 
 def open_model(path: str) -> Weights:
-    """The model has the vocabulary's rows. Raises WeightsError."""
+    """Open a model that has the vocabulary's rows. Raises WeightsError."""
     weights = open_weights(path)
     if (rows := weights.shape.vocab) < VOCAB_SIZE:
         pile = ", as models with the Pile vocabulary have" if rows in PILE_ROWS else ""
@@ -61,13 +61,16 @@ def load_pipeline(config: EngineConfig) -> tuple[Weights, Pipeline]:
 
 
 class ModelChecks:
-    """Uses a separate thread."""
+    """Opens the model files that requests name. Uses a separate thread."""
 
     def __init__(self, refusal: Callable[[], ServiceError]) -> None:
         self._thread = FileThread("model-files", refusal, _to_service_error)
 
     def check(self, call: CheckModel, reply: Reply[str]) -> None:
-        """The error of a reply names the file or an adapter."""
+        """Reply with a description of the file's model.
+
+        The error of a reply names the file or an adapter.
+        """
         self._thread.run(reply, lambda: _description(call), reply)
 
     def close(self) -> None:

@@ -139,7 +139,10 @@ class ModelRunner:
         return LastTokens(self.limits.num_req_slots, first, last, depth, is_read=depth > 1)
 
     def _require_pieces(self) -> None:
-        """Raises StartupError if batch_step_layers is set but steps cannot be launched in pieces."""
+        """Check that steps can be launched in pieces.
+
+        Raises StartupError if batch_step_layers is set but they cannot.
+        """
         layers = self._config.batch_step_layers
         if layers > 0 and not self.has_pieces:
             reason = self.graphs.refusal or f"the layers are on {self.device_names()} or streamed from host memory"

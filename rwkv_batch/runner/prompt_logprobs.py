@@ -36,7 +36,7 @@ class InFlightScores:
 
 
 class PromptScorer:
-    """Runs the last stage's head."""
+    """Scores prompt tokens. Runs the last stage's head."""
 
     def __init__(self, stage: Stage, tokenizer: Tokenizer) -> None:
         self._stage = stage
@@ -75,7 +75,7 @@ class PromptScorer:
         )
 
     def read(self, scored: InFlightScores) -> list[RowScores]:
-        """Waits for the step."""
+        """Return the log-probabilities by row. Waits for the step."""
         table = self._byte_table
         chosen, ids, top = (tensor.tolist() for tensor in scored.copy.read())
         returned: list[RowScores] = []

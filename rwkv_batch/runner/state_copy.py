@@ -14,7 +14,7 @@ from state_pool.layout import HostState, InvalidStateValues
 
 
 class HostTensors:
-    """In (pinned) host memory. Implements `HostState` of the state pool."""
+    """One state in (pinned) host memory. Implements `HostState` of the state pool."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         """tensors: by part, in the arena's layout: "stage0.wkv" [layers, H, 64, 64] or as its format has it,
@@ -44,7 +44,7 @@ class StateCopy:
 
 
 class PipelineArena:
-    """Implements the state pool's `Arena` over all stages. Engine thread only."""
+    """Slots of all stages. Implements the state pool's `Arena`. Engine thread only."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._arenas: list[StateArena] = []
@@ -65,7 +65,7 @@ class PipelineArena:
         }
 
     def _parts(self) -> list[tuple[str, Tensor]]:
-        """[num_slots, ...] by part name"""
+        """Return the tensor of each part's slots, [num_slots, ...] by part name."""
         parts: list[tuple[str, Tensor]] = []
         for i, arena in enumerate(self._arenas):
             parts += [(f"stage{i}.wkv", arena.wkv), (f"stage{i}.shift", arena.shift)]
@@ -93,7 +93,7 @@ class PipelineArena:
         return StateCopy(host, events)
 
     def _copy_stream(self, part: Tensor) -> torch.cuda.StreamContext:
-        """The stream waits for the steps launched so far."""
+        """Return the device's copy stream. The stream waits for the steps launched so far."""
         if not part.is_cuda:
             return torch.cuda.stream(None)
         stream = self._streams[part.device]

@@ -49,7 +49,7 @@ class _KeptMixture(msgspec.Struct):
 
 
 class StateLibrary(FileLibrary[StateInfo]):
-    """Engine thread, except for files."""
+    """Loaded states and mixtures by name. Engine thread, except for files."""
 
     def __init__(
         self, config: EngineConfig, put: Callable[[Callable[[], None]], bool], refusal: Callable[[], ServiceError]
@@ -124,7 +124,7 @@ class StateLibrary(FileLibrary[StateInfo]):
     def _register(
         self, name: str, state: TunedTensor, host: HostTensors, file: str, is_kept: bool, defaults: DecodeDefaults
     ) -> StateInfo:
-        """Raises PoolError."""
+        """Add a state to the pool. Raises PoolError."""
         self._pool.tuned.add(Origin(name, state.digest), host)
         logger.info("tuned state %s (%s): matrices are %s, %s", name, file, state.orientation, state.reason)
         info = self._infos[name] = StateInfo(
@@ -159,7 +159,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         return msgspec.structs.replace(job, rows=rows)
 
     def add(self, call: AddState, reply: Reply[StateInfo]) -> None:
-        """Replies when requests may name the state."""
+        """Read, keep and register a state. Replies when requests may name the state."""
         try:
             _check(call)
             self._check_new(call)
@@ -179,7 +179,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         )
 
     def _check_new(self, call: AddState) -> None:
-        """Raises PoolError if the name cannot be added."""
+        """Check that the name can be added. Raises PoolError."""
         self._pool.tuned.check_new(call.name)
         is_mixture = call.name in self._infos and bool(self._infos[call.name].mixture)
         if is_mixture and not (call.replace and call.mixture):
@@ -224,7 +224,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         return state, host
 
     def _finish(self, call: AddState, temp_path: Path | None, state: TunedTensor, host: HostTensors) -> StateInfo:
-        """Engine thread. Raises PoolError, OSError."""
+        """Register a state that was read. Engine thread. Raises PoolError, OSError."""
         try:
             info = self._register(call.name, state, host, call.file or _SENT, temp_path is not None, call.defaults)
             if temp_path is not None:
@@ -235,7 +235,10 @@ class StateLibrary(FileLibrary[StateInfo]):
         return info
 
     def _rename_kept(self, temp_path: Path, name: str) -> None:
-        """Raises OSError; then the state is not registered either."""
+        """Give a state's file its final name.
+
+        Raises OSError; then the state is not registered either.
+        """
         try:
             temp_path.replace(temp_path.with_name(f"{name}{_STATE_SUFFIX}"))
         except OSError:
@@ -244,7 +247,10 @@ class StateLibrary(FileLibrary[StateInfo]):
             raise
 
     def remove(self, name: str) -> StateInfo:
-        """Raises ServiceError, and then removes nothing."""
+        """Remove a state from the pool and the disk.
+
+        Raises ServiceError, and then removes nothing.
+        """
         info = self._infos.get(name)
         is_in_pool = info is None or not (info.error or info.mixture)
         try:
@@ -264,7 +270,7 @@ class StateLibrary(FileLibrary[StateInfo]):
 
 @contextlib.contextmanager
 def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
-    """The file exists for the time of the block."""
+    """Write bytes to a file that exists for the time of the block."""
     if folder is not None:
         make_private_folder(folder)
     with tempfile.NamedTemporaryFile(prefix=".", suffix=".state", dir=folder) as file:
@@ -278,7 +284,7 @@ def _kept_source(path: Path) -> str:
 
 
 def _kept_defaults(path: Path) -> DecodeDefaults:
-    """Raises FileError."""
+    """Return the decode parameters kept with a state. Raises FileError."""
     try:
         return msgspec.json.decode(metadata_of(path).get(_DEFAULTS, "{}"), type=DecodeDefaults)
     except msgspec.MsgspecError as error:
@@ -297,7 +303,7 @@ def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
 
 
 def _temp_path_in(folder: Path) -> Path:
-    """A later start deletes leftovers."""
+    """Return a temporary name in a folder. A later start deletes leftovers."""
     return folder / f".{uuid.uuid4().hex}{_STATE_SUFFIX}"
 
 
@@ -309,7 +315,10 @@ def _discard(path: Path | None) -> None:
 
 
 def _check(call: AddState) -> None:
-    """Raises ServiceError for a bad name or orientation, or not exactly one source."""
+    """Check the arguments of an added state.
+
+    Raises ServiceError for a bad name or orientation, or not exactly one source.
+    """
     check_name(call.name)
     if call.orientation not in (AUTO, VALUE_KEY, KEY_VALUE):
         raise invalid("orientation", f"must be {AUTO}, {VALUE_KEY} or {KEY_VALUE}", call.orientation)

@@ -101,7 +101,7 @@ class Step(NamedTuple):
 
 
 class StepSampler:
-    """On the last device, created on demand."""
+    """The samplers on the last device, created on demand."""
 
     def __init__(
         self, preferred: tuple[str, ...], device: torch.device, num_req_slots: int, vocab: int, tokenizer: Tokenizer
@@ -196,7 +196,7 @@ class StepSampler:
         return [(sequence, error) for sequence, error in zip(sequences, errors, strict=True) if error is not None]
 
     def _append_jump_forward_tokens(self, sequences: list[Sequence]) -> None:
-        """The samplers count the tokens."""
+        """Append jump-forward tokens to the samplers' counts."""
         runs: dict[str, list[Sequence]] = {}
         for sequence in sequences:
             if sequence.uncounted_ids:
@@ -248,7 +248,7 @@ class StepSampler:
             )
 
     def read(self, step: InFlightStep) -> list[SampledToken]:
-        """In order. Waits for the step."""
+        """Return the tokens of the sampling rows, in order. Waits for the step."""
         sampled_tokens: list[SampledToken] = [(0, None)] * len(step.sampling_rows)
         for part in step.samples:
             tokens = part.copy.tokens()

@@ -23,7 +23,7 @@ _UNSTARTED = (
 
 
 class CompileSandbox:
-    """At most one process per calling thread, started on demand. Thread-safe."""
+    """Runs sandbox processes. At most one per calling thread, started on demand. Thread-safe."""
 
     def __init__(self, byte_table: Sequence[bytes], vocab: int) -> None:
         self._vocabulary = list(byte_table), vocab
@@ -31,7 +31,7 @@ class CompileSandbox:
         self._is_closed = False
 
     def check(self, constraint: Constraint) -> None:
-        """Raises GrammarError if the grammar cannot be compiled within the limits."""
+        """Check that a grammar compiles within the limits. Raises GrammarError."""
         process = self._take_idle() or _Process(self._vocabulary)
         try:
             refusal = process.try_compile(constraint)
@@ -46,7 +46,7 @@ class CompileSandbox:
             raise GrammarError(message, place, field)
 
     def close(self) -> None:
-        """A process that is compiling ends after its grammar."""
+        """End all processes. A process that is compiling ends after its grammar."""
         self._is_closed = True
         while process := self._take_idle():
             process.close()

@@ -54,7 +54,8 @@ class _Tokens:
 def make_vocabulary(
     byte_table: Sequence[bytes], encode: Callable[[bytes], list[int]], size: int
 ) -> llguidance.LLTokenizer:
-    """
+    """Return llguidance's tokenizer of a vocabulary.
+
     byte_table: bytes of each id, b"" for ids without a token.
     size: number of logits, which may exceed the number of ids.
     """
@@ -139,7 +140,10 @@ class GrammarCompiler:
         return found
 
     def needs_lexers(self, grammar: Grammar, rows: int) -> bool:
-        """rows: number of rows to come"""
+        """Return whether one more lexer would let more threads compute masks.
+
+        rows: number of rows to come
+        """
         limit = LEXERS_PER_THREAD * self._threads if self._threads > 1 else 1
         num_lexers = min(limit, -(-(len(grammar.matchers) + rows) // ROWS_PER_LEXER))
         return len(grammar.templates) < num_lexers and grammar.compile_s <= SLOW_COMPILE_S
@@ -259,7 +263,7 @@ def _schema_of(source: str, strict: bool) -> dict[str, Any]:
 
 
 def _check_terminates(constraint: Constraint) -> None:
-    """Raises GrammarError for a schema without a finite value. Checks the schema as sent."""
+    """Check the schema as sent. Raises GrammarError for a schema without a finite value."""
     if constraint.form is Form.JSON_SCHEMA:
         check_terminates(json.loads(constraint.source))
     for rule in constraint.rules:
@@ -270,7 +274,7 @@ def _check_terminates(constraint: Constraint) -> None:
 
 
 def _escaped(text: str) -> str:
-    """The expression matches exactly this text."""
+    """Return a regular expression that matches exactly this text."""
     return re.sub(r"[^0-9A-Za-z_<>\s\x80-\U0010ffff]", lambda found: "\\" + found[0], text)
 
 

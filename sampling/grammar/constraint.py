@@ -51,7 +51,10 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for constraints that compile to the same grammar and name the same fields."""
+        """A key that is equal for equal constraints.
+
+        Equal for constraints that compile to the same grammar and name the same fields.
+        """
         return self.form, self.source, self.strict, self.after, self.rules
 
     @property

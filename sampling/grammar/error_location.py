@@ -92,7 +92,7 @@ def references(schema: Any) -> Iterator[str]:
 
 
 def resolve_ref(root: Any, reference: str) -> Any:
-    """None for any other reference."""
+    """Resolve a reference within a schema. None for any other reference."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found = root
@@ -121,7 +121,7 @@ def _step_into(value: Any, name: str) -> Any:
 
 
 def schema_at(schema: str, place: str) -> str:
-    """The whole schema if the part cannot be read."""
+    """Return the schema's part at a place. The whole schema if the part cannot be read."""
     try:
         return json.dumps(_value_at(json.loads(schema), place))
     except (ValueError, RecursionError):

@@ -28,7 +28,7 @@ def mask_threads(device: torch.device) -> int:
 
 
 class Masks:
-    """Engine thread."""
+    """Mask buffers on the host and on the samplers' device. Engine thread."""
 
     def __init__(self, vocab: int, device: torch.device, threads: int) -> None:
         self._words = -(-vocab // 32)
@@ -104,7 +104,7 @@ class _Staging:
         self._read: torch.cuda.Event | None = None
 
     def host(self, rows: int, words: int) -> Tensor:
-        """[rows, words] int32 to write"""
+        """Return the host buffer, [rows, words] int32 to write."""
         if self._arrived is not None:
             self._arrived.synchronize()
         if len(self._host) < rows:
@@ -130,6 +130,6 @@ class _Staging:
         return target
 
     def mark_read(self) -> None:
-        """All launches that read these masks are on the current stream."""
+        """Record that all launches that read these masks are on the current stream."""
         if self._stream is not None:
             self._read = torch.cuda.current_stream(self._device).record_event()

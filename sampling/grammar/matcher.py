@@ -19,7 +19,7 @@ MAX_JUMP_FORWARD = 64
 
 
 class Grammar:
-    """Shared by all rows with the same constraint."""
+    """A compiled grammar, shared by all rows with the same constraint."""
 
     __slots__ = ("_next_template", "compile_s", "field", "mask_s", "masks", "matchers", "templates")
 
@@ -40,7 +40,7 @@ class Grammar:
         self._next_template = itertools.count()
 
     def next_template(self) -> int:
-        """Rows copy the templates in turn."""
+        """Return the index of the next row's template. Rows copy the templates in turn."""
         return next(self._next_template) % len(self.templates)
 
     @property

@@ -70,7 +70,9 @@ def narrow(schema: Any, strict: bool, place: str = "") -> None:
 
 
 def check_numbers(value: Any, place: str = "", *, is_exact: bool = False) -> None:
-    """Raises GrammarError with the place for a number that llguidance cannot parse.
+    """Check a schema's numbers.
+
+    Raises GrammarError with the place for a number that llguidance cannot parse.
 
     Covers NaN and infinity. is_exact: also refuse a number that llguidance would round.
     """
@@ -137,7 +139,10 @@ class _TooManyVisitsError(Exception):
 
 
 def check_terminates(schema: Any) -> None:
-    """Raises GrammarError with the first place whose values can never end."""
+    """Check that a schema's values can end.
+
+    Raises GrammarError with the first place whose values can never end.
+    """
     try:
         termination = _Termination(schema)
         for path, part in _reachable(schema):

@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 class CaptureError(RuntimeError):
-    """Usually for lack of memory. Nothing of the step has run."""
+    """A step could not be captured, usually for lack of memory. Nothing of the step has run."""
 
 
 class Recorder:
@@ -155,7 +155,7 @@ class GraphStage:
 
     @property
     def link_kind(self) -> str | None:
-        """None for the first stage."""
+        """How values come from the previous stage. None for the first stage."""
         return None if self._link is None else self._link.transport
 
     def forward(self, inputs: StepInputs, tokens: Tensor | None) -> Tensor:
@@ -187,12 +187,12 @@ class GraphStage:
         replay()  # runs on the graph's device, not on the current one
 
     def current(self) -> AbstractContextManager[None]:
-        """In this context, the stage's GPU is the current device."""
+        """Return a context in which the stage's GPU is the current device."""
         return self._current
 
 
 def make_graph_stages(stages: Sequence[Stage], max_tokens: int, depth: int) -> list[GraphStage]:
-    """The stages are linked."""
+    """Create a GraphStage for each stage. The stages are linked."""
     created: list[GraphStage] = []
     for stage in stages:
         created.append(GraphStage(stage, created[-1] if created else None, max_tokens, depth))

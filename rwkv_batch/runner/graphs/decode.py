@@ -56,7 +56,7 @@ class Greedy:
 
 
 class DecodeGraphs:
-    """The graphs of a stage share one memory pool."""
+    """Captures and replays decode steps. The graphs of a stage share one memory pool."""
 
     def __init__(
         self,
@@ -106,7 +106,10 @@ class DecodeGraphs:
 
     @staticmethod
     def unavailable_reason(stages: Sequence[Stage], sampler: object) -> str | None:
-        """None: these stages and this sampler can use decode graphs."""
+        """Return why decode graphs cannot be used.
+
+        None: these stages and this sampler can use decode graphs.
+        """
         others = {stage.ops.name for stage in stages} - {"cuda"}
         if others:
             return f"decode graphs need the cuda kernels on every device, not {', '.join(sorted(others))}"
@@ -116,11 +119,11 @@ class DecodeGraphs:
 
     @property
     def is_recording(self) -> bool:
-        """Includes graphs of prompts."""
+        """Whether any stage is capturing a graph. Includes graphs of prompts."""
         return any(graph_stage.recorder.is_recording for graph_stage in self.graph_stages)
 
     def warm_up(self, adapters: bool = False) -> None:
-        """Largest size first, so that smaller ones fit into its memory.
+        """Capture every size. Largest size first, so that smaller ones fit into its memory.
 
         adapters: also capture the graphs of steps with adapters.
         """
@@ -213,7 +216,7 @@ class DecodeGraphs:
         self.pieces = None
 
     def _graph(self, number: int, size: int, sampled: bool, adapters: bool) -> torch.cuda.CUDAGraph:
-        """The graph is captured at its first use."""
+        """Return a stage's graph. The graph is captured at its first use."""
         key = (number, size, sampled and number == len(self.graph_stages) - 1, adapters)
         if key not in self._captured:
             started = time.perf_counter()
@@ -235,7 +238,7 @@ class DecodeGraphs:
         deferred: Sequence[int] = (),
         adapters: Sequence[int] | None = None,
     ) -> None:
-        """The rows are padded up to `size`."""
+        """Stage a step's rows on all devices. The rows are padded up to `size`."""
         with self._staged.filling() as host:
             for name, values in arrays.items():
                 host[name][: len(values)] = values

@@ -56,7 +56,10 @@ class MixedSize(NamedTuple):
 
 
 def max_decode_rows(stages: int) -> int:
-    """stages: those that work at the same time"""
+    """Return the maximum decode rows of a mixed graph.
+
+    stages: those that work at the same time
+    """
     if stages == 1:
         return MAX_DECODE_ROWS
     return MAX_DECODE_ROWS_TWO_STAGES if stages == 2 else MAX_DECODE_ROWS_MORE_STAGES
@@ -71,7 +74,7 @@ def min_gathered_prefill_tokens(stages: int) -> int:
 
 
 def usable_mixed_sizes(max_rows: int) -> tuple[MixedSize, ...]:
-    """Smallest first."""
+    """Return the sizes of graphs for such steps, smallest first."""
     largest = next((size for size in DECODE_SIZES if size >= max_rows), DECODE_SIZES[-1])
     sizes = (
         MixedSize(decoding, prompts) for decoding in DECODE_SIZES if decoding <= largest for prompts in PROMPT_SIZES
@@ -80,7 +83,7 @@ def usable_mixed_sizes(max_rows: int) -> tuple[MixedSize, ...]:
 
 
 class MixedGraphs:
-    """Engine thread only."""
+    """Captures and replays mixed steps over all stages. Engine thread only."""
 
     def __init__(self, decode: DecodeGraphs, sizes: Sequence[MixedSize], depth: int = 2) -> None:
         """Uses the stages, tokens, logits and sampler of `decode`. depth: steps in flight."""
@@ -96,13 +99,16 @@ class MixedGraphs:
         self._sampled_tokens = torch.zeros(rows, dtype=torch.int64, device=decode.logits.device)
 
     def size_for(self, decoding: int, rows: int, tokens: int) -> MixedSize | None:
-        """decoding: decode rows; rows, tokens: of prompts"""
+        """Return the smallest graph for a step.
+
+        decoding: decode rows; rows, tokens: of prompts
+        """
         return next(
             (size for size in self.sizes if size.decoding >= decoding and size.prompts.holds(rows, tokens)), None
         )
 
     def warm_up(self) -> None:
-        """Largest size first."""
+        """Capture every size, largest size first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             for number in range(len(self._decode.graph_stages)):
@@ -152,7 +158,7 @@ class MixedGraphs:
         prompt_req_slots: Sequence[int],
         deferred: Sequence[int] = (),
     ) -> None:
-        """Stages padding too, on all devices."""
+        """Stage a step on all devices. Stages padding too."""
         first, count, num_sampled = size.decoding, len(decoding["req_slots"]), size.num_sampled
         padded_prompts = padded(prompts, size.prompts)
         padding = {"read_slots": ZERO_SLOT, "write_slots": DUMMY_SLOT, "req_slots": self._decode.dummy_req_slot}

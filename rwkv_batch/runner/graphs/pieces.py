@@ -96,7 +96,7 @@ class Pieces(Generic[Piece]):
 
 
 class GraphPieces:
-    """Engine thread only."""
+    """Captures the pieces of decode steps, and runs pieces of all steps. Engine thread only."""
 
     def __init__(self, decode: DecodeSteps, piece_layers: int) -> None:
         """The last piece may have fewer layers."""
@@ -115,7 +115,7 @@ class GraphPieces:
         """waits until the last step in pieces is done"""
 
     def for_rows(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
-        """None for few rows. Raises CaptureError."""
+        """Return the pieces of a step. None for few rows. Raises CaptureError."""
         if rows < MIN_ROWS // 2:
             return None
         size = next(size for size in self.sizes if size >= rows)
@@ -144,7 +144,7 @@ class GraphPieces:
         return x, here
 
     def warm_up(self) -> None:
-        """Largest size first."""
+        """Capture all pieces, largest size first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             for sampled in (True, False):

@@ -69,7 +69,7 @@ class StagedPrompts:
         self.arrays = StagedArrays(input_lengths(size.rows + 1, size.tokens), devices, depth)
 
     def fill(self, inputs: StepInputs, size: PrefillSize) -> None:
-        """Stages the padding too, on all devices."""
+        """Stage a step's inputs on all devices. Stages the padding too."""
         with self.arrays.filling() as host:
             for name, values in padded(inputs, size).items():
                 host[name][: len(values)] = values
@@ -93,7 +93,7 @@ class StagedPrompts:
 
 
 class PrefillGraphs:
-    """Engine thread only."""
+    """Captures and replays prefill of short prompts over all stages. Engine thread only."""
 
     def __init__(self, graph_stages: Sequence[GraphStage], logits: Tensor, depth: int = 2) -> None:
         """logits [rows, V] fp32: output of the steps; depth: steps in flight."""
@@ -106,11 +106,11 @@ class PrefillGraphs:
         )
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
-        """None: no graph fits."""
+        """Return the smallest graph for a step. None: no graph fits."""
         return smallest_fitting(self.sizes, inputs)
 
     def warm_up(self) -> None:
-        """Largest size first."""
+        """Capture every size, largest size first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             for number in range(len(self._graph_stages)):
@@ -193,7 +193,7 @@ assert PrefillSize(MAX_ROWS_IN_PIECES, PIECE_TOKENS[-1]).holds(1, MAX_TOKENS_IN_
 
 
 class PromptPieces:
-    """Engine thread only."""
+    """Captures and replays pieces of prefill steps. Engine thread only."""
 
     def __init__(self, pieces: GraphPieces, logits: Tensor, depth: int = 2) -> None:
         """logits [rows, V] fp32: output of the steps; depth: steps in flight."""
@@ -204,11 +204,11 @@ class PromptPieces:
         self._captured: dict[tuple[PrefillSize, int], torch.cuda.CUDAGraph] = {}
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
-        """None: no size fits."""
+        """Return the smallest size for a step. None: no size fits."""
         return smallest_fitting(self.sizes, inputs)
 
     def warm_up(self) -> None:
-        """Largest size first."""
+        """Capture every size, largest size first."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             self._graphs(size)

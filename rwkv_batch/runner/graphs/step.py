@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Nothing is captured before `warm_up`. Engine thread only."""
+    """Creates and selects the graphs of steps. Nothing is captured before `warm_up`. Engine thread only."""
 
     def __init__(self) -> None:
         self.refusal: str | None = None
@@ -50,7 +50,10 @@ class StepGraphs:
         depth: int,
         parameters: int,
     ) -> StepGraphs:
-        """depth: steps in flight"""
+        """Create the graphs for steps over these stages, if possible.
+
+        depth: steps in flight
+        """
         graphs = cls()
         graphs.refusal = DecodeGraphs.unavailable_reason(stages, sampler)
         if graphs.refusal is not None:
@@ -73,7 +76,7 @@ class StepGraphs:
 
     @property
     def graph_stages(self) -> list[GraphStage]:
-        """Empty without graphs."""
+        """The stages of the graphs. Empty without graphs."""
         return [] if self.decode is None else self.decode.graph_stages
 
     @property
@@ -93,7 +96,10 @@ class StepGraphs:
         return max((size.num_sampled for size in self.mixed.sizes), default=0) if self.mixed is not None else 0
 
     def warm_up(self, adapters: bool) -> None:
-        """adapters: also graphs of decode steps with adapters"""
+        """Capture all graphs.
+
+        adapters: also graphs of decode steps with adapters
+        """
         try:
             if self.decode is not None:
                 self.decode.warm_up(adapters=adapters)
@@ -178,7 +184,7 @@ class StepGraphs:
 
 
 class LaunchGroups:
-    """Engine thread."""
+    """Splits the rows of steps. Engine thread."""
 
     def __init__(self, graphs: StepGraphs, pipeline: Pipeline, sampling: StepSampler, inputs: RowInputs) -> None:
         self._graphs = graphs
@@ -245,7 +251,10 @@ class LaunchGroups:
 
 
 def split_prefill_decode(rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
-    """The token ids of the first are known to the host, those of the second are on the device."""
+    """Split rows into prefill and decode rows.
+
+    The token ids of the first are known to the host, those of the second are on the device.
+    """
     return [row for row in rows if not row.uses_device_token], [row for row in rows if row.uses_device_token]
 
 
