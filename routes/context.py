@@ -159,7 +159,7 @@ class RequestLimiter:
                 del self._active_by_client[client]
 
     def check_draining(self) -> None:
-        """Raises ServiceError (draining) while the service shuts down."""
+        """Check that new work is accepted. Raises ServiceError (draining) while the service shuts down."""
         if self.draining:
             raise ServiceError(
                 ErrorKind.DRAINING,

@@ -180,7 +180,7 @@ def _is_most_probable(token: TokenLogprob) -> bool:
 
 
 def _check_finished(result: RowResult) -> None:
-    """Raises ServiceError for a row that failed or timed out."""
+    """Check that a row was scored. Raises ServiceError if it failed or timed out."""
     finish = result.finish
     if finish is not None and finish.error is not None:
         raise ServiceError.from_info(finish.error)

@@ -209,7 +209,7 @@ def _report_unknown_languages(body: TranslateBody, is_strict: bool) -> None:
     for name, language in (("source_lang", body.source_lang), ("target_lang", body.target_lang)):
         if language.lower() != AUTO and not is_known_language(language):
             near = nearest_name(language, [*LANGUAGE_NAMES, *LANGUAGE_NAMES.values()])
-            problem = f"{language!r} is no code or English name of a known language{near}"
+            problem = f"unknown language {language!r}; use an ISO code or an English name{near}"
             report_unknown(name, problem, "the prompt has it unchanged", language, is_strict=is_strict)
 
 

@@ -153,7 +153,7 @@ def _to_files(
 
 
 def _check_paths(options: Options, outputs: list[Path]) -> None:
-    """Raises RunError if two paths name the same file."""
+    """Checks that all paths name different files. Raises RunError."""
     files = [*outputs, *([] if options.input == STDIN else [Path(options.input)])]
     there = [file.stat() for file in files if file.exists()]
     is_one = len({(file.st_dev, file.st_ino) for file in there}) < len(there)  # the same file may have two names

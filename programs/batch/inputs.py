@@ -152,7 +152,7 @@ class Input:
         return value
 
     def _check_unchanged(self, file: int) -> None:
-        """Raises RunError if the file was replaced or changed."""
+        """Checks that the file was not replaced or changed. Raises RunError."""
         if self._identity is not None and _file_identity(os.fstat(file)) != self._identity:
             raise RunError(
                 f"the input {self.path} was changed while it was read; restore its content and give the same "

@@ -195,7 +195,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def _check(given: argparse.Namespace, task_options: TaskOptions) -> None:
-    """Raises SettingsError for conflicting flags."""
+    """Checks that no flags conflict. Raises SettingsError."""
     if task_options.task == "translate" and not task_options.target_lang:
         raise SettingsError("--target-lang must be given: the language to translate into")
     if task_options.task in ("translate", "score") and task_options.decode:
@@ -219,7 +219,7 @@ def _check(given: argparse.Namespace, task_options: TaskOptions) -> None:
 
 
 def check_settings(url: str, rest: Sequence[str]) -> None:
-    """Raises SettingsError for engine settings together with --url."""
+    """Checks that no engine settings are given with --url. Raises SettingsError."""
     names = [argument.partition("=")[0] for argument in rest if argument.startswith("--")]
     if url and (other := next((name for name in names if name not in _SERVICE_FLAGS), None)):
         raise SettingsError(f"{other} is a setting of an engine in this process, but --url asks a service; give one")

@@ -44,7 +44,7 @@ class CommitBatch:
 
 
 class ReorderBuffer:
-    """Used on the event loop. `is_done` may be called from any thread."""
+    """Puts finished records in order. Used on the event loop; any thread may call `is_done`."""
 
     def __init__(self, keeps_order: bool, previous: Progress) -> None:
         self._keeps_order = keeps_order

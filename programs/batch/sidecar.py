@@ -115,7 +115,7 @@ class Sidecar:
 
 
 def _check(then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises RunError naming the first setting that differs."""
+    """Checks that a run has the earlier settings. Raises RunError naming the first difference."""
     for name in sorted({*then, *now}):
         before, after = then.get(name, ""), now.get(name, "")
         if before != after:

@@ -89,7 +89,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 class _Translate:
-    """Implements `Task`."""
+    """A Task: translates a text."""
 
     def __init__(self, task_options: TaskOptions) -> None:
         self._plan = task_options

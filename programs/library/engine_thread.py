@@ -51,7 +51,7 @@ class _LoopSubmitter:
         self._lock = threading.RLock()
 
     def submit_work(self, work: Coroutine[Any, Any, Result]) -> Future[Result] | None:
-        """Returns None if the loop is closed. Then `work` does not start."""
+        """Submits `work` to the loop. Returns None if the loop is closed; then `work` does not start."""
         with self._lock:
             return asyncio.run_coroutine_threadsafe(work, self._loop) if self._is_open else None
 

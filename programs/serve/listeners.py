@@ -81,9 +81,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _listen(listener: socket.socket, stall_timeout_s: float) -> socket.socket:
-    """Sets the time after which the kernel disconnects a client that reads nothing.
+    """Listens on a socket. Connections are closed when the client reads nothing for `stall_timeout_s`.
 
-    Connections inherit it. Robyn notices such a client only at the end of its connection.
+    The kernel does this: Robyn notices such a client only at the end of its connection.
     """
     if sys.platform == "linux":
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))

@@ -170,7 +170,7 @@ def _apply_devices(engine: dict[str, Any], service: dict[str, Any]) -> None:
 
 
 def _refuse_file_in_cluster(cluster: str, pool: PoolConfig) -> None:
-    """Raises SettingsError: engines on several machines cannot write one file."""
+    """Checks that engines on several machines do not share one file. Raises SettingsError."""
     if cluster and pool.state_db and pool.files_stem == pool.state_db:
         raise SettingsError(
             f"--cluster has engines on several machines, which cannot share the file {pool.state_db}; "

@@ -248,7 +248,7 @@ DEFAULT_DTYPES = {"cuda": "fp16", "cpu": "fp32"}
 
 
 class StrategyError(ValueError):
-    """The message names the part and the remedy."""
+    """A strategy is invalid. The message names the part and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def _logprob(token: bytes, logprob: float) -> dict[str, Any]:
 
 
 class OpenAIFormatter(BaseFormatter):
-    """One object per answer, and one choice per chunk, because SDKs read only the first choice."""
+    """Writes OpenAI's objects. A chunk has one choice, because SDKs read only the first."""
 
     error_format = OPENAI_ERRORS
     id_prefix = ""

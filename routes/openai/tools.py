@@ -87,16 +87,17 @@ def build_tool_set(
     names = [function.name for function in functions]
     for at, function in enumerate(functions):
         if function.name in names[:at]:
-            raise _tool_error(f"has two functions of the name {function.name}", "tools")
+            raise _tool_error(f"two functions are named {function.name!r}; rename one", "tools")
         if function.parameters.get("type", "object") != "object":
             raise _tool_error(
                 f'must be "object", got {json.dumps(function.parameters["type"])[:80]}', f"{function.field}.type"
             )
     for name in allowed_names or ():
         if name not in names:
-            raise _tool_error(f"names {name!r}, which is not among the tools", "tool_choice")
+            listed = ", ".join(names)[:200] or "none"
+            raise _tool_error(f"names {name!r}, which is not among the tools ({listed})", "tool_choice")
     if not functions and mode == "required":
-        raise _tool_error("is required, but there are no tools", "tool_choice")
+        raise _tool_error("'required' needs at least one tool; add tools or use 'auto'", "tool_choice")
     if not functions or mode == "none":
         return None
     chosen = tuple(function for function in functions if allowed_names is None or function.name in allowed_names)
@@ -104,4 +105,4 @@ def build_tool_set(
 
 
 def _tool_error(reason: str, field: str) -> PydanticCustomError:
-    return PydanticCustomError("tools", "{field} {why}", {"field": field, "why": reason})
+    return PydanticCustomError("tools", "{field}: {why}", {"field": field, "why": reason})

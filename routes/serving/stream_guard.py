@@ -26,7 +26,10 @@ _RESERVED_FILES = 256
 
 
 class StreamGuard:
-    """The worker's side. Thread-safe, and never blocks: streams beyond the link's capacity are not guarded."""
+    """A worker's side of the guarded streams. Thread-safe, and never blocks.
+
+    Streams beyond the link's capacity are not guarded.
+    """
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link

@@ -331,7 +331,7 @@ class Tiers:
             self._index.mark_unusable(
                 session,
                 f"its last turns were lost: durability is {self._config.durability!r} and {self._store_error()}; "
-                "delete it to begin anew",
+                "delete the session to start a new one",
             )
 
     def _store_error(self) -> str:

@@ -280,7 +280,7 @@ class Reader:
             )
         except (ValueError, OverflowError) as error:
             return SessionCorrupted(
-                f"the session's rows in the database are damaged ({error}); delete it to begin anew"
+                f"the session's rows in the database are damaged ({error}); delete the session to start a new one"
             )
         except Exception as error:  # e.g. out of memory: fails this session, not the thread
             logger.exception("a session could not be read")
@@ -301,7 +301,7 @@ class Reader:
 
 def _unavailable_error(error: Exception) -> SessionUnusable:
     if isinstance(error, (ObjectUnusable, _InvalidStoredState)):
-        return SessionCorrupted(f"{error}; delete the session to begin anew")
+        return SessionCorrupted(f"{error}; delete the session to start a new one")
     return SessionReadFailed(f"the session could not be read ({error}); try again")
 
 

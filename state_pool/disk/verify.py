@@ -56,7 +56,8 @@ class Loader:
             found = self._connection.execute(_SESSION, (session,)).fetchone()
             if found is None:
                 raise SessionCorrupted(
-                    "a dialogue that this session continues is missing from the database; delete it to begin anew"
+                    "a dialogue that this session continues is missing from the database; delete the session to start "
+                    "a new one"
                 )
             parent, turn, fingerprint = found
             stored, base, unavailable_reason = self._state(session, unusable_states or {})
@@ -75,7 +76,7 @@ class Loader:
         if not is_same_model(fingerprint, self._fingerprint or ""):
             name = model_name(self._connection, fingerprint)
             raise SessionUnusable(f"the session belongs to another model, {name} ({fault}); start that, or delete it")
-        raise SessionCorrupted(f"{fault}; delete the session to begin anew")
+        raise SessionCorrupted(f"{fault}; delete the session to start a new one")
 
     def _state(
         self, session: int, unusable_states: Mapping[int, SessionUnusable]
@@ -95,7 +96,7 @@ class Loader:
             return (
                 None,
                 0,
-                SessionCorrupted("the stored state's description is damaged; delete the session to begin anew"),
+                SessionCorrupted("the stored state's description is damaged; delete the session to start a new one"),
             )
         if (unavailable_reason := self._mismatch(fingerprint, version, layout)) is not None:
             return None, 0, unavailable_reason
@@ -140,14 +141,14 @@ class Loader:
         for at, digest, data in rows:
             if chunk_checksum(data, at) != digest or at != low + len(chunks):
                 raise SessionCorrupted(
-                    f"chunk {at - low} of the stored state is damaged; delete the session to begin anew"
+                    f"chunk {at - low} of the stored state is damaged; delete the session to start a new one"
                 )
             chunks.append(data)
         try:
             return join_parts(chunks, sizes)
         except ValueError as error:
             raise SessionCorrupted(
-                f"the stored state is incomplete ({error}); delete the session to begin anew"
+                f"the stored state is incomplete ({error}); delete the session to start a new one"
             ) from None
 
     def _log(self, session: int, after: int, last: int, unavailable_reason: SessionUnusable | None) -> list[int]:
@@ -161,12 +162,13 @@ class Loader:
             expected += 1
             if turn != expected or checksum(data, session, turn) != digest:
                 raise unavailable_reason or SessionCorrupted(
-                    f"turn {expected} of the session's log is damaged; delete the session to begin anew"
+                    f"turn {expected} of the session's log is damaged; delete the session to start a new one"
                 )
             tokens += unpack_tokens(data)
         if expected != last:
             raise unavailable_reason or SessionCorrupted(
-                f"turn {expected + 1} of {last} is missing from the session's log; delete it to begin anew"
+                f"turn {expected + 1} of {last} is missing from the session's log; delete the session to start a new "
+                "one"
             )
         return tokens
 

@@ -140,8 +140,8 @@ def test_an_unknown_language_is_a_warning(fake: Service) -> None:
         (warning,) = answer.json()["warnings"]
         assert warning == {
             "field": "target_lang",
-            "message": f"target_lang: {code!r} is no code or English name of a known language{near}; the prompt has it "
-            "unchanged",
+            "message": f"target_lang: unknown language {code!r}; use an ISO code or an English name{near}; "
+            "the prompt has it unchanged",
         }
 
 
