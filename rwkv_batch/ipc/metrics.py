@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from rwkv_batch.errors import ErrorKind
+from rwkv_batch.ipc.metric_help import DEVICE_HELP, help_of
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.request import JobEvents
 
@@ -239,7 +240,7 @@ class Metrics:
             "rwkv_jobs_refused", "Jobs that the engine did not take, by reason.", ["kind"], registry=self._registry
         )
         self._devices = {
-            name: Gauge(f"rwkv_device_{name}", f"A device's {name}.", ["device"], registry=self._registry)
+            name: Gauge(f"rwkv_device_{name}", DEVICE_HELP[name], ["device"], registry=self._registry)
             for name in DeviceStats._fields
         }
         self._watch = DeviceMonitor()
@@ -310,7 +311,7 @@ class Metrics:
 
     def _gauge(self, name: str) -> Gauge:
         if name not in self._gauges:
-            self._gauges[name] = Gauge(f"rwkv_{name}", f"The engine's {name}.", registry=self._registry)
+            self._gauges[name] = Gauge(f"rwkv_{name}", help_of(name), registry=self._registry)
         return self._gauges[name]
 
 

@@ -20,6 +20,7 @@ def test_the_grafana_dashboard_uses_existing_metrics(service: Service) -> None:
     asked = {name for panel in dashboard["panels"] for one in panel["targets"] for name in names_in(one["expr"])}
     assert len(asked) > 15
     assert asked - reported - {"rwkv_device_power_watts"} == set()
+    assert "Value of " not in text  # every gauge has a help text of its own
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
