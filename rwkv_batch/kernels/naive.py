@@ -26,7 +26,7 @@ class NaiveOps:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Runs everywhere."""
+        """Return None: it runs everywhere."""
         return None
 
     def shift_mix(

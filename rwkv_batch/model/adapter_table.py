@@ -42,7 +42,10 @@ class LayerAdapters(Protocol):
 
 class StepAdapters(Protocol):
     def for_layer(self, number: int) -> LayerAdapters:
-        """number: the layer's index in the stage"""
+        """Return the adapters' contribution in one layer.
+
+        number: the layer's index in the stage
+        """
         ...
 
 
@@ -56,11 +59,14 @@ class AdapterTable:
         self._adapters: dict[int, list[LayerPairs]] = {}
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
-        """No running row may use the number, which is above 0."""
+        """Add an adapter under a number.
+
+        No running row may use the number, which is above 0.
+        """
         self._adapters[number] = [layers.get(i, LayerPairs()).to(self._device, self._dtype) for i in self.layers]
 
     def drop(self, number: int) -> None:
-        """No running row may use the adapter."""
+        """Remove an adapter. No running row may use the adapter."""
         self._adapters.pop(number, None)
 
     def pairs(self, number: int) -> list[LayerPairs]:
@@ -72,7 +78,7 @@ class AdapterTable:
         return False
 
     def for_step(self, inputs: StepInputs) -> StepAdapters | None:
-        """None: no row has an adapter."""
+        """Return the adapters' contribution to a step. None: no row has an adapter."""
         if inputs.adapters is None:
             return None
         numbers = [number for number in inputs.adapters.unique().tolist() if number != NO_ADAPTER]
@@ -81,7 +87,7 @@ class AdapterTable:
         return _Groups(groups, self.multiply)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [N, in], weight [out, in] of a loaded adapter -> [N, out]"""
+        """Multiply x [N, in] by weight [out, in] of a loaded adapter: [N, out]."""
         return plain(x, weight)
 
 
@@ -112,7 +118,7 @@ class _LayerGroups:
 
 
 def plain(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, in], weight [out, in] -> [N, out]"""
+    """Multiply x [N, in] by weight [out, in]: [N, out]."""
     return x @ weight.T
 
 

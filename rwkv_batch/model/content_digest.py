@@ -47,7 +47,7 @@ def content_digest(tensors: Mapping[str, Tensor], path: Path) -> str:
 
 
 def _computed(tensors: Mapping[str, Tensor]) -> str:
-    """A core hashes about 0.7 GB/s, and hashing needs no lock of Python."""
+    """Return the digest. A core hashes about 0.7 GB/s, and hashing needs no lock of Python."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name in sorted(tensors):
@@ -66,7 +66,7 @@ def _piece_digest(piece: memoryview) -> bytes:
 
 
 def _cache_file(path: Path) -> Path | None:
-    """None: there are no files."""
+    """Return where the files' digest is kept. None: there are no files."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     try:
         found = [(str(file.resolve()), file.stat()) for file in files]

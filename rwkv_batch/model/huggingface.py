@@ -85,7 +85,7 @@ def native_module(name: str) -> str:
 
 
 def _converted(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Unknown names stay, to be refused later."""
+    """Yield a tensor under this project's names. Unknown names stay, to be refused later."""
     layer = _LAYER.match(name)
     if layer is None:
         yield _OUTSIDE.get(name, name), tensor

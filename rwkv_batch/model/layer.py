@@ -40,7 +40,7 @@ class Linear:
         return self.weight.numel() * self.weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]"""
+        """Map [T, in] to [T, out]."""
         weight = self.weight
         rows = x.to(weight.dtype)
         if rows.shape[0] == 1:
@@ -49,7 +49,7 @@ class Linear:
         return torch.nn.functional.linear(rows, weight).to(x.dtype)
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] -> [T, out] fp32, without rounding to a narrower dtype if possible."""
+        """Map [T, in] to [T, out] fp32, without rounding to a narrower dtype if possible."""
         y = self(x).float()
         return y if out is None else out.copy_(y)
 
@@ -60,7 +60,7 @@ MIX_ORDER = "rwkvag"
 
 @dataclass(slots=True)
 class Norm:
-    """[C] fp32 each"""
+    """Scale and shift of a normalisation, [C] fp32 each."""
 
     weight: Tensor
     bias: Tensor
@@ -138,7 +138,7 @@ class Layer(LayerBase):
 
     @property
     def has_uniform_layout(self) -> bool:
-        """Layer 0 lacks it."""
+        """Whether it has a value residual. Layer 0 lacks it."""
         return self.v_residual is not None
 
     @property
@@ -184,5 +184,5 @@ class Projections:
 
 
 def layer_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Over the last axis, eps 1e-5: [..., C] of any float dtype -> [..., C] fp32."""
+    """LayerNorm over the last axis, eps 1e-5: [..., C] of any float dtype -> [..., C] fp32."""
     return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, 1e-5)

@@ -59,7 +59,7 @@ class Precision:
 
     @property
     def weights_name(self) -> str:
-        """ "float16", "fp8\""""
+        """Return the display name of the matrices' format: "float16", "fp8"."""
         return str(self.weights).removeprefix("torch.") if self.storage is None else self.storage.value
 
 
@@ -136,7 +136,7 @@ class LayerLoader:
         return host_loader
 
     def embedding(self) -> Embedding:
-        """Memory-mapped."""
+        """Return the token table as stored, memory-mapped."""
         return Embedding(self._tensor("emb.weight"), self.norm("blocks.0.ln0"))
 
     def head(self) -> Head:
@@ -177,22 +177,28 @@ class LayerLoader:
         )
 
     def vector(self, name: str) -> Tensor:
-        """[C] fp32"""
+        """Load a vector, [C] fp32."""
         return self._tensor(name).reshape(-1).to(self._precision.device, torch.float32)
 
     def norm(self, name: str) -> Norm:
-        """[C] each"""
+        """Load scale and shift of a normalisation, [C] each."""
         return Norm(self.vector(f"{name}.weight"), self.vector(f"{name}.bias"))
 
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
-        """One tensor holds all matrices: [number, out, in], or [number, in, out] with `transpose`."""
+        """Load several matrices of one tensor.
+
+        The tensor is [number, out, in], or [number, in, out] with `transpose`.
+        """
         stored = self._tensor(name)
         maps = [self._plain_linear(one, transpose) for one in stored]
         release(stored)
         return maps
 
     def linear(self, name: str, transpose: bool = False) -> Linear:
-        """[out, in], or [in, out] with `transpose`. Quantised if the stage's format covers the matrix."""
+        """Load a matrix [out, in], or [in, out] with `transpose`.
+
+        Quantised if the stage's format covers the matrix.
+        """
         storage = self._precision.storage
         format_ = None if storage is None else format_for(name, storage)
         if format_ is not None:
@@ -210,7 +216,7 @@ class LayerLoader:
         return self._make_linear(weight.T if transpose else weight)
 
     def _quantised(self, name: str, format_: Format) -> Quantised:
-        """The matrix comes from the disk, or is quantised on its device and saved."""
+        """Return a quantised matrix: from the disk, or quantised on its device and saved."""
         assert self._store is not None, "only stages with a storage format quantise"
         stored = self._tensor(name)
         found = self._store.load(name, tuple(stored.shape), format_)
@@ -226,12 +232,12 @@ class LayerLoader:
         return codes
 
     def _low_rank(self, name: str) -> Linear:
-        """The matrix is stored as [in, out], for x @ w."""
+        """Load a matrix that is stored as [in, out], for x @ w."""
         return self.linear(name, transpose=True)
 
 
 def load_layers(make: Callable[[int], L], weights: Weights, first: int, last: int) -> Iterator[L]:
-    """With a progress bar for large files."""
+    """Load the layers of a stage. With a progress bar for large files."""
     return (make(i) for i in _progress(range(first, last), weights))
 
 

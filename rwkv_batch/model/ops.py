@@ -106,7 +106,7 @@ class Ops(Protocol):
         ...
 
     def add(self, x: Tensor, delta: Delta) -> Tensor:
-        """x + delta [T, C], as in `shift_mix`"""
+        """Return x + delta [T, C], as in `shift_mix`."""
         ...
 
 

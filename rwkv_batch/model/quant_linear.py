@@ -22,7 +22,7 @@ class QuantLinear(Linear):
         return self.stored.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]"""
+        """Map [T, in] to [T, out]."""
         return torch.nn.functional.linear(x, dequantise(self.stored, x.dtype))
 
 
@@ -37,11 +37,11 @@ class W8A8Linear(Linear):
 
     @property
     def num_bytes(self) -> int:
-        """Includes the input's transform."""
+        """Bytes of the matrix. Includes the input's transform."""
         return self.stored.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out], rounded to the dtype of x."""
+        """Map [T, in] to [T, out], rounded to the dtype of x."""
         return self.to_fp32(x).to(x.dtype)
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -52,7 +52,7 @@ class W8A8Linear(Linear):
 
 
 def plain_quantised(name: str, stored: Quantised) -> Linear:
-    """For backends without kernels for quantised weights."""
+    """Return a map in plain torch. For backends without kernels for quantised weights."""
     if stored.format is Format.W8A8:
         return W8A8Linear(stored, unsigned=has_squared_inputs(name))
     return QuantLinear(stored)

@@ -44,7 +44,7 @@ HASH = 0x9E3779B1 - (1 << 32)
 
 
 class StateFormat(enum.StrEnum):
-    """The values are those of `--wkv-state`."""
+    """Storage format of a layer's recurrent state. The values are those of `--wkv-state`."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -68,7 +68,7 @@ class StateFormat(enum.StrEnum):
         return math.prod(self.sizes(wkv)) * self.dtype.itemsize
 
     def pack(self, wkv: Tensor) -> Tensor:
-        """[..., H, 64, 64] fp32 -> [..., H, 64, 64], or [..., H, 4224] uint8"""
+        """Pack a state: [..., H, 64, 64] fp32 -> [..., H, 64, 64], or [..., H, 4224] uint8."""
         return pack_int8(wkv) if self is StateFormat.INT8 else wkv.to(self.dtype)
 
     def unpack(self, stored: Tensor) -> Tensor:
@@ -116,13 +116,13 @@ def pack_int8(wkv: Tensor, before: Tensor | None = None) -> Tensor:
 
 
 def unpack_int8(stored: Tensor) -> Tensor:
-    """[..., 4224] uint8 -> [..., 64 (value), 64 (key)] fp32"""
+    """Unpack a state: [..., 4224] uint8 -> [..., 64 (value), 64 (key)] fp32."""
     codes = stored[..., : HEAD_SIZE * HEAD_SIZE].contiguous().view(torch.int8)
     return codes.view(*codes.shape[:-1], HEAD_SIZE, HEAD_SIZE).float() * _scales(stored).float().unsqueeze(-1)
 
 
 def _scales(stored: Tensor) -> Tensor:
-    """[..., 4224] uint8 -> [..., 64] bf16"""
+    """Return the scales: [..., 4224] uint8 -> [..., 64] bf16."""
     return stored[..., HEAD_SIZE * HEAD_SIZE :].contiguous().view(torch.bfloat16)
 
 
@@ -203,13 +203,22 @@ class StateArena:
         self.shift = slots(num_layers, shift_dtype, 2, shape.width)
 
     def layer_wkv(self, layer: int) -> Tensor:
-        """A view [num_slots, H, 64, 64], or by version and format; strided over slots."""
+        """Return a layer's WKV states in all slots.
+
+        A view [num_slots, H, 64, 64], or by version and format; strided over slots.
+        """
         return self.wkv[:, layer - self._first_wkv]
 
     def att_shift(self, layer: int) -> Tensor:
-        """[num_slots, C] of the time mix; a view, strided over slots"""
+        """Return the time mix's token-shift states.
+
+        [num_slots, C]; a view, strided over slots
+        """
         return self.shift[:, layer, 0]
 
     def ffn_shift(self, layer: int) -> Tensor:
-        """[num_slots, C] of the channel mix; a view, strided over slots"""
+        """Return the channel mix's token-shift states.
+
+        [num_slots, C]; a view, strided over slots
+        """
         return self.shift[:, layer, 1]

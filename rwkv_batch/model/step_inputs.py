@@ -56,7 +56,7 @@ class StepInputs:
     """the same for graphs, on the device"""
 
     def to(self, device: torch.device) -> StepInputs:
-        """Does not wait for the device."""
+        """Return a copy on a device. Does not wait for the device."""
         return StepInputs(
             tokens=pinned(self.tokens, device).to(device, non_blocking=True),
             cu_seqlens=pinned(self.cu_seqlens, device).to(device, non_blocking=True),

@@ -111,13 +111,13 @@ def _index(path: Path) -> TensorIndex | str:
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """{} for other or unreadable files."""
+    """Return a safetensors file's metadata. {} for other or unreadable files."""
     index = _index(path) if path.is_file() else ""
     return {} if isinstance(index, str) else index.metadata
 
 
 def read_json_file(path: Path) -> bytes:
-    """Raises FileError."""
+    """Return a small file's bytes. Raises FileError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_JSON_BYTES + 1)

@@ -138,7 +138,10 @@ def find_tensors(path: Path, is_safetensors: bool) -> TensorIndex:
 
 
 def _check_place(place: Place, file_size: int) -> None:
-    """Raises ValueError for a tensor whose numbers are not all within its bytes."""
+    """Check a tensor's place.
+
+    Raises ValueError for a tensor whose numbers are not all within its bytes.
+    """
     if len(place.name) > MAX_NAME:
         raise ValueError(f"a tensor's name has {len(place.name)} characters, at most {MAX_NAME} are allowed")
     sizes = (*place.shape, *place.strides, place.begin, place.num_bytes)
@@ -240,7 +243,7 @@ def _place(name: str, stored: _Stored) -> Place:
 
 
 def _member_bytes(file: IO[bytes], member: zipfile.ZipInfo) -> tuple[int, int]:
-    """Raises ValueError for a compressed member."""
+    """Return begin and length of a member. Raises ValueError for a compressed member."""
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or member.compress_size != member.file_size:
         raise ValueError(f"{member.filename[:MAX_NAME]!r} is compressed or encrypted; save it with torch.save")
     file.seek(member.header_offset)
@@ -269,7 +272,7 @@ class _Interpreter:
     memo: dict[int, Any] = field(default_factory=dict)
 
     def run(self, code: bytes) -> Any:
-        """Raises NotWeights for anything that torch.save does not write."""
+        """Return the pickle's value. Raises NotWeights for anything that torch.save does not write."""
         for opcode, argument, _ in pickletools.genops(code):
             if opcode.name == "STOP":
                 return self.stack.pop()

@@ -41,7 +41,7 @@ class TunedTensor:
 
 
 def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> TunedTensor:
-    """[layers, H, 64, 64]. Raises FileError with the file and the reason."""
+    """Read a tuned state, [layers, H, 64, 64]. Raises FileError with the file and the reason."""
     tensors = read_tensors(path, STATE_FILE)
     stored = _states(path, tensors, shape)
     taken, reason = _orientation(path, stored, orientation)
@@ -58,7 +58,10 @@ def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> 
 
 
 def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) -> None:
-    """[layers, H, 64, 64], as safetensors for `read_tuned_state`. Raises OSError."""
+    """Write a tuned state, [layers, H, 64, 64].
+
+    As safetensors for `read_tuned_state`. Raises OSError.
+    """
     from safetensors.torch import save
 
     tensors = {f"blocks.{i}.att.time_state": wkv.clone() for i, wkv in enumerate(state.wkv)}

@@ -48,7 +48,7 @@ SAMPLE_RUNS = 4
 
 
 class WeightsError(StartupError):
-    """The message has the reason and the remedy."""
+    """A weight file cannot be used. The message has the reason and the remedy."""
 
 
 Change = Callable[[Tensor], Tensor]
@@ -164,7 +164,7 @@ def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
     last = f"blocks.{layers - 1}.att"
 
     def size(name: str, axis: int) -> int:
-        """0: the tensor is missing, which the check of shapes reports."""
+        """Return a size. 0: the tensor is missing, which the check of shapes reports."""
         tensor = tensors.get(name)
         return int(tensor.shape[axis]) if tensor is not None and tensor.dim() == 2 else 0
 
@@ -181,7 +181,7 @@ def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
 
 
 def outside_layers(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, for all versions."""
+    """Return the shapes of tensors outside layers by name, for all versions."""
     norms = (f"{norm}.{part}" for norm in ("ln_out", "blocks.0.ln0") for part in ("weight", "bias"))
     table = (shape.vocab, shape.width)
     return {**dict.fromkeys(TABLES, table), **dict.fromkeys(norms, (shape.width,))}

@@ -60,7 +60,7 @@ class CpuLinear(Linear):
         return self.packed.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Maps [T, in] to [T, out]."""
         return run_linears([(self, x, Activation.NONE)])[0].to(x.dtype)
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:

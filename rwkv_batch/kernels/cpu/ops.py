@@ -96,7 +96,10 @@ class CpuAdapterTable(AdapterTable):
         return linear(x)
 
     def addresses(self, inputs: StepInputs) -> Tensor | None:
-        """[T] int64: address of each token's adapter, 0: none; None: no row has one."""
+        """Returns each token's adapter address, [T] int64.
+
+        0: none; None: no row has one.
+        """
         if inputs.adapters is None:
             return None
         places = {number: ctypes.addressof(array) for number, array in self._arrays.items()} | {NO_ADAPTER: 0}
@@ -127,7 +130,10 @@ class PackedOps(NaiveOps):
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Requires a CPU and, for the first build, a C++ compiler."""
+        """Returns why it cannot run, None if it can.
+
+        Requires a CPU and, for the first build, a C++ compiler.
+        """
         if device.type != "cpu":
             return f"the cpu kernels run on a CPU, not on {device}"
         return library_unavailable_reason()

@@ -81,7 +81,10 @@ class CudaAdapterTable(AdapterTable):
 
     @property
     def table(self) -> Tensor:
-        """[numbers, layers, targets, 3] int64 on the device: a, b and rank of each pair; allocated on first use."""
+        """Addresses of a, b and rank of each pair, on the device.
+
+        [numbers, layers, targets, 3] int64; allocated on first use.
+        """
         if self._pairs is None:
             sizes = MAX_NUMBERS, len(self.layers), len(Target), 3
             with torch.inference_mode(False):  # it is made in a step, perhaps, and written to outside of steps

@@ -60,7 +60,10 @@ def fits_fp16_gemms(rows: int, quantised: Sequence[GemmShape], fp16_gemms: Seque
 
 
 def check_counts(count: int, rows: int, most_rows: int, to_partials: bool) -> None:
-    """Raises ValueError for more GEMMs or rows than a launch takes; with partials it takes one GEMM."""
+    """Checks a launch's numbers of GEMMs and rows.
+
+    Raises ValueError for more than a launch takes; with partials it takes one GEMM.
+    """
     if count > MAX_HOPPER_GEMMS or rows > most_rows:
         raise ValueError(f"a launch takes {MAX_HOPPER_GEMMS} GEMMs of {most_rows} rows, not {count} of {rows}")
     if to_partials and count > 1:

@@ -96,10 +96,10 @@ def multiply_transposed(x: Tensor, transposed: Tensor) -> Tensor:
 
 
 class CudaLinear(Linear):
-    """fp16 weight [out, in], fp32 sums."""
+    """A linear map: fp16 weight [out, in], fp32 sums."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp16."""
+        """Maps [T, in] fp16 to [T, out] fp16."""
         if not is_grouped(x.shape[0], self.weight):
             return torch.nn.functional.linear(x, self.weight)
         y = torch.empty(x.shape[0], self.weight.shape[0], dtype=x.dtype, device=x.device)
@@ -107,7 +107,10 @@ class CudaLinear(Linear):
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp32 in `out`, not rounded to fp16. Raises ValueError if `out` has another shape."""
+        """Maps [T, in] fp16 to [T, out] fp32 in `out`.
+
+        Not rounded to fp16. Raises ValueError if `out` has another shape.
+        """
         shape = x.shape[0], self.weight.shape[0]
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=x.device)

@@ -69,7 +69,10 @@ class CudaOps:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Requires an NVIDIA GPU of sm_80 or later, and nvcc."""
+        """Returns why it cannot run, None if it can.
+
+        Requires an NVIDIA GPU of sm_80 or later, and nvcc.
+        """
         if device.type != "cuda":
             return f"the cuda kernels do not run on {device.type}"
         if torch.version.hip is not None:
@@ -225,7 +228,10 @@ class CudaOps:
 
 
 def check_sizes(width: int, ffn: int) -> None:
-    """Raises ValueError with the allowed sizes if the kernels do not take a model's."""
+    """Checks a model's sizes.
+
+    Raises ValueError with the allowed sizes if the kernels do not take a model's.
+    """
     if width % HEAD_SIZE or width > MAX_WIDTH or ffn % FFN_STEP or ffn > MAX_FFN:
         raise ValueError(
             f"the cuda kernels take widths of a multiple of {HEAD_SIZE} up to {MAX_WIDTH} and a channel mix of a "

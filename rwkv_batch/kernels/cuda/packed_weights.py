@@ -93,7 +93,7 @@ def transposed_buffer(codes: Tensor) -> Tensor:
 
 
 def check_shape(stored: Quantised) -> None:
-    """Raises ValueError with the allowed sizes if a matrix has others."""
+    """Checks a matrix's sizes. Raises ValueError with the allowed sizes if a matrix has others."""
     n, k, step = stored.out_features, stored.in_features, INPUT_STEP[stored.format]
     if n % OUTPUT_STEP or k % step or k > MAX_INPUTS:
         raise ValueError(

@@ -32,7 +32,7 @@ class CudaQuantLinear(QuantisedWeights, Linear):
         self.in_features = stored.in_features
 
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
-        """[T, in] fp16 or two-part -> [T, out] fp16."""
+        """Maps [T, in] fp16 or two-part to [T, out] fp16."""
         if isinstance(x, QuantisedRows):
             return multiply_rows(self, x)
         y = torch.empty(len(x), self.packed.outputs, dtype=torch.float16, device=x.device)
@@ -40,7 +40,7 @@ class CudaQuantLinear(QuantisedWeights, Linear):
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp32 in `out`. Raises ValueError if `out` has another shape."""
+        """Maps [T, in] fp16 to [T, out] fp32 in `out`. Raises ValueError if `out` has another shape."""
         shape = x.shape[0], self.packed.outputs
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -80,7 +80,7 @@ class CudaQuantValue(CudaQuantLinear):
         return self.untransposed or self
 
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp16, no row skipped."""
+        """Maps [T, in] fp16 to [T, out] fp16, no row skipped."""
         if self.untransposed is None or isinstance(x, QuantisedRows):
             return super().__call__(x)
         return self.untransposed(x)

@@ -214,7 +214,7 @@ def _fill_w8a8(args: ShiftMixArgs, mix: W8A8Mix, prologue: Prologue) -> None:
 
 
 def token_rows(inputs: StepInputs) -> Tensor:
-    """[T] int64: the row of each token; computed once per step, on its device."""
+    """Returns the row of each token, [T] int64; computed once per step, on its device."""
     if inputs.token_rows is None:
         lengths = inputs.cu_seqlens.diff()
         rows = torch.arange(len(lengths), device=lengths.device)

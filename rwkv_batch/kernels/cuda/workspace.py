@@ -33,7 +33,7 @@ class Workspace:
 
     @classmethod
     def build(cls, device: torch.device, width: int, ffn: int) -> Workspace:
-        """For models up to this width and channel mix."""
+        """Allocates the memory for models up to this width and channel mix."""
         return cls(
             torch.empty(-(-ffn // SPARSE_BLOCK_INPUTS) * MAX_SPARSE_ROWS * width, dtype=torch.float32, device=device),
             torch.zeros(-(-width // SPARSE_COLUMNS), dtype=torch.int32, device=device),

@@ -82,7 +82,10 @@ class Adapter:
     """weight of the model -> its name in the file, if the file uses another layout"""
 
     def scale_of(self, target: str) -> float:
-        """Raises FileError if neither the request nor the file has a scale."""
+        """Return a low-rank pair's scale.
+
+        Raises FileError if neither the request nor the file has a scale.
+        """
         if self.scale is not None:
             return self.scale
         names = (self.modules.get(target, target), target)
@@ -114,7 +117,10 @@ def _checked(path: Path, scale: float) -> float:
 
 
 def read_adapter(path: Path, scale: float | None = None) -> Adapter:
-    """`path`: a file, or a PEFT folder. Raises FileError with the file and the reason."""
+    """Read an adapter's file.
+
+    `path`: a file, or a PEFT folder. Raises FileError with the file and the reason.
+    """
     if scale is not None:
         _checked(path, scale)
     if path.is_dir():
@@ -170,7 +176,10 @@ def _is_of_experts(name: str, tensor: Tensor, experts: dict[int, ExpertParts]) -
 
 
 def _check(path: Path, name: str, tensor: Tensor) -> None:
-    """Raises FileError for a tensor that no supported adapter has."""
+    """Check a file's tensor names.
+
+    Raises FileError for a tensor that no supported adapter has.
+    """
     if name.endswith("att.time_state"):
         raise FileError(f"adapter file {path} has a tuned state ({name!r}); load it with --state")
     if tensor.dtype not in (FLOATS if name != _MOE_INFO else (*FLOATS, *_INTEGERS)):
@@ -184,7 +193,7 @@ def _check(path: Path, name: str, tensor: Tensor) -> None:
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    """Raises FileError for unsupported settings."""
+    """Read PEFT's settings next to the file. Raises FileError for unsupported settings."""
     file = path.with_name(ADAPTER_CONFIG)
     if not path.stem.startswith(_MODEL) or not file.is_file():
         return {}

@@ -78,7 +78,7 @@ def _checked(adapter: Adapter, name: str, pair: Pair) -> Pair:
 
 
 def _experts(weights: Weights, adapter: Adapter, layer: int, found: ExpertParts) -> Experts:
-    """Raises FileError for missing tensors or wrong shapes."""
+    """Return a layer's mixture of experts. Raises FileError for missing tensors or wrong shapes."""
     at = f"blocks.{layer}.ffn"
     router, width = found.router, weights.shape.width
     if layer >= weights.shape.layers:

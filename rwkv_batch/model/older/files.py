@@ -50,7 +50,7 @@ def _by_head(tensor: Tensor | None) -> tuple[int, int]:
 
 
 def _size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
-    """0: the matrix is missing, which the check of shapes reports."""
+    """Return a matrix's size. 0: the matrix is missing, which the check of shapes reports."""
     tensor = tensors.get(name)
     return int(tensor.shape[axis]) if tensor is not None and tensor.dim() == 2 else 0
 
@@ -106,7 +106,7 @@ def _ffn_mix(shape: ModelShape) -> str:
 
 
 def make_layer(source: TensorSource, shape: ModelShape, i: int) -> OlderLayer:
-    """Mixes are [C], matrices [out, in]."""
+    """Load a layer. Mixes are [C], matrices [out, in]."""
     ffn, mix = f"blocks.{i}.ffn", _ffn_mix(shape)
     mix_k, mix_r = source.vector(f"{ffn}.{mix}_k"), source.vector(f"{ffn}.{mix}_r")
     if mix == "time_mix":

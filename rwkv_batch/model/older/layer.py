@@ -46,14 +46,14 @@ class ChannelMix:
 
 @dataclass(slots=True)
 class OlderLayer(LayerBase):
-    """Vectors are fp32, linear maps in the weights' dtype."""
+    """One layer of RWKV-4 to 6. Vectors are fp32, linear maps in the weights' dtype."""
 
     time_mix: TimeMix
     channel_mix: ChannelMix
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x) of [...]
+    """Return 1 / (1 + e^-x) of [...].
 
     The last bits of torch.sigmoid on a CPU depend on how threads split x.
     """
@@ -61,7 +61,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x) of [...]"""
+    """Return x * sigmoid(x) of [...]."""
     return x * sigmoid(x)
 
 
@@ -69,29 +69,35 @@ SQUARE = ("receptance", "key", "value", "output")
 
 
 class TensorSource(Protocol):
-    """Tensors are on a stage's device and in its dtypes. Raises KeyError."""
+    """Loads a file's tensors by name.
+
+    Tensors are on a stage's device and in its dtypes. Raises KeyError.
+    """
 
     def has(self, name: str) -> bool: ...
 
     def vector(self, name: str) -> Tensor:
-        """[C] fp32"""
+        """Load a vector, [C] fp32."""
         ...
 
     def norm(self, name: str) -> Norm:
-        """`.weight` and `.bias` [C] fp32"""
+        """Load `.weight` and `.bias` of a norm, [C] fp32."""
         ...
 
     def linear(self, name: str, transpose: bool = False) -> Linear:
-        """[out, in], or [in, out] with `transpose`"""
+        """Load a matrix [out, in], or [in, out] with `transpose`."""
         ...
 
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
-        """One tensor holds all matrices: [number, out, in], or [number, in, out] with `transpose`."""
+        """Load several matrices of one tensor.
+
+        The tensor is [number, out, in], or [number, in, out] with `transpose`.
+        """
         ...
 
 
 def square_maps(source: TensorSource, att: str) -> dict[str, Linear]:
-    """The four [C, C] maps of every version's time mix, by field name."""
+    """Load the four [C, C] maps of every version's time mix, by field name."""
     return {name: source.linear(f"{att}.{name}.weight") for name in SQUARE}
 
 
@@ -125,7 +131,7 @@ def head_norm(y: Tensor, norm: Norm) -> Tensor:
 
 
 def forward_layers(layers: Iterable[OlderLayer], x: Tensor, state: StateArena, inputs: StepInputs) -> Tensor:
-    """x [T, C] fp32 -> [T, C]. Updates `state`."""
+    """Run a stage's layers: x [T, C] fp32 -> [T, C]. Updates `state`."""
     for i, layer in enumerate(layers):
         h = layer_norm(x, layer.ln1)
         previous = token_shift(h, state.att_shift(i), inputs)
@@ -160,7 +166,7 @@ class TimeMix4:
     output: Linear
 
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """[T, C] twice -> [T, C] fp32"""
+        """Compute the time mix: [T, C] twice -> [T, C] fp32."""
         change = previous - h
         r = sigmoid(self.receptance(h + change * self.mix_r))
         k, v = self.key(h + change * self.mix_k).float(), self.value(h + change * self.mix_v).float()
@@ -186,12 +192,12 @@ class TimeMix4:
 
     @staticmethod
     def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        """without the four square matrices"""
+        """Return the tensors' shapes by name, without the four square matrices."""
         return dict.fromkeys(("time_decay", "time_first", "time_mix_k", "time_mix_v", "time_mix_r"), (shape.width,))
 
     @classmethod
     def load(cls, source: TensorSource, att: str, shape: ModelShape) -> Self:
-        """vectors [C], matrices [C, C]"""
+        """Load the time mix: vectors [C], matrices [C, C]."""
         return cls(
             mix_k=1 - source.vector(f"{att}.time_mix_k"),
             mix_v=1 - source.vector(f"{att}.time_mix_v"),
@@ -231,7 +237,7 @@ class TimeMix5:
     ln_x: Norm
 
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """[T, C] twice -> [T, C] fp32"""
+        """Compute the time mix: [T, C] twice -> [T, C] fp32."""
         change = previous - h
         heads = (len(h), *self.bonus.shape)
         r = self.receptance(h + change * self.mix_r).float().view(heads)
@@ -244,7 +250,7 @@ class TimeMix5:
 
     @staticmethod
     def expected(shape: ModelShape, has_logarithm: bool) -> dict[str, tuple[int, ...]]:
-        """without the four square matrices"""
+        """Return the tensors' shapes by name, without the four square matrices."""
         c, head_shape = (
             shape.width,
             (shape.heads,) if shape.version in ONE_DECAY_PER_HEAD else (shape.heads, shape.head_size),
@@ -262,7 +268,7 @@ class TimeMix5:
 
     @classmethod
     def load(cls, source: TensorSource, att: str, shape: ModelShape) -> Self:
-        """vectors [H, N], matrices [C, C]"""
+        """Load the time mix: vectors [H, N], matrices [C, C]."""
         gated = shape.version not in WITHOUT_GATE
         by_head = (shape.heads, 1 if shape.version in ONE_DECAY_PER_HEAD else shape.head_size)
         whole = (shape.heads, shape.head_size)
@@ -315,7 +321,7 @@ class TimeMix6:
     ln_x: Norm
 
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """[T, C] twice -> [T, C] fp32"""
+        """Compute the time mix: [T, C] twice -> [T, C] fp32."""
         w, k, v, r, g = self._mixed(h, previous - h)
         heads = (len(h), *self.bonus.shape)
         dynamic = self.decay_w2(torch.tanh(self.decay_w1(w))).float()
@@ -332,7 +338,7 @@ class TimeMix6:
 
     @staticmethod
     def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        """without the four square matrices"""
+        """Return the tensors' shapes by name, without the four square matrices."""
         c, mix, decay = shape.width, shape.mix_rank, shape.decay_rank
         return {
             **{f"time_maa_{letter}": (c,) for letter in f"x{MIXES}"},
@@ -349,7 +355,7 @@ class TimeMix6:
 
     @classmethod
     def load(cls, source: TensorSource, att: str, shape: ModelShape) -> Self:
-        """vectors [C] and [H, N], matrices [C, C]"""
+        """Load the time mix: vectors [C] and [H, N], matrices [C, C]."""
         return cls(
             mix_x=source.vector(f"{att}.time_maa_x"),
             mixes=torch.stack([source.vector(f"{att}.time_maa_{letter}") for letter in MIXES]),

@@ -67,11 +67,11 @@ class Quantised:
 
     @property
     def num_bytes(self) -> int:
-        """Includes scales and zeros."""
+        """Bytes of the matrix. Includes scales and zeros."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """By field name; a matrix is [out, in]."""
+        """Return the tensors by field name; a matrix is [out, in]."""
         named = {"codes": self.codes, "scales": self.scales, "zeros": self.zeros, "ratios": self.ratios}
         if self.transform is not None:
             named |= self.transform._asdict()
@@ -118,12 +118,12 @@ class Quantised:
 
 
 def format_of(dtype: str) -> Format | None:
-    """None: a dtype, not a format"""
+    """Return the format that --dtype names. None: a dtype, not a format."""
     return Format(dtype) if dtype in [format_.value for format_ in Format] else None
 
 
 def is_quantised(name: str) -> bool:
-    """By the tensor's name."""
+    """Return whether the tensor of this name can be quantised."""
     return QUANTISED_NAMES.search(name) is not None
 
 
@@ -138,7 +138,7 @@ def format_for(name: str, storage: Format) -> Format | None:
 
 
 def has_squared_inputs(name: str) -> bool:
-    """By the tensor's name: whether its inputs are relu(x)^2."""
+    """Return whether the inputs of the tensor of this name are relu(x)^2."""
     return name.endswith("ffn.value.weight")
 
 
@@ -191,12 +191,12 @@ def _dequantise_rows(stored: Quantised, rows: slice) -> Tensor:
 
 
 def _expand_groups(per_group: Tensor, inputs: int) -> Tensor:
-    """[out, G] -> [out, in]"""
+    """Expand one value per group to its inputs: [out, G] -> [out, in]."""
     return per_group.repeat_interleave(GROUP, dim=1)[:, :inputs]
 
 
 def _grouped(weight: Tensor) -> Tensor:
-    """[out, in] -> [out, G, 128]; the last group is filled with its last input."""
+    """Group inputs: [out, in] -> [out, G, 128]; the last group is filled with its last input."""
     missing = -weight.shape[1] % GROUP
     if missing:
         weight = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
@@ -243,7 +243,7 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fp16_scale(scale: Tensor) -> Tensor:
-    """In units of SCALE_UNIT, never zero. Raises ValueError beyond fp16."""
+    """Convert scales to fp16. In units of SCALE_UNIT, never zero. Raises ValueError beyond fp16."""
     if not bool((scale <= 65504.0 * SCALE_UNIT).all()):
         raise ValueError(
             f"the scale {scale.max().item():g} of a weight exceeds fp16, so it cannot be quantised; use --dtype fp16"

@@ -34,7 +34,7 @@ WEIGHTS = "weights"
 
 
 class QuantStore:
-    """Engine thread, at load."""
+    """Quantised files of one weight file and one --dtype. Engine thread, at load."""
 
     def __init__(self, weights_path: Path, fingerprint: str, storage: Format) -> None:
         suffix = f"{storage}-{VERSION}-{fingerprint[:16]}"
@@ -46,7 +46,10 @@ class QuantStore:
         self._fingerprint = fingerprint
 
     def load(self, name: str, shape: tuple[int, ...], format_: Format) -> Quantised | None:
-        """On the CPU. None: the tensor is missing, unreadable or does not fit."""
+        """Load a quantised tensor to the CPU.
+
+        None: the tensor is missing, unreadable or does not fit.
+        """
         tensors = self.load_tensors(name)
         try:
             found = None if tensors is None else Quantised.of(format_, tensors, shape[1])
@@ -58,7 +61,7 @@ class QuantStore:
         self.save_tensors(name, codes.tensors())
 
     def load_tensors(self, name: str) -> dict[str, Tensor] | None:
-        """Tensors [...]; None: the file is missing or damaged."""
+        """Load a file's tensors [...]. None: the file is missing or damaged."""
         path = self._path(name)
         if not self._usable or not path.is_file():
             return None
@@ -80,7 +83,7 @@ class QuantStore:
         return tensors
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Tensors are [...]. The first error is logged and ends all saving."""
+        """Save tensors [...] to a file. The first error is logged and ends all saving."""
         if not self._can_write:
             return
         try:

@@ -41,7 +41,7 @@ class CudaW8A8Linear(Linear):
         return self.weights.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp16."""
+        """Maps [T, in] fp16 to [T, out] fp16."""
         return self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs))
 
     def multiply_codes(self, codes: Codes) -> Tensor:
@@ -52,7 +52,10 @@ class CudaW8A8Linear(Linear):
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] fp16 -> [T, out] fp32 in `out`, of fp16 results. Raises ValueError if `out` has another shape."""
+        """Maps [T, in] fp16 to [T, out] fp32 in `out`, of fp16 results.
+
+        Raises ValueError if `out` has another shape.
+        """
         y = self(x)
         if out is None:
             return y.float()

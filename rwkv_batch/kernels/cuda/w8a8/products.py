@@ -79,7 +79,7 @@ class W8A8Weights:
 
     @property
     def shape(self) -> torch.Size:
-        """[n, K]."""
+        """The matrix's shape, [n, K]."""
         return self.codes.shape
 
     @property
