@@ -192,7 +192,7 @@ def _adapter(context: Context, entry: str) -> str:
 def resolve_model_path(context: Context, file: str, field: str) -> Path:
     """Return the path of a model file. Raises ServiceError unless it is within --models-dir."""
     if not context.config.models_dir:
-        raise invalid(field, "cannot be read: no folder is open to requests; start the service with --models-dir", file)
+        raise invalid(field, "the service has no models folder; start it with --models-dir", file)
     path = within(context.config.models_dir, file)
     if path is None or path.suffix not in MODEL_SUFFIXES or not os.path.isfile(path):  # noqa: PTH113 - False for a name that is too long, too
         raise invalid(field, f"must be the path of a {' or '.join(MODEL_SUFFIXES)} file within --models-dir", file)

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from routes.config import HttpConfig
-from rwkv_batch.errors import ServiceError
+from rwkv_batch.errors import ErrorInfo, ServiceError
 from rwkv_batch.request import ClientLimits, Job, JobEvents, Priority
 from state_pool.session_key import OWNED, owned_id
 
@@ -53,6 +53,8 @@ class RequestContext:
     """Time from the request's arrival to the answer's first byte. 0 before it."""
     error_kind: str = ""
     """Kind of the job's error. A stream may fail under status 200."""
+    refusal: ErrorInfo | None = None
+    """The error that refused the request."""
     warnings: list[dict[str, str]] = field(default_factory=list)
     """Fields of the request that change nothing: {"field", "message"}."""
 

@@ -147,7 +147,7 @@ async def response_or_error(
     try:
         return await response
     except ServiceError as error:
-        current_request().error_kind = error.info.kind
+        current_request().error_kind, current_request().refusal = error.info.kind, error.info
         return error_response(error.info, route.error_format_for(body()))
     except Exception:  # a bug becomes a 500 answer and does not end the worker
         logger.exception("%s %s failed", route.method, route.path)

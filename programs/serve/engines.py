@@ -259,7 +259,10 @@ class Engines:
         if len(active) >= MAX_REPLICAS:
             return f"devices: {len(active)} engines serve the model, the limit is {MAX_REPLICAS}; remove one first"
         if self._config.pool.state_db and not self._config.pool.service:
-            return "devices: this engine does not share its database; start the service with --replicas 1 or more"
+            return (
+                "devices: the service was started without --replicas, so its engine does not share the session "
+                "database; start it with --replicas 1 or more"
+            )
         self._drop_old_failures()
         self._add(devices, len(active) + 1)
         return None

@@ -156,6 +156,8 @@ DONE, CLIENT_DISCONNECTED = "done", "client_left"
 """Outcomes of requests, in addition to the error kinds."""
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client left before its answer, in log and metrics. nginx has the same."""
+MAX_LOGGED_ERROR = 300
+"""Characters of an error's message in the log."""
 PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/authz"})
 """Sent often by other programs, so they are logged at level debug."""
 
@@ -179,7 +181,7 @@ def log_access(request_context: RequestContext, status: int, outcome: str) -> No
     level = logging.DEBUG if request_context.route in PROBES else logging.INFO
     if logger.isEnabledFor(level):
         extra = {"fields": _fields(request_context, status, outcome)}
-        logger.log(level, "%s %s %d", request_context.method, request_context.route, status, extra=extra)
+        logger.log(level, "request", extra=extra)
 
 
 def _fields(request_context: RequestContext, status: int, outcome: str) -> dict[str, Any]:
@@ -202,6 +204,9 @@ def _fields(request_context: RequestContext, status: int, outcome: str) -> dict[
         fields["queue_s"] = round(request_context.queue_s, 4)
     if request_context.is_stream and request_context.first_byte_s:
         fields["ttft_s"] = round(request_context.first_byte_s, 4)
+    if request_context.refusal is not None:
+        refusal = request_context.refusal
+        fields["refused"] = {"field": refusal.field, "message": refusal.message[:MAX_LOGGED_ERROR]}
     if request_context.warnings:
         fields["ignored"] = [warning["field"] for warning in request_context.warnings]
     return fields

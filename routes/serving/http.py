@@ -238,6 +238,7 @@ def wrap(context: Context, route: Route) -> RobynHandler:
         try:
             active_request = ActiveRequest(context, request_context, address, route.is_generation)
         except ServiceError as error:
+            request_context.refusal = error.info
             refusal = error_response(error.info, route.error_format_for(request.body))
             report(context, request_context, refusal.status, error.info.kind)
             return _full_response(request_context, refusal)
@@ -324,7 +325,7 @@ def _methods_of_prefix(table: dict[str, set[str]], path: str) -> set[str] | None
 
 def _unrouted_error(info: ErrorInfo, is_openai: bool) -> HttpResponse:
     """Return the answer to an error that belongs to no route. `is_openai`: OpenAI's clients may use the path."""
-    current_request().error_kind = info.kind
+    current_request().error_kind, current_request().refusal = info.kind, info
     return error_response(info, OPENAI_ERRORS if is_openai else NATIVE_ERRORS)
 
 

@@ -406,6 +406,9 @@ def test_the_access_log_has_a_line_per_request(keyed: Service) -> None:
     assert stream["completion_tokens"] == 16
     assert 0 < stream["ttft_s"] <= stream["total_s"] and stream["queue_s"] >= 0
     assert (lines["one-mistake"]["status"], lines["one-mistake"]["outcome"]) == (422, "invalid_field")
+    refused = lines["one-mistake"]["refused"]
+    assert refused["field"] == "temperature" and "got -1" in refused["message"]
+    assert "/nowhere" in lines["no-route"]["refused"]["message"] and "refused" not in stream
     assert (lines["no-route"]["status"], lines["no-route"]["route"]) == (404, "other")
     assert (lines["leaver"]["status"], lines["leaver"]["outcome"]) == (200, "client_left")
     assert (lines["silent-leaver"]["status"], lines["silent-leaver"]["outcome"]) == (499, "client_left")
