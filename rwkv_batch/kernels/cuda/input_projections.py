@@ -347,7 +347,7 @@ def _project_batched(layer: CudaLayer, mixed: MixedInputs, side_streams: SideStr
 
 
 def _rkv_batched(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor) -> None:
-    """r, k, v: mixed [6, T, C] -> rkv [3, T, C], for many rows."""
+    """Computes r, k, v of many rows: mixed [6, T, C] -> rkv [3, T, C]."""
     if layer.rkv is not None and isinstance(mixed, Tensor):
         torch.bmm(mixed[:3], layer.rkv.transpose(1, 2), out=rkv)
     else:

@@ -61,7 +61,7 @@ class Packed:
         return WeightOnlyGemm(self.format, self.transposed, n, k, self.qweight, self.scales, x, y, activation)
 
     def output_major(self) -> Tensor:
-        """8-bit weights [n, k]; transposed ones are copied into a buffer shared by all of the same size."""
+        """Returns 8-bit weights [n, k]; transposed ones are copied into a buffer shared by all of the same size."""
         if not self.transposed:
             return self.qweight
         transposed_weight = transposed_buffer(self.qweight).view(self.qweight.dtype).view(self.outputs, self.inputs)
@@ -121,7 +121,10 @@ def pack(stored: Quantised, transposed: bool = False) -> Packed:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """[rows, columns] 4-bit codes, one per byte -> [rows, columns / 2]: of eight, 0 2 4 6, then 1 3 5 7."""
+    """Packs two 4-bit codes per byte: of eight, 0 2 4 6, then 1 3 5 7.
+
+    [rows, columns], one per byte -> [rows, columns / 2]
+    """
     c = codes.reshape(len(codes), -1, 4, 2).transpose(2, 3).reshape(len(codes), -1, 2)
     return (c[..., 0] | c[..., 1] << 4).contiguous()
 
