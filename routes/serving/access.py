@@ -181,7 +181,7 @@ def log_access(request_context: RequestContext, status: int, outcome: str) -> No
     level = logging.DEBUG if request_context.route in PROBES else logging.INFO
     if logger.isEnabledFor(level):
         extra = {"fields": _fields(request_context, status, outcome)}
-        logger.log(level, "request", extra=extra)
+        logger.log(level, "%s %s %d", request_context.method, request_context.route, status, extra=extra)
 
 
 def _fields(request_context: RequestContext, status: int, outcome: str) -> dict[str, Any]:

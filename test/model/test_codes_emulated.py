@@ -14,13 +14,13 @@ from rwkv_batch.kernels.cuda import hopper_gemm_weight_only
 from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
 from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import fp16_gemm, launch_weight_only
 from rwkv_batch.kernels.cuda.packed_weights import pack
-from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
 from test.model.emulated.library import call, emulated
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
 
-@pytest.fixture(scope="module", params=Format)
+@pytest.fixture(scope="module", params=WEIGHT_ONLY)
 def format_(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Format:
     """A format, its kernels ready."""
     found: Format = request.param

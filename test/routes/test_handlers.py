@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+from robyn.robyn import QueryParams
 
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
@@ -143,6 +144,8 @@ class Request:
     body = b'{"contents": ["a"]}'
     headers: dict[str, str] = {}  # noqa: RUF012
     files: dict[str, bytes] = {}  # noqa: RUF012
+    path_params: dict[str, str] = {}  # noqa: RUF012
+    query_params = QueryParams()
 
 
 def test_requests_that_wait_for_the_engine_are_refused_at_shutdown() -> None:
