@@ -3,13 +3,21 @@
     python -m bench.kernels --width 4096
 
 Each case rotates over several copies of its tensors inside one CUDA graph, so the L2 cache does not hold them. Prints
-one JSON line per case; the last line has all.
+one JSON line per case; the last line has all. Its "steps" have the kernels of whole forwards of five layers and the
+head, by torch.profiler: for each weight type and number of tokens, in order, with grid, block and shared memory, on
+Hopper's kernels and on those for other GPUs. These launches wait for each other, so that their times do not overlap.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from bench.adapters import random_pairs
 from bench.gpu import GPU, prefill_inputs
-from bench.tools.gpu_model import SIZES, VOCAB
+from bench.tools.gpu_model import SIZES, VOCAB, random_stage
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda import hopper_gemm
 from rwkv_batch.kernels.cuda.channel_mix import sparse_value
 from rwkv_batch.kernels.cuda.input_projections import finish_projections
 from rwkv_batch.kernels.cuda.layer import CudaLayer
@@ -33,11 +44,16 @@ from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
+from rwkv_batch.runner.pipeline import Stage
 
 COPIES = 4
 FEW = (1, 2, 4, 8, 16)
 MANY = (32, 64, 128, 320, 960)
 PROMPTS = ((1, 512), (1, 4096), (8, 512), (32, 512))
+PROFILED_ROWS = (1, 4, 8, 16, 64, 256, 320, 960)
+PROFILED_PROMPTS = (8, 512)
+PROFILED_DTYPES = ("fp16", "fp8", "int8", "int4", "w8a8")
+FORWARDS = 5
 
 
 @dataclass(slots=True)
@@ -75,6 +91,12 @@ def timed_in_graph(case: Case) -> float:
     return float(begin.elapsed_time(end)) * 1e3 / (10 * 2 * COPIES)
 
 
+def decode_inputs(rows: int) -> StepInputs:
+    slots = torch.arange(2, rows + 2, device=GPU)
+    ends = torch.arange(rows + 1, device=GPU)
+    return StepInputs(ends[:-1], ends, slots, slots, ends[:-1], 1)
+
+
 class Bench:
     """Layers of one width with their states."""
 
@@ -90,11 +112,6 @@ class Bench:
 
     def normal(self, *size: int) -> Tensor:
         return torch.randn(*size, device=GPU, dtype=torch.float16)
-
-    def decode_inputs(self, rows: int) -> StepInputs:
-        slots = torch.arange(2, rows + 2, device=GPU)
-        ends = torch.arange(rows + 1, device=GPU)
-        return StepInputs(ends[:-1], ends, slots, slots, ends[:-1], 1)
 
     def elementwise_and_wkv(self, inputs: StepInputs) -> Iterator[Case]:
         """Yield shift_mix and WKV of one step."""
@@ -172,11 +189,56 @@ class Bench:
 
 def cases(bench: Bench) -> Iterator[Case]:
     for rows in (*FEW, *MANY):
-        yield from bench.elementwise_and_wkv(bench.decode_inputs(rows))
+        yield from bench.elementwise_and_wkv(decode_inputs(rows))
         yield from bench.linears(rows)
         yield from bench.head(rows)
     for rows, length in PROMPTS:
         yield from bench.elementwise_and_wkv(prefill_inputs(range(rows), length))
+
+
+def launches(stage: Stage, inputs: StepInputs) -> list[tuple[Any, ...]]:
+    """Return kernel, median microseconds, grid, block and bytes of shared memory per launch of a forward, in order."""
+
+    def forward() -> None:
+        stage.logits(stage.forward(stage.embed(inputs.tokens), None, inputs)[0], inputs)
+        torch.cuda.synchronize()
+
+    forward()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(FORWARDS):
+            forward()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = [event for event in json.loads(trace.read_bytes())["traceEvents"] if event.get("cat") == "kernel"]
+    events.sort(key=lambda event: event["ts"])
+    count = len(events) // FORWARDS
+    found = []
+    for i, event in enumerate(events[:count]):
+        name = re.sub(r"\(anonymous namespace\)::|\([\w: ]+\)(?=[\w-])", "", event["name"]).partition("(")[0]
+        us = statistics.median(float(same["dur"]) for same in events[i::count])
+        found.append((name, round(us, 2), *(event["args"].get(key) for key in ("grid", "block", "shared memory"))))
+    return found
+
+
+def profiled(size: str) -> Iterator[dict[str, Any]]:
+    """Yield the launches of each weight type and number of tokens; fp16 with adapters, too."""
+    for is_hopper in (True, False):
+        if not is_hopper:
+            hopper_gemm.hopper_gemm_unavailable_reason = lambda device: "measured without"  # type: ignore[assignment]
+        for dtype in PROFILED_DTYPES:
+            stage = random_stage(size, GPU, StateFormat.FP16, dtype=dtype, layers=COPIES + 1)
+            stage.allocate_slots(max(PROFILED_ROWS) + 2)
+            steps = [decode_inputs(rows) for rows in PROFILED_ROWS]
+            steps.append(prefill_inputs(range(PROFILED_PROMPTS[0]), PROFILED_PROMPTS[1]))
+            if dtype == "fp16":
+                stage.adapters.put(1, random_pairs(len(stage.layers), stage.width, 16, 1))
+                for rows in (8, 320):
+                    steps.append(decode_inputs(rows))
+                    steps[-1].adapters = torch.ones(rows, dtype=torch.int64)
+            for inputs in steps:
+                about = {"dtype": dtype, "hopper": is_hopper, "tokens": len(inputs.tokens)}
+                yield about | {"adapters": inputs.adapters is not None, "launches": launches(stage, inputs)}
 
 
 @torch.inference_mode()
@@ -184,7 +246,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--out", type=Path, help="a file for the last line")
+    parser.add_argument("--launches", action="store_true", help="only print the launches; used by the run without it")
     args = parser.parse_args()
+    if args.launches:
+        size = next(size for size, (_, width, _) in SIZES.items() if width == args.width)
+        for result in profiled(size):
+            print(json.dumps(result), flush=True)
+        return
     results: list[dict[str, Any]] = []
     for case in cases(Bench(args.width)):
         us = timed_in_graph(case)
@@ -192,7 +260,13 @@ def main() -> None:
         result |= {"tflops": round(case.flops / us / 1e6, 1)} if case.flops else {}
         results.append(result)
         print(json.dumps(result), flush=True)
-    last = json.dumps({"machine": torch.cuda.get_device_name(GPU), "width": args.width, "results": results})
+    torch.cuda.empty_cache()
+    command = [sys.executable, "-m", "bench.kernels", "--launches", "--width", str(args.width)]
+    serial = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
+    lines = subprocess.run(command, env=serial, stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
+    steps = [json.loads(line) for line in lines if line.startswith("{")]
+    head = {"machine": torch.cuda.get_device_name(GPU), "width": args.width}
+    last = json.dumps(head | {"results": results, "steps": steps})
     if args.out:
         args.out.write_text(last + "\n")
     print(last)

@@ -35,23 +35,28 @@ QUIET = 1.4
 
 
 def random_stage(
-    size: str, device: torch.device, wkv_state: StateFormat, as_released: bool = True, dtype: str = "fp16"
+    size: str,
+    device: torch.device,
+    wkv_state: StateFormat,
+    as_released: bool = True,
+    dtype: str = "fp16",
+    layers: int | None = None,
 ) -> Stage:
-    """Return all layers on one device, without slots.
+    """Return a model on one device, without slots, with all layers of its size or with `layers`.
 
     as_released: round weights to bf16 values, as in released files. All dtypes use the same weights.
     """
-    weights = random_file(size, device, as_released)
+    weights = random_file(size, device, as_released, layers)
     ops, _ = choose_ops("cuda", device)
     storage = format_of(dtype)
-    layers = weights.shape.layers
     precision = Precision(device, torch.float16, torch.float16, wkv_state, storage)
-    return Stage(weights, 0, layers, precision, ops, largest_inputs=MeasuredInputs(weights, device))
+    return Stage(weights, 0, weights.shape.layers, precision, ops, largest_inputs=MeasuredInputs(weights, device))
 
 
-def random_file(size: str, device: torch.device, as_released: bool = True) -> Weights:
+def random_file(size: str, device: torch.device, as_released: bool = True, layers: int | None = None) -> Weights:
     """Return the tensors of such a model as an opened file has them, fp16 on the device."""
-    layers, width, ranks = SIZES[size]
+    all_layers, width, ranks = SIZES[size]
+    layers = layers or all_layers
     tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.float16, device=device)
     if as_released:
         tensors = {name: tensor.bfloat16().half() for name, tensor in tensors.items()}
