@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.pipeline import Stage
+from sampling.params import SamplingParams
+from sampling.rapid import RapidSampler
 
 COPIES = 4
 FEW = (1, 2, 4, 8, 16)
@@ -53,7 +56,7 @@ PROMPTS = ((1, 512), (1, 4096), (8, 512), (32, 512))
 PROFILED_ROWS = (1, 4, 8, 16, 64, 256, 320, 960)
 PROFILED_PROMPTS = (8, 512)
 PROFILED_DTYPES = ("fp16", "fp8", "int8", "int4", "w8a8")
-FORWARDS = 5
+RUNS = 5
 
 
 @dataclass(slots=True)
@@ -196,23 +199,19 @@ def cases(bench: Bench) -> Iterator[Case]:
         yield from bench.elementwise_and_wkv(prefill_inputs(range(rows), length))
 
 
-def launches(stage: Stage, inputs: StepInputs) -> list[tuple[Any, ...]]:
-    """Return kernel, median microseconds, grid, block and bytes of shared memory per launch of a forward, in order."""
-
-    def forward() -> None:
-        stage.logits(stage.forward(stage.embed(inputs.tokens), None, inputs)[0], inputs)
-        torch.cuda.synchronize()
-
-    forward()
+def launches(run: Callable[[], object]) -> list[tuple[Any, ...]]:
+    """Return kernel, median microseconds, grid, block and bytes of shared memory of each launch of a run, in order."""
+    run()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(FORWARDS):
-            forward()
+        for _ in range(RUNS):
+            run()
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(trace))
         events = [event for event in json.loads(trace.read_bytes())["traceEvents"] if event.get("cat") == "kernel"]
     events.sort(key=lambda event: event["ts"])
-    count = len(events) // FORWARDS
+    count = len(events) // RUNS
     found = []
     for i, event in enumerate(events[:count]):
         name = re.sub(r"\(anonymous namespace\)::|\([\w: ]+\)(?=[\w-])", "", event["name"]).partition("(")[0]
@@ -222,7 +221,11 @@ def launches(stage: Stage, inputs: StepInputs) -> list[tuple[Any, ...]]:
 
 
 def profiled(size: str) -> Iterator[dict[str, Any]]:
-    """Yield the launches of each weight type and number of tokens; fp16 with adapters, too."""
+    """Yield launches by weight type and number of tokens, fp16 also with adapters; then of masks and penalties."""
+
+    def forward(stage: Stage, inputs: StepInputs) -> None:
+        stage.logits(stage.forward(stage.embed(inputs.tokens), None, inputs)[0], inputs)
+
     for is_hopper in (True, False):
         if not is_hopper:
             hopper_gemm.hopper_gemm_unavailable_reason = lambda device: "measured without"  # type: ignore[assignment]
@@ -238,7 +241,20 @@ def profiled(size: str) -> Iterator[dict[str, Any]]:
                     steps[-1].adapters = torch.ones(rows, dtype=torch.int64)
             for inputs in steps:
                 about = {"dtype": dtype, "hopper": is_hopper, "tokens": len(inputs.tokens)}
-                yield about | {"adapters": inputs.adapters is not None, "launches": launches(stage, inputs)}
+                yield about | {
+                    "adapters": inputs.adapters is not None,
+                    "launches": launches(partial(forward, stage, inputs)),
+                }
+    rows = list(range(320))
+    logits, masks = (
+        torch.randn(len(rows), VOCAB, device=GPU),
+        torch.zeros(len(rows), VOCAB // 32, dtype=torch.int32, device=GPU),
+    )
+    sampler = RapidSampler(len(rows), VOCAB, GPU, [])
+    for row in rows:
+        sampler.admit(row, SamplingParams(presence_penalty=1.0))
+    runs = (lambda: sampler.apply_masks(logits, masks), lambda: sampler.append_tokens(rows, [[5, 6, 7, 8]] * len(rows)))
+    yield {"rows": len(rows), "launches": [launch for run in runs for launch in launches(run)]}
 
 
 @torch.inference_mode()
