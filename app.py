@@ -1,4 +1,4 @@
-"""The command `rwkv-batch`: runs `serve`, `batch`, `chat` or `bench`."""
+"""The command `rwkv-batch`: the service and other programs, each under its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 _OWN_PACKAGES = {"programs", "routes", "rwkv_batch", "sampling", "state_pool", "native", "demo"}
 try:
     from programs.serve.service import Supervisor, listen
-    from programs.settings import Settings, SettingsError, parse_settings
+    from programs.settings import Settings, SettingsError, parse_settings, program
     from programs.settings.model_file import with_default_model
     from rwkv_batch.errors import StartupError
     from rwkv_batch.ipc.process import LogStyle, set_up_logging
@@ -23,7 +23,13 @@ except ImportError as missing:  # e.g. after an update of the code alone
 
 __all__ = ["Supervisor", "log_style", "main", "run", "serve"]
 
-COMMANDS = ("serve", "batch", "chat", "bench")
+COMMANDS = {
+    "serve": "start the service",
+    "batch": "run a file of prompts or of texts to translate",
+    "chat": "talk to a model on the terminal",
+    "config": "write a file of settings, or show the settings in effect",
+    "bench": "measure speed; bench alone names its programs",
+}
 _NOT_INSTALLED = "test"
 """Package of test helpers that some benches need. The wheel does not contain it."""
 
@@ -34,24 +40,40 @@ def log_style(settings: Settings) -> LogStyle:
 
 
 def main(arguments: list[str]) -> int:
-    """By default the service. Returns the exit code."""
-    if arguments[:1] == ["batch"]:
+    """Runs the command that the arguments name, by default the service. Returns the exit code."""
+    name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    arguments = arguments[bool(name) :]
+    if name == "batch":
         from programs.batch import command
 
-        return command.main(arguments[1:])
-    if arguments[:1] == ["chat"]:
+        return command.main(arguments)
+    if name == "chat":
         from programs.chat import command as console
 
-        return console.main(arguments[1:])
-    if arguments[:1] == ["bench"]:
-        return bench(arguments[1:])
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        sys.stderr.write(f"error: unknown command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}\n")
+        return console.main(arguments)
+    if name == "config":
+        from programs.settings import config_command
+
+        return config_command.main(arguments)
+    if name == "bench":
+        return bench(arguments)
+    if name not in ("", "serve"):
+        sys.stderr.write(f"error: unknown command {name!r}; the commands are {', '.join(COMMANDS)}\n")
         return 2
-    return serve(arguments[1:] if arguments[:1] == ["serve"] else arguments)
+    return serve(arguments)
+
+
+def overview() -> str:
+    """Returns one line per command."""
+    lines = [f"  {program(name):<{len(program()) + 8}} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(["Commands, each with its own --help:", *lines, f"Example: {program('serve')} --port 8000", ""])
 
 
 def run() -> NoReturn:
+    """The console script. Without arguments it shows the commands."""
+    if len(sys.argv) == 1:
+        sys.stdout.write(overview())
+        sys.exit(0)
     sys.exit(main(sys.argv[1:]))
 
 
@@ -102,4 +124,4 @@ def serve(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run()
+    sys.exit(main(sys.argv[1:]))

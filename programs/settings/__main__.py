@@ -13,8 +13,10 @@ SETTINGS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 def markdown() -> str:
     """docs/settings.md: every flag with its variable, default and meaning."""
     parts = [
-        "# Settings\n\nEach setting is a flag and an environment variable. A flag wins over a variable. "
-        "Lists are separated by commas. `python -m programs.settings` writes this page.\n"
+        "# Settings\n\nEach setting is a flag, an environment variable, and a line of the TOML file of `--config FILE`."
+        " A flag wins over a variable, and a variable over the file. `rwkv-batch config` prints such a file; with "
+        "`--show` it prints each value and its origin. A list is separated by commas, or is a list in the file. "
+        "`python -m programs.settings` writes this page.\n"
     ]
     for section, flags in FLAGS.items():
         rows = ["| flag | variable | default | meaning |", "|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""Builds settings from command line and environment. The command line wins."""
+"""Builds settings from command line, environment and file, in this order of precedence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import msgspec
 
 from native.nvcc import torch_cuda
 from programs.settings.config import ServiceConfig, Settings
-from programs.settings.flags import FLAGS, PASSWORD_FILE, REMOVED, Flag, default_text
-from programs.settings.values import SettingsError, database, parse_strategy
+from programs.settings.config_file import CONFIG_FILE, file_values
+from programs.settings.flags import COMMON, FLAGS, HEADINGS, PASSWORD_FILE, REMOVED, Flag, default_text
+from programs.settings.values import SettingsError, boolean, database, parse_strategy
 from routes.config import HttpConfig
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.version import COMMIT, __version__
@@ -76,7 +77,10 @@ def program(command: str = "") -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message}; see {program()} --help")
+        unknown = re.search(r"unrecognized arguments:.*?(--[^\s=]+)", message)
+        nearest = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
+        guess = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise SettingsError(f"{message}{guess}; see {program()} --help")
 
 
 class _Repeated(argparse.Action):
@@ -95,21 +99,39 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser. Values stay text (None: not given); one place reads flag and environment."""
+class _HelpAll(argparse.Action):
+    """Prints the help with all flags and exits."""
+
+    def __call__(self, *_: Any) -> NoReturn:
+        build_parser(all_flags=True).print_help()
+        sys.exit(0)
+
+
+def build_parser(*, all_flags: bool = False) -> argparse.ArgumentParser:
+    """Return the parser. Values stay text (None: not given); one place reads flag and environment.
+
+    Its help shows the common flags, or all.
+    """
     parser = _Parser(
         prog=program(),
+        usage=f"{program()} [flags]",
         allow_abbrev=False,
-        description="RWKV-7 batch inference server. Other commands: batch, chat, bench, each with its own --help.",
+        description="RWKV-7 batch inference server. Other commands: batch, chat, config, bench. Each has --help.",
+        epilog=f"example: {program()} --model-path model.safetensors --port 8000 --max-running 64",
     )
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
+    parser.add_argument(CONFIG_FILE[0], dest=CONFIG_FILE[1], metavar="FILE", help="TOML file of settings")
     for section, flags in FLAGS.items():
+        group = parser.add_argument_group(HEADINGS[section])
         for flag in flags:
             text = f"{flag.help} (default: {default_text(section, flag)}; {flag.variable})".replace("%", "%%")
             action = _Repeated if flag.repeats else "store"
-            parser.add_argument(*flag.options, dest=flag.variable, metavar="X", help=text, action=action)
+            shown = text if all_flags or flag.field in COMMON else argparse.SUPPRESS
+            bare: dict[str, Any] = {"nargs": "?", "const": "yes"} if flag.parse is boolean else {}
+            group.add_argument(*flag.options, dest=flag.variable, metavar="X", help=shown, action=action, **bare)
     parser.add_argument(
-        PASSWORD_FILE[0], dest=PASSWORD_FILE[1], metavar="X", help="file whose first line is the password"
+        PASSWORD_FILE[0], dest=PASSWORD_FILE[1], metavar="FILE", help="file whose first line is the password"
     )
     for option in REMOVED:
         parser.add_argument(option, dest=_variable(option), help=argparse.SUPPRESS)
@@ -129,7 +151,7 @@ def _warn_of_removed(source: Mapping[str, str]) -> None:
 def _warn_of_unknown(environment: Mapping[str, str]) -> None:
     """Warn of variables that look like settings and are none."""
     known = {variable for flags in FLAGS.values() for flag in flags for variable in flag.variables}
-    known |= {PASSWORD_FILE[1], *_OTHER_VARIABLES, *map(_variable, REMOVED)}
+    known |= {PASSWORD_FILE[1], CONFIG_FILE[1], *_OTHER_VARIABLES, *map(_variable, REMOVED)}
     for name in sorted(environment):
         if name.startswith("RWKV_") and name not in known and not name.startswith("RWKV_TEST_"):
             nearest = difflib.get_close_matches(name, sorted(known), 1)
@@ -141,6 +163,8 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     """Return the settings. Raises SettingsError with a one-line message."""
     cli_values = vars(build_parser().parse_args(list(arguments)))
     source = {**environment, **{name: text for name, text in cli_values.items() if text is not None}}
+    if source.get(CONFIG_FILE[1]):
+        source = {**file_values(source[CONFIG_FILE[1]]), **source}
     _warn_of_removed(source)
     _warn_of_unknown(environment)
     values = {section: _section_values(flags, cli_values, source) for section, flags in FLAGS.items()}

@@ -78,20 +78,21 @@ def _variable(name: str) -> str:
     return "RWKV_" + name.upper()
 
 
-def _field_default(section: Section, field: str) -> Any:
+def field_default(section: Section, field: str) -> Any:
+    """Return the default of a config struct's field; "" if it must be given."""
     value = next(item.default for item in msgspec.structs.fields(section) if item.name == field)
     return "" if value is msgspec.NODEFAULT else value
 
 
 def default_text(section: Section, flag: Flag) -> str:
-    default = _field_default(section, flag.field)
+    default = field_default(section, flag.field)
     if default is None:
         return ""
     return ",".join(default) if isinstance(default, tuple) else str(default)
 
 
 def _samplers(text: str) -> tuple[str, ...]:
-    one = one_of(*_field_default(EngineConfig, "samplers"))
+    one = one_of(*field_default(EngineConfig, "samplers"))
     return tuple(one(name.strip()) for name in text.split(","))
 
 
@@ -359,3 +360,8 @@ HEADINGS: dict[Section, str] = {
     EngineConfig: "Model and engine",
     PoolConfig: "Sessions and cached prefixes",
 }
+COMMON = {
+    *("model_path", "model_name", "dtype", "devices", "strategy", "max_running", "gpu_memory_utilization"),
+    *("host", "port", "password", "keys_file", "state_db", "session_ttl", "replicas", "log_level", "log_format"),
+}
+"""Fields whose flags `--help` shows. `--help-all` shows all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from app import main
+from app import COMMANDS, main, run
 from programs.settings import FLAGS, SettingsError, parse_settings
 from programs.settings.__main__ import SETTINGS_PAGE, markdown
 from programs.settings.command_line import build_parser, default_http_workers
 from programs.settings.config import ServiceConfig
-from programs.settings.flags import REMOVED
+from programs.settings.config_command import in_effect
+from programs.settings.flags import COMMON, REMOVED
 from routes.config import HttpConfig
 from rwkv_batch import __version__
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
@@ -97,8 +99,10 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 def test_every_flag_and_variable_is_unique() -> None:
     flags = [flag for section in FLAGS.values() for flag in section]
     assert len({flag.option for flag in flags}) == len({flag.variable for flag in flags}) == len(flags)
-    reported = build_parser().format_help()
+    reported = build_parser(all_flags=True).format_help()
     assert all(flag.option in reported for flag in flags)
+    short = build_parser().format_help()
+    assert {flag.field for flag in flags if f"  {flag.option} " in short} == COMMON
 
 
 def test_defaults_are_those_of_the_config_structs() -> None:
@@ -184,7 +188,10 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_command_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sreve"]) == 2
-    assert capsys.readouterr().err == "error: unknown command 'sreve'; the commands are serve, batch, chat, bench\n"
+    assert (
+        capsys.readouterr().err
+        == "error: unknown command 'sreve'; the commands are serve, batch, chat, config, bench\n"
+    )
 
 
 def test_the_bench_command_lists_programs_only(
@@ -232,3 +239,63 @@ def test_a_missing_package_is_named_with_the_command(tmp_path: Path) -> None:
     assert done.stderr == (
         "error: No module named 'msgspec'; install the packages of this version: pip install -r requirements.txt\n"
     )
+
+
+def test_flags_win_over_variables_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "rwkv.toml"
+    file.write_text(
+        'port = 1001\nmax_running = 7\nmodel-name = "of-file"\nstrict-fields = true\nsamplers = ["cpu", "rapid"]\n'
+    )
+    environment = {"RWKV_CONFIG": str(file), "RWKV_PORT": "1002", "RWKV_MAX_RUNNING": "8"}
+    settings = parse_settings(["--port", "1003"], environment)
+    assert (settings.http.port, settings.engine.max_running, settings.http.model_name) == (1003, 8, "of-file")
+    assert settings.http.strict_fields and settings.engine.samplers == ("cpu", "rapid")
+    lines = dict(line.split(maxsplit=1) for line in in_effect(["--port", "1003"], environment).splitlines())
+    assert lines["port"].split() == ["1003", "flag"] and lines["max-running"].split() == ["8", "environment"]
+    assert lines["model-name"].split() == ["of-file", str(file)] and lines["host"].split() == ["127.0.0.1", "default"]
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("prot = 1", "a setting 'prot', which does not exist; did you mean port"),
+        ("port =", "cannot be read as TOML"),
+        ("[port]\na = 1", "port must be a text, a number, true, false, or a list"),
+        ("port = 700000", r"RWKV_PORT must be .*, got 700000"),
+    ],
+)
+def test_errors_in_a_file_name_the_setting(tmp_path: Path, text: str, refusal: str) -> None:
+    file = tmp_path / "rwkv.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=refusal):
+        parse_settings(["--config", str(file)], {})
+
+
+def test_the_template_has_every_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config"]) == 0
+    text = capsys.readouterr().out
+    values = [line for line in text.splitlines() if re.match(r"# [a-z0-9-]+ = ", line)]
+    assert len(values) == sum(map(len, FLAGS.values()))
+    file = tmp_path / "rwkv.toml"
+    file.write_text("\n".join(line.removeprefix("# ") for line in values))
+    assert parse_settings(["--config", str(file)], {}) == parse_settings([], {})
+
+
+def test_secrets_are_not_shown() -> None:
+    assert "secret" not in in_effect(["--password", "secret", "--state-db", "postgresql://a:secret@h/n"], {})
+
+
+def test_switches_need_no_value_and_unknown_flags_name_the_nearest() -> None:
+    assert parse_settings(["--strict-fields", "--port", "1"], {}).http.strict_fields
+    with pytest.raises(SettingsError, match="did you mean --strict-fields"):
+        parse_settings(["--strict-field"], {})
+
+
+def test_without_arguments_the_command_lists_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rwkv-batch"])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and all(f"rwkv-batch {name} " in text for name in COMMANDS)

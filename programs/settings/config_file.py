@@ -1,0 +1,53 @@
+"""Reads a TOML file of settings: `port = 8000`, `warmup = true`, `cors-origin = ["https://a.example"]`."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+
+from programs.settings.flags import FLAGS, PASSWORD_FILE
+from programs.settings.values import SettingsError
+
+CONFIG_FILE = ("--config", "RWKV_CONFIG")
+"""Flag and variable of the file of settings."""
+_MAX_BYTES = 1 << 20
+
+
+def file_values(path: str) -> dict[str, str]:
+    """Return variable -> text of the settings in a file. Raises SettingsError."""
+    where = f"{CONFIG_FILE[0]} {path}"
+    try:
+        with Path(path).open("rb") as file:
+            table = tomllib.loads(file.read(_MAX_BYTES + 1)[:_MAX_BYTES].decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{where} cannot be read as TOML: {error}") from None
+    variables = {option.removeprefix("--"): name for option, name in _options().items()}
+    values = {}
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if name not in variables:
+            nearest = difflib.get_close_matches(name, sorted(variables), 1)
+            remedy = f"did you mean {nearest[0]}?" if nearest else "rwkv-batch config lists all settings"
+            raise SettingsError(f"{where} has a setting {key!r}, which does not exist; {remedy}")
+        values[variables[name]] = _text(f"{where}: {key}", value)
+    return values
+
+
+def _options() -> dict[str, str]:
+    """Flag -> variable, with older names."""
+    pairs = [
+        pair for flags in FLAGS.values() for flag in flags for pair in zip(flag.options, flag.variables, strict=True)
+    ]
+    return dict([*pairs, PASSWORD_FILE])
+
+
+def _text(name: str, value: object) -> str:
+    """Return a value as a flag takes it. Raises SettingsError for tables and times."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return ",".join(map(str, value))
+    raise SettingsError(f"{name} must be a text, a number, true, false, or a list of these")
