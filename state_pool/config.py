@@ -9,6 +9,8 @@ import msgspec
 from state_pool.addresses import SCHEMES, parse_server_address
 
 DEFAULT_SESSION_TTL_S = 30 * 86400.0
+_PROMPT_HISTORY_BYTES = 256 << 10
+"""Memory for recent prompts, per cached prefix."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +65,13 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_store_min_mb: float = 1.0
     """Smaller states stay in the database."""
     prefix_seen_mb: int = 16
-    """Memory for recent prompts (4 bytes per token), to find shared prefixes."""
+    """Most memory for recent prompts (4 bytes per token), to find shared prefixes."""
+
+    @property
+    def prompt_history_bytes(self) -> int:
+        """Return the memory for recent prompts. A small prefix cache remembers few."""
+        prefixes = self.prefix_cache_slots + self.prefix_cache_l2
+        return min(self.prefix_seen_mb << 20, prefixes * _PROMPT_HISTORY_BYTES)
 
     @property
     def on_server(self) -> bool:

@@ -44,6 +44,7 @@ def pool_stats(
             "enabled": prefix.enabled,
             "l1": prefix_l1,
             "l2": prefix_l2,
+            "history_bytes": prefix.history_bytes,
             **_fields(prefix.counters),
         },
         "counters": _fields(tiers.counters),

@@ -38,7 +38,7 @@ import httpx
 
 from bench.chaos.crash import PASSWORD, Service, check_all, stored_names, wrong_sessions
 from bench.chaos.disturbances import Disturbances
-from bench.chaos.health import Figures, Sampler, all_figures, held_when_idle, name_of, names_of
+from bench.chaos.health import Figures, Sampler, all_figures, cache_sizes, held_when_idle, name_of, names_of
 from bench.chaos.reloads import Administrator, Files
 from bench.chaos.slope import Slope, medians, slope
 from bench.chaos.traffic import Client, Findings, stop
@@ -77,16 +77,16 @@ def inject_faults(disturbances: Disturbances, seconds: float, rng: random.Random
 
 def measure_idle(
     clients: list[Client], gate: threading.Event, service: Service
-) -> tuple[dict[str, Any], dict[int, Figures]]:
-    """Pause all clients and measure the idle service."""
+) -> tuple[dict[str, Any], dict[str, int], dict[int, Figures]]:
+    """Pause all clients and measure the idle service: what it holds, its caches, its processes."""
     gate.clear()
     for client in clients:
         client.is_waiting.wait(150)
     held = held_when_idle(service.url)
     time.sleep(3.0)
-    figures = all_figures(service.process.pid)
+    figures, caches = all_figures(service.process.pid), cache_sizes(service.url)
     gate.set()
-    return held, figures
+    return held, caches, figures
 
 
 def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str]) -> dict[str, Any]:
@@ -108,10 +108,10 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
     try:
         inject_faults(disturbances, seconds * STORM_SHARE, random.Random(arguments.seed))
         time.sleep(WARM_UP_S)  # the last restarted process fills its pools
-        held_before, before = measure_idle(clients, gate, service)
+        held_before, caches_before, before = measure_idle(clients, gate, service)
         quiet_since = time.monotonic()
         wait(seconds * (1 - STORM_SHARE), findings)
-        held_after, after = measure_idle(clients, gate, service)
+        held_after, caches_after, after = measure_idle(clients, gate, service)
     finally:
         stop(clients, gate)
         sampler.stop()
@@ -138,6 +138,7 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         "unexplained": len(findings.unexplained),
         "first_unexplained": findings.unexplained[:10],
         "held_at_rest": [held_before, held_after],
+        "caches_at_rest": [caches_before, caches_after],
         "more_threads": more["threads"],
         "more_descriptors": more["descriptors"],
         "growth_an_hour": {what: slope_record(one) for what, one in found.items()},

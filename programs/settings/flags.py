@@ -110,7 +110,7 @@ REMOVED = {
     "--overlap": "steps overlap on GPUs",
     "--overlap-on-cpu": "steps overlap on GPUs alone",
     "--checkpoint-store-min-mb": "states from 1 MiB on go to the checkpoint store",
-    "--prefix-seen-mb": "the pool remembers 16 MiB of recent prompts",
+    "--prefix-seen-mb": "the pool remembers at most 16 MiB of recent prompts",
     "--transfer-states": "four states are transferred at a time",
 }
 """Removed flag -> reason. Giving one logs a warning. The next release refuses it."""

@@ -50,6 +50,7 @@ HELP = {
     "pool_prefix_cache_enabled": "Whether the prefix cache is on: 1 or 0.",
     "pool_prefix_cache_l1": "Cached prefixes on the device.",
     "pool_prefix_cache_l2": "Cached prefixes in host memory.",
+    "pool_prefix_cache_history_bytes": "Bytes of recent prompts, in which shared prefixes are found.",
     "pool_prefix_cache_hits": "Prompts that began with a cached prefix, since the start.",
     "pool_prefix_cache_misses": "Prompts without a cached prefix, since the start.",
     "pool_prefix_cache_saved_tokens": "Prompt tokens not computed because of cached prefixes, since the start.",

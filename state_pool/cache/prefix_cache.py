@@ -149,7 +149,7 @@ class PrefixCache:
         self._l1: OrderedDict[_Entry, None] = OrderedDict()
         self._l2: OrderedDict[_Entry, None] = OrderedDict()
         self._closed = False
-        self._recent = PromptHistory(config.prefix_seen_mb << 20)
+        self._recent = PromptHistory(config.prompt_history_bytes)
         self._in_progress: dict[bytes, None] = {}
         """Prefixes that rows are computing and will offer; at most one per row."""
         self._wait_decisions: dict[int, bool] = {}
@@ -161,6 +161,11 @@ class PrefixCache:
     @property
     def enabled(self) -> bool:
         return self._config.prefix_cache_slots > 0 and not self._closed
+
+    @property
+    def history_bytes(self) -> int:
+        """Return the memory of recent prompts."""
+        return self._recent.num_bytes
 
     @property
     def sizes(self) -> tuple[int, int]:

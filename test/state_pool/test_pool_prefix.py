@@ -262,6 +262,17 @@ def test_prompt_history_stays_within_its_memory(num_tokens: int) -> None:
     assert limit / 2 < recent.num_bytes <= limit
 
 
+def test_a_small_prefix_cache_remembers_few_prompts(tmp_path: Path) -> None:
+    prompts = Prompts(tmp_path, prefix_cache_slots=1, prefix_cache_l2=1)
+    sizes: list[int] = []
+    for number in range(3000):
+        prompts.pool.prefixes.observe([number] * 100)
+        sizes.append(prompts.pool.stats()["prefix_cache"]["history_bytes"])
+    assert sizes[100] < sizes[1000] == pytest.approx(512 << 10, rel=0.01)
+    assert max(sizes) <= 512 << 10
+    prompts.close()
+
+
 def test_prompt_history_keeps_recent_beginnings() -> None:
     recent = PromptHistory(max_bytes=100_000)
     for number in range(1000):
