@@ -60,6 +60,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether API keys share cached prefixes, grammars and translations."""
     strict_fields: bool = False
     """Whether unknown fields and languages are refused. Else the answer has a warning."""
+    strict_model: bool = False
+    """Whether unknown names of models are refused. Else the service's model answers, with a warning."""
     files_dir: str = "auto"
     """Folder of files and batches. auto: next to the sessions' database, if there is one. none: no files."""
     files_max_gb: float = 10.0

@@ -15,10 +15,11 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes.context import Context
+from routes.openai import chat
 from routes.request import prompts
 from routes.request.bodies import BatchBody, PromptBody, SamplingBody, Texts
 from routes.request.fields import IgnoredValue
-from routes.request.jobs import build_rows, make_job, native_job, offload_if_large, row_stops
+from routes.request.jobs import BIG_BATCH_LABEL, build_rows, make_job, native_job, offload_if_large, row_stops
 from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter, batch_output, make_decoder
 from routes.response.event_stream import OutputDecoder
@@ -50,8 +51,6 @@ class PaddedBody(PromptBody):
 
 
 BIG_BATCH_PATH = "/big_batch/completions"
-BIG_BATCH_LABEL = "big_batch"
-"""Label of the route's jobs in the engine's counters."""
 
 
 _IGNORED = Field(None, description="Accepted and ignored: this route samples by temperature alone.")
@@ -142,13 +141,14 @@ ROUTES = (
         summary="Continue many prompts, or one conversation, with the first available sampler of --samplers.",
         description="Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow."
         "\n\n"
-        "OpenAI's clients may send `messages` to this route too. Tools, several answers (`n`), log-probabilities and "
-        "separate reasoning text are on `/openai/v1/chat/completions`.",
+        "OpenAI's clients may send `messages` to this route too. A conversation with tools, `response_format`, `n` "
+        "above 1, log-probabilities or `logit_bias` has the fields and the answer of `/openai/v1/chat/completions`.",
         job=partial(native_job, label=V1_PATH),
         output=batch_output,
         is_generation=True,
         answer=BatchAnswer,
         events=(BatchChunk,),
+        conversation_route=chat.ROUTES[0],
         conversation_error_format=OPENAI_ERRORS,
         errors=SESSION_ERRORS,
         example=V1_EXAMPLE,

@@ -16,9 +16,9 @@ import msgspec
 
 from routes.context import Context
 from routes.request.fields import error_value
-from routes.request.jobs import base_name
+from routes.request.jobs import base_name, means_model
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME, ModelCommand, ModelSpec, ModelStatus, ServedModel
+from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ModelStatus, ServedModel
 
 _RETRY_S = 2.0
 _FINAL_STATUSES = (ModelStatus.READY, ModelStatus.FAILED)
@@ -292,10 +292,7 @@ class ModelRegistry:
 
 def _is_own(context: Context, requested: str) -> bool:
     """Return whether the name selects the service's own model. Any name does if no other can be loaded."""
-    config = context.config
-    return (
-        not config.models_dir or requested == DEFAULT_MODEL_NAME or base_name(requested, config.model_name) is not None
-    )
+    return not context.config.models_dir or means_model(requested, context.config.model_name)
 
 
 def _is_settled(engines: Sequence[ServedModel], change: ModelCommand) -> bool:

@@ -13,7 +13,7 @@ from routes.context import Context, Models
 from routes.request.bodies import Body
 from routes.request.decode_defaults import DefaultsFields, as_defaults
 from routes.request.fields import Device, Fields, OneOf, error_value
-from routes.request.jobs import adapter_names, state_names
+from routes.request.jobs import LATEST, adapter_names, state_names
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.loaded_models import LoadedModel, Model, ModelList
@@ -90,7 +90,7 @@ class ModelQuery(Fields):
 
 async def model(context: Context, upload: Upload) -> HandlerResponse:
     """Return the model with that id."""
-    requested, served = upload.query.model, await _entries_by_name(context)
+    requested, served = upload.query.model.removesuffix(LATEST), await _entries_by_name(context)
     if requested not in served and context.models is not None:
         await context.models.wait_until_known(context, requested, context.config.engine_wait_s)
         served = await _entries_by_name(context)

@@ -16,9 +16,10 @@ from pydantic import BaseModel
 from routes.context import Context
 from routes.request.bodies import Body, Fields, GenerationBody, with_mixture_weights
 from routes.request.decode_defaults import with_defaults
+from routes.request.fields import error_value, has_chat_only_fields
 from routes.request.ignored import validated
-from routes.request.jobs import offload_if_large, requested_state
-from routes.request_context import current_request
+from routes.request.jobs import means_model, offload_if_large, requested_state
+from routes.request_context import current_request, warn
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import ResponseFormatter, call_engine, run
 from routes.response.http_response import (
@@ -40,6 +41,9 @@ Output = tuple[ResponseFormatter, OutputDecoder]
 _MAX_SEARCHED = 65536
 """Length of a body's beginning in which its prompt's key is searched, if it is no JSON or was not parsed."""
 _PROMPT_KEY = re.compile(r'"(messages|contents)"\s*:')
+_CHAT = {"messages"}
+_PROMPT_FORMS = ("messages", "contents", "prefix", "suffix")
+"""Fields of a native body's prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Route:
     """Makes the formatter and the decoder for the answer to a body and its job."""
     query: type[Fields] | None = None
     """Model of the query and the path's parameter. The handler gets an `Upload` with it."""
+    ignored_query: tuple[str, ...] = ()
+    """Names in the query that clients of a route with a body send and that mean nothing here."""
     uploads: str = ""
     """Content type of a body that is a file."""
     takes_form: bool = False
@@ -84,6 +90,8 @@ class Route:
     """Requires --admin-password, or the password if there is none. API keys are refused."""
     is_about_models: bool = False
     """`model` in the request is the subject of the request. It does not select a context."""
+    needs_known_model: bool = False
+    """Refuses a `model` that is not served, also without --strict-model."""
     is_generation: bool = False
     """Refused while draining and above the limit of running answers."""
     waits_for_engine: bool = False
@@ -97,6 +105,8 @@ class Route:
     allows_any_origin: bool = False
     """Any web page and browser extension may use it, also without a password."""
     error_format: ErrorFormat = NATIVE_ERRORS
+    conversation_route: Route | None = None
+    """Serves bodies with `messages` and fields that only OpenAI's chat route has, like tools."""
     conversation_error_format: ErrorFormat | None = None
     """Error format for a body with `messages` and without `contents`. None: as for others."""
     errors: tuple[ErrorKind, ...] = ()
@@ -105,6 +115,13 @@ class Route:
     """Content type of a successful answer that is not streamed."""
     example: dict[str, Any] | None = None
     """A valid body or query, for the documentation."""
+
+    def serving(self, data: object) -> Route:
+        """Return the route that serves a body: `conversation_route` or this one."""
+        other = self.conversation_route
+        if other is None or not isinstance(data, dict) or {name for name in _PROMPT_FORMS if data.get(name)} != _CHAT:
+            return self
+        return other if has_chat_only_fields(data) else self
 
     async def respond(self, context: Context, argument: Any) -> HandlerResponse:
         """Call the handler, or generate and format the answer. Raises ServiceError."""
@@ -123,7 +140,7 @@ class Route:
             keys = set(_PROMPT_KEY.findall(start if isinstance(start, str) else start.decode("utf-8", "replace")))
         else:
             keys = {"messages", "contents"} & body.keys() if isinstance(body, dict) else set()
-        return self.conversation_error_format if keys == {"messages"} else self.error_format
+        return self.conversation_error_format if keys == _CHAT else self.error_format
 
 
 logger = logging.getLogger(__name__)
@@ -155,11 +172,28 @@ async def response_or_error(
         return error_response(_INTERNAL_ERROR, route.error_format_for(body()))
 
 
+_FINE_TUNED = "ft:"
+"""Beginning of OpenAI's names of fine-tuned models. Another model would give other answers."""
+
+
 async def model_context(context: Context, route: Route, data: object) -> Context:
-    """Return the context of the model that a request names. Raises ServiceError, also while the model loads."""
-    if not isinstance(data, dict) or route.is_about_models:
+    """Return the context of the model that a request names. Raises ServiceError, also while the model loads.
+
+    An unknown name becomes a warning: programs of one model send names of their own.
+    """
+    requested = data.get("model") if isinstance(data, dict) else None
+    if not isinstance(requested, str) or route.is_about_models:
         return context
-    return await context.wait_for_model(data.get("model"))
+    context = await context.wait_for_model(requested)
+    served, reads_model = context.config.model_name, route.body is not None or route.query is not None
+    if means_model(requested, served) or not reads_model:
+        return context
+    given = error_value(requested)
+    if route.needs_known_model or context.config.strict_model or requested.startswith(_FINE_TUNED):
+        message = f"model: model {given!r} not found; available: {served!r}; GET /v1/models lists all names"
+        raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
+    warn("model", f"model: {given!r} is not served; {served!r} answers (--strict-model refuses)")
+    return context
 
 
 async def validated_body(context: Context, route: Route, model: type[Fields], data: object, size: int) -> Any:
@@ -200,6 +234,7 @@ async def full_response(context: Context, route: Route, data: object, characters
 
 
 async def _run_handler(context: Context, route: Route, data: object, characters: int) -> HandlerResponse:
+    route = route.serving(data)
     assert route.body is not None
     if isinstance(data, dict) and data.get("stream") is True:
         raise ServiceError.from_info(_STREAM_NOT_ALLOWED)

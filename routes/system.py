@@ -14,13 +14,12 @@ from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.docs.reference import page
-from routes.many_prompts import BIG_BATCH_LABEL
 from routes.models import model_entry
 from routes.openai.formatter import prompt_of
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Body, Messages, Texts
-from routes.request.jobs import offload_if_large
+from routes.request.jobs import BIG_BATCH_LABEL, offload_if_large
 from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import NATIVE_ERRORS, OPENAI_ERRORS, HandlerResponse, HttpResponse, json_response

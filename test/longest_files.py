@@ -118,6 +118,7 @@ SHARING = {
         "programs/batch/test_hostile_inputs.py",
         "programs/chat/test_console.py",
         "routes/test_ignored_fields.py",
+        "routes/test_model_names.py",
     ),
     "one_worker": ("routes/test_constraints.py", "routes/test_constrained_texts.py"),
     "demo": (

@@ -158,6 +158,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag("keys_file", keys_file, "TOML file of API keys with names and limits; SIGHUP reloads it"),
         Flag("share_prefix_cache", boolean, "keys share cached prompt prefixes, grammars and translations"),
         Flag("strict_fields", boolean, "refuse unknown fields and languages, instead of a warning in the answer"),
+        Flag("strict_model", boolean, "refuse unknown names of models, instead of a warning in the answer"),
         Flag(
             "cors_origin",
             origins,

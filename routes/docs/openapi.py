@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from routes.request.bodies import Fields
-from routes.response.http_response import FILE, JSON, NATIVE_ERRORS, SSE, ErrorFormat
+from routes.response.http_response import FILE, JSON, SSE, ErrorFormat
 from routes.response.response_models import Error, OpenAIError, WithWarnings
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
@@ -36,6 +36,7 @@ _ERRORS = {
     ErrorKind.ENGINE_LOST: "The engine is not available. Retry later.",
     ErrorKind.TIMEOUT: "The time limit was reached.",
 }
+_ERROR_MODELS: dict[str, type[BaseModel]] = {one.__name__: one for one in (Error, OpenAIError)}
 FORM = "x-form"
 """Key of an operation's example of a form. OpenAPI has no such field if the body may also be JSON."""
 _FILE = {"type": "string", "format": "binary"}
@@ -62,7 +63,7 @@ class _Schemas(GenerateJsonSchema):
 def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document."""
     routes = tuple(routes)
-    models: set[type[BaseModel]] = {Error, OpenAIError, WithWarnings}
+    models: set[type[BaseModel]] = {*_ERROR_MODELS.values(), WithWarnings}
     for route in routes:
         models.update(model for model in (route.body, route.answer, *route.events) if model is not None)
     _, schemas = models_json_schema(
@@ -89,7 +90,7 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
 
 def _operation(route: Route) -> dict[str, Any]:
     formats = _error_formats(route)
-    error_models: list[type[BaseModel]] = [Error if one is NATIVE_ERRORS else OpenAIError for one in formats]
+    error_models = [_ERROR_MODELS[one.schema] for one in formats]
     responses: dict[str, Any] = {"200": {"description": "Success.", "content": _success_content(route, error_models)}}
     for status, text in _errors(route, formats).items():
         responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(*error_models)}}}
@@ -131,15 +132,26 @@ def _success_content(route: Route, error_models: list[type[BaseModel]]) -> dict[
         return {route.content_type: {"schema": _SCHEMAS_WITHOUT_MODEL.get(route.content_type, {"type": "string"})}}
     good = {route.content_type: {"schema": _one_of(route.answer, *(error_models if route.is_generation else ()))}}
     if route.events:
-        value = {"contentMediaType": JSON, "contentSchema": _one_of(*route.events, *error_models)}
-        event = {
-            "type": "object",
-            "description": "One event of a stream. The last one is [DONE].",
-            "required": ["data"],
-            "properties": {"data": {"type": "string", "anyOf": [value, {"const": "[DONE]"}]}},
-        }
-        good[SSE] = {"schema": event}
+        good[route.error_format.stream.content_type] = {"schema": _event_schema(route, error_models)}
     return good
+
+
+def _event_schema(route: Route, error_models: list[type[BaseModel]]) -> dict[str, Any]:
+    """Return the schema of one event of a stream."""
+    value, stream = _one_of(*route.events, *error_models), route.error_format.stream
+    if stream.content_type != SSE:
+        return {"description": "One line of a stream.", "contentMediaType": JSON, "contentSchema": value}
+    values: list[dict[str, Any]] = [{"contentMediaType": JSON, "contentSchema": value}]
+    last = ""
+    if stream.end:
+        values.append({"const": "[DONE]"})
+        last = " The last one is [DONE]."
+    return {
+        "type": "object",
+        "description": f"One event of a stream.{last}",
+        "required": ["data"],
+        "properties": {"data": {"type": "string", "anyOf": values}},
+    }
 
 
 def _parameters(path: str, query: type[Fields], example: dict[str, Any]) -> list[dict[str, Any]]:

@@ -31,14 +31,18 @@ _LIMITS = {
 TITLE = "HTTP API"
 INTRODUCTION = (
     "**Authentication.** With a password or API keys, every route except the public ones requires one: in the header "
-    "`Authorization: Bearer …` or in the JSON field `password`.",
+    "`Authorization: Bearer …` or `x-api-key: …`, or in the JSON field `password`.",
+    "**Models.** `model` names the model, and may add a state or an adapter. `NAME:latest` is `NAME`. An unknown name "
+    "is answered by the service's model with an entry in `warnings`. It is 404 if it begins with `ft:`, on Ollama's "
+    "routes, and with `--strict-model` or `--models-dir`.",
     "**Bodies.** null means the default. Unknown fields, fields that are accepted and ignored, unknown languages, and "
     "a query that the route does not read become entries of the answer's `warnings`: "
     '`{"field": …, "message": …}`. The message has the nearest known name. A long list is cut. A stream has it in its '
     "first event. The access log has the fields' names as `ignored`. With `--strict-fields`, unknown fields, languages "
     "and queries are refused. Both hold for bodies, and for queries of routes that list query fields. A route "
     "without fields, like most GET routes, ignores its query.",
-    "**Request ids.** Every answer has the header `X-Request-Id`. A client may send its own id, of at most 128 "
+    "**Request ids.** Every answer has the header `X-Request-Id`, and `Request-Id` for Anthropic's "
+    "clients. A client may send its own id, of at most 128 "
     "letters, digits and `. : / + = @ - _`. Errors repeat it as `request_id`.",
     "**Streams.** A stream consists of server-sent events and ends with `data: [DONE]`. An error within a stream is "
     'the event `data: {"error": …}`.',

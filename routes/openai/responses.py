@@ -18,7 +18,7 @@ from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerDelta, AnswerParser
 from routes.response.event_stream import OutputDecoder, RowUpdate
 from routes.response.generate import BaseFormatter, RowResult, run
-from routes.response.http_response import OPENAI_ERRORS, ErrorFormat, HandlerResponse, sse, with_warnings
+from routes.response.http_response import OPENAI_ERRORS, ErrorFormat, HandlerResponse, named_sse, with_warnings
 from routes.response.tool_call_parser import DeltaToolCall
 from routes.route import SESSION_ERRORS, Route
 from rwkv_batch.errors import ErrorInfo
@@ -142,7 +142,7 @@ def _error_event(info: ErrorInfo) -> dict[str, Any]:
 class ResponsesFormatter(BaseFormatter):
     """Writes one response: complete, or as stream events."""
 
-    error_format = ErrorFormat(_error_event, OPENAI_ERRORS.statuses)
+    error_format = ErrorFormat(_error_event, OPENAI_ERRORS.statuses, OPENAI_ERRORS.schema)
 
     def __init__(self, body: ResponsesBody, count_tokens: Callable[[str], int]) -> None:
         """`count_tokens`: returns the number of tokens of a text."""
@@ -196,8 +196,7 @@ class ResponsesFormatter(BaseFormatter):
     def _sse_frames(self, events: Iterable[Event]) -> bytes:
         frames = []
         for kind, fields in events:
-            event = {"type": kind, "sequence_number": self._sequence_number, **fields}
-            frames.append(b"event: " + kind.encode() + b"\n" + sse(event))
+            frames.append(named_sse({"type": kind, "sequence_number": self._sequence_number, **fields}))
             self._sequence_number += 1
         return b"".join(frames)
 

@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidationError,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticSerializationError, core_schema, to_json
@@ -218,6 +219,15 @@ class ChatOnlyFields(Fields):
     logit_bias: Annotated[Any, reject_values(_LOGPROBS_NOT_SUPPORTED)] = Field(
         None, description="Refused. Supported under `/openai`."
     )
+
+
+def has_chat_only_fields(data: dict[str, Any]) -> bool:
+    """Return whether a body has a field that only the conversation routes support."""
+    try:
+        ChatOnlyFields.model_validate(data)
+    except ValidationError:
+        return True
+    return False
 
 
 class UnsupportedOpenAIFields(Fields):

@@ -1,7 +1,8 @@
 """Turns validated bodies into the engine's rows and jobs: model names, tokens, stops, sampling and sessions.
 
 Checks the limits set by flags. Model names are `<model>:<state>`, `<model>+<adapter>` and
-`<model>+<adapter>:<state>`. Older clients write a space instead of the colon.
+`<model>+<adapter>:<state>`. Older clients write a space instead of the colon. A name may end
+with Ollama's tag `:latest`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,17 @@ from routes.request.bodies import (
 )
 from routes.request_context import current_request
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME
 from rwkv_batch.request import GenerateRequest, Job, SessionTurn
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 from sampling.params import SamplingParams
 
 STATE_SEPARATORS = (":", " ")
 ADAPTER_SEPARATOR = "+"
+BIG_BATCH_LABEL = "big_batch"
+"""Label of the jobs of `/big_batch` in the engine's counters."""
+LATEST = ":latest"
+"""Ollama's tag of names without one. It names no state."""
 _INVALID_CHARACTER = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -81,8 +87,14 @@ def base_name(requested: str, served: str) -> str | None:
     )
 
 
+def means_model(requested: str, served: str) -> bool:
+    """Return whether a name means the service's own model, which has the name `served` and the default one."""
+    return requested.removesuffix(LATEST) in ("", DEFAULT_MODEL_NAME) or base_name(requested, served) is not None
+
+
 def _parse_model_name(requested: str, served: str) -> tuple[str, str]:
     """Return (adapter, tuned state) of a model name, "" for a missing one."""
+    requested = requested.removesuffix(LATEST)
     suffix = requested[len(served) :] if base_name(requested, served) is not None else ""
     adapter = ""
     if suffix.startswith(ADAPTER_SEPARATOR):

@@ -96,7 +96,8 @@ class EventStream:
     Closing it cancels the job. If the client stops reading, the job is cancelled.
     """
 
-    def __init__(self, context: Context, job: Job) -> None:
+    def __init__(self, context: Context, job: Job, awaits_start: bool = False) -> None:
+        """`awaits_start`: whether the first events are awaited. Those of a session's turn always may be."""
         self._engine = context.engine
         self._wakeups = context.wakeups
         self._job_id = job.job_id
@@ -104,8 +105,8 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[None] = self._loop.create_future()
         self._started: asyncio.Future[JobEvents] | None = None
-        """The first events of a session's turn. None for other jobs, whose first events nobody awaits."""
-        if any(row.session is not None for row in job.rows):
+        """The first events. None if nobody awaits them."""
+        if awaits_start or any(row.session is not None for row in job.rows):
             self._started = self._loop.create_future()
         self._has_started = False
         self._request_context = current_request()
@@ -138,10 +139,10 @@ class EventStream:
         return batch
 
     async def wait_started(self, timeout_s: float | None) -> JobEvents | None:
-        """Return the first events of a session's turn, which stay in the queue. None after `timeout_s`.
+        """Return the first events, which stay in the queue. None after `timeout_s`, or at once if they are not awaited.
 
         A turn may fail because of its session, and this shows after a moment. Other admitted jobs rarely fail, so their
-        answers start at once.
+        answers start at once, unless their format needs the status.
         """
         if self._started is None:
             return None

@@ -1,4 +1,4 @@
-"""Runs a job and answers with server-sent events or JSON.
+"""Runs a job and answers with a stream or JSON.
 
 The engine client's thread passes events to the thread that writes the answer, one per running answer, from Robyn's
 pool. Formatters only format.
@@ -20,16 +20,14 @@ from routes.request.jobs import offload_if_large
 from routes.request_context import cache_tenant, current_request, reachable_ids
 from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
 from routes.response.http_response import (
-    DONE,
+    BLANK,
     JSON,
     NATIVE_ERRORS,
-    SSE,
     ErrorFormat,
     HandlerResponse,
     HttpResponse,
     StreamedResponse,
     error_response,
-    sse,
     to_json,
     with_warnings,
 )
@@ -40,8 +38,11 @@ from rwkv_batch.request import Finish, GenerateRequest, Job, JobEvents, TokenLog
 logger = logging.getLogger(__name__)
 
 
-async def submit(context: Context, job: Job) -> EventStream:
-    """Submit a job in the client's name and wait until it is admitted. Raises ServiceError if it is refused."""
+async def submit(context: Context, job: Job, *, awaits_start: bool = False) -> EventStream:
+    """Submit a job in the client's name and wait until it is admitted. Raises ServiceError if it is refused.
+
+    awaits_start: whether the caller awaits the first events; see `EventStream.wait_started`
+    """
     loop = asyncio.get_running_loop()
     admission: asyncio.Future[None] = loop.create_future()
     request_context = current_request()
@@ -57,7 +58,7 @@ async def submit(context: Context, job: Job) -> EventStream:
     if (usage := job.usage) is not None:
         request_context.check_rows(usage.rows, usage.states)  # the key's limit
     request_context.count_job(job)
-    stream = EventStream(context, job)
+    stream = EventStream(context, job, awaits_start)
     context.engine.submit(job, stream.sink, _future_callback(loop, admission))
     try:
         await admission
@@ -126,8 +127,6 @@ HEARTBEAT_INTERVAL_S = 0.25
 """Longest pause between two writes. A write shows whether the client is still connected."""
 START_WAIT_S = 2.0
 """How long a stream waits for the first output of a session's turn before its status is sent."""
-HEARTBEAT = b": hb\n\n"
-BLANK = b" "
 
 _INTERNAL_ERROR = ErrorInfo(
     kind=ErrorKind.INTERNAL, message="the answer could not be written; the server's log says why"
@@ -146,15 +145,17 @@ class ResponseFormatter(Protocol):
     """How a route formats the engine's output."""
 
     error_format: ErrorFormat
+    begins_with_output: bool
+    """Whether a stream's status waits for its first output, so that an error before it has its own status."""
 
     def stream_start(self) -> bytes:
         """Return the first bytes of a stream."""
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """Return the updates as server-sent events."""
+        """Return the updates as the stream's events."""
 
     def stream_end(self) -> bytes:
-        """Return the last bytes before [DONE]."""
+        """Return the last bytes before the stream's end."""
 
     def full_body(self, rows: list[RowResult]) -> Any:
         """Return the body of an answer that is not streamed, as a JSON value."""
@@ -164,6 +165,7 @@ class BaseFormatter:
     """Defaults: no extra bytes around the chunks, native errors."""
 
     error_format = NATIVE_ERRORS
+    begins_with_output = False
     _has_warned = False
 
     def first_with_warnings(self, event: dict[str, Any]) -> dict[str, Any]:
@@ -181,12 +183,13 @@ class BaseFormatter:
 
 
 class SseChunks:
-    """A job's output as server-sent events. Waiting events are merged into one chunk."""
+    """A job's output as a stream of its route's format. Waiting events are merged into one chunk."""
 
     def __init__(self, stream: EventStream, output_decoder: OutputDecoder, formatter: ResponseFormatter) -> None:
         self._stream = stream
         self._decoder = output_decoder
         self._formatter = formatter
+        self._format = formatter.error_format.stream
         self._start = formatter.stream_start()
         self.ended = False
 
@@ -204,7 +207,7 @@ class SseChunks:
         except Exception:  # send an error event: an exception would end the stream without one
             logger.exception("a stream failed")
             self.ended = True
-            return sse(self._formatter.error_format.body(_INTERNAL_ERROR)) + DONE
+            return self._error_event(_INTERNAL_ERROR) + self._format.end
 
     def close(self) -> None:
         self._stream.close()
@@ -212,21 +215,24 @@ class SseChunks:
     def _next_chunk(self) -> bytes:
         events = self._stream.pull(HEARTBEAT_INTERVAL_S)
         if not events:
-            return HEARTBEAT
+            return self._format.heartbeat
         updates = self._decoder.read(events)
         chunk = self._formatter.chunk(updates) if updates else b""
         for update in updates:
             if update.finish is not None and update.finish.error is not None:
-                chunk += sse(self._formatter.error_format.body(update.finish.error) | {"index": update.row})
+                chunk += self._error_event(update.finish.error, index=update.row)
         if events[-1].done:
             self.ended = True
             chunk += self._end()
-        return chunk or HEARTBEAT
+        return chunk or self._format.heartbeat
 
     def _end(self) -> bytes:
-        if self._decoder.error is not None:
-            return sse(self._formatter.error_format.body(self._decoder.error)) + DONE
-        return self._formatter.stream_end() + DONE
+        error = self._decoder.error
+        last = self._formatter.stream_end() if error is None else self._error_event(error)
+        return last + self._format.end
+
+    def _error_event(self, info: ErrorInfo, **fields: int) -> bytes:
+        return self._format.event(self._formatter.error_format.body(info) | fields)
 
 
 class JsonChunks:
@@ -316,13 +322,15 @@ async def run(
     """Run a job and answer in the format of `formatter`."""
     if not is_stream:
         return await run_full(context, job, output_decoder, formatter.full_body, formatter.error_format)
-    stream = await submit(context, job)
+    stream = await submit(context, job, awaits_start=formatter.begins_with_output)
+    limit_s = None if formatter.begins_with_output else START_WAIT_S
     try:
-        first_events = await stream.wait_started(START_WAIT_S)  # at once None for other jobs than a session's turn
+        first_events = await stream.wait_started(limit_s)  # at once None if it does not wait
     except asyncio.CancelledError:
         stream.close()
         raise
     if first_events is not None and (error := _immediate_error(first_events, job.num_rows)) is not None:
         stream.close()
         raise ServiceError.from_info(error)
-    return StreamedResponse(SseChunks(stream, output_decoder, formatter), SSE)
+    content_type = formatter.error_format.stream.content_type
+    return StreamedResponse(SseChunks(stream, output_decoder, formatter), content_type)

@@ -42,7 +42,10 @@ HTTP_STATUS = {
 JSON = "application/json"
 SSE = "text/event-stream"
 FILE = "application/octet-stream"
+NDJSON = "application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": hb\n\n"
+BLANK = b" "
 
 to_json = msgspec.json.Encoder().encode
 
@@ -79,12 +82,44 @@ class StreamedResponse:
 HandlerResponse = HttpResponse | StreamedResponse
 
 
+def sse(value: Any) -> bytes:
+    """Return one server-sent event with a JSON value on a single line."""
+    return b"data: " + escape_line_breaks(to_json(value)) + b"\n\n"
+
+
+def named_sse(value: dict[str, Any]) -> bytes:
+    """Return one server-sent event that has the name in the value's `type`."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + sse(value)
+
+
+def json_line(value: Any) -> bytes:
+    """Return a JSON value on a line of its own."""
+    return escape_line_breaks(to_json(value)) + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """How a stream's values become bytes."""
+
+    content_type: str = SSE
+    event: Callable[[Any], bytes] = sse
+    end: bytes = DONE
+    heartbeat: bytes = HEARTBEAT
+
+
+NDJSON_STREAM = StreamFormat(NDJSON, json_line, b"", BLANK)
+"""Its heartbeat is white space before the next value: a blank line would be no JSON value."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """How a group of routes formats errors."""
+    """How a group of routes formats errors, and the events of its streams."""
 
     body: Callable[[ErrorInfo], dict[str, Any]]
     statuses: Mapping[ErrorKind, int]
+    schema: str
+    """Name of the body's model in the documentation."""
+    stream: StreamFormat = StreamFormat()
 
 
 def with_warnings(value: Any) -> Any:
@@ -110,7 +145,7 @@ def _native_error(info: ErrorInfo) -> dict[str, Any]:
     return error_body(info) | ({"request_id": current_request().request_id} if current_request().request_id else {})
 
 
-NATIVE_ERRORS = ErrorFormat(_native_error, HTTP_STATUS)
+NATIVE_ERRORS = ErrorFormat(_native_error, HTTP_STATUS, "Error")
 
 
 def error_response(info: ErrorInfo, error_format: ErrorFormat) -> HttpResponse:
@@ -125,11 +160,6 @@ def error_response(info: ErrorInfo, error_format: ErrorFormat) -> HttpResponse:
     if MAY_BE_KEPT in info.message or info.kind is ErrorKind.SESSION_UNUSABLE:
         headers["x-should-retry"] = "false"  # OpenAI's clients would send the turn again by themselves
     return HttpResponse(to_json(error_format.body(info)), error_format.statuses[info.kind], JSON, headers)
-
-
-def sse(value: Any) -> bytes:
-    """Return one server-sent event with a JSON value on a single line."""
-    return b"data: " + escape_line_breaks(to_json(value)) + b"\n\n"
 
 
 PREFIX = "/openai/"
@@ -150,7 +180,7 @@ def _openai_error(info: ErrorInfo) -> dict[str, Any]:
     return {"error": error | ({"request_id": current_request().request_id} if current_request().request_id else {})}
 
 
-OPENAI_ERRORS = ErrorFormat(_openai_error, OPENAI_STATUS)
+OPENAI_ERRORS = ErrorFormat(_openai_error, OPENAI_STATUS, "OpenAIError")
 
 
 logger = logging.getLogger(__name__)

@@ -104,10 +104,12 @@ def anonymous_grant(context: Context) -> Grant | None:
     return Grant(is_admin=not config.admin_password)
 
 
-def bearer_grant(context: Context, header: str | None) -> Grant | None:
-    """Return what the `Authorization` header permits."""
-    scheme, _, token = (header or "").partition(" ")
-    return grant(context, token.strip(), is_header=True) if scheme.lower() == "bearer" else None
+def header_grant(context: Context, header: Header) -> Grant | None:
+    """Return what the headers `Authorization: Bearer` and `x-api-key` permit."""
+    scheme, _, token = (header("authorization") or "").partition(" ")
+    secrets = (token if scheme.lower() == "bearer" else None, header("x-api-key"))
+    grants = (grant(context, one.strip(), is_header=True) for one in secrets if one is not None)
+    return next(filter(None, grants), None)
 
 
 def grant(context: Context, secret: str, is_header: bool = False) -> Grant | None:

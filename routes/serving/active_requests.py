@@ -6,9 +6,7 @@ import time
 
 from routes.context import Context
 from routes.request_context import RequestContext, set_current_request
-from routes.response.generate import BLANK, HEARTBEAT
-from routes.response.http_response import DONE as END
-from routes.response.http_response import SSE, ErrorFormat, StreamedResponse, sse, to_json
+from routes.response.http_response import BLANK, ErrorFormat, StreamedResponse, to_json
 from routes.serving.access import CLIENT_DISCONNECTED, DONE, log_access
 from routes.serving.connections import Connection
 from routes.serving.stream_guard import StreamGuard
@@ -72,11 +70,12 @@ class RobynChunks:
     ) -> None:
         """`connection`: the client's, None if it is not known."""
         self._chunks = stream.chunks
-        self._is_sse = stream.content_type == SSE
+        self._format = error_format.stream
+        self._has_events = stream.content_type == self._format.content_type
         self._active_request = active_request
         self._error_format = error_format
         self._is_key_removed = False
-        self._connection = connection if self._is_sse else None
+        self._connection = connection if self._has_events else None
         self._has_begun = False
         self._guarded: int | None = None
         """Number of the stream at the guard."""
@@ -101,7 +100,7 @@ class RobynChunks:
         elif self._has_begun:  # the head is sent
             self._guard()
         self._has_begun = True
-        if chunk not in (HEARTBEAT, BLANK):
+        if chunk not in (self._format.heartbeat, BLANK):
             request_context.mark_first_byte()
         return chunk
 
@@ -120,7 +119,7 @@ class RobynChunks:
 
     def _last_chunk(self, info: ErrorInfo) -> bytes:
         body = self._error_format.body(info)
-        return sse(body) + END if self._is_sse else b"\n" + to_json(body) + b"\n"
+        return self._format.event(body) + self._format.end if self._has_events else b"\n" + to_json(body) + b"\n"
 
     def __del__(self) -> None:
         self._active_request.release()  # first: a client that sees the end of its rows finds its slot free

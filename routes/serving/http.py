@@ -23,7 +23,6 @@ from routes.response.http_response import (
     NATIVE_ERRORS,
     OPENAI_ERRORS,
     PREFIX,
-    SSE,
     ErrorFormat,
     HandlerResponse,
     HttpResponse,
@@ -46,8 +45,8 @@ from routes.serving.access import (
     ClientIdentity,
     Grant,
     anonymous_grant,
-    bearer_grant,
     grant,
+    header_grant,
     unauthorized,
 )
 from routes.serving.active_requests import KEY_REMOVED, ActiveRequest, RobynChunks, report
@@ -58,6 +57,8 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 UNKNOWN_ROUTE = "other"
 """Name of unknown paths in metrics."""
+ANTHROPIC_ID = "Request-Id"
+"""The name of REQUEST_ID for Anthropic's clients."""
 _LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
 
 RobynReply = Response | StreamingResponse
@@ -66,7 +67,7 @@ RobynHandler = Callable[[Request], Awaitable[RobynReply]]
 
 def _headers(request_context: RequestContext) -> dict[str, str]:
     """Return the headers of every answer: request id and CORS."""
-    headers = {"Vary": "Origin", REQUEST_ID: request_context.request_id}
+    headers = {"Vary": "Origin", REQUEST_ID: request_context.request_id, ANTHROPIC_ID: request_context.request_id}
     if request_context.allowed_origin:
         headers["Access-Control-Allow-Origin"] = request_context.allowed_origin
         headers["Access-Control-Expose-Headers"] = f"Retry-After, X-Should-Retry, {REQUEST_ID}"
@@ -117,8 +118,7 @@ def _query(request: Request) -> dict[str, str]:
 
 async def _request_data(context: Context, route: Route, request: Request) -> object:
     """Authenticate the request and return its data. Raises ServiceError."""
-    header = request.headers.get("authorization")
-    access = Grant() if route.is_public else bearer_grant(context, header) or anonymous_grant(context)
+    access = Grant() if route.is_public else header_grant(context, request.headers.get) or anonymous_grant(context)
     is_authorized = access is not None and (access.is_admin or not route.is_admin)
     data = None
     is_large = _length(request) > MAX_ANONYMOUS_BYTES
@@ -206,13 +206,15 @@ async def _handler_argument(context: Context, route: Route, request: Request, da
         return await _upload(context, route, request, data)
     if route.body is None:
         return data
-    report_query(_query(request), is_strict=context.config.strict_fields)
+    query = {name: given for name, given in _query(request).items() if name not in route.ignored_query}
+    report_query(query, is_strict=context.config.strict_fields)
     return await validated_body(context, route, route.body, data, len(request.body))
 
 
 async def _run(context: Context, route: Route, rules: BrowserRules, request: Request) -> HandlerResponse:
     rules.check(route, request.headers.get)
     data = await _request_data(context, route, request)
+    route = route.serving(data)
     with context.keys.cancelled_if_removed(current_request().key_digest if route.is_generation else ""):
         return await _handle(context, route, request, data)
 
@@ -253,8 +255,8 @@ def wrap(context: Context, route: Route) -> RobynHandler:
                 request_context.error_kind = KEY_REMOVED.kind
                 reply = error_response(KEY_REMOVED, route.error_format_for(request.body))
         if isinstance(reply, StreamedResponse):
-            request_context.is_stream = reply.content_type == SSE
             error_format = route.error_format_for(request.body)  # the stream must not keep the body
+            request_context.is_stream = reply.content_type == error_format.stream.content_type
             return _streaming_response(reply, active_request, connection, error_format)
         reply = _not_modified_or(request, reply)
         request_context.mark_first_byte()

@@ -16,11 +16,19 @@ from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response import generate
 from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
-from routes.response.generate import BLANK, HEARTBEAT, BaseFormatter, JsonChunks, SseChunks, run_full
-from routes.response.http_response import DONE, NATIVE_ERRORS, HandlerResponse, HttpResponse, StreamedResponse
+from routes.response.generate import BaseFormatter, JsonChunks, SseChunks, run_full
+from routes.response.http_response import (
+    BLANK,
+    DONE,
+    HEARTBEAT,
+    NATIVE_ERRORS,
+    HandlerResponse,
+    HttpResponse,
+    StreamedResponse,
+)
 from routes.route import Upload, full_response, response_or_error
 from routes.serving import active_requests, http
-from routes.serving.access import bearer_grant
+from routes.serving.access import header_grant
 from routes.serving.browser import BrowserRules
 from routes.state import ImportQuery, import_session
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
@@ -50,9 +58,9 @@ def test_a_bug_is_a_500_in_the_routes_format() -> None:
 
 def test_only_the_bearer_scheme_is_accepted() -> None:
     context = context_of(Engine(), HttpConfig(password="s3cret"))
-    assert bearer_grant(context, "Bearer s3cret") is not None
+    assert header_grant(context, {"authorization": "Bearer s3cret"}.get) is not None
     for scheme in ("Basic", "Token", "", "s3cret"):
-        assert bearer_grant(context, f"{scheme} s3cret") is None
+        assert header_grant(context, {"authorization": f"{scheme} s3cret"}.get) is None
 
 
 class Chunks:
@@ -85,7 +93,7 @@ def active_request(monkeypatch: pytest.MonkeyPatch) -> http.ActiveRequest:
 
 def outgoing_of(chunks: Chunks, active_request: http.ActiveRequest) -> http.RobynChunks:
     """Return the stream for Robyn, of an unknown connection."""
-    return http.RobynChunks(StreamedResponse(chunks), active_request, None, lambda: NATIVE_ERRORS)
+    return http.RobynChunks(StreamedResponse(chunks), active_request, None, NATIVE_ERRORS)
 
 
 def test_heartbeats_are_not_the_first_byte(active_request: http.ActiveRequest) -> None:

@@ -94,10 +94,42 @@ def test_a_native_stream_has_openais_end_and_usage(native: OpenAI) -> None:
     "fields",
     [{"n": 2}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 2}, {"logit_bias": {"5": 1}}, {"tools": [{}]}],
 )
-def test_the_native_route_refuses_fields_and_names_the_openai_route(native: OpenAI, fields: dict[str, Any]) -> None:
-    with pytest.raises(BadRequestError, match="/openai/v1/chat/completions") as refused:
-        chat(native, extra_body=fields)
-    assert refused.value.param in fields
+def test_the_native_route_refuses_these_fields_with_prompts(native: OpenAI, fields: dict[str, Any]) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        native.post("/chat/completions", cast_to=object, body={"contents": ["a"], **fields})
+    assert refused.value.status_code == 422 and "/openai/v1/chat/completions" in refused.value.response.json()["error"]
+
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"properties": {"place": {"type": "string", "maxLength": 5}}}},
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"logprobs": True, "top_logprobs": 2},
+        {"logit_bias": {"5": 1}},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60},
+    ],
+)
+def test_the_native_route_serves_these_fields_with_conversations(
+    client: OpenAI, native: OpenAI, fields: dict[str, Any]
+) -> None:
+    """VS Code's Copilot posts its tools there."""
+    fields = {**fields, "seed": 3}
+    one, other = chat(client, **fields), chat(native, **fields)
+    assert [choice.finish_reason for choice in one.choices] == [choice.finish_reason for choice in other.choices]
+    for here, there in zip(one.choices, other.choices, strict=True):
+        assert (here.message.content, here.logprobs) == (there.message.content, there.logprobs)
+        calls = [[call.function for call in choice.message.tool_calls or ()] for choice in (here, there)]
+        assert calls[0] == calls[1] and len(calls[0]) == (fields.get("tool_choice") == "required")
+    chunks = list(chat(native, **fields, stream=True))
+    assert {choice.index for chunk in chunks for choice in chunk.choices} == set(range(fields.get("n", 1)))
 
 
 def test_the_native_route_has_openais_errors_for_conversations_only(native: OpenAI) -> None:
