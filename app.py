@@ -14,7 +14,7 @@ try:
     from programs.settings import Settings, SettingsError, parse_settings, program
     from programs.settings.model_file import with_default_model
     from rwkv_batch.errors import StartupError
-    from rwkv_batch.ipc.process import LogStyle, set_up_logging
+    from rwkv_batch.ipc.process import LogConfig, set_up_logging
 except ImportError as missing:  # e.g. after an update of the code alone
     if (missing.name or "").partition(".")[0] in _OWN_PACKAGES:
         raise
@@ -34,9 +34,9 @@ _NOT_INSTALLED = "test"
 """Package of test helpers that some benches need. The wheel does not contain it."""
 
 
-def log_style(settings: Settings) -> LogStyle:
+def log_style(settings: Settings) -> LogConfig:
     """Returns the log format and level of all processes."""
-    return LogStyle(settings.service.log_format, settings.service.log_level)
+    return LogConfig(settings.service.log_format, settings.service.log_level)
 
 
 def main(arguments: list[str]) -> int:

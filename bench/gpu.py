@@ -175,7 +175,10 @@ def prefill(stage: Stage, batch: int, length: int, seconds: float) -> dict[str, 
     """Measure whole prompts from the zero state to the logits of their last tokens."""
     stage.allocate_slots(batch + 2)
     rows_per_step = max(1, MAX_STEP_TOKENS // length)
-    steps = [prefill_inputs(range(at, min(at + rows_per_step, batch)), length) for at in range(0, batch, rows_per_step)]
+    steps = [
+        prefill_inputs(range(start, min(start + rows_per_step, batch)), length)
+        for start in range(0, batch, rows_per_step)
+    ]
 
     def run() -> None:
         for inputs in steps:

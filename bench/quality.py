@@ -70,11 +70,11 @@ class Reader:
 
     def logits(self, ids: list[int]) -> Iterator[Tensor]:
         """Yield fp32 logits [T, V] of each chunk."""
-        for at in range(0, len(ids), CHUNK):
-            chunk = torch.tensor(ids[at : at + CHUNK])
+        for start in range(0, len(ids), CHUNK):
+            chunk = torch.tensor(ids[start : start + CHUNK])
             slots = torch.tensor([self.slot])
             ends = torch.tensor([0, len(chunk)])
-            read = slots if at else torch.zeros_like(slots)
+            read = slots if start else torch.zeros_like(slots)
             yield self.pipeline.forward(StepInputs(chunk, ends, read, slots, torch.arange(len(chunk)), len(chunk)))
 
     def write(self, prompt: list[int], count: int) -> list[int]:
@@ -90,8 +90,8 @@ class Reader:
 def compare(reader: Reader, reference: Reader, text: Text) -> dict[str, float]:
     """Compare a model with the reference over a text."""
     compared = Compared()
-    for at, (logits, true) in enumerate(zip(reader.logits(text.ids), reference.logits(text.ids), strict=True)):
-        following = torch.tensor(text.ids[at * CHUNK + 1 : (at + 1) * CHUNK + 1], device=logits.device)
+    for i, (logits, true) in enumerate(zip(reader.logits(text.ids), reference.logits(text.ids), strict=True)):
+        following = torch.tensor(text.ids[i * CHUNK + 1 : (i + 1) * CHUNK + 1], device=logits.device)
         compared.add(logits[: len(following)], true.to(logits.device)[: len(following)], following)
     return compared.figures(text)
 

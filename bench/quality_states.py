@@ -109,18 +109,18 @@ def by_state_format(
         for state_format in (StateFormat.FP32, *formats)
     }
     compared, num_bytes = {state_format: Compared() for state_format in readers}, 0
-    for at in range(count):
-        following = texts[:, at + 1]
-        found = {state_format: reader.read(texts[:, at], at == 0) for state_format, reader in readers.items()}
+    for i in range(count):
+        following = texts[:, i + 1]
+        found = {state_format: reader.read(texts[:, i], i == 0) for state_format, reader in readers.items()}
         for state_format, logits in found.items():
             compared[state_format].add(logits, found[StateFormat.FP32], following.to(logits.device))
         num_bytes += sum(len(byte_table[token]) for token in following.tolist())
-        quarter, next_quarter = at * QUARTERS // count, (at + 1) * QUARTERS // count
+        quarter, next_quarter = i * QUARTERS // count, (i + 1) * QUARTERS // count
         if next_quarter > quarter:
             for state_format, sums in compared.items():
                 yield {"wkv_state": state_format.value, "quarter": next_quarter, **sums.figures(Text([], num_bytes))}
             compared, num_bytes = {state_format: Compared() for state_format in readers}, 0
-        elif (at + 1) % REPORT_EVERY == 0:
+        elif (i + 1) % REPORT_EVERY == 0:
             report(
-                f"{at + 1} tokens, KL of this quarter so far: {[sums.kl / sums.tokens for sums in compared.values()]}"
+                f"{i + 1} tokens, KL of this quarter so far: {[sums.kl / sums.tokens for sums in compared.values()]}"
             )

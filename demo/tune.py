@@ -108,7 +108,7 @@ def score(name: str, client: EngineClient, count: int, seed: int) -> float:
             continue
         document = TUNINGS[name].source(rng)
         segments = [segment.text for segment in document]
-        scripts.append([(segments[at], segments[at + 1]) for at in range(0, len(segments), 3)])
+        scripts.append([(segments[start], segments[start + 1]) for start in range(0, len(segments), 3)])
     answers = client.converse([[prompt for prompt, _ in script] for script in scripts], 96)
     wanted = [answer.strip() for script in scripts for _, answer in script]
     got = [answer.strip() for given in answers for answer in given]

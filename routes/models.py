@@ -57,7 +57,7 @@ async def _entries_by_name(context: Context) -> dict[str, dict[str, object]]:
 
 
 async def _loaded_entries(context: Context, name: str) -> list[dict[str, object]]:
-    """Return the entries of a model loaded at run time. Looks it up anew, because the caller has awaited."""
+    """Return the entries of a model loaded at run time. It may have gone while the caller awaited, so look it up."""
     model = context.models.find(name) if context.models is not None else None
     if context.models is None or model is None:
         return []

@@ -278,7 +278,7 @@ async def load_state(context: Context, body: LoadStateBody) -> HandlerResponse:
 async def load_mixture(context: Context, body: LoadMixtureBody) -> HandlerResponse:
     """Load tuned states as `<name>.0`, `<name>.1`, … and their mixture as `<name>`. On an error, nothing is loaded."""
     context, name = await _target_context(context), sanitize_name(body.state_viewname)
-    names = [f"{name}.{at}" for at in range(len(body.state_filenames))]
+    names = [f"{name}.{i}" for i in range(len(body.state_filenames))]
     members = [*names, ""] if body.contain_originalstate in (True, "True") else names
     mixture = _pair_weights(members, body.state_gatingweight)
     added: list[str] = []

@@ -77,13 +77,13 @@ def _rows(context: Context, body: ScoreBody) -> list[GenerateRequest]:
     rows: list[GenerateRequest] = []
     origin = requested_state(body, context.config), requested_adapter(body, context.config)
     scored = row_tokens = 0
-    named = ((f"contents[{at}]", content) for at, content in enumerate(body.contents))
+    named = ((f"contents[{i}]", content) for i, content in enumerate(body.contents))
     prompts = encode_all(context.tokenizer, named, context.config, body.pad_zero)
-    for at, (prompt, texts) in enumerate(zip(prompts, body.candidate_lists, strict=True)):
+    for i, (prompt, texts) in enumerate(zip(prompts, body.candidate_lists, strict=True)):
         for number, text in enumerate(texts):
             if text not in token_ids:
-                token_ids[text] = encode(context.tokenizer, text, _field(body, at, number), context.config)
-            _check_length(context, body, prompt, token_ids[text], (at, number))
+                token_ids[text] = encode(context.tokenizer, text, _field(body, i, number), context.config)
+            _check_length(context, body, prompt, token_ids[text], (i, number))
             scored, row_tokens = scored + len(token_ids[text]), row_tokens + len(prompt) + len(token_ids[text])
         _check_sizes(scored, row_tokens)
         rows.append(_row(prompt, [token_ids[text] for text in texts], origin, body.use_prefix_cache))

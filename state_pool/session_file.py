@@ -120,7 +120,7 @@ class SessionFile:
                 f"{SAME_LAYOUT_HINT}"
             )
         if max(self.replay, default=0) >= vocab:
-            at, token = next((at, token) for at, token in enumerate(self.replay) if token >= vocab)
+            at, token = next((i, token) for i, token in enumerate(self.replay) if token >= vocab)
             raise InvalidSessionFile(
                 f"token id {token} at position {at} of its replay is outside the model's vocabulary of {vocab}"
             )
@@ -274,8 +274,8 @@ def _update_with_ids(digest: hashlib.blake2b, ids: Sequence[int]) -> None:
 
 def _id_texts(ids: Sequence[int], separator: str) -> Iterator[str]:
     """Yield the texts of token ids in pieces, so that other threads run between them."""
-    for at in range(0, len(ids), _PIECE // 8):
-        yield separator.join(map(str, ids[at : at + _PIECE // 8]))
+    for start in range(0, len(ids), _PIECE // 8):
+        yield separator.join(map(str, ids[start : start + _PIECE // 8]))
 
 
 def _checksum_1(file: SessionFile) -> str:

@@ -29,4 +29,4 @@ class LogprobOracle:
     def of(self, ids: list[int], start: int = 1) -> list[float]:
         """The log-probability of each token from `start` on."""
         rows = self.logprobs(ids)
-        return [float(rows[at - 1, ids[at]]) for at in range(start, len(ids))]
+        return [float(rows[i - 1, ids[i]]) for i in range(start, len(ids))]

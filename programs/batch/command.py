@@ -39,7 +39,7 @@ from routes.request.json_body import validate
 from routes.table import ROUTES
 from routes.translate import translation_prompt
 from rwkv_batch.errors import ServiceError, StartupError
-from rwkv_batch.ipc.process import LogStyle, set_up_logging
+from rwkv_batch.ipc.process import LogConfig, set_up_logging
 from rwkv_batch.tokenizer import Tokenizer
 
 SAMPLE = 64
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
         settings = parse_settings(rest, os.environ)
         check_settings(options.url, rest)
         check_body(options)
-        set_up_logging("batch", LogStyle(settings.service.log_format, settings.service.log_level))
+        set_up_logging("batch", LogConfig(settings.service.log_format, settings.service.log_level))
         backend: Backend = _service(options, settings) if options.url else LocalEngine(with_default_model(settings))
         return asyncio.run(_interruptible(_Command(options, backend).run()))
     except SettingsError as error:

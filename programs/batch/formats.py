@@ -278,9 +278,9 @@ class Subtitles:
         size = sum(line.size for line in block)
         problem = next(filter(None, map(unreadable_reason, block)), "")
         lines = [line.data.decode("utf-8", "replace") for line in block]
-        at = next((at for at, line in enumerate(lines[:2]) if _ARROW in line), None)
-        cue_header, said = ([], lines) if at is None else (lines[: at + 1], lines[at + 1 :])
-        if not problem and (at is None or not "".join(said).strip()):
+        cue_line = next((i for i, line in enumerate(lines[:2]) if _ARROW in line), None)
+        cue_header, said = ([], lines) if cue_line is None else (lines[: cue_line + 1], lines[cue_line + 1 :])
+        if not problem and (cue_line is None or not "".join(said).strip()):
             return Record(index, block[0].number, verbatim="\n".join(lines), size=size)
         fields = {self._field: "\n".join(said)}
         return Record(index, block[0].number, fields, problem, size=size, cue_header="\n".join(cue_header))

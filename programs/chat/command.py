@@ -27,7 +27,7 @@ from programs.record import RunError
 from programs.settings import SettingsError, parse_settings, program
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
-from rwkv_batch.ipc.process import LogStyle, set_up_logging
+from rwkv_batch.ipc.process import LogConfig, set_up_logging
 
 OK, CANNOT_RUN, BAD_FLAG, INTERRUPTED = 0, 1, 2, 130
 _HISTORY = "~/.rwkv_chat_history"
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         given, rest = build_parser().parse_known_args(list(arguments))
         settings = parse_settings(rest, os.environ)
         check_settings(given.url, rest)
-        set_up_logging("chat", LogStyle(settings.service.log_format, "warning"))
+        set_up_logging("chat", LogConfig(settings.service.log_format, "warning"))
         console = Console()
         for name, value in given.set:
             console.handle_command(f"/set {name} {value}")

@@ -57,7 +57,7 @@ class Call:
         size = 1 if is_stateful else max(1, _ROWS_PER_JOB // max(1, generate_input.params.n))
         if generate_input.session_id is not None:
             size = max(1, len(prompts))  # several prompts with one session are refused later
-        self._jobs = [(at, prompts[at : at + size]) for at in range(0, len(prompts), size)]
+        self._jobs = [(start, prompts[start : start + size]) for start in range(0, len(prompts), size)]
         self._max_jobs = _STATEFUL_JOBS_AHEAD if is_stateful else _JOBS_AHEAD
 
     async def _begin(self, first: int, prompts: Sequence[Any]) -> JobOutputs:

@@ -32,10 +32,10 @@ class JobOutputs:
         self._first = first
         self._prompt_requests = prompt_requests
         self._rows = [
-            (at, index) for at, prompt_request in enumerate(prompt_requests) for index in range(prompt_request.row.n)
+            (i, index) for i, prompt_request in enumerate(prompt_requests) for index in range(prompt_request.row.n)
         ]
         self._decoder = OutputDecoder(len(self._rows))
-        self._parsers = [AnswerParser(form) if (form := prompt_requests[at].form) else None for at, _ in self._rows]
+        self._parsers = [AnswerParser(form) if (form := prompt_requests[i].form) else None for i, _ in self._rows]
         self.outputs = [_output(prompt_request) for prompt_request in prompt_requests]
         self.errors: list[ErrorInfo] = []
         """Errors of failed answers."""
@@ -65,8 +65,8 @@ class JobOutputs:
         self._stream.close()
 
     def _take(self, update: RowUpdate) -> Piece:
-        at, index = self._rows[update.row]
-        request = self.outputs[at]
+        i, index = self._rows[update.row]
+        request = self.outputs[i]
         output = request.outputs[index]
         text, reasoning, parser = update.text, "", self._parsers[update.row]
         if parser is not None:
@@ -76,9 +76,9 @@ class JobOutputs:
         output.reasoning += reasoning
         self._append_logprobs(output, update.logprobs)
         if update.finish is not None:
-            self._finish(self._prompt_requests[at], request, output, update.finish)
+            self._finish(self._prompt_requests[i], request, output, update.finish)
         return Piece(
-            prompt=self._first + at,
+            prompt=self._first + i,
             index=index,
             text=text,
             reasoning=reasoning,

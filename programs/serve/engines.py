@@ -23,7 +23,7 @@ from programs.serve.engine_process import EngineProcess, model_config, reason_fo
 from programs.serve.fork_context import ForkedContext
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
-from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.process import LogConfig
 from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME, ModelCommand, ModelSpec, ModelStatus, ServedModel
 
 logger = logging.getLogger("supervisor")
@@ -56,7 +56,7 @@ class Engines:
         self,
         config: EngineConfig,
         folder: str,
-        style: LogStyle,
+        log_config: LogConfig,
         context: SpawnContext,
         target: Callable[..., None],
         factory: str,
@@ -71,7 +71,7 @@ class Engines:
         """
         self._config = config
         self._folder = folder
-        self._style = style
+        self._log_config = log_config
         self._context = context
         self._forks = forks or context
         self._target = target
@@ -309,7 +309,7 @@ class Engines:
 
     def _create(self, name: str, process: str, spec: ModelSpec, config: EngineConfig, is_own: bool = False) -> None:
         address = os.path.join(self._folder, name)
-        arguments = (config, address, self._factory, self._style)
+        arguments = (config, address, self._factory, self._log_config)
         info = ServedModel(
             spec=spec,
             status=ModelStatus.LOADING,

@@ -1,7 +1,7 @@
 """Decides whether nginx runs in front, writes its configuration, and runs it in a process.
 
-The process ends together with nginx, so the supervisor monitors nginx like the others. If the supervisor is killed,
-nginx ends too.
+The process ends together with nginx, so the supervisor monitors it like the other processes. If the supervisor is
+killed, nginx ends too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from programs.settings import Settings
 from routes.serving.access import PROXY_KEY_HEADER
 from routes.serving.browser import ANY, BrowserRules
 from rwkv_batch.errors import StartupError
-from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.process import LogConfig, become_child
 
 logger = logging.getLogger("supervisor")
 
@@ -273,10 +273,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def nginx_process(
-    config: NginxConfig, listener: socket.socket, style: LogStyle, name: str, supervisor: Connection
+    config: NginxConfig, listener: socket.socket, log_config: LogConfig, name: str, supervisor: Connection
 ) -> None:
-    """Main function of the process. "quit" lets nginx finish its answers; the supervisor's end ends it at once."""
-    become_child(name, style)
+    """Main function of the process: run nginx until it ends.
+
+    On "quit" from the supervisor, nginx finishes its answers first. If the supervisor dies, nginx is killed at once.
+    """
+    become_child(name, log_config)
     folder = TemporaryFolder("nginx")
     Path(folder.path).chmod(0o711)  # nginx started by root runs as another user, who needs access to these folders
     try:
@@ -296,24 +299,25 @@ def _run(config: NginxConfig, listener: socket.socket, folder: str, supervisor: 
         return 1
     libc = ctypes.CDLL(None)
 
-    def set_parent_death_signal() -> None:
+    def before_exec() -> None:
+        """Runs in the new process: resets signal handlers, and has nginx end with this process."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if sys.platform == "linux":
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        supervisor.send(("started", os.getpid()))  # reported before exec, so that a kill at any time leaves no process
+        supervisor.send(("started", os.getpid()))  # the supervisor must know the id before nginx can outlive a kill
 
     nginx = subprocess.Popen(
         command,
         pass_fds=[listener.fileno()],
-        # nginx's own way to hand listening sockets to a new binary: it takes those whose addresses it is told to use.
+        # nginx inherits the sockets that this variable lists and its configuration listens on.
         env={"NGINX": f"{listener.fileno()};", "PATH": os.environ.get("PATH", "")},
         process_group=0,
-        preexec_fn=set_parent_death_signal,  # noqa: PLW1509  # no other thread runs yet
+        preexec_fn=before_exec,  # noqa: PLW1509  # no other thread runs yet
     )
     threading.Thread(target=_follow_supervisor, args=(nginx, supervisor), daemon=True).start()
     code = nginx.wait()
-    _kill_group(nginx.pid)  # a master that was killed leaves its workers
+    _kill_group(nginx.pid)  # the workers outlive a master that was killed
     return 1 if code else 0
 
 

@@ -36,7 +36,7 @@ from routes.serving.stream_guard import GuardedStreams
 from rwkv_batch.errors import StartupError
 from rwkv_batch.fleet.actors.plan import ClusterAddress, ClusterPlan
 from rwkv_batch.ipc.engine_main import engine_process
-from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.process import LogConfig
 
 logger = logging.getLogger("supervisor")
 
@@ -86,12 +86,12 @@ class Supervisor:
         # multiprocessing would create a folder that stays if this process is killed.
         multiprocessing.current_process()._config["tempdir"] = self._folder.path  # type: ignore[attr-defined]
         export_python_path()
-        style = LogStyle(settings.service.log_format, settings.service.log_level)
+        log_config = LogConfig(settings.service.log_format, settings.service.log_level)
         spawn = multiprocessing.get_context("spawn")
-        self._engines = self._make_engines(engine_factory, style, spawn)
+        self._engines = self._make_engines(engine_factory, log_config, spawn)
         sockets = self._listeners.workers
         streams = GuardedStreams()
-        http = (settings.http, style, sockets, streams.worker_link)
+        http = (settings.http, log_config, sockets, streams.worker_link)
         keys = KeysFile(settings.http.keys_file)
         keys.read()
         self._http_forks = fork_context()
@@ -99,10 +99,10 @@ class Supervisor:
         self._nginx: Child | None = None
         if self._listeners.front is not None:
             config = NginxConfig.build(settings, sockets)
-            self._nginx = Child("nginx", spawn, nginx_process, (config, self._listeners.front, style))
+            self._nginx = Child("nginx", spawn, nginx_process, (config, self._listeners.front, log_config))
         self._batches: Child | None = None
         if has_store(settings.http):
-            self._batches = Child("batches", self._http_forks, batches_process, (settings.http, style))
+            self._batches = Child("batches", self._http_forks, batches_process, (settings.http, log_config))
         self._has_logged_serving = False
         self._wake_read, self._wake_write = os.pipe()
         self._sent_to_batches: tuple[object, ...] = ()
@@ -110,7 +110,7 @@ class Supervisor:
         self._started: set[Child] = set()
         self._signals = 0
 
-    def _make_engines(self, factory: str, style: LogStyle, spawn: SpawnContext) -> Engines | ClusterEngines:
+    def _make_engines(self, factory: str, log_config: LogConfig, spawn: SpawnContext) -> Engines | ClusterEngines:
         """Creates this machine's engines, or those of its cluster."""
         service, engine = self._settings.service, self._settings.engine
         limits = ModelLimits(service.max_models, service.model_idle_s, _KILL_GRACE_S)
@@ -118,7 +118,9 @@ class Supervisor:
         replicas = () if service.cluster else replicas
         needed = PRELOAD_MODULE if factory == ENGINE_FACTORY else factory.partition(":")[0]
         self._engine_forks = forks = ForkedContext(engine_process.__module__, needed)
-        engines = Engines(engine, self._folder.path, style, spawn, engine_process, factory, limits, replicas, forks)
+        engines = Engines(
+            engine, self._folder.path, log_config, spawn, engine_process, factory, limits, replicas, forks
+        )
         if not service.cluster:
             return engines
         plan = ClusterPlan(
@@ -128,7 +130,7 @@ class Supervisor:
             config=engine,
             factory=factory,
         )
-        child = Child("cluster", spawn, cluster_process, (plan.with_absolute_paths(), style))
+        child = Child("cluster", spawn, cluster_process, (plan.with_absolute_paths(), log_config))
         return ClusterEngines(engines, child, engine.drain_timeout_s + _KILL_GRACE_S)
 
     def run(self) -> int:

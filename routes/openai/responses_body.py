@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.openai.request import MAX_TOP_LOGPROBS, ConversationBody
 from routes.openai.response_format import ResponseFormat
-from routes.openai.tools import MAX_TOOLS, FunctionFields, Mode, Named, build_tool_set
+from routes.openai.tools import MAX_TOOLS, FunctionFields, FunctionName, Mode, build_tool_set
 from routes.request import prompts
 from routes.request.fields import (
     THINK_END,
@@ -110,7 +110,7 @@ class ResponsesTool(FunctionFields, TypedFields):
     """A function that the answer may call."""
 
 
-class NamedFunction(Named):
+class NamedFunction(FunctionName):
     """The one function to call."""
 
     type: Literal["function"]
@@ -224,7 +224,7 @@ class ResponsesBody(ConversationBody):
 
     @property
     def tool_set(self) -> ToolSet | None:
-        functions = [tool.function(f"tools[{at}].parameters") for at, tool in enumerate(self.tools)]
+        functions = [tool.function(f"tools[{i}].parameters") for i, tool in enumerate(self.tools)]
         choice, parallel = self.tool_choice, self.parallel_tool_calls
         if isinstance(choice, NamedFunction):
             return build_tool_set(functions, "required", [choice.name], parallel)

@@ -38,8 +38,8 @@ class ChatTool(Fields):
     function: FunctionFields
 
 
-class Named(Fields):
-    """A function by its name."""
+class FunctionName(Fields):
+    """The name of a function."""
 
     name: str = Field(max_length=64)
 
@@ -48,7 +48,7 @@ class NamedTool(Fields):
     """The one tool to call."""
 
     type: Literal["function"]
-    function: Named
+    function: FunctionName
 
 
 class AllowedTools(Fields):
@@ -71,7 +71,7 @@ ChatToolChoice = Mode | NamedTool | AllowedChoice
 
 def chat_tool_set(tools: list[ChatTool], choice: ChatToolChoice | None, parallel_calls: bool) -> ToolSet | None:
     """Return the tools of an answer, or None. Raises PydanticCustomError if the choice does not match the tools."""
-    functions = [tool.function.function(f"tools[{at}].function.parameters") for at, tool in enumerate(tools)]
+    functions = [tool.function.function(f"tools[{i}].function.parameters") for i, tool in enumerate(tools)]
     if isinstance(choice, NamedTool):
         return build_tool_set(functions, "required", [choice.function.name], parallel_calls)
     if isinstance(choice, AllowedChoice):
@@ -85,8 +85,8 @@ def build_tool_set(
 ) -> ToolSet | None:
     """Like `chat_tool_set`, for plain values. `allowed_names`: the chosen names, None for all."""
     names = [function.name for function in functions]
-    for at, function in enumerate(functions):
-        if function.name in names[:at]:
+    for i, function in enumerate(functions):
+        if function.name in names[:i]:
             raise _tool_error(f"two functions are named {function.name!r}; rename one", "tools")
         if function.parameters.get("type", "object") != "object":
             raise _tool_error(

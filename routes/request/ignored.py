@@ -97,8 +97,8 @@ def _find_nested(value: Any, given: Any, field: str) -> Iterator[IgnoredField]:
     if isinstance(value, BaseModel) and isinstance(given, dict):
         yield from find_ignored(value, given, field)
     elif isinstance(value, list) and isinstance(given, list) and value and isinstance(value[0], BaseModel):
-        for at, (entry, entry_given) in enumerate(zip(value, given, strict=False)):
-            yield from _find_nested(entry, entry_given, f"{field}[{at}]")
+        for i, (entry, entry_given) in enumerate(zip(value, given, strict=False)):
+            yield from _find_nested(entry, entry_given, f"{field}[{i}]")
 
 
 @functools.cache

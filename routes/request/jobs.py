@@ -190,8 +190,8 @@ def encode_all(
 def _estimate_tokens(tokenizer: Tokenizer, text: str, stop_at: int) -> int:
     """Estimate the number of tokens of a long text, slice by slice. Stops at `stop_at`."""
     count = 0
-    for at in range(0, len(text), _SLICE_CHARACTERS):
-        count += len(tokenizer.encode(text[at : at + _SLICE_CHARACTERS]))
+    for start in range(0, len(text), _SLICE_CHARACTERS):
+        count += len(tokenizer.encode(text[start : start + _SLICE_CHARACTERS]))
         if count > stop_at:
             break
     return count

@@ -145,12 +145,12 @@ def _locate(data: Any, error: Any) -> tuple[str, Any]:
     """Return the field as the client writes it, and its value. Leaves out pydantic's tags of union members."""
     location, given = "", data
     path = error["loc"]
-    for at, step in enumerate(path):
-        is_missing = error["type"] == "missing" and at == len(path) - 1
+    for i, step in enumerate(path):
+        is_missing = error["type"] == "missing" and i == len(path) - 1
         if isinstance(given, list) and isinstance(step, int) and step < len(given):
             location, given = f"{location}[{step}]", given[step]
         elif isinstance(given, dict) and isinstance(step, str) and (step in given or is_missing):
             location, given = f"{location}.{error_field_name(step)}".lstrip("."), given.get(step)
-            if path[at + 1 :] == ("[key]",):  # the key is wrong, not its value
+            if path[i + 1 :] == ("[key]",):  # the key is wrong, not its value
                 given = step
     return location, given

@@ -108,11 +108,11 @@ def chat(
     labels = DEFAULT_TEMPLATE if template is None else template
     think_format = THINK_FORMATS.get(think, ThinkFormat("", labels.opening))
     messages = _sort_tool_results(messages)
-    last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=None)
+    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
     rounds = [
         f"{_label(message.role, labels)}: {_content(message)}".rstrip(" ")
-        + (think_format.hint if at == last_user else "")
-        for at, message in enumerate(messages)
+        + (think_format.hint if i == last_user else "")
+        for i, message in enumerate(messages)
     ]
     if listing and messages and messages[0].role in _SYSTEM_ROLES:
         rounds[0] += ("\n" if messages[0].text.strip() else " ") + listing
@@ -152,7 +152,7 @@ def new_messages(messages: Sequence[Message]) -> list[Message]:
 
     Leading system messages are left out, so that a client may send them with every turn.
     """
-    answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
+    answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
     if answers:
         return list(messages[answers[-1] + 1 :])
     return list(dropwhile(lambda message: message.role in _SYSTEM_ROLES, messages)) or list(messages)

@@ -161,12 +161,12 @@ def tool_call_constraint(
     """
     rules = [
         SchemaRule(
-            name=f"arguments{at}",
+            name=f"arguments{i}",
             source=json.dumps(_arguments_schema(function.parameters), ensure_ascii=False),
             field=function.field,
             strict=function.strict,
         )
-        for at, function in enumerate(tool_set.allowed_functions)
+        for i, function in enumerate(tool_set.allowed_functions)
     ]
     lines = [
         f"start: {'thought ' if thinks else ''}{_answer_rule(tool_set.must_call, is_open, answer)}",
@@ -195,15 +195,15 @@ def _answer_rule(must_call: bool, is_open: bool, answer: Constraint | None) -> s
 
 
 def _call_rule(name: str, opening: str, closing: str, parallel_calls: bool) -> list[str]:
-    """Return the rule of one or more calls, up to the blank line that may end the turn in training data."""
+    """Return the rule of one or more calls. A blank line may follow, as in the training data."""
     one = f'"\\n" call {_quoted(chr(10) + closing)}'
     more = f' ({_quoted(chr(10) + opening)} {one}){{0,{MAX_CALLS - 1}}} ("\\n\\n")?' if parallel_calls else ""
     return [f"{name}: {one}{more}"]
 
 
-def _call_body_rule(at: int, function: Function) -> str:
+def _call_body_rule(i: int, function: Function) -> str:
     head = f'{{"name": {_quoted(function.name)}, "arguments": '
-    return f'{_quoted(head)} arguments{at} "}}"'
+    return f'{_quoted(head)} arguments{i} "}}"'
 
 
 def _arguments_schema(schema: dict[str, Any]) -> dict[str, Any]:

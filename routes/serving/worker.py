@@ -47,7 +47,7 @@ from routes.serving.upload_guard import UploadGuard
 from routes.table import ROUTES
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
-from rwkv_batch.ipc.process import LogStyle, become_child, set_up_logging
+from rwkv_batch.ipc.process import LogConfig, become_child, set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class SupervisorLink:
 
 def run_http_worker(
     config: HttpConfig,
-    style: LogStyle,
+    log_config: LogConfig,
     listeners: list[socket.socket],
     guard: socket.socket,
     name: str,
@@ -124,12 +124,12 @@ def run_http_worker(
     - ("models", list), ("model", number, refusal)
     - "look", "drain" and "finish", which ends the process
     """
-    become_child(name, style)
+    become_child(name, log_config)
     _block_signals()
     mmap_large_blocks()
     supervisor = SupervisorLink(pipe)
     try:
-        _run(config, style, listeners, StreamGuard(guard), supervisor)
+        _run(config, log_config, listeners, StreamGuard(guard), supervisor)
     except Exception as error:  # the supervisor gets the reason, and the process ends
         logger.exception("the HTTP worker failed")
         supervisor.notify("failed", f"{type(error).__name__}: {error}")
@@ -138,7 +138,7 @@ def run_http_worker(
 
 def _run(
     config: HttpConfig,
-    style: LogStyle,
+    log_config: LogConfig,
     listeners: list[socket.socket],
     guard: StreamGuard,
     supervisor: SupervisorLink,
@@ -175,7 +175,7 @@ def _run(
             os._exit(0)
     # Robyn creates 512 / visible CPUs threads for streams, so show it one CPU. Each stream holds a thread.
     os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
-    set_up_logging(name, style)
+    set_up_logging(name, log_config)
     add_request_ids()
     fleet.start(name)
     follow_thread = threading.Thread(

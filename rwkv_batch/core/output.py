@@ -101,9 +101,9 @@ class StopRules:
         else:
             ids.add(END_OF_TEXT)
         self.ids = frozenset(ids)
-        # A blank line may span merged tokens ("。\n" + "\n"), so a stop id of newlines alone is also matched as text.
-        blank = {byte_table[i] for i in ids if len(byte_table[i]) > 1 and not byte_table[i].strip(b"\n")}
-        self.automaton = StopAutomaton(blank | set(request.stop_strings))
+        # A blank line may span two tokens ("。\n" + "\n"), so a stop token of newlines only is also matched as text.
+        newline_stops = {byte_table[i] for i in ids if len(byte_table[i]) > 1 and not byte_table[i].strip(b"\n")}
+        self.automaton = StopAutomaton(newline_stops | set(request.stop_strings))
 
 
 class StopRulesCache:
@@ -136,20 +136,20 @@ class RowOutput:
 
     __slots__ = (
         "_automaton",
+        "_byte_table",
         "_chunk",
-        "_cut",
-        "_end",
-        "_ends",
-        "_firsts",
-        "_gathered",
+        "_eos_logprob",
+        "_held_text",
         "_logprobs",
         "_max_tokens",
         "_node",
+        "_num_unsent",
         "_ready",
         "_return_token_ids",
+        "_shown_end",
+        "_stop_first_bytes",
         "_stop_ids",
-        "_table",
-        "_tail",
+        "_token_ends",
         "row",
         "tokens",
     )
@@ -170,21 +170,22 @@ class RowOutput:
         self._chunk = _chunk_of(request)
         self._stop_ids = stops.ids
         self._automaton = stops.automaton
-        self._firsts = stops.automaton.first_bytes
+        self._stop_first_bytes = stops.automaton.first_bytes
         self._node = stops.automaton.root
-        self._table = byte_table
-        self._ends: list[int] = []
-        """end of each token in the row's text, in bytes; extended on demand by `_length`"""
-        self._tail = b""
+        self._byte_table = byte_table
+        self._token_ends: list[int] = []
+        """byte offset in the row's text at which each token ends; extended on demand by `_length`"""
+        self._held_text = b""
         """text that may still be part of a stop"""
         self._ready: list[bytes] = []
         """text to send, in pieces"""
-        self._gathered = 0
+        self._num_unsent = 0
+        """sampled tokens that are in no delta yet"""
         self._logprobs: list[tuple[int, TokenLogprob]] = []
         """log-probabilities not sent yet, with the byte offset of each token"""
-        self._end: TokenLogprob | None = None
-        """of the end token, which has no text"""
-        self._cut: int | None = None
+        self._eos_logprob: TokenLogprob | None = None
+        """of a sampled end token, which has no text"""
+        self._shown_end: int | None = None
         """end of the shown text in bytes, after a stop"""
         if request.resumed is not None:
             self._resume(request.resumed)
@@ -192,140 +193,147 @@ class RowOutput:
     @property
     def _length(self) -> int:
         """The text's bytes, computed on demand: few rows need it."""
-        ends, length = self._ends, self._ends[-1] if self._ends else 0
+        ends, length = self._token_ends, self._token_ends[-1] if self._token_ends else 0
         for token in self.tokens[len(ends) :]:
-            length += len(self._table[token])
+            length += len(self._byte_table[token])
             ends.append(length)
         return length
 
     def _resume(self, resumed: Resumed) -> None:
-        """Append tokens that another engine sampled. Their text was already sent up to `resumed.shown`."""
+        """Append the tokens of a failed engine. The client has the first `resumed.shown` bytes of their text."""
         for token in resumed.token_ids:
             self.append_token(token)
-        # The other engine may have sent text that is held here: its later tokens showed that it is no stop.
-        held = self._length - resumed.shown
-        self._release(max(0, len(self._tail) - held))
+        # The failed engine may have sent text that is held here: its later tokens showed that the text is no stop.
+        num_unsent_bytes = self._length - resumed.shown
+        self._release(max(0, len(self._held_text) - num_unsent_bytes))
         self._ready.clear()
-        self._gathered = 0
+        self._num_unsent = 0
 
     def process_token(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | Delta | None:
         """Append a sampled token. Returns why the row ends, or a delta to send, or None.
 
         Same as `append_token` and `pop_delta`, with a fast path for tokens that cannot be part of a stop.
         """
-        tokens, text = self.tokens, self._table[token]
+        tokens, text = self.tokens, self._byte_table[token]
         if (
             logprob is not None
             or token in self._stop_ids
             or len(tokens) + 1 >= self._max_tokens
-            or (self._firsts and (self._tail or self._node.depth or text.translate(None, self._firsts) != text))
+            or (
+                self._stop_first_bytes
+                and (self._held_text or self._node.depth or text.translate(None, self._stop_first_bytes) != text)
+            )
         ):
             reason = self.append_token(token, logprob)
             return self.pop_delta() if reason is None else reason
         tokens.append(token)
-        gathered, ready = self._gathered + 1, self._ready
-        if gathered < self._chunk or self._logprobs or not (text or ready):
-            self._gathered = gathered
+        num_unsent, ready = self._num_unsent + 1, self._ready
+        if num_unsent < self._chunk or self._logprobs or not (text or ready):
+            self._num_unsent = num_unsent
             if text:
                 ready.append(text)
-            return None if gathered < self._chunk else self.pop_delta()
-        self._gathered = 0
+            return None if num_unsent < self._chunk else self.pop_delta()
+        self._num_unsent = 0
         if ready:
             ready.append(text)
             text = b"".join(ready)
             ready.clear()
         if self._return_token_ids:
-            return Delta(self.row, text, gathered, token_ids=tokens[-gathered:])
-        return Delta(self.row, text, gathered)
+            return Delta(self.row, text, num_unsent, token_ids=tokens[-num_unsent:])
+        return Delta(self.row, text, num_unsent)
 
     def append_token(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
         """Append a sampled token. Returns why the row ends, if it does."""
-        tokens, text = self.tokens, self._table[token]
+        tokens, text = self.tokens, self._byte_table[token]
         if token in self._stop_ids:
-            return self._end_by_id(token, logprob)
+            return self._finish_at_stop_token(token, logprob)
         if logprob is not None:
             self._logprobs.append((self._length, logprob))
         tokens.append(token)
-        self._gathered += 1
+        self._num_unsent += 1
         node, found = self._automaton.advance(self._node, text)
-        if found is None and not node.depth and not self._tail and len(tokens) < self._max_tokens:
+        if found is None and not node.depth and not self._held_text and len(tokens) < self._max_tokens:
             self._node = node
             if text:  # no part of it can belong to a stop
                 self._ready.append(text)
             return None
         self._node = node
-        self._tail += text
+        self._held_text += text
         if found is not None:
             length = self._length
-            self._cut = length - len(text) + found
-            self._release(len(self._tail) - (length - self._cut))
-            self._tail = b""
+            self._shown_end = length - len(text) + found
+            self._release(len(self._held_text) - (length - self._shown_end))
+            self._held_text = b""
             return FinishReason.STOP
         if len(tokens) >= self._max_tokens:
-            self._release(len(self._tail))
+            self._release(len(self._held_text))
             return FinishReason.LENGTH
-        self._release(len(self._tail) - (node.depth if logprob is None else self._held_by_tokens(node.depth)))
+        self._release(
+            len(self._held_text) - (node.depth if logprob is None else self._rounded_up_to_tokens(node.depth))
+        )
         return None
 
-    def _held_by_tokens(self, num_bytes: int) -> int:
-        """Return the bytes of the tokens in which the last `num_bytes` lie: text is sent with its log-probabilities."""
+    def _rounded_up_to_tokens(self, num_bytes: int) -> int:
+        """Return `num_bytes` of held text, rounded up to whole tokens: text is sent with its log-probabilities."""
         length = self._length
-        whole = bisect_right(self._ends, length - num_bytes)
-        return length - (self._ends[whole - 1] if whole else 0)
+        num_whole = bisect_right(self._token_ends, length - num_bytes)
+        return length - (self._token_ends[num_whole - 1] if num_whole else 0)
 
-    def _end_by_id(self, token: int, logprob: TokenLogprob | None) -> FinishReason:
+    def _finish_at_stop_token(self, token: int, logprob: TokenLogprob | None) -> FinishReason:
         """End the row with a stop token, which is not shown. Held text is released."""
-        self._cut = self._length
+        self._shown_end = self._length
         self.tokens.append(token)
-        self._gathered += 1
+        self._num_unsent += 1
         if logprob is not None and token == END_OF_TEXT:
-            self._end = logprob
-        self._release(len(self._tail))
+            self._eos_logprob = logprob
+        self._release(len(self._held_text))
         return FinishReason.STOP
 
     def _release(self, num_bytes: int) -> None:
         """Move `num_bytes` of the held text to the text to send; none if negative."""
         if num_bytes > 0:
-            self._ready.append(self._tail[:num_bytes])
-            self._tail = self._tail[num_bytes:]
+            self._ready.append(self._held_text[:num_bytes])
+            self._held_text = self._held_text[num_bytes:]
 
     def flush_held_text(self) -> None:
         """Release held text because the row ends for another reason, for example a timeout."""
-        self._release(len(self._tail))
+        self._release(len(self._held_text))
 
     @property
     def has_held_text(self) -> bool:
         """Whether the end of the text may be part of a stop."""
-        return bool(self._tail)
+        return bool(self._held_text)
 
     def first_held_token(self) -> int:
         """Index of the token in which the held text begins."""
-        return bisect_right(self._ends, self._length - len(self._tail))
+        return bisect_right(self._token_ends, self._length - len(self._held_text))
 
     def shown_tokens(self) -> tuple[list[int], bytes]:
         """Return the tokens that lie wholly before the stop, and the shown bytes of the next one."""
-        if self._cut is None:
+        if self._shown_end is None:
             return list(self.tokens), b""
-        whole = bisect_right(self._ends, self._cut)
-        start = self._ends[whole - 1] if whole else 0
-        partial = b"" if start == self._cut else self._table[self.tokens[whole]][: self._cut - start]
-        return self.tokens[:whole], partial
+        num_whole = bisect_right(self._token_ends, self._shown_end)
+        start = self._token_ends[num_whole - 1] if num_whole else 0
+        partial = (
+            b"" if start == self._shown_end else self._byte_table[self.tokens[num_whole]][: self._shown_end - start]
+        )
+        return self.tokens[:num_whole], partial
 
     def pop_delta(self, finish: Finish | None = None) -> Delta | None:
         """Return the next delta: a full chunk, or everything if `finish` is given."""
-        ready, gathered = self._ready, self._gathered
-        if finish is None and (gathered < self._chunk or not (ready or self._logprobs)):
+        ready, num_unsent = self._ready, self._num_unsent
+        if finish is None and (num_unsent < self._chunk or not (ready or self._logprobs)):
             return None
-        logprobs = self._shown_logprobs(finish is not None) if self._logprobs or self._end else None
-        ids = self.tokens[len(self.tokens) - gathered :] if self._return_token_ids else []
+        logprobs = self._shown_logprobs(finish is not None) if self._logprobs or self._eos_logprob else None
+        ids = self.tokens[len(self.tokens) - num_unsent :] if self._return_token_ids else []
         text = ready[0] if len(ready) == 1 else b"".join(ready)
         ready.clear()
-        self._gathered = 0
-        return Delta(self.row, text, gathered, finish, logprobs or None, None, ids)
+        self._num_unsent = 0
+        return Delta(self.row, text, num_unsent, finish, logprobs or None, None, ids)
 
     def _shown_logprobs(self, is_final: bool) -> list[TokenLogprob]:
         """Remove and return the log-probabilities of the shown text. A stop may cut its last token."""
-        shown = self._length - len(self._tail) if self._cut is None else self._cut
+        shown = self._length - len(self._held_text) if self._shown_end is None else self._shown_end
         found: list[TokenLogprob] = []
         for start, logprob in self._logprobs:
             is_whole = start + len(logprob.token) <= shown
@@ -335,4 +343,4 @@ class RowOutput:
                 logprob if is_whole else msgspec.structs.replace(logprob, token=logprob.token[: shown - start])
             )
         self._logprobs = self._logprobs[len(found) :]
-        return found if self._end is None else [*found, self._end]
+        return found if self._eos_logprob is None else [*found, self._eos_logprob]

@@ -75,7 +75,7 @@ class BufferedLink(Generic[Incoming, Outgoing]):
         if self._closed:
             return
         room = PIECE_BYTES - 1
-        pieces = [body] if len(body) <= room else [body[at : at + room] for at in range(0, len(body), room)]
+        pieces = [body] if len(body) <= room else [body[start : start + room] for start in range(0, len(body), room)]
         self._outbox.extend(_MORE + piece for piece in pieces[:-1])
         self._outbox.append(_LAST + pieces[-1])
         self._outbox_bytes += len(body) + len(pieces)

@@ -54,7 +54,7 @@ _MAX_CUT_OFF = 4096
 class HeldLedger:
     """Counts jobs of all engines, if this one holds the ledger. Any thread may call.
 
-    owner: the connection of the job's HTTP worker. A worker that connects anew restores its jobs, so the end of its
+    owner: the connection of the job's HTTP worker. A worker that reconnects restores its jobs, so the end of its
     earlier connection must not remove them.
     """
 

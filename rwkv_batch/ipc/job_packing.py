@@ -31,20 +31,20 @@ def pack(job: Job) -> Submit:
 
     A row's fields are left out if they equal those of the row before it.
     """
-    repeats = [at for at, (before, row) in enumerate(pairwise(job.rows), 1) if _common(before) == _common(row)]
+    repeats = [i for i, (before, row) in enumerate(pairwise(job.rows), 1) if _common(before) == _common(row)]
     if not repeats:
         return Submit(job)
     rows = list(job.rows)
-    for at in repeats:
-        rows[at] = _with_common(rows[at], _NOTHING)
+    for i in repeats:
+        rows[i] = _with_common(rows[i], _NOTHING)
     return Submit(msgspec.structs.replace(job, rows=rows), repeats)
 
 
 def unpack(message: Submit) -> Job:
     """Return the packed job. Rows share what they have in common."""
     rows = message.job.rows
-    for at in message.repeats:
-        rows[at] = _with_common(rows[at], _common(rows[at - 1]))
+    for i in message.repeats:
+        rows[i] = _with_common(rows[i], _common(rows[i - 1]))
     return message.job
 
 

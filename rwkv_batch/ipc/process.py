@@ -35,7 +35,7 @@ _GARBAGE_OBJECTS = 100_000
 """Threshold of the youngest generation. Steps reach Python's default of 700 several times each."""
 
 
-class LogStyle(msgspec.Struct, frozen=True):
+class LogConfig(msgspec.Struct, frozen=True):
     form: str = "text"
     level: str = "info"
 
@@ -72,10 +72,10 @@ class _Json(logging.Formatter):
         return escape_line_breaks(msgspec.json.encode(line)).decode()
 
 
-def set_up_logging(process: str, style: LogStyle) -> None:
+def set_up_logging(process: str, log_config: LogConfig) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(_Json(process) if style.form == "json" else _Text(process))
-    logging.basicConfig(handlers=[handler], level=style.level.upper(), force=True)
+    handler.setFormatter(_Json(process) if log_config.form == "json" else _Text(process))
+    logging.basicConfig(handlers=[handler], level=log_config.level.upper(), force=True)
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     if logger.isEnabledFor(logging.DEBUG):
@@ -96,7 +96,7 @@ class _SlowGcLogger:
             logger.debug("collection %s", msgspec.json.encode(found).decode())
 
 
-def become_child(process: str, style: LogStyle) -> None:
+def become_child(process: str, log_config: LogConfig) -> None:
     """Set up a supervised process before it starts threads.
 
     It ignores signals of the group, which are for the supervisor. An uncaught exception in a thread ends the process.
@@ -114,7 +114,7 @@ def become_child(process: str, style: LogStyle) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    set_up_logging(process, style)
+    set_up_logging(process, log_config)
 
 
 def _exit_on_thread_error(args: threading.ExceptHookArgs) -> None:

@@ -31,7 +31,7 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc.held_ledger import Arrivals, HeldLedger
 from rwkv_batch.ipc.job_packing import unpack
 from rwkv_batch.ipc.metrics import Metrics
-from rwkv_batch.ipc.process import LogStyle, become_child, freeze_garbage_collector, gc_paused
+from rwkv_batch.ipc.process import LogConfig, become_child, freeze_garbage_collector, gc_paused
 from rwkv_batch.ipc.quotas import Balance
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.ipc.wire import (
@@ -295,7 +295,7 @@ def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
 
 
 def run_engine(
-    config: EngineConfig, address: str, factory: str, style: LogStyle, name: str, supervisor: Connection
+    config: EngineConfig, address: str, factory: str, log_config: LogConfig, name: str, supervisor: Connection
 ) -> None:
     """Main function of the engine's process.
 
@@ -303,7 +303,7 @@ def run_engine(
     supervisor: gets ("ready", None) or ("failed", one line). It may send "drain", and gets ("drained", None) when the
     states are stored.
     """
-    become_child(name, style)
+    become_child(name, log_config)
     try:
         engine = started_engine(config, factory)
     except StartupError as error:

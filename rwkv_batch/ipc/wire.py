@@ -167,15 +167,15 @@ def split_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Ite
     size = 0
     for event in events:
         first = 0
-        for at, delta in enumerate(event.deltas):
+        for i, delta in enumerate(event.deltas):
             more = _DELTA_BYTES + len(delta.text)
             if delta.logprobs is not None or delta.prompt_logprobs is not None:
                 more += _size_of_logprobs(delta)
             if size and size + more > frame_bytes:
-                if at > first:
-                    frame.append(JobEvents(job_id=event.job_id, deltas=event.deltas[first:at]))
+                if i > first:
+                    frame.append(JobEvents(job_id=event.job_id, deltas=event.deltas[first:i]))
                 yield frame
-                frame, size, first = [], 0, at
+                frame, size, first = [], 0, i
             size += more
         rest = event if first == 0 else msgspec.structs.replace(event, deltas=event.deltas[first:])
         frame.append(rest)

@@ -127,11 +127,15 @@ def wkv_loop(
     y = torch.empty_like(r)
     order, positions = longest_first(inputs)
     state = wkv[inputs.read_slots[order]].float()
-    for at in positions:
-        s = state[: len(at)]
-        sa = s @ a[at].unsqueeze(-1)
-        s = s * decay[at].unsqueeze(-2) + sa * b[at].unsqueeze(-2) + v[at].unsqueeze(-1) * k[at].unsqueeze(-2)
-        y[at] = (s @ r[at].unsqueeze(-1)).squeeze(-1)
-        state[: len(at)] = s
+    for tokens in positions:
+        s = state[: len(tokens)]
+        sa = s @ a[tokens].unsqueeze(-1)
+        s = (
+            s * decay[tokens].unsqueeze(-2)
+            + sa * b[tokens].unsqueeze(-2)
+            + v[tokens].unsqueeze(-1) * k[tokens].unsqueeze(-2)
+        )
+        y[tokens] = (s @ r[tokens].unsqueeze(-1)).squeeze(-1)
+        state[: len(tokens)] = s
     wkv[inputs.write_slots[order]] = state.to(wkv.dtype)
     return y

@@ -53,7 +53,7 @@ def _computed(tensors: Mapping[str, Tensor]) -> str:
         for name in sorted(tensors):
             tensor = tensors[name]
             content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            pieces = (content[at : at + _PIECE_BYTES] for at in range(0, len(content), _PIECE_BYTES))
+            pieces = (content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES))
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
             for piece_digest in pool.map(_piece_digest, pieces):
                 digest.update(piece_digest)
@@ -72,7 +72,7 @@ def _cache_file(path: Path) -> Path | None:
         found = [(str(file.resolve()), file.stat()) for file in files]
     except OSError:
         return None
-    known = [(name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for name, at in found]
+    known = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in found]
     key = hashlib.blake2b(repr(known).encode(), digest_size=_DIGEST_BYTES).hexdigest()
     return cache_folder() / _FOLDER / key if known else None
 

@@ -86,9 +86,9 @@ class Embedding:
             return self
         device = self.ln0.weight.device
         table = torch.empty(self.table.shape, dtype=dtype, device=device)
-        for at in range(0, len(table), FOLD_ROWS):
-            rows = self.table[at : at + FOLD_ROWS].to(device).float()
-            table[at : at + FOLD_ROWS] = torch.nn.functional.layer_norm(
+        for start in range(0, len(table), FOLD_ROWS):
+            rows = self.table[start : start + FOLD_ROWS].to(device).float()
+            table[start : start + FOLD_ROWS] = torch.nn.functional.layer_norm(
                 rows, rows.shape[1:], self.ln0.weight, self.ln0.bias, NORM_EPS
             )
         release(self.table)

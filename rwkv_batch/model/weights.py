@@ -246,7 +246,9 @@ def _sample(tensor: Tensor) -> Tensor:
     """Return a vector or small matrix, or a few runs of a large one, which touch few mapped pages; fp32."""
     flat = tensor.reshape(-1)
     if flat.numel() > SAMPLE_WHOLE:
-        flat = torch.cat([flat[at : at + SAMPLE_RUN] for at in range(0, flat.numel(), flat.numel() // SAMPLE_RUNS)])
+        flat = torch.cat(
+            [flat[start : start + SAMPLE_RUN] for start in range(0, flat.numel(), flat.numel() // SAMPLE_RUNS)]
+        )
     return flat.float()
 
 

@@ -139,7 +139,7 @@ def run_all_prompt_sizes(pipeline: Pipeline, limits: Limits, logits: Tensor | No
     longest, chunk, rows = limits.prefill_tokens_per_step, limits.prefill_chunk, limits.rows_in_step
     sizes = [2**i for i in reversed(range(longest.bit_length()))]
     steps = [[max(1, longest // rows) + decode_tokens] * rows]
-    steps += [[min(chunk, size - at) for at in range(0, size, chunk)] for size in sizes]
+    steps += [[min(chunk, size - start) for start in range(0, size, chunk)] for size in sizes]
     try:
         for lengths in steps:
             prompts, count = [[0] * length for length in lengths], len(lengths)

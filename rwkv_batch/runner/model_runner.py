@@ -19,12 +19,12 @@ from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import CaptureError
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.step import LaunchGroups, StepGraphs, are_all_plain, split_prefill_decode
-from rwkv_batch.runner.launch_inputs import RowInputs, mix_logits, read_slots, slots_of, write_slots
 from rwkv_batch.runner.links import LastTokens, TokenCopies
 from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads, threads_per_replica
 from rwkv_batch.runner.memory import Memory, allocate_slots, run_all_prompt_sizes
 from rwkv_batch.runner.model_files import load_pipeline
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
+from rwkv_batch.runner.row_inputs import RowInputs, mix_logits, read_slots, slots_of, write_slots
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.runner.step_sampling import (
     DeferredSample,

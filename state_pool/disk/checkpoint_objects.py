@@ -232,7 +232,7 @@ class CheckpointObjects:
         old = {listed.key for listed in batch if listed.age_s > ORPHAN_AGE_S} - {f"{self._key_prefix}/{_MARKER}"}
 
         def on_used_keys(used: set[str] | None) -> None:
-            if used is None:  # the server is down, so each query would wait; a later sweep starts anew
+            if used is None:  # the server is down, so each query would wait; a later sweep retries
                 self._cleaner.submit(self._end_sweep)
                 return
             self._cleaner.submit(lambda: self._delete_orphans(sorted(old - used)))

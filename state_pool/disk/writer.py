@@ -45,7 +45,7 @@ _GARBAGE_ROUNDS = 8
 _IDLE_S = 0.5
 _TRANSACTION_BYTES = 3 * 8192
 _RECOUNT_INTERVAL_S = 60.0
-"""Interval for counting object bytes anew, to include other engines' changes."""
+"""Interval for recounting object bytes, to include other engines' changes."""
 
 
 class Writer:

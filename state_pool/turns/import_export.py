@@ -250,9 +250,8 @@ class ImportExport:
             self._add_imported(session, file)
         elif self._store is not None:
             self._delete_rows((session.row_id,))
-            session.row_id = (
-                self._store.next_row()
-            )  # turns that wait for it start anew; the delete does not touch the new row
+            # Waiting turns begin a new session. Its row has another id, so the delete does not touch it.
+            session.row_id = self._store.next_row()
         on_durable(error)
         self._start_next_turn(session)
 

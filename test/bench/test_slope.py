@@ -15,9 +15,9 @@ def memory(an_hour: float, seconds: int = 2400, noise: float = 0.002, seed: int 
     """Return samples of a 300 MiB process, one per second, with noise and occasional bursts."""
     rng = random.Random(seed)
     samples = []
-    for at in range(seconds):
+    for i in range(seconds):
         burst = 0.2 if rng.random() < 0.02 else 0.0
-        samples.append((float(at), 300 * MIB * (1 + an_hour * at / 3600 + rng.gauss(0, noise) + burst)))
+        samples.append((float(i), 300 * MIB * (1 + an_hour * i / 3600 + rng.gauss(0, noise) + burst)))
     return samples
 
 
@@ -33,7 +33,7 @@ def test_growth_is_found_despite_noise_and_bursts(an_hour: float) -> None:
 
 def test_a_single_step_is_not_growth() -> None:
     """A table that doubles once does not grow for ever."""
-    found = slope([(float(at), 300.0 * MIB if at < 200 else 300.3 * MIB) for at in range(2400)])
+    found = slope([(float(i), 300.0 * MIB if i < 200 else 300.3 * MIB) for i in range(2400)])
     assert found is not None and not found.grows
 
 

@@ -82,7 +82,7 @@ def _number(rng: random.Random) -> Schema:
 
 def _enum(rng: random.Random) -> Schema:
     values = [rng.choice((rng.choice(_WORDS), rng.randrange(-9, 99), None, True, 1.5)) for _ in range(3)]
-    return {"enum": [value for at, value in enumerate(values) if value not in values[:at]]}
+    return {"enum": [value for i, value in enumerate(values) if value not in values[:i]]}
 
 
 def _const(rng: random.Random) -> Schema:

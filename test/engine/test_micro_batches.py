@@ -62,8 +62,8 @@ def expected(model: Path) -> list[list[bytes]]:
 def test_the_text_is_that_of_one_stage(model: Path, expected: list[list[bytes]], layout: dict[str, Any]) -> None:
     with started_engine(model, max_running=24, **layout) as engine:
         running = [submit(engine, row) for row in mixed_requests() for _ in range(2)]
-        for at, one in enumerate(running):
-            assert one.wait().all_texts == expected[at // 2]
+        for i, one in enumerate(running):
+            assert one.wait().all_texts == expected[i // 2]
 
 
 def test_the_text_is_the_same_if_every_group_carries_prefill(

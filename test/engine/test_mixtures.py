@@ -123,7 +123,9 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
         kind: dict[str, Any] = {"mixture": MIXES[i % 5]} if i % 3 == 0 else {"state": (*NAMES, "")[i % 4]}
         rows.append(make_request(prompt, max_tokens=4 + i % 9, ignore_eos=True, **kind))
     turns = [turn(f"mix-{engine.loop_count}-{i}", f"turn {i}", state=NAMES[i % 3], **GREEDY) for i in range(8)]
-    jobs = [submit(engine, *rows[at : at + 7]) for at in range(0, 56, 7)] + [submit(engine, one) for one in turns]
+    jobs = [submit(engine, *rows[start : start + 7]) for start in range(0, 56, 7)] + [
+        submit(engine, one) for one in turns
+    ]
     texts = [text for job in jobs for text in job.wait().all_texts]
     alone = [run(engine, row).texts[0] for row in rows]
     assert texts[:56] == alone

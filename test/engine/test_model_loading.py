@@ -18,7 +18,7 @@ from native.priority import NICENESS
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc import server
-from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.process import LogConfig
 from rwkv_batch.runner.low_priority import CORES_PER_THREAD, run_at_low_priority
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.step_sampling import StepSampler
@@ -105,7 +105,7 @@ def test_a_failed_start_is_reported_to_the_supervisor_or_logged(
     if not is_there:
         ours.close()
     with pytest.raises(SystemExit, match="1"):
-        server.run_engine(EngineConfig(model_path=""), "", "", LogStyle(), "engine-2", theirs)
+        server.run_engine(EngineConfig(model_path=""), "", "", LogConfig(), "engine-2", theirs)
     if is_there:
         assert ours.recv() == ("failed", "no such file: model.pth") and not caplog.records
     else:
@@ -123,6 +123,6 @@ def test_an_engine_frees_memory_at_low_priority_after_storing(
     monkeypatch.setattr(server, "lower_process_priority", lambda only_idle: seen.append(f"stands back {only_idle}"))
     config = EngineConfig(model_path="", loads_at_low_priority=loads_at_low_priority, only_idle_cores=True)
     ours, theirs = Pipe()
-    server.run_engine(config, "", "", LogStyle(), "engine-2", theirs)
+    server.run_engine(config, "", "", LogConfig(), "engine-2", theirs)
     assert server.EngineServer.return_value.finish.called, "the last events are sent before the process ends"  # type: ignore[attr-defined]
     assert ours.recv() == ("ready", None) and seen == ["drained", "stands back True"][: 1 + loads_at_low_priority]

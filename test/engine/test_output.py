@@ -265,7 +265,7 @@ def test_the_automaton_against_plain_search(seed: int) -> None:
             piece = "".join(rng.choice(letters + "x") for _ in range(rng.randint(1, 5))).encode()
             node, found = automaton.advance(node, piece)
             before, text = len(text), text + piece
-            ends = ((at, stop) for stop in stops for at in range(len(text)) if text.startswith(stop, at))
+            ends = ((i, stop) for stop in stops for i in range(len(text)) if text.startswith(stop, i))
             begins = [at for at, stop in ends if at + len(stop) > before]
             assert (None if found is None else before + found) == min(begins, default=None)
             assert node.depth == _held(text, stops)
@@ -295,8 +295,8 @@ def test_the_cost_of_a_byte_does_not_grow_with_the_number_of_stops(monkeypatch: 
     monkeypatch.setattr(StopAutomaton, "_node", counted)
     for _ in range(2):  # the first pass creates the nodes
         moves, node = 0, automaton.root
-        for at in range(0, len(text), 5):
-            node, found = automaton.advance(node, text[at : at + 5])
+        for start in range(0, len(text), 5):
+            node, found = automaton.advance(node, text[start : start + 5])
             assert found is None
     assert 0 < moves <= 2 * len(text)
 

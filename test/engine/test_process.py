@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from rwkv_batch.ipc import process
-from rwkv_batch.ipc.process import LogStyle, set_up_logging
+from rwkv_batch.ipc.process import LogConfig, set_up_logging
 
 CHILD = """
 import sys, threading, time
-from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.process import LogConfig, become_child
 
 def work():
     raise KeyError("odd") if sys.argv[1] == "dies" else SystemExit(3)
 
-become_child("child", LogStyle())
+become_child("child", LogConfig())
 thread = threading.Thread(target=work, name="listener", daemon=True)
 thread.start()
 thread.join()
@@ -48,10 +48,10 @@ def test_a_process_whose_thread_dies_ends_with_a_log_line(ends: str) -> None:
 THREADS = """
 import threading
 from native.futexes import futex_slots
-from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.process import LogConfig, become_child
 
 before = futex_slots()
-become_child("child", LogStyle())
+become_child("child", LogConfig())
 slots, over = futex_slots(), threading.Event()
 threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(70)]
 for thread in threads:
@@ -90,7 +90,7 @@ def record(**fields: object) -> logging.LogRecord:
 
 
 def test_a_line_of_the_log_is_text_or_json(root_logger: logging.Logger) -> None:
-    set_up_logging("http-0", LogStyle(form="json", level="warning"))
+    set_up_logging("http-0", LogConfig(form="json", level="warning"))
     assert root_logger.level == logging.WARNING
     assert [logging.getLogger(name).level for name in ("robyn", "asyncio")] == [logging.WARNING] * 2
     form = root_logger.handlers[0].formatter
@@ -110,7 +110,7 @@ def test_a_line_of_the_log_is_text_or_json(root_logger: logging.Logger) -> None:
         failed.exc_info = sys.exc_info()
     line = form.format(failed)
     assert "\n" not in line and json.loads(line)["traceback"].endswith("KeyError: 'odd'")
-    set_up_logging("http-0", LogStyle())
+    set_up_logging("http-0", LogConfig())
     (handler,) = root_logger.handlers
     assert handler.formatter is not None
     text = handler.formatter.format(record(rows=3, client="a"))
@@ -122,9 +122,9 @@ def test_slow_collections_are_logged_at_level_debug(
     root_logger: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = len(gc.callbacks)
-    set_up_logging("engine", LogStyle(level="info"))
+    set_up_logging("engine", LogConfig(level="info"))
     assert len(gc.callbacks) == before
-    set_up_logging("engine", LogStyle(level="debug"))
+    set_up_logging("engine", LogConfig(level="debug"))
     assert len(gc.callbacks) == before + 1
     notify: Any = gc.callbacks.pop()
     root_logger.addHandler(caplog.handler)

@@ -95,7 +95,9 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
         turn(f"many-{i}", f"turn {i}", adapter=ADAPTERS[i % 8] if i % 2 else "", max_tokens=4, ignore_eos=True)
         for i in range(16)
     ]
-    together = [submit(engine, row) for row in turns] + [submit(engine, *rows[at : at + 12]) for at in range(0, 48, 12)]
+    together = [submit(engine, row) for row in turns] + [
+        submit(engine, *rows[start : start + 12]) for start in range(0, 48, 12)
+    ]
     texts = [text for job in together for text in job.wait().all_texts]
     alone = []
     for row in [*turns, *rows]:

@@ -92,7 +92,9 @@ def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
     turns = [
         turn(f"many-{i}", f"turn {i}", state=(*NAMES, "")[i % 4], max_tokens=6, ignore_eos=True) for i in range(16)
     ]
-    together = [submit(engine, row) for row in turns] + [submit(engine, *rows[at : at + 12]) for at in range(0, 48, 12)]
+    together = [submit(engine, row) for row in turns] + [
+        submit(engine, *rows[start : start + 12]) for start in range(0, 48, 12)
+    ]
     texts = [text for job in together for text in job.wait().all_texts]
     assert all(job.refusal is None for job in together)
     alone = [

@@ -14,7 +14,7 @@ import pytest
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.ipc.buffered_link import BufferedLink
-from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.process import LogConfig
 from rwkv_batch.ipc.served_model import ModelStatus
 from test.fleet.fake_ray import FakeRay, GetTimeoutError
 from test.serving import wait_for
@@ -74,7 +74,7 @@ def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(os, "_exit", ended.exit)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
     monkeypatch.setattr(engine_actor, "remove_engine_actor", ended.leave)
-    monkeypatch.setattr(engine_actor, "set_up_logging", lambda name, style: None)
+    monkeypatch.setattr(engine_actor, "set_up_logging", lambda name, log_config: None)
     monkeypatch.setattr(engine_actor, "SHUTDOWN_GRACE_S", 0.0)
     monkeypatch.setattr(engine_actor, "EngineServer", lambda engine: None)
     monkeypatch.setattr(engine_actor, "EngineMonitor", lambda engine, config: lambda: None)
@@ -82,7 +82,7 @@ def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iter
     def start(ends: Callable[[], None]) -> Any:
         monkeypatch.setattr(engine_actor, "started_engine", lambda config, factory: FakeEngine(ends))
         config = EngineConfig(model_path="/x.pth", drain_timeout_s=0.0)
-        actor = engine_actor.EngineActor("engine-0", config, "m:E", LogStyle(), "x")
+        actor = engine_actor.EngineActor("engine-0", config, "m:E", LogConfig(), "x")
         wait_for(lambda: actor.info().status is ModelStatus.READY, 10, "it serves")
         return actor
 

@@ -286,9 +286,9 @@ def test_a_long_frame_is_not_silence(tmp_path: Path) -> None:
     assert changes.get(timeout=30)
     answer = msgspec.msgpack.encode([Answer(1, bytes(8 << 20), None)])
     connection.sendall(len(answer).to_bytes(4, "big"))
-    for at in range(2 * MAX_SILENT_POLLS):
+    for i in range(2 * MAX_SILENT_POLLS):
         before = one.client.num_received
-        connection.sendall(answer[at << 18 : (at + 1) << 18])
+        connection.sendall(answer[i << 18 : (i + 1) << 18])
         wait_for(lambda before=before: one.client.num_received > before, 10, "a piece is read")
         one.poll()
     assert changes.empty() and one.client.is_connected

@@ -114,7 +114,7 @@ def test_tokens_of_a_session_that_are_read_again_are_charged(
     assert world.remaining() == TOKENS - 5 - 30
 
 
-def test_a_worker_that_connects_anew_keeps_its_rows_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_reconnects_keeps_its_rows_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only then its earlier connection ends, and with it the earlier run of its job."""
     world = World(5, monkeypatch)
     world.start(0)
@@ -137,7 +137,7 @@ def test_a_worker_that_connects_anew_keeps_its_rows_counted(monkeypatch: pytest.
 
 
 def test_a_request_whose_count_is_not_answered_pays_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link breaks while the answer is under way. The worker connects anew and counts the request again."""
+    """The link breaks while the answer is under way. The worker reconnects and counts the request again."""
     world = World(7, monkeypatch)
     world.start(0)
     world.settle()

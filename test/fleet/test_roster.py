@@ -18,12 +18,12 @@ from rwkv_batch.fleet.actors.driver import join
 from rwkv_batch.fleet.actors.placement import place
 from rwkv_batch.fleet.actors.plan import ClusterAddress, ClusterPlan
 from rwkv_batch.fleet.actors.roster import Roster
-from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.process import LogConfig
 from rwkv_batch.ipc.served_model import ModelStatus
 from state_pool.config import PoolConfig
 from test.fleet.fake_ray import ActorUnavailableError, FakeRay, GetTimeoutError, RayActorError
 
-STYLE = LogStyle()
+STYLE = LogConfig()
 CONFIG = EngineConfig(model_path="/x.pth", pool=PoolConfig(state_db=""))
 PLAN = ClusterPlan(cluster=ClusterAddress("auto", "", "chat"), replicas=0, config=CONFIG, factory="m:E")
 OTHER = "/y.pth (sessions in memory)"
@@ -330,7 +330,7 @@ class Supervisor:
 def supervisor(make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     poll = Roster.poll
     monkeypatch.setattr(Roster, "poll", lambda self: (self._directory.poll(), poll(self))[1])
-    monkeypatch.setattr(process, "become_child", lambda name, style: None)
+    monkeypatch.setattr(process, "become_child", lambda name, log_config: None)
     monkeypatch.setattr(process, "POLL_INTERVAL_S", 0.0)
     return Supervisor()
 

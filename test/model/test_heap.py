@@ -46,11 +46,11 @@ def test_each_large_body_has_its_own_mapping() -> None:
 
 THREADS = """
 import ctypes, os, threading
-from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.process import LogConfig, become_child
 libc = ctypes.CDLL(None)
 libc.fdopen.restype = libc.malloc.restype = ctypes.c_void_p
 if {bounded}:
-    become_child("engine", LogStyle())
+    become_child("engine", LogConfig())
 together = threading.Barrier(12)
 def take():
     together.wait()

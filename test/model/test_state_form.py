@@ -183,8 +183,8 @@ def prompt(seed: int, length: int) -> list[int]:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_logits_are_close_to_fp32(weights: Weights, kernels: str) -> None:
     int8, fp32 = pipeline(weights, kernels), pipeline(weights, kernels, "fp32")
-    for at, token in enumerate(prompt(1, 60)):
-        found, true = (model.forward(step_inputs([[token]], [2 if at else 0], [2], [0])) for model in (int8, fp32))
+    for i, token in enumerate(prompt(1, 60)):
+        found, true = (model.forward(step_inputs([[token]], [2 if i else 0], [2], [0])) for model in (int8, fp32))
     assert 0 < (found - true).norm() / true.norm() < 0.03
 
 

@@ -252,8 +252,8 @@ def test_log_lines_have_the_request_id(form: str, capfd: pytest.CaptureFixture[s
     script = (
         "import logging, sys; from routes.request_context import RequestContext, set_current_request; "
         "from routes.serving.access import add_request_ids; "
-        "from rwkv_batch.ipc.process import LogStyle, set_up_logging; "
-        "set_up_logging('p', LogStyle(sys.argv[1])); add_request_ids(); logging.getLogger('x').warning('before'); "
+        "from rwkv_batch.ipc.process import LogConfig, set_up_logging; "
+        "set_up_logging('p', LogConfig(sys.argv[1])); add_request_ids(); logging.getLogger('x').warning('before'); "
         "set_current_request(RequestContext(request_id='r-1')); logging.getLogger('x').warning(sys.argv[2])"
     )
     subprocess.run(

@@ -59,7 +59,7 @@ def test_prompts_in_every_form(client: OpenAI, oracle: LogprobOracle, prompt: An
             logprobs_of_choice.token_logprobs[1:], logprobs_of_choice.top_logprobs[1:], strict=True
         ):
             assert len(likeliest) == 1 and token <= max(likeliest.values())
-        starts = [len(TOKENIZER.decode_bytes(tokens[:at]).decode("utf-8", "ignore")) for at in range(len(tokens))]
+        starts = [len(TOKENIZER.decode_bytes(tokens[:i]).decode("utf-8", "ignore")) for i in range(len(tokens))]
         assert logprobs_of_choice.text_offset == starts
         assert all(
             text.startswith(token, at)

@@ -257,7 +257,7 @@ def test_nested_fields_are_named_with_their_place() -> None:
 def test_warnings_are_bounded() -> None:
     request = RequestContext()
     set_current_request(request)
-    body = {"contents": ["a"], **{f"{'n' * 300}{at}": 1 for at in range(100)}}
+    body = {"contents": ["a"], **{f"{'n' * 300}{i}": 1 for i in range(100)}}
     validated(PromptBody, body)
     assert len(request.warnings) == MAX_WARNINGS + 1 and request.warnings[-1]["field"] == ""
     assert len(json.dumps(request.warnings)) < MAX_WARNINGS * 300

@@ -40,8 +40,8 @@ def part(thinks: bool, pieces: list[str]) -> tuple[str, str]:
 def test_reasoning_is_split_at_any_cut(thinks: bool, text: str, reasoning: str, content: str) -> None:
     assert part(thinks, [text]) == (reasoning, content)
     assert part(thinks, list(text)) == (reasoning, content)
-    for at in range(len(text)):
-        assert part(thinks, [text[:at], text[at:]]) == (reasoning, content)
+    for i in range(len(text)):
+        assert part(thinks, [text[:i], text[i:]]) == (reasoning, content)
     dice = random.Random(7)
     for _ in range(50):
         cuts = sorted(dice.randrange(len(text) + 1) for _ in range(4))

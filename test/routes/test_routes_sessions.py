@@ -85,12 +85,12 @@ def test_interleaved_sessions_are_the_same_as_alone(service: Service) -> None:
 
     def by_itself(number: int) -> list[str]:
         alone = reference[number]
-        return [alone.turn(prompt, seed=number * 10 + at) for at, prompt in enumerate(prompts_of(number))]
+        return [alone.turn(prompt, seed=number * 10 + i) for i, prompt in enumerate(prompts_of(number))]
 
     with ThreadPoolExecutor(16) as pool:
-        for at in range(TURNS):
-            order = sessions[at:] + sessions[:at]
-            list(pool.map(lambda one, at=at: in_session(*one, at), order))
+        for i in range(TURNS):
+            order = sessions[i:] + sessions[:i]
+            list(pool.map(lambda one, i=i: in_session(*one, i), order))
         expected = list(pool.map(by_itself, answers_by_number))
     assert list(answers_by_number.values()) == expected
     assert len({text for texts in answers_by_number.values() for text in texts}) > SESSIONS
@@ -198,7 +198,7 @@ def test_a_busy_session_and_one_that_is_deleted_while_it_runs(service: Service) 
         if stream and answers[0].status_code == 200:
             assert answers[0].text.endswith("data: [DONE]\n\n")
         assert service.post("/state/delete", {"session_id": session}).status_code == 404
-        assert cached(turn(service, session, "begin")) == 0, "the session began anew"
+        assert cached(turn(service, session, "begin")) == 0, "a new session began"
 
 
 def test_a_cancelled_turn_does_not_change_the_session(service: Service) -> None:

@@ -122,7 +122,7 @@ def test_a_key_has_its_own_sessions(keyed: Service, clients: Clients) -> None:
     assert bert.delete("c", delete_prefix=True).status_code == 404
     refused = bert.branch("tree", 1)
     assert refused.status_code == 404 and "session 'tree' has no dialogue 1" in refused.json()["error"]
-    # The same id is another session, which begins anew.
+    # The same id is a new session.
     assert bert.say("chat").json()["choices"] == first["choices"]
     assert bert.branch("tree").json()["dialogue_idx"] == 1
     assert bert.delete("tree").json()["deleted"] == 1

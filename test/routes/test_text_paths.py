@@ -70,8 +70,8 @@ def thoughts(text: str) -> None:
     for thinks, begins in ((True, ""), (True, ">x"), (False, "")):
         parser = ReasoningParser(thinks)
         parser.feed(begins, final=False)
-        for at in range(0, len(text), 2):
-            parser.feed(text[at : at + 2], final=False)
+        for start in range(0, len(text), 2):
+            parser.feed(text[start : start + 2], final=False)
         parser.feed("", final=True)
 
 
@@ -84,10 +84,10 @@ def answers(text: str) -> None:
     data = text.encode("utf-8", "surrogatepass")
     step = 31
     row = RowDecoder("opening", strip=True)
-    for at in range(0, len(data), step):
-        row.feed(data[at : at + step], final=False)
+    for start in range(0, len(data), step):
+        row.feed(data[start : start + step], final=False)
     row.feed(b"", final=True)
-    LogprobArrays().take([TokenLogprob(data[at : at + step], -1.0, []) for at in range(0, len(data), step)])
+    LogprobArrays().take([TokenLogprob(data[start : start + step], -1.0, []) for start in range(0, len(data), step)])
 
 
 def bodies(text: str) -> None:

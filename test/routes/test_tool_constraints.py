@@ -162,9 +162,9 @@ def test_a_random_model_makes_valid_calls(client: OpenAI) -> None:
             streamed[place] = streamed.get(place, "") + call.function.arguments
     assert ends == dict.fromkeys(range(8), "tool_calls")
     assert streamed == {
-        (choice.index, at): call.function.arguments
+        (choice.index, i): call.function.arguments
         for choice in choices
-        for at, call in enumerate(choice.message.tool_calls)
+        for i, call in enumerate(choice.message.tool_calls)
     }
 
 

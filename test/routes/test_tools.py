@@ -46,8 +46,8 @@ def parse_answer(
         )
     )
     content, calls = "", dict[int, tuple[str, str]]()
-    for at, piece in enumerate([*pieces, ""]):
-        parts = parser.feed(piece, final=at == len(pieces))
+    for i, piece in enumerate([*pieces, ""]):
+        parts = parser.feed(piece, final=i == len(pieces))
         content += parts.content
         for call in parts.calls:
             name, arguments = calls.get(call.index, ("", ""))
@@ -85,8 +85,8 @@ ANSWERS = [
 def test_calls_are_parsed_at_any_split_of_the_text(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert parse_answer([text]) == (content, calls)
     assert parse_answer(list(text)) == (content, calls)
-    for at in range(len(text)):
-        assert parse_answer([text[:at], text[at:]]) == (content, calls)
+    for i in range(len(text)):
+        assert parse_answer([text[:i], text[i:]]) == (content, calls)
 
 
 def test_an_answer_opened_as_a_call_by_the_prompt() -> None:

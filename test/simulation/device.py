@@ -212,10 +212,10 @@ class Runner:
         """Return the scores that the row's tokens give."""
         sequence, prompt = row.sequence, row.sequence.request.prompt
         state, reported = self.device.memory[sequence.read_slot], []
-        for at, token in enumerate(self._tokens_of(row), sequence.num_computed_tokens + 1):
+        for i, token in enumerate(self._tokens_of(row), sequence.num_computed_tokens + 1):
             state = fold(state, [token], self.device.mark_of(sequence))
-            if at in row.scored:
-                reported.append(TokenLogprob(TOKENIZER.byte_table[prompt[at]], score_of(state, prompt[at]), []))
+            if i in row.scored:
+                reported.append(TokenLogprob(TOKENIZER.byte_table[prompt[i]], score_of(state, prompt[i]), []))
         return reported
 
     def _tokens_of(self, row: ScheduledRow) -> list[int]:
@@ -231,9 +231,9 @@ class Runner:
         writes = [slot for row in rows for slot in write_slots(row.sequence)]
         demand(len(set(writes)) == len(writes), f"two rows of a step write to one slot: {writes}")
         reads = [slot for row in rows for slot in read_slots(row.sequence)]
-        for at, target in enumerate(writes):
+        for i, target in enumerate(writes):
             demand(target not in (ZERO_SLOT, DUMMY_SLOT, -1), f"a row writes to slot {target}")
-            others = [*reads[:at], *reads[at + 1 :]]
+            others = [*reads[:i], *reads[i + 1 :]]
             demand(target not in others, f"slot {target} is read and written by two rows of a step")
 
     def _sample(self, row: ScheduledRow, state: int) -> int:

@@ -68,9 +68,9 @@ class Disk:
             return new[:at] + old[at:]
         length = max(len(old), len(new))
         sectors = []
-        for at in range(0, length, SECTOR_BYTES):
-            kept = rng.choice((old, new))[at : at + SECTOR_BYTES]
-            sectors.append(kept.ljust(min(SECTOR_BYTES, length - at), b"\0"))
+        for start in range(0, length, SECTOR_BYTES):
+            kept = rng.choice((old, new))[start : start + SECTOR_BYTES]
+            sectors.append(kept.ljust(min(SECTOR_BYTES, length - start), b"\0"))
         return b"".join(sectors)
 
 

@@ -75,4 +75,4 @@ def predict_scores(request: GenerateRequest, i: int, began: Beginning) -> list[f
     prompt, first = prompt_of(request, i), request.prompt_logprobs.start
     first = max(first, len(request.prompt)) if i else first
     base = began.bases[0]
-    return [score_of(fold(base, prompt[:at], began.mark), prompt[at]) for at in range(first, len(prompt))]
+    return [score_of(fold(base, prompt[:index], began.mark), prompt[index]) for index in range(first, len(prompt))]

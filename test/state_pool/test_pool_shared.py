@@ -247,7 +247,7 @@ def test_a_session_acquired_without_an_answer_is_released(engines: Engines, monk
 
 
 def test_a_session_that_runs_a_turn_here_again_is_not_released() -> None:
-    """It was deleted and begun anew meanwhile: the new session runs under the same fence."""
+    """It was deleted and created again meanwhile: the new session runs under the same fence."""
     released: list[Any] = []
     index: dict[str, Any] = {}
     store = SimpleNamespace(submit=lambda job, answered: released.append(job.fence))

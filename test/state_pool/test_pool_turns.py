@@ -125,7 +125,7 @@ def test_a_delete_ends_running_and_waiting_turns(driver: Driver) -> None:
     assert driver.delete("nobody") == 0
 
 
-def test_a_deleted_session_begins_anew(driver: Driver) -> None:
+def test_a_turn_after_delete_begins_a_new_session(driver: Driver) -> None:
     driver.turn("s", [1])
     lease = driver.ready(driver.pool.turns.checkout("s"))
     outcome = Outcome()

@@ -25,7 +25,7 @@ from routes.model_registry import ModelRegistry
 from routes.translate import CACHE_KEY, TranslationCache
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
-from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.process import LogConfig, become_child
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,13 @@ _RETRY_S = 10.0
 """Wait before a batch that failed for a passing reason, such as a full disk, is tried again."""
 
 
-def run_batches(config: HttpConfig, style: LogStyle, name: str, supervisor: Connection) -> None:
+def run_batches(config: HttpConfig, log_config: LogConfig, name: str, supervisor: Connection) -> None:
     """Main function of the process.
 
     It sends the supervisor ("started", None) and ("used", names of the models that lines named). The supervisor sends
     ("keys", names of the API keys or None), ("models", the running engines) and "drain".
     """
-    become_child(name, style)
+    become_child(name, log_config)
     store = open_store(config)
     assert store is not None
     fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions))

@@ -3,18 +3,18 @@
 const NAME = "rwkv-conversations";
 const STORE = "conversations";
 
-const finished = (wish) =>
+const finished = (request) =>
   new Promise((resolve, reject) => {
-    wish.onsuccess = () => resolve(wish.result);
-    wish.onerror = () => reject(wish.error);
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
   });
 
 let opening = null;
 function database() {
   opening ??= (() => {
-    const wish = indexedDB.open(NAME, 1);
-    wish.onupgradeneeded = () => wish.result.createObjectStore(STORE, { keyPath: "id" });
-    return finished(wish);
+    const request = indexedDB.open(NAME, 1);
+    request.onupgradeneeded = () => request.result.createObjectStore(STORE, { keyPath: "id" });
+    return finished(request);
   })();
   return opening;
 }

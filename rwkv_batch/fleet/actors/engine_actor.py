@@ -27,7 +27,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.fleet.actors.driver import remove_engine_actor
 from rwkv_batch.ipc.buffered_link import BufferedLink
-from rwkv_batch.ipc.process import SWITCH_INTERVAL_S, LogStyle, set_up_logging
+from rwkv_batch.ipc.process import SWITCH_INTERVAL_S, LogConfig, set_up_logging
 from rwkv_batch.ipc.served_model import ModelStatus
 from rwkv_batch.ipc.server import MAX_WORKERS, MONITOR_INTERVAL_S, EngineMonitor, EngineServer, started_engine
 from rwkv_batch.ipc.wire import HEARTBEAT_S, ToEngine, ToWorker, to_engine_decoder
@@ -65,9 +65,9 @@ class EngineInfo(NamedTuple):
 class EngineActor:
     """The Ray actor that runs an engine. `placement.place` creates it."""
 
-    def __init__(self, name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> None:
+    def __init__(self, name: str, config: EngineConfig, factory: str, log_config: LogConfig, serves: str) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        set_up_logging(name, style)
+        set_up_logging(name, log_config)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in an engine process
         context = ray.get_runtime_context()
         self._name = name

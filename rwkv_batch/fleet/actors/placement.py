@@ -10,7 +10,7 @@ import msgspec
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.fleet.actors.driver import load_ray
-from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.process import LogConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def placed_config(config: EngineConfig, bundle: dict[str, float]) -> EngineConfi
     return msgspec.structs.replace(config, devices=devices, threads=threads, replica=0, replicas=1)
 
 
-def place(name: str, config: EngineConfig, factory: str, style: LogStyle, serves: str) -> bool:
+def place(name: str, config: EngineConfig, factory: str, log_config: LogConfig, serves: str) -> bool:
     """Create the engine's actor. It waits for a node with room.
 
     Returns False if it exists. Raises RayError.
@@ -57,7 +57,7 @@ def place(name: str, config: EngineConfig, factory: str, style: LogStyle, serves
         scheduling_strategy=strategy,
     )
     try:
-        actor.remote(name, placed_config(config, bundle), factory, style, serves)
+        actor.remote(name, placed_config(config, bundle), factory, log_config, serves)
     except ray.exceptions.ActorAlreadyExistsError:
         return False
     return True

@@ -15,22 +15,22 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.fleet.actors.driver import load_ray
 from rwkv_batch.fleet.actors.plan import ClusterPlan
 from rwkv_batch.fleet.actors.roster import POLL_INTERVAL_S, Roster
-from rwkv_batch.ipc.process import LogStyle, become_child
+from rwkv_batch.ipc.process import LogConfig, become_child
 from rwkv_batch.ipc.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 
-def run_cluster(plan: ClusterPlan, style: LogStyle, name: str, supervisor: Connection) -> None:
+def run_cluster(plan: ClusterPlan, log_config: LogConfig, name: str, supervisor: Connection) -> None:
     """Main function of the process.
 
     It sends the supervisor ("engines", the table) on changes, and ("failed", one line). The supervisor first sends
     ("begin", whether the service had its engines before). Then it sends ("add", devices), ("remove", name), ("restart",
     name), and ("leave", seconds for engines without another service to end).
     """
-    become_child(name, style)
+    become_child(name, log_config)
     try:
-        _follow_supervisor(Roster(plan, style), supervisor)
+        _follow_supervisor(Roster(plan, log_config), supervisor)
     except StartupError as error:
         _send(supervisor, ("failed", str(error)))
     except (OSError, load_ray().exceptions.RayError) as error:  # `_receive_command` and `_send` raise no OSError

@@ -18,7 +18,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.fleet.actors.driver import join, remove_engine_actor
 from rwkv_batch.fleet.actors.placement import has_room, place
 from rwkv_batch.fleet.actors.plan import ALL, ClusterPlan, EngineAddress
-from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.process import LogConfig
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
 
 ENGINE = "engine-"
@@ -96,10 +96,10 @@ _PLACE_S = 5.0
 
 
 class Roster:
-    def __init__(self, plan: ClusterPlan, style: LogStyle) -> None:
+    def __init__(self, plan: ClusterPlan, log_config: LogConfig) -> None:
         """Raises StartupError if the cluster cannot be joined, RayError if its head does not answer."""
         self._plan = plan
-        self._style = style
+        self._log_config = log_config
         self._ray = join(plan.cluster)
         self._watcher = uuid.uuid4().hex
         self._directory = EngineDirectory(self._ray)
@@ -290,7 +290,7 @@ class Roster:
 
     def _place(self, name: str, devices: tuple[str, ...]) -> bool:
         config = self._plan.config_of(name, devices)
-        if not place(name, config, self._plan.factory, self._style, self._plan.serves):
+        if not place(name, config, self._plan.factory, self._log_config, self._plan.serves):
             return False
         self._created.add(name)
         logger.info("%s is placed in the cluster", name)

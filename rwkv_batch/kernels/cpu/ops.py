@@ -71,9 +71,9 @@ class CpuAdapterTable(AdapterTable):
             if (experts := layer.experts) is not None:
                 of_experts = (PairArgs * (2 * len(experts.pairs)))()
                 for e, pairs in enumerate(experts.pairs):
-                    for at, target in enumerate((Target.FFN_KEY, Target.FFN_VALUE)):
+                    for i, target in enumerate((Target.FFN_KEY, Target.FFN_VALUE)):
                         if target in pairs:
-                            of_experts[2 * e + at] = _pair_args(pairs[target], kept)
+                            of_experts[2 * e + i] = _pair_args(pairs[target], kept)
                 place.router, place.experts = experts.router.data_ptr(), ctypes.addressof(of_experts)
                 place.num_experts, place.active = len(experts.pairs), experts.active
                 kept.append(of_experts)

@@ -90,8 +90,8 @@ def _transpose(linear: Linear, device: torch.device) -> Tensor:
     """Returns the weight transposed, [inputs, outputs]; the Linear becomes a view of it."""
     weight = linear.weight
     transposed = torch.empty(weight.shape[1], weight.shape[0], dtype=torch.float16, device=device)
-    for at in range(0, len(weight), TRANSPOSED_ROWS):
-        transposed[:, at : at + TRANSPOSED_ROWS] = weight[at : at + TRANSPOSED_ROWS].to(device).T
+    for start in range(0, len(weight), TRANSPOSED_ROWS):
+        transposed[:, start : start + TRANSPOSED_ROWS] = weight[start : start + TRANSPOSED_ROWS].to(device).T
     linear.weight = transposed.T
     release(weight)
     return transposed

@@ -113,13 +113,13 @@ def wkv_heads(r: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, wkv
     y = torch.empty_like(v)
     order, positions = longest_first(inputs)
     state = wkv[inputs.read_slots[order]].float()
-    for at in positions:
-        s = state[: len(at)]
-        kv = v[at].unsqueeze(-1) * k[at].unsqueeze(-2)
+    for tokens in positions:
+        s = state[: len(tokens)]
+        kv = v[tokens].unsqueeze(-1) * k[tokens].unsqueeze(-2)
         # Not a matrix product, whose bits would depend on the number of rows.
-        y[at] = ((bonus.unsqueeze(-2) * kv + s) * r[at].unsqueeze(-2)).sum(-1)
-        step_decay = decay if len(decay) == 1 else decay[at]
-        state[: len(at)] = step_decay.unsqueeze(-2) * s + kv
+        y[tokens] = ((bonus.unsqueeze(-2) * kv + s) * r[tokens].unsqueeze(-2)).sum(-1)
+        step_decay = decay if len(decay) == 1 else decay[tokens]
+        state[: len(tokens)] = step_decay.unsqueeze(-2) * s + kv
     wkv[inputs.write_slots[order]] = state.to(wkv.dtype)
     return y
 
@@ -177,16 +177,16 @@ class TimeMix4:
         means = torch.empty_like(v)
         order, positions = longest_first(inputs)
         state = wkv[inputs.read_slots[order]].float()
-        for at in positions:
-            values, weights, exponent = state[: len(at)].unbind(1)
+        for tokens in positions:
+            values, weights, exponent = state[: len(tokens)].unbind(1)
             exponent = torch.where(weights == 0, LOWEST, exponent)  # after the first token, weights are at least 1
-            current = self.first + k[at]
+            current = self.first + k[tokens]
             top = torch.maximum(exponent, current)
             old, new = torch.exp(exponent - top), torch.exp(current - top)
-            means[at] = (old * values + new * v[at]) / (old * weights + new)
-            top = torch.maximum(exponent + self.decay, k[at])
-            old, new = torch.exp(exponent + self.decay - top), torch.exp(k[at] - top)
-            state[: len(at)] = torch.stack((old * values + new * v[at], old * weights + new, top), dim=1)
+            means[tokens] = (old * values + new * v[tokens]) / (old * weights + new)
+            top = torch.maximum(exponent + self.decay, k[tokens])
+            old, new = torch.exp(exponent + self.decay - top), torch.exp(k[tokens] - top)
+            state[: len(tokens)] = torch.stack((old * values + new * v[tokens], old * weights + new, top), dim=1)
         wkv[inputs.write_slots[order]] = state.to(wkv.dtype)
         return means
 

@@ -150,7 +150,7 @@ def quantise(weight: Tensor, format: Format, x_max: Tensor | None = None) -> Qua
         of_rows = w8a8.quantise_weight(weight, s, transform.positions)
         return Quantised(format, of_rows.codes, of_rows.scales, None, weight.shape[1], of_rows.ratios, transform)
     make = {Format.FP8: _fp8, Format.INT8: _int8, Format.INT4: _int4}[format]
-    parts = [make(weight[at : at + ROWS_AT_ONCE].float()) for at in range(0, len(weight), ROWS_AT_ONCE)]
+    parts = [make(weight[start : start + ROWS_AT_ONCE].float()) for start in range(0, len(weight), ROWS_AT_ONCE)]
     codes, scales, zeros = zip(*parts, strict=True)
     whole = torch.cat(zeros) if format is Format.INT4 else None
     # As bytes, because some torch operations lack fp8.
@@ -161,8 +161,8 @@ def quantise(weight: Tensor, format: Format, x_max: Tensor | None = None) -> Qua
 def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the matrix [out, in], computed in fp32; of w8a8 as it multiplies inputs that are not rounded."""
     out = torch.empty(stored.out_features, stored.in_features, dtype=dtype, device=stored.codes.device)
-    for at in range(0, len(out), ROWS_AT_ONCE):
-        rows = slice(at, at + ROWS_AT_ONCE)
+    for start in range(0, len(out), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
         out[rows] = _dequantise_rows(stored, rows)
     return out
 

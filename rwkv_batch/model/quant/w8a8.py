@@ -91,8 +91,8 @@ def quantise(v: Tensor, max_ratio: int, unsigned: bool = False) -> Codes:
 def quantise_weight(weight: Tensor, s: Tensor, positions: Tensor) -> Codes:
     """Quantise W [n, K] of any float dtype; the columns of the codes are permuted. Raises ValueError for NaN."""
     parts = []
-    for at in range(0, len(weight), ROWS_AT_ONCE):
-        rows = weight[at : at + ROWS_AT_ONCE].float() * s
+    for start in range(0, len(weight), ROWS_AT_ONCE):
+        rows = weight[start : start + ROWS_AT_ONCE].float() * s
         parts.append(quantise(_permuted(rows, positions), MAX_WEIGHT_RATIO))
     codes = Codes(*(torch.cat(values) for values in zip(*parts, strict=True)))
     if not bool(codes.scales.isfinite().all()):

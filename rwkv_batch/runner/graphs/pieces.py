@@ -195,7 +195,7 @@ class GraphPieces:
 
 
 def _parts(layers: int, piece_layers: int) -> list[range]:
-    return [range(at, min(at + piece_layers, layers)) for at in range(0, layers, piece_layers)]
+    return [range(start, min(start + piece_layers, layers)) for start in range(0, layers, piece_layers)]
 
 
 def _has_pieces(size: int) -> bool:

@@ -21,8 +21,8 @@ from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler, padded_
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.graphs.pieces import piece_layers
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PromptPieces, usable_sizes
-from rwkv_batch.runner.launch_inputs import RowInputs, num_states
 from rwkv_batch.runner.pipeline import Pipeline, Stage
+from rwkv_batch.runner.row_inputs import RowInputs, num_device_rows
 from rwkv_batch.runner.step_sampling import StepSampler
 from sampling.sampler import Sampler
 
@@ -142,7 +142,7 @@ class StepGraphs:
         if are_plain:
             fits = len(rows) <= self.decode.max_rows
         else:
-            decoding = num_states(row for row in rows if row.uses_device_token)
+            decoding = num_device_rows(row for row in rows if row.uses_device_token)
             fits = rows[0].uses_device_token and decoding <= self.decode.max_rows
         return self.decode if fits else None
 
@@ -234,7 +234,7 @@ class LaunchGroups:
         graphs = self._graphs.decode
         if not mixtures or graphs is None:
             return mixtures if any(row.scored for row in rows) else []
-        if num_states(row for row in rows if row.uses_device_token) > graphs.max_rows:
+        if num_device_rows(row for row in rows if row.uses_device_token) > graphs.max_rows:
             return mixtures
         return [row for row in mixtures if not row.uses_device_token]
 

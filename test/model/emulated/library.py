@@ -208,10 +208,10 @@ def _without_plans(text: str, tiles: tuple[int, ...], splits: tuple[int, ...]) -
 
     def kept(found: re.Match[str]) -> str:
         known = (size for size in found[1].split(", ") if int(size) in tiles)
-        return f"launch_planned<{', '.join(known)}>"
+        return f"dispatch_tile<{', '.join(known)}>"
 
     if tiles:
-        text = re.sub(r"launch_planned<([\d, ]+)>", kept, text)
+        text = re.sub(r"dispatch_tile<([\d, ]+)>", kept, text)
         text = re.sub(r"^    W8A8_(?:CLUSTER|MEMORY|TILE)\(.*", "", text, flags=re.MULTILINE)
         text = re.sub(
             r"^    W8A8_ROWS\((\d+).*", lambda f: f[0] if int(f[1]) in tiles else "", text, flags=re.MULTILINE

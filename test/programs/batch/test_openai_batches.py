@@ -220,7 +220,7 @@ def test_a_batch_expires(fake: Service, tmp_path: Path) -> None:
     wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, 30, "one line is done")
     store = Store(Path(f"{fake.state_db}.files"), 1 << 30, 100)
     store.update(batch.id, lambda one: msgspec.structs.replace(one, expires_at=int(time.time())))
-    kill_runner(fake)  # the next one reads it anew
+    kill_runner(fake)  # the next one reads the file from its start
     done = ended(client, batch.id)
     assert done.status == "expired" and done.expired_at
     assert lines_of(client, done.error_file_id)["c1"]["error"]["code"] == "batch_expired"

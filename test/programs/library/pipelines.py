@@ -30,7 +30,7 @@ def write_ascii_model(path: Path) -> Path:
     """Write a random model of few tokens: the package stops its output at an incomplete character."""
     tensors = random_weights(2, 64)
     table = Tokenizer().byte_table
-    shown = torch.tensor([bool(token) and token.isascii() and at < _WORDS for at, token in enumerate(table)])
+    shown = torch.tensor([bool(token) and token.isascii() and i < _WORDS for i, token in enumerate(table)])
     tensors["head.weight"][~shown] = 0
     torch.save(tensors, path)
     return path

@@ -90,8 +90,8 @@ def test_streams_and_callbacks_give_the_same(llm: LLM) -> None:
     reported: list[Piece] = []
     outputs = llm.generate(PROMPTS, GREEDY, callback=reported.append)
     for pieces in (reported, list(llm.generate(PROMPTS, GREEDY, stream=True))):
-        for at, output in enumerate(whole):
-            own = [piece for piece in pieces if piece.prompt == at]
+        for i, output in enumerate(whole):
+            own = [piece for piece in pieces if piece.prompt == i]
             assert own[-1].finish_reason == "length"  # how many there are is up to the load
             assert "".join(piece.text for piece in own) == output.outputs[0].text
     assert [output.outputs for output in outputs] == [output.outputs for output in whole]

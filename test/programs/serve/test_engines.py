@@ -12,7 +12,7 @@ import pytest
 from programs.serve.engine_process import model_config, reason_for_request
 from programs.serve.engines import MIN_IDLE_S, Engines, ModelLimits
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.ipc.process import LogStyle
+from rwkv_batch.ipc.process import LogConfig
 from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ModelStatus
 from state_pool.config import PoolConfig
 
@@ -69,7 +69,7 @@ def table_of(
 ) -> Engines:
     """Of a service with up to `count` more models."""
     limits = ModelLimits(count, idle_s, kill_grace_s=1)
-    return Engines(config, str(folder), LogStyle(), context, lambda *_: None, "", limits, replicas)
+    return Engines(config, str(folder), LogConfig(), context, lambda *_: None, "", limits, replicas)
 
 
 def test_a_start_error_names_the_fields_of_the_request() -> None:

@@ -77,7 +77,7 @@ def test_forks_share_what_was_imported_wherever_the_command_was_started(tmp_path
     assert ran.stdout.strip() == "1", ran.stderr
 
 
-def test_forks_do_not_run_the_main_module_anew(tmp_path: Path) -> None:
+def test_forks_do_not_run_the_main_module(tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(MAIN)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "command"]

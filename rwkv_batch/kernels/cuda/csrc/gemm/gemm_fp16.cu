@@ -1,4 +1,4 @@
-// Launcher of fp16 GEMMs (gemm.cuh): makes the tensor maps, dispatches the caller's plan.
+// Launches fp16 GEMMs (gemm.cuh): makes the tensor maps, and picks the kernel compiled for tile_rows and splits.
 #include "gemm.cuh"
 
 struct Fp16GemmArgs {
@@ -6,7 +6,7 @@ struct Fp16GemmArgs {
     const void* x;       // [rows, k] fp16
     void* y;             // [rows, n] fp16, or fp32
     int n, k;
-    int activation;
+    int activation;  // of y: an Activation of activation.h
 };
 
 struct Fp16LaunchArgs {
@@ -15,9 +15,9 @@ struct Fp16LaunchArgs {
     int rows;
     int transposed;  // same for all GEMMs
     int to_fp32;  // y of all GEMMs is fp32: one split, not transposed
-    int tile_rows, splits;
-    void* partials;  // see GemmLaunch
-    void* counters;
+    int tile_rows, splits;  // rows of a tile; CTAs that share a tile's k
+    void* partials;  // split-K workspace, see GemmLaunch
+    void* counters;  // split-K: CTAs of a tile that have finished; zero between launches
 };
 
 // W [k, n] as n / 64 planes of 64 columns, in boxes of [2][64][64].
@@ -38,12 +38,12 @@ RWKV_API int rwkv_gemm_fp16(const Fp16LaunchArgs* args, void* stream) {
         }
     }
     if (args->to_fp32) {
-        return launch_planned<16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+        return dispatch_tile<16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
             const bool supported = splits.value == 1 && !args->transposed;
             return supported ? launch_gemm<rows.value, 1, GEMM_FP16_TO_FP32>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
         });
     }
-    return launch_planned<16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+    return dispatch_tile<16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
         return args->transposed ? launch_gemm<rows.value, splits.value, GEMM_FP16_TRANSPOSED>(p, stream)
                                 : launch_gemm<rows.value, splits.value, GEMM_FP16>(p, stream);
     });

@@ -4,7 +4,7 @@
 RWKV_API int rwkv_gemm_fp8_transposed(const Fp8LaunchArgs* args, void* stream) {
     GemmLaunch p;
     if (!args->transposed || args->count != 1 || !fill_fp8_launch(p, *args)) return static_cast<int>(cudaErrorInvalidValue);
-    return launch_planned<96, 128, 160, 192, 224, 240, 256, 320>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+    return dispatch_tile<96, 128, 160, 192, 224, 240, 256, 320>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
         return launch_gemm<rows.value, splits.value, GEMM_FP8_TRANSPOSED>(p, stream);
     });
 }

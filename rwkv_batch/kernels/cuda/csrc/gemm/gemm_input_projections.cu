@@ -31,7 +31,7 @@ RWKV_API int rwkv_gemm_input_projections(const InputProjectionArgs* args, void* 
             return static_cast<int>(cudaErrorInvalidValue);
         }
     }
-    return launch_planned<80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+    return dispatch_tile<80, 96, 112, 128, 160, 192, 224, 240, 256>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
         constexpr bool supported = splits.value == 4 || (splits.value == 1 && rows.value == 80);  // 1: for a single CTA
         return supported ? launch_gemm<rows.value, supported ? splits.value : 4, GEMM_INPUT_PROJECTIONS>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
     });

@@ -42,7 +42,7 @@ void fill_launch(GemmLaunch& p, const Args& args) {
 
 // Calls launch(rows, splits) with compile-time constants; rows is one of ROWS. Returns a CUDA error code.
 template <int... ROWS, typename Launch>
-int launch_planned(int tile_rows, int splits, const Launch& launch) {
+int dispatch_tile(int tile_rows, int splits, const Launch& launch) {
     int code = cudaErrorInvalidValue;
     const auto with_rows = [&](auto rows) {
         if (tile_rows != rows.value) return;

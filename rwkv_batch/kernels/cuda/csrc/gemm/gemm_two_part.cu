@@ -4,7 +4,7 @@
 RWKV_API int rwkv_gemm_two_part(const Fp8LaunchArgs* args, void* stream) {
     GemmLaunch p;
     if (!fill_fp8_launch(p, *args)) return static_cast<int>(cudaErrorInvalidValue);
-    return launch_planned<16, 32, 64>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+    return dispatch_tile<16, 32, 64>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
         constexpr int COLUMNS = 2 * rows.value;
         if (args->transposed && p.count > 1) return static_cast<int>(cudaErrorInvalidValue);
         if (args->transposed) return launch_gemm<COLUMNS, splits.value, GEMM_TWO_PART_TRANSPOSED>(p, stream);

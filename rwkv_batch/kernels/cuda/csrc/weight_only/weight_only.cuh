@@ -265,7 +265,7 @@ int launch_kind(const WeightOnlyLaunchArgs& args, void* stream) {
         }
         p.scales[i] = m.scales, p.y_fp32[i] = m.out_fp32 ? static_cast<float*>(m.y) : nullptr;
     }
-    return launch_planned<32, 64, 128, 256>(args.tile_rows, args.splits, [&](auto rows, auto splits) {
+    return dispatch_tile<32, 64, 128, 256>(args.tile_rows, args.splits, [&](auto rows, auto splits) {
         using Tile = WeightOnlyTile<Kind, rows.value>;
         static bool raised[MAX_DEVICES] = {};
         const auto kernel = weight_only_kernel<Kind, rows.value, splits.value>;

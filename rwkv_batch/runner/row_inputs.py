@@ -1,6 +1,6 @@
-"""The inputs of a step's rows: tokens, slots of states and adapters; one device row per member of a state mixture.
+"""The inputs of a step's rows: tokens, adapters, and the slots of states.
 
-The logits of a mixture's members are mixed to those of one row.
+A row that reads a mixture of states takes one device row per member. The members' logits are mixed to those of one row.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from state_pool.origins import Adapters
 
 
 def read_slots(sequence: Sequence) -> list[int]:
-    """The slots that the row and its other members read."""
+    """Return the slots that a row's states are read from, one per device row."""
     return [sequence.read_slot, *(member.read_slot(sequence.num_computed_tokens) for member in sequence.members)]
 
 
 def write_slots(sequence: Sequence) -> list[int]:
-    """The slots that they write, in the same order."""
+    """Return the slots that a row's new states are written to, in the order of `read_slots`."""
     return [sequence.write_slot, *(member.slot for member in sequence.members)]
 
 
-def num_states(rows: Iterable[ScheduledRow]) -> int:
-    """Number of device rows: one per member."""
+def num_device_rows(rows: Iterable[ScheduledRow]) -> int:
+    """Return the number of device rows: one per row, or per member of its mixture."""
     return sum(1 + len(row.sequence.members) for row in rows)
 
 
@@ -68,7 +68,7 @@ class RowInputs:
         """Return the rows' inputs. Tokens unknown to the host are filled in from `last_tokens`."""
         reads = [slot for row in rows for slot in read_slots(row.sequence)]
         writes = [slot for row in rows for slot in write_slots(row.sequence)]
-        if len(reads) > len(rows):  # each member of a mixture is a row
+        if len(reads) > len(rows):  # each member of a mixture is a device row
             rows = [row for row in rows for _ in range(1 + len(row.sequence.members))]
         sequences = [row.sequence for row in rows]
         inputs = step_inputs(
