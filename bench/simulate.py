@@ -16,15 +16,18 @@ history must explain all answers of a session. Figures are counts, not times.
 
 `--out` keeps the record after every 50 worlds, and the seeds done: the same command continues after an interruption.
 `--minimise`: runs a failing world again with fewer kinds of faults and fewer steps, and prints the smallest that still
-fails. The last line is JSON. The exit status is 1 if any world failed.
+fails. The last line is JSON, and `failures` in it has every failed seed with its reason. The exit status is 1 if any
+world failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
@@ -42,12 +45,32 @@ SAVED_AFTER = 50
 """Worlds between two writes of `--out`: an interrupted run keeps its results."""
 
 
+MAX_WORLD_S = 120.0
+"""CPU seconds of a world that hangs."""
+
+
+class _Hangs(BaseException):
+    """A world took too long. The product's handlers must not catch it."""
+
+
+def _end_world(*_: object) -> None:
+    raise _Hangs(f"the world still runs after {MAX_WORLD_S:g} s of CPU")
+
+
 def run_seed(seed: int, steps: int, without: frozenset[str]) -> Result:
-    began = time.process_time()
+    """Run a world. Any error is its failure, so that one world never ends a run of many."""
+    began, counts, failure = time.process_time(), {}, ""
+    signal.signal(signal.SIGVTALRM, _end_world)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_WORLD_S)
     try:
-        return seed, run(seed, steps, without), "", time.process_time() - began
-    except WorldFailed as failure:
-        return seed, {}, str(failure), time.process_time() - began
+        counts = run(seed, steps, without)
+    except WorldFailed as failed:
+        failure = str(failed)
+    except (Exception, _Hangs) as error:  # noqa: BLE001 - one world's fault must not end a run of many
+        failure = f"seed {seed}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    return seed, counts, failure, time.process_time() - began
 
 
 def minimise(seed: int, steps: int, without: frozenset[str]) -> dict[str, Any]:
@@ -68,7 +91,7 @@ def minimise(seed: int, steps: int, without: frozenset[str]) -> dict[str, Any]:
 
 
 def summary(
-    arguments: argparse.Namespace, done: int, counts: Counter[str], failed: dict[int, str], cpu_s: float
+    arguments: argparse.Namespace, done: int, counts: Counter[str], failed: dict[int, str], cpu_s: float, seconds: float
 ) -> str:
     """Return the record so far as JSON, and write it to `--out`."""
     last = {
@@ -78,9 +101,10 @@ def summary(
         "first": arguments.first,
         "world_steps": arguments.steps,
         "cpu_s": round(cpu_s, 1),
+        "seconds": round(seconds, 1),
         "counts": dict(counts),
         "failed": len(failed),
-        "failures": {str(seed): failed[seed].partition("\n")[0] for seed in list(failed)[:20]},
+        "failures": {str(seed): failed[seed].partition("\n")[0] for seed in failed},
     }
     if arguments.out is not None:
         part = arguments.out.with_suffix(".part")
@@ -89,15 +113,15 @@ def summary(
     return json.dumps(last)
 
 
-def record_so_far(arguments: argparse.Namespace) -> tuple[int, Counter[str], dict[int, str], float]:
-    """Return the worlds done, counts, failures and CPU seconds of an interrupted run."""
+def record_so_far(arguments: argparse.Namespace) -> tuple[int, Counter[str], dict[int, str], float, float]:
+    """Return the worlds done, counts, failures, CPU seconds and seconds of an interrupted run."""
     if arguments.out is None or not arguments.out.exists():
-        return 0, Counter(), {}, 0.0
+        return 0, Counter(), {}, 0.0, 0.0
     record = json.loads(arguments.out.read_text())
     if (record["first"], record["world_steps"]) != (arguments.first, arguments.steps):
         sys.exit(f"{arguments.out} is the record of another run: name another file, or delete it")
     failures = {int(seed): failure for seed, failure in record["failures"].items()}
-    return record["seeds"], Counter(record["counts"]), failures, record["cpu_s"]
+    return record["seeds"], Counter(record["counts"]), failures, record["cpu_s"], record["seconds"]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -118,7 +142,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     without = frozenset(arguments.without)
-    begun, counts, failed, cpu_s = record_so_far(arguments)
+    begun, counts, failed, cpu_s, earlier_s = record_so_far(arguments)
+    began = time.monotonic() - earlier_s
     seeds = range(arguments.first + begun, arguments.first + arguments.seeds)
     with ProcessPoolExecutor(arguments.jobs) as pool:
         results = pool.map(run_seed, seeds, repeat(arguments.steps), repeat(without), chunksize=10)
@@ -129,11 +154,11 @@ def main() -> None:
                 failed[seed] = failure
                 print(failure, flush=True)
             if failure or done % SAVED_AFTER == 0:
-                summary(arguments, done, counts, failed, cpu_s)
+                summary(arguments, done, counts, failed, cpu_s, time.monotonic() - began)
     if arguments.minimise:
         for seed in list(failed)[:5]:
             print(json.dumps(minimise(seed, arguments.steps, without)), flush=True)
-    print(summary(arguments, begun + len(seeds), counts, failed, cpu_s))
+    print(summary(arguments, begun + len(seeds), counts, failed, cpu_s, time.monotonic() - began))
     sys.exit(1 if failed else 0)
 
 

@@ -176,7 +176,7 @@ class Fleet:
         if not members:
             reply(ServiceError.from_info(self._unavailable_reason()))
             return
-        gather(call, reply, members, self.members, self._session_member, self._limits.shares_sessions)
+        gather(call, reply, members, lambda: self.members, self._session_member, self._limits.shares_sessions)
 
     def observe(self, observation: Observe) -> None:
         """Report an ended HTTP request to one engine. Dropped if there is no engine."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -137,19 +137,19 @@ def gather(
     call: calls.EngineCall[Any],
     reply: calls.Reply[Any],
     members: list[Member],
-    all_members: list[Member],
+    list_members: Callable[[], list[Member]],
     session_member: Callable[[str], Member | None],
     shares_sessions: bool,
 ) -> None:
     """Answer a call from `members`, the connected engines (at least one).
 
-    all_members: includes disconnected engines
+    list_members: returns all engines, also disconnected ones
     session_member: returns the engine that has a session
     shares_sessions: whether every engine lists all sessions
     """
     match call:
         case calls.GetStatus():
-            _call_members(call, reply, members, lambda answers: merged_status(answers, all_members))
+            _call_members(call, reply, members, lambda answers: merged_status(answers, list_members()))
         case calls.GetMetrics():
             _call_members(call, reply, members, merged_metrics)
         case calls.ListSessions(limit, offset) if shares_sessions and len(members) > 1:
@@ -168,10 +168,7 @@ def gather(
         ):
             _call_members(call, reply, members, lambda answers: sum(value for _, value in answers))
         case calls.AddState() | calls.RemoveState() | calls.AddAdapter() | calls.RemoveAdapter():
-            if missing := [member.name for member in all_members if _is_missing(member)]:
-                reply(_missing_error(missing))
-                return
-            _call_members(call, reply, members, _first, require_all=True)
+            _change_all(call, reply, members, list_members)
         case calls.ExportSession(session_id) | calls.ImportSession(session_id) | calls.DeleteSessions(session_id):
             at = session_member(session_id)
             _call_members(call, reply, [at if at in members and at is not None else members[0]], _first)
@@ -184,11 +181,11 @@ def _call_members(
     reply: calls.Reply[Any],
     members: list[Member],
     combine: Combine,
-    require_all: bool = False,
+    ignored: Collection[ErrorKind] = ENGINE_GONE,
 ) -> None:
     """Send a call to all `members` and reply after the last answer.
 
-    A lost or draining engine is left out, unless all are or `require_all` is set. Any other error becomes the reply.
+    An engine with an error of an `ignored` kind is left out, unless all have one. Any other error becomes the reply.
     """
     lock = threading.Lock()
     answers: dict[int, Any] = {}
@@ -201,7 +198,7 @@ def _call_members(
         values = [(members[i], answers[i]) for i in range(len(members))]
         failures = [value for _, value in values if isinstance(value, ServiceError)]
         successes = [(member, value) for member, value in values if not isinstance(value, ServiceError)]
-        fatal = [error for error in failures if require_all or error.info.kind not in ENGINE_GONE]
+        fatal = [error for error in failures if error.info.kind not in ignored]
         if fatal or not successes:
             reply((fatal or failures)[0])
         else:
@@ -211,9 +208,62 @@ def _call_members(
         member.client.call(call, lambda value, number=number: collect(number, value))  # type: ignore[misc]
 
 
-def _is_missing(member: Member) -> bool:
-    """Return whether an engine is not connected but may serve soon. It may have read its files before this call."""
-    return not member.client.is_connected and member.info.status in (ModelStatus.LOADING, ModelStatus.READY)
+_DONE_BEFORE: dict[type, ErrorKind] = {
+    calls.AddState: ErrorKind.NAME_TAKEN,
+    calls.RemoveState: ErrorKind.STATE_NOT_FOUND,
+    calls.AddAdapter: ErrorKind.NAME_TAKEN,
+    calls.RemoveAdapter: ErrorKind.ADAPTER_NOT_FOUND,
+}
+"""The error of an engine that has made a change, when a client sends it once more because another engine lacks it."""
+
+
+def _change_all(
+    call: Any, reply: calls.Reply[Any], members: list[Member], list_members: Callable[[], list[Member]]
+) -> None:
+    """Send a change of states or adapters to all engines. It succeeds once every engine has it.
+
+    An engine that starts meanwhile may have read its files before the change, so the client must send it once more.
+    """
+
+    def find_missing() -> ServiceError | None:
+        names = [one.name for one in list_members() if one not in members and one.info.status in _SERVES_SOON]
+        return _missing_error(names) if names else None
+
+    def answered(answer: list[tuple[Member, Any]] | ServiceError) -> None:
+        if isinstance(answer, ServiceError):
+            reply(answer)
+        elif (error := find_missing()) is not None:
+            reply(error)
+        elif len(answer) == len(members) or isinstance(call, calls.RemoveState | calls.RemoveAdapter):
+            reply(_first(answer))
+        else:
+            _compare(call.name, _first(answer), reply, members)
+
+    if (error := find_missing()) is not None:
+        reply(error)
+    else:
+        _call_members(call, answered, members, lambda answers: answers, (_DONE_BEFORE[type(call)],))
+
+
+def _compare(name: str, added: Any, reply: calls.Reply[Any], members: list[Member]) -> None:
+    """Reply with the added state or adapter if those engines that had the name already have the same one."""
+
+    def combine(answers: list[tuple[Member, Any]]) -> Any:
+        infos = [info for _, listed in answers for info in listed if info.name == name]
+        if all(_content(info) == _content(added) for info in infos):
+            return added
+        message = f"some engines have another {name!r} already; delete it first, or choose another name"
+        return ServiceError(ErrorKind.NAME_TAKEN, message, field="name", given=name)
+
+    listing = calls.ListStates() if isinstance(added, calls.StateInfo) else calls.ListAdapters()
+    _call_members(listing, reply, members, combine, ())
+
+
+def _content(info: calls.StateInfo | calls.AdapterInfo) -> tuple[Any, ...]:
+    return (info.digest, info.mixture, info.defaults) if isinstance(info, calls.StateInfo) else (info.digest,)
+
+
+_SERVES_SOON = (ModelStatus.LOADING, ModelStatus.READY)
 
 
 def _missing_error(names: list[str]) -> ServiceError:

@@ -10,7 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from rwkv_batch.calls import AddAdapter, AddState, RemoveAdapter, RemoveState
+from rwkv_batch.calls import (
+    AdapterInfo,
+    AddAdapter,
+    AddState,
+    ListAdapters,
+    ListStates,
+    RemoveAdapter,
+    RemoveState,
+    StateInfo,
+)
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet import member
 from rwkv_batch.fleet.member import MAX_SILENT_POLLS, MAX_SILENT_POLLS_LAST_ENGINE
@@ -239,6 +248,40 @@ def test_a_change_of_states_reaches_all_engines_or_none(two_engines: FakeFleet, 
     engines[1].connect()
     fleet.call(call, answers.append)
     assert answers == [True, True] and (len(engines[0].received_calls), len(engines[1].received_calls)) == (2, 1)
+
+
+@pytest.mark.parametrize("call", [AddState("s"), RemoveState("s"), AddAdapter("a", "a.pth"), RemoveAdapter("a")])
+def test_a_change_of_states_counts_when_an_engine_that_started_meanwhile_has_it(
+    two_engines: FakeFleet, monkeypatch: pytest.MonkeyPatch, call: Any
+) -> None:
+    fleet, engines = two_engines
+    fleet.update([engine_info("engine-0")])
+    unanswered: list[Any] = []
+    monkeypatch.setattr(engines[0], "call", lambda call, reply: unanswered.append(reply))
+    answers: list[Any] = []
+    fleet.call(call, answers.append)
+    fleet.update([engine_info("engine-0"), engine_info("engine-2", ModelStatus.LOADING)])
+    unanswered.pop()(True)
+    assert "engine-2 is being started" in answers.pop().info.message
+    started: Any = next(one.client for one in fleet.members if one.name == "engine-2")
+    started.connect()
+    is_removal = isinstance(call, RemoveState | RemoveAdapter)
+    kinds = {RemoveState: ErrorKind.STATE_NOT_FOUND, RemoveAdapter: ErrorKind.ADAPTER_NOT_FOUND}
+    done_before = ServiceError(kinds.get(type(call), ErrorKind.NAME_TAKEN), "engine-0 has made the change")
+    info_class: Any = StateInfo if isinstance(call, AddState) else AdapterInfo
+    for digest in ["same", "other"][: 1 if is_removal else 2]:
+        added, known = info_class(name=call.name, digest="same"), info_class(name=call.name, digest=digest)
+        monkeypatch.setattr(started, "call", lambda call, reply, added=added: reply(_answer(call, added)))
+        fleet.call(call, answers.append)
+        unanswered.pop()(done_before)
+        if not is_removal:
+            unanswered.pop()([known])
+        answer = answers.pop()
+        assert answer == added if digest == "same" else answer.info.kind is ErrorKind.NAME_TAKEN
+
+
+def _answer(call: Any, added: Any) -> Any:
+    return [added] if isinstance(call, ListStates | ListAdapters) else added
 
 
 def test_a_silent_engine_is_dropped(two_engines: FakeFleet) -> None:

@@ -54,5 +54,5 @@ def test_a_lost_or_draining_engine_does_not_decide_the_answer(away: ErrorKind) -
     for answers, right in (((2, gone, 3), 5), ((gone,), gone), ((2, gone, other), other)):
         replies: list[Any] = []
         members = [member(answer) for answer in answers]
-        gather(CountJobs("v1"), replies.append, members, members, lambda session: None, True)
+        gather(CountJobs("v1"), replies.append, members, members.copy, lambda session: None, True)
         assert replies == [right]

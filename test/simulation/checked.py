@@ -10,6 +10,7 @@ from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
+from state_pool.errors import SessionReadFailed
 from state_pool.pool import StatePool
 from state_pool.session_key import SessionKey
 from state_pool.sessions import Session
@@ -85,6 +86,8 @@ class CheckedPool(StatePool):
         index.mark_unusable = partial(self._mark_unusable, index.mark_unusable)
         import_export: Any = self.import_export
         import_export.import_session = partial(self._import_session, import_export.import_session)
+        store: Any = self._store
+        store.load = partial(self._load, store.load)
 
     def _expired(self) -> list[Session]:
         expired = super()._expired() if not self.world.is_checking else []
@@ -96,6 +99,17 @@ class CheckedPool(StatePool):
             self.world.ledger.shortened.add(session.key)
             self.world.ledger.lost_names.add(session.key.session_id)
         mark_unusable(session, reason)
+
+    def _load(self, load: Any, row_id: int, on_loaded: Any) -> None:
+        world, began = self.world, self.world.tasks.now
+        names = [session.key.session_id for session in self._index if session.row_id == row_id]
+
+        def loaded(result: Any) -> None:
+            if isinstance(result, SessionReadFailed):
+                world.failed_reads.update((name, (began, world.tasks.now)) for name in names)
+            on_loaded(result)
+
+        load(row_id, loaded)
 
     def _record(self, record: Any, lease: Any, tokens: list[int], on_durable: Any) -> None:
         sequence = self.world.recording

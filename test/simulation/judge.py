@@ -191,12 +191,21 @@ class Judge:
             ErrorKind.OVERLOADED: faults.since(submission.at, "memory"),
             ErrorKind.SESSION_NOT_FOUND: turn is not None and self._deleted_since(submission.at, turn.session_id),
             ErrorKind.SESSION_UNUSABLE: turn is not None and faults.since(0.0, "read", "thread", "disk", "unload"),
-            ErrorKind.ENGINE_LOST: turn is not None and faults.since(submission.at, "read", "thread", "disk"),
+            ErrorKind.ENGINE_LOST: turn is not None
+            and (
+                faults.since(submission.at, "read", "thread", "disk")
+                or ("could not be read" in error.message and self._shares_failed_read(submission.at, turn.session_id))
+            ),
             ErrorKind.ADAPTER_NOT_FOUND: turn is not None and faults.since(0.0, "unload"),
             ErrorKind.INVALID_FIELD: turn is not None and self._is_other(submission),
             ErrorKind.DRAINING: faults.since(submission.at, "restart"),
         }
         demand(fine.get(error.kind, False), f"{submission.job.job_id} failed without a reason: {error}")
+
+    def _shares_failed_read(self, at: float, name: str) -> bool:
+        """Return whether a turn sent at `at` waited for a read of its session that had met a fault before."""
+        began, ended = self._world.failed_reads.get(name, (0.0, -1.0))
+        return ended >= at and self._world.faults.since(began, "read", "thread")
 
     def _deleted_since(self, at: float, name: str) -> bool:
         return any(

@@ -30,6 +30,8 @@ class Turn:
     kept: bool = False
     gone: bool = False
     """whether its session's delete was reported"""
+    safely_gone: bool = False
+    """whether a power loss cannot undo that delete"""
 
 
 @dataclass(eq=False)
@@ -122,6 +124,8 @@ class Ledger:
     def on_sync(self) -> None:
         """The disk has everything that was acknowledged."""
         self.safe = dict(self.by_key)
+        for turn in self.turns.values():
+            turn.safely_gone = turn.gone
 
     def carried(self, state: int, replay: list[int]) -> list[History]:
         """Return exported histories that a file with this state and tokens may contain."""
@@ -164,7 +168,7 @@ class Ledger:
         """
         found = {session.key: session for session in sessions}
         for session in found.values():
-            expected = self._candidates(session.key)
+            expected = self._candidates(session.key, forgets)
             if forgets:
                 least = len(self.safe.get(session.key, ()))
                 expected += [past for past in self.past.get(session.key, []) if len(past) >= least]
@@ -186,10 +190,11 @@ class Ledger:
             self.keep(session, histories[key], -math.inf if forgets or self.lazy else self.used.get(key, -math.inf))
         self.on_sync()
 
-    def _candidates(self, key: SessionKey) -> list[History]:
+    def _candidates(self, key: SessionKey, forgets: bool) -> list[History]:
         expected = self._beginnings(key)
         for turn in self.turns.values():
-            may_be_there = not turn.reported or (turn.session.deleted and not turn.gone)
+            is_gone = turn.safely_gone if forgets else turn.gone
+            may_be_there = not turn.reported or (turn.session.deleted and not is_gone)
             if turn.session.key == key and may_be_there:
                 expected.append(turn.before + turn.tokens)
         return expected + self.unsure.get(key, [])

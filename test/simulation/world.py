@@ -64,6 +64,8 @@ class World:
         self.head_of_line = HeadOfLine()
         self.before: dict[Sequence, History] = {}
         """initial histories of rows"""
+        self.failed_reads: dict[str, tuple[float, float]] = {}
+        """session id -> begin and end of its last read that failed"""
         self.recording: Sequence | None = None
         self.connections: list[sqlite3.Connection] = []
         scoring = random.Random(f"{seed} scoring") if seed % SCORING_WORLDS == 1 else None
