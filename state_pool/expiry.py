@@ -3,6 +3,9 @@
 A session's age counts only time in which it could be used. Forward jumps of the clock while the service runs are left
 out. So are gaps longer than the TTL in which no session was used. Such a gap is found only at a start.
 Either the service was off or the clock is wrong; the two look the same.
+
+A clock that is set back shows some times twice. A later start cannot know which sessions were used in which of them.
+So the database keeps these times, and they do not count at a start after them.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class UsageTimes(NamedTuple):
     """None: there is no session"""
     gaps: tuple[Gap, ...] = ()
     """Times longer than the TTL without any use, earliest first."""
+    shown_twice: tuple[Gap, ...] = ()
+    """Times that the clock showed twice, because it was set back."""
 
 
 class Expiry:
@@ -41,8 +46,14 @@ class Expiry:
         """`ttl`: seconds, 0: nothing expires. `usage_times`: of the sessions found at the start."""
         self.ttl = ttl
         self._unix_s, self._monotonic_s = time.time(), time.monotonic()
-        self._gaps = list(usage_times.gaps)
+        self._min_jump_s = min(_MIN_CLOCK_JUMP_S, ttl)
+        shown_twice = [gap for gap in usage_times.shown_twice if gap.end <= self._unix_s + self._min_jump_s]
+        self._gaps = sorted([*usage_times.gaps, *shown_twice], key=lambda gap: gap.end)
         """In the order found. Each ends after those before it, unless the clock was set back."""
+        self.unstored: list[Gap] = []
+        """Times that the clock showed twice, which the database does not know yet."""
+        if usage_times.last is not None and usage_times.last > self._unix_s:
+            self.unstored.append(Gap(self._unix_s, usage_times.last))
         if ttl > 0 and usage_times.last is not None and self._unix_s - usage_times.last > ttl:
             self._gaps.append(Gap(usage_times.last, self._unix_s))
             logger.warning(
@@ -68,15 +79,17 @@ class Expiry:
         return cutoff - left
 
     def _read_clock(self) -> float:
-        """Return the Unix time. Records forward jumps of the clock since the last call."""
+        """Return the Unix time. Records jumps of the clock since the last call."""
         unix_s, monotonic_s = time.time(), time.monotonic()
         ahead = (unix_s - self._unix_s) - (monotonic_s - self._monotonic_s)
-        if ahead > min(_MIN_CLOCK_JUMP_S, self.ttl):
+        if ahead > self._min_jump_s:
             self._gaps.append(Gap(unix_s - ahead, unix_s))
             logger.error(
                 "this machine's clock was set ahead by %.0f s, or the machine was suspended: sessions do not "
                 "age by that; if the clock is wrong, set it right before the next start",
                 ahead,
             )
+        elif ahead < -self._min_jump_s:
+            self.unstored.append(Gap(unix_s, unix_s - ahead))
         self._unix_s, self._monotonic_s = unix_s, monotonic_s
         return unix_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,9 +17,10 @@ from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import DEFAULT_SESSION_TTL_S, PoolConfig
+from state_pool.disk.operations import ClockSetBack
 from state_pool.disk.store import CompletionQueue, Store
 from state_pool.errors import PoolLost
-from state_pool.expiry import Expiry, UsageTimes
+from state_pool.expiry import Expiry, Gap, UsageTimes
 from state_pool.layout import Arena
 from state_pool.origins import Adapters
 from state_pool.session_listing import SessionListing
@@ -176,6 +178,8 @@ class StatePool:
         self.prefixes.close()
         self.tuned.close()
         if self._store is not None:
+            self._expiry.cutoff()
+            self._store_set_backs(self._store)
             self._flush(self._store)
             self._store.close()
         self._deliver.run()
@@ -189,6 +193,7 @@ class StatePool:
             self.turns.session_deletes.retry()
             if self._store is not None:
                 self._store.sweep_objects()
+                self._store_set_backs(self._store)
             if self._cleanup is None:
                 self._remove_expired_or_excess()
             else:
@@ -215,6 +220,17 @@ class StatePool:
             return self._store.session_ttl, self._store.usage_times
         ttl = self.config.session_ttl
         return DEFAULT_SESSION_TTL_S if ttl is None else ttl, UsageTimes()
+
+    def _store_set_backs(self, store: Store) -> None:
+        """Store the times that the clock has shown twice since the last call. Failed ones are tried again."""
+
+        def done(times: Gap, error: Exception | None) -> None:
+            if error is not None:
+                self._expiry.unstored.append(times)
+
+        unstored, self._expiry.unstored = self._expiry.unstored, []
+        for times in unstored:
+            store.submit(ClockSetBack(times), partial(done, times))
 
     def _remove_expired_or_excess(self) -> None:
         expired = self._expired()

@@ -4,6 +4,7 @@ transaction.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from state_pool.disk.operations import (
@@ -22,6 +23,9 @@ from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, matching_pre
 
 NO_ENGINE = 0
 """Holder of entries that any engine may write."""
+_SET_BACKS = "clock_set_back"
+"""Name of the setting with the times that the clock showed twice."""
+_MAX_SET_BACKS = 100
 
 _COLUMNS = (
     "SELECT s.id, s.session_id, s.dialogue, s.parent, s.turn, s.num_tokens, s.created, s.updated, "
@@ -61,7 +65,20 @@ def read_usage_times(connection: Connection, ttl: float) -> UsageTimes:
         "FROM sessions WHERE hidden = 0) AS uses WHERE later - earlier > ? ORDER BY earlier",
         (ttl,),
     )
-    return UsageTimes(last, tuple(Gap(*columns) for columns in gaps.fetchall()))
+    return UsageTimes(last, tuple(Gap(*columns) for columns in gaps.fetchall()), tuple(_read_set_backs(connection)))
+
+
+def _read_set_backs(connection: Connection) -> list[Gap]:
+    found = connection.execute("SELECT value FROM pool_settings WHERE name = ?", (_SET_BACKS,)).fetchone()
+    return [] if found is None else [Gap(*times) for times in json.loads(found[0])]
+
+
+def put_set_back(connection: Connection, times: Gap) -> None:
+    """Store times that the clock showed twice."""
+    connection.execute(
+        "INSERT INTO pool_settings(name, value) VALUES (?, ?) ON CONFLICT(name) DO UPDATE SET value = excluded.value",
+        (_SET_BACKS, json.dumps([*_read_set_backs(connection), times][-_MAX_SET_BACKS:])),
+    )
 
 
 def acquire(connection: Connection, job: Acquire, engine: int, epoch: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from state_pool.disk.checkpoint_store import CheckpointStoreUnavailable
 from state_pool.disk.state_store import ServerUnavailable
 from state_pool.errors import DirectoryUnreachable, PoolError, SessionUnusable, TurnInDoubt, TurnNotStored
+from state_pool.expiry import Gap
 from state_pool.layout import HostState, Layout
 from state_pool.origins import Origin
 from state_pool.session_key import Fence, SessionEntry, SessionKey, Tier
@@ -187,7 +188,14 @@ class Quarantined:
     reason: str
 
 
-SmallJob = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest
+@dataclass(frozen=True, slots=True)
+class ClockSetBack:
+    """Times that the clock showed twice."""
+
+    times: Gap
+
+
+SmallJob = Append | Delete | Quarantined | Acquire | Release | DeleteNamed | DeleteOldest | ClockSetBack
 """Jobs that fit into one transaction with others."""
 
 

@@ -15,6 +15,7 @@ from state_pool.disk.membership import Membership
 from state_pool.disk.operations import (
     Acquire,
     Append,
+    ClockSetBack,
     Delete,
     DeleteNamed,
     DeleteOldest,
@@ -374,4 +375,6 @@ def apply(connection: Connection, job: SmallJob, fingerprint: str, member: Membe
             return delete_sessions(connection, directory.remove_named(connection, job))
         case DeleteOldest():
             return delete_sessions(connection, directory.remove_oldest(connection, job))
+        case ClockSetBack():
+            directory.put_set_back(connection, job.times)
     return []

@@ -120,6 +120,36 @@ def test_a_clock_that_is_set_back_and_forth_deletes_nothing_early(clock: Clock) 
     assert expires.cutoff() == now + 10
 
 
+@pytest.mark.parametrize("is_noticed", [True, False])
+@pytest.mark.parametrize("shared", [False, True])
+def test_sessions_of_a_clock_that_was_set_back_do_not_expire_early_after_a_restart(
+    tmp_path: Path, clock: Clock, shared: bool, is_noticed: bool
+) -> None:
+    """By the times in the database, the later sessions are older than those of the clock before."""
+    driver = opened(tmp_path, TTL_S, shared)
+    for number in range(4):
+        driver.turn(f"earlier-{number}", [1])
+        clock.passes(TTL_S / 3)
+    if not is_noticed:  # it is set back while the service is off
+        close(driver)
+    clock.wall -= YEAR_S
+    if not is_noticed:
+        driver = opened(tmp_path, TTL_S, shared)
+    driver.turn("later", [1])
+    close(driver)
+    clock.wall += YEAR_S
+    driver = opened(tmp_path, TTL_S, shared)
+    clock.passes(10)
+    close(driver)
+    driver = opened(tmp_path, TTL_S, shared)
+    driver.pool.poll()
+    driver.settle()
+    assert "later" in names(driver)
+    clock.passes(TTL_S)
+    driver.until(lambda: not names(driver))
+    close(driver)
+
+
 def test_without_a_ttl_nothing_expires(clock: Clock) -> None:
     assert Expiry(0.0, UsageTimes(clock.wall - YEAR_S)).cutoff() is None
 
