@@ -1,23 +1,33 @@
 // Sampler "rapid": samples one token per row in one pass over the logits if the parameters allow, and counts it for
-// penalties.
-// Definition: sampling/naive.py. All state is in device memory per request slot. Nothing is allocated and the host is
-// not read, so launches can be captured in a graph.
+// penalties. Definition: sampling/naive.py.
 //
 // in     logits     [rows, vocab] fp32, read-only
 //        req_slots  [rows] int32; a number outside 0 .. max_rows - 1 is padding
-//        table      [max_rows] SlotState: parameters and step
+//
+// inout  table      [max_rows] SlotState: parameters and step
 //        entries    [max_rows, capacity] Entry: tokens with a bias or a count
 //
 // out    tokens     [rows] int64
 //
-// Grid: rows x splits CTAs of 256 threads. Each CTA scans its split and leaves its best token, or maxima and masses of
-// its chunks, in device memory. The last CTA of a row samples; from sm_90 on the splits are a cluster and its first CTA
-// samples.
-// So finished rows are sampled while others are scanned, and several SMs scan a single row. A cluster also shares the
-// second pass over a row that top_p hardly truncates (rapid_list.cuh).
-// Shared memory: Shared, then uint32 marks [vocab / 32]. Bytes: logits once; truncated rows 8 bytes per chunk of 32
-// tokens, and some chunks or the whole row again. An H200 samples 320 greedy rows of 65,536 logits in 26 us; one read
-// takes 20 us.
+// All state is in device memory per request slot. Nothing is allocated and the host is not read, so launches can be
+// captured in a graph.
+// Each CTA scans its split and leaves its best token, or maxima and masses of its chunks, in device memory. The last
+// CTA of a row samples; from sm_90 on the splits are a cluster and its first CTA samples. So finished rows are sampled
+// while others are scanned, and several SMs scan a single row. A cluster also shares the second pass over a row that
+// top_p hardly truncates (rapid_list.cuh).
+//
+// Grid: rows x splits.
+// Block: 256 threads.
+// Shared memory: up to 75 KB, so that three CTAs fit an SM; Shared, then marks [vocab / 32] uint32.
+// Bound: memory; logits once, 4 vocab bytes per row. Truncated rows: 8 bytes per chunk of 32 tokens, and some chunks or
+// the whole row again. Share of 4.8 TB/s (H200, 320 rows): greedy 65 %, no truncation 35 %, top_k 50 with top_p 0.6
+// 43 %, top_p 0.9 19 %. One row: latency, 3 to 24 us.
+// Made for: vocabularies of 65,536, 1 to 1,000 rows.
+//
+// apply_masks    logits [rows, vocab] fp32 = -inf where masks [rows, vocab / 32] int32 has a 0. Grid (vocab / 1,024,
+//                rows), 256 threads, no shared memory. Bound: memory, 4 bytes per forbidden token; 320 rows 70 %.
+// append_tokens  counts tokens of rows as if they had been sampled. One CTA of 256 threads per row, no shared memory.
+//                Bound: latency of one pass over a slot's entries per token, 3.3 us for 4 tokens.
 #include <cuda_runtime.h>
 
 #include "programmatic_launch.cuh"

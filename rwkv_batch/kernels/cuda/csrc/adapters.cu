@@ -1,22 +1,28 @@
 // LoRA with a different adapter per row (SGMV, as in punica): y += B (A x), up to 3 projections per launch.
 //
-//   shrink   h [splits, tokens, rank] fp32 = A x over a split of the inputs
-//            grid (splits, tiles, projections), 8 warps
-//   expand   y [tokens, n] += B h; with squared_relu, y holds v |v| of the projection and becomes max(v + B h, 0)^2
-//            grid (n / 256, tiles, projections), 4 warps
+//   shrink   h = A x, a partial sum per split of the inputs
+//   expand   y = y + B h; with squared_relu, y holds v |v| of the projection and becomes max(v + B h, 0)^2
 //
-// in     x        [tokens, k] fp16
-//        pairs    [adapters, layers, targets] (A [rank, k], B [n, rank]) fp16, rank <= 128, rank % 16 == 0. The table
-//        is
-//                 read by CUDA graphs, so that adapters can be loaded and unloaded without a new capture
-//        tokens   [tiles, 16] token of each tile row, -1: none. The host sorts tokens by adapter into tiles of 16
-//        numbers  [tiles] adapter of a tile; 0: no adapter; -1: no tile
+// in     x         [T, k] fp16
+//        pairs     [adapters, layers, targets] of A [rank, k] fp16, B [n, rank] fp16, rank; a table on the device
+//        tokens    [tiles, 16] int32: token of each tile row; -1: none
+//        numbers   [tiles] int32: adapter of a tile; 0: no adapter; -1: no tile
 //
-// inout  y        [tokens, n] fp16
+// inout  y         [T, n] fp16
+//        partials  [projections, splits, tiles, 16, 128] fp32: h
 //
-// Tensor cores: mma.m16n8k16. A graph is captured for one adapter per row, but few tiles exist: CTAs loop over tiles.
-// Splits are added in order, so a row's bits do not depend on the schedule. Both kernels prefetch A or B before the
-// previous kernel ends. Memory bound: 2 rank (k + n) bytes per adapter and tile, 32 k for x, 64 n for y.
+// The host sorts tokens by adapter into tiles of 16. CUDA graphs read the table, so adapters are loaded and unloaded
+// without a new capture. Splits are added in order, so a row's bits do not depend on the schedule. Both kernels
+// prefetch A or B before the previous kernel ends.
+//
+// Grid: shrink (splits, tiles, projections), expand (n / 256, tiles, projections). A graph is captured for one adapter
+// per row, but few tiles exist: CTAs loop over tiles.
+// Block: shrink 256 threads, expand 128; mma.m16n8k16.
+// Shared memory: shrink 16.5 KB, expand 4.25 KB.
+// Bound: memory; 2 rank (k + n) bytes per adapter and tile, 32 k for x, 64 n for y. Share of 4.8 TB/s (H200, k = 4,096,
+// rank 16): 320 rows of one adapter, one projection: shrink 10 %, expand 24 % (n = 16,384: 42 %); three projections: 23
+// and 32 %. With few rows the latency of a launch, 3 to 4 us.
+// Made for: rank <= 128, rank % 16 == 0.
 #include "activation.h"
 #include "common.cuh"
 #include "mma.cuh"

@@ -1,15 +1,29 @@
 // Quantises activation rows, and dequantises weights to fp16.
 //
-//   rwkv_quantise_rows   x [rows, k] fp16 -> q [rows, k] e4m3, scales [rows] fp32; optionally of max(x, 0)^2
-//                        one CTA per row; k <= 32,768, k % 8 == 0; 3 k bytes per row
-//   rwkv_two_part_rows   x [rows, k] fp16 -> [rows, 2, k] e5m2 (rows_two_part.cuh); 4 k bytes per row
-//   rwkv_two_byte_rows   x [rows, k] fp16 -> [rows, 2, k] s8, scales [k / group, pitch] float2 (rows_two_byte.cuh)
-//                        group 64 or 128, k % group == 0; 4 k bytes per row
-//   rwkv_dequantise      qweight [n, k] and scales -> [n, k] fp16, for cuBLAS; transposed: [k, n] -> [k, n]
-//                        4-bit nibbles run along the row. 3 n k bytes (int4: 2.5 n k)
+//   quantise_rows   q = fp8(x / scale), scale = max |x| / 448 of the row; optionally of max(x, 0)^2
+//   two_part_rows   x as the sum of two e5m2 values (rows_two_part.cuh)
+//   two_byte_rows   x as a 16-bit integer in two bytes, one scale per group (rows_two_byte.cuh)
+//   dequantise      W = q * scale, for cuBLAS; transposed: [k, n] -> [k, n]
 //
-// Scales of weights: fp8 [n] fp32, int8 [k / 128, n] fp16, int4 [k / 128, n] fp16 (scale, 1024 + zero). All memory
-// bound.
+// in     x        [rows, k]     fp16
+//        qweight  [n, k]        fp8, int8 or int4 (quant.cuh); int4 nibbles run along the row
+//        scales   fp8 [n] fp32; int8 [k / 128, n] fp16; int4 [k / 128, n] fp16 (scale, 1024 + zero); of the weights
+//
+// out    q        [rows, k]     e4m3, scales [rows] fp32
+//        two-part [rows, 2, k]  e5m2
+//        two-byte [rows, 2, k]  s8, scales [k / group, pitch] float2; group 64 or 128
+//        W        [n, k]        fp16
+//
+// Grid: quantise_rows: one CTA per row. two_part_rows, two_byte_rows: one thread per 8 elements. dequantise: one thread
+// per 8 elements, at most 16 CTAs per SM, which loop.
+// Block: quantise_rows: up to 1,024 threads of 8 to 32 elements; the others 256.
+// Shared memory: quantise_rows 128 bytes, the others none.
+// Bound: memory; quantise_rows 3 k bytes per row, two_part_rows and two_byte_rows 4 k, dequantise 3 n k (int4: 2.5 n
+// k).
+// Share of 4.8 TB/s (H200): quantise_rows 4,096 rows of 16,384 88 %, 320 rows 63 %; dequantise [16,384, 4,096] int8
+// 78 %, int4 71 %, transposed 69 and 24 %. two_part_rows and two_byte_rows take at most 64 rows: the latency of a
+// launch, 1.5 us.
+// Made for: k <= 32,768, k % 8 == 0; two_byte_rows k % group == 0.
 #include "quant.cuh"
 #include "relu.cuh"
 #include "rows_two_byte.cuh"

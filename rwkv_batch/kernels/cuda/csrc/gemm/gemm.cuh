@@ -1,21 +1,15 @@
 // Grouped GEMM on Hopper: y = act(x @ W^T) for several weights in one launch.
 //
-// in     W   [n, k]        fp16 or e4m3; TMA, evict first. Transposed kinds: [k, n]
-//        x   [rows, k]     fp16 or e4m3; or two-part [rows, 2, k] e5m2 (rows_two_part.cuh)
-//        weight_scales [n], input_scales [rows]   fp32, fp8 only; two-part rows have no input scale
+// in     W              [n, k]     fp16 or e4m3; TMA, evict first. Transposed kinds: [k, n]
+//        x              [rows, k]  fp16 or e4m3; or two-part [rows, 2, k] e5m2 (rows_two_part.cuh)
+//        weight_scales  [n]        fp32, fp8 only
+//        input_scales   [rows]     fp32, fp8 only; two-part rows have none
 //
-// out    y   [rows, n]     fp16 or fp32; two-part kinds also [rows, 2, n] e5m2 or fp32 split-K partials [splits, rows,
-// n]
-//
-// Requires  n % 16 == 0 (fp16 transposed: 64), k a multiple of splits * 64 (fp16) or splits * 128 (8 bits).
+// out    y              [rows, n]  fp16 or fp32; two-part kinds also [rows, 2, n] e5m2
+//                                  or split-K partials [splits, rows, n] fp32
 //
 // Tile: 128 outputs x ROWS rows. W is operand A and x operand B, so that ROWS may be any multiple of 16 up to 256 (320:
 // two wgmmas of 160). Two-part rows: ROWS / 2 rows; columns 0 .. ROWS / 2 - 1 are the first parts.
-// CTA: 384 threads. Warpgroup 0 produces: one warp loads W by TMA, one loads x. Warpgroups 1 and 2 multiply 64 outputs
-// each.
-// Grid: persistent, at most one CTA per SM; CTAs take tiles in turn. If there are fewer tiles than SMs, SPLITS CTAs
-// share a tile's k and exchange partials through global memory (gemm_split_k.cuh). A cluster would not do: an H200 has
-// room for 30 clusters of four CTAs, not 33.
 // Prologue: W's first stages are loaded before the previous kernel ends (programmatic dependent launch).
 // Transposed 8-bit W [k, n]: ldmatrix transposes operand A into registers (transposed_operand.cuh). One GEMM per
 // launch.
@@ -25,10 +19,18 @@
 //   GEMMs num_full .. num_independent - 1 fp16, SPLITS CTAs per tile
 //   the others                            fp16, their inputs are outputs of the second group; one CTA per tile
 //
-// Shared memory: STAGES x (W [128] + x [ROWS]) rows of 128 bytes, 128-byte swizzle; 8 warps x 2 x 16 rows of 48 bytes
-// to stage the output; a full and an empty mbarrier per stage.
-// Bytes: W once; x per tile of outputs, from L2; partials 512 * ROWS bytes per split, twice, from L2.
-// Bound: HBM up to some 200 rows (fp16), then tensor cores.
+// Grid: persistent, at most one CTA per SM; CTAs take tiles in turn. If there are fewer tiles than SMs, SPLITS CTAs
+// share a tile's k and exchange partials through global memory (gemm_split_k.cuh). A cluster would not do: an H200 has
+// room for 30 clusters of four CTAs, not 33.
+// Block: 384 threads. Warpgroup 0 produces: one warp loads W by TMA, one loads x. Warpgroups 1 and 2 multiply 64
+// outputs each.
+// Shared memory: up to 227 KB; STAGES x (W [128] + x [ROWS]) rows of 128 bytes, 128-byte swizzle; 8 warps x 2 x 16 rows
+// of 48 bytes to stage the output; a full and an empty mbarrier per stage.
+// Bound: memory up to some 200 rows (fp16), then tensor cores. W is read once; x per tile of outputs, from L2; partials
+// 512 * ROWS bytes per split, twice, from L2. Share of 4.8 TB/s (H200, ffn.key [16,384, 4,096]): fp16 8 rows 87 %, 64
+// rows 85 %; two-part rows, fp8, 8 rows 71 %, 64 rows 61 %. Share of the tensor cores (989 TFLOP/s fp16, 1,979 fp8):
+// fp16 256 rows 67 %; fp8 320 rows 58 %, ffn.value 960 rows 82 %, 4,096 rows 86 %.
+// Made for: n % 16 == 0 (fp16 transposed: 64), k a multiple of splits * 64 (fp16) or splits * 128 (8 bits).
 #pragma once
 
 #include "gemm_split_k.cuh"

@@ -1,7 +1,7 @@
 // GEMV on Hopper's tensor cores for 8- and 4-bit weights: y = act(x @ W^T), one row, several weights per launch.
 //
-// in     qweight  [n, k] fp8, int8 or int4, k % 128 == 0 (int4: 256), k <= 4,096; or fp16 without scales, k % 64 == 0
-//        scales   see quant.cuh
+// in     qweight  [n, k] fp8, int8 or int4; or fp16 without scales
+//        scales   fp8 [n] fp32; int8 [k / 128, n] fp16; int4 [k / 128, n] fp16 (scale, 1024 + zero)
 //        x        [k] fp16; or computed in every CTA from `norm` (residual add, LayerNorm, token shift, mix)
 //
 // out    y        [n] fp16 or fp32
@@ -20,12 +20,19 @@
 //
 // Unit: 32 outputs; a CTA computes adjacent units of one GEMM. Tile: 32 outputs x 4 pieces of 128 bytes along k. Two
 // adjacent pieces are operand A's 64 rows, each multiplied by its own columns of B (0 .. 3 and 4 .. 7).
-// CTA: 4 consumer warpgroups, which take a unit's tiles in turn, and a producer warp (TMA, STAGES deep).
-// Grid: CTAs are dealt to GEMMs by bytes; one per SM. The producer starts before the inputs exist. It loads
-// UNTHROTTLED_TILES at once. The others wait until all CTAs have issued their first loads, which would queue behind
-// them.
-// Shared memory: ring, operand B 16 KB, partial sums; with a value its active rows (60 KB).
-// Bound: HBM; W and scales once, x 2 k bytes per CTA.
+//
+// Grid: one CTA per SM; CTAs are assigned to GEMMs by bytes.
+// Block: 544 threads. 4 consumer warpgroups take a unit's tiles in turn; a producer warp loads by TMA, STAGES deep. It
+// starts before the inputs exist and loads UNTHROTTLED_TILES at once. The others wait until all CTAs have issued their
+// first loads, which would queue behind them.
+// Shared memory: 156 KB (fp8) or 164 KB; with a value 225 KB; ring, operand B 16 KB, partial sums; with a value its
+// active rows (60 KB).
+// Bound: memory; W and scales once, x 2 k bytes per CTA. Share of 4.8 TB/s (H200): head [65,536, 4,096] fp8 85 %, int8
+// 83 %; ffn.key with ffn.value int8 65 %, int4 55 %.
+// Made for: one row, k <= 4,096, k % 128 == 0 (int4: 256, fp16: 64).
+//
+// add_fixed_point: x_out [C] fp16 = x [C] fp16 + sums [8, C / 8] int64. One CTA of C / 8 threads, no shared memory.
+// Bound: latency, 1.3 us; 12 C bytes.
 #include "../gemm/stage_release.cuh"
 #include "../fixed_point_sums.cuh"
 #include "../gemm/gemm_ring.cuh"

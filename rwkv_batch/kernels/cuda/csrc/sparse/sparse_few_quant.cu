@@ -1,15 +1,21 @@
 // Sparse ffn.value for 2 to 8 rows, 8 bits: partials of h @ Wt over the active rows of Wt.
 //
-// in   h        [B, F] fp16, F <= 16,384, F % 128 == 0
-//      qweight  [F, C] fp8 or int8, C % 128 == 0; scales fp8 [C] fp32, int8 [F / 128, C] fp16
+// in   h         [B, F] fp16
+//      qweight   [F, C] fp8 or int8
+//      scales    fp8 [C] fp32; int8 [F / 128, C] fp16
 //
-// out  partials [4, B, C] fp32: split-K partials, reduced by the next kernel (shift_mix.cu)
+// out  partials  [4, B, C] fp32: split-K partials, reduced by the next kernel (shift_mix.cu)
 //
 // sparse_value_quant.cu reads all of h per 32 columns; for eight rows that is as much as the weights.
 // CTA: 128 columns x a quarter of F. Each of its 16 warps lists the active rows of its range together with their h, and
-// multiplies 16 at a time by mma.m16n8k16. A lane has 16 columns of four rows. The warps' sums are added in order.
-// Shared memory: lists, then sums. Bound: HBM, C bytes per active row in pieces of 128; B F / 2 for h and 4 KB of sums
-// per CTA.
+// multiplies 16 at a time. A lane has 16 columns of four rows. The warps' sums are added in order.
+//
+// Grid: 4 C / 128.
+// Block: 512 threads; mma.m16n8k16.
+// Shared memory: 81 KB, lists, then sums.
+// Bound: memory; C bytes per active row in pieces of 128, B F / 2 for h and 4 KB of sums per CTA. Share of 4.8 TB/s
+// (H200, C = 4,096): fp8, 4 rows 50 %, 8 rows 61 %; int8, 8 rows 58 %.
+// Made for: B <= 8, F <= 16,384, F % 128 == 0, C % 128 == 0.
 #include "../mma.cuh"
 #include "../quant.cuh"
 

@@ -1,15 +1,22 @@
 // Sparse ffn.value for one row, 8 or 4 bits: y = h @ Wt over the active rows of Wt (h != 0).
 //
-// in   h [F] fp16; qweight and scales as in sparse_value_quant.cu
+// in   h        [F] fp16
+//      qweight  [F, C] fp8, int8 or int4, as in sparse_value_quant.cu
+//      scales   as in sparse_value_quant.cu
 //
-// out  y [C] fp16
+// out  y        [C] fp16
 //
-// CTA: 32 columns x all of F; each of its 16 warps has a range of F and multiplies 16 active rows at a time
-// (mma.m16n8k16).
+// CTA: 32 columns x all of F; each of its 16 warps has a range of F and multiplies 16 active rows at a time.
 // Active rows go to shared memory by cp.async, as many at once as a warp has slots. They bypass L1, which is small next
 // to a kernel with most of the shared memory, and take no registers. So CTAs of this kernel and of hopper_row.cu fit on
 // one SM, and the next GEMV's weights are loaded meanwhile.
-// Bound: HBM, C (int4: C / 2) bytes per active row in pieces of 32 (16); 2 F for h in every CTA.
+//
+// Grid: C / 32.
+// Block: 512 threads; mma.m16n8k16.
+// Shared memory: 63 KB (fp8), 53 KB (int8) or 54 KB (int4), a ring of weight rows per warp, scales, sums.
+// Bound: memory; C (int4: C / 2) bytes per active row in pieces of 32 (16), 2 F for h in every CTA. Share of 4.8 TB/s
+// (H200, C = 4,096): fp8 27 %, int8 21 %, int4 10 %: the latency of one pass over h and one load, 6 to 8 us.
+// Made for: F <= 16,384.
 #include <cuda_pipeline.h>
 
 #include "../mma.cuh"

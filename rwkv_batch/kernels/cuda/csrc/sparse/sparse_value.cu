@@ -1,17 +1,24 @@
 // Sparse ffn.value, fp16: y = h @ Wt over the active rows of Wt. A row of Wt is active if its h is non-zero in some row
 // of the batch.
 //
-// in   h         [B, F] fp16, B <= 8; relu(k)^2, 88 % zero: one row needs 12 % of Wt, eight rows 64 %
-//      Wt        [F, C] fp16
+// in     h         [B, F] fp16; relu(k)^2, 88 % zero: one row needs 12 % of Wt, eight rows 64 %
+//        Wt        [F, C] fp16
 //
-// out  y         [B, C] fp16
-//      partials  [splits, B, C] fp32 workspace
-//      counters  [C / 256] int32, zero between launches
+// out    y         [B, C] fp16
+//
+// inout  partials  [splits, B, C] fp32 workspace
+//        counters  [C / 256] int32, zero between launches
 //
 // CTA: 256 columns x a split of F (512 or 1,024 rows, so that all SMs have work). It lists its active rows in order; 8
 // warps take them in turn, 8 loads of 512 bytes in flight each. The last CTA of a column block reduces the splits in
 // order, so the result is deterministic.
-// Bound: HBM, 2 C bytes per active row; 2 B F for h; 8 splits B C for partials (L2).
+//
+// Grid: (C / 256, F / 512 or F / 1,024).
+// Block: 256 threads.
+// Shared memory: 8 KB (B = 1) to 18 KB (B = 8), the list and its h, then sums.
+// Bound: memory; 2 C bytes per active row, 2 B F for h, 8 splits B C for partials (L2). Share of 4.8 TB/s (H200, C =
+// 4,096): 1 row 34 %, 8 rows 51 %.
+// Made for: B <= 8, C % 8 == 0.
 #include "../common.cuh"
 
 constexpr int WARPS = 8;

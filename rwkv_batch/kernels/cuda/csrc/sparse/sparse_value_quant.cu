@@ -1,16 +1,22 @@
 // Sparse ffn.value, 8 or 4 bits: y = h @ Wt over the active rows of Wt. One row: sparse_row_quant.cu.
 //
-// in   h       [B, F] fp16, B <= 8; 88 % zero: one row needs 12 % of Wt, eight rows 64 %
-//      qweight [F, C] fp8, int8 or int4 (quant.cuh); int4 nibbles run along C
-//      scales  fp8 [C] fp32; int8 [F / 128, C] fp16; int4 [F / 128, C] fp16 (scale, 1024 + zero)
+// in   h        [B, F] fp16; relu(k)^2, 88 % zero: one row needs 12 % of Wt, eight rows 64 %
+//      qweight  [F, C] fp8, int8 or int4 (quant.cuh); int4 nibbles run along C
+//      scales   fp8 [C] fp32; int8 [F / 128, C] fp16; int4 [F / 128, C] fp16 (scale, 1024 + zero)
 //
-// out  y       [B, C] fp16
+// out  y        [B, C] fp16
 //
 // CTA: 32 columns x all of F, so that no two CTAs share a sum. Each of its 16 warps has a range of F. It lists the
-// active rows in order and multiplies 16 at a time by mma.m16n8k16 (fp32 sums). A lane has four columns of four rows;
-// two rows' weights make an operand register. With group scales, 16 rows are of one group. The warps' sums are added in
-// order.
-// Bound: HBM, C (int4: C / 2) bytes per active row in pieces of 32 (16); 2 B F for h in every CTA.
+// active rows in order and multiplies 16 at a time (fp32 sums). A lane has four columns of four rows; two rows' weights
+// make an operand register. With group scales, 16 rows are of one group. The warps' sums are added in order.
+//
+// Grid: C / 32.
+// Block: 512 threads; mma.m16n8k16.
+// Shared memory: 36 KB, lists of active rows, then sums.
+// Bound: memory; C (int4: C / 2) bytes per active row in pieces of 32 (16), 2 B F for h in every CTA.
+// Share of 4.8 TB/s (H200, C = 4,096): int4, 12 % at 4 and 8 rows. Every CTA lists the active rows of all of h, which
+// takes longer than loading them.
+// Made for: B <= 8, F <= 16,384.
 #include "../mma.cuh"
 #include "../quant.cuh"
 

@@ -1,13 +1,22 @@
-// W8A8 GEMMs by mma.sync, for GPUs without Hopper's kernel and for launches that it has no room for. Same bits (w8a8.cuh
-// has the formula, inputs and outputs).
+// W8A8 GEMMs by mma.sync, for GPUs without Hopper's kernel and for launches that it has no room for. Same bits.
 //
-// Grid: (n / OUTPUTS, rows / ROWS, GEMMs). A CTA of 8 warps computes a tile of 16 * BLOCKS * WARPS_N outputs by
-// 8 * CHUNKS rows; WARPS_K warps share its K and add their sums in shared memory, which is exact in any order.
+//   y = x @ W^T with the sums S of w8a8.cuh
+//
+// in     x, input_scales, input_ratios            as in w8a8.cuh
+//        weights, weight_scales, weight_ratios    as in w8a8.cuh
+//
+// out    y  [T, n] fp16
+//
 // Both operands go from memory to registers: a thread's 16 bytes of K stand for four steps of mma.m16n8k32. This
-// permutes K alike in both.
+// permutes K alike in both. WARPS_K warps share a tile's K and add their sums in shared memory, which is exact in any
+// order.
 //
+// Grid: (n / OUTPUTS, rows / ROWS, GEMMs), OUTPUTS = 16 * BLOCKS * WARPS_N, ROWS = 8 * CHUNKS.
+// Block: 256 threads.
 // Shared memory: 4 bytes per output and row of a tile, up to 16 KB.
-// Bound: memory up to about 32 rows, then L1. Made for n % 64 == 0, K % 128 == 0, any number of rows.
+// Bound: memory up to about 32 rows, then L1. Share of 4.8 TB/s (H200, ffn.key [16,384, 4,096]): 8 rows 52 %, 64 rows
+// 31 %; of 1,979 TOPS at 320 rows 11 %.
+// Made for: n % 64 == 0, K % 128 == 0, any number of rows.
 #include "../mma.cuh"
 #include "w8a8_args.cuh"
 

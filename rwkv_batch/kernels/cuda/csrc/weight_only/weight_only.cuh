@@ -2,18 +2,22 @@
 //
 // in     qweight  [n, k] fp8, int8 or int4 (quant.cuh), or [k, n] if transposed (int4 nibbles then run along n)
 //                 or [n, k] fp16 without scales: an fp16 GEMM in the same launch
-//        scales   see quant.cuh
-//        x        [rows, k] fp16, rows <= 256
+//        scales   fp8 [n] fp32; int8 [k / 128, n] fp16; int4 [k / 128, n] fp16 (scale, 1024 + zero)
+//        x        [rows, k] fp16
 //
 // out    y        [rows, n] fp16 or fp32
 //
-// Requires  n % 32 == 0, k a multiple of 128 * splits.
-// Tile: 128 outputs x ROWS rows, 128 inputs per stage. Grid, warp roles and split-K as in gemm.cuh.
 // Main loop: consumer warps read weights from shared memory, convert them to fp16 in registers with their group's
 // scale, in the layout of operand A, and multiply by x in shared memory. Transposed: a lane's two operand rows are
 // adjacent outputs.
-// Shared memory per stage: W 16 KB, x [2][ROWS][64] fp16 (128-byte swizzle), scales of 128 outputs.
-// Bytes: W and scales once; x 2 k * rows per tile of outputs, from L2. Bound: HBM for few rows, then conversion.
+//
+// Grid: persistent, as in gemm.cuh, with its split-K. Tile: 128 outputs x ROWS rows, 128 inputs per stage.
+// Block: 384 threads; warp roles as in gemm.cuh.
+// Shared memory: up to 227 KB; per stage W 16 KB, x [2][ROWS][64] fp16 (128-byte swizzle), scales of 128 outputs.
+// Bound: memory for few rows, then conversion. W and scales are read once; x 2 k * rows per tile of outputs, from L2.
+// Share of 4.8 TB/s (H200): head [65,536, 4,096] fp8 8 rows 76 %, 64 rows 64 %; ffn.key [16,384, 4,096] int4 16 rows
+// 30 %. Share of 989 TFLOP/s: int8 256 rows ffn.key 56 %, head 61 %.
+// Made for: up to 256 rows, n % 32 == 0, k a multiple of 128 * splits.
 #pragma once
 
 #include "weight_only_operand.cuh"

@@ -1,10 +1,11 @@
 // WKV prefill on tensor cores, 16 tokens per chunk.
 //
-// in     r, w, k, v, a, g, v_gate, v_first  [T, C] fp16; constants [C] fp32 (WkvArgs)
+// in     r, w, k, v, a, g, v_gate, v_first  [T, C] fp16
+//        constants  [C] fp32 (WkvArgs)
 //
-// inout  state  [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
+// inout  state      [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
 //
-// out    y      [T, C] fp16
+// out    y          [T, C] fp16
 //
 // Let P_t be the product of the decays up to and including token t of a chunk; kk, a, b as in kernels/naive.py. Per
 // key:
@@ -17,14 +18,19 @@
 //   A' = T A    KA' = T [K_s . A_t]    R' = R + [B_s . R_t] A'    KR' = [K_s . R_t] + [B_s . R_t] KA'
 //   u  = S A'^T + V KA'^T              y  = S R'^T + V KR'^T
 //
-// Grid: (head, row). Four warps carry the state; per chunk they compute only u, y and the new S. Teams of four warps
-// take chunks in turn. They compute the operands before the state is ready, and the epilogue (group norm, bonus, gate)
-// after it.
-// Few (head, row) pairs and long rows: a cluster of two CTAs per pair, the second one adds teams.
-// Precision: operands are multiplied with P relative to the chunk's middle (0.545^8 .. 0.545^-8). What meets the state
-// uses P relative to the chunk's start (A', R') or end (B, K), at most 1.
+// Precision: operands are multiplied with P relative to the chunk's middle (0.545^8 .. 0.545^-8). What meets the
+// state uses P relative to the chunk's start (A', R') or end (B, K), at most 1.
 // Registers: a state warp holds 16 values x 64 keys of S in fp32 accumulators; S and u become left operands in place.
-// Shared memory: see wkv_chunk_smem.cuh. Bytes: 9 x 128 per head and token, the state once in and out.
+//
+// Grid: (head, row). Few (head, row) pairs and long rows: a cluster of two CTAs per pair, the second one adds teams.
+// Block: four warps that carry the state, and 2 or 4 teams of four warps (in a cluster 3). Per chunk the state warps
+// compute only u, y and the new S. Teams take chunks in turn. They compute the operands before the state is ready, and
+// the epilogue (group norm, bonus, gate) after it.
+// Shared memory: 60 KB with 2 teams, two CTAs per SM; 118 KB with 4; 146 KB per CTA of a cluster (wkv_chunk_smem.cuh).
+// Bound: with few rows the latency of the chain of chunks, else instruction issue. Bytes: 18 * 64 per head and token,
+// and the state once in and out. Share of 4.8 TB/s (H200, 64 heads, fp16): 32 rows of 512 tokens 42 %, 8 rows of 512
+// 41 %, one row of 4,096 27 %, one row of 512 22 %.
+// Made for: heads of 64, rows of any length.
 #include "cluster.cuh"
 #include "wkv_chunk_operands.cuh"
 #include "wkv_chunk_state.cuh"

@@ -1,20 +1,28 @@
 // WKV decode: prologue, one recurrence step and epilogue for rows of one token.
 //
-// in     r, w, k, v, a, g, v_gate, v_first  [rows, C] fp16; constants [C] fp32 (WkvArgs)
+//   S <- S diag(decay) + (S (-kk)) (kk * a)^T + v k^T        y = S r        as in kernels/naive.py
 //
-// inout  state  [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
+// in     r, w, k, v, a, g, v_gate, v_first  [rows, C] fp16
+//        constants  [C] fp32 (WkvArgs)
 //
-// out    y      [rows, C] fp16, two-part or two-byte
+// inout  state      [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
+//
+// out    y          [rows, C] fp16, two-part or two-byte
+//
+// Pipeline: a ring of STAGES = 2 states per warp. One is computed in place while the next arrives, by bulk copies on
+// sm_90, by cp.async on others. Everything else of a row loads while the previous row is computed. Warps never wait for
+// each other.
 //
 // Grid: one CTA per SM; a warp has one head and processes row after row, so that the head's constants (2 KB) load once.
 // The first two rows of a warp are fixed. Warps of a head claim the others by an atomic counter, because SMs get
 // unequal bandwidth. With a fixed split the fastest SM ended after two thirds of the time.
-// Pipeline: a ring of STAGES = 2 states per warp. One is computed in place while the next arrives, by bulk copies on
-// sm_90, by cp.async before. Everything else of a row loads while the previous row is computed. Warps never wait for
-// each other.
-// Shared memory per warp: ring [2][64][64], vectors [6][64] fp32, y [64] fp32, 2 mbarriers; int8 also staged inputs.
-// Memory bound: a head's state is read and written once (4 KB int8, 8 KB fp16, 16 KB fp32), 9 x 128 bytes of
-// activations.
+// Block: up to 16 warps (int8), 12 (fp16) or 6 (fp32); fewer with few rows.
+// Shared memory: all of the SM. Per warp: ring [2][64][64], vectors [6][64] fp32, y [64] fp32, 2 mbarriers; int8 also
+// staged inputs. With up to 4 warps only what they need.
+// Bound: memory; per head its state, read and written once (4 KB int8, 8 KB fp16, 16 KB fp32), 9 x 128 bytes of
+// activations. Share of 4.8 TB/s (H200, 64 heads): 320 rows fp32 80 %, fp16 78 %, int8 69 %; 960 rows 79, 79, 78 %; 8
+// rows 70, 52, 29 %.
+// Made for: heads of 64, up to 64 heads.
 #include <cuda_pipeline.h>
 
 #include <atomic>
