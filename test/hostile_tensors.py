@@ -91,6 +91,37 @@ def hostile_files(folder: Path) -> Iterator[tuple[str, Path]]:
     with zipfile.ZipFile(folder / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}" + b"N" * (16 << 20))
     yield "a compressed pickle", folder / "bomb.pth"
+    for name, content in gguf_files():
+        (folder / f"{name}.gguf").write_bytes(content)
+        yield name, folder / f"{name}.gguf"
+
+
+def gguf_files() -> Iterator[tuple[str, bytes]]:
+    """Yield small GGUF files of an attacker."""
+    count, text = struct.Struct("<Q").pack, lambda data: struct.pack("<Q", len(data)) + data
+    start, kind = b"GGUF" + struct.pack("<I", 3), text(b"general.architecture") + struct.pack("<I", 8) + text(b"rwkv7")
+    far, many = count(1 << 62), count(1 << 40)
+    listed = text(b"a") + struct.pack("<I", 9)
+
+    def tensor(*sizes: int, offset: int = 0) -> bytes:
+        return text(b"w") + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 0, offset)
+
+    yield "a gguf of many values", start + count(0) + many + kind
+    yield "a gguf of many tensors", start + many + count(1) + kind
+    yield "a gguf of small values", start + count(0) + count(1 << 19) + kind + (count(0) + b"\0\0\0\0\0") * (1 << 19)
+    yield "a gguf of small tensors", start + count(1 << 17) + count(1) + kind + tensor(1) * (1 << 17)
+    yield "a gguf with a far text", start + count(0) + count(1) + far
+    yield "a gguf with a long list", start + count(0) + count(2) + kind + listed + struct.pack("<I", 10) + far
+    yield "a gguf with a list of many texts", start + count(0) + count(2) + kind + listed + struct.pack("<I", 8) + many
+    texts = struct.pack("<I", 8) + count(1 << 20) + count(0) * (1 << 20)
+    yield "a gguf of empty texts", start + count(0) + count(2) + kind + listed + texts
+    lists = struct.pack("<I", 9) + count(1)
+    yield "a gguf with nested lists", start + count(0) + count(2) + kind + listed + lists * 1000
+    yield "a gguf of a large tensor", start + count(1) + count(1) + kind + tensor(1 << 31, 1 << 31) + b"\0" * 64
+    yield "a gguf of an impossible tensor", start + count(1) + count(1) + kind + tensor(*[1 << 47] * 4)
+    yield "a gguf of many dimensions", start + count(1) + count(1) + kind + tensor(*[1] * 1000)
+    yield "a gguf with a far tensor", start + count(1) + count(1) + kind + tensor(4, offset=1 << 47) + b"\0" * 64
+    yield "a gguf of equal tensors", start + count(2) + count(1) + kind + tensor(4) * 2 + b"\0" * 64
 
 
 def valid_files(folder: Path) -> Iterator[Path]:

@@ -214,7 +214,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag(
             "model_path",
             str,
-            "weights: .pth, .safetensors or a Hugging Face folder; default: the demo model",
+            "weights: .pth, .safetensors, .gguf or a Hugging Face folder; default: the demo model",
         ),
         Flag("model_name", str, "name of the model in /v1/models"),
         Flag(

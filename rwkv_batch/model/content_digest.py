@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from native.files import cache_folder
+from rwkv_batch.model.files.blocks import stored
 from rwkv_batch.model.mmap_release import release
+from rwkv_batch.model.tensor_files import files_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ def content_digest(tensors: Mapping[str, Tensor], path: Path) -> str:
 
     It is read from the cache if no file there has changed its size, times or inode.
     """
-    if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) < MIN_CACHED_BYTES:
+    if sum(stored(tensor).nbytes for tensor in tensors.values()) < MIN_CACHED_BYTES:
         return _computed(tensors)
     kept = _cache_file(path)
     try:
@@ -52,7 +54,7 @@ def _computed(tensors: Mapping[str, Tensor]) -> str:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name in sorted(tensors):
             tensor = tensors[name]
-            content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            content = stored(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             pieces = (content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES))
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
             for piece_digest in pool.map(_piece_digest, pieces):
@@ -67,9 +69,8 @@ def _piece_digest(piece: memoryview) -> bytes:
 
 def _cache_file(path: Path) -> Path | None:
     """Return where the files' digest is kept. None: there are no files."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     try:
-        found = [(str(file.resolve()), file.stat()) for file in files]
+        found = [(str(file.resolve()), file.stat()) for file in files_of(path)]
     except OSError:
         return None
     known = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in found]

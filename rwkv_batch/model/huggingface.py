@@ -1,4 +1,4 @@
-"""RWKV-7 in Hugging Face folders: two layouts of names, in one file or in shards."""
+"""RWKV-7 in Hugging Face folders: two layouts of names, in one file or in shards. Also the layout of ai00's files."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _PARTS = {"pre_norm": "ln0", "attn_norm": "ln1", "ffn_norm": "ln2", "attn": "att
 _PROJECTIONS = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x"}
 _LOW_RANK = {"0.weight": "1", "2.weight": "2", "2.bias": "0"}
 """End of a low-rank pair's name -> the number after its letter: w1, w2 and their bias w0."""
+_PAIR = re.compile(r"\.att\.[wavg][12]$")
 _ALL_MIXES = "attn.x_x"
 """Older files store the six token-shift weights as one tensor [6, C], in MIX_ORDER."""
 
@@ -70,8 +71,18 @@ def native_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if any(name.startswith(f"{_PREFIX}blocks.") for name in tensors):
         return {_OUTSIDE.get(name, name.removeprefix(_PREFIX)): tensor for name, tensor in tensors.items()}
     if not any(_LAYER.match(name) and ".attn.w_lora." in name for name in tensors):
-        return tensors
+        return _untransposed(tensors)
     return {native: converted for name, tensor in tensors.items() for native, converted in _converted(name, tensor)}
+
+
+def _untransposed(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the tensors [...] with low-rank pairs [C, r] and [r, C]; ai00's .st files have them transposed."""
+    width, first = (tensors.get(name) for name in ("blocks.0.ln1.weight", "blocks.0.att.w1"))
+    if width is None or first is None or first.dim() != 2 or not len(first) != width.numel() == first.shape[1]:
+        return tensors
+    return {
+        name: tensor.t() if _PAIR.search(name) and tensor.dim() == 2 else tensor for name, tensor in tensors.items()
+    }
 
 
 def native_module(name: str) -> str:

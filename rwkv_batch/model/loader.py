@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from rwkv_batch.model.files.blocks import BlockTensor
 from rwkv_batch.model.layer import (
     MIX_ORDER,
     Layer,
@@ -145,8 +146,11 @@ class LayerLoader:
         return host_loader
 
     def embedding(self) -> Embedding:
-        """Return the token table as stored, memory-mapped."""
-        return Embedding(self._tensor("emb.weight"), self.norm("blocks.0.ln0"))
+        """Return the token table as stored, memory-mapped; a quantised one is decoded."""
+        table = self._tensor("emb.weight")
+        if isinstance(table, BlockTensor):
+            table = table.decode(self._precision.weights)
+        return Embedding(table, self.norm("blocks.0.ln0"))
 
     def head(self) -> Head:
         return Head(self.norm("ln_out"), self.linear("head.weight"))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rwkv_batch.model.files.blocks import stored
+
 MADV_DONTNEED = 4
 MIN_RELEASE_BYTES = 64 << 10
 """Smaller tensors are not released; a model has few of them."""
@@ -27,6 +29,7 @@ def release(tensor: Tensor) -> None:
     """
     if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
         return
+    tensor = stored(tensor)
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
     if last - first >= MIN_RELEASE_BYTES and tensor.is_contiguous() and _is_file_mapping(first, last):

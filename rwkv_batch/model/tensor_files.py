@@ -1,12 +1,12 @@
-"""Maps named tensors of `.pth` and `.safetensors` files, without running code.
+"""Maps named tensors of `.pth`, `.safetensors` and GGUF files, without running code.
 
 Another process finds the tensors in a file (tensor_index.py), because headers and pickles are untrusted.
 """
 
 from __future__ import annotations
 
+import re
 import threading
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from native.sandbox import ENDED, Sandbox
-from rwkv_batch.model.tensor_index import CPU_S, MEMORY_BYTES, Place, TensorIndex
+from rwkv_batch.model.files.blocks import BlockTensor
+from rwkv_batch.model.files.gguf import SPLIT_COUNT
+from rwkv_batch.model.files.place import BLOCKS, CPU_S, MEMORY_BYTES, PTH, SAFETENSORS, Place, TensorIndex
 
-PTH, SAFETENSORS = ".pth", ".safetensors"
 MAX_VALUE = torch.finfo(torch.float16).max
 """Largest valid number in weights."""
 MAX_JSON_BYTES = 4 << 20
 _PROGRAM = "rwkv_batch.model.tensor_index"
+_SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _lock = threading.Lock()
 _sandboxes: list[Sandbox] = []
 """idle, started on demand"""
@@ -47,26 +49,52 @@ class FileKind:
     folder: str = "model path"
     content: str = "RWKV-7 weights"
     remedy: str = "give --model-path"
-    suffixes: tuple[str, ...] = (PTH, SAFETENSORS)
-    """The first bytes decide which of the two formats a file has."""
+    formats: str = ".pth, .safetensors or .gguf"
+    suffixes: tuple[str, ...] = (PTH, *SAFETENSORS, ".gguf")
+    """The first bytes decide which of the formats a file has."""
 
 
 MODEL = FileKind()
 
 
 def read_tensors(path: Path, kind: FileKind = MODEL) -> Mapping[str, Tensor]:
-    """Read tensors [...] by name, mapped from the file. Do not write to them.
+    """Read tensors [...] by name, mapped from the file or from all files of a split GGUF. Do not write to them.
 
     Raises FileError with the file and the remedy.
     """
-    if not path.exists():
-        raise FileError(f"{kind.noun} {path} does not exist; {kind.remedy} a .pth or .safetensors file")
+    tensors, metadata = _read_one(path, kind)
+    count = metadata.get(SPLIT_COUNT, "1")
+    if count in ("0", "1"):
+        return tensors
+    shards = files_of(path)
+    if str(len(shards)) != count:
+        raise FileError(
+            f"{kind.noun} {path} is one of {count} files of a split model; keep their names, like "
+            f"NAME-00001-of-{count:0>5}.gguf"
+        )
+    return {name: tensor for shard in shards for name, tensor in _read_one(shard, kind)[0].items()}
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files that a model's path means: those of a folder, of a split GGUF, or the file itself."""
     if path.is_dir():
-        raise FileError(f"{kind.folder} {path} is a folder; {kind.remedy} the .pth or .safetensors file in it")
+        return sorted(path.glob("*.safetensors"))
+    if (found := _SHARD.fullmatch(path.name)) is None:
+        return [path]
+    count = found["count"]
+    return [path.with_name(f"{found['name']}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
+
+
+def _read_one(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a file's tensors [...] and its metadata. Raises FileError."""
+    if not path.exists():
+        raise FileError(f"{kind.noun} {path} does not exist; {kind.remedy} a {kind.formats} file")
+    if path.is_dir():
+        raise FileError(f"{kind.folder} {path} is a folder; {kind.remedy} the {kind.formats} file in it")
     if not path.is_file():
         raise FileError(f"{kind.noun} {path} is not a regular file; {kind.remedy} a file")
     if path.suffix not in kind.suffixes:
-        raise FileError(f"{kind.noun} {path} ends in {path.suffix!r}; {kind.content} come as .pth or .safetensors")
+        raise FileError(f"{kind.noun} {path} ends in {path.suffix!r}; {kind.content} come as {kind.formats}")
     try:
         with path.open("rb"):
             pass
@@ -77,7 +105,7 @@ def read_tensors(path: Path, kind: FileKind = MODEL) -> Mapping[str, Tensor]:
         raise FileError(f"{kind.noun} {path} {index}")
     try:
         storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
-        return {place.name: _mapped(storage, place) for place in index.places}
+        return {place.name: _mapped(storage, place) for place in index.places}, index.metadata
     except (OSError, RuntimeError) as error:
         raise FileError(f"{kind.noun} {path} cannot be mapped ({error}); write it to another file") from error
 
@@ -85,12 +113,11 @@ def read_tensors(path: Path, kind: FileKind = MODEL) -> Mapping[str, Tensor]:
 def _mapped(storage: Any, place: Place) -> Tensor:
     """Return a tensor [...] of the file's bytes. Raises RuntimeError if the file became shorter."""
     own = storage[place.begin : place.begin + place.num_bytes]
+    if place.dtype in BLOCKS:
+        blocks = torch.empty(0, dtype=torch.uint8).set_(own).view(-1, BLOCKS[place.dtype][1])
+        return BlockTensor(blocks, place.dtype, place.shape)
     tensor = torch.empty(0, dtype=getattr(torch, place.dtype))
     return tensor.set_(own, 0, place.shape, place.strides)
-
-
-def _is_safetensors(path: Path) -> bool:
-    return path.suffix == SAFETENSORS or (path.suffix != PTH and not zipfile.is_zipfile(path))
 
 
 def _index(path: Path) -> TensorIndex | str:
@@ -102,7 +129,7 @@ def _index(path: Path) -> TensorIndex | str:
             sandbox = None
         sandbox = sandbox or Sandbox(_PROGRAM)
         try:
-            index: TensorIndex | str = sandbox.call((path.absolute(), _is_safetensors(path)))
+            index: TensorIndex | str = sandbox.call(path.absolute())
         except ENDED:
             sandbox.close()
             return f"takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GiB to read; save a dict of tensors"

@@ -1,4 +1,4 @@
-"""Finds the tensors in `.pth` and `.safetensors` files, in a sandbox process without torch.
+"""Finds the tensors in `.pth`, `.safetensors` and GGUF files, in a sandbox process without torch.
 
 A .pth file is a zip archive with a pickle. An interpreter here follows only what torch.save writes for a dict of
 tensors. It imports nothing and allocates nothing that the file does not contain.
@@ -21,30 +21,27 @@ import msgspec
 from msgspec import Meta
 
 from native.sandbox import limit_memory, limit_next_cpu, receive, send
+from rwkv_batch.model.files.gguf import MAGIC, read_gguf
+from rwkv_batch.model.files.place import (
+    BLOCKS,
+    CPU_S,
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_NAME,
+    MAX_TENSORS,
+    MEMORY_BYTES,
+    PTH,
+    SAFETENSORS,
+    NotWeights,
+    Place,
+    TensorIndex,
+    dense_strides,
+)
 
-MAX_HEADER_BYTES = 8 << 20
-"""Longest safetensors header and pickle; 0.6 MB for the largest public model."""
-MAX_TENSORS = 1 << 14
-MAX_NAME = 256
 MAX_SIZE_FACTOR = 4
 """Largest size of the tensors relative to the file: some are stored once under two names."""
-MEMORY_BYTES = 1 << 30
-CPU_S = 10
-"""CPU seconds per file. The process rounds up to a whole second."""
 _MAX_DIMENSIONS = 8
 _MAX_SIZE = 1 << 48
-_ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
 _SAFETENSORS = {
     "F64": "float64",
     "F32": "float32",
@@ -74,28 +71,10 @@ _REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
 _REBUILD_PARAMETERS = ("torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state")
 """The second is of a parameter with attributes, which are dropped."""
 _NAMES = {*_STORAGES, _ORDERED_DICT, _REBUILD_TENSOR, *_REBUILD_PARAMETERS}
+_LFS = b"version https://git-lfs"
+"""The first bytes of what a clone without git-lfs has in place of a large file."""
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """The end of a zip member's local header: lengths of its name and of its extra field."""
-
-
-class Place(NamedTuple):
-    name: str
-    dtype: str
-    """as in torch: "bfloat16\""""
-    begin: int
-    num_bytes: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-class TensorIndex(NamedTuple):
-    places: list[Place]
-    metadata: dict[str, str]
-    """of a safetensors file"""
-
-
-class NotWeights(Exception):  # noqa: N818 - names what the file is
-    """The file is readable but has no dict of dense tensors. The message continues "FILE is not ..."."""
 
 
 def serve() -> None:
@@ -103,15 +82,15 @@ def serve() -> None:
     limit_memory(MEMORY_BYTES)
     with suppress(EOFError):
         while True:
-            path, is_safetensors = receive(sys.stdin.buffer)
+            path = receive(sys.stdin.buffer)
             limit_next_cpu(CPU_S)
-            send(sys.stdout.buffer, find_or_refuse(path, is_safetensors))
+            send(sys.stdout.buffer, find_or_refuse(path))
 
 
-def find_or_refuse(path: Path, is_safetensors: bool) -> TensorIndex | str:
+def find_or_refuse(path: Path) -> TensorIndex | str:
     """Return the index of a file's tensors [...], or a refusal that continues "FILE ..."."""
     try:
-        return find_tensors(path, is_safetensors)
+        return find_tensors(path)
     except NotWeights as error:
         return f"is not {error}"
     except MemoryError:
@@ -121,20 +100,38 @@ def find_or_refuse(path: Path, is_safetensors: bool) -> TensorIndex | str:
         return f"is damaged or not a weight file ({reason}); download it again"
 
 
-def find_tensors(path: Path, is_safetensors: bool) -> TensorIndex:
+def find_tensors(path: Path) -> TensorIndex:
     """Return the index of a file's tensors [...]. Raises NotWeights; for a damaged file almost anything."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        index = _read_safetensors(file, size) if is_safetensors else _read_pth(file, size)
+        index = _reader(path.suffix, file)(file, size)
     if len(index.places) > MAX_TENSORS:
         raise ValueError(f"it has {len(index.places)} tensors, at most {MAX_TENSORS} are allowed")
     for place in index.places:
         _check_place(place, size)
-    if (held := sum(math.prod(place.shape) * _ITEM_BYTES[place.dtype] for place in index.places)) > (
-        MAX_SIZE_FACTOR * size
-    ):
+    if (held := sum(map(_held_bytes, index.places))) > MAX_SIZE_FACTOR * size:
         raise NotWeights(f"a weight file (its tensors would take {held} bytes); save dense, complete tensors")
     return index
+
+
+def _reader(suffix: str, file: IO[bytes]) -> Callable[[IO[bytes], int], TensorIndex]:
+    """Return the reader of a file's format, by its first bytes and its name. Raises NotWeights."""
+    start = file.read(len(_LFS))
+    file.seek(0)
+    if start.startswith(MAGIC):
+        return read_gguf
+    if start == _LFS:
+        raise NotWeights("the weights but a git-lfs pointer to them; run git lfs pull in its folder, or download it")
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        raise NotWeights("a weight file but a web page; download the file itself, on a hub by its download link")
+    if suffix in SAFETENSORS or (suffix != PTH and not zipfile.is_zipfile(file)):
+        return _read_safetensors
+    return _read_pth
+
+
+def _held_bytes(place: Place) -> int:
+    """Return the bytes of a tensor in memory; blocks stay as they are."""
+    return place.num_bytes if place.dtype in BLOCKS else math.prod(place.shape) * ITEM_BYTES[place.dtype]
 
 
 def _check_place(place: Place, file_size: int) -> None:
@@ -148,7 +145,7 @@ def _check_place(place: Place, file_size: int) -> None:
     if len(place.shape) > _MAX_DIMENSIONS or len(place.strides) != len(place.shape) or max(sizes) > _MAX_SIZE:
         raise ValueError(f"tensor {place.name!r} has impossible sizes")
     last = sum((size - 1) * stride for size, stride in zip(place.shape, place.strides, strict=True))
-    needed = 0 if 0 in place.shape else (last + 1) * _ITEM_BYTES[place.dtype]
+    needed = 0 if 0 in place.shape else (last + 1) * ITEM_BYTES.get(place.dtype, 0)
     if min(sizes) < 0 or needed > place.num_bytes or place.begin + place.num_bytes > file_size:
         raise ValueError(f"tensor {place.name!r} of {needed} bytes is not within the file")
 
@@ -163,6 +160,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _read_safetensors(file: IO[bytes], size: int) -> TensorIndex:
+    file.seek(0)
     (length,) = struct.unpack("<Q", file.read(8))
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"its header of {length} bytes is longer than the file or than {MAX_HEADER_BYTES}")
@@ -176,18 +174,16 @@ def _read_safetensors(file: IO[bytes], size: int) -> TensorIndex:
             kind = f"tensor {name[:MAX_NAME]!r} is {entry.dtype[:MAX_NAME]!r}"
             raise NotWeights(f"a weight file ({kind}); save it as bf16, fp16 or fp32")
         dtype, (begin, end) = _SAFETENSORS[entry.dtype], entry.data_offsets
-        if begin != at or end - begin != math.prod(entry.shape) * _ITEM_BYTES[dtype]:
+        if begin != at or end - begin != math.prod(entry.shape) * ITEM_BYTES[dtype]:
             raise ValueError(f"tensor {name[:MAX_NAME]!r} has bytes {begin} to {end}, expected them from {at}")
         at = end
         shape = tuple(entry.shape)
-        places.append(Place(name, dtype, 8 + length + begin, end - begin, shape, _dense_strides(shape)))
-    if 8 + length + at != size:
+        places.append(Place(name, dtype, 8 + length + begin, end - begin, shape, dense_strides(shape)))
+    if (missing := 8 + length + at - size) > 0:
+        raise ValueError(f"truncated: {missing} of {8 + length + at} bytes are missing")
+    if missing:
         raise ValueError(f"its tensors end at {8 + length + at}, the file has {size} bytes")
     return TensorIndex(places, metadata)
-
-
-def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 # .pth ----------------------------------------------------------------------------------------------------------
@@ -238,7 +234,7 @@ def _read_pth(file: IO[bytes], size: int) -> TensorIndex:
 
 def _place(name: str, stored: _Stored) -> Place:
     dtype, begin, num_bytes = stored.storage
-    skipped = stored.offset * _ITEM_BYTES[dtype]
+    skipped = stored.offset * ITEM_BYTES[dtype]
     return Place(name, dtype, begin + skipped, num_bytes - skipped, stored.shape, stored.strides)
 
 
@@ -322,7 +318,7 @@ class _Interpreter:
         kind, name, key, _, numel = _expect(self.stack.pop(), tuple)
         dtype = _STORAGES[_expect(name, _Name).name]
         begin, num_bytes = self.find_storage(_expect(key, str))
-        if kind != "storage" or num_bytes != _expect(numel, int) * _ITEM_BYTES[dtype]:
+        if kind != "storage" or num_bytes != _expect(numel, int) * ITEM_BYTES[dtype]:
             raise ValueError(f"storage {key[:MAX_NAME]!r} has {num_bytes} bytes, its tensors expect another size")
         self.push(_Storage(dtype, begin, num_bytes))
 

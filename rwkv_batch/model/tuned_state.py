@@ -22,7 +22,12 @@ AUTO, VALUE_KEY, KEY_VALUE = "auto", "value_key", "key_value"
 ORIENTATION = "orientation"
 """key in a safetensors file's metadata"""
 STATE_FILE = FileKind(
-    "state file", "state file", "tuned states", "give", (".pth", ".pt", ".bin", ".safetensors", ".st", ".state")
+    "state file",
+    "state file",
+    "tuned states",
+    "give",
+    ".pth or .safetensors",
+    (".pth", ".pt", ".bin", ".safetensors", ".st", ".state"),
 )
 _NAME = re.compile(r"(?:^|\.)blocks\.(\d+)\.att\.time_state$")
 _SHOWN = 3

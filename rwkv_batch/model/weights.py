@@ -1,6 +1,6 @@
 """Opens weight files memory-mapped, recognises the model by its tensors, and checks them.
 
-Reads `.pth` (a dict of tensors, `weights_only`) and `.safetensors` with the same names.
+Reads `.pth`, `.safetensors` and GGUF files, and Hugging Face folders; layouts of names are those of their modules.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.content_digest import content_digest
+from rwkv_batch.model.files.blocks import BlockTensor, stored
+from rwkv_batch.model.gguf_names import names_of_pth
 from rwkv_batch.model.huggingface import is_folder, native_names, read_folder
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older import files as older
@@ -29,13 +31,33 @@ from state_pool.origins import FINGERPRINT_SEPARATOR
 logger = logging.getLogger(__name__)
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
+_WHOLE = "use RWKV-7 'x070' or RWKV-6, 5 or 4 'World' weights"
 UNSUPPORTED_MODELS = (
-    (re.compile(r"ffn\.s_emb"), "RWKV-7a (rwkv7a-*, keys 'ffn.s_emb*')"),
-    (re.compile(r"(^|\.)qkv\."), "RWKV-7b (rwkv7b-*, keys 'qkv.*')"),
-    (re.compile(r"(^|\.)enn"), "RWKV-8 (keys 'enn*')"),
-    (re.compile(r"^model\.layers\."), "a transformers model other than RWKV-7 (keys 'model.layers.*')"),
-    (re.compile(r"\.(lora_A|lora_B|bone|disha)$"), "an adapter (keys '*.lora_*' or '*.bone'), not a whole model"),
-    (re.compile(r"att\.time_state$"), "a tuned state (keys 'att.time_state'), not a whole model"),
+    (re.compile(r"ffn\.s_emb"), "RWKV-7a with DeepEmbed (rwkv7a-*, keys 'ffn.s_emb*')", _WHOLE),
+    (re.compile(r"(^|\.)qkv\."), "RWKV-7b (rwkv7b-*, keys 'qkv.*')", _WHOLE),
+    (re.compile(r"(^|\.)enn"), "RWKV-8 (keys 'enn*')", _WHOLE),
+    (re.compile(r"(^|[._])rosa"), "RWKV with ROSA (keys 'rosa*')", _WHOLE),
+    (
+        re.compile(r"ffn\.(router|expert)"),
+        "a mixture of experts (keys 'ffn.router*' or 'ffn.expert*')",
+        f"{_WHOLE}, or load experts of an adapter with --adapter-serve",
+    ),
+    (
+        re.compile(r"^model\.layers\.\d+\.self_attn\.(time_mixer\.|receptance|x_r$|r_k$|w[012]$)"),
+        "ARWKV, a transformers model with RWKV's attention (keys 'self_attn.*')",
+        _WHOLE,
+    ),
+    (re.compile(r"^model\.layers\."), "a transformers model other than RWKV-7 (keys 'model.layers.*')", _WHOLE),
+    (
+        re.compile(r"\.(lora_A|lora_B|bone|disha)(\.default)?(\.weight)?$"),
+        "an adapter (keys '*.lora_*' or '*.bone'), not a whole model",
+        "load it with --adapter FILE or --adapter-serve NAME=FILE",
+    ),
+    (
+        re.compile(r"att\.time_(state|offset)$"),
+        "a tuned state (keys 'att.time_state'), not a whole model",
+        "load it with --state NAME=FILE",
+    ),
 )
 TABLES = ("emb.weight", "head.weight")
 """They have a row per token."""
@@ -90,7 +112,8 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        """Return the bytes of all tensors as the file has them."""
+        return sum(stored(t).nbytes for t in self.tensors.values())
 
     @property
     def num_parameters(self) -> int:
@@ -106,7 +129,7 @@ def open_weights(path: str | Path) -> Weights:
     path = Path(path)
     try:
         tensors = read_folder(path) if is_folder(path) else read_tensors(path)
-        return weights_from(native_names(tensors), path)
+        return weights_from(native_names(names_of_pth(tensors)), path)
     except FileError as error:
         raise WeightsError(str(error)) from error
 
@@ -124,7 +147,11 @@ def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) 
 
 def _without_padding(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the tensors with the vocabulary's rows [V, C] of the tables: others could be sampled, and mean no text."""
-    cut = {name: tensor[:VOCAB_SIZE] for name, tensor in tensors.items() if name in TABLES and len(tensor.shape) == 2}
+    cut = {
+        name: tensor[:VOCAB_SIZE]
+        for name, tensor in tensors.items()
+        if name in TABLES and len(tensor.shape) == 2 and len(tensor) > VOCAB_SIZE
+    }
     unused = max((len(tensors[name]) - len(tensor) for name, tensor in cut.items()), default=0)
     if not unused:
         return tensors
@@ -138,13 +165,10 @@ def _without_padding(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, 
 
 
 def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
-    for pattern, description in UNSUPPORTED_MODELS:
+    for pattern, description, remedy in UNSUPPORTED_MODELS:
         found = [name for name in tensors if pattern.search(name)]
         if found:
-            raise WeightsError(
-                f"model file {path} is {description}, found in {', '.join(found[:3])}; use RWKV-7 'x070' or "
-                "RWKV-6, 5 or 4 'World' weights"
-            )
+            raise WeightsError(f"model file {path} is {description}, found in {', '.join(found[:3])}; {remedy}")
     version = older.version_of(tensors) or RWKV7
     required = ("blocks.0.att.r_k", "blocks.0.att.w1") if version == RWKV7 else ()
     for name in ("emb.weight", *required, "head.weight"):
@@ -244,6 +268,8 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, expected: tuple[int, ..
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return a vector or small matrix, or a few runs of a large one, which touch few mapped pages; fp32."""
+    if isinstance(tensor, BlockTensor):
+        return tensor.sample(SAMPLE_RUNS)
     flat = tensor.reshape(-1)
     if flat.numel() > SAMPLE_WHOLE:
         flat = torch.cat(

@@ -91,6 +91,14 @@ def test_it_equals_the_pth_file(tmp_path: Path, tensors: dict[str, Tensor], form
     assert torch.equal(*logits)
 
 
+def test_a_file_of_ai00_has_its_low_rank_pairs_transposed(tmp_path: Path) -> None:
+    half = {name: tensor.half() for name, tensor in NATIVE.items()}
+    stored = {name: tensor.t() if re.search(r"\.[wavg][12]$", name) else tensor for name, tensor in half.items()}
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.st")
+    found, native = open_weights(tmp_path / "model.st"), weights_from(half)
+    assert found.shape == native.shape and found.fingerprint == native.fingerprint
+
+
 def test_missing_shards(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "a", fla())
     (folder / "model-00002-of-00003.safetensors").unlink()

@@ -135,9 +135,13 @@ REFUSED = [
     ("v5", plus("blocks.0.att.time_faaaa", 4), r"\(RWKV-5.0\) lacks"),
     ("v4", lambda _: plus("blocks.0.att.time_first", 4)({}), "is not RWKV-4: it has no 'emb.weight'"),
     ("transformers", lambda _: {"model.layers.0.attn.r_proj.weight": torch.zeros(4)}, "transformers"),
-    ("lora", plus("blocks.0.att.key.weight.lora_A", 4), "an adapter"),
+    ("ARWKV", lambda _: {"model.layers.0.self_attn.time_mixer.x_r": torch.zeros(4)}, "is ARWKV"),
+    ("ROSA", plus("blocks.0.rosa.weight", 4), r"RWKV with ROSA .*blocks\.0\.rosa\.weight"),
+    ("experts", plus("blocks.0.ffn.experts.1.key.weight", 4), "a mixture of experts"),
+    ("lora", plus("blocks.0.att.key.weight.lora_A", 4), "an adapter .*with --adapter FILE"),
+    ("PEFT's lora", lambda _: {"base.blocks.0.att.key.lora_A.weight": torch.zeros(4)}, "an adapter .*--adapter FILE"),
     ("bone", plus("blocks.0.att.key.bone", 4), "an adapter"),
-    ("tuned state", lambda _: {"blocks.0.att.time_state": torch.zeros(1, 64, 64)}, "a tuned state"),
+    ("tuned state", lambda _: {"blocks.0.att.time_state": torch.zeros(1, 64, 64)}, "a tuned state .*--state NAME=FILE"),
     ("something else", lambda _: {"conv.weight": torch.zeros(4)}, "is not RWKV-7: it has no 'emb.weight'"),
     ("empty", lambda _: {}, "is not RWKV-7"),
     ("an unknown tensor", plus("blocks.1.att.x_q", 1, 1, 64), r"1 tensors .*blocks\.1\.att\.x_q"),
@@ -175,10 +179,29 @@ def test_paths_that_are_not_files(tmp_path: Path) -> None:
         os.mkfifo(pipe)  # opening it would wait for a writer
         with pytest.raises(WeightsError, match="is not a regular file"):
             open_weights(pipe)
-    other = tmp_path / "model.gguf"
+    other = tmp_path / "model.rwkvq"
     other.write_bytes(b"GGUF")
-    with pytest.raises(WeightsError, match=r"ends in '\.gguf'"):
+    with pytest.raises(WeightsError, match=r"ends in '\.rwkvq'; RWKV-7 weights come as \.pth, \.safetensors or \.gguf"):
         open_weights(other)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".gguf"])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234\n",
+            "a git-lfs pointer.*git lfs pull",
+        ),
+        (b"\n<!DOCTYPE html><html><head><title>Not found", "a web page; download the file itself"),
+    ],
+    ids=["git-lfs", "a web page"],
+)
+def test_what_a_download_leaves_in_place_of_a_file(tmp_path: Path, suffix: str, content: bytes, why: str) -> None:
+    path = tmp_path / f"model{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(WeightsError, match=why):
+        open_weights(path)
 
 
 @pytest.mark.parametrize(

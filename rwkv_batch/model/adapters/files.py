@@ -24,7 +24,14 @@ from rwkv_batch.model.tensor_files import MAX_VALUE, FileError, FileKind, read_j
 from rwkv_batch.model.weights import FLOATS
 from rwkv_batch.models_folder import ADAPTER_CONFIG
 
-ADAPTER_FILE = FileKind("adapter file", "adapter file", "adapters", "give", (".pth", ".pt", ".bin", ".safetensors"))
+ADAPTER_FILE = FileKind(
+    "adapter file",
+    "adapter file",
+    "adapters",
+    "give",
+    ".pth or .safetensors",
+    (".pth", ".pt", ".bin", ".safetensors"),
+)
 _MODEL = "adapter_model"
 _NAME = re.compile(
     r"(?:^|\.)(?P<target>(?:blocks\.\d+\.|emb\b|head\b|ln_out\b).*?)"

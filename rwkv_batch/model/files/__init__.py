@@ -1,0 +1,1 @@
+"""Tensors in files: their places, the header of GGUF, and its quantised blocks."""
