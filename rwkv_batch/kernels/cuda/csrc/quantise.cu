@@ -18,8 +18,7 @@
 // per 8 elements, at most 16 CTAs per SM, which loop.
 // Block: quantise_rows: up to 1,024 threads of 8 to 32 elements; the others 256.
 // Shared memory: quantise_rows 128 bytes, the others none.
-// Bound: memory; quantise_rows 3 k bytes per row, two_part_rows and two_byte_rows 4 k, dequantise 3 n k (int4: 2.5 n
-// k).
+// Bound: memory; quantise_rows 3 k bytes per row, two_part_rows and two_byte_rows 4 k, dequantise 3 n k.
 // Share of 4.8 TB/s (H200): quantise_rows 4,096 rows of 16,384 88 %, 320 rows 63 %; dequantise [16,384, 4,096] int8
 // 78 %, int4 71 %, transposed 69 and 24 %. two_part_rows and two_byte_rows take at most 64 rows: the latency of a
 // launch, 1.5 us.
