@@ -29,8 +29,11 @@ MODEL_SUFFIXES = (".pth", ".safetensors")
 _SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
-async def _model_entries(context: Context) -> list[dict[str, object]]:
-    """Return the entries of a model with each usable tuned state and adapter. Without these if the engine is away."""
+async def model_names(context: Context) -> dict[str, int]:
+    """Return a model's name, and its names with each usable tuned state and adapter, with their times of loading.
+
+    Without states and adapters if its engine is away.
+    """
     name = context.config.model_name
     created = {name: context.started}
     try:
@@ -45,6 +48,11 @@ async def _model_entries(context: Context) -> list[dict[str, object]]:
     for adapter in adapters:
         if not adapter.error:
             created |= dict.fromkeys(adapter_names(name, adapter.name), adapter.created)
+    return created
+
+
+async def _model_entries(context: Context) -> list[dict[str, object]]:
+    created = await model_names(context)
     return [{"id": name, "object": "model", "created": at, "owned_by": "rwkv"} for name, at in created.items()]
 
 

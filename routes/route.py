@@ -206,7 +206,7 @@ async def validated_body(context: Context, route: Route, model: type[Fields], da
     return await offload_if_large(size, validated, model, data, others=others, is_strict=is_strict)
 
 
-async def with_defaults_applied(context: Context, parsed: object) -> object:
+async def with_defaults_applied(context: Context, parsed: Any) -> Any:
     """Return the body with the missing decode parameters filled in from its tuned state and model.
 
     Raises ServiceError.

@@ -8,9 +8,7 @@ same name after its files have been checked.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -20,7 +18,7 @@ from routes.context import Context
 from routes.models import LoadBody, loaded_models, model_spec
 from routes.openai import chat
 from routes.request.bodies import Body, Weights
-from routes.request.fields import Number, unescaped
+from routes.request.fields import Number, rename_fields, unescaped
 from routes.request.jobs import base_name, sanitize_name, state_names
 from routes.request.json_body import validate
 from routes.response.generate import call_engine
@@ -106,20 +104,6 @@ class LoadMixtureBody(GatingBody):
     )
 
 
-@contextmanager
-def _rename_fields(**request_names: str) -> Iterator[None]:
-    """Rename the fields in errors to those of the request."""
-    try:
-        yield
-    except ServiceError as error:
-        field = error.info.field or ""
-        name = request_names.get(re.split(r"[.\[]", field)[0])
-        if name is None:
-            raise
-        message = f"{name}: {error.info.message.removeprefix(f'{field}: ')}"
-        raise ServiceError.from_info(msgspec.structs.replace(error.info, field=name, message=message)) from None
-
-
 def _last_loaded_model(context: Context) -> str | None:
     here = (ModelStatus.READY, ModelStatus.LOADING)
     registered = [
@@ -169,7 +153,7 @@ async def load(context: Context, body: LoadModelBody) -> HandlerResponse:
             "defaults": _defaults(body, end_text(body)).given,
         },
     )
-    with _rename_fields(file="model_filename", name="model_viewname", adapters="adapter_filename"):
+    with rename_fields(file="model_filename", name="model_viewname", adapters="adapter_filename"):
         spec = model_spec(context, given)
         await _replace_same_name(context, spec)
         model = await loaded_models(context).load(spec, _LOAD_TIMEOUT_S)
@@ -269,7 +253,7 @@ async def remove(context: Context, query: dict[str, str]) -> HandlerResponse:
 
 async def load_state(context: Context, body: LoadStateBody) -> HandlerResponse:
     """Load a tuned state."""
-    with _rename_fields(file="state_filename", name="state_viewname"):
+    with rename_fields(file="state_filename", name="state_viewname"):
         call = AddState(sanitize_name(body.state_viewname), body.state_filename, defaults=_defaults(body))
         await call_engine(await _target_context(context), call)
     return _success()
@@ -283,7 +267,7 @@ async def load_mixture(context: Context, body: LoadMixtureBody) -> HandlerRespon
     mixture = _pair_weights(members, body.state_gatingweight)
     added: list[str] = []
     try:
-        with _rename_fields(file="state_filenames", name="state_viewname", states="state_gatingweight"):
+        with rename_fields(file="state_filenames", name="state_viewname", states="state_gatingweight"):
             for one, file in zip(names, body.state_filenames, strict=True):
                 await call_engine(context, AddState(one, file))
                 added.append(one)
@@ -304,7 +288,7 @@ async def set_gating(context: Context, body: GatingBody) -> HandlerResponse:
     if info is None:
         message = f"state_viewname: there is no mixture of states {name!r}; GET /v1/states lists the states"
         raise ServiceError(ErrorKind.STATE_NOT_FOUND, message, field="state_viewname", given=given)
-    with _rename_fields(states="state_gatingweight"):
+    with rename_fields(states="state_gatingweight"):
         await call_engine(context, _change_weights(info, body))
     return _success()
 

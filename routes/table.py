@@ -14,6 +14,8 @@ from routes import (
     translate,
     web_page,
 )
+from routes.ollama import generation
+from routes.ollama import models as ollama_models
 from routes.openai import batches, chat, completions, files, responses
 from routes.route import Route
 
@@ -26,6 +28,8 @@ ROUTES: tuple[Route, ...] = (
     *completions.ROUTES,
     *score.ROUTES,
     *responses.ROUTES,
+    *generation.ROUTES,
+    *ollama_models.ROUTES,
     *models.ROUTES,
     *engines.ROUTES,
     *rwkv_infer.ROUTES,

@@ -91,8 +91,9 @@ ROOMS = {
     "routes.file_store routes.docs",
     "routes.openai": "routes routes.context routes.request_context routes.request routes.response routes.route "
     "routes.file_store",
+    "routes.ollama": "routes routes.context routes.request routes.response routes.route routes.openai",
     "routes.docs": "routes.context routes.request routes.response routes.route",
-    "routes.table": "routes routes.route routes.openai",
+    "routes.table": "routes routes.route routes.openai routes.ollama",
     "routes.reference": "routes.docs routes.table",
     # Programs and the library.
     "programs": "",
@@ -106,8 +107,8 @@ ROOMS = {
     "programs.serve": "programs programs.settings programs.serve.batches",
     "programs.serve.batches": "programs programs.backends programs.batch programs.batch.inputs programs.batch.formats",
     "routes.serving": "routes routes.model_connections routes.api_keys routes.config routes.context "
-    "routes.request_context routes.request routes.response routes.route routes.file_store routes.openai routes.docs "
-    "routes.table",
+    "routes.request_context routes.request routes.response routes.route routes.file_store routes.openai routes.ollama "
+    "routes.docs routes.table",
 }
 """Folder -> folders of the same level that it may import. A file belongs to the longest matching name."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from routes.openai.response_format import ResponseFormat
+from routes.openai.response_format import SCHEMA_FIELD, ResponseFormat
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Messages, SamplingBody, SessionFields, StopTokens, TemplateFields, Texts
@@ -50,8 +50,10 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fai
 
 
 class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):
-    """Fields of all OpenAI generation routes."""
+    """Fields of all OpenAI generation routes. Other formats are converted to them."""
 
+    schema_field: ClassVar[str] = SCHEMA_FIELD
+    """The request's field with the answer's schema, for errors."""
     seed: int | None = Field(
         None,
         ge=-(2**63),
@@ -228,7 +230,7 @@ class ChatBody(ConversationBody):
     def format_constraint(self) -> Constraint | None:
         if self.response_format is None:
             return None
-        return self.response_format.constraint(THINK_END if self.thinks else "")
+        return self.response_format.constraint(THINK_END if self.thinks else "", self.schema_field)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -283,7 +285,7 @@ class CompletionBody(OpenAIBody):
     @property
     def format_constraint(self) -> Constraint | None:
         """The constraint of `response_format`."""
-        return None if self.response_format is None else self.response_format.constraint()
+        return None if self.response_format is None else self.response_format.constraint(field=self.schema_field)
 
     @property
     def constraint(self) -> Constraint | None:
@@ -329,3 +331,9 @@ class CompletionBody(OpenAIBody):
             message = "best_of above n cannot be streamed: the best answers are known at the end"
             raise PydanticCustomError("best_of", message, {"field": "best_of"})
         return self
+
+
+class RawBody(CompletionBody):
+    """A raw prompt in another format than OpenAI's, whose default of `max_tokens` is too small there."""
+
+    max_tokens: int = Field(8192, ge=1, description="Maximum number of generated tokens.")

@@ -10,6 +10,8 @@ from pydantic_core import PydanticCustomError, to_json
 from routes.request.fields import Fields, Ignored, Pattern
 from sampling.grammar.constraint import Constraint, Form
 
+SCHEMA_FIELD = "response_format.json_schema.schema"
+
 
 class JsonSchemaFormat(Fields):
     """A schema and its name."""
@@ -43,8 +45,11 @@ class ResponseFormat(Fields):
             )
         return self
 
-    def constraint(self, after: str = "") -> Constraint | None:
-        """Return the constraint of the text after `after`, or None for free text."""
+    def constraint(self, after: str = "", field: str = SCHEMA_FIELD) -> Constraint | None:
+        """Return the constraint of the text after `after`, or None for free text.
+
+        field: the request's field with the schema, for errors
+        """
         if self.type == "text":
             return None
         schema = self.json_schema
@@ -53,7 +58,7 @@ class ResponseFormat(Fields):
         return Constraint(
             form=Form.JSON_SCHEMA,
             source=to_json(schema.schema_).decode(),
-            field="response_format.json_schema.schema",
+            field=field,
             strict=schema.strict,
             after=after,
         )

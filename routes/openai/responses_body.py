@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -234,12 +233,7 @@ class ResponsesBody(ConversationBody):
 
     @property
     def format_constraint(self) -> Constraint | None:
-        format_constraint = self.text.format.chat_format.constraint(THINK_END if self.thinks else "")
-        return (
-            None
-            if format_constraint is None
-            else msgspec.structs.replace(format_constraint, field="text.format.schema")
-        )
+        return self.text.format.chat_format.constraint(THINK_END if self.thinks else "", "text.format.schema")
 
     @property
     def num_logprobs(self) -> int | None:

@@ -6,10 +6,11 @@ import contextlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
+import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -346,6 +347,20 @@ def at_most_one(given: Iterable[str]) -> None:
     if len(names) > 1:
         what = " and ".join(names)
         raise PydanticCustomError("constraint", "{what} exclude each other", {"what": what, "field": names[-1]})
+
+
+@contextlib.contextmanager
+def rename_fields(**request_names: str) -> Iterator[None]:
+    """Rename the fields in errors to those of the request."""
+    try:
+        yield
+    except ServiceError as error:
+        field = error.info.field or ""
+        name = request_names.get(re.split(r"[.\[]", field)[0])
+        if name is None:
+            raise
+        message = f"{name}: {error.info.message.removeprefix(f'{field}: ')}"
+        raise ServiceError.from_info(msgspec.structs.replace(error.info, field=name, message=message)) from None
 
 
 def unescaped(field: str, text: str) -> str:

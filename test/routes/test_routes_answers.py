@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
+from routes.ollama.models import REFUSED
 from routes.table import ROUTES
 from test.serving import Service, sse_data, wait_for
 from test.state_files import random_state, write_state
@@ -53,6 +55,16 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/openai/detokenize", {"tokens": [-1]}),
     ("/tokenizer_info", None),
     ("/openai/tokenizer_info", None),
+    ("/api/chat", {"messages": TALK["messages"], "options": {"num_predict": 6}, "logprobs": True, "think": True}),
+    ("/api/chat", {"messages": []}),
+    ("/api/generate", {"prompt": "Hi", "options": {"num_predict": 6}}),
+    ("/api/generate", {"prompt": "Hi", "model": "nobody"}),
+    ("/api/tags", None),
+    ("/api/ps", None),
+    ("/api/version", None),
+    ("/api/show", {"model": "rwkv7"}),
+    ("/api/pull", {"model": "nobody"}),
+    *((path, {}) for method, path in REFUSED if method == "POST"),
     (RESPOND, {**SHORT, "input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}),
     ("/v1/responses", {**SHORT, "input": "Hi"}),
     (RESPOND, {**SHORT, "input": "Hi", "reasoning": {"effort": "low"}, "instructions": "Be brief."}),
@@ -107,7 +119,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
 ]
 CARRIED = {
     "/state/export", "/state/import", "/state/delete", "/v1/states", "/v1/states/{name}", "/v1/adapters/{name}",
-    "/web/{file}",
+    "/web/{file}", "/api/delete",
 }  # fmt: skip
 """Routes that are called in sequence, in their own test."""
 
@@ -130,6 +142,9 @@ class Published:
             value = schema["properties"]["data"]["anyOf"][0]["contentSchema"]
             for event in sse_data(answer.text):
                 self._validate(value, event)
+        elif content_type == "application/x-ndjson":
+            for line in answer.text.splitlines():
+                self._validate(schema["contentSchema"], json.loads(line))
         elif content_type == "application/json":
             self._validate(schema, answer.json())
         else:

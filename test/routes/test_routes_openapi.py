@@ -37,7 +37,8 @@ ANSWER_404 = (
     "POST /v1/models/load", "POST /v1/models/unload", "GET /openai/v1/files/{file_id}",
     "DELETE /openai/v1/files/{file_id}", "POST /openai/v1/batches", "GET /openai/v1/batches/{batch_id}",
     "POST /openai/v1/batches/{batch_id}", "POST /loadmodel", "POST /removemodel", "POST /loadstatemodel",
-    "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
+    "POST /api/push", "POST /api/create", "POST /api/copy", "POST /api/embed", "POST /api/embeddings",
+    "DELETE /api/delete", "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
 )  # fmt: skip
 """Routes whose examples need something that is missing: an object, a file, or several engines."""
 EXAMPLES = 200 if os.environ.get("RWKV_LONG_TESTS") else 6
@@ -67,6 +68,8 @@ def made_short(body: Any) -> Any:
             short[name] = most
     if "max_tokens" not in short:
         short["max_tokens"] = MOST_TOKENS
+    if isinstance(short.get("options", {}), dict):  # Ollama's
+        short["options"] = {"num_predict": MOST_TOKENS, **short.get("options", {})}
     return short
 
 

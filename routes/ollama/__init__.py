@@ -1,0 +1,1 @@
+"""Ollama's API: its bodies become those of the OpenAI routes, and the engine's output its lines."""
