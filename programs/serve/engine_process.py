@@ -88,8 +88,8 @@ def _has_idle_cores(config: EngineConfig, engines: int) -> bool:
     Loading on idle cores would never end without any. Without --threads, an engine on a CPU uses all cores.
     """
     is_on_gpus = all(device.startswith("cuda") for device in config.devices)
-    taken = (1 if is_on_gpus else config.threads) * engines
-    return taken > 0 and cores() - taken >= SPARE_CORES
+    used_cores = (1 if is_on_gpus else config.threads) * engines
+    return used_cores > 0 and cores() - used_cores >= SPARE_CORES
 
 
 logger = logging.getLogger("supervisor")

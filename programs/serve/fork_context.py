@@ -22,7 +22,7 @@ from typing import Any
 
 SUPERVISOR = "RWKV_SUPERVISOR"
 """Environment variable of a fork server: the process id of the supervisor."""
-_FIRST = "programs.serve.fork_server"
+_FORK_SERVER_MODULE = "programs.serve.fork_server"
 """Module that the fork server imports first."""
 MAX_PENDING_FORKS = 64
 """Maximum pending forks. The server's socket queues 128, and a further request would block."""
@@ -145,12 +145,12 @@ class _Forked(popen_forkserver.Popen):
         if self.pid is None:
             self.pid = number
             self._server.mark_forked(self._status_fd)
-            self._follow()  # before it gets its work, so that its process id cannot be reused yet
+            self._open_pidfd()  # before it gets its work, so that its process id cannot be reused yet
             self._send_payload(self._data)
         else:
             self.returncode = number
 
-    def _follow(self) -> bool:
+    def _open_pidfd(self) -> bool:
         """Opens a pidfd for the end of the process. Returns False if that fails, e.g. without free descriptors."""
         try:
             assert self.pid is not None
@@ -164,7 +164,7 @@ class _Forked(popen_forkserver.Popen):
         if self.pid is None:
             self._server.mark_forked(self._status_fd)
             self.returncode = _EXIT_CODE_UNKNOWN
-        elif not self._follow():  # its end would go unnoticed
+        elif not self._open_pidfd():  # its end would go unnoticed
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
             self.returncode = _EXIT_CODE_UNKNOWN
@@ -223,7 +223,7 @@ class ForkedContext(ForkServerContext):
     """Context of processes from one server that imported `preload`. They do not run `__main__`."""
 
     def __init__(self, *preload: str) -> None:
-        self._server = _Server([_FIRST, __name__, *preload])
+        self._server = _Server([_FORK_SERVER_MODULE, __name__, *preload])
 
     def Process(self, **arguments: Any) -> ForkedProcess:  # type: ignore[override] # noqa: N802 - likewise
         """Creates a process without starting it."""

@@ -158,7 +158,7 @@ class HttpWorkers:
                 case "serving":
                     worker.serves = True
                     self.failures = 0
-                case "round":
+                case "heartbeat":
                     worker.heartbeats, worker.heartbeat_pending = worker.heartbeats + 1, False
                 case "engine":
                     worker.has_engine = value
@@ -184,7 +184,7 @@ class HttpWorkers:
                 worker.child.end()
             elif not worker.heartbeat_pending:
                 worker.heartbeat_pending = True
-                worker.child.send_command("look")
+                worker.child.send_command("ping")
 
     def _assign_sockets(self) -> None:
         """Assigns sockets without a worker to spares."""
@@ -228,7 +228,7 @@ class HttpWorkers:
             self.is_ready = is_ready
             for worker in self.workers:
                 if worker.socket is not None:
-                    worker.child.send_command(("all", is_ready))
+                    worker.child.send_command(("all_ready", is_ready))
 
     def _send_models(self) -> None:
         """Sends every worker the list of models when it changes."""

@@ -24,8 +24,8 @@ class Listeners:
     front: socket.socket | None = None
 
     def close(self) -> None:
-        for one in (*self.workers, *([self.front] if self.front else [])):
-            one.close()
+        for listener in (*self.workers, *([self.front] if self.front else [])):
+            listener.close()
 
 
 def open_direct(host: str, port: int, count: int, stall_timeout_s: float) -> Listeners:

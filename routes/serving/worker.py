@@ -89,7 +89,7 @@ class SupervisorLink:
     def send_heartbeat(self) -> None:
         """Make the event loop report to the supervisor. A hanging loop does not report."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.notify, "round")
+            self._loop.call_soon_threadsafe(self.notify, "heartbeat")
 
     def receive(self) -> Any:
         """Return the next command. Ends the process if the supervisor is gone."""
@@ -115,14 +115,14 @@ def run_http_worker(
     - ("standby", None), ("serving", None)
     - ("engine", whether it is connected)
     - ("used", names of models), ("model", command)
-    - ("round", None) from the event loop, in reply to "look"
+    - ("heartbeat", None) from the event loop, in reply to "ping"
     - ("failed", reason)
 
     From the supervisor:
     - ("serve", number, keys), ("keys", keys)
-    - ("all", whether every worker takes work)
+    - ("all_ready", whether every worker accepts requests)
     - ("models", list), ("model", number, refusal)
-    - "look", "drain" and "finish", which ends the process
+    - "ping", "drain" and "finish", which ends the process
     """
     become_child(name, log_config)
     _block_signals()
@@ -184,7 +184,7 @@ def _run(
     follow_thread.start()
     try:
         identify_connections(Path(robyn.__file__))
-    except (OSError, RuntimeError) as error:  # serve all the same: such answers are computed to their end
+    except (OSError, RuntimeError) as error:  # serve without it: such answers are computed to their end
         logger.warning("a client that leaves before an answer without a stream is not noticed: %s", error)
     serve(app, listeners[number])
 
@@ -275,12 +275,15 @@ def _reset_affinity(cpus: set[int]) -> None:
 
 
 def _follow_supervisor(context: Context, fleet: Fleet, supervisor: SupervisorLink, models: ModelRegistry) -> None:
-    """Handle the supervisor's commands: "drain" refuses new work, "finish" ends the process after the last answer."""
+    """Handle the supervisor's commands.
+
+    "drain" refuses new requests. "finish" ends the process after the last answer.
+    """
     while True:
         match supervisor.receive():
-            case ("all", all_workers_ready):
+            case ("all_ready", all_workers_ready):
                 context.readiness.all_workers_ready = all_workers_ready
-            case "look":
+            case "ping":
                 supervisor.send_heartbeat()
             case "drain":
                 context.limiter.draining = True

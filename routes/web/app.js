@@ -6,7 +6,7 @@ import { Chat } from "./chat/chat.js";
 import { Dashboard } from "./dashboard/dashboard.js";
 import { keepSamples } from "./dashboard/series.js";
 import { language, t, useLanguage } from "./i18n.js";
-import { follow, service } from "./monitor.js";
+import { service, startPolling } from "./monitor.js";
 import { Translate } from "./translate/translate.js";
 import { createStore, html, render, settings, useEffect, useRef, useState, useStore } from "./ui.js";
 
@@ -65,9 +65,9 @@ function Notice() {
     return () => clearTimeout(timer);
   }, [restarts]);
   let text = "";
-  if (state === "away") text = reason ? t("notice.away", { reason }) : t("notice.offline");
+  if (state === "unreachable") text = reason ? t("notice.away", { reason }) : t("notice.offline");
   else if (back) text = t("notice.back");
-  return html`<div role="status" id="notice" class=${text ? (state === "away" ? "notice bad" : "notice") : ""}>${text}</div>`;
+  return html`<div role="status" id="notice" class=${text ? (state === "unreachable" ? "notice bad" : "notice") : ""}>${text}</div>`;
 }
 
 function PasswordDialog() {
@@ -122,4 +122,4 @@ const place = document.getElementById("app");
 place.textContent = "";
 render(html`<${App} />`, place);
 keepSamples();
-follow();
+startPolling();

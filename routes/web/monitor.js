@@ -5,45 +5,45 @@ import { parseMetrics } from "./dashboard/prometheus.js";
 import { createStore } from "./ui.js";
 
 export const INTERVAL_MS = 2000;
-const PATIENCE_MS = 10_000;
+const TIMEOUT_MS = 10_000;
 
 /**
- * `state`: "starting", "ready" or "away". `reason`: the service's message, "" without an answer.
- * `status`: the last /status. `metrics`: the last /metrics. `at`: their time. `restarts`: restarts of the engine.
+ * `state`: "starting", "ready" or "unreachable". `reason`: the service's message, "" without an answer.
+ * `status`: the last /status. `metrics`: the last /metrics. `at`: when they arrived. `restarts`: restarts of the engine.
  */
 export const service = createStore({ state: "starting", reason: "", status: null, metrics: null, at: 0, restarts: 0 });
 
-async function look() {
-  const ask = (path, options) => request(path, { ...options, signal: AbortSignal.timeout(PATIENCE_MS) });
+async function poll() {
+  const get = (path, options) => request(path, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
   const [status, metrics] = await Promise.all([
-    ask("/status").then((response) => response.json()),
-    ask("/metrics", { quiet: true }).then(
+    get("/status").then((response) => response.json()),
+    get("/metrics", { quiet: true }).then(
       (response) => response.text(),
       (error) => (error.status === 401 ? "" : Promise.reject(error)), // only administrators get it
     ),
   ]);
-  service.set((known) => {
-    const before = known.status?.processes?.engine?.pid;
-    const restarted = before && before !== status.processes?.engine?.pid;
+  service.set((previous) => {
+    const oldPid = previous.status?.processes?.engine?.pid;
+    const restarted = oldPid && oldPid !== status.processes?.engine?.pid;
     return {
       state: "ready",
       reason: "",
       status,
       metrics: parseMetrics(metrics),
       at: Date.now(),
-      restarts: known.restarts + (restarted ? 1 : 0),
+      restarts: previous.restarts + (restarted ? 1 : 0),
     };
   });
 }
 
-/** Poll now and then every INTERVAL_MS. */
-export async function follow() {
+/** Poll at once, then every INTERVAL_MS. */
+export async function startPolling() {
   for (;;) {
     const started = Date.now();
     try {
-      await look();
+      await poll();
     } catch (error) {
-      service.set((known) => ({ ...known, state: "away", reason: error.status ? error.message : "" }));
+      service.set((previous) => ({ ...previous, state: "unreachable", reason: error.status ? error.message : "" }));
     }
     await new Promise((resolve) => setTimeout(resolve, Math.max(200, INTERVAL_MS - (Date.now() - started))));
   }

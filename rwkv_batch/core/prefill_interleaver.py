@@ -92,7 +92,7 @@ class PrefillInterleaver(Generic[Step]):
             self._process_outputs(step)
 
     def _between_pieces(self) -> None:
-        self.has_failed = True
+        self.has_failed = True  # stays set if one of these raises
         self.finish()  # the next piece is already launched, so the device does not wait for the host
         self._launch_prefill()
         self.has_failed = False

@@ -30,9 +30,9 @@ class SessionTransfer:
         self._thread = FileThread("session-files", closed_error, _to_service_error)
 
     def export(self, pool: StatePool, reply: Reply[bytes], call: ExportSession) -> None:
-        """Reply with the session's file, empty if only its existence was asked for. Engine thread."""
+        """Reply with the session's file; without `include_file` with no bytes. Engine thread."""
 
-        def exported(file: SessionFile | Exception) -> None:
+        def on_exported(file: SessionFile | Exception) -> None:
             if isinstance(file, Exception):
                 reply(as_service_error(file, given=call.session_id))
             elif call.include_file:
@@ -41,23 +41,25 @@ class SessionTransfer:
                 reply(b"")
 
         export = pool.import_export.export
-        reply_on_error(reply, _to_service_error, lambda: export(call.session_id, exported, call.dialogue))
+        reply_on_error(reply, _to_service_error, lambda: export(call.session_id, on_exported, call.dialogue))
 
     def import_session(self, pool: StatePool, reply: Reply[int], session_id: str, content: bytes) -> None:
         """Reply with the session's number of tokens once it is durable. Any thread."""
 
-        def fitted(file: FittedFile) -> None:
+        def on_fitted(file: FittedFile) -> None:
             if not self._put(lambda: self._import(pool, reply, session_id, file)):
                 reply(self._closed_error())
 
-        self._thread.run(reply, lambda: pool.import_export.fit(decode(content)), fitted)
+        self._thread.run(reply, lambda: pool.import_export.fit(decode(content)), on_fitted)
 
     @staticmethod
     def _import(pool: StatePool, reply: Reply[int], session_id: str, file: FittedFile) -> None:
-        def durable(error: Exception | None) -> None:
+        def on_durable(error: Exception | None) -> None:
             reply(file.num_tokens if error is None else as_service_error(error, given=session_id))
 
-        reply_on_error(reply, _to_service_error, lambda: pool.import_export.import_session(session_id, file, durable))
+        reply_on_error(
+            reply, _to_service_error, lambda: pool.import_export.import_session(session_id, file, on_durable)
+        )
 
     def close(self) -> None:
         self._thread.close()

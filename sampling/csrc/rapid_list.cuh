@@ -5,7 +5,7 @@
 
 namespace sampling {
 
-constexpr int kListRoom = 4864;  // capacity of the list: three CTAs fit an SM
+constexpr int kListCapacity = 4864;  // capacity of the list: three CTAs fit an SM
 constexpr int kIndexBits = 13;  // index in the list
 constexpr int kTokenBits = 18;  // token id: sampling/rapid.py allows vocabularies up to 2^18
 constexpr int kMaxTopK = 1024;   // largest top_k for which the list is tried
@@ -23,9 +23,9 @@ struct Chunk {
 
 // Candidate tokens.
 struct List {
-  float value[kListRoom + 4];  // [kListRoom] receives entries that do not fit
-  int32_t token[kListRoom + 4];
-  float score[kListRoom];
+  float value[kListCapacity + 4];  // [kListCapacity] receives entries that do not fit
+  int32_t token[kListCapacity + 4];
+  float score[kListCapacity];
 };
 
 // Result of the pass for finalists, per split.
@@ -34,7 +34,7 @@ struct Finalists {
   uint64_t pair[kFinalists];  // (score, token), 0: none
   float value[kFinalists];
   int32_t token[kFinalists];
-  float most;  // maximum and mass of the row
+  float max_value;  // maximum and mass of the row
   uint64_t row_mass;
   int32_t size, is_requested;
 };
@@ -91,7 +91,7 @@ __device__ inline void scan_chunks(
 struct Summary {
   float largest[kMaxBlocks];
   uint32_t finite;  // chunks with a finite maximum
-  float most, least;  // of all tokens; of the finite chunk maxima
+  float max_value, min_chunk_max;  // of all tokens; of the finite chunk maxima
   uint64_t mass;
 };
 
@@ -113,16 +113,16 @@ __device__ __forceinline__ Summary summarise(
   }
   for_each_entry(row, [&](int, float value) { ends.a = max(ends.a, ordered(value)); });
   ends = max_over_block(ends, buffers);
-  all.most = value_of(ends.a), all.least = value_of(~ends.b);
+  all.max_value = value_of(ends.a), all.min_chunk_max = value_of(~ends.b);
   Tally tally{0, 0};
 #pragma unroll
   for (int b = 0; b < kMaxBlocks; ++b) {
     tally.count += all.largest[b] >= kLowest;
-    if (mass[b] > 0.0f) tally.mass += to_fixed(mass[b] * mass_of(all.largest[b], all.most, scale2));
+    if (mass[b] > 0.0f) tally.mass += to_fixed(mass[b] * mass_of(all.largest[b], all.max_value, scale2));
   }
   if (slot.top_p < 1)
     for_each_entry(row, [&](int, float value) {
-      if (value > minus_infinity()) tally.mass += to_fixed(mass_of(value, all.most, scale2));
+      if (value > minus_infinity()) tally.mass += to_fixed(mass_of(value, all.max_value, scale2));
     });
   tally = sum_over_block(tally, buffers);
   all.mass = tally.mass, all.finite = tally.count;
@@ -161,8 +161,8 @@ struct Floor {
 // Refines until not many more do.
 __device__ inline Floor floor_by_count(const Summary& all, uint32_t target, Shared& shared, ReduceBuffers& buffers) {
   if (all.finite < target) return Floor{kLowest, all.finite};
-  const uint32_t enough = target + min(target, (kListRoom - target) / 4) + 16;
-  float low = all.least, high = all.most;
+  const uint32_t enough = target + min(target, (kListCapacity - target) / 4) + 16;
+  float low = all.min_chunk_max, high = all.max_value;
   uint32_t above = 0;
 #pragma unroll 1
   for (int round = 0; round < 4; ++round) {
@@ -181,7 +181,7 @@ __device__ inline Floor floor_by_count(const Summary& all, uint32_t target, Shar
     above = shared.before, low = value_of(ends.a), high = value_of(ends.b);
     if (reached <= enough || low == high) return Floor{low, reached};
   }
-  return Floor{low, kListRoom};
+  return Floor{low, kListCapacity};
 }
 
 // Returns a value reached by tokens of about `target` of the row's mass, or a larger one whose tokens fit the list, if
@@ -190,18 +190,18 @@ __device__ inline Floor floor_by_count(const Summary& all, uint32_t target, Shar
 // tokens reach a value. The caller checks the estimate.
 __device__ inline Floor floor_by_mass(
     const Row& row, const Summary& all, float scale2, float target, float needed, Shared& shared, ReduceBuffers& buffers) {
-  constexpr float kSafeRoom = 0.94f * kListRoom;
-  const Bins bins(all.least, all.most);
+  constexpr float kSafeCapacity = 0.94f * kListCapacity;
+  const Bins bins(all.min_chunk_max, all.max_value);
 #pragma unroll
   for (int b = 0; b < kMaxBlocks; ++b) {
     if (!(all.largest[b] >= kLowest)) continue;
     const int bin = bins.of(all.largest[b]);
     atomicAdd(&shared.count[bin], 1u);
-    atomicAdd(&shared.mass[bin], __float2uint_rn(mass_of(all.largest[b], all.most, scale2) * 0x1p20f));
+    atomicAdd(&shared.mass[bin], __float2uint_rn(mass_of(all.largest[b], all.max_value, scale2) * 0x1p20f));
   }
   for_each_entry(row, [&](int, float value) {
     if (value >= kLowest)
-      atomicAdd(&shared.extra[bins.of(value)], __float2uint_rn(mass_of(value, all.most, scale2) * 0x1p20f));
+      atomicAdd(&shared.extra[bins.of(value)], __float2uint_rn(mass_of(value, all.max_value, scale2) * 0x1p20f));
   });
   if (threadIdx.x == 0) shared.chosen = -1, shared.before = kBins;
   __syncthreads();
@@ -217,12 +217,12 @@ __device__ inline Floor floor_by_mass(
   const float here_mass = static_cast<float>(shared.mass[own]) * each + static_cast<float>(shared.extra[own]);
   const float mass = sum_up_to(here_mass * 0x1p-20f, buffers);
   if (here && mass >= target) atomicMax(&shared.chosen, own);
-  if (here && tokens <= kSafeRoom) atomicMin(&shared.before, own);
+  if (here && tokens <= kSafeCapacity) atomicMin(&shared.before, own);
   __syncthreads();
   const int chosen = max(shared.chosen, shared.before);
-  if (chosen == kBins) return Floor{INFINITY, kListRoom};
-  if (chosen == own) shared.reached = mass >= needed && tokens <= kSafeRoom ? static_cast<int>(tokens) : kListRoom;
-  const TwoKeys ends = ends_of_bin(all, all.least, all.most, bins, chosen, buffers);
+  if (chosen == kBins) return Floor{INFINITY, kListCapacity};
+  if (chosen == own) shared.reached = mass >= needed && tokens <= kSafeCapacity ? static_cast<int>(tokens) : kListCapacity;
+  const TwoKeys ends = ends_of_bin(all, all.min_chunk_max, all.max_value, bins, chosen, buffers);
   return Floor{value_of(ends.a), static_cast<uint32_t>(shared.reached)};
 }
 
@@ -245,7 +245,7 @@ __device__ __forceinline__ void append(Shared& shared, const Batch& batch, float
 #pragma unroll
   for (int i = 0; i < 4 * kBatch; ++i) {
     const bool reaches = batch.value[i] >= floor;
-    const int to = reaches ? min(at, kListRoom) : kListRoom;
+    const int to = reaches ? min(at, kListCapacity) : kListCapacity;
     shared.list.value[to] = batch.value[i], shared.list.token[to] = batch.token(i);
     at += reaches;
   }
@@ -272,7 +272,7 @@ __device__ inline void gather(const Row& row, const Summary& all, float floor, S
   for_each_entry(row, [&](int token, float value) {
     if (!(value >= floor)) return;
     const int at = atomicAdd(&shared.size, 1);
-    if (at < kListRoom) shared.list.value[at] = value, shared.list.token[at] = token;
+    if (at < kListCapacity) shared.list.value[at] = value, shared.list.token[at] = token;
   });
   __syncthreads();
   const int num_chunks = shared.num_chunks, pieces = num_chunks * row.chunk_batches;
@@ -340,17 +340,17 @@ __device__ inline int sample_from_list(const Shared& shared, const SlotState& sl
 // whether a finalist is kept. In the bin with the boundary, the mass that ranks before it is counted exactly. Tokens
 // below (1 - top_p) Z / V are truncated: all of them together have less mass than is truncated.
 struct Scale {
-  float most, scale2, lift, lowest, per_octave, bar;
+  float max_value, scale2, lift, lowest, per_octave, bar;
   bool is_fine;  // precise enough to select finalists by mass
 
-  __device__ __forceinline__ Scale(const Row& row, const SlotState& slot, float most, uint64_t row_mass) : most(most), scale2(slot.scale * kLog2e) {
+  __device__ __forceinline__ Scale(const Row& row, const SlotState& slot, float max_value, uint64_t row_mass) : max_value(max_value), scale2(slot.scale * kLog2e) {
     const float total = static_cast<float>(static_cast<double>(row_mass) * 0x1p-40);
-    is_fine = total >= 1.0f && fabsf(most * slot.scale) < 1e4f;
-    lift = 31.0f - log2f(total), bar = most * slot.scale + logf(total * (1.0f / kExpected));
+    is_fine = total >= 1.0f && fabsf(max_value * slot.scale) < 1e4f;
+    lift = 31.0f - log2f(total), bar = max_value * slot.scale + logf(total * (1.0f / kExpected));
     lowest = fmaxf(log2f(static_cast<float>(1.0 - slot.top_p) * total / static_cast<float>(row.vocab)), -120.0f);
     per_octave = kMassBins / fmaxf(-lowest, 1e-3f);
   }
-  __device__ __forceinline__ float octaves(float value) const { return __fmul_rn(__fsub_rn(value, most), scale2); }
+  __device__ __forceinline__ float octaves(float value) const { return __fmul_rn(__fsub_rn(value, max_value), scale2); }
   // Increases with x >= lowest.
   __device__ __forceinline__ int bin_of(float x) const {
     return min(static_cast<int>(__fmul_rn(__fsub_rn(x, lowest), per_octave)), kMassBins - 1);
@@ -367,7 +367,7 @@ struct Scale {
 __device__ inline void find_finalists(
     const Row& row, Range range, const Ring& ring, const SlotState& slot, const Scale& scale, bool with_entries, Finalists& finalists) {
   constexpr float kWeight = 2.0f * kExpected * 1.25f;  // a random word up to this many times its token's mass may be a finalist
-  constexpr uint32_t kMostMass = static_cast<uint32_t>(4294967295.0f / kWeight) - 2;
+  constexpr uint32_t kMaxMass = static_cast<uint32_t>(4294967295.0f / kWeight) - 2;
 #pragma unroll
   for (int i = 0; i < kMassBins / kThreads; ++i) finalists.mass[threadIdx.x + i * kThreads] = 0;
   if (threadIdx.x == 0) finalists.size = 0;
@@ -396,7 +396,7 @@ __device__ inline void find_finalists(
     for (int i = 0; i < 4 * kBatch; ++i) {
       const uint32_t mass = scale.add_mass(finalists, batch.value[i]);
       // s + gumbel(u) >= bar needs u <= -log(1 - u) <= exp(s - bar)
-      const uint32_t reach = mass > kMostMass ? 0xffffffffu : (mass + 1) * static_cast<uint32_t>(kWeight);
+      const uint32_t reach = mass > kMaxMass ? 0xffffffffu : (mass + 1) * static_cast<uint32_t>(kWeight);
       left |= static_cast<uint32_t>(words[i / 4].at[i % 4] <= reach) << i;
     }
     while (left) {
@@ -458,7 +458,7 @@ __device__ inline int choose_finalist(
     if (__syncthreads_or(mine == best && is_kept)) return token;
     limit = RankPosition{logit_of(row, token), token};
     ring.begin(row, range);
-    const Tally before = tally_before(row, range, ring, limit, scale.most, scale.scale2, buffers);
+    const Tally before = tally_before(row, range, ring, limit, scale.max_value, scale.scale2, buffers);
     const bool within_k = before.count < static_cast<uint32_t>(slot.top_k);
     if (before.count == 0 || (within_k && static_cast<double>(before.mass) < enough)) return token;
   }
@@ -469,7 +469,7 @@ __device__ inline void assist(const Row& row, Range range, const Ring& ring, con
   cluster.sync();
   Finalists& finalists = shared.finalists;
   if (!cluster.load(&finalists.is_requested, 0)) return cluster.sync();
-  const Scale scale(row, slot, cluster.load(&finalists.most, 0), cluster.load(&finalists.row_mass, 0));
+  const Scale scale(row, slot, cluster.load(&finalists.max_value, 0), cluster.load(&finalists.row_mass, 0));
   find_finalists(row, range, ring, slot, scale, false, finalists);
   cluster.sync();
   cluster.sync();
@@ -478,7 +478,7 @@ __device__ inline void assist(const Row& row, Range range, const Ring& ring, con
 // Signals to the other CTAs of a row whether they assist.
 __device__ __forceinline__ void request_assist(const Summary& all, bool is_requested, RowCluster cluster, Finalists& finalists) {
   if (cluster.count == 1) return;
-  if (threadIdx.x == 0) finalists.most = all.most, finalists.row_mass = all.mass, finalists.is_requested = is_requested;
+  if (threadIdx.x == 0) finalists.max_value = all.max_value, finalists.row_mass = all.mass, finalists.is_requested = is_requested;
   cluster.sync();
   if (!is_requested) cluster.sync();
 }
@@ -505,7 +505,7 @@ __device__ inline int sample_truncated(
   const Summary all = summarise(row, (range.last + row.chunk_batches - 1) / row.chunk_batches, slot, chunks, buffers);
   const float scale2 = slot.scale * kLog2e;
   const double mass = static_cast<double>(all.mass), enough = slot.top_p < 1 ? slot.top_p * mass : INFINITY;
-  const bool by_count = slot.top_k <= kMaxTopK, is_empty = all.most == minus_infinity();
+  const bool by_count = slot.top_k <= kMaxTopK, is_empty = all.max_value == minus_infinity();
   const Ring ring{reinterpret_cast<Quad*>(shared.ring)};
   bool needs_assist = false;
   if (!is_empty && (by_count || slot.top_p < 1)) {
@@ -520,13 +520,13 @@ __device__ inline int sample_truncated(
     }
     needs_assist = !by_count && floor.tokens >= kLongList;
     if (may_need_assist(slot)) request_assist(all, needs_assist, cluster, shared.finalists);
-    const bool fits = floor.tokens < kListRoom && !needs_assist;
+    const bool fits = floor.tokens < kListCapacity && !needs_assist;
     if (fits) gather(row, all, floor.value, shared);
-    if (fits && shared.size <= kListRoom) {
+    if (fits && shared.size <= kListCapacity) {
       // Later tokens are truncated if the list alone reaches a limit, or if there are none.
-      const uint64_t held = score_list(shared, slot, all.most, buffers);
+      const uint64_t held = score_list(shared, slot, all.max_value, buffers);
       const bool whole = shared.size >= slot.top_k || static_cast<double>(held) >= enough || floor.value == kLowest;
-      if (whole) return sample_from_list(shared, slot, all.most, enough, buffers);
+      if (whole) return sample_from_list(shared, slot, all.max_value, enough, buffers);
     }
   } else if (may_need_assist(slot)) {
     request_assist(all, false, cluster, shared.finalists);
@@ -534,7 +534,7 @@ __device__ inline int sample_truncated(
   if (is_empty) return 0;
   __syncthreads();
   if (slot.top_p < 1) {
-    const Scale scale(row, slot, all.most, all.mass);
+    const Scale scale(row, slot, all.max_value, all.mass);
     if (!needs_assist) cluster.count = 1, rank = range;
     find_finalists(row, cluster.count == 1 ? range : rank, ring, slot, scale, true, shared.finalists);
     cluster.sync();
@@ -542,7 +542,7 @@ __device__ inline int sample_truncated(
     cluster.sync();
     if (token >= 0) return token;
   }
-  return sample_by_rounds(row, range, ring, slot, all.most, enough, &shared.found, buffers);
+  return sample_by_rounds(row, range, ring, slot, all.max_value, enough, &shared.found, buffers);
 }
 
 }  // namespace sampling

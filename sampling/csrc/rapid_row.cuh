@@ -117,10 +117,10 @@ struct Batch {
   __device__ __forceinline__ int token(int index) const { return 4 * (first + kThreads * (index / 4)) + index % 4; }
 
   __device__ __forceinline__ float largest() const {
-    float most[4];
+    float max_value[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) most[i] = fmaxf(fmaxf(value[i], value[4 + i]), fmaxf(value[8 + i], value[12 + i]));
-    return fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    for (int i = 0; i < 4; ++i) max_value[i] = fmaxf(fmaxf(value[i], value[4 + i]), fmaxf(value[8 + i], value[12 + i]));
+    return fmaxf(fmaxf(max_value[0], max_value[1]), fmaxf(max_value[2], max_value[3]));
   }
 };
 
@@ -305,9 +305,9 @@ struct ReduceBuffers {
 
 // Over a warp, to every lane; 0 is neutral.
 __device__ __forceinline__ uint64_t max_over_warp(uint64_t value) {
-  const uint32_t high = static_cast<uint32_t>(value >> 32), most = __reduce_max_sync(kAll, high);
-  const uint32_t low = __reduce_max_sync(kAll, high == most ? static_cast<uint32_t>(value) : 0u);
-  return static_cast<uint64_t>(most) << 32 | low;
+  const uint32_t high = static_cast<uint32_t>(value >> 32), max_value = __reduce_max_sync(kAll, high);
+  const uint32_t low = __reduce_max_sync(kAll, high == max_value ? static_cast<uint32_t>(value) : 0u);
+  return static_cast<uint64_t>(max_value) << 32 | low;
 }
 
 __device__ __forceinline__ uint64_t sum_over_warp(uint64_t value) {

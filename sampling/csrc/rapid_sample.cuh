@@ -103,8 +103,8 @@ __device__ uint64_t best_score(
   {  // First threshold: a score that each thread's first quad certainly reaches.
     const int quad = range.first * kBatchQuads + static_cast<int>(threadIdx.x);
     const float rough = rough_best_of_quad(row, slot, quad, ring.arrived(range.first)[0], limit);
-    const uint32_t most = __reduce_max_sync(kAll, ordered(rough - slack_of(rough)));
-    if (threadIdx.x % 32 == 0) atomicMax(found, most);
+    const uint32_t max_value = __reduce_max_sync(kAll, ordered(rough - slack_of(rough)));
+    if (threadIdx.x % 32 == 0) atomicMax(found, max_value);
   }
   __syncthreads();
   uint64_t best = 0;
@@ -122,14 +122,14 @@ __device__ uint64_t best_score(
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const float* value = batch.value + 4 * j;
-      const float most = fmaxf(fmaxf(value[0], value[1]), fmaxf(value[2], value[3]));
-      if (most < limit.value) continue;
+      const float max_value = fmaxf(fmaxf(value[0], value[1]), fmaxf(value[2], value[3]));
+      if (max_value < limit.value) continue;
       const uint32_t domain = kNoisy ? kDomainNoise : kDomainGumbel;
       const Words words = words_of_block(slot.seed, slot.step, batch.first + kThreads * j, domain);
       uint32_t lowest = words.at[0], highest = words.at[0];
 #pragma unroll
       for (int i = 1; i < 4; ++i) lowest = min(lowest, words.at[i]), highest = max(highest, words.at[i]);
-      if (!may_reach(most, kNoisy ? highest : lowest)) continue;
+      if (!may_reach(max_value, kNoisy ? highest : lowest)) continue;
       uint32_t left = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) left |= static_cast<uint32_t>(may_reach(value[i], words.at[i])) << i;

@@ -116,8 +116,8 @@ def _is_logged(connection: Connection, job: Append, data: bytes) -> bool:
 
 def put_chunk(connection: Connection, state: int, number: int, data: memoryview) -> None:
     """Write one chunk of a state that no row points to yet."""
-    at = state * CHUNKS_PER_STATE + number
-    values = (at, chunk_checksum(data, at), data)
+    chunk_id = state * CHUNKS_PER_STATE + number
+    values = (chunk_id, chunk_checksum(data, chunk_id), data)
     connection.execute("INSERT INTO state_chunks(id, checksum, data) VALUES (?, ?, ?)", values)
 
 
@@ -138,10 +138,10 @@ class StateRow:
     def checksum(self) -> bytes:
         """Hash all columns that decide whether and where the state may be used."""
         numbers = (self.state, self.session, self.turn, self.num_tokens, self.num_bytes, LAYOUT_VERSION)
-        words = f"{self.fingerprint}\n{self.layout}"
+        text = f"{self.fingerprint}\n{self.layout}"
         if self.stored is not None:
-            words += f"\n{self.stored.key}\n{self.stored.checksum.hex()}"
-        return checksum(words.encode(), *numbers)
+            text += f"\n{self.stored.key}\n{self.stored.checksum.hex()}"
+        return checksum(text.encode(), *numbers)
 
 
 class GarbageState(NamedTuple):
@@ -152,11 +152,11 @@ class GarbageState(NamedTuple):
     num_bytes: int
 
 
-_OLD = "SELECT id, object_key, bytes FROM states WHERE session = ?"
+_STATES_OF_SESSION = "SELECT id, object_key, bytes FROM states WHERE session = ?"
 
 
 def put_state(connection: Connection, row: StateRow) -> list[GarbageState]:
-    """Make written chunks, or an object, the session's state. Returns the state that it replaces.
+    """Store the row of a written state. Returns the states that it replaces.
 
     A state older than the stored one replaces nothing and is itself returned.
     """
@@ -165,7 +165,7 @@ def put_state(connection: Connection, row: StateRow) -> list[GarbageState]:
     found = connection.execute("SELECT turn FROM states WHERE session = ?", (row.session,)).fetchone()
     if found is not None and int(found[0]) > row.turn:
         return [new]
-    old = [GarbageState(*columns) for columns in connection.execute(_OLD, (row.session,)).fetchall()]
+    old = [GarbageState(*columns) for columns in connection.execute(_STATES_OF_SESSION, (row.session,)).fetchall()]
     connection.execute("DELETE FROM states WHERE session = ?", (row.session,))
     connection.execute(
         "INSERT INTO states(id, session, turn, num_tokens, fingerprint, "
@@ -273,7 +273,7 @@ def _remove_if_unneeded(connection: Connection, row: int, garbage: list[GarbageS
     ).fetchone()
     if needed is not None:
         return False
-    garbage += [GarbageState(*found) for found in connection.execute(_OLD, (row,))]
+    garbage += [GarbageState(*found) for found in connection.execute(_STATES_OF_SESSION, (row,))]
     for statement in (
         "DELETE FROM states WHERE session = ?",
         "DELETE FROM turns WHERE session = ?",
@@ -314,15 +314,15 @@ def object_bytes(connection: Connection) -> int:
 def orphaned_states(connection: Connection, first: int = 0, last: int | None = None) -> list[int]:
     """Return the states from `first` to before `last` that a crash left partly written or deleted."""
     orphans: list[int] = []
-    at = first * CHUNKS_PER_STATE
+    next_id = first * CHUNKS_PER_STATE
     while True:
-        found = connection.execute("SELECT min(id) FROM state_chunks WHERE id >= ?", (at,)).fetchone()[0]
+        found = connection.execute("SELECT min(id) FROM state_chunks WHERE id >= ?", (next_id,)).fetchone()[0]
         if found is None or (last is not None and found >= last * CHUNKS_PER_STATE):
             return orphans
         state = int(found) // CHUNKS_PER_STATE
         if connection.execute("SELECT 1 FROM states WHERE id = ?", (state,)).fetchone() is None:
             orphans.append(state)
-        at = (state + 1) * CHUNKS_PER_STATE
+        next_id = (state + 1) * CHUNKS_PER_STATE
 
 
 def first_numbers(connection: Connection) -> tuple[int, int]:

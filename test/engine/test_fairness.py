@@ -32,9 +32,9 @@ def test_an_interactive_row_starts_at_once_next_to_three_batch_jobs() -> None:
     for _ in range(3):
         plan.add(*job(200, client="bulk"))
         read(plan.schedule())
-    hi, rows = job(1, client="hi")
-    plan.add(hi, rows)
-    assert per_job(plan.schedule())[hi] == 1, "it is in the very next step"
+    chat, rows = job(1, client="chat")
+    plan.add(chat, rows)
+    assert per_job(plan.schedule())[chat] == 1, "it is in the next step"
 
 
 @pytest.mark.parametrize("bulk_clients", [1, 3, 40])
@@ -66,11 +66,11 @@ def test_paused_rows_keep_their_slots_and_resume_first() -> None:
     paused = [sequence for sequence in before if sequence not in now]
     assert len(paused) == 5 and set(bulk_rows[10:15]) == set(paused), "the youngest rows are preempted"
     assert all((s.slot, s.req_slot, s.phase) == (*admission[s], Phase.RUNNING) for s in paused)
-    taken = [(s.slot, s.req_slot) for s in {*now, *paused}]
-    assert len({slot for slot, _ in taken}) == len({req_slot for _, req_slot in taken}) == len(taken)
+    used = [(s.slot, s.req_slot) for s in {*now, *paused}]
+    assert len({slot for slot, _ in used}) == len({req_slot for _, req_slot in used}) == len(used)
     for _, rows in chats:
         end(plan, slots, rows[0])
-    assert {row.sequence for row in plan.schedule()} == set(before), "before the rows that have not started"
+    assert {row.sequence for row in plan.schedule()} == set(before), "they resume before waiting rows start"
     assert plan.admission.paused_rows == 0
 
 
@@ -117,27 +117,27 @@ def test_a_client_with_many_jobs_gets_no_larger_share() -> None:
 def test_interactive_clients_share_too() -> None:
     plan, _ = scheduler(req_slots=16, slots=1000)
     for _ in range(200):
-        plan.add(*job(1, client="hog"))
-    assert clients(plan) == {"hog": 16}
+        plan.add(*job(1, client="many"))
+    assert clients(plan) == {"many": 16}
     for _ in range(4):
-        plan.add(*job(1, client="polite"))
-    assert clients(plan) == {"hog": 12, "polite": 4}
+        plan.add(*job(1, client="few"))
+    assert clients(plan) == {"many": 12, "few": 4}
 
 
 def test_batch_work_keeps_its_share_during_interactive_floods() -> None:
     plan, slots = scheduler(req_slots=32, slots=1000)
     plan.add(*job(100, client="bulk"))
     read(plan.schedule())
-    least = 32
+    min_batch_rows = 32
     for _ in range(100):
         for _ in range(60):
             plan.add(*job(1, client="flood"))
         rows = plan.schedule()
-        least = min(least, sum(row.sequence.job.is_batch for row in rows))
+        min_batch_rows = min(min_batch_rows, sum(row.sequence.job.is_batch for row in rows))
         for row in rows:
             if not row.sequence.job.is_batch:
                 end(plan, slots, row.sequence)
-    assert least >= 8
+    assert min_batch_rows >= 8
 
 
 def test_batch_work_starts_during_an_interactive_flood() -> None:
@@ -200,9 +200,9 @@ def test_batch_work_alone_is_preempted_from_the_only_slot_at_once() -> None:
     plan.add(*job(50, client="bulk"))
     for _ in range(10):
         read(plan.schedule())
-    hi, rows = job(1, client="hi")
-    plan.add(hi, rows)
-    assert per_job(plan.schedule())[hi] == 1
+    chat, rows = job(1, client="chat")
+    plan.add(chat, rows)
+    assert per_job(plan.schedule())[chat] == 1
 
 
 def test_a_row_that_cannot_start_preempts_no_row() -> None:
@@ -230,13 +230,13 @@ def test_missing_slots_are_requested_once_per_step(monkeypatch: pytest.MonkeyPat
     paused = bulk_rows[14]
     plan.admission.batch.pause(paused)
     plan.remove_running(paused)
-    asked: list[None] = []
-    monkeypatch.setattr(slots, "allocate", lambda: asked.append(None))
+    allocations: list[None] = []
+    monkeypatch.setattr(slots, "allocate", lambda: allocations.append(None))
     for number in range(50):
         plan.add(*job(1, client=f"chat{number}"))
     slots.free.clear()
     rows = {row.sequence for row in plan.schedule()}
-    assert len(asked) == 1 and paused in rows
+    assert len(allocations) == 1 and paused in rows
 
 
 def test_a_job_without_running_rows_may_use_the_reserve() -> None:
@@ -289,19 +289,19 @@ class Checked:
             if self.rows[row.sequence] == 0:
                 self.end(row.sequence)
 
-    def check(self, stepped: set[Sequence]) -> None:
-        begun = [sequence for sequence in self.rows if sequence.phase is Phase.RUNNING]
-        assert len(begun) == self.plan.running_rows + self.plan.admission.paused_rows
-        assert len(begun) + self.plan.admission.waiting_rows == len(self.rows)
+    def check(self, scheduled: set[Sequence]) -> None:
+        running = [sequence for sequence in self.rows if sequence.phase is Phase.RUNNING]
+        assert len(running) == self.plan.running_rows + self.plan.admission.paused_rows
+        assert len(running) + self.plan.admission.waiting_rows == len(self.rows)
         assert (
             self.plan.running_rows <= self.req_slots and self.plan.admission.paused_rows <= self.plan.limits.max_paused
         )
-        assert len({sequence.req_slot for sequence in begun}) == len(begun) <= self.plan.limits.num_req_slots
-        slots = [sequence.slot for sequence in begun] + self.slots.free
+        assert len({sequence.req_slot for sequence in running}) == len(running) <= self.plan.limits.num_req_slots
+        slots = [sequence.slot for sequence in running] + self.slots.free
         assert sorted(slots) == list(range(2, self.num_slots + 2))
-        num_running = Counter(sequence.job for sequence in begun if sequence in self.plan._running)
+        num_running = Counter(sequence.job for sequence in running if sequence in self.plan._running)
         assert all(sequence.job.num_running == num_running[sequence.job] for sequence in self.rows)
-        assert stepped <= set(begun)
+        assert scheduled <= set(running)
 
 
 @pytest.mark.parametrize("seed", range(40))

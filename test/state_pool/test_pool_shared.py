@@ -285,7 +285,7 @@ def test_new_session_of_fenced_engine_exists_once(engines: Engines) -> None:
     assert one.list_sessions().total == two.list_sessions().total == 1
 
 
-def test_lost_engine_keeps_sessions_that_nobody_took(engines: Engines) -> None:
+def test_lost_engine_keeps_sessions_that_no_other_engine_acquired(engines: Engines) -> None:
     one, _ = engines("one"), engines("two")
     lease, slot = begin(one, "s", [2])
     declare_lost(one)

@@ -2,7 +2,7 @@
 
 Engine thread only. Usage:
 
-    graphs = DecodeGraphs(graph_stages(stages, 960, depth=2), 960, sampler)   # captures nothing
+    graphs = DecodeGraphs(make_graph_stages(stages, 960, 2), 960, sampler)   # captures nothing
     graphs.warm_up()                                            # captures all sizes, else each at its first use
     graphs.tokens.store([req_slot], first_tokens)               # after a prefill: the next input token of each slot
     tokens = graphs.run(req_slots, read_slots, write_slots)     # [B] int64 on the last device; does not wait
@@ -92,7 +92,7 @@ class DecodeGraphs:
         devices = [graph_stage.device for graph_stage in self.graph_stages]
         int32 = dict.fromkeys(("req_slots32", "tile_tokens", "tile_numbers"), torch.int32)
         self._staged = StagedArrays(lengths, devices, depth, int32)
-        self._identity = [torch.arange(padded + 1, device=graph_stage.device) for graph_stage in self.graph_stages]
+        self._row_numbers = [torch.arange(padded + 1, device=graph_stage.device) for graph_stage in self.graph_stages]
         last = self.graph_stages[-1]
         self.tokens = LastTokens(req_slots, self.graph_stages[0].device, last.device, depth)
         self._sampled_tokens = torch.zeros(padded, dtype=torch.int64, device=last.device)
@@ -128,10 +128,10 @@ class DecodeGraphs:
         adapters: also capture the graphs of steps with adapters.
         """
         started = time.perf_counter()
-        for size, adds in product(reversed(self.sizes), (False, True) if adapters else (False,)):
+        for size, with_adapters in product(reversed(self.sizes), (False, True) if adapters else (False,)):
             for sampled in (True, False):
                 for number in range(len(self.graph_stages)):
-                    self._graph(number, size, sampled, adds)
+                    self._graph(number, size, sampled, with_adapters)
         logger.info("captured %d decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)
         if self.pieces is not None:
             try:
@@ -260,7 +260,7 @@ class DecodeGraphs:
 
     def inputs(self, number: int, size: int, adapters: bool = False) -> tuple[StepInputs, Tensor | None]:
         """Inside a graph: return a stage's inputs, and tokens [size] for the first stage."""
-        staged, rows = self._staged.on_device[number], self._identity[number]
+        staged, rows = self._staged.on_device[number], self._row_numbers[number]
         req_slots = staged["req_slots"][:size]
         input_tokens = self.tokens.input_tokens[req_slots] if number == 0 else None
         inputs = StepInputs(
@@ -292,8 +292,8 @@ class DecodeGraphs:
 def padded_sizes(max_rows: int) -> list[int]:
     """Return the batch sizes with a graph of their own.
 
-    Every size up to 8, then steps of about an eighth. Up to 512 they are multiples of 16, the tile size of the GEMMs.
-    One row above a size costs as much as the next size.
+    Every size up to 8, then steps of about an eighth. From 16 to 512 they are multiples of 8 or 16, the tile sizes of
+    the GEMMs. A batch is padded to the next size.
     """
     sizes = [*range(1, 9), 12, 16, 24, 32, 40, 48, 56, 64, *range(80, 513, 16)]
     sizes += range(576, max(max_rows, 576) + 64, 64)

@@ -222,9 +222,9 @@ def test_ready_needs_a_connected_worker_on_every_socket() -> None:
     first.serves = second.serves = first.has_engine = True
     assert reported() == [], "the second has no engine yet"
     second.has_engine = True
-    assert reported() == reported() == [("all", True)]
+    assert reported() == reported() == [("all_ready", True)]
     first.serves = False
-    assert reported() == [("all", True), ("all", False)]
+    assert reported() == [("all_ready", True), ("all_ready", False)]
 
 
 def test_an_info_call_is_answered_without_the_engine() -> None:
@@ -249,7 +249,7 @@ def test_other_workers_hear_of_a_lost_worker_first() -> None:
         name, was_forked = "http-0", True
 
         def reap(self) -> str:
-            assert other.reported == [("all", False)]
+            assert other.reported == [("all_ready", False)]
             return "SIGABRT"
 
     children: list[Any] = [Lost(), other]
@@ -303,7 +303,7 @@ def test_only_a_worker_with_a_hanging_event_loop_is_killed(monkeypatch: pytest.M
 
         def messages(self) -> list[Any]:
             words, self.words = self.words, 0
-            return [("round", None)] * words
+            return [("heartbeat", None)] * words
 
         def end(self) -> None:
             self.ended = True
@@ -332,7 +332,7 @@ def test_only_a_worker_with_a_hanging_event_loop_is_killed(monkeypatch: pytest.M
     assert [one.ended for one in children] == [False] * 3
     looked(20)
     assert [one.ended for one in children] == [True, False, False]
-    assert hung.reported == ["look"] and spare.reported == [] and len(healthy.reported) > HANG_S // 10
+    assert hung.reported == ["ping"] and spare.reported == [] and len(healthy.reported) > HANG_S // 10
     assert "did not respond for 120 s" in workers.workers[0].failure_reason
 
 
