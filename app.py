@@ -28,6 +28,9 @@ COMMANDS = {
     "batch": "run a file of prompts or of texts to translate",
     "chat": "talk to a model on the terminal",
     "config": "write a file of settings, or show the settings in effect",
+    "backup": "write sessions and files into one file, also while the service runs",
+    "restore": "put a backup in place",
+    "check": "verify every session of a database",
     "bench": "measure speed; bench alone names its programs",
 }
 _NOT_INSTALLED = "test"
@@ -55,6 +58,10 @@ def main(arguments: list[str]) -> int:
         from programs.settings import config_command
 
         return config_command.main(arguments)
+    if name in ("backup", "restore", "check"):
+        from programs import backup
+
+        return backup.main(name, arguments)
     if name == "bench":
         return bench(arguments)
     if name not in ("", "serve"):

@@ -74,7 +74,6 @@ ROOMS = {
     "state_pool.session_listing": "state_pool state_pool.disk",
     "state_pool.pool": "state_pool state_pool.disk state_pool.cache state_pool.turns state_pool.session_listing",
     "state_pool.salvage": "state_pool.disk",
-    "state_pool.backup": "state_pool.disk",
     # HTTP. Files in no folder are endpoints, like those in openai.
     "routes.config": "",
     "routes.reader_wakeups": "",
@@ -99,6 +98,7 @@ ROOMS = {
     "programs": "",
     "programs.settings": "",
     "programs.backends": "programs programs.settings",
+    "programs.backup": "programs programs.settings",
     "programs.batch.inputs": "programs",
     "programs.batch.formats": "programs programs.batch.inputs",
     "programs.batch": "programs programs.backends programs.settings programs.batch.inputs programs.batch.formats",

@@ -1,18 +1,13 @@
-"""Whole copies of a database file, and recognition of broken ones that were made from a running database.
-
-`python -m state_pool.backup DATABASE COPY` copies a database while a service uses it. States in a checkpoint store stay
-there.
-"""
+"""Whole copies of a database file, and recognition of broken ones that were made from a running database."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
 import shutil
 import sqlite3
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from native.files import open_private
@@ -112,14 +107,14 @@ def check_copy(connection: sqlite3.Connection, path: str, *, had_log: bool) -> N
         if fault != "ok":
             raise DatabaseUnusable(
                 f"session database {path} is a broken copy, made while a service wrote the original ({fault}); copy it "
-                "again with `python -m state_pool.backup ORIGINAL COPY`, or salvage what is left with `python -m "
+                "again with `rwkv-batch backup`, or salvage what is left with `python -m "
                 "state_pool.salvage`"
             )
     if not had_log:
         logger.warning(
             "session database %s was open when it was copied or when its service was killed, and its log %s-wal is "
-            "missing: if you copied it with cp, its last turns and sessions are missing. `python -m state_pool.backup "
-            "ORIGINAL COPY` makes a whole copy of a running database",
+            "missing: if you copied it with cp, its last turns and sessions are missing. `rwkv-batch backup` makes a "
+            "whole copy of a running database",
             path,
             path,
         )
@@ -134,28 +129,20 @@ def _has_settings(connection: sqlite3.Connection) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'pool_settings'").fetchone() is not None
 
 
-def backup(database: Path, copy: Path) -> int:
-    """Copy a database and return its number of sessions. Raises sqlite3.Error, OSError."""
-    if not database.is_file():
-        raise FileNotFoundError(f"there is no file {database}")
-    if copy.exists():
-        raise FileExistsError(f"{copy} exists already; name a file that does not")
-    source = sqlite3.connect(f"{database.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=10.0)
-    with contextlib.closing(source):
-        count = int(source.execute("SELECT count(*) FROM sessions WHERE hidden = 0").fetchone()[0])
-        copy_database(source, copy)
-    return count
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m state_pool.backup", description=__doc__)
-    parser.add_argument("database", type=Path)
-    parser.add_argument("copy", type=Path)
-    arguments = parser.parse_args()
+@contextlib.contextmanager
+def opened_beside_service(database: Path) -> Iterator[sqlite3.Connection]:
+    """Open an existing database beside its service. Raises DatabaseUnusable."""
     try:
-        count = backup(arguments.database, arguments.copy)
-    except (OSError, sqlite3.Error) as error:
-        sys.stderr.write(f"error: {arguments.database} was not copied: {error}\n")
-        return 1
-    sys.stdout.write(f"{count} sessions copied to {arguments.copy} ({arguments.copy.stat().st_size >> 10} kB)\n")
-    return 0
+        source = sqlite3.connect(
+            f"{database.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=10.0
+        )
+        with contextlib.closing(source):
+            yield source
+    except sqlite3.Error as error:
+        raise DatabaseUnusable(f"{database} cannot be read: {error}") from None
+
+
+def copy_file(database: Path, target: Path) -> None:
+    """Like `copy_database`, for any SQLite file. Raises DatabaseUnusable, OSError."""
+    with opened_beside_service(database) as source:
+        copy_database(source, target)

@@ -271,7 +271,7 @@ def wrap_error(error: Exception, path: str) -> DatabaseUnusable:
     elif "malformed" in text or "not a database" in text:
         remedy = (
             "restore it from a backup, or salvage what is left with `python -m state_pool.salvage`; if it is a copy of "
-            "a running database, make it with `python -m state_pool.backup`"
+            "a running database, make it with `rwkv-batch backup`"
         )
     else:
         remedy = "check the disk"

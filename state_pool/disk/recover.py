@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
+from state_pool.disk.copies import opened_beside_service
 from state_pool.disk.database import open_writer
 from state_pool.disk.statements import delete_chunks, delete_sessions
 from state_pool.disk.verify import Loader
@@ -113,6 +116,32 @@ def _is_whole(target: sqlite3.Connection, row: int) -> bool:
         target.execute("UPDATE sessions SET quarantined = 'lost' WHERE id = ?", (row,))
         return False
     return True
+
+
+def verify_sessions(database: Path) -> tuple[list[str], list[str]]:
+    """Return the names of whole sessions, and of damaged ones with the reason, in one snapshot.
+
+    States in a checkpoint store are not read. Raises DatabaseUnusable.
+    """
+    whole, damaged = [], []
+    with opened_beside_service(database) as connection:
+        connection.execute("BEGIN")
+        fault = " ".join(str(connection.execute("PRAGMA quick_check(1)").fetchone()[0]).split())
+        if fault != "ok":
+            damaged.append(f"the file: {fault}")
+        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'sessions'").fetchone() is None:
+            raise DatabaseUnusable("the file is no session database; name one with --state-db")
+        query = "SELECT id, session_id, dialogue FROM sessions WHERE hidden = 0 ORDER BY id"
+        for row, session_id, dialogue in tqdm(
+            connection.execute(query).fetchall(), "checking", disable=None, leave=False
+        ):
+            name = session_id if dialogue < 0 else f"{session_id}:{dialogue}"
+            try:
+                Loader(connection, {}, fingerprint=None).read(row)
+                whole.append(name)
+            except (SessionUnusable, ValueError, KeyError) as error:
+                damaged.append(f"{name}: {error}")
+    return whole, damaged
 
 
 def main() -> int:

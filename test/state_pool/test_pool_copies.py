@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import shutil
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from state_pool.disk import copies
-from state_pool.disk.copies import backup
+from state_pool.disk.copies import copy_database
 from state_pool.disk.database import open_writer
 from state_pool.errors import DatabaseUnusable
 from test.pool_fakes import Driver
@@ -42,13 +40,8 @@ def test_a_backup_of_a_running_database_is_whole(tmp_path: Path, caplog: pytest.
     write_turns(driver)
     (tmp_path / "copy").mkdir()
     target = tmp_path / "copy" / "sessions.db"
-    command = [sys.executable, "-m", "state_pool.backup", str(tmp_path / "sessions.db"), str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"3 sessions copied to {target}")
-    again = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert again.returncode == 1
-    assert "exists already; name a file that does not" in again.stderr
+    with raw(tmp_path) as source:
+        copy_database(source, target)
     assert target.stat().st_mode & 0o777 == 0o600
     driver.turn("a", [9])
     driver.pool.close()
@@ -96,7 +89,8 @@ def test_an_engine_that_was_killed_leaves_no_mark(tmp_path: Path, caplog: pytest
 def test_a_backup_beside_the_log_of_a_killed_service_is_not_changed(tmp_path: Path) -> None:
     driver = reopen(tmp_path)
     write_turns(driver)
-    backup(tmp_path / "sessions.db", tmp_path / "copy.db")
+    with raw(tmp_path) as source:
+        copy_database(source, tmp_path / "copy.db")
     driver.turn("a", [9])
     killed = copy_to(tmp_path / "killed", *tmp_path.glob("sessions.db*"))
     driver.pool.close()
@@ -143,7 +137,7 @@ def test_a_broken_copy_is_refused(tmp_path: Path) -> None:
     with copy.open("r+b") as file:
         file.seek((page - 1) * 8192)
         file.write(bytes(8192))
-    with pytest.raises(DatabaseUnusable, match=r"is a broken copy, .*state_pool\.backup"):
+    with pytest.raises(DatabaseUnusable, match=r"is a broken copy, .*rwkv-batch backup"):
         reopen(tmp_path / "copy")
 
 
@@ -201,16 +195,6 @@ def test_a_new_database_has_an_application_id(tmp_path: Path) -> None:
     with raw(tmp_path) as connection:
         assert connection.execute("PRAGMA application_id").fetchone() == (int.from_bytes(b"RWKV"),)
         assert connection.execute("PRAGMA page_size").fetchone() == (8192,)
-
-
-def test_a_missing_database_is_not_backed_up(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no file"):
-        backup(tmp_path / "none.db", tmp_path / "copy.db")
-    with sqlite3.connect(tmp_path / "other.db") as other:
-        other.execute("CREATE TABLE diary(text)")
-    with pytest.raises(sqlite3.OperationalError, match="no such table"):
-        backup(tmp_path / "other.db", tmp_path / "copy.db")
-    assert not (tmp_path / "copy.db").exists()
 
 
 def test_a_full_disk_is_named_while_migrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
