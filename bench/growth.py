@@ -26,12 +26,14 @@ from typing import Any
 import httpx
 
 from bench.chaos.__main__ import TINY
-from bench.chaos.crash import Service
+from bench.chaos.crash import HEADERS, PASSWORD, Service
 from bench.chaos.health import figures_of, names_of
+from bench.chaos.reloads import Files
 from bench.tools.origin import origin
 
 PARTS = 12
 CHAT = "/v1/chat/completions"
+_LANGUAGES = {"source_lang": "en", "target_lang": "zh-CN", "timeout_s": 60}
 Ask = Callable[[httpx.Client, int], None]
 
 
@@ -58,9 +60,23 @@ def _disconnect(client: httpx.Client, n: int) -> None:
         next(response.iter_raw())
 
 
-def _turn_and_delete(client: httpx.Client, n: int) -> None:
+def _reload(client: httpx.Client, kind: str, name: str, file: str, **fields: object) -> None:
+    """Load a tuned state or an adapter, use it and remove it."""
+    _check_status(client.post(f"/v1/{kind}", json={"name": name, "file": file, **fields}), 200)
+    _check_status(client.post(CHAT, json=_row(0, **{kind.removesuffix("s"): name})), 200)
+    _check_status(client.delete(f"/v1/{kind}/{name}"), 200)
+
+
+def _upload(client: httpx.Client, n: int) -> None:
+    files = {"file": ("lines.jsonl", b'{"custom_id": "1"}\n')}
+    uploaded = client.post("/openai/v1/files", data={"purpose": "batch"}, files=files)
+    _check_status(uploaded, 200)
+    _check_status(client.delete(f"/openai/v1/files/{uploaded.json()['id']}"), 200)
+
+
+def _turn_and_delete(client: httpx.Client, n: int, path: str = "/state/chat/completions") -> None:
     name = f"growth {n}"
-    _check_status(client.post("/state/chat/completions", json=_row(n, session_id=name)), 200)
+    _check_status(client.post(path, json=_row(n, session_id=name)), 200)
     _check_status(client.post("/state/delete", json={"session_id": name}), 200)
 
 
@@ -85,10 +101,17 @@ KINDS: dict[str, Ask] = {
     "metrics": _get("/metrics"),
     "row": _post(CHAT, _row),
     "stream": _post(CHAT, lambda n: _row(n, stream=True)),
+    "new prompts": _post(CHAT, lambda n: _row(n, contents=[f"{n} red and blue " * 20])),
+    "grammars": _post(CHAT, lambda n: _row(n, choice=["red", f"seven {n}"], max_tokens=4)),
+    "translations": _post("/translate/v1/batch-translate", lambda n: {**_LANGUAGES, "text_list": [f"red {n}"]}),
     "rows with stops": _post(CHAT, lambda n: _row(n, contents=["a"] * 5, stop=[f"b{n}", "\n\n"], max_tokens=4)),
     "leave": _disconnect,
     "turn": _post("/state/chat/completions", lambda n: _row(n, session_id=f"one {n % 4}")),
     "turn and delete": _turn_and_delete,
+    "branch and delete": lambda client, n: _turn_and_delete(client, n, "/multi_state/chat/completions"),
+    "tuned state": lambda client, n: _reload(client, "states", f"state-{n}", "chinese.pth"),
+    "adapter": lambda client, n: _reload(client, "adapters", f"adapter-{n}", "french.safetensors", scale=1),
+    "batch file": _upload,
     "export and import": _export_and_import,
     "damaged import": lambda client, n: _export_and_import(client, n, 100),
 }
@@ -106,7 +129,7 @@ def measure_growth(url: str, pids: dict[str, int], ask: Ask, count: int, clients
         for _ in range(each):
             ask(client, next(numbers))
 
-    connections = [httpx.Client(base_url=url, timeout=120, verify=False) for _ in range(clients)]
+    connections = [httpx.Client(base_url=url, timeout=120, verify=False, headers=HEADERS) for _ in range(clients)]
     with ThreadPoolExecutor(clients) as pool:
         for _ in range(PARTS):
             list(pool.map(part, connections))
@@ -141,7 +164,8 @@ def main() -> None:
     flags += ["--access-log=false", *(["--model-path", arguments.model] if arguments.model else [])]
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        service = Service(Path(name), *flags, "--state-db", f"{name}/sessions.db")
+        flags += [f"--state-db={name}/sessions.db", f"--password={PASSWORD}", *Files(Path(name)).arguments]
+        service = Service(Path(name), *flags)
         try:
             pids = {growth.partition("-")[0]: pid for pid, growth in names_of(service.url).items()}
             for kind in arguments.kinds.split(","):
