@@ -16,6 +16,8 @@ import httpx
 
 from bench.chaos.crash import HEADERS
 
+RECOVERY_S = 180.0
+"""Longest time until the service serves again. On idle cores an engine starts in a few seconds."""
 AFTER_S = 3.0
 """A fault may still affect requests for this long after its end."""
 PACKETS = (
@@ -67,7 +69,7 @@ class Disturbances:
             self._wait_ready(len(status["http_workers"]))
 
     def _wait_ready(self, workers: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + RECOVERY_S
         while time.monotonic() < deadline:
             time.sleep(0.2)
             with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
@@ -75,7 +77,7 @@ class Disturbances:
                     status = httpx.get(f"{self.url}/status", timeout=5, verify=False, headers=HEADERS).json()
                     if len(status["processes"]["http_workers"]) >= workers:
                         return
-        raise RuntimeError("the service did not come back within a minute")
+        raise RuntimeError(f"the service did not come back within {RECOVERY_S:g} s")
 
     def send_malformed(self, rng: random.Random) -> None:
         """Send a packet that is not a valid request."""
