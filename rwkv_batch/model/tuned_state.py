@@ -67,9 +67,9 @@ def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) 
 
     As safetensors for `read_tuned_state`. Raises OSError.
     """
-    from safetensors.torch import save
+    from safetensors.numpy import save  # safetensors.torch leaves reference cycles, which are rarely collected
 
-    tensors = {f"blocks.{i}.att.time_state": wkv.clone() for i, wkv in enumerate(state.wkv)}
+    tensors = {f"blocks.{i}.att.time_state": wkv for i, wkv in enumerate(state.wkv.numpy())}
     path.write_bytes(save(tensors, metadata={**about, ORIENTATION: VALUE_KEY}))  # save_file raises no OSError
 
 

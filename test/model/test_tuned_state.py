@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def test_a_written_state_is_read_back(tmp_path: Path) -> None:
     write_tuned_state(tmp_path / "kept.safetensors", state, {"file": "s.pth"})
     back = read_tuned_state(tmp_path / "kept.safetensors", SHAPE)
     assert torch.equal(back.wkv, WKV) and back.digest == state.digest
+
+
+def test_states_leave_no_cyclic_garbage(tmp_path: Path) -> None:
+    """The engine collects garbage rarely, so cycles would stay for thousands of states."""
+    state = read_tuned_state(write_state(tmp_path / "s.safetensors", WKV), SHAPE)
+    write_tuned_state(tmp_path / "kept.safetensors", state, {})
+    gc.collect()
+    for _ in range(5):
+        write_tuned_state(tmp_path / "kept.safetensors", state, {})
+        read_tuned_state(tmp_path / "kept.safetensors", SHAPE)
+    assert gc.collect() == 0
 
 
 def test_a_dimension_of_one_before_the_heads(tmp_path: Path) -> None:
