@@ -98,7 +98,11 @@ def hostile_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def gguf_files() -> Iterator[tuple[str, bytes]]:
     """Yield small GGUF files of an attacker."""
-    count, text = struct.Struct("<Q").pack, lambda data: struct.pack("<Q", len(data)) + data
+    count = struct.Struct("<Q").pack
+
+    def text(data: bytes) -> bytes:
+        return struct.pack("<Q", len(data)) + data
+
     start, kind = b"GGUF" + struct.pack("<I", 3), text(b"general.architecture") + struct.pack("<I", 8) + text(b"rwkv7")
     far, many = count(1 << 62), count(1 << 40)
     listed = text(b"a") + struct.pack("<I", 9)

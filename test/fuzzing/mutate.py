@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickletools
 import random
+import re
 import struct
 import tomllib
 import zipfile
@@ -145,6 +146,19 @@ def mutate_safetensors(rng: random.Random, data: bytes) -> bytes:
     if rng.random() < 0.2:
         body = mutate_bytes(rng, body)
     return struct.pack("<Q", len(header)) + header + body
+
+
+def mutate_gguf(rng: random.Random, data: bytes) -> bytes:
+    """Change a number of a GGUF file, where its texts and lists have theirs, or the bytes."""
+    if len(data) < 32 or rng.random() < 0.4:
+        return mutate_bytes(rng, data)
+    out = bytearray(data)
+    starts = [found.start() for found in re.finditer(rb"\0\0\0", data[:4096])] or [8]
+    at = max(4, rng.choice(starts) - rng.choice((1, 4, 5)))
+    form, bits = rng.choice((("<B", 8), ("<I", 32), ("<Q", 64)))
+    number = rng.choice((*NUMBERS, rng.randrange(40))) % (1 << bits)
+    struct.pack_into(form, out, min(at, len(out) - 8), number)
+    return bytes(out)
 
 
 def mutate_pth(rng: random.Random, data: bytes) -> bytes:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY, patch
@@ -31,10 +32,21 @@ from programs.batch.inputs import Input
 from programs.record import RunError
 from routes.api_keys import KeysError, load_keys
 from rwkv_batch.model.adapters.files import read_adapter
+from rwkv_batch.model.files.gguf_writer import Entry, Value, write_gguf
+from rwkv_batch.model.files.place import BLOCKS
+from rwkv_batch.model.gguf_names import names_of_pth
 from rwkv_batch.model.tensor_files import FileError, metadata_of, read_tensors
 from state_pool.layout import Layout
 from state_pool.session_file import _CHECKSUMS, InvalidSessionFile, SessionFile, decode
-from test.fuzzing.mutate import Mutate, mutate_bytes, mutate_json, mutate_keys, mutate_pth, mutate_safetensors
+from test.fuzzing.mutate import (
+    Mutate,
+    mutate_bytes,
+    mutate_gguf,
+    mutate_json,
+    mutate_keys,
+    mutate_pth,
+    mutate_safetensors,
+)
 from test.hostile_tensors import valid_files
 from test.malformed_files import as_format_1
 from test.resource_limits import run_bounded
@@ -64,6 +76,11 @@ def _read_tensors(path: Path) -> None:
     for tensor in read_tensors(path).values():
         tensor.float().sum()  # touches each number: one beyond the file ends the process
     metadata_of(path)
+
+
+def _read_gguf(path: Path) -> None:
+    for tensor in names_of_pth(read_tensors(path)).values():
+        tensor.float().sum()
 
 
 def _read_session(path: Path) -> None:
@@ -99,6 +116,29 @@ def _tensors_as(suffix: str) -> Callable[[Path], list[bytes]]:
     return lambda folder: [path.read_bytes() for path in valid_files(folder) if path.suffix == suffix]
 
 
+def _ggufs(_: Path) -> list[bytes]:
+    """Return a few layer tensors in plain types, and one of each kind of blocks."""
+
+    def entry(name: str, dtype: str, *shape: int) -> Entry:
+        return Entry(name, dtype, shape, lambda: [b"\1" * Entry(name, dtype, shape, list).num_bytes])
+
+    plain = [
+        entry("token_embd.weight", "float16", 4, 8),
+        entry("blk.0.time_mix_lerp_fused.weight", "float32", 6, 1, 1, 8),
+        entry("blk.0.time_mix_r_k.weight", "bfloat16", 64),
+        entry("blk.0.time_mix_w1.weight", "float32", 2, 8),
+    ]
+    blocks = [entry(f"blk.1.{kind}", kind, 1, numbers) for kind, (numbers, _) in BLOCKS.items()]
+    known: dict[str, Value] = {"general.architecture": "rwkv7", "general.alignment": 32}
+    more: dict[str, Value] = {**known, "tokenizer.ggml.tokens": ["a", "bc"], "rwkv7.epsilon": 1e-5, "list": [1, 2]}
+    made = []
+    for metadata, entries in ((known, plain), (more, plain[:1] + blocks), ({**known, "split.count": 2}, blocks[:1])):
+        file = BytesIO()
+        write_gguf(file, metadata, entries)
+        made.append(file.getvalue())
+    return made
+
+
 def _sessions(_: Path) -> list[bytes]:
     whole = SessionFile("m", 5, [1, 2, 3], STATE, {"a": b"\0" * 16, "b": b"1234"})
     tokens = SessionFile("m", 3, [1, 2, 3], {}, {})
@@ -130,6 +170,7 @@ def _lines(_: Path) -> list[bytes]:
 READERS: dict[str, Reader] = {
     "pth": Reader("m.pth", _read_tensors, FileError, mutate_pth, _tensors_as(".pth")),
     "safetensors": Reader("m.safetensors", _read_tensors, FileError, mutate_safetensors, _tensors_as(".safetensors")),
+    "gguf": Reader("m.gguf", _read_gguf, FileError, mutate_gguf, _ggufs),
     "session": Reader("s", _read_session, InvalidSessionFile, mutate_safetensors, _sessions),
     "adapter config": Reader("adapter_config.json", _read_adapter, FileError, mutate_json, _adapters),
     "jsonl": Reader("in.jsonl", _read_lines, RunError, mutate_bytes, _lines),
