@@ -31,6 +31,9 @@ COMMANDS = {
     "backup": "write sessions and files into one file, also while the service runs",
     "restore": "put a backup in place",
     "check": "verify every session of a database",
+    "inspect": "describe a model, a tuned state, an adapter or a session file",
+    "convert": "write a model as .pth, .safetensors or GGUF",
+    "doctor": "check this machine, the flags and the model",
     "bench": "measure speed; bench alone names its programs",
 }
 _NOT_INSTALLED = "test"
@@ -62,6 +65,18 @@ def main(arguments: list[str]) -> int:
         from programs import backup
 
         return backup.main(name, arguments)
+    if name == "inspect":
+        from programs.tools import inspect_file
+
+        return inspect_file.main(arguments)
+    if name == "convert":
+        from programs.tools import convert
+
+        return convert.main(arguments)
+    if name == "doctor":
+        from programs.tools import doctor
+
+        return doctor.main(arguments)
     if name == "bench":
         return bench(arguments)
     if name not in ("", "serve"):

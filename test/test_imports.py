@@ -104,6 +104,7 @@ ROOMS = {
     "programs.batch": "programs programs.backends programs.settings programs.batch.inputs programs.batch.formats",
     "programs.chat": "programs programs.backends programs.batch programs.settings",
     "programs.library": "programs programs.backends programs.settings",
+    "programs.tools": "programs.settings",
     "programs.serve": "programs programs.settings programs.serve.batches",
     "programs.serve.batches": "programs programs.backends programs.batch programs.batch.inputs programs.batch.formats",
     "routes.serving": "routes routes.model_connections routes.api_keys routes.config routes.context "

@@ -36,7 +36,7 @@ def version_text() -> str:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "none"
-    parts = {"commit": _commit(), "torch": torch, "CUDA": torch_cuda() or "none", "GPU": _gpus()}
+    parts = {"commit": _commit(), "torch": torch, "CUDA": torch_cuda() or "none", "GPU": gpu_names()}
     return "\n".join([f"rwkv-batch {__version__}", *(f"{name:<7}{value}" for name, value in parts.items())])
 
 
@@ -53,7 +53,7 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def _gpus() -> str:
+def gpu_names() -> str:
     """NVIDIA's GPUs as the driver lists them."""
     texts = [file.read_text("utf-8", "replace") for file in sorted(_GPUS.glob("*/information"))]
     models = Counter(found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.MULTILINE)))

@@ -45,8 +45,10 @@ def default_dtype(weights: Weights) -> str:
 def write_model(weights: Weights, path: Path, dtype: str) -> None:
     """Write a model in the format of the path's suffix, with matrices of a type of DTYPES.
 
-    Raises OSError, and ValueError for a type or a version that the format does not have.
+    Raises OSError, and ValueError for an existing file, or a type or a version that the format does not have.
     """
+    if path.exists():
+        raise ValueError(f"{path} exists; give a new file")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} ends in {path.suffix!r}; allowed are {', '.join(SUFFIXES)}")
     if path.suffix == ".gguf" and weights.shape.version != "RWKV-7":

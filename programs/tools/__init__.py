@@ -1,0 +1,1 @@
+"""Commands for files and machines: `inspect`, `convert` and `doctor`."""

@@ -1,0 +1,40 @@
+"""The command `convert`: writes a model in another format."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from programs.settings import program
+from rwkv_batch.errors import StartupError
+from rwkv_batch.model.export import DTYPES, SUFFIXES, default_dtype, write_model
+from rwkv_batch.model.weights import open_weights
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert a model. Returns the exit code: 2 for a wrong flag, 1 if it cannot be converted."""
+    parser = argparse.ArgumentParser(
+        prog=program("convert"),
+        description="Writes a model in the format of the new file's name.",
+        epilog=f"example: {program('convert')} model.pth model.gguf --dtype q8_0",
+    )
+    parser.add_argument("source", type=Path, metavar="IN", help="a .pth, .safetensors or .gguf file, or a folder")
+    parser.add_argument("target", type=Path, metavar="OUT", help=f"a new file that ends in {', '.join(SUFFIXES)}")
+    parser.add_argument(
+        "--dtype",
+        choices=sorted(DTYPES),
+        help="type of the matrices; q8_0 is for .gguf (default: the source's; bf16 for quantised ones)",
+    )
+    given = parser.parse_args(arguments)
+    try:
+        weights = open_weights(given.source)
+        dtype = given.dtype or default_dtype(weights)
+        write_model(weights, given.target, dtype)
+    except (StartupError, ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    size = given.target.stat().st_size
+    sys.stdout.write(f"{given.target}: {weights.shape.describe()}, {dtype}, {size / 1e6:.1f} MB\n")
+    return 0

@@ -1,0 +1,168 @@
+"""The command `inspect`: describes a model, a tuned state, an adapter or a session file."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from programs.settings import program
+from rwkv_batch.errors import StartupError
+from rwkv_batch.model.adapters.files import Adapter, read_adapter
+from rwkv_batch.model.adapters.merge import kind_of
+from rwkv_batch.model.files.blocks import BlockTensor
+from rwkv_batch.model.quant.formats import Format, format_for
+from rwkv_batch.model.state import RWKV7, ModelShape, StateFormat
+from rwkv_batch.model.tensor_files import FileError, FileKind, files_of, metadata_of, read_tensors
+from rwkv_batch.model.weights import Weights, open_weights
+from state_pool.session_file import MAX_FILE_BYTES, InvalidSessionFile, decode
+
+SLOTS = (1, 32, 320, 960)
+GPUS_GB = {24: "RTX 4090, L4", 48: "L40S, A6000", 80: "A100, H100", 141: "H200"}
+OVERHEAD = 1.1
+"""Memory of a GPU relative to weights and states: work space, CUDA graphs, CUDA itself."""
+_GPU_BYTES: Mapping[str, float] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1.1, "int8": 1.05, "int4": 0.6, "w8a8": 1.01}
+"""Bytes per number of a large matrix on a GPU, with scales"""
+_ANY_FILE = FileKind(
+    "file",
+    "path",
+    "tensors",
+    "give",
+    ".pth, .safetensors or .gguf",
+    (".pth", ".pt", ".bin", ".safetensors", ".st", ".state", ".gguf"),
+)
+_STATE = re.compile(r"att\.time_state$")
+_ADAPTER = re.compile(r"\.(lora_A|lora_B|bone|disha|miss)\b|\.(lora_A|lora_B|bone)_expert_\d+$|^moe_info$")
+_SHOWN_METADATA = {"general.name": "name", "general.license": "licence", "tokenizer.chat_template": "chat form"}
+_MAX_TEXT = 80
+_PIECE = 1 << 20
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Describe a file. Returns the exit code: 2 for a wrong flag, 1 for a file that cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog=program("inspect"),
+        description="Describes a model, a tuned state, an adapter or a session file.",
+        epilog=f"example: {program('inspect')} model.gguf --checksum",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the file, or a Hugging Face or PEFT folder")
+    parser.add_argument("--checksum", action="store_true", help="also print the SHA-256 of each file")
+    given = parser.parse_args(arguments)
+    try:
+        for name, text in _described(given.file):
+            sys.stdout.write(f"{name:<12}{text}\n")
+        for file in files_of(given.file) if given.checksum else ():
+            sys.stdout.write(f"{'sha256':<12}{_checksum(file)}  {file.name}\n")
+    except (StartupError, FileError, InvalidSessionFile, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+def _described(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield lines (name, text). Raises StartupError, FileError, InvalidSessionFile or OSError."""
+    if path.is_dir():
+        is_adapter = any(path.glob("adapter_model.*"))
+        yield from _adapter(read_adapter(path)) if is_adapter else _model(open_weights(path))
+        return
+    metadata = metadata_of(path)
+    if metadata.get("format", "").startswith("rwkv-session"):
+        yield from _session(path)
+        return
+    names = read_tensors(path, _ANY_FILE)
+    if any(map(_STATE.search, names)):
+        yield from _state(path, names)
+    elif any(map(_ADAPTER.search, names)):
+        yield from _adapter(read_adapter(path))
+    else:
+        yield from _model(open_weights(path))
+    yield from ((name, ascii(metadata[key][:_MAX_TEXT])) for key, name in _SHOWN_METADATA.items() if key in metadata)
+
+
+def _model(weights: Weights) -> Iterator[tuple[str, str]]:
+    shape = weights.shape
+    yield "kind", f"model, {weights.path.suffix.removeprefix('.') or 'Hugging Face folder'}"
+    yield "model", shape.describe()
+    if shape.version == RWKV7:
+        yield "ranks", f"w {shape.decay_rank}, a {shape.a_rank}, v {shape.v_rank}, g {shape.gate_rank}"
+    yield "parameters", f"{weights.num_parameters / 1e6:,.1f} million, {weights.num_bytes / 1e6:,.1f} MB in the file"
+    types: dict[str, Counter[str]] = {}
+    for name, tensor in weights.tensors.items():
+        if tensor.dim() == 2:
+            types.setdefault(re.sub(r"^blocks\.\d+\.", "", name), Counter())[_type_name(tensor)] += 1
+    for kinds in sorted({tuple(sorted(counter)) for counter in types.values()}):
+        matrices = [name for name, counter in types.items() if tuple(sorted(counter)) == kinds]
+        yield "type", f"{', '.join(kinds)}: {', '.join(matrices)}"
+    yield "memory", f"{'--dtype':<9}{'weights':>9}" + "".join(f"{f'{slots} slots':>12}" for slots in SLOTS) + "  fits"
+    for dtype in _GPU_BYTES if shape.version == RWKV7 else ("bf16", "fp32"):
+        size, slot = _weight_bytes(weights, dtype), _slot_bytes(shape, dtype)
+        cells = "".join(f"{(size + slots * slot) / 1e9:>9.2f} GB" for slots in SLOTS)
+        needed = (size + 320 * slot) * OVERHEAD / 1e9
+        gpu = next((f"{memory} GB ({names})" for memory, names in GPUS_GB.items() if needed <= memory), "several GPUs")
+        yield "", f"{dtype:<9}{size / 1e9:>6.2f} GB{cells}  {gpu}"
+    yield "", "weights with states on a GPU; fits: with 320 slots and a tenth more for work space"
+
+
+def _type_name(tensor: Any) -> str:
+    name = tensor.kind if isinstance(tensor, BlockTensor) else str(tensor.dtype).removeprefix("torch.")
+    return str(name)
+
+
+def _weight_bytes(weights: Weights, dtype: str) -> float:
+    storage = Format(dtype) if dtype in list(Format) else None
+    plain = _GPU_BYTES[dtype] if storage is None else 2
+
+    def item(name: str) -> float:
+        format_ = None if storage is None else format_for(name, storage)
+        return plain if format_ is None else _GPU_BYTES[format_]
+
+    return sum(tensor.numel() * item(name) for name, tensor in weights.tensors.items())
+
+
+def _slot_bytes(shape: ModelShape, dtype: str) -> int:
+    is_fp32 = dtype in ("fp32", "bf16") or shape.version != RWKV7
+    form = StateFormat.FP32 if is_fp32 else StateFormat.FP16
+    return shape.slot_bytes(shape.layers, form, 4 if dtype == "fp32" or shape.version != RWKV7 else 2)
+
+
+def _state(path: Path, tensors: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    states = [tensor for name, tensor in tensors.items() if _STATE.search(name)]
+    heads = states[0].shape[-3] if states[0].dim() > 2 else 0
+    yield "kind", f"tuned state, {path.suffix.removeprefix('.')}; use it with --state NAME={path}"
+    yield "layers", f"{len(states)} x {heads} heads: for a model of {len(states)} layers x {64 * heads}"
+    yield "type", ", ".join(sorted({_type_name(tensor) for tensor in states}))
+    yield "largest", f"{max(float(tensor.abs().max()) for tensor in states):.3g}"
+
+
+def _adapter(adapter: Adapter) -> Iterator[tuple[str, str]]:
+    kinds = Counter(kind_of(adapter, target, parts) for target, parts in adapter.parts.items())
+    ranks = sorted({parts["lora_A"].shape[0] for parts in adapter.parts.values() if "lora_A" in parts})
+    layers = {int(found[1]) for target in adapter.parts if (found := re.search(r"blocks\.(\d+)\.", target))}
+    yield "kind", f"adapter; use it with --adapter {adapter.path} or --adapter-serve NAME={adapter.path}"
+    yield "weights", ", ".join(f"{kind} on {count}" for kind, count in kinds.items()) or "none"
+    yield "layers", f"{len(layers | set(adapter.experts))}, experts in {len(adapter.experts)}"
+    yield "rank", ", ".join(map(str, ranks)) or "none"
+    yield "alpha", str(adapter.config.get("lora_alpha", "not in the file; give a scale as FILE:2.0"))
+
+
+def _session(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as file:
+        content = decode(file.read(MAX_FILE_BYTES + 1))
+    yield "kind", "session; import it with POST /state/import"
+    yield "tokens", f"{content.num_tokens}, of which {len(content.replay)} follow the state"
+    yield "model", f"fingerprint {content.fingerprint}"
+    for name, (dtype, sizes) in content.layout.items():
+        yield "part", f"{name}: {dtype} {list(sizes)}"
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
