@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from routes.request.decode_defaults import DefaultsFields, as_defaults
 from routes.request.fields import Device, Fields, OneOf, error_value
 from routes.request.jobs import LATEST, adapter_names, state_names
 from routes.response.generate import call_engine
-from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response, timestamp
 from routes.response.loaded_models import LoadedModel, Model, ModelList
 from routes.route import Route, Upload
 from rwkv_batch.calls import ListAdapters, ListStates
@@ -86,8 +86,18 @@ def model_entry(model: ServedModel) -> dict[str, object]:
 
 
 async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """List the served models, each with its tuned states and adapters, and the models that are loading."""
-    return json_response({"object": "list", "data": list((await _entries_by_name(context)).values())})
+    """List the served models, each with its tuned states and adapters, and the models that are loading.
+
+    The entries have the fields of OpenAI's and of Anthropic's API.
+    """
+    data = [_listed(entry) for entry in (await _entries_by_name(context)).values()]
+    page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return json_response({"object": "list", "data": data, **page})
+
+
+def _listed(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with Anthropic's fields."""
+    return {**entry, "type": "model", "display_name": entry["id"], "created_at": timestamp(entry["created"])}
 
 
 class ModelQuery(Fields):
@@ -106,7 +116,7 @@ async def model(context: Context, upload: Upload) -> HandlerResponse:
         given = error_value(requested)
         message = f"model: no model {given!r} is served; available: {', '.join(map(repr, served))}"
         raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
-    return json_response(served[requested])
+    return json_response(_listed(served[requested]))
 
 
 class LoadBody(Body):

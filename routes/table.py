@@ -14,6 +14,7 @@ from routes import (
     translate,
     web_page,
 )
+from routes.anthropic import messages
 from routes.ollama import generation
 from routes.ollama import models as ollama_models
 from routes.openai import batches, chat, completions, files, responses
@@ -28,6 +29,7 @@ ROUTES: tuple[Route, ...] = (
     *completions.ROUTES,
     *score.ROUTES,
     *responses.ROUTES,
+    *messages.ROUTES,
     *generation.ROUTES,
     *ollama_models.ROUTES,
     *models.ROUTES,

@@ -245,6 +245,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     dialogue_idx: int | None = None
     """number of the dialogue that a branching turn created"""
+    stop_string: bytes = b""
+    """the stop string that ended the text; b"": something else did"""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -119,6 +119,7 @@ SHARING = {
         "programs/chat/test_console.py",
         "routes/test_ignored_fields.py",
         "routes/test_model_names.py",
+        "routes/test_anthropic.py",
         "routes/test_ollama.py",
     ),
     "one_worker": ("routes/test_constraints.py", "routes/test_constrained_texts.py"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 from routes.context import Context
@@ -27,6 +26,7 @@ from routes.response.http_response import (
     HandlerResponse,
     json_line,
     json_response,
+    timestamp,
 )
 from routes.response.tool_call_parser import DeltaToolCall
 from routes.route import Route, with_defaults_applied
@@ -47,11 +47,6 @@ def message(content: str, others: dict[str, Any]) -> dict[str, Any]:
 def response(content: str, others: dict[str, Any]) -> dict[str, Any]:
     """Return new text and reasoning as /api/generate has them."""
     return {"response": content, **others}
-
-
-def timestamp(seconds: float) -> str:
-    """Return a Unix time in the form of RFC 3339."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 class CallCollector:

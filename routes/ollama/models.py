@@ -12,12 +12,12 @@ from pydantic import Field
 from routes.context import Context
 from routes.models import model_names
 from routes.ollama.answers import OllamaModelList, OllamaShown, OllamaStatus, OllamaVersion
-from routes.ollama.generation import OLLAMA_ERRORS, timestamp
+from routes.ollama.generation import OLLAMA_ERRORS
 from routes.request.bodies import Body, SamplingBody
 from routes.request.fields import IgnoredValue, Repeated, error_value
 from routes.request.jobs import LATEST
 from routes.response.generate import call_engine
-from routes.response.http_response import HandlerResponse, json_response
+from routes.response.http_response import HandlerResponse, json_response, timestamp
 from routes.route import Route
 from rwkv_batch.calls import GetStatus
 from rwkv_batch.errors import ErrorKind, ServiceError

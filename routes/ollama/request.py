@@ -73,7 +73,7 @@ class OllamaOptions(Fields):
 class EarlierFunction(Fields):
     """The function of a call."""
 
-    name: str = Field(max_length=64)
+    name: str = Field(max_length=128)
     arguments: dict[str, Any] = Field({})
 
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes.openai.response_format import SCHEMA_FIELD, ResponseFormat
-from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
+from routes.openai.tools import PARAMETERS_FIELD, ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Messages, SamplingBody, SessionFields, StopTokens, TemplateFields, Texts
 from routes.request.fields import THINK_END, Fields, Pattern, UnsupportedOpenAIFields, at_most_one
@@ -174,6 +174,8 @@ class ConversationBody(OpenAIBody, TemplateFields):
 class ChatBody(ConversationBody):
     """Body of `/chat/completions`."""
 
+    parameters_field: ClassVar[str] = PARAMETERS_FIELD
+    """The request's field with a tool's schema, for errors."""
     messages: Messages = Field(min_length=1, description='[{"role": "user", "content": "…"}]')
     logprobs: bool = Field(False, description="Return the log-probability of each token, before truncation.")
     top_logprobs: int | None = Field(
@@ -224,7 +226,7 @@ class ChatBody(ConversationBody):
 
     @property
     def tool_set(self) -> ToolSet | None:
-        return chat_tool_set(self.tools, self.tool_choice, self.parallel_tool_calls)
+        return chat_tool_set(self.tools, self.tool_choice, self.parallel_tool_calls, self.parameters_field)
 
     @property
     def format_constraint(self) -> Constraint | None:

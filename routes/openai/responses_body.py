@@ -60,7 +60,7 @@ class CallItem(Item):
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=256)
-    name: str = Field(max_length=64)
+    name: str = Field(max_length=128)
     arguments: str = Field(description="JSON as text.")
 
 

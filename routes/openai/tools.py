@@ -14,7 +14,7 @@ from routes.request.fields import Pattern
 from routes.request.tools import Function, ToolSet
 
 MAX_TOOLS = 128
-Name = Annotated[str, Pattern(r"^[a-zA-Z0-9_.-]{1,64}$", "1 to 64 letters, digits, '_', '.' and '-'")]
+Name = Annotated[str, Pattern(r"^[a-zA-Z0-9_.-]{1,128}$", "1 to 128 letters, digits, '_', '.' and '-'")]
 Mode = Literal["none", "auto", "required"]
 
 
@@ -22,7 +22,7 @@ class FunctionFields(Fields):
     """A function that the answer may call."""
 
     name: Name
-    description: str = Field("", max_length=16384)
+    description: str = Field("", max_length=65536)
     parameters: dict[str, Any] = Field({}, description="JSON Schema of the arguments.")
     strict: bool = False
 
@@ -41,7 +41,7 @@ class ChatTool(Fields):
 class FunctionName(Fields):
     """The name of a function."""
 
-    name: str = Field(max_length=64)
+    name: str = Field(max_length=128)
 
 
 class NamedTool(Fields):
@@ -69,9 +69,17 @@ ChatTools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True
 ChatToolChoice = Mode | NamedTool | AllowedChoice
 
 
-def chat_tool_set(tools: list[ChatTool], choice: ChatToolChoice | None, parallel_calls: bool) -> ToolSet | None:
-    """Return the tools of an answer, or None. Raises PydanticCustomError if the choice does not match the tools."""
-    functions = [tool.function.function(f"tools[{i}].function.parameters") for i, tool in enumerate(tools)]
+PARAMETERS_FIELD = "tools[{}].function.parameters"
+
+
+def chat_tool_set(
+    tools: list[ChatTool], choice: ChatToolChoice | None, parallel_calls: bool, field: str = PARAMETERS_FIELD
+) -> ToolSet | None:
+    """Return the tools of an answer, or None. Raises PydanticCustomError if the choice does not match the tools.
+
+    field: the request's field of the tool with number {}, for errors
+    """
+    functions = [tool.function.function(field.format(i)) for i, tool in enumerate(tools)]
     if isinstance(choice, NamedTool):
         return build_tool_set(functions, "required", [choice.function.name], parallel_calls)
     if isinstance(choice, AllowedChoice):

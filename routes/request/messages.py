@@ -23,7 +23,7 @@ class MessageFunction(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    name: str = Field(max_length=64)
+    name: str = Field(max_length=128)
     arguments: str = Field(description="JSON as text.")
 
 

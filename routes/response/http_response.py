@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, BinaryIO, NoReturn, Protocol
 
 import msgspec
@@ -126,6 +127,11 @@ def with_warnings(value: Any) -> Any:
     """Return the body of an answer with the request's warnings, if there are any and the body is an object."""
     warnings = current_request().warnings
     return {**value, "warnings": warnings} if warnings and isinstance(value, dict) else value
+
+
+def timestamp(seconds: float) -> str:
+    """Return a Unix time in the form of RFC 3339."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def json_response(value: Any, status: int = 200) -> HttpResponse:

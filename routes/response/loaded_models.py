@@ -22,6 +22,9 @@ class Model(BaseModel):
     defaults: dict[str, Any] = Field(
         {}, description="Decode parameters for requests that name the model and give none."
     )
+    type: Literal["model"] = Field(description="Of Anthropic's API, like the next fields.")
+    display_name: str = Field(description="Same as id.")
+    created_at: str = Field(description="Same as created (RFC 3339).")
 
 
 class LoadedModel(BaseModel):
@@ -38,6 +41,9 @@ class ModelList(BaseModel):
 
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class ServingEngine(BaseModel):

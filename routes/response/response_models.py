@@ -43,6 +43,22 @@ class OpenAIError(BaseModel):
     index: int = Field(0, description="In a stream: the row that failed, if only one did.")
 
 
+class AnthropicErrorBody(BaseModel):
+    """Anthropic's error object."""
+
+    type: str = Field(description="Anthropic's SDKs choose their exception class by the status.")
+    message: str = Field(description="Names the field, the value, what is allowed and what to do.")
+
+
+class AnthropicError(BaseModel):
+    """An error in Anthropic's format. A stream has it as an event."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
+    request_id: str = Field("", description="The id in the header Request-Id.")
+    index: int = Field(0, description="In a stream: always 0.")
+
+
 class FieldWarning(BaseModel):
     """A field of the request that changes nothing."""
 

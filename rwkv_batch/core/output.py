@@ -319,6 +319,15 @@ class RowOutput:
         )
         return self.tokens[:num_whole], partial
 
+    def matched_stop(self, strings: Iterable[bytes]) -> bytes:
+        """Return the stop string that ended the text, or b""."""
+        if self._shown_end is None:
+            return b""
+        first = bisect_right(self._token_ends, self._shown_end)
+        start = self._token_ends[first - 1] if first else 0
+        rest = b"".join(self._byte_table[token] for token in self.tokens[first:])[self._shown_end - start :]
+        return min((string for string in strings if rest.startswith(string)), key=len, default=b"")
+
     def pop_delta(self, finish: Finish | None = None) -> Delta | None:
         """Return the next delta: a full chunk, or everything if `finish` is given."""
         ready, num_unsent = self._ready, self._num_unsent

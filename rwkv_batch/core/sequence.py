@@ -316,4 +316,5 @@ class Sequence:
             error=error,
             session_id=self.request.session.session_id if self.request.session else None,
             dialogue_idx=self.dialogue_idx,
+            stop_string=self.output.matched_stop(self.request.stop_strings) if reason is FinishReason.STOP else b"",
         )

@@ -184,6 +184,19 @@ def test_chunk_size_collects_tokens() -> None:
     assert [delta.text for delta in deltas] == [b"abc", b"def", b"gh"]
 
 
+def test_the_stop_string_that_ended_a_text_is_known() -> None:
+    strings = [b"b c", b"b c d", b"x", b"a b c"]
+    for tokens, stops, found in (
+        (spell("z a b c d"), strings, b"a b c"),
+        (spell("z b c d"), strings, b"b c"),
+        (TOKENIZER.encode("Hello world\n\nUser: x"), [b"\nUser:"], b"\nUser:"),
+        (spell("z b"), strings, b""),
+        ([*spell("z"), 0], strings, b""),
+    ):
+        output = run(tokens, stop_strings=stops)[2]
+        assert output.matched_stop(stops) == found
+
+
 def test_random_texts_against_plain_search() -> None:
     rng = random.Random(7)
     for _ in range(500):

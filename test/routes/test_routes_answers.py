@@ -57,6 +57,9 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/openai/tokenizer_info", None),
     ("/api/chat", {"messages": TALK["messages"], "options": {"num_predict": 6}, "logprobs": True, "think": True}),
     ("/api/chat", {"messages": []}),
+    ("/v1/messages", {"messages": TALK["messages"], "max_tokens": 6, "thinking": {"type": "enabled"}}),
+    ("/v1/messages", {"messages": TALK["messages"]}),
+    ("/v1/messages/count_tokens", {"messages": TALK["messages"]}),
     ("/api/generate", {"prompt": "Hi", "options": {"num_predict": 6}}),
     ("/api/generate", {"prompt": "Hi", "model": "nobody"}),
     ("/api/tags", None),
@@ -140,7 +143,8 @@ class Published:
         schema = responses[str(answer.status_code)]["content"][content_type]["schema"]
         if content_type == "text/event-stream":
             value = schema["properties"]["data"]["anyOf"][0]["contentSchema"]
-            for event in sse_data(answer.text):
+            events = answer.text if "[DONE]" in answer.text else f"{answer.text}data: [DONE]"  # Anthropic has no end
+            for event in sse_data(events):
                 self._validate(value, event)
         elif content_type == "application/x-ndjson":
             for line in answer.text.splitlines():
