@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from rwkv_batch.errors import StartupError
 
 BACKLOG = 1024
+_FIRST_BYTES_S = 1
+"""How long a connection without any bytes waits in the kernel. A worker finds the head of its first request there."""
 
 
 @dataclass(frozen=True)
@@ -87,5 +89,6 @@ def _listen(listener: socket.socket, stall_timeout_s: float) -> socket.socket:
     """
     if sys.platform == "linux":
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _FIRST_BYTES_S)
     listener.listen(BACKLOG)
     return listener

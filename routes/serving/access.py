@@ -60,6 +60,11 @@ class ClientIdentity:
             address = before
         return _as_text(address)
 
+    def is_proxy(self, peer: str, header: Header) -> bool:
+        """Return whether a trusted proxy sends the request. Its connections carry requests of several clients."""
+        address = _parse(peer)
+        return self._is_our_nginx(header) or (address is not None and self._is_trusted(address))
+
     def _is_our_nginx(self, header: Header) -> bool:
         given = header(PROXY_KEY_HEADER)
         return (
@@ -110,6 +115,16 @@ def header_grant(context: Context, header: Header) -> Grant | None:
     secrets = (token if scheme.lower() == "bearer" else None, header("x-api-key"))
     grants = (grant(context, one.strip(), is_header=True) for one in secrets if one is not None)
     return next(filter(None, grants), None)
+
+
+def shows_secret(context: Context, identity: ClientIdentity, peer: str, head: bytes) -> bool:
+    """Return whether the head of a request shows a secret, or comes from a trusted proxy.
+
+    A head that is not complete counts as it is.
+    """
+    lines = (line.partition(b":") for line in head.partition(b"\r\n\r\n")[0].split(b"\r\n")[1:])
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1").strip() for name, _, value in lines}
+    return identity.is_proxy(peer, headers.get) or header_grant(context, headers.get) is not None
 
 
 def grant(context: Context, secret: str, is_header: bool = False) -> Grant | None:

@@ -16,7 +16,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,14 @@ _NUMBER = struct.Struct(">II")
 """Serial number and descriptor: the second half of the address."""
 _SOCKADDR_IN6 = struct.Struct("=HHI16sI")
 """Family, port, flow information, address, scope."""
+_TCP_INFO_BYTES = 136
+_RECEIVED = struct.Struct("=Q")
+_RECEIVED_OFFSET = 128
+_MAX_HEAD_BYTES = 1 << 14
 _HAS_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Connection:
     serial: int
     descriptor: int
@@ -38,6 +42,18 @@ class Connection:
     """Identifies the socket. After it is closed, another one may have its descriptor."""
     peer: str
     """The peer's address."""
+    is_trusted: bool = True
+    """Whether its client may send large bodies: it has shown a secret, if the service has one."""
+    handled_bytes: int = 0
+    """Bytes that were received with its complete requests."""
+
+    def received_bytes(self) -> int:
+        """Return the bytes that the client has sent."""
+        info = ctypes.create_string_buffer(_TCP_INFO_BYTES)
+        length = ctypes.c_uint32(_TCP_INFO_BYTES)
+        _libc.getsockopt(self.descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length))
+        (received,) = _RECEIVED.unpack_from(info, _RECEIVED_OFFSET)
+        return int(received)
 
     def is_open(self) -> bool:
         """Return whether the client is connected. One that has shut down its sending side counts as gone."""
@@ -54,6 +70,10 @@ class Connection:
 _connections: dict[int, Connection] = {}
 """By descriptor. A new connection replaces a closed one."""
 _serials = itertools.count()
+ShowsSecret = Callable[[str, bytes], bool]
+"""(peer's address, head of a request) -> whether the head shows a secret."""
+_shows_secret: ShowsSecret | None = None
+"""None: the service has no secret."""
 _watched: dict[asyncio.Task[object], Connection] = {}
 """The connection of each running handler that is cancelled if its client leaves."""
 
@@ -68,6 +88,14 @@ def find(address: str | None) -> Connection | None:
     connection = _connections.get(descriptor)
     is_known = connection is not None and packed[:8] == _PREFIX and connection.serial == serial
     return connection if is_known else None
+
+
+def start_request(address: str | None) -> Connection | None:
+    """Like `find`, for a request that was received to its end just now."""
+    connection = find(address)
+    if connection is not None:
+        connection.handled_bytes = connection.received_bytes()
+    return connection
 
 
 def known_connections() -> list[Connection]:
@@ -104,6 +132,7 @@ def _cancel(task: asyncio.Task[object]) -> None:
 _GETPEERNAME = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _libc = ctypes.CDLL(None, use_errno=True)
 _getpeername = _GETPEERNAME(("getpeername", _libc))
+_recv = ctypes.PyDLL(None).recv
 
 
 @_GETPEERNAME
@@ -113,11 +142,22 @@ def _numbered_peer(descriptor: int, address: int, length: int) -> int:
     if result == 0:
         serial = next(_serials) & 0xFFFF_FFFF
         peer = _peer_text(ctypes.string_at(address, _SOCKADDR_IN6.size))
-        _connections[descriptor] = Connection(serial, descriptor, os.fstat(descriptor).st_ino, peer)
+        is_trusted = _shows_secret is None or _shows_secret(peer, _peek(descriptor))
+        _connections[descriptor] = Connection(serial, descriptor, os.fstat(descriptor).st_ino, peer, is_trusted)
         packed = _PREFIX + _NUMBER.pack(serial, descriptor)
         ctypes.memmove(address, _SOCKADDR_IN6.pack(socket.AF_INET6, 0, 0, packed, 0), _SOCKADDR_IN6.size)
         ctypes.c_uint32.from_address(length).value = _SOCKADDR_IN6.size
     return result
+
+
+def _peek(descriptor: int) -> bytes:
+    """Return the first bytes that a new connection has sent. Robyn reads them later.
+
+    The listening sockets accept a connection when its first bytes arrive (TCP_DEFER_ACCEPT).
+    """
+    buffer = ctypes.create_string_buffer(_MAX_HEAD_BYTES)
+    count = _recv(descriptor, buffer, _MAX_HEAD_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    return buffer.raw[: max(0, count)]
 
 
 def _peer_text(sockaddr: bytes) -> str:
@@ -125,8 +165,13 @@ def _peer_text(sockaddr: bytes) -> str:
     return socket.inet_ntop(family, sockaddr[8:24] if family == socket.AF_INET6 else sockaddr[4:8])
 
 
-def identify_connections(library: Path) -> None:
-    """Replace getpeername in a loaded library. Raises RuntimeError if it does not call it, OSError if Linux refuses."""
+def identify_connections(library: Path, shows_secret: ShowsSecret | None = None) -> None:
+    """Replace getpeername in a loaded library. Raises RuntimeError if it does not call it, OSError if Linux refuses.
+
+    shows_secret: decides which clients are trusted; None: all
+    """
+    global _shows_secret  # noqa: PLW0603 - the library's function is replaced once per process, too
+    _shows_secret = shows_secret
     library = library.resolve()
     slot = _load_address(library) + _slot_offset(library, b"getpeername")
     page = ctypes.c_void_p(slot // mmap.PAGESIZE * mmap.PAGESIZE)

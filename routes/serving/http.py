@@ -51,7 +51,7 @@ from routes.serving.access import (
 )
 from routes.serving.active_requests import KEY_REMOVED, ActiveRequest, RobynChunks, report
 from routes.serving.browser import BrowserRules
-from routes.serving.connections import Connection, cancelled_if_left, find
+from routes.serving.connections import Connection, cancelled_if_left, find, start_request
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
@@ -132,6 +132,8 @@ async def _request_data(context: Context, route: Route, request: Request) -> obj
         access = (grant(context, given) if isinstance(given, str) else None) or access
     if access is None or (route.is_admin and not access.is_admin):
         raise unauthorized(access)
+    if not route.is_public and (connection := find(request.ip_addr)) is not None:
+        connection.is_trusted = True
     request_context = current_request()
     request_context.is_admin = access.is_admin
     if access.key is not None:
@@ -233,7 +235,7 @@ def wrap(context: Context, route: Route) -> RobynHandler:
     identity, rules = ClientIdentity(context.config), BrowserRules(context.config)
 
     async def handler(request: Request) -> RobynReply:
-        connection = find(request.ip_addr)
+        connection = start_request(request.ip_addr)
         address = identity.client(_peer(request, connection), request.headers.get)
         origin = rules.allowed_origin(request.headers.get, route.allows_any_origin)
         request_context = _start_request(request, route.path, address, origin)
@@ -290,7 +292,7 @@ def _fallback_handler(context: Context, routes: Sequence[Route]) -> RobynHandler
 
     async def handler(request: Request) -> RobynReply:
         origin = rules.allowed_origin(request.headers.get, request.url.path in open_paths)
-        client = identity.client(_peer(request, find(request.ip_addr)), request.headers.get)
+        client = identity.client(_peer(request, start_request(request.ip_addr)), request.headers.get)
         request_context = _start_request(request, UNKNOWN_ROUTE, client, origin)
         answer = _fallback_response(table, request)
         report(context, request_context, answer.status, request_context.error_kind or DONE)

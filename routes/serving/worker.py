@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from routes.file_store import open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
 from routes.serving import preload
-from routes.serving.access import add_request_ids
+from routes.serving.access import ClientIdentity, add_request_ids, anonymous_grant, shows_secret
 from routes.serving.active_requests import GUARD_KEY
 from routes.serving.connections import cancel_left, identify_connections, known_connections
 from routes.serving.http import register
@@ -183,7 +184,9 @@ def _run(
     )
     follow_thread.start()
     try:
-        identify_connections(Path(robyn.__file__))
+        identity = ClientIdentity(config)
+        has_secret = anonymous_grant(context) is None
+        identify_connections(Path(robyn.__file__), partial(shows_secret, context, identity) if has_secret else None)
     except (OSError, RuntimeError) as error:  # serve without it: such answers are computed to their end
         logger.warning("a client that leaves before an answer without a stream is not noticed: %s", error)
     serve(app, listeners[number])

@@ -28,7 +28,7 @@ from routes.response.http_response import (
 )
 from routes.route import Upload, full_response, response_or_error
 from routes.serving import active_requests, http
-from routes.serving.access import header_grant
+from routes.serving.access import ClientIdentity, header_grant, shows_secret
 from routes.serving.browser import BrowserRules
 from routes.state import ImportQuery, import_session
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
@@ -61,6 +61,26 @@ def test_only_the_bearer_scheme_is_accepted() -> None:
     assert header_grant(context, {"authorization": "Bearer s3cret"}.get) is not None
     for scheme in ("Basic", "Token", "", "s3cret"):
         assert header_grant(context, {"authorization": f"{scheme} s3cret"}.get) is None
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "is_shown"),
+    [
+        ("9.9.9.9", b"Authorization: Bearer s3cret", True),
+        ("9.9.9.9", b"Accept: */*\r\nX-API-Key:s3cret", True),
+        ("9.9.9.9", b"Authorization: Bearer s3cre", False),
+        ("9.9.9.9", b"A: \xff\xff\r\nno colon\r\n:", False),
+        ("9.9.9.9", b"Accept: */*\r\n\r\nAuthorization: Bearer s3cret", False),
+        ("9.9.9.9", b"x-rwkv-front: its key", True),
+        ("9.9.9.9", b"x-rwkv-front: a guess", False),
+        ("10.0.0.7", b"Accept: */*", True),
+    ],
+)
+def test_the_head_of_a_request_shows_a_secret_or_a_trusted_proxy(peer: str, headers: bytes, is_shown: bool) -> None:
+    config = HttpConfig(password="s3cret", proxy_key="its key", trusted_proxies=("10.0.0.0/8",))
+    head = b"POST / HTTP/1.1\r\n" + headers + b"\r\n\r\n"
+    assert shows_secret(context_of(Engine(), config), ClientIdentity(config), peer, head) is is_shown
+    assert not shows_secret(context_of(Engine(), config), ClientIdentity(config), "9.9.9.9", head[:20])
 
 
 class Chunks:
@@ -149,6 +169,7 @@ def test_a_waiting_writer_is_not_a_stalled_client() -> None:
 class Request:
     """Robyn's request."""
 
+    ip_addr = None
     body = b'{"contents": ["a"]}'
     headers: dict[str, str] = {}  # noqa: RUF012
     files: dict[str, bytes] = {}  # noqa: RUF012

@@ -6,6 +6,7 @@ import contextlib
 import json
 import select
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from test.serving import NO_TLS, Service, read_all, wait_for
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20
 SENT_MIB = 2048
+SECRET = "Authorization: Bearer s3cret\r\n"
 
 
 def resident_mib(pid: int) -> int:
@@ -36,7 +38,7 @@ def test_a_body_without_end_is_cut_off(tmp_path: Path, framing: str) -> None:
                 assert client.post(CHAT, content=large).status_code == 200
         piece = b"%x\r\n%s\r\n" % (MIB, b"x" * MIB) if "chunked" in framing else b"x" * MIB
         with running.connect() as connection:
-            connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{framing}\r\n\r\n".encode())
+            send_head(connection, f"POST {CHAT}", f"{framing}\r\n{SECRET}")
             sent = 0
             with contextlib.suppress(OSError):
                 while sent < SENT_MIB:
@@ -52,28 +54,79 @@ def test_a_body_without_end_is_cut_off(tmp_path: Path, framing: str) -> None:
         running.close()
 
 
-def test_many_small_bodies_do_not_close_another_clients_large_one(tmp_path: Path) -> None:
-    """All bodies together may have 96 MiB here. The bodies of the second address would have 160."""
-    flags = ("--http-workers", "1", "--password", "s3cret", "--max-body-mb", "2", "--max-state-mb", "8")
-    running = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    head = f"POST /state/import?session_id=a HTTP/1.1\r\nHost: localhost\r\nContent-Length: {8 * MIB}\r\n"
-    large, *small = [socket.socket() for _ in range(41)]
+@pytest.fixture(scope="module")
+def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service whose key holders may send 80 MiB on a connection, others 16."""
+    flags = ("--http-workers", "1", "--password", "s3cret", "--max-body-mb", "64", "--max-state-mb", "8")
+    running = Service(tmp_path_factory.mktemp("direct"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
-        running.wait_ready()
-        with contextlib.ExitStack() as opened:
-            for number, connection in enumerate([large, *small]):
-                opened.enter_context(connection)
-                connection.bind((f"127.0.0.{2 if number else 1}", 0))
-                connection.connect(("127.0.0.1", running.port))
-            large.sendall(f"{head}\r\n".encode() + b"x" * 7 * MIB)
-            for connection in small:
-                with contextlib.suppress(OSError):
-                    connection.sendall(f"{head}\r\n".encode() + b"x" * 4 * MIB)
-            wait_for(lambda: any(map(is_closed, small)), 20, "some of them are closed")
-            large.sendall(b"x" * MIB)
-            assert large.recv(12) == b"HTTP/1.1 401"
+        yield running.wait_ready()
     finally:
         running.close()
+
+
+def test_many_small_bodies_do_not_close_another_clients_large_one(direct: Service) -> None:
+    """All bodies without a secret may have 64 MiB. The bodies of the second address would have 160."""
+    head = f"POST /state/import?session_id=a HTTP/1.1\r\nHost: localhost\r\nContent-Length: {8 * MIB}\r\n"
+    large, *small = [socket.socket() for _ in range(41)]
+    with contextlib.ExitStack() as opened:
+        for number, connection in enumerate([large, *small]):
+            opened.enter_context(connection)
+            connection.bind((f"127.0.0.{2 if number else 1}", 0))
+            connection.connect(("127.0.0.1", direct.port))
+        large.sendall(f"{head}\r\n".encode() + b"x" * 7 * MIB)
+        for connection in small:
+            with contextlib.suppress(OSError):
+                connection.sendall(f"{head}\r\n".encode() + b"x" * 4 * MIB)
+        wait_for(lambda: any(map(is_closed, small)), 20, "some of them are closed")
+        large.sendall(b"x" * MIB)
+        assert large.recv(12) == b"HTTP/1.1 401"
+
+
+@pytest.mark.parametrize("first", ["", "GET /healthz", "GET /v1/models"])
+def test_a_large_body_without_a_secret_is_cut_off(direct: Service, first: str) -> None:
+    """Robyn would read it to its end. The connection's earlier requests change nothing."""
+    with direct.connect() as connection:
+        if first:
+            send_head(connection, first)
+            assert read_answer(connection)
+        send_head(connection, f"POST {CHAT}", f"Content-Length: {64 * MIB}\r\n")
+        with contextlib.suppress(OSError):
+            for _ in range(40):
+                connection.sendall(b"x" * MIB)
+        wait_for(lambda: is_closed(connection), 20, "the connection is closed")
+        answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 401 Unauthorized\r\n") and b"Authorization: Bearer" in answer
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_secret_in_the_first_request_or_an_answered_one_allows_a_large_body(direct: Service, is_first: bool) -> None:
+    body = json.dumps({"contents": ["a"], "max_tokens": 1, "unknown": "x" * 40 * MIB}).encode()
+    with direct.connect() as connection:
+        if not is_first:
+            send_head(connection, "GET /healthz")
+            assert read_answer(connection).startswith(b"HTTP/1.1 200")
+            send_head(connection, "GET /v1/models", SECRET)
+            assert read_answer(connection).startswith(b"HTTP/1.1 200")
+        send_head(connection, f"POST {CHAT}", f"Content-Length: {len(body)}\r\n{SECRET}")
+        connection.sendall(body)
+        assert read_answer(connection).startswith(b"HTTP/1.1 200")
+
+
+def send_head(connection: socket.socket, request: str, headers: str = "") -> None:
+    connection.sendall(f"{request} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode())
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """Return an answer with a Content-Length, and nothing after it."""
+    head, body = b"", b""
+    while b"\r\n\r\n" not in head:
+        head += connection.recv(1 << 16)
+    head, _, body = head.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    while len(body) < length:
+        body += connection.recv(1 << 16)
+    return head + body
 
 
 def is_closed(connection: socket.socket) -> bool:
