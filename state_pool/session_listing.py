@@ -42,7 +42,7 @@ class _Request(Generic[_Outcome]):
 
 
 class SessionListing:
-    """Queries pages and adds what only memory has: tiers and turns not yet written."""
+    """Queries pages, and adds tiers and turns that are in memory only."""
 
     def __init__(self, index: SessionIndex, store: Store | None, deliver: CompletionQueue, unlogged: Unlogged) -> None:
         """`unlogged`: sessions with turns on their way to the log."""

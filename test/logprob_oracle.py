@@ -1,4 +1,4 @@
-"""The log-softmax of all logits of a text, by a forward of its own: what every score is held against."""
+"""Expected log-probabilities: the log-softmax of all logits of a text, by a separate forward."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class LogprobOracle:
 
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> Tensor:
-        """[T, V] fp64: of what may follow each of the tokens."""
+        """Return [T, V] fp64: log-probabilities of the next token, after each of `ids`."""
         inputs = step_inputs([ids], [0], [2], [0])
         inputs.logit_tokens = torch.arange(len(ids))
         return self._pipeline.forward(inputs).double().log_softmax(dim=1)
 
-    def of(self, ids: list[int], start: int = 1) -> list[float]:
-        """The log-probability of each token from `start` on."""
+    def token_logprobs(self, ids: list[int], start: int = 1) -> list[float]:
+        """Return the log-probability of each token from index `start` on."""
         rows = self.logprobs(ids)
         return [float(rows[i - 1, ids[i]]) for i in range(start, len(ids))]

@@ -109,10 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what is asked").add_argument
+    add = parser.add_argument_group("task").add_argument
     add("--task", choices=TASKS, default="translate", help="default: translate")
     add("--source-lang", default="auto", help="ISO code or name; default: auto, detected per line")
-    add("--target-lang", default="", help="wanted by translate")
+    add("--target-lang", default="", help="required by translate")
     add("--field", default="text", help="field or column of the text; default: text")
     add("--out-field", default="", help="field or column of the answer; default: by the task")
     add("--id-field", default="", help="field that identifies a line in the error file")

@@ -23,7 +23,7 @@ _REMEDY = "correct or remove it (--strict-fields)"
 
 @dataclass(frozen=True, slots=True)
 class IgnoredField:
-    """A field that changes nothing. `known` are the names that the place of an unknown field has."""
+    """A field that changes nothing. `known`: the names that are allowed there, if this one is unknown."""
 
     field: str
     given: Any
@@ -37,11 +37,12 @@ def validated(model: type[Fields], data: Any, *, others: Collection[str] = (), i
     """
     body = validate(model, data)
     found = find_ignored(body, data, others=others)
-    for one in itertools.islice(found, MAX_WARNINGS):
-        if one.known:
-            report_unknown(one.field, _unknown(one), "it was ignored", error_value(one.given), is_strict=is_strict)
+    for ignored in itertools.islice(found, MAX_WARNINGS):
+        if ignored.known:
+            problem = _unknown_problem(ignored)
+            report_unknown(ignored.field, problem, "it was ignored", error_value(ignored.given), is_strict=is_strict)
         else:
-            warn(one.field, f"{one.field}: is accepted and ignored")
+            warn(ignored.field, f"{ignored.field}: is accepted and ignored")
     if next(found, None) is not None:
         warn("", f"more than {MAX_WARNINGS} fields are unknown or ignored; these are the first")
     return body
@@ -70,9 +71,9 @@ def nearest_name(name: str, known: Collection[str]) -> str:
     return f"; the nearest known name is {nearest[0]}" if nearest else ""
 
 
-def _unknown(one: IgnoredField) -> str:
-    place, _, name = one.field.rpartition(".")
-    return f"is not a field of {place or 'this request'}{nearest_name(name, one.known)}"
+def _unknown_problem(unknown: IgnoredField) -> str:
+    place, _, name = unknown.field.rpartition(".")
+    return f"is not a field of {place or 'this request'}{nearest_name(name, unknown.known)}"
 
 
 def find_ignored(

@@ -3,7 +3,7 @@
 A mixture has one request slot, one running slot, and one state slot per member. The row itself is the first member.
 A mixture gets all its slots at once or none, so a waiting row holds no slot.
 
-Of a mixture's session, the token log is kept. Its states stay in slots between turns while there is room.
+A session of a mixture is stored as its token log. Its states stay in slots between turns while there is room.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def check_mixture(request: GenerateRequest, pool: StatePool) -> None:
 
 def check_members(mixture: list[tuple[str, float]], pool: StatePool) -> None:
     """Check a mixture's states and weights. Raises ServiceError, or StateNotFound for a state that is not loaded."""
-    most = min(MAX_MEMBERS, pool.tiers.slots.num_usable // 2)
-    if len(mixture) > most:
-        limit = f"{most}" if most == MAX_MEMBERS else f"{most}, half of this server's slots"
+    max_members = min(MAX_MEMBERS, pool.tiers.slots.num_usable // 2)
+    if len(mixture) > max_members:
+        limit = f"{max_members}" if max_members == MAX_MEMBERS else f"{max_members}, half of this server's slots"
         raise _invalid_field(f"has {len(mixture)} states, the limit is {limit}", len(mixture))
     if not 0 < sum(weight for _, weight in mixture) < math.inf:
         raise _invalid_field("the weights must add up to more than 0", [weight for _, weight in mixture])
@@ -108,7 +108,7 @@ def pin(state: TunedState, pool: StatePool) -> SharedSlot | None:
 
 
 def release_read_slots(sequence: Sequence) -> None:
-    """Release the slots that the members read. Their states are in their own slots after the first launch."""
+    """Release the slots that the members read first. After the first launch, their states are in their own slots."""
     for member in sequence.members:
         if member.shared is not None:
             member.shared.drop()
@@ -140,7 +140,7 @@ def _invalid_field(message: str, given: object) -> ServiceError:
 
 @dataclass(slots=True)
 class Parked:
-    """The slots of a session's mixture after its last turn."""
+    """The slots that an idle session's mixture keeps after its last turn."""
 
     token_ids: list[int]
     """all tokens of the session"""
@@ -221,11 +221,11 @@ def write_slots_of(sequence: Sequence) -> list[int]:
 
 def begin_from(sequence: Sequence, parked: Parked, pool: StatePool) -> None:
     """Let the row start from parked states. Its members must have slots to write."""
-    release = [SharedSlot(slot, partial(pool.tiers.free, slot)) for slot in parked.slots]
+    parked_slots = [SharedSlot(slot, partial(pool.tiers.free, slot)) for slot in parked.slots]
     release_read_slots(sequence)
     if sequence.tuned_slot is not None:
         sequence.tuned_slot.drop()
-    sequence.tuned_slot = release[0]
-    for member, shared in zip(sequence.members, release[1:], strict=True):
+    sequence.tuned_slot = parked_slots[0]
+    for member, shared in zip(sequence.members, parked_slots[1:], strict=True):
         member.shared = shared
     sequence.num_computed_tokens = sequence.cached_tokens = parked.num_computed_tokens

@@ -155,7 +155,7 @@ class Sequence:
     adapter: LoadedAdapter | None = None
     """its adapter; None: none, or not known until its session's lease is ready"""
     base: bytes = NO_PREFIX_BASE
-    """number of its initial state and adapter: only rows with the same number may share a prefix"""
+    """identifies its initial state and adapter: only rows with the same value may share a prefix"""
     lease: Lease | None = None
     session_reported: bool = False
     """whether the start of its turn was reported, with its session's length"""

@@ -29,8 +29,8 @@ class FileLibrary(Generic[Info]):
         refusal: Callable[[], ServiceError],
     ) -> None:
         """kind: noun for messages and the thread's name
-        put: queues a command for the engine's thread; returns False if the engine takes none.
-        refusal: the error if it takes none.
+        put: queues a command for the engine's thread; returns False if the engine accepts no commands.
+        refusal: the error for that case.
         """
         self._config = config
         self._put = put
@@ -48,20 +48,20 @@ class FileLibrary(Generic[Info]):
         reply: Reply[Info],
         read: Callable[[], Found],
         register: Callable[[Found], Info],
-        when_refused: Callable[[], None] = lambda: None,
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:
         """Run `read` on the file thread and `register` on the engine's, then reply.
 
-        Both may raise anything, because a file may contain anything. `when_refused` runs if the engine takes no
-        commands.
+        Both may raise anything, because a file may contain anything. `on_refused` runs if the engine accepts
+        no commands.
         """
 
-        def was_read(found: Found) -> None:
+        def on_read(found: Found) -> None:
             if not self._put(lambda: reply_on_error(reply, self._to_service_error, lambda: reply(register(found)))):
-                when_refused()
+                on_refused()
                 reply(self._refusal())
 
-        self._thread.run(reply, read, was_read)
+        self._thread.run(reply, read, on_read)
 
     def close(self) -> None:
         self._thread.close()

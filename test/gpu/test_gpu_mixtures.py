@@ -114,7 +114,7 @@ def test_scores_are_those_of_the_cpu(engine: Engine, oracle: LogprobOracle) -> N
     wanted, all_errors = PromptLogprobs(top=3), []
     ran = run(engine, *[make_request(ids, max_tokens=0, prompt_logprobs=wanted) for ids in prompts])
     for row, ids in enumerate(prompts):
-        expected, entries = oracle.of(ids), scored(ran, row)
+        expected, entries = oracle.token_logprobs(ids), scored(ran, row)
         assert [entry.token for entry in entries] == [TOKENIZER.byte_table[i] for i in ids[1:]]
         errors = [abs(entry.logprob - value) for entry, value in zip(entries, expected, strict=True)]
         assert max(errors) < 10 * FP16
@@ -130,6 +130,6 @@ def test_candidates_share_their_prompt(engine: Engine, oracle: LogprobOracle) ->
     wanted = PromptLogprobs(start=len(prompt), top=1)
     ran = run(engine, make_request(prompt, candidates=candidates, max_tokens=0, prompt_logprobs=wanted))
     for row, candidate in enumerate(candidates):
-        expected = oracle.of(prompt + candidate, len(prompt))
+        expected = oracle.token_logprobs(prompt + candidate, len(prompt))
         found = [entry.logprob for entry in scored(ran, row)]
         assert found == pytest.approx(expected, abs=5 * FP16)

@@ -34,11 +34,12 @@ def random_older_weights(
     heads: int = 0,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
-    logarithm: bool = False,
+    has_time_first: bool = False,
 ) -> dict[str, Tensor]:
     """Return tensors by name for `version` "4", "5.0", "5.1", "5.2" or "6".
 
-    heads: 0 for heads of 64. logarithm: RWKV-5's bonus under its older name. Every tensor affects the logits.
+    heads: 0 for heads of 64. has_time_first: RWKV-5's bonus as a logarithm, under its older name.
+    Every tensor affects the logits.
     """
     random, heads = _Random(seed, dtype), heads or width // 64
     scale = width**-0.5
@@ -54,7 +55,7 @@ def random_older_weights(
             tensors[f"{att}gate.weight"] = random.normal(width, width, scale=scale)
         tensors |= {
             f"{att}{name}": tensor
-            for name, tensor in _time_mix_tensors(random, version, width, heads, logarithm).items()
+            for name, tensor in _time_mix_tensors(random, version, width, heads, has_time_first).items()
         }
         mix = "time_maa" if version == "6" else "time_mix"
         tensors |= {f"{ffn}{mix}_{letter}": random.uniform(1, 1, width) for letter in "kr"}
@@ -64,7 +65,7 @@ def random_older_weights(
     return tensors | random.norm("ln_out", width) | {"head.weight": random.normal(vocab, width, scale=2 * scale)}
 
 
-def _time_mix_tensors(random: _Random, version: str, c: int, heads: int, logarithm: bool) -> dict[str, Tensor]:
+def _time_mix_tensors(random: _Random, version: str, c: int, heads: int, has_time_first: bool) -> dict[str, Tensor]:
     """Return the time mix's tensors without matrices and norms."""
     if version == "4":
         mixes = {f"time_mix_{letter}": random.uniform(1, 1, c) for letter in "kvr"}
@@ -80,6 +81,6 @@ def _time_mix_tensors(random: _Random, version: str, c: int, heads: int, logarit
             "time_faaaa": random.normal(heads, c // heads, scale=0.5),
         }
     mixes = {f"time_mix_{letter}": random.uniform(1, 1, c) for letter in ("kvr" if version == "5.0" else "kvrg")}
-    of_heads = (heads, c // heads) if version == "5.2" else (heads,)
-    first = "time_first" if logarithm else "time_faaaa"
-    return mixes | {"time_decay": random.normal(*of_heads), first: random.normal(*of_heads, scale=0.5)}
+    decay_shape = (heads, c // heads) if version == "5.2" else (heads,)
+    first = "time_first" if has_time_first else "time_faaaa"
+    return mixes | {"time_decay": random.normal(*decay_shape), first: random.normal(*decay_shape, scale=0.5)}

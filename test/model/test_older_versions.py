@@ -33,7 +33,7 @@ from test.model.test_model import (
 CASES: dict[str, dict[str, Any]] = {
     "RWKV-4": {"version": "4", "layers": 3, "width": 128},
     "RWKV-5.0": {"version": "5.0", "layers": 2, "width": 128, "heads": 4},
-    "RWKV-5.0, bonus as a logarithm": {"version": "5.0", "layers": 2, "width": 128, "logarithm": True},
+    "RWKV-5.0, bonus as a logarithm": {"version": "5.0", "layers": 2, "width": 128, "has_time_first": True},
     "RWKV-5.1": {"version": "5.1", "layers": 2, "width": 192},
     "RWKV-5.2": {"version": "5.2", "layers": 3, "width": 128, "dtype": torch.float32},
     "RWKV-6": {"version": "6", "layers": 3, "width": 192},

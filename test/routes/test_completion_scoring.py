@@ -15,7 +15,7 @@ from test.harness import TOKENIZER
 from test.logprob_oracle import LogprobOracle
 from test.serving import Service
 
-CLOSE = 1e-4
+TOLERANCE = 1e-4
 TEXTS = ["The cat sat.", "Hi", "猫が好き、犬も。", "def f(x):\n    return x\n\n" * 30]
 IDS = [TOKENIZER.encode(text) for text in TEXTS]
 MODEL = "rwkv7"
@@ -28,11 +28,11 @@ def oracle(tiny_model: Path) -> LogprobOracle:
 
 @pytest.fixture(scope="module")
 def client(service: Service) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0, timeout=120) as made:
-        yield made
+    with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
 
 
-def score(client: OpenAI, prompt: Any, **fields: Any) -> Any:
+def complete(client: OpenAI, prompt: Any, **fields: Any) -> Any:
     request_fields = {"model": MODEL, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, **fields}
     return client.completions.create(**request_fields)
 
@@ -43,46 +43,42 @@ def score(client: OpenAI, prompt: Any, **fields: Any) -> Any:
     ids=["texts", "lists of ids", "text", "ids"],
 )
 def test_prompts_in_every_form(client: OpenAI, oracle: LogprobOracle, prompt: Any, ids: list[list[int]]) -> None:
-    answer = score(client, prompt)
+    answer = complete(client, prompt)
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
     for choice, tokens in zip(answer.choices, ids, strict=True):
         text = TOKENIZER.decode_bytes(tokens).decode()
-        logprobs_of_choice = choice.logprobs
+        logprobs = choice.logprobs
         assert (choice.text, choice.finish_reason) == (text, "length")
         assert (
-            logprobs_of_choice.token_logprobs[0],
-            logprobs_of_choice.top_logprobs[0],
-            logprobs_of_choice.text_offset[0],
+            logprobs.token_logprobs[0],
+            logprobs.top_logprobs[0],
+            logprobs.text_offset[0],
         ) == (None, None, 0)
-        assert logprobs_of_choice.token_logprobs[1:] == pytest.approx(oracle.of(tokens), abs=CLOSE)
-        for token, likeliest in zip(
-            logprobs_of_choice.token_logprobs[1:], logprobs_of_choice.top_logprobs[1:], strict=True
-        ):
+        assert logprobs.token_logprobs[1:] == pytest.approx(oracle.token_logprobs(tokens), abs=TOLERANCE)
+        for token, likeliest in zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True):
             assert len(likeliest) == 1 and token <= max(likeliest.values())
         starts = [len(TOKENIZER.decode_bytes(tokens[:i]).decode("utf-8", "ignore")) for i in range(len(tokens))]
-        assert logprobs_of_choice.text_offset == starts
+        assert logprobs.text_offset == starts
         assert all(
-            text.startswith(token, at)
-            for token, at in zip(logprobs_of_choice.tokens, starts, strict=True)
-            if token.isascii()
+            text.startswith(token, at) for token, at in zip(logprobs.tokens, starts, strict=True) if token.isascii()
         )
 
 
 def test_scoring_a_prompt_does_not_change_the_answer(client: OpenAI) -> None:
     fields = {"max_tokens": 5, "temperature": 0, "logprobs": 2, "extra_body": {"ignore_eos": True}}
-    plain = score(client, TEXTS[0], echo=False, **fields).choices[0]
-    echoed = score(client, TEXTS[0], **fields).choices[0]
+    plain = complete(client, TEXTS[0], echo=False, **fields).choices[0]
+    echoed = complete(client, TEXTS[0], **fields).choices[0]
     assert echoed.text == TEXTS[0] + plain.text
     assert echoed.logprobs.tokens[len(IDS[0]) :] == plain.logprobs.tokens
-    assert echoed.logprobs.token_logprobs[len(IDS[0]) :] == pytest.approx(plain.logprobs.token_logprobs, abs=CLOSE)
+    assert echoed.logprobs.token_logprobs[len(IDS[0]) :] == pytest.approx(plain.logprobs.token_logprobs, abs=TOLERANCE)
     assert [at - len(TEXTS[0]) for at in echoed.logprobs.text_offset[len(IDS[0]) :]] == plain.logprobs.text_offset
 
 
 def test_a_stream_has_the_same_log_probabilities(client: OpenAI) -> None:
     fields = {"max_tokens": 4, "n": 2, "seed": 3, "extra_body": {"ignore_eos": True}}
-    whole = score(client, TEXTS[2:], **fields).choices
+    whole = complete(client, TEXTS[2:], **fields).choices
     rows: dict[int, dict[str, Any]] = {}
-    for chunk in score(client, TEXTS[2:], stream=True, **fields):
+    for chunk in complete(client, TEXTS[2:], stream=True, **fields):
         for choice in chunk.choices:
             row = rows.setdefault(choice.index, {"text": "", "token_logprobs": [], "tokens": [], "text_offset": []})
             row["text"] += choice.text
@@ -94,12 +90,12 @@ def test_a_stream_has_the_same_log_probabilities(client: OpenAI) -> None:
         assert row["tokens"] == choice.logprobs.tokens
         assert row["text_offset"] == choice.logprobs.text_offset
         assert row["token_logprobs"][0] is None
-        assert row["token_logprobs"][1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=CLOSE)
+        assert row["token_logprobs"][1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=TOLERANCE)
 
 
 def test_an_echo_that_ends_within_a_character(client: OpenAI) -> None:
     first, second = (TOKENIZER.encode_bytes(bytes([byte])) for byte in "é".encode())
-    (choice,) = score(client, first, max_tokens=1, temperature=0, logit_bias={str(second[0]): 100}).choices
+    (choice,) = complete(client, first, max_tokens=1, temperature=0, logit_bias={str(second[0]): 100}).choices
     assert (choice.text, choice.logprobs.text_offset) == ("é", [0, 0])
 
 
@@ -108,9 +104,9 @@ def test_the_arrays_have_the_form_for_lm_evaluation_harness(client: OpenAI, orac
     for ids in IDS:
         context = max(1, len(ids) // 2)
         request_fields = {"max_tokens": 1, "temperature": 0, "seed": 1234}
-        (choice,) = score(client, [ids], **request_fields).choices
+        (choice,) = complete(client, [ids], **request_fields).choices
         part = choice.logprobs.token_logprobs[context:-1]
-        assert sum(part) == pytest.approx(sum(oracle.of(ids, context)), abs=CLOSE * len(ids))
+        assert sum(part) == pytest.approx(sum(oracle.token_logprobs(ids, context)), abs=TOLERANCE * len(ids))
         best = [int(row.argmax()) for row in oracle.logprobs(ids)[context - 1 : -1]]
         tops = [max(likeliest.values()) for likeliest in choice.logprobs.top_logprobs[context:-1]]
         assert [one == two for one, two in zip(part, tops, strict=True)] == [
@@ -120,29 +116,29 @@ def test_the_arrays_have_the_form_for_lm_evaluation_harness(client: OpenAI, orac
 
 def test_the_stop_token_has_a_log_probability(client: OpenAI) -> None:
     """Otherwise a client that drops the last entry would drop a token of the prompt."""
-    (choice,) = score(client, [IDS[0]], max_tokens=1, temperature=0, logit_bias={"0": 100}).choices
+    (choice,) = complete(client, [IDS[0]], max_tokens=1, temperature=0, logit_bias={"0": 100}).choices
     assert (choice.finish_reason, choice.text, len(choice.logprobs.tokens)) == ("stop", TEXTS[0], len(IDS[0]) + 1)
 
 
 def test_the_best_of_several(client: OpenAI) -> None:
     fields = {"max_tokens": 8, "seed": 11, "temperature": 1.5, "extra_body": {"ignore_eos": True, "top_k": 0}}
-    sampled = score(client, ["The", "A"], echo=False, n=5, **fields)
-    best = score(client, ["The", "A"], echo=False, n=2, best_of=5, **fields)
+    sampled = complete(client, ["The", "A"], echo=False, n=5, **fields)
+    best = complete(client, ["The", "A"], echo=False, n=2, best_of=5, **fields)
     assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
     assert best.usage.completion_tokens == sampled.usage.completion_tokens == 80
     for prompt in (0, 1):
         rows = sampled.choices[5 * prompt :][:5]
         order = sorted(rows, key=lambda row: -math.fsum(row.logprobs.token_logprobs))
         assert [row.text for row in best.choices[2 * prompt :][:2]] == [row.text for row in order[:2]]
-    bare = score(client, ["The", "A"], echo=False, n=2, best_of=5, **{**fields, "logprobs": None})
-    assert [row.text for row in bare.choices] == [row.text for row in best.choices]
-    assert all(row.logprobs is None for row in bare.choices)
+    without_logprobs = complete(client, ["The", "A"], echo=False, n=2, best_of=5, **{**fields, "logprobs": None})
+    assert [row.text for row in without_logprobs.choices] == [row.text for row in best.choices]
+    assert all(row.logprobs is None for row in without_logprobs.choices)
 
 
 def test_fill_in_the_middle_accepts_token_ids(client: OpenAI) -> None:
     fields = {"suffix": "): pass", "max_tokens": 6, "temperature": 0, "echo": False, "logprobs": None}
-    text = score(client, "def f(", **fields)
-    ids = score(client, TOKENIZER.encode("def f("), **fields)
+    text = complete(client, "def f(", **fields)
+    ids = complete(client, TOKENIZER.encode("def f("), **fields)
     assert ids.usage.prompt_tokens == text.usage.prompt_tokens
     assert ids.choices[0].text == text.choices[0].text
 
@@ -158,5 +154,5 @@ def test_fill_in_the_middle_accepts_token_ids(client: OpenAI) -> None:
 )
 def test_invalid_scoring_requests_are_refused_by_name(client: OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
-        score(client, **{"prompt": TEXTS[0], **fields})
+        complete(client, **{"prompt": TEXTS[0], **fields})
     assert refusal.value.param == param

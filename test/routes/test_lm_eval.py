@@ -81,8 +81,8 @@ def test_all_kinds_of_tasks(service: Service, tiny_model: Path, tmp_path: Path) 
         for (reported, _), choice in zip(sample["filtered_resps"], choices, strict=True):
             start = len(TOKENIZER.encode(question)) or 1
             ids = [0] * (not question) + TOKENIZER.encode(question + choice)
-            assert float(reported) == pytest.approx(sum(oracle.of(ids, start)), abs=1e-4 * len(ids))
+            assert float(reported) == pytest.approx(sum(oracle.token_logprobs(ids, start)), abs=1e-4 * len(ids))
     for sample, text in zip(samples(tmp_path, "loglikelihood_rolling"), TEXTS, strict=True):
-        wanted = sum(oracle.of([0, *TOKENIZER.encode(text)]))
+        wanted = sum(oracle.token_logprobs([0, *TOKENIZER.encode(text)]))
         assert float(sample["filtered_resps"][0]) == pytest.approx(wanted, rel=1e-5)
     assert len(samples(tmp_path, "generate_until")) == 2

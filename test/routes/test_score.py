@@ -30,7 +30,7 @@ def scores_of(service: Service, **body: Any) -> dict[str, Any]:
 
 
 def check(score: dict[str, Any], oracle: LogprobOracle, prompt: list[int], candidate: list[int]) -> None:
-    expected = oracle.of(prompt + candidate, len(prompt))
+    expected = oracle.token_logprobs(prompt + candidate, len(prompt))
     assert score["tokens"] == len(candidate)
     assert score["token_logprobs"] == pytest.approx(expected, abs=1e-4)
     assert score["logprob"] == pytest.approx(sum(expected), abs=1e-4)
@@ -60,7 +60,9 @@ def test_a_list_of_candidates_for_each_prompt(service: Service, oracle: LogprobO
     assert [len(row["candidates"]) for row in answer["scores"]] == [1, 2, 3]
     one = answer["scores"][1]["candidates"][1]
     prompt = TOKENIZER.encode(CONTENTS[1])
-    assert one["logprob"] == pytest.approx(sum(oracle.of(prompt + TOKENIZER.encode("犬"), len(prompt))), abs=1e-4)
+    assert one["logprob"] == pytest.approx(
+        sum(oracle.token_logprobs(prompt + TOKENIZER.encode("犬"), len(prompt))), abs=1e-4
+    )
     assert "token_logprobs" not in one
 
 

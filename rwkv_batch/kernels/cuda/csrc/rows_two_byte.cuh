@@ -4,8 +4,8 @@
 //   bytes   [rows, 2, k] s8
 //   scales  [k / group, pitch] float2 (scale, -128 * scale * sum of the group's integers); pitch: rows, rounded up to even
 //
-// Int8 weights are stored with an offset of 128 (quant.cuh). A product with them adds the second number to undo the
-// offset. A group with NaN or infinity gets such a scale, so that its products are not finite either.
+// Int8 weights are stored with an offset of 128 (quant.cuh). A GEMM with them adds the second number to undo the
+// offset. A group with NaN or infinity gets such a scale, so that its results are not finite either.
 #pragma once
 
 #include "common.cuh"
@@ -33,7 +33,7 @@ __device__ __forceinline__ int sum_of_bytes(uint32_t four, int sum) { return __d
 
 // Eight integers of a row.
 struct TwoByteRow {
-    uint2 first, second;
+    uint2 first, second;  // hi bytes, lo bytes
 
     __device__ __forceinline__ TwoByteRow() {}
     // pairs: two_byte_bits of two values per word
@@ -81,13 +81,13 @@ __device__ __forceinline__ void store_two_byte_rows(
     }
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        const TwoByteScale of(largest[i]);
+        const TwoByteScale scale(largest[i]);
         float v[8];
         unpack8(halves[i], v);
         uint32_t pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            pairs[j] = __byte_perm(two_byte_bits(v[2 * j], of.inverse), two_byte_bits(v[2 * j + 1], of.inverse), 0x5410);
+            pairs[j] = __byte_perm(two_byte_bits(v[2 * j], scale.inverse), two_byte_bits(v[2 * j + 1], scale.inverse), 0x5410);
         }
         bytes[i] = TwoByteRow(make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
         sums[i] = bytes[i].sum();
