@@ -6,12 +6,12 @@ import dataclasses
 
 import msgspec
 
-from routes import translate
 from routes.context import Context, Readiness
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.quota_ledger import QuotaLedger
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.served_model import ServedModel
+from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache
 
 
 def connect_model(context: Context, model: ServedModel, name: str, quotas: QuotaLedger) -> tuple[Context, Fleet]:
@@ -26,7 +26,7 @@ def connect_model(context: Context, model: ServedModel, name: str, quotas: Quota
     fleet.update([model])
     fleet.start(name)
     config = msgspec.structs.replace(context.config, model_name=model.spec.name)
-    shared = {**context.shared, translate.CACHE_KEY: translate.TranslationCache(config.translate_cache)}
+    shared = {**context.shared, CACHE_KEY: TranslationCache(config.translate_cache)}
     return (
         dataclasses.replace(
             context, engine=fleet, readiness=readiness, config=config, shared=shared, defaults=model.spec.defaults

@@ -24,7 +24,7 @@ from routes.request.jobs import (
 )
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, run_full
-from routes.response.http_response import NATIVE_ERRORS, HandlerResponse
+from routes.response.http_response import HandlerResponse
 from routes.response.response_models import Scores
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
@@ -200,9 +200,7 @@ async def score(context: Context, body: ScoreBody) -> HandlerResponse:
     characters = sum(map(len, body.contents)) + sum(len(text) for texts in body.candidate_lists for text in texts)
     rows = await offload_if_large(characters, _rows, context, body)
     job = make_job(rows, body, PATH)
-    return await run_full(
-        context, job, OutputDecoder(job.num_rows), ScoreFormatter(body, rows).full_body, NATIVE_ERRORS
-    )
+    return await run_full(context, job, OutputDecoder(job.num_rows), ScoreFormatter(body, rows).full_body)
 
 
 EXAMPLE = {"contents": ["The capital of France is"], "candidates": [" Paris", " London", " a river"]}

@@ -11,7 +11,6 @@ from routes import (
     score,
     state,
     system,
-    translate,
     web_page,
 )
 from routes.anthropic import messages
@@ -19,10 +18,11 @@ from routes.ollama import generation
 from routes.ollama import models as ollama_models
 from routes.openai import batches, chat, completions, files, responses
 from routes.route import Route
+from routes.translation import batch_translate
 
 ROUTES: tuple[Route, ...] = (
     *many_prompts.ROUTES,
-    *translate.ROUTES,
+    *batch_translate.ROUTES,
     *state.ROUTES,
     *loaded.ROUTES,
     *chat.ROUTES,

@@ -38,13 +38,14 @@ MAX_FILES = 22
 MAX_LINES = 400
 """Lines of a module."""
 MIN_MEDIAN_LINES = 100
-WAYS = {"temperature": 12, "session_id": 15, "text_list": 15}
+WAYS = {"temperature": 12, "session_id": 15, "text_list": 17}
 """Files that a request's value passes, as docs/architecture.md lists them."""
 
 ROOMS = {
     # The engine. Files in no folder are shared types: requests, calls, errors, settings, the tokenizer.
     "rwkv_batch": "",
     "rwkv_batch.core": "rwkv_batch",
+    "rwkv_batch.translation": "",
     "rwkv_batch.model.quant": "rwkv_batch",
     "rwkv_batch.model.files": "",
     "rwkv_batch.model": "rwkv_batch rwkv_batch.model.files rwkv_batch.model.quant rwkv_batch.model.older",
@@ -93,8 +94,9 @@ ROOMS = {
     "routes.anthropic": "routes.context routes.request_context routes.request routes.response routes.route "
     "routes.openai",
     "routes.ollama": "routes routes.context routes.request routes.response routes.route routes.openai",
+    "routes.translation": "routes.context routes.request_context routes.request routes.response routes.route",
     "routes.docs": "routes.context routes.request routes.response routes.route",
-    "routes.table": "routes routes.route routes.openai routes.ollama routes.anthropic",
+    "routes.table": "routes routes.route routes.openai routes.ollama routes.anthropic routes.translation",
     "routes.reference": "routes.docs routes.table",
     # Programs and the library.
     "programs": "",
@@ -120,6 +122,7 @@ UNKNOWN = {
     "rwkv_batch": {"robyn", "json", "sqlite3"},
     "rwkv_batch.core": {"torch"},
     "rwkv_batch.ipc": {"torch"},
+    "rwkv_batch.translation": {"torch", "robyn", "pydantic"},
     "rwkv_batch.fleet": {"torch"},
     "sampling": {"robyn", "sqlite3"},
     "state_pool": {"robyn", "torch"},

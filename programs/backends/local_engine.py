@@ -13,7 +13,6 @@ from programs.backends.handlers import call_handler
 from programs.record import RunError
 from programs.settings import Settings
 from routes.context import Context, Readiness, RequestLimiter
-from routes.translate import CACHE_KEY, TranslationCache
 from rwkv_batch.calls import Answer, EngineCall
 from rwkv_batch.calls import Reply as ResultCallback
 from rwkv_batch.errors import StartupError
@@ -21,6 +20,7 @@ from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, Priority
 from rwkv_batch.tokenizer import make_tables
+from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache
 
 _MAX_IN_FLIGHT = 4096
 _REQUESTS_PER_SLOT = 2

@@ -37,10 +37,11 @@ from routes.request.bodies import PromptBody
 from routes.request.jobs import prompts_and_stops
 from routes.request.json_body import validate
 from routes.table import ROUTES
-from routes.translate import translation_prompt
+from routes.translation.translator import translation_prompt
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
 from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.translation.plan import Query
 
 SAMPLE = 64
 """Lines that are answered, spread over the input."""
@@ -110,9 +111,8 @@ class Estimate:
 def _prompt(request: TaskRequest) -> str:
     """Returns the approximate prompt. Raises ServiceError if the body is invalid."""
     if request.path == TRANSLATE:
-        return translation_prompt(
-            request.body["source_lang"], request.body["target_lang"], request.body["text_list"][0]
-        )
+        body = request.body
+        return translation_prompt(Query(body["source_lang"], body["target_lang"], body["text_list"][0]))
     if request.path == SCORE:
         return str(request.body["contents"][0]) + "".join(map(str, request.body["candidates"]))
     if request.path == FIM:

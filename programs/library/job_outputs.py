@@ -44,7 +44,7 @@ class JobOutputs:
     async def wait_finished(self) -> None:
         """Wait until all answers are finished; `read` then has them. Cancels them if it is cancelled."""
         try:
-            await self._stream.wait_finished(None)
+            await self._stream.wait_finished()
         except BaseException:
             self.close()
             raise

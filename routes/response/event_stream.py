@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import logging
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +86,7 @@ class OutputDecoder:
 MAX_WAITING_EVENTS = 50_000
 
 
-_LOGPROB_BYTES = 100
+LOGPROB_BYTES = 100
 
 
 class EventStream:
@@ -113,7 +112,7 @@ class EventStream:
         self._mailbox: Mailbox[JobEvents] = Mailbox()
         self._last_read: float | None = None
         """None: no writer has started, so none can stall."""
-        self._is_over = threading.Event()
+        self._is_over = False
         self._closed = False
 
     def sink(self, events: JobEvents) -> None:
@@ -123,7 +122,7 @@ class EventStream:
             self._loop.call_soon_threadsafe(self._started.set_result, events)
         self._wakeups.put(self._mailbox, events)
         if events.done:
-            self._is_over.set()
+            self._is_over = True
             self._loop.call_soon_threadsafe(self._finish)
         elif not self._closed and self._is_stalled():
             fields = {"request_id": self._request_context.request_id}
@@ -149,25 +148,19 @@ class EventStream:
         await asyncio.wait([self._started], timeout=timeout_s)
         return self._started.result() if self._started.done() else None
 
-    async def wait_finished(self, timeout_s: float | None) -> bool:
-        """Wait for the last event; return whether it has arrived. No limit if `timeout_s` is None."""
-        await asyncio.wait([self._finished], timeout=timeout_s)
-        return self._finished.done()
+    async def wait_finished(self) -> None:
+        """Wait for the last event."""
+        await asyncio.wait([self._finished])
 
     def num_waiting_bytes(self) -> int:
         """Return about how many bytes of JSON the waiting events become."""
         deltas = [delta for events in self._mailbox.items for delta in events.deltas]
-        return sum(len(delta.text) + _LOGPROB_BYTES * len(delta.logprobs or ()) for delta in deltas)
-
-    def wait_on_thread(self, timeout_s: float) -> bool:
-        """Like `wait_finished`, for threads other than the event loop's."""
-        self._last_read = time.monotonic()
-        return self._is_over.wait(timeout_s)
+        return sum(len(delta.text) + LOGPROB_BYTES * len(delta.logprobs or ()) for delta in deltas)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if not self._is_over.is_set():
+            if not self._is_over:
                 self._engine.cancel(self._job_id)
 
     def _finish(self) -> None:

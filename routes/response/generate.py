@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from routes.config import HttpConfig
 from routes.context import Context
 from routes.request.jobs import offload_if_large
 from routes.request_context import cache_tenant, current_request, reachable_ids
-from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
+from routes.response.event_stream import LOGPROB_BYTES, EventStream, OutputDecoder, RowUpdate
 from routes.response.http_response import (
     BLANK,
     JSON,
@@ -27,7 +28,7 @@ from routes.response.http_response import (
     HandlerResponse,
     HttpResponse,
     StreamedResponse,
-    error_response,
+    json_response,
     to_json,
     with_warnings,
 )
@@ -238,9 +239,12 @@ class SseChunks:
 class JsonChunks:
     """A JSON answer whose status and headers are sent. White space follows until the value is ready."""
 
-    def __init__(self, stream: EventStream, make: Callable[[], HttpResponse]) -> None:
-        self._stream = stream
-        self._make = make
+    def __init__(self, task: asyncio.Task[HttpResponse], error_format: ErrorFormat) -> None:
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._error_format = error_format
+        self._is_over = threading.Event()
+        task.add_done_callback(lambda _: self._is_over.set())
         self.ended = False
 
     def __iter__(self) -> JsonChunks:
@@ -249,13 +253,37 @@ class JsonChunks:
     def __next__(self) -> bytes:
         if self.ended:
             raise StopIteration
-        if not self._stream.wait_on_thread(HEARTBEAT_INTERVAL_S):
+        if not self._is_over.wait(HEARTBEAT_INTERVAL_S):
             return BLANK
         self.ended = True
-        return self._make().body  # its status comes too late: 200 is sent
+        try:
+            return self._task.result().body  # its status comes too late: 200 is sent
+        except ServiceError as error:
+            current_request().error_kind = error.info.kind
+            return to_json(self._error_format.body(error.info))
+        except Exception:  # the client gets an error body
+            logger.exception("an answer could not be written")
+            return to_json(self._error_format.body(_INTERNAL_ERROR))
 
     def close(self) -> None:
-        self._stream.close()
+        if not self._task.done():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+async def with_early_head(
+    answer: Coroutine[Any, Any, HttpResponse], error_format: ErrorFormat, head_after_s: float
+) -> HandlerResponse:
+    """Await an answer. After `head_after_s` seconds, status 200 and the headers are sent.
+
+    For clients that give up without them and send the request again. Raises ServiceError before that time.
+    """
+    task = asyncio.ensure_future(answer)
+    try:
+        await asyncio.wait([task], timeout=head_after_s)
+    except asyncio.CancelledError:  # nobody will read the answer
+        task.cancel()
+        raise
+    return task.result() if task.done() else StreamedResponse(JsonChunks(task, error_format), JSON)
 
 
 def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) -> list[RowResult]:
@@ -283,37 +311,27 @@ def _immediate_error(first_events: JobEvents, num_rows: int) -> ErrorInfo | None
     return None if any(delta.text for delta in first_events.deltas) else first_events.error
 
 
+async def finished_rows(context: Context, job: Job, output_decoder: OutputDecoder) -> list[RowResult]:
+    """Run a job and return its rows. Raises ServiceError if the job or all of its rows failed."""
+    stream = await submit(context, job)
+    try:
+        await stream.wait_finished()
+    except asyncio.CancelledError:  # nobody will read the answer
+        stream.close()
+        raise
+    return await offload_if_large(stream.num_waiting_bytes(), _results, stream, output_decoder, job.num_rows)
+
+
 async def run_full(
     context: Context,
     job: Job,
     output_decoder: OutputDecoder,
     full_body: Callable[[list[RowResult]], Any],
-    error_format: ErrorFormat,
-    head_after_s: float | None = None,
 ) -> HandlerResponse:
-    """Run a job and answer with one JSON value, built by `full_body` from its rows. The status waits for the result.
-
-    head_after_s: time after which status 200 and the headers are sent, for clients that give up without them
-    """
-    stream = await submit(context, job)
-
-    def make() -> HttpResponse:
-        try:
-            return HttpResponse(to_json(with_warnings(full_body(_results(stream, output_decoder, job.num_rows)))))
-        except ServiceError as error:
-            return error_response(error.info, error_format)
-        except Exception:  # the status may be sent already: the client gets an error body
-            logger.exception("an answer could not be written")
-            return error_response(_INTERNAL_ERROR, error_format)
-
-    try:
-        is_finished = await stream.wait_finished(head_after_s)
-    except asyncio.CancelledError:  # nobody will read the answer
-        stream.close()
-        raise
-    if is_finished:
-        return await offload_if_large(stream.num_waiting_bytes(), make)
-    return StreamedResponse(JsonChunks(stream, make), JSON)
+    """Run a job and answer with one JSON value, built by `full_body` from its rows."""
+    rows = await finished_rows(context, job, output_decoder)
+    size = sum(len(row.text) for row in rows) + LOGPROB_BYTES * sum(len(row.logprobs) for row in rows)
+    return await offload_if_large(size, lambda: json_response(full_body(rows)))
 
 
 async def run(
@@ -321,7 +339,7 @@ async def run(
 ) -> HandlerResponse:
     """Run a job and answer in the format of `formatter`."""
     if not is_stream:
-        return await run_full(context, job, output_decoder, formatter.full_body, formatter.error_format)
+        return await run_full(context, job, output_decoder, formatter.full_body)
     stream = await submit(context, job, awaits_start=formatter.begins_with_output)
     limit_s = None if formatter.begins_with_output else START_WAIT_S
     try:

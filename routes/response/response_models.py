@@ -70,7 +70,9 @@ class WithWarnings(BaseModel):
     """Warnings about the request. The OpenAPI document adds them to each answer to a body or query."""
 
     warnings: list[FieldWarning] = Field(
-        [], description="Unknown and ignored fields, and unknown languages. In a stream, in the first event."
+        [],
+        description="Unknown and ignored fields, unknown languages and suspicious translations. "
+        "In a stream, in the first event.",
     )
 
 

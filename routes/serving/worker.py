@@ -29,7 +29,7 @@ from typing import Any
 from robyn import Headers, Robyn, robyn
 
 from native.heap import mmap_large_blocks
-from routes import system, translate, web_page
+from routes import system, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
@@ -49,6 +49,7 @@ from routes.table import ROUTES
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.process import LogConfig, become_child, set_up_logging
+from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ def _context(fleet: Fleet, config: HttpConfig, readiness: Readiness) -> Context:
     context = Context(fleet, config, limiter, readiness, KeyRing(bool(config.keys_file)), tokenizer=preload.TOKENIZER)
     context.files = open_store(config)
     context.shared[system.OPENAPI_KEY] = preload.OPENAPI_DOCUMENT
-    context.shared[translate.CACHE_KEY] = translate.TranslationCache(config.translate_cache)
+    context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
     context.shared[web_page.FILES_KEY] = preload.WEB_FILES
     return context
 

@@ -27,7 +27,7 @@ def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     from routes.request.bodies import PromptBody
     from routes.request.json_body import parse_json, validate
     from routes.system import CountBody
-    from routes.translate import TranslateBody
+    from routes.translation.batch_translate import TranslateBody
     from rwkv_batch.errors import ServiceError
 
     models = (BigBatchBody, ChatBody, CompletionBody, CountBody, FimBody, PromptBody, TranslateBody)
@@ -50,13 +50,14 @@ def test_clients_texts_are_not_cached() -> None:
 
 def translated(text: str) -> tuple[str, str | None, int]:
     """Like `refused`, for a text to translate."""
-    from routes import translate
-    from routes.translate import AUTO, TranslateBody
+    from routes.translation.translator import make_plan
     from rwkv_batch.errors import ServiceError
+    from rwkv_batch.translation.plan import TranslationCache, TranslationRequest
 
-    body = TranslateBody.model_construct(source_lang=AUTO, target_lang="eo", text_list=[text])
     try:
-        translate.make_plan(body, translate.TranslationCache(4), 4096)
+        make_plan(
+            TranslationRequest(texts=[text], source="en", target="eo"), 4096, TranslationCache(4), "", "text_list"
+        )
     except ServiceError as error:
         return error.info.kind.value, error.info.field, len(error.info.message)
     return "taken", None, 0

@@ -14,9 +14,9 @@ from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import HttpResponse
 from routes.route import full_response
 from routes.table import ROUTES
-from routes.translate import CACHE_KEY, TranslationCache
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents, Priority
+from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache
 
 BY_PATH = {route.path: route for route in ROUTES if route.method == "POST"}
 BODIES: dict[str, dict[str, Any]] = {

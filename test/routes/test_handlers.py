@@ -16,7 +16,7 @@ from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response import generate
 from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
-from routes.response.generate import BaseFormatter, JsonChunks, SseChunks, run_full
+from routes.response.generate import BaseFormatter, SseChunks, run_full, with_early_head
 from routes.response.http_response import (
     BLANK,
     DONE,
@@ -245,15 +245,9 @@ class FakeStream:
 
     def __init__(self, *batches: list[JobEvents]) -> None:
         self._batches = iter(batches)
-        self.looks = 0
 
     def pull(self, timeout_s: float) -> list[JobEvents]:
         return next(self._batches, [])
-
-    def wait_on_thread(self, timeout_s: float) -> bool:
-        self.looks += 1
-        assert self.looks < 5, "nobody can notice meanwhile that the client has left"
-        return self.looks == 3
 
     def close(self) -> None: ...
 
@@ -283,26 +277,46 @@ def test_a_stream_has_events_for_failed_rows_and_ends() -> None:
         next(chunks)
 
 
-def test_a_slow_answer_detects_disconnects() -> None:
-    chunks = JsonChunks(FakeStream(), lambda: HttpResponse(b"{}"))  # type: ignore[arg-type]
-    assert list(chunks) == [BLANK, BLANK, b"{}"]
+async def slow(ending: asyncio.Event, error: ServiceError | None = None) -> HttpResponse:
+    await ending.wait()
+    if error is not None:
+        raise error
+    return HttpResponse(b"{}")
 
 
 def test_a_head_is_early_only_where_clients_need_it() -> None:
+    async def run() -> None:
+        ending = asyncio.Event()
+        early = await with_early_head(slow(ending), NATIVE_ERRORS, 0)
+        failing = await with_early_head(slow(ending, ServiceError.from_info(BUSY)), NATIVE_ERRORS, 0)
+        left = await with_early_head(slow(ending), NATIVE_ERRORS, 0)
+        assert all(isinstance(one, StreamedResponse) for one in (early, failing, left))
+        assert await asyncio.to_thread(next, early.chunks) == BLANK  # a write shows that the client has left
+        left.chunks.close()
+        ending.set()
+        assert b"".join(await asyncio.to_thread(list, early.chunks)).strip() == b"{}"
+        assert BUSY.message.encode() in b"".join(await asyncio.to_thread(list, failing.chunks))
+        await asyncio.sleep(0)
+        assert left.chunks._task.cancelled()  # type: ignore[attr-defined]
+        assert (await with_early_head(slow(ending), NATIVE_ERRORS, 60)).status == 200  # type: ignore[union-attr]
+        with pytest.raises(ServiceError):
+            await with_early_head(slow(ending, ServiceError.from_info(BUSY)), NATIVE_ERRORS, 60)
+
+    asyncio.run(run())
+
+
+def test_an_engine_lost_while_a_full_answer_waits_is_an_error() -> None:
     engine = Engine(silent=True)
     job = Job(job_id="j", rows=[GenerateRequest(prompt=[5], max_tokens=1, sampling=SamplingParams())])
 
-    async def answers() -> tuple[HandlerResponse, HandlerResponse]:
-        early = await run_full(context_of(engine), job, OutputDecoder(1), len, NATIVE_ERRORS, head_after_s=0)
-        waiting = asyncio.ensure_future(run_full(context_of(engine), job, OutputDecoder(1), len, NATIVE_ERRORS))
-        engine.submitted.clear()
+    async def answer() -> None:
+        waiting = asyncio.ensure_future(run_full(context_of(engine), job, OutputDecoder(1), len))
         await engine.submitted.wait()
         engine.sinks[-1](JobEvents(job_id="j", deltas=[], done=True, error=LOST))
-        return early, await waiting
+        with pytest.raises(ServiceError):
+            await waiting
 
-    early, late = asyncio.run(answers())
-    assert isinstance(early, StreamedResponse) and early.content_type == "application/json"
-    assert isinstance(late, HttpResponse) and late.status == 503
+    asyncio.run(answer())
 
 
 class Refuses(Engine):

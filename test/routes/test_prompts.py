@@ -6,11 +6,13 @@ import re
 
 import pytest
 
-from routes import translate
 from routes.request import prompts
 from routes.request.bodies import Template
 from routes.request.messages import Message
 from routes.request.prompts import Think
+from routes.translation.translator import translation_prompt
+from rwkv_batch.translation.languages import LANGUAGE_NAMES, language_name
+from rwkv_batch.translation.plan import Query
 
 
 def talk(*turns: tuple[str, str]) -> list[Message]:
@@ -133,16 +135,16 @@ def test_a_template_has_its_own_labels_and_stops() -> None:
 
 def test_fill_in_the_middle_and_translation() -> None:
     assert prompts.fill_in_the_middle("def f(", "):") == "✿prefix✿✿suffix✿):✿middle✿def f("
-    assert translate.translation_prompt("English", "Chinese", "a\n\nb") == "English: a\nb\n\nChinese:"
+    assert translation_prompt(Query("en", "zh", "a\n\nb")) == "English: a\nb\n\nChinese:"
 
 
 def test_languages_by_code() -> None:
-    assert len(translate.LANGUAGE_NAMES) >= 100
-    assert len(set(translate.LANGUAGE_NAMES.values())) == len(translate.LANGUAGE_NAMES)
+    assert len(LANGUAGE_NAMES) >= 100
+    assert len(set(LANGUAGE_NAMES.values())) == len(LANGUAGE_NAMES)
     named = {
         "en": "English", "zh": "Chinese", "zh-CN": "Chinese", "zh-TW": "Traditional Chinese",
         "zh_Hant": "Traditional Chinese",
         "ja": "Japanese", "ko": "Korean", "fr": "French", "de": "German", "es": "Spanish", "ru": "Russian",
         "pt-BR": "Portuguese", "EN-us": "English", "iw": "Hebrew", "tlh": "tlh",
     }  # fmt: skip
-    assert {code: translate.language_name(code) for code in named} == named
+    assert {code: language_name(code) for code in named} == named

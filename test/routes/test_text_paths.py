@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -38,29 +40,41 @@ TEXTS = {
 
 def translate(text: str) -> None:
     """Split a translation and join it, with language detection."""
-    from routes import translate as route
-    from routes.translate import AUTO, TranslateBody
+    from routes.translation.translator import clean_answer
+    from rwkv_batch.translation.markers import Format, MarkerOptions, TooManyMarkersError
+    from rwkv_batch.translation.plan import (
+        AUTO,
+        TooManySegmentsError,
+        TranslationCache,
+        TranslationPlan,
+        TranslationRequest,
+    )
+    from rwkv_batch.translation.segments import Split
 
-    for source in (AUTO, "en"):
-        body = TranslateBody.model_construct(source_lang=source, target_lang="eo", text_list=[text])
-        made = route.make_plan(body, route.TranslationCache(4), LETTERS)
-        made.known = {key: route.clean_answer(key[2]) for key in made.missing}
-        made.response_body()
-    route.clean_answer(text)
+    for source, form, split in ((AUTO, Format.TEXT, Split.NEWLINES), *product(("en",), Format, Split)):
+        options = MarkerOptions(form, ("term",))
+        asked = TranslationRequest(texts=[text], source=source, target="eo", split=split, markers=options)
+        with suppress(TooManySegmentsError, TooManyMarkersError):
+            made = TranslationPlan(asked, 4096, TranslationCache(4))
+            while queries := made.missing():
+                made.take({query: clean_answer(query.text) for query in queries})
+            made.results()
+    clean_answer(text)
 
 
 def prompts_of(text: str) -> None:
     """Build prompts: a conversation, a gap, a session's turn, a translation."""
     from routes.request import prompts
     from routes.request.messages import Message
-    from routes.translate import translation_prompt
+    from routes.translation.translator import translation_prompt
+    from rwkv_batch.translation.plan import Query
 
     turns = [Message(role=role, content=text) for role in ("system", "user", "tool", "assistant", "user")]  # type: ignore[arg-type]
     prompts.chat(turns, prompts.Think.LONG)
     prompts.new_messages(turns)
     prompts.continuation_prompt(text)
     prompts.fill_in_the_middle(text, text)
-    translation_prompt("English", "Chinese", text)
+    translation_prompt(Query("en", "zh", text, text))
 
 
 def thoughts(text: str) -> None:
@@ -97,7 +111,7 @@ def bodies(text: str) -> None:
     from routes.openai.request import ChatBody
     from routes.request.bodies import PromptBody
     from routes.request.json_body import parse_json, validate
-    from routes.translate import TranslateBody
+    from routes.translation.batch_translate import TranslateBody
     from rwkv_batch.errors import ServiceError
 
     forms = {
@@ -151,14 +165,14 @@ def test_time_is_linear_in_the_reasoning() -> None:
 
 def test_paragraphs_are_split_by_the_definition() -> None:
     """Compare with the definition: the longest white space with two newlines and no letter between them."""
-    from routes.translate import _pieces, count_paragraphs
+    from rwkv_batch.translation.markers import MarkerOptions
+    from rwkv_batch.translation.segments import Split, split_text
 
     border = re.compile(r"\s*\n[^\S\n]*\n\s*")
     dice = random.Random(11)
     for _ in range(20_000):
         text = "".join(dice.choice("ab \n\n\t\r\u3000\x1c") for _ in range(dice.randrange(14)))
-        pieces: list[Any] = _pieces("en", "de", text)
-        said = [piece[2] for piece in pieces if not isinstance(piece, str)]
+        pieces: list[Any] = list(split_text(text, MarkerOptions(), Split.NONE, "en"))
+        said = [piece.text for piece in pieces if not isinstance(piece, str)]
         assert said == [part.strip() for part in border.split(text) if part.strip()], repr(text)
-        assert "".join(piece if isinstance(piece, str) else piece[2] for piece in pieces) == text
-        assert count_paragraphs([text]) == len(said)
+        assert "".join(piece if isinstance(piece, str) else piece.text for piece in pieces) == text

@@ -22,10 +22,10 @@ from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Batch, Status, Store, open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
-from routes.translate import CACHE_KEY, TranslationCache
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.process import LogConfig, become_child
+from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache
 
 logger = logging.getLogger(__name__)
 

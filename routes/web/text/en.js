@@ -124,7 +124,7 @@ export default {
   "translate.file": "Choose a file",
   "translate.download": "Download",
   "translate.progress": "Progress",
-  "translate.paragraphs": "{done} of {count} paragraphs",
+  "translate.paragraphs": "{done} of {count} segments",
   "translate.detected": "Detected language:",
   "translate.stopped": "Stopped.",
   "plugin.title": "Settings for immersive-translate",

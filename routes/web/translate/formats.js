@@ -4,9 +4,9 @@
 import { epub } from "./epub.js";
 import { parseXml } from "./xml.js";
 
-/** Paragraphs, separated by blank lines. White space between them is kept. */
+/** Lines. White space between them is kept. */
 export function plain(text) {
-  return pieces(text.split(/(\r?\n[^\S\r\n]*(?:\r?\n[^\S\r\n]*)+)/), (piece, at) => at % 2 === 0 && piece.trim() !== "");
+  return pieces(text.split(/(\r?\n)/), (piece, at) => at % 2 === 0 && piece.trim() !== "");
 }
 
 /** Translates the pieces that `wanted` selects. */

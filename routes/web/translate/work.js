@@ -3,7 +3,7 @@
 import { post } from "../api.js";
 
 const PATH = "/translate/v1/batch-translate";
-const TEXTS_PER_REQUEST = 8;
+const TEXTS_PER_REQUEST = 32;
 const REQUESTS_AT_ONCE = 3;
 
 /**

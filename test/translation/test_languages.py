@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from routes import translate
-from routes.request.languages import detect_languages
-from routes.translate import TranslateBody, TranslationCache, clean_answer, make_plan
+from routes.translation import translator
+from routes.translation.batch_translate import TranslateBody, batch_translate
+from routes.translation.translator import clean_answer, make_plan
+from rwkv_batch.translation.languages import detect_languages
+from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache, TranslationPlan, TranslationRequest
 
 LABELS = {
     "en": "Home|Settings|Contact|Privacy Policy|Comments|News|Sports|Technology|Menu|Latest|Popular|Next|Issues|Code|"
@@ -51,10 +53,12 @@ def test_a_single_word_gets_the_language_of_its_script() -> None:
 
 def test_text_without_letters_has_no_language() -> None:
     texts = ["42", "$49.99", "2026-11-23", "{0}", "<br>", "https://example.org/a", " ", "Good morning"]
-    made = make_plan(TranslateBody(target_lang="pl", text_list=texts), TranslationCache(0), 100)
-    assert made.sources == ["auto"] * 7 + ["en"]
-    assert made.pieces[:7] == [[text] for text in texts[:7]]
-    assert made.missing == [("en", "pl", "Good morning")]
+    plan = TranslationPlan(TranslationRequest(texts=texts, target="pl"), 100, TranslationCache(0))
+    (query,) = plan.missing()
+    assert (query.source, query.target, query.text) == ("en", "pl", "Good morning")
+    plan.take({query: "Dzień dobry"})
+    assert [one.source for one in plan.results()] == ["auto"] * 7 + ["en"]
+    assert [one.text for one in plan.results()] == [*texts[:7], "Dzień dobry"]
 
 
 def test_a_translation_ends_only_at_known_labels() -> None:
@@ -67,15 +71,15 @@ def test_language_detection_does_not_block_the_loop(monkeypatch: pytest.MonkeyPa
     """Thousands of labels take a second. The event loop must stay free."""
     threads: list[threading.Thread] = []
 
-    def planned(*given: Any) -> translate.TranslationPlan:
+    def planned(*given: Any) -> TranslationPlan:
         threads.append(threading.current_thread())
         return make_plan(*given)
 
-    monkeypatch.setattr(translate, "make_plan", planned)
-    cache = {translate.CACHE_KEY: TranslationCache(0)}
+    monkeypatch.setattr(translator, "make_plan", planned)
     context: Any = SimpleNamespace(
-        config=SimpleNamespace(max_contents=10, share_prefix_cache=False, strict_fields=False), shared=cache
+        config=SimpleNamespace(max_contents=10, share_prefix_cache=False, strict_fields=False),
+        shared={CACHE_KEY: TranslationCache(0)},
     )
     body = TranslateBody(target_lang="en", text_list=["Home", "42"])
-    reply: Any = asyncio.run(translate.batch_translate(context, body))
+    reply: Any = asyncio.run(batch_translate(context, body))
     assert b'"Home"' in reply.body and threads[0] is not threading.main_thread()

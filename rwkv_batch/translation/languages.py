@@ -1,4 +1,4 @@
-"""Names of languages, and the detection of a text's language."""
+"""Names of languages, and the detection of a text's language and script."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ LANGUAGE_NAMES = {
     "xh": "Xhosa", "yi": "Yiddish", "yo": "Yoruba", "yue": "Cantonese", "zh": "Chinese", "zu": "Zulu",
 }  # fmt: skip
 _NAMES = {name.lower(): name for name in (*LANGUAGE_NAMES.values(), "Traditional Chinese")}
+_CODES = {name: code for code, name in LANGUAGE_NAMES.items()} | {"Traditional Chinese": "zh"}
 _ALIASES = {"iw": "he", "in": "id", "ji": "yi", "jw": "jv", "nb": "no", "nn": "no", "cmn": "zh", "mo": "ro", "sh": "sr"}
 _TRADITIONAL = ("hant", "tw", "hk", "mo")
 _SAMPLE_CHARACTERS = 4000
@@ -89,6 +90,24 @@ def language_name(code: str) -> str:
     if base == "zh" and any(part in _TRADITIONAL for part in rest.lower().split("-")):
         return "Traditional Chinese"
     return LANGUAGE_NAMES.get(base) or _NAMES.get(code.lower(), code)
+
+
+def language_code(language: str) -> str:
+    """Return the two-letter or three-letter code of a language, given its code or name; "" for an unknown one."""
+    return _CODES.get(language_name(language), "")
+
+
+def letters_in_script(text: str, language: str) -> tuple[int, int]:
+    """Return how many letters of the text are in the language's script, and how many there are.
+
+    Both are 0 if the script is not known.
+    """
+    code = language_code(language)
+    if code not in _DETECTED:
+        return 0, 0
+    letters = _LETTER.findall(_NOT_PROSE.sub(" ", text[:_SAMPLE_CHARACTERS]))
+    own = sum(code in _BLOCKS[bisect_right(_BLOCK_STARTS, ord(letter)) - 1][1] for letter in letters)
+    return own, len(letters)
 
 
 def detect_languages(texts: Sequence[str]) -> list[str]:

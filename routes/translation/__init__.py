@@ -1,0 +1,1 @@
+"""Routes that translate, each in another API's format."""

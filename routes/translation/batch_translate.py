@@ -1,0 +1,117 @@
+"""`POST /translate/v1/batch-translate`: immersive-translate's custom API, for many short texts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from routes.context import Context
+from routes.request.bodies import Texts
+from routes.request.fields import FixedSamplingFields
+from routes.response.http_response import HandlerResponse, json_response
+from routes.response.response_models import Translations
+from routes.route import Route
+from routes.translation.translator import TranslationFields, report_unknown_languages, translate
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.translation.markers import Format, MarkerOptions
+from rwkv_batch.translation.plan import AUTO, TranslationRequest
+from rwkv_batch.translation.segments import Split
+
+LABEL = "/translate/v1/batch-translate"
+
+
+def _one_line(name: str) -> str:
+    if not name.strip() or name.splitlines() != [name]:
+        raise PydanticCustomError("language", "must be one line with a language's code or name, like zh-TW or Klingon")
+    return name
+
+
+def _not_auto(name: str) -> str:
+    if name.lower() == AUTO:
+        raise PydanticCustomError("language", "must be the language to translate into; only source_lang may be auto")
+    return name
+
+
+Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_one_line)]
+"""A language code or name. The prompt uses the English name of a known language, and any other text unchanged."""
+TargetLanguage = Annotated[Language, AfterValidator(_not_auto)]
+ContextText = Annotated[str, Field(max_length=100_000)]
+KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256, fail_fast=True)]
+
+
+class TranslateBody(FixedSamplingFields, TranslationFields):
+    """Body of a translation request, in the format of immersive-translate's custom API."""
+
+    source_lang: Language = Field(
+        AUTO,
+        description="ISO code or auto. auto detects the language of each text. A short, ambiguous text takes the "
+        "language of the other texts. A text without letters is copied. An unknown language is used unchanged.",
+    )
+    target_lang: TargetLanguage = Field(
+        description="ISO code or English name. An unknown language, like Klingon, is used unchanged, with a warning."
+    )
+    text_list: Texts = Field(description="The texts to translate. Order and length are kept.")
+    split: Split = Field(
+        Split.NEWLINES,
+        strict=False,
+        description="Where the text is split. newlines: each line alone, so the lines stay. sentences: also each "
+        "sentence. wrapped: sentences, and a single line break is a space. none: only at blank lines.",
+    )
+    format: Format = Field(
+        Format.TEXT,
+        strict=False,
+        description="text, html or xml. In all of them, placeholders, tags, addresses and inline code are kept. html "
+        "and xml also decode entities, and split at block tags.",
+    )
+    context: ContextText = Field(
+        "", description="Text that the model reads before each text, like a page's title. It is not translated."
+    )
+    do_not_translate: KeptTerms = Field([], description="Words that stay as they are, like product names.")
+    placeholders: list[Any] | dict[str, Any] | str | None = Field(
+        None, description="Accepted and ignored. Placeholders in texts are kept."
+    )
+    timeout_s: float | None = Field(
+        None, gt=0, le=86400, description="Time limit in seconds. After it the answer is 504."
+    )
+
+
+async def batch_translate(context: Context, body: TranslateBody) -> HandlerResponse:
+    """Translate every text, in order. White space, placeholders and tags are kept.
+
+    `warnings` names texts whose translation is suspicious: it was sampled twice. It also names texts that were split
+    around their placeholders, because the model did not keep them.
+    """
+    report_unknown_languages(
+        {"source_lang": body.source_lang, "target_lang": body.target_lang}, context.config.strict_fields
+    )
+    request = TranslationRequest(
+        texts=body.text_list,
+        source=body.source_lang,
+        target=body.target_lang,
+        split=body.split,
+        markers=MarkerOptions(body.format, tuple(body.do_not_translate)),
+        context=body.context,
+    )
+    translations = await translate(context, request, body, LABEL, "text_list")
+    return json_response(
+        {"translations": [{"detected_source_lang": one.source, "text": one.text} for one in translations]}
+    )
+
+
+EXAMPLE = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Hello world!", "Good morning"]}
+ROUTES = (
+    Route(
+        "POST",
+        LABEL,
+        batch_translate,
+        TranslateBody,
+        "Translate many texts.",
+        is_generation=True,
+        allows_any_origin=True,
+        answer=Translations,
+        errors=(ErrorKind.TIMEOUT,),
+        example=EXAMPLE,
+    ),
+)

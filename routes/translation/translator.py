@@ -1,0 +1,147 @@
+"""Runs a translation on the engine: prompts, rounds of jobs, and warnings. The routes around it only translate bodies.
+
+A blank line ends a model's answer, so no prompt has one. All prompts of a request begin with its context, so the prefix
+cache reads the context once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import msgspec
+
+from routes.context import Context
+from routes.request.bodies import PriorityFields, StateFields
+from routes.request.ignored import MAX_WARNINGS, nearest_name, report_unknown
+from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
+from routes.request.prompts import format_turn
+from routes.request_context import cache_tenant, warn
+from routes.response.event_stream import OutputDecoder
+from routes.response.generate import RowResult, finished_rows
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from rwkv_batch.request import FinishReason, GenerateRequest
+from rwkv_batch.translation.languages import LANGUAGE_NAMES, is_known_language, language_name
+from rwkv_batch.translation.markers import MAX_MARKERS, TooManyMarkersError
+from rwkv_batch.translation.plan import (
+    AUTO,
+    CACHE_KEY,
+    Query,
+    TooManySegmentsError,
+    Translation,
+    TranslationCache,
+    TranslationPlan,
+    TranslationRequest,
+)
+from sampling.params import SamplingParams
+
+_LABELS = ("User", "Assistant", "System", "Traditional Chinese", *LANGUAGE_NAMES.values())
+_NEXT_LABEL = re.compile(rf"\n(?:{'|'.join(map(re.escape, _LABELS))}):")
+"""Labels that a model may write after a translation. Any word with a colon would cut text lines like `Name: …`."""
+_TOKENS_PER_PROMPT_TOKEN = 4
+_MIN_TOKENS = 64
+_SECOND_ATTEMPT = SamplingParams(temperature=0.7, top_p=0.7, seed=1)
+_UNFINISHED = (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR)
+
+
+class TranslationFields(PriorityFields, StateFields):
+    """Fields that every body of a translation has, for the job."""
+
+
+async def translate(
+    context: Context, request: TranslationRequest, body: TranslationFields, label: str, field: str
+) -> list[Translation]:
+    """Translate texts, in order. Raises ServiceError.
+
+    label: route, for logs
+    field: request field of the texts, for errors and warnings
+    """
+    limit, given = context.config.max_contents, len(request.texts)
+    if given > limit:
+        raise invalid(field, f"has {given} texts, the limit is {limit} (--max-contents); send several requests", given)
+    # Translations with a tuned state or an adapter are not cached, because the name may later mean another one.
+    is_cacheable = not (body.state or body.adapter)
+    cache: TranslationCache = context.shared[CACHE_KEY] if is_cacheable else TranslationCache(0)
+    characters, tenant = sum(map(len, request.texts)), cache_tenant(context.config)
+    if request.source.lower() == AUTO:  # detection is slow even for short texts, and slowest at its first use
+        plan = await asyncio.to_thread(make_plan, request, limit, cache, tenant, field)
+    else:
+        plan = await offload_if_large(characters, make_plan, request, limit, cache, tenant, field)
+    while queries := await offload_if_large(characters, plan.missing):
+        rows = await offload_if_large(characters, _rows, context, queries, body, field)
+        results = await finished_rows(context, make_job(rows, body, label), OutputDecoder(len(rows)))
+        await offload_if_large(characters, _take, plan, queries, results)
+    translations = await offload_if_large(characters, plan.results)
+    _report_problems(translations, field)
+    return translations
+
+
+def make_plan(
+    request: TranslationRequest, limit: int, cache: TranslationCache, tenant: str, field: str
+) -> TranslationPlan:
+    """Split a request into segments. Raises ServiceError if there are too many."""
+    try:
+        return TranslationPlan(request, limit, cache, tenant)
+    except TooManySegmentsError:
+        said = f"has more than {limit} segments in total, the limit is {limit} (--max-contents); send several requests"
+        raise invalid(field, said, limit + 1) from None
+    except TooManyMarkersError:
+        said = f"has a text with more than {MAX_MARKERS} placeholders and tags; send it in parts"
+        raise invalid(field, said, MAX_MARKERS + 1) from None
+
+
+def translation_prompt(query: Query) -> str:
+    """Return `English: …\\n\\nChinese:`, with English language names, after the context."""
+    source, target = language_name(query.source), language_name(query.target)
+    before = f"{format_turn(query.context)}\n\n" if query.context.strip() else ""
+    return f"{before}{source}: {format_turn(query.text)}\n\n{target}:"
+
+
+def _rows(context: Context, queries: list[Query], body: TranslationFields, field: str) -> list[GenerateRequest]:
+    rows = []
+    prompts = ((field, translation_prompt(query)) for query in queries)
+    for query, prompt in zip(queries, encode_all(context.tokenizer, prompts, context.config), strict=True):
+        stops = ["\n\n", *(f"\n{language_name(language)}:" for language in (query.source, query.target))]
+        num_tokens = len(context.tokenizer.encode(query.text)) if query.context else len(prompt)
+        max_tokens = min(_MIN_TOKENS + _TOKENS_PER_PROMPT_TOKEN * num_tokens, context.config.max_tokens_limit)
+        row = greedy_row(prompt, max_tokens, stops, body.state, body.adapter)
+        rows.append(msgspec.structs.replace(row, sampling=_SECOND_ATTEMPT) if query.attempt else row)
+    return rows
+
+
+def _take(plan: TranslationPlan, queries: list[Query], results: list[RowResult]) -> None:
+    answers, cut = {}, set()
+    for query, row in zip(queries, results, strict=True):
+        if row.finish is None or row.finish.reason in _UNFINISHED:
+            message = "a translation did not end in time; send fewer texts per request, or raise timeout_s"
+            raise ServiceError(ErrorKind.TIMEOUT, message)
+        answers[query] = clean_answer(row.text, is_line="\n" not in query.text)
+        if row.finish.reason is FinishReason.LENGTH:
+            cut.add(query)
+    plan.take(answers, frozenset(cut))
+
+
+def clean_answer(text: str, *, is_line: bool = False) -> str:
+    """Return the answer up to the next label, without surrounding white space. `is_line`: only its first line."""
+    answer = _NEXT_LABEL.split(text, maxsplit=1)[0].strip()
+    return answer.splitlines()[0].rstrip() if is_line and answer else answer
+
+
+def _report_problems(translations: list[Translation], field: str) -> None:
+    """Add a warning for each text with a problem, up to a limit."""
+    faulty = [(index, one.problems) for index, one in enumerate(translations) if one.problems]
+    for index, problems in faulty[:MAX_WARNINGS]:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        name = f"{field}[{index}]"
+        warn(name, f"{name}: the translation {problems[0]}{more}")
+    if len(faulty) > MAX_WARNINGS:
+        warn(field, f"{field}: {len(faulty) - MAX_WARNINGS} more translations have warnings")
+
+
+def report_unknown_languages(languages: dict[str, str], is_strict: bool) -> None:
+    """Add a warning for each unknown language, given by field. Raises ServiceError if `is_strict`."""
+    for name, language in languages.items():
+        if language.lower() != AUTO and not is_known_language(language):
+            near = nearest_name(language, [*LANGUAGE_NAMES, *LANGUAGE_NAMES.values()])
+            problem = f"unknown language {language!r}; use an ISO code or an English name{near}"
+            report_unknown(name, problem, "the prompt has it unchanged", language, is_strict=is_strict)

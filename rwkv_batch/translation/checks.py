@@ -1,0 +1,55 @@
+"""Finds translations that are certainly wrong."""
+
+from __future__ import annotations
+
+import re
+
+from rwkv_batch.translation.languages import language_name, letters_in_script
+
+_MIN_WORDS, _MIN_LETTERS = 3, 8
+"""Shorter texts may be names, which many languages copy. Letters are of scripts without spaces between words."""
+_MAX_GROWTH, _MAX_SHORT = 8, 200
+"""A translation above both the source times `_MAX_GROWTH` and `_MAX_SHORT` characters is too long."""
+_WORD = re.compile(r"[^\W\d_]+")
+_REPETITION = re.compile(r"(?=(\S.{0,59}?)\1{5})", re.DOTALL)
+_NUMBER = re.compile(r"\d(?:[\d.,'\u00a0\u202f]*\d)?")
+_MIN_DIGITS = 3
+_MAX_CHECKED = 4000
+
+
+def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_cut: bool = False) -> str:
+    """Return what is wrong with a translation, as the rest of a sentence, or ""."""
+    if not answer.strip():
+        return "is empty"
+    if is_cut or len(answer) > max(_MAX_GROWTH * len(source), _MAX_SHORT):
+        return "is much longer than the text"
+    if _repeats(answer) and not _repeats(source):
+        return "repeats itself"
+    if language_name(source_lang) == language_name(target_lang) or not _is_prose(source):
+        return ""
+    if source.strip().casefold() == answer.strip().casefold():
+        return "is a copy of the text"
+    own, letters = letters_in_script(answer, target_lang)
+    is_latin = letters_in_script("a", target_lang)[0] > 0
+    if letters >= _MIN_LETTERS and (2 * own < letters if is_latin else not own):
+        return f"is not in the script of {language_name(target_lang)}"
+    missing = next((number for number in _numbers(source) if number not in _numbers(answer)), None)
+    return f"lacks the number {missing}" if missing else ""
+
+
+def _is_prose(text: str) -> bool:
+    """Return whether the text is long enough for checks, and not only names."""
+    words = _WORD.findall(text[:_MAX_CHECKED])
+    if words and not words[0].isascii():
+        return sum(map(len, words)) >= _MIN_LETTERS
+    return len(words) >= _MIN_WORDS and any(word.islower() for word in words)
+
+
+def _repeats(text: str) -> bool:
+    return _REPETITION.search(text[-_MAX_CHECKED:]) is not None
+
+
+def _numbers(text: str) -> list[str]:
+    """Return the digits of the text's long numbers. Languages write round numbers in words."""
+    found = (re.sub(r"\D", "", number) for number in _NUMBER.findall(text[:_MAX_CHECKED]))
+    return [digits for digits in found if len(digits) >= _MIN_DIGITS and not digits.endswith("00")]

@@ -1,0 +1,253 @@
+"""Finds what a translation must keep: placeholders, tags, addresses, code and protected terms.
+
+`parse` replaces each of these markers by one character, MARK or BREAK, and returns them in a list. BREAK also ends a
+segment. A `Segment` shows its markers to the model and puts them back into the answer.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rwkv_batch.translation.elements import (
+    BLOCKS,
+    TAG,
+    VERBATIM,
+    element_end,
+    is_protected,
+    structural_tags,
+    tag_name,
+)
+
+MARK, BREAK = "\ufffc", "\u2029"
+MAX_MARKERS = 100_000
+"""Per text."""
+_MAX_SHOWN = 64
+"""A longer marker is shown to the model as a short tag."""
+_MAX_ICU = 10_000
+
+
+class Format(StrEnum):
+    """How a text is marked up."""
+
+    TEXT = "text"
+    HTML = "html"
+    XML = "xml"
+
+
+class TooManyMarkersError(ValueError):
+    """A text has more than MAX_MARKERS markers."""
+
+
+_PLACEHOLDERS = "|".join(
+    (
+        r"`[^`\n]+`",
+        r"(?a:https?://[\w!#$%&()*+,./:;=?@\[\]~-]*[\w#$%&*+/=@~-])",
+        r"(?a:(?<![\w.+-])[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,8})",
+        r"\$\{[^{}\n]{0,256}\}",
+        r"\{\{[^{}\n]{0,256}\}\}",
+        r"(?P<icu>\{\s{0,9}\w{1,64}\s{0,9},\s{0,9}(?:plural|selectordinal|select|number|date|time)\b)",
+        r"\{[^{}\n]{0,64}\}",
+        r"(?a:(?<![\d%])%(?:\(\w{1,64}\)|\d{1,2}\$)?[-+0#]{0,3}\d{0,4}(?:\.\d{1,4})?(?:hh|h|ll|l|L|z|j|t)?[diouxXeEfFgGcsp@])",
+        f"[{MARK}{BREAK}]",
+        rf"(?P<tag>{TAG})",
+    )
+)
+_MARKUP = r"(?P<markup><!--(?s:.*?)(?:-->|\Z)|<!\[CDATA\[(?s:.*?)(?:\]\]>|\Z)|<[?!][^<>]*+>)"
+_UNNUMBERED = re.compile(r"%[^(\d]")
+"""The beginning of a printf placeholder whose argument depends on its position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    raw: str
+    tag: str = ""
+    """Name of the tag. "": no tag."""
+
+    @property
+    def closes(self) -> bool:
+        """Whether it is a closing tag."""
+        return bool(self.tag) and self.raw.startswith("</")
+
+    @property
+    def opens(self) -> bool:
+        """Whether it is an opening tag."""
+        return bool(self.tag) and not self.closes and not self.raw.endswith("/>")
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerOptions:
+    """What is a marker."""
+
+    format: Format = Format.TEXT
+    keep: tuple[str, ...] = ()
+    """Terms that are not translated."""
+    ignore_tags: frozenset[str] = frozenset()
+    """Tags whose content is not translated."""
+    splitting_tags: frozenset[str] = frozenset()
+    non_splitting_tags: frozenset[str] = frozenset()
+    detects_outline: bool = True
+    """XML: whether a tag splits the text if there is no text next to it."""
+
+    @property
+    def scanner(self) -> re.Pattern[str]:
+        """The pattern of all markers. Terms that are kept come first."""
+        terms = map(_whole_word, sorted(self.keep, key=len, reverse=True))
+        return re.compile("|".join((*terms, *([] if self.format is Format.TEXT else [_MARKUP]), _PLACEHOLDERS)))
+
+
+def _whole_word(term: str) -> str:
+    """Return the pattern of a term. It matches whole words in scripts that separate words."""
+    left = r"\b" if term[0].isascii() and term[0].isalnum() else ""
+    right = r"\b" if term[-1].isascii() and term[-1].isalnum() else ""
+    return left + re.escape(term) + right
+
+
+def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:
+    """Replace the markers of a text by MARK or BREAK. Raises TooManyMarkersError."""
+    out: list[str] = []
+    markers: list[Marker] = []
+    at = 0
+    for start, end, tag, is_break in _found(text, options):
+        if len(markers) == MAX_MARKERS:
+            raise TooManyMarkersError
+        out += (text[at:start], BREAK if is_break else MARK)
+        markers.append(Marker(text[start:end], tag))
+        at = end
+    return "".join((*out, text[at:])), markers
+
+
+def _found(text: str, options: MarkerOptions) -> Iterator[tuple[int, int, str, bool]]:
+    """Yield start, end and tag name of each marker, and whether it ends a segment."""
+    scanner = options.scanner
+    is_outlined = options.format is Format.XML and options.detects_outline
+    structural = structural_tags(text) if is_outlined else frozenset()
+    at, closes_icu = 0, True
+    while (found := scanner.search(text, at)) is not None:
+        start, at = found.span()
+        raw, name = found.group(), ""
+        is_break = raw == BREAK or found.lastgroup == "markup"
+        if found.lastgroup == "icu":
+            end = _icu_end(text, start) if closes_icu else 0
+            closes_icu, at = end > 0, end or start + 1
+            if not end:
+                continue
+        elif found.lastgroup == "tag":
+            name = tag_name(raw)
+            if options.format is not Format.TEXT:
+                is_break = name in BLOCKS if options.format is Format.HTML else start in structural
+                is_break = (is_break or name in options.splitting_tags) and name not in options.non_splitting_tags
+                if _is_verbatim(raw, name, options):
+                    at, name = element_end(text, at, raw), ""
+        yield start, at, name, is_break
+
+
+def _is_verbatim(tag: str, name: str, options: MarkerOptions) -> bool:
+    """Return whether the tag begins an element whose content is not translated."""
+    is_html = options.format is Format.HTML
+    return not tag.startswith("</") and (
+        name in options.ignore_tags or (is_html and (name in VERBATIM or is_protected(tag)))
+    )
+
+
+def _icu_end(text: str, start: int) -> int:
+    """Return the end of an ICU message, 0 if its braces do not close."""
+    depth = 0
+    for brace in re.compile(r"[{}]").finditer(text, start, start + _MAX_ICU):
+        depth += 1 if brace.group() == "{" else -1
+        if not depth:
+            return brace.end()
+    return 0
+
+
+def partners(markers: Sequence[Marker]) -> list[int | None]:
+    """Return the index of each tag's other half, None without one."""
+    found: list[int | None] = [None] * len(markers)
+    opened: list[int] = []
+    for index, marker in enumerate(markers):
+        if marker.opens:
+            opened.append(index)
+        elif marker.closes and opened and markers[opened[-1]].tag == marker.tag:
+            other = opened.pop()
+            found[index], found[other] = other, index
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a text that is translated as a whole."""
+
+    text: str
+    """Has MARK for each marker."""
+    markers: tuple[Marker, ...] = ()
+    is_markup: bool = False
+    """Whether the text has entities."""
+    is_wrapped: bool = False
+    """Whether its line breaks and runs of spaces are single spaces."""
+
+    @property
+    def parts(self) -> list[str]:
+        """The texts around the markers, as the model reads them."""
+        return [self._plain(part) for part in self.text.split(MARK)]
+
+    def shown(self) -> str:
+        """Return the text for the model: tags are `<1>` and `</1>`, other markers themselves."""
+        return interleave(self.parts, self._names())
+
+    def restore(self, answer: str) -> str | None:
+        """Return the answer with the markers put back, or None if one is lost, added or misplaced."""
+        names = self._names()
+        if not names:
+            return self.escape(answer)
+        known = "|".join(map(re.escape, sorted({*names}, key=len, reverse=True)))
+        scanner = re.compile(f"{known}|{_PLACEHOLDERS}")
+        found = [one.group() for one in scanner.finditer(answer)]
+        if Counter(found) != Counter(names) or not _is_nested(found):
+            return None
+        if [one for one in found if _UNNUMBERED.match(one)] != [one for one in names if _UNNUMBERED.match(one)]:
+            return None
+        raws = dict(zip(names, (marker.raw for marker in self.markers), strict=True))
+        texts = re.split(known, answer)
+        return interleave([self.escape(text) for text in texts], [raws[name] for name in found])
+
+    def around(self, translations: Sequence[str]) -> str:
+        """Return the translations of `parts` with the markers between them."""
+        return interleave([self.escape(one) for one in translations], [marker.raw for marker in self.markers])
+
+    def escape(self, text: str) -> str:
+        return html.escape(text, quote=False) if self.is_markup else text
+
+    def _plain(self, text: str) -> str:
+        text = html.unescape(text) if self.is_markup else text
+        return re.sub(r"\s+", " ", text) if self.is_wrapped else text
+
+    def _names(self) -> list[str]:
+        names: list[str] = []
+        for index, (marker, other) in enumerate(zip(self.markers, partners(self.markers), strict=True)):
+            if not marker.tag and len(marker.raw) <= _MAX_SHOWN and "\n" not in marker.raw:
+                names.append(marker.raw)
+            elif other is None:
+                names.append(f"<{index}/>")
+            else:
+                names.append(f"<{index}>" if other > index else f"</{other}>")
+        return names
+
+
+def interleave(texts: Sequence[str], between: Sequence[str]) -> str:
+    """Join n + 1 texts with n texts between them."""
+    return texts[0] + "".join(one + text for one, text in zip(between, texts[1:], strict=True))
+
+
+def _is_nested(names: Sequence[str]) -> bool:
+    """Return whether the numbered tags nest."""
+    opened: list[str] = []
+    for name in names:
+        if re.fullmatch(r"<\d+>", name):
+            opened.append(name)
+        elif re.fullmatch(r"</\d+>", name) and (not opened or opened.pop() != name.replace("/", "")):
+            return False
+    return not opened

@@ -1,0 +1,217 @@
+"""A request for translations: its segments, the texts that a model must translate, and the results.
+
+A caller translates the texts of `missing` and passes them to `take`, until nothing is missing. A text with markers is
+translated as a whole first. If the answer lacks a marker, the texts around the markers are translated instead. A wrong
+translation is sampled once more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rwkv_batch.translation.checks import problem
+from rwkv_batch.translation.languages import detect_languages, language_name
+from rwkv_batch.translation.markers import MarkerOptions, Segment
+from rwkv_batch.translation.segments import Split, has_letters, split_text
+
+CACHE_KEY = "translations"
+"""Key of the cache in `Context.shared`."""
+AUTO = "auto"
+"""Source language that stands for language detection."""
+_MAX_CACHED_CHARACTERS = 4000
+_MAX_MARKERS_IN_PROMPT = 64
+"""A segment with more is split around them at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A text for the model."""
+
+    source: str
+    target: str
+    text: str
+    context: str = ""
+    """Text that the model reads and does not translate."""
+    attempt: int = 0
+    """1: sampled again, because the first translation is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The model's translation of a query."""
+
+    text: str
+    problem: str = ""
+    """What is wrong with it."""
+
+
+class TranslationCache:
+    """The most recently used translations, separately for each tenant. Thread-safe."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._answers: OrderedDict[tuple[str, Query], Answer] = OrderedDict()
+
+    def get(self, tenant: str, query: Query) -> Answer | None:
+        key = (tenant, query)
+        with self._lock:
+            if key not in self._answers:
+                return None
+            self._answers.move_to_end(key)
+            return self._answers[key]
+
+    def put(self, tenant: str, query: Query, answer: Answer) -> None:
+        """Cache a translation, unless it is too long."""
+        if len(query.text) + len(query.context) + len(answer.text) > _MAX_CACHED_CHARACTERS:
+            return
+        with self._lock:
+            self._answers[tenant, query] = answer
+            while len(self._answers) > self._size:
+                self._answers.popitem(last=False)
+
+
+class TooManySegmentsError(ValueError):
+    """A request has more segments than its limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranslationRequest:
+    """Texts to translate, with the same options."""
+
+    texts: Sequence[str]
+    source: str = AUTO
+    """Code or name of a language, or AUTO."""
+    target: str
+    split: Split = Split.NEWLINES
+    markers: MarkerOptions = field(default_factory=MarkerOptions)
+    context: str = ""
+    """Text that the model reads and does not translate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """The translation of a text."""
+
+    text: str
+    source: str
+    """Language of the text."""
+    problems: list[str]
+    """What is wrong with the translation, or special in it."""
+
+
+class TranslationPlan:
+    """The state of one request."""
+
+    def __init__(
+        self, request: TranslationRequest, max_segments: int, cache: TranslationCache, tenant: str = ""
+    ) -> None:
+        """Split the texts. Raises TooManySegmentsError and TooManyMarkersError."""
+        self._request = request
+        self._cache = cache
+        self._tenant = tenant
+        self._answers: dict[Query, Answer] = {}
+        self._missing: dict[Query, None] = {}
+        texts = request.texts
+        is_auto = request.source.lower() == AUTO
+        self._sources = [one or AUTO for one in detect_languages(texts)] if is_auto else [request.source] * len(texts)
+        self._pieces: list[list[str | Segment]] = []
+        segments = 0
+        for text, source in zip(texts, self._sources, strict=True):
+            pieces: list[str | Segment] = []
+            is_kept = source == AUTO or language_name(source) == language_name(request.target)
+            for piece in [text] if is_kept else split_text(text, request.markers, request.split, source):
+                segments += isinstance(piece, Segment)
+                if segments > max_segments:
+                    raise TooManySegmentsError
+                pieces.append(piece)
+            self._pieces.append(pieces)
+
+    def missing(self) -> list[Query]:
+        """Return the texts to translate next, without duplicates. Empty at the end."""
+        self._missing = {}
+        for pieces, source in zip(self._pieces, self._sources, strict=True):
+            for piece in pieces:
+                if isinstance(piece, Segment):
+                    self._translated(piece, source)
+        return list(self._missing)
+
+    def take(self, answers: Mapping[Query, str], cut: frozenset[Query] = frozenset()) -> None:
+        """Add the model's answers. `cut`: queries whose answers reached the token limit."""
+        for query, text in answers.items():
+            is_cut = query in cut
+            wrong = problem(query.text, text, query.source, query.target, is_cut=is_cut)
+            self._answers[query] = Answer(text, wrong)
+
+    def results(self) -> list[Translation]:
+        """Return the translations. Call it when nothing is missing."""
+        found = []
+        for pieces, source in zip(self._pieces, self._sources, strict=True):
+            texts: list[str] = []
+            problems: list[str] = []
+            for piece in pieces:
+                translated = (piece, "") if isinstance(piece, str) else self._translated(piece, source)
+                assert translated is not None, "a translation is missing"
+                texts.append(translated[0])
+                problems += filter(None, translated[1:])
+            found.append(Translation("".join(texts), source, problems))
+        return found
+
+    def _translated(self, segment: Segment, source: str) -> tuple[str, str] | None:
+        """Return a segment's translation and its problem. None: texts were added to `_missing`."""
+        whole = Query(source, self._request.target, "", self._request.context)
+        if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
+            return self._around_markers(segment, whole)
+        whole = replace(whole, text=segment.shown())
+        first = self._answers.get(whole) if segment.markers else None
+        if first is not None and segment.restore(first.text) is None:
+            self._cache.put(self._tenant, whole, first)
+            return self._around_markers(segment, whole)
+        best = self._answer(whole)
+        if best is None:
+            return None
+        restored = segment.restore(best.text)
+        if restored is None:  # the cache had an answer without the markers, or the second answer lacks them
+            return self._around_markers(segment, whole)
+        return restored, best.problem
+
+    def _around_markers(self, segment: Segment, whole: Query) -> tuple[str, str] | None:
+        parts = [self._part(part, whole) for part in segment.parts]
+        if None in parts:
+            return None
+        count = len(segment.markers)
+        said = f"was split around {count} marker{'s'[: count > 1]} that the model did not keep"
+        return segment.around([part for part in parts if part is not None]), said
+
+    def _part(self, text: str, whole: Query) -> str | None:
+        """Return the translation of a text between markers, with the white space around it."""
+        if not has_letters(text):
+            return text
+        body = text.strip()
+        answer = self._answer(replace(whole, text=body))
+        return None if answer is None else text.replace(body, answer.text)
+
+    def _answer(self, query: Query) -> Answer | None:
+        """Return the better one of at most two answers. None: it was added to `_missing`."""
+        first = self._answers.get(query)
+        if first is None:
+            first = self._cache.get(self._tenant, query)
+            if first is None:
+                self._missing[query] = None
+                return None
+            self._answers[query] = self._answers[replace(query, attempt=1)] = first
+        again = replace(query, attempt=1)
+        if not first.problem:
+            best = first
+        elif (second := self._answers.get(again)) is None:
+            self._missing[again] = None
+            return None
+        else:
+            best = first if second.problem else second
+        if not best.text:
+            best = Answer(query.text, best.problem)
+        self._cache.put(self._tenant, query, best)
+        return best

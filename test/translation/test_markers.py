@@ -1,0 +1,56 @@
+"""Placeholders and tags: which are found, and that a translation has each of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment, parse
+from rwkv_batch.translation.segments import Split, split_text
+
+FOUND = [
+    "%s", "%d", "%1$s", "%-5.2f", "%(name)s", "%@", "%lu", "{name}", "{0}", "{}", "{{x}}", "{{ user.name }}", "${x}",
+    "<0>", "</0>", "<b1>", '<a href="https://x.y/?a=1&b=2" title=\'a > b\'>', "<br/>", "https://example.org/a?b=(c)d",
+    "a.b+c@mail.example.org", "`ls -l | wc`", "{n, plural, one {# file} other {{x} files}}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("marker", FOUND)
+def test_a_marker_is_found_as_it_is(marker: str) -> None:
+    flat, markers = parse(f"See {marker}, then go.", MarkerOptions())
+    assert flat == f"See {MARK}, then go." and [one.raw for one in markers] == [marker]
+
+
+@pytest.mark.parametrize("text", ["100% sure", "5 < 6 and 7 > 6", "a {b", "50%discount", "f(x) = {", "he@home", "1 %"])
+def test_other_text_has_no_marker(text: str) -> None:
+    assert parse(text, MarkerOptions()) == (text, [])
+
+
+def test_terms_that_are_not_translated_are_markers() -> None:
+    options = MarkerOptions(keep=("Foo", "Foo Bar", "状态池"))
+    found = parse("Foo Bar and Foo's Foods 的状态池。", options)[1]
+    assert [one.raw for one in found] == ["Foo Bar", "Foo", "状态池"]
+
+
+def segment(text: str) -> Segment:
+    (found,) = split_text(text, MarkerOptions(), Split.NONE, "en")
+    assert isinstance(found, Segment)
+    return found
+
+
+def test_an_answer_with_each_marker_gets_them_back() -> None:
+    one = segment("Click <a href='x'>here <b>now</b></a> to see %s and %1$d of {name}.")
+    assert one.shown() == "Click <0>here <1>now</1></0> to see %s and %1$d of {name}."
+    good = "{name}：%s 和 %1$d，<0>这里<1>现在</1></0>。"
+    assert one.restore(good) == "{name}：%s 和 %1$d，<a href='x'>这里<b>现在</b></a>。"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["到 %s 和 %d", "<0>到</0> %d 和 %s", "</0>到<0> %s 和 %d", "<0>到</0> %s 和 %d %s", "<0>到</0> %s 和 %d <b>"],
+    ids=["lost", "swapped", "not nested", "twice", "added"],
+)
+def test_an_answer_without_its_markers_is_refused(answer: str) -> None:
+    one = segment("Go <b>to</b> %s and %d")
+    assert one.restore("<0>到</0> %s 和 %d") == "<b>到</b> %s 和 %d"
+    assert one.restore(answer) is None
+    assert one.around(["去 ", "到", " ", " 和 ", ""]) == "去 <b>到</b> %s 和 %d"

@@ -1,0 +1,119 @@
+"""A translation request: rounds of texts for the model, and what comes of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rwkv_batch.translation.checks import problem
+from rwkv_batch.translation.markers import Format, MarkerOptions
+from rwkv_batch.translation.plan import (
+    Query,
+    TooManySegmentsError,
+    Translation,
+    TranslationCache,
+    TranslationPlan,
+    TranslationRequest,
+)
+from rwkv_batch.translation.segments import Split
+
+Model = Callable[[Query], str]
+
+
+def translated(
+    model: Model, *texts: str, cache: TranslationCache | None = None, **options: Any
+) -> tuple[list[Translation], list[Query]]:
+    """Return the translations of a model, and what it was asked."""
+    request = TranslationRequest(texts=texts, **{"source": "en", "target": "de", **options})
+    plan = TranslationPlan(request, 5000, cache or TranslationCache(0))
+    asked: list[Query] = []
+    while queries := plan.missing():
+        asked += queries
+        plan.take({query: model(query) for query in queries})
+    return plan.results(), asked
+
+
+def loud(text: str) -> str:
+    """Another language: capital letters with dots."""
+    return text.upper().translate({ord("E"): "Ë", ord("O"): "Ö"})
+
+
+def upper(query: Query) -> str:
+    return loud(query.text)
+
+
+def without_markers(query: Query) -> str:
+    """A model that loses every marker."""
+    return loud(query.text) if not set("{}<>%") & set(query.text) else "VERLOREN"
+
+
+def test_lines_and_white_space_stay() -> None:
+    text = "".join(f"  line {index % 40} is here \t\r\n\n" for index in range(3000))
+    (result,), asked = translated(upper, text)
+    assert result.text == loud(text) and len(asked) == 40 and not result.problems
+
+
+def test_lost_markers_are_split_around() -> None:
+    texts = ("Hello {name}, you have <b>two</b> mails.", "{a} {b}", "Plain text stays whole.")
+    found, asked = translated(without_markers, *texts)
+    assert [one.text for one in found] == ["HËLLÖ {name}, YÖU HAVË <b>TWÖ</b> MAILS.", "{a} {b}", loud(texts[2])]
+    assert found[0].problems == ["was split around 3 markers that the model did not keep"] and not found[1].problems
+    assert [query.text for query in asked] == [
+        "Hello {name}, you have <1>two</1> mails.", texts[2], "Hello", ", you have", "two", "mails."
+    ]  # fmt: skip
+
+
+def test_markup_is_decoded_and_encoded() -> None:
+    html = MarkerOptions(Format.HTML)
+    (result,), asked = translated(
+        upper, "<p>Tom &amp; Jane\n  <b>a &lt; b</b> x.</p>", markers=html, split=Split.SENTENCES
+    )
+    assert [query.text for query in asked] == ["Tom & Jane <0>a < b</0> x."]
+    assert result.text == "<p>TÖM &amp; JANË <b>A &lt; B</b> X.</p>"
+
+
+def test_a_wrong_answer_is_sampled_once_more() -> None:
+    def model(query: Query) -> str:
+        return "Ich sehe die Katze." if query.attempt and "cat" in query.text else query.text
+
+    found, asked = translated(model, "I see the black cat.", "I see the white dog.")
+    assert [one.text for one in found] == ["Ich sehe die Katze.", "I see the white dog."]
+    assert [one.problems for one in found] == [[], ["is a copy of the text"]]
+    assert [query.attempt for query in asked] == [0, 0, 1, 1]
+
+
+def test_answers_are_cached_with_their_problems() -> None:
+    cache = TranslationCache(9)
+    for asked_now in (5, 0):
+        texts = ("I see the white dog.", "Go to {x} now")
+        found, asked = translated(lambda query: query.text.replace("{x}", ""), *texts, cache=cache)
+        assert len(asked) == asked_now and [len(one.problems) for one in found] == [1, 1]
+
+
+def test_segments_are_counted() -> None:
+    with pytest.raises(TooManySegmentsError):
+        translated(upper, "a\n" * 5001)
+
+
+PROBLEMS = [
+    ("I see the black cat.", "Я вижу чёрного кота.", "de", "is not in the script of German"),
+    ("I see the black cat.", "Ich sehe die Katze.", "zh-CN", "is not in the script of Chinese"),
+    ("I see the black cat.", "  ", "de", "is empty"),
+    ("I see the black cat.", "Katze, " * 9, "de", "repeats itself"),
+    ("I see it.", "Ich " + "".join(map(chr, range(0x4E00, 0x4F00))), "de", "is much longer than the text"),
+    ("I paid 1,299.50 for it.", "Ich zahlte 1.299,05 dafür.", "de", "lacks the number 129950"),
+    ("I paid 1,299.50 for it.", "Ich zahlte 1.299,50 dafür.", "de", ""),
+    ("GitHub", "GitHub", "zh-CN", ""),
+    ("New York Times", "New York Times", "zh-CN", ""),
+    ("I see the black cat.", "Mi vidas la nigran katon.", "eo", ""),
+    ("我看见一只黑色的猫。", "我看见一只黑色的猫。", "en", "is a copy of the text"),
+]
+
+
+@pytest.mark.parametrize(("source", "answer", "target", "expected"), PROBLEMS)
+def test_wrong_answers_are_found(source: str, answer: str, target: str, expected: str) -> None:
+    assert problem(source, answer, "zh" if target == "en" else "en", target) == expected
+    if not expected:
+        assert problem(source, answer, "en", target, is_cut=True) == "is much longer than the text"
