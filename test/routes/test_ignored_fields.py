@@ -44,7 +44,7 @@ STREAMED: list[tuple[str, dict[str, Any]]] = [
     (RESPOND, {"input": "Hi", "max_output_tokens": 3}),
 ]
 OTHERS: list[tuple[str, dict[str, Any]]] = [
-    (TRANSLATE, {"source_lang": "en", "target_lang": "de", "text_list": ["Hello"]}),
+    (TRANSLATE, {"source_lang": "en", "target_lang": "de", "text_list": ["42"]}),
     ("/v1/tokens/count", {"text": "Hello"}),
     ("/state/status", {}),
 ]
@@ -133,10 +133,10 @@ def test_a_batch_line_has_its_warnings(fake: Service) -> None:
 
 def test_an_unknown_language_is_a_warning(fake: Service) -> None:
     for code in ("de", "zh-TW", "iw", "German", "german", "Traditional Chinese"):
-        answer = fake.post(TRANSLATE, {"source_lang": "en", "target_lang": code, "text_list": ["Hello"]})
+        answer = fake.post(TRANSLATE, {"source_lang": "en", "target_lang": code, "text_list": ["42"]})
         assert "warnings" not in answer.json()
     for code, near in (("Germn", "; the nearest known name is German"), ("xx-YY", "")):
-        answer = fake.post(TRANSLATE, {"source_lang": "auto", "target_lang": code, "text_list": ["Hello"]})
+        answer = fake.post(TRANSLATE, {"source_lang": "auto", "target_lang": code, "text_list": ["42"]})
         (warning,) = answer.json()["warnings"]
         assert warning == {
             "field": "target_lang",
@@ -175,7 +175,7 @@ def test_strict_fields_refuse_more(strict: Service) -> None:
         assert errors["c0"]["response"]["body"]["error"]["param"] == "temprature"
     exported = strict.get("/state/export", params={"session_id": "a", "dialog_idx": 1})
     assert exported.status_code == 422 and exported.json()["field"] == "dialog_idx"
-    translated = strict.post(TRANSLATE, {"source_lang": "Germn", "target_lang": "en", "text_list": ["Hello"]})
+    translated = strict.post(TRANSLATE, {"source_lang": "Germn", "target_lang": "en", "text_list": ["42"]})
     assert translated.status_code == 422 and translated.json()["field"] == "source_lang"
     assert "the nearest known name is German" in translated.json()["error"]
 
