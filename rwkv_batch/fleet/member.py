@@ -50,6 +50,7 @@ class Member:
         self._on_change = on_change
         self._expected_until = 0.0
         """time.monotonic() until which its first connection is expected"""
+        self._new_until = 0.0
         self._lock = threading.Lock()
         self._load = NO_LOAD
         self._sent: dict[str, float] = {}
@@ -79,6 +80,11 @@ class Member:
     def is_expected(self) -> bool:
         """Whether it has become ready and this process will connect to it in a moment."""
         return not self.client.is_connected and time.monotonic() < self._expected_until
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it connected a moment ago. An engine that started before it may still be seen as loading."""
+        return time.monotonic() < self._new_until
 
     @property
     def load(self) -> float:
@@ -142,6 +148,8 @@ class Member:
     def _changed(self, is_connected: bool) -> None:
         with self._lock:
             self._sent.clear()
+            if self.connection == 0:
+                self._new_until = time.monotonic() + CONNECT_TIMEOUT_S
             self.connection += 1
             self._expected_until = 0.0
             self.has_refused = False

@@ -1,8 +1,9 @@
 """Counts jobs in the ledger of API keys' limits. One engine holds it for all processes.
 
 The engine that has run longest holds it, so a joining engine takes nothing over. An engine that joins may have run
-longer than was known, so requests wait until this process has connected to it. If the holder is lost, the next one
-gets this process's own jobs. It also gets the balances that the old holder reported.
+longer than was known, so requests wait until this process has connected to it. An engine that is seen as loading may
+be ready already, so requests also wait for a moment after the first connection to another. If the holder is lost, the
+next one gets this process's own jobs. It also gets the balances that the old holder reported.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from rwkv_batch.calls import AcquireQuota
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.fleet.member import Member
 from rwkv_batch.ipc.quotas import Balance, CountedJob, Quotas
+from rwkv_batch.ipc.served_model import ModelStatus
 from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
 from rwkv_batch.request import JobEvents, Usage
 
@@ -117,7 +119,8 @@ class QuotaLedger:
         if not any(member.is_expected for member in members):
             connected = [member for member in members if member.client.is_connected]
             oldest = min(connected, key=lambda member: (member.client.engine_started, member.name), default=None)
-            if oldest is not None and (oldest is not self._holder or oldest.connection != self._connection):
+            is_known = oldest is self._holder and (oldest is None or oldest.connection == self._connection)
+            if oldest is not None and not is_known and not (oldest.is_new and _may_be_older(members)):
                 self._move_to(oldest)
         holder = self._holder
         is_connected = holder is not None and holder.client.is_connected and holder.connection == self._connection
@@ -133,6 +136,11 @@ class QuotaLedger:
         if before is not None and before is not holder:
             before.client.report_usage(*(_report(job, done=True) for job in jobs))
         holder.client.report_usage(RestoreQuotas(self._copy.balances(), jobs))
+
+
+def _may_be_older(members: Sequence[Member]) -> bool:
+    """Return whether an engine that is seen as loading may have started before all others."""
+    return any(one.info.status is ModelStatus.LOADING and not one.client.is_connected for one in members)
 
 
 def _report(job: CountedJob, done: bool = False, refund: bool = False) -> UsageReport:

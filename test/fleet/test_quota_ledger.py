@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rwkv_batch.errors import ServiceError
+from rwkv_batch.ipc.served_model import ModelStatus
 from test.fleet.quota_world import FULL, ROWS, TOKENS, World
 
 SEEDS = 40
@@ -168,3 +169,19 @@ def test_a_request_waits_until_the_ledgers_holder_is_known(monkeypatch: pytest.M
     world.connect_all()
     world.settle()
     assert request.answer is True
+
+
+def test_a_request_waits_while_an_older_engine_may_be_seen_as_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines become ready at once, and the older one's news come later."""
+    world = World(6, monkeypatch)
+    world._announce(0, ModelStatus.LOADING)
+    world.now = 1.0
+    world.start(1)
+    request = world.submit(0)
+    world.settle()
+    assert request.answer is None
+    world.now = 0.0
+    world.connect_all()
+    world.finish()
+    spent = world.spent()
+    assert request.answer is True and world.remaining() == TOKENS - spent

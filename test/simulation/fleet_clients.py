@@ -99,6 +99,9 @@ class FleetClients:
     def act(self) -> None:
         """Perhaps send a request."""
         rng = self._rng
+        if self._world.has_unknown_engine and len(self.open) < MAX_OPEN:  # what keys use now must count for all engines
+            for key in range(KEYS):
+                self._rows(key)
         for _ in range(rng.choice((0, 0, 1, 2))):
             kind = rng.random()
             if len(self.open) >= MAX_OPEN:
@@ -134,11 +137,11 @@ class FleetClients:
             }
         )
 
-    def _rows(self) -> None:
+    def _rows(self, key: int | None = None) -> None:
         rng = self._rng
         state = rng.choice(list(self.states)) if self.states and rng.random() < 0.5 else ""
         rows = [self._request(n=rng.choice((1, 1, 2)), state=state) for _ in range(rng.choice((1, 1, 2)))]
-        key = rng.randrange(KEYS + 1)
+        key = rng.randrange(KEYS + 1) if key is None else key
         limits = self.limits if key < KEYS and sum(row.n for row in rows) <= (self.limits.rows or 0) else None
         self._submit(rows, client=f"key{key}", limits=limits, timeout_s=rng.choice((None, None, 0.5)))
 

@@ -46,6 +46,7 @@ class FleetWorld:
         self.counts = {"steps": 0, "kills": 0, "cuts": 0, "drains": 0}
         self.clients = FleetClients(self, random.Random(f"{seed} clients"))
         self.engines: dict[int, EngineProcess] = {}
+        self.num_starts = 0
         self.last_fault = -1e9
         self.is_calm = more.random() < 0.5
         """whether there are no faults, so that every request is answered and paid for exactly"""
@@ -215,6 +216,15 @@ class FleetWorld:
         for process in self.engines.values():
             engine: Any = process.engine
             check_rest(engine, engine.model_runner.pool)
+
+    @property
+    def has_unknown_engine(self) -> bool:
+        """Whether a worker knows one engine and not another that serves."""
+        serving = [one.address for one in self.engines.values() if one.is_serving]
+        return any(
+            0 < sum(member.client.is_connected for member in worker.fleet.members) < len(serving)
+            for worker in self.workers
+        )
 
     def _is_connected(self) -> bool:
         engines = [one for one in self.engines.values() if one.is_serving and not one.is_draining]

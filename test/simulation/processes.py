@@ -194,6 +194,8 @@ class EngineProcess:
         files.states.world = world
         engine.start()
         self.engine, self.server = engine, EngineServer(engine)
+        world.num_starts += 1
+        self.server._started += world.num_starts / 1e6  # the world's clock stands still meanwhile, a real one does not
         self.server._peers = _OrderedSet()  # type: ignore[assignment]
         self.server._ledger._quotas.clock = world.quota_clock
         self.server.listen(self.address)
