@@ -54,7 +54,7 @@ FEW = (1, 2, 4, 8, 16)
 MANY = (32, 64, 128, 320, 960)
 PROMPTS = ((1, 512), (1, 4096), (8, 512), (32, 512))
 PROFILED_ROWS = (1, 4, 8, 16, 64, 256, 320, 960)
-PROFILED_PROMPTS = (8, 512)
+PROFILED_PROMPTS = ((8, 512), (32, 512))
 PROFILED_DTYPES = ("fp16", "fp8", "int8", "int4", "w8a8")
 RUNS = 5
 
@@ -221,7 +221,7 @@ def launches(run: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 
 def profiled(size: str) -> Iterator[dict[str, Any]]:
-    """Yield launches by weight type and number of tokens, fp16 also with adapters; then of masks and penalties."""
+    """Yield launches by weight type and number of tokens, some also with adapters; then of masks and penalties."""
 
     def forward(stage: Stage, inputs: StepInputs) -> None:
         stage.logits(stage.forward(stage.embed(inputs.tokens), None, inputs)[0], inputs)
@@ -233,8 +233,8 @@ def profiled(size: str) -> Iterator[dict[str, Any]]:
             stage = random_stage(size, GPU, StateFormat.FP16, dtype=dtype, layers=COPIES + 1)
             stage.allocate_slots(max(PROFILED_ROWS) + 2)
             steps = [decode_inputs(rows) for rows in PROFILED_ROWS]
-            steps.append(prefill_inputs(range(PROFILED_PROMPTS[0]), PROFILED_PROMPTS[1]))
-            if dtype == "fp16":
+            steps += [prefill_inputs(range(rows), length) for rows, length in PROFILED_PROMPTS]
+            if dtype in ("fp16", "fp8"):
                 stage.adapters.put(1, random_pairs(len(stage.layers), stage.width, 16, 1))
                 for rows in (8, 320):
                     steps.append(decode_inputs(rows))

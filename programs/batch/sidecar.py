@@ -65,7 +65,7 @@ class Sidecar:
                     return Progress()
                 row = self._database.execute("SELECT version, settings, input, progress FROM run").fetchone()
                 progress = msgspec.json.decode(row[3], type=Progress)
-                before = msgspec.json.decode(row[1], type=dict[str, str])
+                stored = msgspec.json.decode(row[1], type=dict[str, str])
             except sqlite3.OperationalError as error:  # locked, full or unreachable: --fresh would not help
                 raise RunError(f"{self._path} cannot be used now ({error}); try again") from None
             except (sqlite3.Error, TypeError, msgspec.DecodeError) as error:
@@ -74,7 +74,7 @@ class Sidecar:
             raise RunError(
                 f"{self._path} was written by another version of this program; use that version, or give --fresh"
             )
-        _check(before, settings)
+        _check_settings(stored, settings)
         if row[2] != input_digest:
             raise RunError(
                 "the input has changed since this output was started (its SHA-256 differs); "
@@ -114,10 +114,10 @@ class Sidecar:
         self._database.close()
 
 
-def _check(then: Mapping[str, str], now: Mapping[str, str]) -> None:
+def _check_settings(stored: Mapping[str, str], given: Mapping[str, str]) -> None:
     """Checks that a run has the earlier settings. Raises RunError naming the first difference."""
-    for name in sorted({*then, *now}):
-        before, after = then.get(name, ""), now.get(name, "")
+    for name in sorted({*stored, *given}):
+        before, after = stored.get(name, ""), given.get(name, "")
         if before != after:
             raise RunError(
                 f"{name} was {before or 'not given'} when this output was started and is {after or 'not given'} now; "

@@ -140,7 +140,7 @@ class FairQueue:
         return sequences
 
     def start(self, job: RunningJob, index: int) -> Sequence:
-        """Give a running slot to the job's waiting row `index`. The client's next turn is another job's."""
+        """Give a running slot to the job's waiting row `index`. The client's next row comes from another job."""
         rows, sequence = self.client_rows(job.client), job.waiting[index]
         del job.waiting[index]
         self._remove_forked(rows, sequence)

@@ -17,7 +17,7 @@ HEAD_FACTOR, HEAD_FACTOR_TWO_STAGES = 0.88, 0.6
 """Cost of a head weight, including sampling, relative to a layer's: for several stages and for two.
 
 A layer also reads and writes states, which cost more in larger groups of rows. Measured for 7.2B, the head costs 1.14
-layers in groups of 80 rows and 1.09 in groups of 240 (four stages, `h200-7.2b-stage-times-entrance.json`). Traces show
+layers in groups of 80 rows and 1.09 in groups of 240 (four stages). Traces show
 0.9 for 960 rows, and 0.7 for 480 rows with two stages. 0.88 corresponds to 1.1 layers.
 """
 CUT_GAIN = 0.04
@@ -54,7 +54,7 @@ def split_layers(
     """
     layers = weights.shape.layers
     sizes = {name: tensor.numel() for name, tensor in weights.tensors.items()}
-    layer = sum(size for name, size in sizes.items() if name.startswith(f"blocks.{layers - 1}."))
+    layer_size = sum(size for name, size in sizes.items() if name.startswith(f"blocks.{layers - 1}."))
     counts: Sequence[float]
     if given:
         counts = check_layers(given, layers, len(devices))
@@ -67,10 +67,10 @@ def split_layers(
         counts = [layers]
     else:
         max_layers = [
-            _layers_that_fit(device, layer * item, WEIGHTS_MEMORY_FRACTION / devices.count(device), layers)
+            _layers_that_fit(device, layer_size * item, WEIGHTS_MEMORY_FRACTION / devices.count(device), layers)
             for device, item in zip(devices, item_bytes, strict=True)
         ]
-        head = head_cost(sizes["head.weight"] / layer, len(devices))
+        head = head_cost(sizes["head.weight"] / layer_size, len(devices))
         speeds = relative_speeds(devices)
         counts = balance_layers(layers, head, speeds, max_layers)
         if may_cut and weights.shape.version == RWKV7 and {device.type for device in devices} == {"cuda"}:
@@ -146,7 +146,7 @@ def balance_half_layers(
         return max((count + more) / speed for count, more, speed in zip(counts, extra_cost, speeds, strict=True))
 
     fits = all(
-        run.last - run.first <= fitting for run, fitting in zip(to_layer_ranges(halves), max_layers, strict=True)
+        layers.last - layers.first <= limit for layers, limit in zip(to_layer_ranges(halves), max_layers, strict=True)
     )
     return halves if fits and slowest(halves) <= (1 - CUT_GAIN) * slowest(whole) else whole
 

@@ -21,7 +21,7 @@ _to_service_error = error_translator("the file could not be checked")
 
 
 def open_model(path: str) -> Weights:
-    """Open a model that has the vocabulary's rows. Raises WeightsError."""
+    """Open a model with an embedding row for each token of the vocabulary. Raises WeightsError."""
     weights = open_weights(path)
     if (rows := weights.shape.vocab) < VOCAB_SIZE:
         pile = ", as models with the Pile vocabulary have" if rows in PILE_ROWS else ""

@@ -138,10 +138,10 @@ class Loader:
             "SELECT id, checksum, data FROM state_chunks WHERE id >= ? AND id < ? ORDER BY id",
             (low, low + CHUNKS_PER_STATE),
         )
-        for at, digest, data in rows:
-            if chunk_checksum(data, at) != digest or at != low + len(chunks):
+        for chunk_id, digest, data in rows:
+            if chunk_checksum(data, chunk_id) != digest or chunk_id != low + len(chunks):
                 raise SessionCorrupted(
-                    f"chunk {at - low} of the stored state is damaged; delete the session to start a new one"
+                    f"chunk {chunk_id - low} of the stored state is damaged; delete the session to start a new one"
                 )
             chunks.append(data)
         try:

@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 WIDTH = 512
 CHUNK = 16
 """Tokens per chunk of the kernel."""
-MANY = 40
+MANY_ROWS = 40
 """Rows of WIDTH that need more CTAs than any GPU has SMs."""
 
 
@@ -58,7 +58,7 @@ def run(layer: Any, parts: Projections, first: Tensor | None, wkv: Tensor, input
     return CudaOps().time_mix(layer, parts, first, wkv, inputs)[0]
 
 
-def true(layer: Any, parts: Projections, first: Tensor | None, wkv: Tensor, inputs: StepInputs) -> Tensor:
+def expected_output(layer: Any, parts: Projections, first: Tensor | None, wkv: Tensor, inputs: StepInputs) -> Tensor:
     """Return y [T, WIDTH] in fp32; updates the fp32 wkv."""
     names = ("r", "w", "k", "v", "a", "g", "v_gate")
     wide = Projections(*(getattr(parts, name).float() for name in names))
@@ -67,20 +67,20 @@ def true(layer: Any, parts: Projections, first: Tensor | None, wkv: Tensor, inpu
     return NaiveOps().time_mix(layer, wide, None if first is None else first.float(), wkv, inputs)[0]
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def assert_right(
-    layer: Any, parts: Projections, first: Tensor | None, state: Tensor, inputs: StepInputs, most: float = 1e-3
+    layer: Any, parts: Projections, first: Tensor | None, state: Tensor, inputs: StepInputs, tolerance: float = 1e-3
 ) -> None:
-    """Return the errors of y and of the written states; other slots must not change."""
-    wkv, wanted = state.clone(), state.float()
-    y, wanted_y = run(layer, parts, first, wkv, inputs), true(layer, parts, first, wanted, inputs)
+    """Compare y and the written states with fp32. Other slots must not change."""
+    wkv, expected = state.clone(), state.float()
+    y, expected_y = run(layer, parts, first, wkv, inputs), expected_output(layer, parts, first, expected, inputs)
     written = inputs.write_slots
     assert torch.isfinite(y).all() and torch.isfinite(wkv).all()
-    assert error(y, wanted_y) < most
-    assert error(wkv[written], wanted[written]) < most
+    assert relative_error(y, expected_y) < tolerance
+    assert relative_error(wkv[written], expected[written]) < tolerance
     others = torch.ones(len(wkv), dtype=torch.bool, device=GPU)
     others[written] = False
     assert torch.equal(wkv[others], state[others])
@@ -88,7 +88,7 @@ def assert_right(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "lengths", [[2], [200], [300, 12], [1, 2, 15, 16, 17, 33, 300, 64], [5, 40] * MANY, [150, 16, 300] * MANY]
+    "lengths", [[2], [200], [300, 12], [1, 2, 15, 16, 17, 33, 300, 64], [5, 40] * MANY_ROWS, [150, 16, 300] * MANY_ROWS]
 )
 def test_ragged_rows(lengths: list[int], dtype: torch.dtype) -> None:
     """Every launch form: few rows, many, many short ones. They read slot 0, their own slot, or another one."""
@@ -122,11 +122,11 @@ def test_extremes(decay: float | Tensor, rate: float | Tensor, keys: str) -> Non
     k = {"any": k, "large": k * 60, "alike": k[:1] + 0.1 * k, "same": k[:1].expand_as(k), "none": k * 0}[keys]
     parts = replace(parts, k=k.half().contiguous())
     # 178 equal keys with a = 1 and no decay: the sum of 178 almost equal values is small next to each of them
-    most = 1e-2 if keys in ("same", "alike") else 1e-3
+    tolerance = 1e-2 if keys in ("same", "alike") else 1e-3
     state = torch.zeros(3, 8, 64, 64, device=GPU)
     if keys == "none":
         state[1:].normal_()  # so that there is something to compare
-    assert_right(layer, parts, first, state, make_inputs([130, 48], [1, 2], [1, 2]), most)
+    assert_right(layer, parts, first, state, make_inputs([130, 48], [1, 2], [1, 2]), tolerance)
 
 
 def test_state_of_any_size() -> None:
@@ -142,7 +142,7 @@ def test_any_batch_same_bits() -> None:
     layer, length = make_layer(), 150
     own, own_first = make_parts(length, seed=7)
     results = []
-    for lengths in ([length], [9, length], [length, 133, 170] * 12, [length, 33, 20] * 12, [20] * MANY + [length]):
+    for lengths in ([length], [9, length], [length, 133, 170] * 12, [length, 33, 20] * 12, [20] * MANY_ROWS + [length]):
         rows = len(lengths)
         parts, first = make_parts(sum(lengths), seed=8)
         at = sum(lengths[: lengths.index(length)])
