@@ -1,35 +1,24 @@
-"""Routes about the service: health, status, metrics, tokens and the OpenAPI document.
-
-The tokenizer routes are vLLM's. Evaluation harnesses that score token ids call them under the address of the
-completions.
-"""
+"""Routes about the service: health, status, metrics, version and the OpenAPI document."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Self
-
-from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from typing import Any
 
 from routes.context import Context
 from routes.docs.reference import page
 from routes.models import model_entry
-from routes.openai.formatter import prompt_of
-from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
-from routes.request import prompts
-from routes.request.bodies import Body, Messages, Texts
-from routes.request.jobs import BIG_BATCH_LABEL, offload_if_large
+from routes.request.jobs import BIG_BATCH_LABEL
 from routes.request_context import current_request
 from routes.response.generate import call_engine
-from routes.response.http_response import NATIVE_ERRORS, OPENAI_ERRORS, HandlerResponse, HttpResponse, json_response
-from routes.response.response_models import Detokenized, Health, Status, TokenCount, Tokenized, TokenizerInfo
+from routes.response.http_response import HandlerResponse, HttpResponse, json_response
+from routes.response.response_models import Health, Status, Version
 from routes.route import Route
 from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
 from rwkv_batch.ipc.served_model import ServedModel
-from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
+from rwkv_batch.version import __version__
 
 OPENAPI_KEY = "openapi"
 """Key of the OpenAPI document in `Context.shared`."""
@@ -54,35 +43,6 @@ _LEGACY_METRIC = """\
 # TYPE rwkv_big_batch_jobs gauge
 rwkv_big_batch_jobs {}
 """
-
-
-class CountBody(Body):
-    """Text to count."""
-
-    text: str | None = Field(None, description="One text.")
-    contents: Texts = Field([], description="Raw prompts.")
-    messages: Messages = Field([], description="A conversation, counted in its prompt format.")
-    enable_think: bool = Field(False, description="Use the prompt format with thinking.")
-    tools: ChatTools = Field([], description="Functions that the prompt of `messages` lists.")
-    tool_choice: ChatToolChoice | None = Field(
-        None,
-        description="As in chat completions. `none` lists no functions. A forced call adds the beginning of a call.",
-    )
-
-    @property
-    def prompt(self) -> str:
-        return prompt_of(
-            self.messages,
-            prompts.think_mode(self.enable_think),
-            chat_tool_set(self.tools, self.tool_choice, parallel_calls=True),
-        )
-
-    @model_validator(mode="after")
-    def _has_tools(self) -> Self:
-        chat_tool_set(self.tools, self.tool_choice, parallel_calls=True)
-        if self.tools and not self.messages:
-            raise PydanticCustomError("tools", "tools can only be given with messages", {"field": "tools"})
-        return self
 
 
 async def healthz(context: Context, query: dict[str, str]) -> HandlerResponse:
@@ -151,26 +111,6 @@ async def metrics(context: Context, query: dict[str, str]) -> HandlerResponse:
     )
 
 
-async def count_tokens(context: Context, body: CountBody) -> HandlerResponse:
-    """Count the tokens of a text, of raw prompts, or of a conversation in its prompt format."""
-    if body.messages:
-        texts = [body.prompt]
-    elif body.contents:
-        texts = body.contents
-    elif body.text is not None:
-        texts = [body.text]
-    else:
-        raise ServiceError(
-            ErrorKind.INVALID_FIELD, "one of text, contents and messages must be given", field="text", given=None
-        )
-    counts = await offload_if_large(sum(map(len, texts)), _counts, context.tokenizer, texts)
-    return json_response({"tokens": sum(counts)})
-
-
-def _counts(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
-    return [len(tokenizer.encode(text)) for text in texts]
-
-
 async def openapi(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Return the OpenAPI document of this API."""
     document: dict[str, Any] = context.shared[OPENAPI_KEY]
@@ -180,81 +120,9 @@ async def openapi(context: Context, query: dict[str, str]) -> HandlerResponse:
 _ENGINE_ERRORS = (ErrorKind.ENGINE_LOST,)
 
 
-END_NAME = "<|rwkv_tokenizer_end_of_text|>"
-"""Name of token 0, which has no text, in the transformers package's World tokenizers."""
-
-
-class TokenizeBody(Body):
-    """A text to tokenise."""
-
-    prompt: str = Field(
-        description=f"The text. {END_NAME} alone is token 0, the end token. Inside a text it is ordinary text."
-    )
-    add_special_tokens: bool = Field(True, description="Accepted. There are no special tokens to add.")
-
-
-class DetokenizeBody(Body):
-    """Token ids to decode."""
-
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fail_fast=True)] = Field(
-        description="The token ids."
-    )
-
-
-async def tokenize(context: Context, body: TokenizeBody) -> HandlerResponse:
-    """Return the token ids of a text."""
-    if body.prompt == END_NAME:
-        ids = [END_OF_TEXT]
-    else:
-        ids = await offload_if_large(len(body.prompt), context.tokenizer.encode, body.prompt)
-    return json_response({"tokens": ids, "count": len(ids), "max_model_len": context.config.max_prompt_tokens})
-
-
-async def detokenize(context: Context, body: DetokenizeBody) -> HandlerResponse:
-    """Return the text of token ids. Invalid UTF-8 is shown as U+FFFD."""
-    return json_response({"prompt": context.tokenizer.decode_bytes(body.tokens).decode("utf-8", "replace")})
-
-
-async def tokenizer_info(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Return the tokenizer's class, vocabulary size and special tokens."""
-    info = {"tokenizer_class": "RWKVWorldTokenizer", "vocab_size": VOCAB_SIZE}
-    return json_response({**info, "bos_token": END_NAME, "eos_token": END_NAME})
-
-
-def _tokenizer_routes(prefix: str) -> tuple[Route, ...]:
-    """Return the three routes under `prefix`, where clients of `{prefix}/v1/completions` expect them."""
-    error_format = OPENAI_ERRORS if prefix else NATIVE_ERRORS
-    return (
-        Route(
-            "POST",
-            f"{prefix}/tokenize",
-            tokenize,
-            TokenizeBody,
-            "Token ids of a text.",
-            answer=Tokenized,
-            error_format=error_format,
-            example={"prompt": "Hello world!"},
-        ),
-        Route(
-            "POST",
-            f"{prefix}/detokenize",
-            detokenize,
-            DetokenizeBody,
-            "The text of token ids.",
-            answer=Detokenized,
-            error_format=error_format,
-            example={"tokens": [33155, 40213, 34]},
-        ),
-        Route(
-            "GET",
-            f"{prefix}/tokenizer_info",
-            tokenizer_info,
-            None,
-            "About the tokenizer.",
-            answer=TokenizerInfo,
-            error_format=error_format,
-        ),
-    )
+async def version(context: Context, query: dict[str, str]) -> HandlerResponse:
+    """Return the version of the service."""
+    return json_response({"version": __version__})
 
 
 async def docs(context: Context, query: dict[str, str]) -> HandlerResponse:
@@ -285,6 +153,16 @@ ROUTES = (
         is_public=True,
         errors=_ENGINE_ERRORS,
     ),
+    Route(
+        "GET",
+        "/ping",
+        readyz,
+        None,
+        "Same as /readyz, under vLLM's name.",
+        answer=Health,
+        is_public=True,
+        errors=_ENGINE_ERRORS,
+    ),
     Route("GET", "/authz", authz, None, "Whether the Authorization header has a valid secret.", answer=Health),
     Route(
         "GET",
@@ -305,17 +183,7 @@ ROUTES = (
         errors=_ENGINE_ERRORS,
         is_admin=True,
     ),
-    Route(
-        "POST",
-        "/v1/tokens/count",
-        count_tokens,
-        CountBody,
-        "Count tokens.",
-        answer=TokenCount,
-        example={"text": "Hello world!"},
-    ),
     Route("GET", "/openapi.json", openapi, None, "The OpenAPI document."),
-    *_tokenizer_routes(""),
-    *_tokenizer_routes("/openai"),
+    Route("GET", "/version", version, None, "The version of the service, under vLLM's name.", answer=Version),
     Route("GET", "/docs", docs, None, "This reference as a web page.", is_public=True, content_type="text/html"),
 )

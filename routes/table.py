@@ -14,6 +14,7 @@ from routes import (
     web_page,
 )
 from routes.anthropic import messages
+from routes.llama_cpp import completion, tokens
 from routes.ollama import generation
 from routes.ollama import models as ollama_models
 from routes.openai import batches, chat, completions, files, responses
@@ -37,6 +38,8 @@ ROUTES: tuple[Route, ...] = (
     *rwkv_infer.ROUTES,
     *files.ROUTES,
     *batches.ROUTES,
+    *completion.ROUTES,
+    *tokens.ROUTES,
     *system.ROUTES,
     *web_page.ROUTES,
 )

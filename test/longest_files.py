@@ -120,6 +120,7 @@ SHARING = {
         "routes/test_ignored_fields.py",
         "routes/test_model_names.py",
         "routes/test_anthropic.py",
+        "routes/test_llama_cpp.py",
         "routes/test_ollama.py",
     ),
     "one_worker": ("routes/test_constraints.py", "routes/test_constrained_texts.py"),

@@ -93,10 +93,12 @@ ROOMS = {
     "routes.file_store",
     "routes.anthropic": "routes.context routes.request_context routes.request routes.response routes.route "
     "routes.openai",
+    "routes.llama_cpp": "routes.context routes.request routes.response routes.route routes.openai",
     "routes.ollama": "routes routes.context routes.request routes.response routes.route routes.openai",
     "routes.translation": "routes.context routes.request_context routes.request routes.response routes.route",
     "routes.docs": "routes.context routes.request routes.response routes.route",
-    "routes.table": "routes routes.route routes.openai routes.ollama routes.anthropic routes.translation",
+    "routes.table": "routes routes.route routes.openai routes.ollama routes.anthropic routes.llama_cpp "
+    "routes.translation",
     "routes.reference": "routes.docs routes.table",
     # Programs and the library.
     "programs": "",
@@ -113,7 +115,7 @@ ROOMS = {
     "programs.serve.batches": "programs programs.backends programs.batch programs.batch.inputs programs.batch.formats",
     "routes.serving": "routes routes.model_connections routes.api_keys routes.config routes.context "
     "routes.request_context routes.request routes.response routes.route routes.file_store routes.openai routes.ollama "
-    "routes.anthropic routes.docs routes.table",
+    "routes.anthropic routes.llama_cpp routes.docs routes.table",
 }
 """Folder -> folders of the same level that it may import. A file belongs to the longest matching name."""
 

@@ -258,10 +258,17 @@ class Scores(BaseModel):
     usage: Usage = Field(description="Each prompt counts once.")
 
 
+class TokenPiece(BaseModel):
+    """A token and its text."""
+
+    id: int
+    piece: str | list[int] = Field(description="Its bytes if they are no text.")
+
+
 class Tokenized(BaseModel):
     """The tokens of a text."""
 
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
     count: int
     max_model_len: int = Field(description="Maximum number of tokens per prompt.")
 
@@ -270,6 +277,19 @@ class Detokenized(BaseModel):
     """The text of token ids."""
 
     prompt: str
+    content: str = Field(description="Same as prompt, under llama.cpp's name.")
+
+
+class Prompt(BaseModel):
+    """The prompt of a conversation."""
+
+    prompt: str
+
+
+class Version(BaseModel):
+    """The version of the service."""
+
+    version: str
 
 
 class TokenizerInfo(BaseModel):

@@ -22,11 +22,11 @@ MESSAGE: dict[str, Any] = {"role": "user", "content": "a"}
 
 def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     """Return kind, field and length of the error."""
+    from routes.llama_cpp.tokens import CountBody
     from routes.many_prompts import BigBatchBody, FimBody
     from routes.openai.request import ChatBody, CompletionBody
     from routes.request.bodies import PromptBody
     from routes.request.json_body import parse_json, validate
-    from routes.system import CountBody
     from routes.translation.batch_translate import TranslateBody
     from rwkv_batch.errors import ServiceError
 

@@ -50,6 +50,15 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/v1/score", {"contents": ["Once", "Twice"], "candidates": [" upon", "!"], "logprobs": True}),
     ("/v1/score", {"contents": ["Once"], "candidates": [[" upon"], ["!"]]}),
     ("/tokenize", {"prompt": "Hello"}),
+    ("/tokenize", {"content": "Hello é", "with_pieces": True}),
+    ("/apply-template", {"messages": TALK["messages"]}),
+    ("/completion", {"prompt": "Once", "n_predict": 6, "n_probs": 2, "temprature": 1}),
+    ("/completion", {"prompt": [1, 70_000]}),
+    ("/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 6}),
+    ("/props", None),
+    ("/slots", None),
+    ("/version", None),
+    ("/ping", None),
     ("/openai/tokenize", {}),
     ("/detokenize", {"tokens": [33155, 0]}),
     ("/openai/detokenize", {"tokens": [-1]}),
@@ -143,7 +152,7 @@ class Published:
         schema = responses[str(answer.status_code)]["content"][content_type]["schema"]
         if content_type == "text/event-stream":
             value = schema["properties"]["data"]["anyOf"][0]["contentSchema"]
-            events = answer.text if "[DONE]" in answer.text else f"{answer.text}data: [DONE]"  # Anthropic has no end
+            events = answer.text if "[DONE]" in answer.text else f"{answer.text}data: [DONE]"  # others have no end
             for event in sse_data(events):
                 self._validate(value, event)
         elif content_type == "application/x-ndjson":

@@ -62,7 +62,9 @@ def made_short(body: Any) -> Any:
     if not isinstance(body, dict):
         return body
     short = {name: value for name, value in body.items() if name != "timeout_s"}
-    for name, most in (("max_tokens", MOST_TOKENS), ("max_completion_tokens", MOST_TOKENS), ("n", MOST_ROWS)):
+    short.setdefault("n_predict", MOST_TOKENS)  # llama.cpp's
+    lengths = ("max_tokens", "max_completion_tokens", "n_predict")
+    for name, most in (*((name, MOST_TOKENS) for name in lengths), ("n", MOST_ROWS)):
         value = short.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > most:
             short[name] = most

@@ -123,6 +123,9 @@ def test_the_tokenizer_routes(service: Service, prefix: str) -> None:
     text = f"def f(x):\n\n{info['eos_token']}猫"
     score = service.post(f"{prefix}/tokenize", {"prompt": text, "add_special_tokens": False}).json()
     assert (score["tokens"], score["count"]) == (TOKENIZER.encode(text), len(score["tokens"]))
-    assert service.post(f"{prefix}/detokenize", {"tokens": [0, *score["tokens"]]}).json() == {"prompt": text}
+    assert service.post(f"{prefix}/detokenize", {"tokens": [0, *score["tokens"]]}).json() == {
+        "prompt": text,
+        "content": text,
+    }
     refused = service.post(f"{prefix}/detokenize", {"tokens": [65536]})
     assert refused.status_code == (400 if prefix else 422)

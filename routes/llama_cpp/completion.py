@@ -1,0 +1,296 @@
+"""llama.cpp's routes: raw completions, fill in the middle, properties and slots.
+
+Its other routes are those of OpenAI's API, and `/tokenize`, `/detokenize` and `/apply-template`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from routes.context import Context
+from routes.openai.completion_models import ChosenToken
+from routes.openai.formatter import logprob_entries, openai_rows
+from routes.openai.request import MAX_BIASES, MAX_TOP_LOGPROBS, RawBody, TokenIds
+from routes.request import prompts
+from routes.request.bodies import Body, SamplingBody, StopText
+from routes.request.fields import Ignored, IgnoredValue, Repeated, Unsupported, rename_fields
+from routes.request.jobs import make_job, offload_if_large, row_stops
+from routes.request.json_body import validate
+from routes.response.event_stream import OutputDecoder, RowUpdate
+from routes.response.generate import BaseFormatter, RowResult, call_engine, run
+from routes.response.http_response import (
+    OPENAI_ERRORS,
+    SSE,
+    ErrorFormat,
+    HandlerResponse,
+    StreamFormat,
+    json_response,
+    sse,
+)
+from routes.response.response_models import WithWarnings
+from routes.route import Route, with_defaults_applied
+from rwkv_batch.calls import GetStatus
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.request import Finish, FinishReason, TokenLogprob
+from rwkv_batch.version import __version__
+
+LLAMA_ERRORS = ErrorFormat(
+    OPENAI_ERRORS.body, OPENAI_ERRORS.statuses, OPENAI_ERRORS.schema, StreamFormat(SSE, sse, end=b"")
+)
+_RENAMED = {"max_tokens": "n_predict", "logprobs": "n_probs"}
+"""Fields of the OpenAI routes in errors -> the request's."""
+_SAME = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos", "json_schema", "stop")
+_NOT_SAMPLED = "Accepted and ignored: the samplers do not have it."
+_OffAtOne = Annotated[float | None, Ignored((1,))]
+_FILLED_BY = "{{ messages }}: `System: …`, `User: …` and `Assistant: …`, separated by blank lines"
+Bias = Annotated[list[int | float | bool], Field(min_length=2, max_length=2)]
+"""Token id and bias."""
+
+
+class LlamaRaw(RawBody):
+    """A raw prompt from llama.cpp's API."""
+
+
+class LlamaFields(Body):
+    """Fields of `/completion` and `/infill`. The defaults are those of the service."""
+
+    model: str = Field("rwkv7", max_length=256, description="As on the other routes.")
+    stream: bool = Field(False, description="Answer with server-sent events. The last one has `stop`: true.")
+    n_predict: int | None = Field(
+        None, ge=-2, description="Maximum number of generated tokens. Below 0: the default, 8192."
+    )
+    temperature: float | None = Field(None, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 turns it off.")
+    top_p: float | None = Field(None, ge=0, le=1, description="1 turns it off.")
+    seed: int | None = Field(None, ge=-1, lt=2**64, description="-1: a new one.")
+    stop: Annotated[list[StopText], Field(max_length=64, fail_fast=True)] = Field(
+        [], description="Texts that end the answer."
+    )
+    presence_penalty: float | None = Field(None, ge=-100, le=100, description="Presence penalty.")
+    frequency_penalty: float | None = Field(None, ge=-100, le=100, description="Frequency penalty.")
+    ignore_eos: bool = Field(False, description="Continue after the end-of-text token.")
+    json_schema: dict[str, Any] | None = Field(None, description="The text is JSON that is valid under this schema.")
+    grammar: Unsupported = Field(None, description="GBNF; refused. Use `json_schema`, or `grammar` of other routes.")
+    logit_bias: Annotated[list[Bias], Field(max_length=MAX_BIASES, fail_fast=True)] = Field(
+        [], description="[[token id, bias], …]. false bans the token."
+    )
+    n_probs: int = Field(
+        0, ge=0, le=MAX_TOP_LOGPROBS, description="Return log-probabilities of each token and of n alternatives."
+    )
+    min_p: IgnoredValue = Field(None, description=_NOT_SAMPLED)
+    typical_p: _OffAtOne = Field(None, description=_NOT_SAMPLED)
+    repeat_penalty: _OffAtOne = Field(None, description=_NOT_SAMPLED)
+    mirostat: IgnoredValue = Field(None, description=_NOT_SAMPLED)
+    dynatemp_range: IgnoredValue = Field(None, description=_NOT_SAMPLED)
+    xtc_probability: IgnoredValue = Field(None, description=_NOT_SAMPLED)
+    dry_multiplier: IgnoredValue = Field(None, description=_NOT_SAMPLED)
+    samplers: Repeated = Field(None, description="Accepted and not read: the order is fixed.")
+    cache_prompt: Repeated = Field(None, description="Accepted: every prefix may be cached.")
+    id_slot: Repeated = Field(None, description="Accepted: the service chooses the slot.")
+    timings_per_token: Repeated = Field(None, description="Accepted: the last event has `timings`.")
+    t_max_predict_ms: IgnoredValue = Field(None, description="Accepted and ignored.")
+    response_fields: Repeated = Field(None, description="Accepted: the answer has all fields.")
+
+    def raw(self, prompt: str | list[int]) -> LlamaRaw:
+        """Return the request in OpenAI's format. Raises ServiceError."""
+        given = {name: getattr(self, name) for name in _SAME}
+        if self.n_predict is not None and self.n_predict >= 0:
+            given["max_tokens"] = self.n_predict
+        if self.seed is not None and self.seed >= 0:
+            given["seed"] = self.seed
+        biases = ((str(token), -100.0 if one is False else float(one)) for token, one in self.logit_bias)
+        bias = {token: max(-100.0, min(one, 100.0)) for token, one in biases}
+        fields = {"model": self.model, "prompt": prompt, "stream": self.stream, "logit_bias": bias, **given}
+        with rename_fields(**_RENAMED):
+            body: LlamaRaw = validate(LlamaRaw, {**fields, "logprobs": self.n_probs or None})
+        return body
+
+
+class CompletionPrompt(LlamaFields):
+    """A raw prompt to continue."""
+
+    prompt: str | TokenIds = Field(description="A text or token ids.")
+
+
+class InfillPrompt(LlamaFields):
+    """Text with a gap."""
+
+    input_prefix: str = Field("", description="The text before the gap.")
+    input_suffix: str = Field("", description="The text after the gap.")
+    prompt: str = Field("", description="Text after `input_prefix`.")
+    input_extra: IgnoredValue = Field(None, description="Accepted and ignored: other files.")
+
+
+class Completion(WithWarnings):
+    """Continued text: new output of a stream, or the whole answer."""
+
+    index: int = Field(description="Always 0.")
+    content: str
+    tokens: list[int] = Field(description="Always empty.")
+    id_slot: int = Field(description="Always -1.")
+    stop: bool = Field(description="Whether the answer is complete. It then has the fields after the probabilities.")
+    tokens_predicted: int = Field(description="Generated tokens so far, including a stop token.")
+    tokens_evaluated: int = Field(description="Tokens of the prompt.")
+    completion_probabilities: list[ChosenToken] = Field([], description="Of the new tokens, with `n_probs`.")
+    model: str = Field("", description="As in the request.")
+    prompt: str | list[int] = Field("", description="The prompt.")
+    stop_type: Literal["eos", "word", "limit"] | None = Field(None, description="word: an entry of `stop`.")
+    stopping_word: str = Field("", description="The entry of `stop` that ended the text.")
+    truncated: bool = Field(False, description="Always false.")
+    tokens_cached: int = Field(0, description="Tokens of the prompt from a cached prefix.")
+    timings: dict[str, float] = Field({}, description="Counts, milliseconds and speeds of prompt and answer.")
+
+
+class Props(BaseModel):
+    """Properties of the model and its defaults."""
+
+    default_generation_settings: dict[str, Any]
+    total_slots: int = Field(description="Rows that may run at the same time.")
+    model_path: str = Field(description="The model's name.")
+    chat_template: str = Field(description="A description of the prompt format. See /apply-template.")
+    modalities: dict[str, bool]
+    build_info: str
+
+
+class LlamaFormatter(BaseFormatter):
+    """A ResponseFormatter of one row."""
+
+    error_format = LLAMA_ERRORS
+
+    def __init__(self, body: LlamaFields, prompt: str | list[int], prompt_tokens: int) -> None:
+        self._model, self._prompt, self._prompt_tokens = body.model, prompt, prompt_tokens
+        self._returns_probs = body.n_probs > 0
+        self._started = self._first = time.monotonic()
+        self._num_tokens = 0
+
+    def chunk(self, updates: list[RowUpdate]) -> bytes:
+        events = []
+        for update in updates:
+            if not self._num_tokens:
+                self._first = time.monotonic()
+            self._num_tokens += update.num_tokens
+            if update.text or update.logprobs:
+                events.append(self._part(update.text, update.logprobs))
+            if update.finish is not None and update.finish.error is None:
+                events.append({**self._part("", []), **self._end(update.finish)})
+        return b"".join(sse(self.first_with_warnings(event)) for event in events)
+
+    def full_body(self, rows: list[RowResult]) -> Any:
+        (row,) = rows
+        return {**self._part(row.text, row.logprobs), **({} if row.finish is None else self._end(row.finish))}
+
+    def _part(self, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        counts = {"tokens_predicted": self._num_tokens, "tokens_evaluated": self._prompt_tokens}
+        part = {"index": 0, "content": text, "tokens": [], "id_slot": -1, "stop": False, **counts}
+        return part | ({"completion_probabilities": logprob_entries(logprobs)} if self._returns_probs else {})
+
+    def _end(self, finish: Finish) -> dict[str, Any]:
+        word = finish.stop_string.decode()
+        kind = "word" if word else "eos" if finish.reason == FinishReason.STOP else "limit"
+        prompt_s, predicted_s = self._first - self._started, time.monotonic() - self._first
+        return {
+            "stop": True,
+            "model": self._model,
+            "prompt": self._prompt,
+            "stop_type": kind,
+            "stopping_word": word,
+            "truncated": False,
+            "tokens_predicted": finish.completion_tokens,
+            "tokens_evaluated": finish.prompt_tokens,
+            "tokens_cached": finish.cached_tokens,
+            "timings": {
+                "cache_n": finish.cached_tokens,
+                **_timings("prompt", finish.prompt_tokens - finish.cached_tokens, prompt_s),
+                **_timings("predicted", finish.completion_tokens, predicted_s),
+            },
+        }
+
+
+def _timings(name: str, tokens: int, seconds: float) -> dict[str, float]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": seconds * 1e3,
+        f"{name}_per_token_ms": seconds * 1e3 / max(tokens, 1),
+        f"{name}_per_second": tokens / seconds if seconds else 0.0,
+    }
+
+
+async def _complete(
+    context: Context, body: LlamaFields, prompt: str | list[int], stops: tuple[str, ...], path: str
+) -> HandlerResponse:
+    raw: LlamaRaw = await with_defaults_applied(context, await offload_if_large(len(prompt), body.raw, prompt))
+    with rename_fields(**_RENAMED):
+        rows = await openai_rows(context, raw, [prompt], row_stops(raw, built_in=stops), "prompt")
+    formatter = LlamaFormatter(body, prompt, len(rows[0].prompt))
+    return await run(context, make_job(rows, raw, path), formatter, OutputDecoder(1), body.stream)
+
+
+async def completion(context: Context, body: CompletionPrompt) -> HandlerResponse:
+    """Continue a raw prompt in llama.cpp's format."""
+    return await _complete(context, body, body.prompt, (), "/completion")
+
+
+async def infill(context: Context, body: InfillPrompt) -> HandlerResponse:
+    """Fill in the middle in llama.cpp's format."""
+    prompt = prompts.fill_in_the_middle(body.input_prefix + body.prompt, body.input_suffix)
+    return await _complete(context, body, prompt, (prompts.FIM_STOP,), "/infill")
+
+
+async def props(context: Context, query: dict[str, str]) -> HandlerResponse:
+    """Return the model's properties and the default sampling parameters."""
+    status = await call_engine(context, GetStatus())
+    defaults = {name: field.default for name, field in SamplingBody.model_fields.items()} | context.defaults.given
+    names = ("temperature", "top_k", "top_p", "alpha_presence", "alpha_frequency", "alpha_decay")
+    params = {**{name: defaults[name] for name in names}, "n_predict": defaults["max_tokens"], "stop": []}
+    return json_response(
+        {
+            "default_generation_settings": {"n_ctx": context.config.max_prompt_tokens, "params": params},
+            "total_slots": status.get("max_running", 1),
+            "model_path": context.config.model_name,
+            "chat_template": _FILLED_BY,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"rwkv-batch {__version__}",
+        }
+    )
+
+
+async def slots(context: Context, query: dict[str, str]) -> HandlerResponse:
+    """Return the running slots. Which request runs in which slot is not shown."""
+    status = await call_engine(context, GetStatus())
+    running = status["running_rows"]
+    n_ctx = context.config.max_prompt_tokens
+    count = max(running, status.get("max_running", 1))
+    return json_response([{"id": i, "n_ctx": n_ctx, "is_processing": i < running} for i in range(count)])
+
+
+def _generation(path: str, handle: Any, body: type[LlamaFields], summary: str, example: dict[str, Any]) -> Route:
+    return Route(
+        "POST",
+        path,
+        handle,
+        body,
+        summary,
+        is_generation=True,
+        answer=Completion,
+        events=(Completion,),
+        error_format=LLAMA_ERRORS,
+        example={**example, "n_predict": 32},
+    )
+
+
+_LOST = (ErrorKind.ENGINE_LOST,)
+ROUTES = (
+    _generation("/completion", completion, CompletionPrompt, "llama.cpp: continue a prompt.", {"prompt": "Once"}),
+    _generation(
+        "/infill",
+        infill,
+        InfillPrompt,
+        "llama.cpp: fill in the middle.",
+        {"input_prefix": "def add(a, b):\n    ", "input_suffix": "\n\nprint(add(1, 2))"},
+    ),
+    Route("GET", "/props", props, None, "llama.cpp: the model and its defaults.", answer=Props, errors=_LOST),
+    Route("GET", "/slots", slots, None, "llama.cpp: the running slots.", errors=_LOST, is_admin=True),
+)

@@ -1,0 +1,210 @@
+"""Routes about tokens and prompts: counts, token ids, texts, and the prompt of a conversation.
+
+The tokenizer routes are vLLM's and llama.cpp's. Evaluation harnesses that score token ids call them under the address
+of the completions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from routes.context import Context
+from routes.openai.formatter import prompt_of
+from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
+from routes.request import prompts
+from routes.request.bodies import Body, Messages, Texts
+from routes.request.jobs import offload_if_large
+from routes.response.http_response import NATIVE_ERRORS, OPENAI_ERRORS, HandlerResponse, json_response
+from routes.response.response_models import Detokenized, Prompt, TokenCount, Tokenized, TokenizerInfo
+from routes.route import Route
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
+
+
+class TemplateBody(Body):
+    """A conversation whose prompt is wanted."""
+
+    messages: Messages = Field([], description="The conversation.")
+    enable_think: bool = Field(False, description="Use the prompt format with thinking.")
+    tools: ChatTools = Field([], description="Functions that the prompt of `messages` lists.")
+    tool_choice: ChatToolChoice | None = Field(
+        None,
+        description="As in chat completions. `none` lists no functions. A forced call adds the beginning of a call.",
+    )
+
+    @property
+    def prompt(self) -> str:
+        return prompt_of(
+            self.messages,
+            prompts.think_mode(self.enable_think),
+            chat_tool_set(self.tools, self.tool_choice, parallel_calls=True),
+        )
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> Self:
+        chat_tool_set(self.tools, self.tool_choice, parallel_calls=True)
+        if self.tools and not self.messages:
+            raise PydanticCustomError("tools", "tools can only be given with messages", {"field": "tools"})
+        return self
+
+
+class CountBody(TemplateBody):
+    """Text to count."""
+
+    text: str | None = Field(None, description="One text.")
+    contents: Texts = Field([], description="Raw prompts.")
+
+
+async def count_tokens(context: Context, body: CountBody) -> HandlerResponse:
+    """Count the tokens of a text, of raw prompts, or of a conversation in its prompt format."""
+    if body.messages:
+        texts = [body.prompt]
+    elif body.contents:
+        texts = body.contents
+    elif body.text is not None:
+        texts = [body.text]
+    else:
+        raise ServiceError(
+            ErrorKind.INVALID_FIELD, "one of text, contents and messages must be given", field="text", given=None
+        )
+    counts = await offload_if_large(sum(map(len, texts)), _counts, context.tokenizer, texts)
+    return json_response({"tokens": sum(counts)})
+
+
+def _counts(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
+    return [len(tokenizer.encode(text)) for text in texts]
+
+
+async def apply_template(context: Context, body: TemplateBody) -> HandlerResponse:
+    """Return the prompt of a conversation, under llama.cpp's name."""
+    if not body.messages:
+        raise invalid("messages", "must not be empty", [])
+    size = sum(len(message.text) for message in body.messages)
+    return json_response({"prompt": await offload_if_large(size, lambda: body.prompt)})
+
+
+END_NAME = "<|rwkv_tokenizer_end_of_text|>"
+"""Name of token 0, which has no text, in the transformers package's World tokenizers."""
+
+
+class TokenizeBody(Body):
+    """A text to tokenise."""
+
+    prompt: str | None = Field(
+        None, description=f"The text. {END_NAME} alone is token 0, the end token. Inside a text it is ordinary text."
+    )
+    content: str | None = Field(None, description="llama.cpp's name of prompt.")
+    with_pieces: bool = Field(False, description="llama.cpp's field: return each token with its text.")
+    add_special_tokens: bool = Field(True, description="Accepted. There are no special tokens to add.")
+    add_special: bool = Field(False, description="Accepted, like the last field.")
+    parse_special: bool = Field(True, description="Accepted, like the last field.")
+
+    @property
+    def text(self) -> str:
+        return self.prompt if self.prompt is not None else self.content or ""
+
+    @model_validator(mode="after")
+    def _check_one_text(self) -> Self:
+        if (self.prompt is None) == (self.content is None):
+            raise PydanticCustomError("text", "exactly one of prompt and content must be given", {"field": "prompt"})
+        return self
+
+
+class DetokenizeBody(Body):
+    """Token ids to decode."""
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fail_fast=True)] = Field(
+        description="The token ids."
+    )
+
+
+async def tokenize(context: Context, body: TokenizeBody) -> HandlerResponse:
+    """Return the token ids of a text."""
+    text = body.text
+    ids = [END_OF_TEXT] if text == END_NAME else await offload_if_large(len(text), context.tokenizer.encode, text)
+    tokens = [_piece(context.tokenizer, token) for token in ids] if body.with_pieces else ids
+    return json_response({"tokens": tokens, "count": len(ids), "max_model_len": context.config.max_prompt_tokens})
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+    """Return a token with its text, or with its bytes if they are no text."""
+    piece = tokenizer.decode_bytes([token])
+    try:
+        return {"id": token, "piece": piece.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(piece)}
+
+
+async def detokenize(context: Context, body: DetokenizeBody) -> HandlerResponse:
+    """Return the text of token ids. Invalid UTF-8 is shown as U+FFFD."""
+    text = context.tokenizer.decode_bytes(body.tokens).decode("utf-8", "replace")
+    return json_response({"prompt": text, "content": text})
+
+
+async def tokenizer_info(context: Context, query: dict[str, str]) -> HandlerResponse:
+    """Return the tokenizer's class, vocabulary size and special tokens."""
+    info = {"tokenizer_class": "RWKVWorldTokenizer", "vocab_size": VOCAB_SIZE}
+    return json_response({**info, "bos_token": END_NAME, "eos_token": END_NAME})
+
+
+def _tokenizer_routes(prefix: str) -> tuple[Route, ...]:
+    """Return the three routes under `prefix`, where clients of `{prefix}/v1/completions` expect them."""
+    error_format = OPENAI_ERRORS if prefix else NATIVE_ERRORS
+    return (
+        Route(
+            "POST",
+            f"{prefix}/tokenize",
+            tokenize,
+            TokenizeBody,
+            "Token ids of a text.",
+            answer=Tokenized,
+            error_format=error_format,
+            example={"prompt": "Hello world!"},
+        ),
+        Route(
+            "POST",
+            f"{prefix}/detokenize",
+            detokenize,
+            DetokenizeBody,
+            "The text of token ids.",
+            answer=Detokenized,
+            error_format=error_format,
+            example={"tokens": [33155, 40213, 34]},
+        ),
+        Route(
+            "GET",
+            f"{prefix}/tokenizer_info",
+            tokenizer_info,
+            None,
+            "About the tokenizer.",
+            answer=TokenizerInfo,
+            error_format=error_format,
+        ),
+    )
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/tokens/count",
+        count_tokens,
+        CountBody,
+        "Count tokens.",
+        answer=TokenCount,
+        example={"text": "Hello world!"},
+    ),
+    Route(
+        "POST",
+        "/apply-template",
+        apply_template,
+        TemplateBody,
+        "The prompt of a conversation.",
+        answer=Prompt,
+        example={"messages": [{"role": "user", "content": "Hello!"}]},
+    ),
+    *_tokenizer_routes(""),
+    *_tokenizer_routes("/openai"),
+)

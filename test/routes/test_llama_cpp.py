@@ -1,0 +1,100 @@
+"""llama.cpp's routes. The fake engine says the text in the prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rwkv_batch.tokenizer import Tokenizer
+from test.serving import Service
+
+SAY: dict[str, Any] = {"prompt": "say One.\u2028Two."}
+
+
+def events(text: str) -> list[Any]:
+    """Return a stream's values. It has no [DONE]."""
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+
+def test_a_stream_has_the_text_of_the_whole_answer(fake: Service) -> None:
+    whole = fake.post("/completion", {**SAY, "repeat_penalty": 1.1, "min_p": 0.05, "samplers": ["top_k"]}).json()
+    assert (whole["content"], whole["stop"], whole["stop_type"]) == ("One.\u2028Two.", True, "eos")
+    assert [one["field"] for one in whole["warnings"]] == ["repeat_penalty", "min_p"]
+    answer = fake.post("/completion", {**SAY, "stream": True})
+    assert "[DONE]" not in answer.text and answer.headers["content-type"].startswith("text/event-stream")
+    *parts, last = events(answer.text)
+    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert not any(part["stop"] for part in parts) and last["stop"] and last["content"] == ""
+    assert last["tokens_evaluated"] == whole["tokens_evaluated"] == len(Tokenizer().encode(SAY["prompt"]))
+    assert last["timings"]["predicted_n"] == last["tokens_predicted"] == whole["tokens_predicted"]
+
+
+def test_stops_seeds_ids_and_probabilities(service: Service) -> None:
+    ask = {"prompt": "Hello", "n_predict": 30, "temperature": 0, "ignore_eos": True, "seed": -1}
+    text = service.post("/completion", ask).json()["content"]
+    cut = service.post("/completion", {**ask, "stop": ["no such text", text[3:6]]}).json()
+    assert (cut["content"], cut["stop_type"], cut["stopping_word"]) == (
+        text[: text.index(text[3:6])],
+        "word",
+        text[3:6],
+    )
+    ids = service.post("/tokenize", {"content": "Hello"}).json()["tokens"]
+    same = service.post("/completion", {**ask, "prompt": ids, "n_probs": 2, "stream": True})
+    parts = events(same.text)
+    assert "".join(part["content"] for part in parts) == text and parts[-1]["stop_type"] == "limit"
+    tokens = [one for part in parts for one in part["completion_probabilities"]]
+    assert len(tokens) == 30 and all(len(one["top_logprobs"]) == 2 for one in tokens)
+    first = Tokenizer().encode(tokens[0]["token"])[0]
+    other = service.post("/completion", {**ask, "logit_bias": [[first, False]], "n_predict": 1}).json()
+    assert not text.startswith(other["content"])
+    schema = {"enum": ["a", "b"]}
+    chosen = service.post("/completion", {"prompt": "Hello", "json_schema": schema, "n_predict": 20}).json()["content"]
+    assert json.loads(chosen) in ("a", "b")
+    assert service.post("/completion", {"prompt": "Hello", "n_predict": 0}).json()["content"] == ""
+
+
+def test_infill(fake: Service) -> None:
+    answer = fake.post("/infill", {"input_prefix": "a", "prompt": "(", "input_suffix": ")", "n_predict": 1}).json()
+    assert answer["prompt"] == "✿prefix✿✿suffix✿)✿middle✿a("
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n_predict": 2_000_000}, "n_predict"),
+        ({"grammar": "root ::= a"}, "grammar"),
+        ({"logit_bias": [[70_000, 1.0]]}, "logit_bias.70000"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"model": "ft:a"}, "model"),
+    ],
+)
+def test_what_is_refused(fake: Service, fields: dict[str, Any], param: str) -> None:
+    refused = fake.post("/completion", {**SAY, **fields})
+    assert refused.status_code in (400, 404) and refused.json()["error"]["param"].startswith(param), refused.text
+
+
+def test_an_error_in_a_stream_is_its_last_event(fake: Service) -> None:
+    *_, last = events(fake.post("/completion", {"prompt": "break", "stream": True}).text)
+    assert last["error"]["message"] == "broken on demand"
+
+
+def test_tokens_and_templates(fake: Service) -> None:
+    told = fake.post("/tokenize", {"content": "é€", "with_pieces": True}).json()["tokens"]
+    pieces = [bytes(one["piece"]) if isinstance(one["piece"], list) else one["piece"].encode() for one in told]
+    assert b"".join(pieces) == "é€".encode()
+    ids = fake.post("/tokenize", {"content": "é€", "add_special": True}).json()["tokens"]
+    assert fake.post("/detokenize", {"tokens": ids}).json()["content"] == "é€"
+    assert fake.post("/tokenize", {"content": "a", "prompt": "a"}).status_code == 422
+    body = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}
+    prompt = fake.post("/apply-template", body).json()["prompt"]
+    assert prompt == "System: Be brief.\n\nUser: Hi\n\nAssistant: <think>\n</think>"
+    assert fake.post("/apply-template", {}).status_code == 422
+
+
+def test_properties_and_slots(fake: Service) -> None:
+    props = fake.get("/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == 262_144 and props["total_slots"] >= 1
+    assert not fake.get("/slots").json()[0]["is_processing"]
+    assert fake.get("/version").json()["version"] and fake.get("/ping").status_code == 200
