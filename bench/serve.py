@@ -6,8 +6,9 @@
 `--concurrency` clients run at once; several numbers are measured one after the other. Each client sends `--rounds`
 requests of `--rows` prompts, one after the other. Each row samples exactly `--max-tokens` tokens where the route
 allows it. The service counts tokens (/metrics). The client measures times in its own process, with one selector loop
-and no threads. The engine alone gets the same prompts as one job per client, in its own process with the same
-settings. Both alternate, and the ratio compares medians.
+and no threads. Its first connections are open before the clock starts, as those of clients that keep them. The engine
+alone gets the same prompts as one job per client, in its own process with the same settings. Both alternate, and the
+ratio compares medians.
 
 `cpu_ratio` compares CPU seconds per token of the engine alone and of all service processes. It is also reliable on a
 shared machine, where wall time is not.

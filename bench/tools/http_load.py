@@ -109,13 +109,18 @@ class Connection:
 
     request: bytes
     connection: socket.socket
-    sent: float
+    sent: float = 0.0
     first: float = 0.0
     last: float = 0.0
     gaps: list[float] = field(default_factory=list)
     tail: bytes = b""
     head_seen: bool = False
     failed: str = ""
+
+    def send(self) -> None:
+        self.connection.sendall(self.request)
+        self.connection.setblocking(False)
+        self.sent = time.perf_counter()
 
     def on_data(self, piece: bytes, marker: bytes) -> None:
         """Record the arrival of a piece of the answer."""
@@ -144,27 +149,26 @@ def _request(load: Load, host: str, client: int) -> bytes:
 
 
 def _open(host: str, port: int, request: bytes) -> Connection:
-    connection = socket.create_connection((host, port))
-    connection.sendall(request)
-    connection.setblocking(False)
-    return Connection(request, connection, time.perf_counter())
+    return Connection(request, socket.create_connection((host, port)))
 
 
 def drive(load: Load, host: str, port: int, numbers: list[int], results: Any, barrier: Any = None) -> None:
-    """Run some clients to their end on one selector.
+    """Run some clients to their end on one selector. Their first connections are open when the clock starts.
 
     Puts (start, end, CPU seconds, figures of the connections) into `results`. `barrier`: makes several processes start
     at the same time.
     """
-    if barrier is not None:
-        barrier.wait(START_S)
-    started, used = time.perf_counter(), time.process_time()
     selector = selectors.DefaultSelector()
     marker = MARKERS.get(load.route, b'"content"') if load.stream else b"}"
     rounds = dict.fromkeys(numbers, load.rounds - 1)
-    for number in numbers:
-        open_connection = _open(host, port, _request(load, host, number))
+    opened = [_open(host, port, _request(load, host, number)) for number in numbers]
+    for number, open_connection in zip(numbers, opened, strict=True):
         selector.register(open_connection.connection, selectors.EVENT_READ, (number, open_connection))
+    if barrier is not None:
+        barrier.wait(START_S)
+    started, used = time.perf_counter(), time.process_time()
+    for open_connection in opened:
+        open_connection.send()
     done: list[Connection] = []
     while selector.get_map():
         for key, _ in selector.select():
@@ -181,6 +185,7 @@ def drive(load: Load, host: str, port: int, numbers: list[int], results: Any, ba
             if rounds[number]:
                 rounds[number] -= 1
                 following = _open(host, port, _request(load, host, number))
+                following.send()
                 selector.register(following.connection, selectors.EVENT_READ, (number, following))
     ended = time.perf_counter()
     used = time.process_time() - used

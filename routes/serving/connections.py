@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from routes.serving.thread_states import keep_state
+
 _PREFIX = socket.inet_pton(socket.AF_INET6, "100::")[:8]
 """No packet has such an address (RFC 6666)."""
 _NUMBER = struct.Struct(">II")
@@ -138,6 +140,7 @@ _recv = ctypes.PyDLL(None).recv
 @_GETPEERNAME
 def _numbered_peer(descriptor: int, address: int, length: int) -> int:
     """Like getpeername(2), but write an address that holds the connection's number."""
+    keep_state()
     result: int = _getpeername(descriptor, address, length)
     if result == 0:
         serial = next(_serials) & 0xFFFF_FFFF
