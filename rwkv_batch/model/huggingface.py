@@ -10,8 +10,10 @@ import msgspec
 from torch import Tensor
 
 from rwkv_batch.model.layer import MIX_ORDER
+from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.tensor_files import FileError, read_json_file, read_tensors
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 _PREFIX = "rwkv7."
@@ -28,7 +30,7 @@ _PARTS = {"pre_norm": "ln0", "attn_norm": "ln1", "ffn_norm": "ln2", "attn": "att
 _PROJECTIONS = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x"}
 _LOW_RANK = {"0.weight": "1", "2.weight": "2", "2.bias": "0"}
 """End of a low-rank pair's name -> the number after its letter: w1, w2 and their bias w0."""
-_PAIR = re.compile(r"\.att\.[wavg][12]$")
+_PAIR = re.compile(r"\.att\.([wavg]|time_maa_w|time_decay_w)[12]$")
 _ALL_MIXES = "attn.x_x"
 """Older files store the six token-shift weights as one tensor [6, C], in MIX_ORDER."""
 
@@ -37,6 +39,14 @@ class _Index(msgspec.Struct):
     """The shard of each tensor."""
 
     weight_map: dict[str, str]
+
+
+class _Config(msgspec.Struct):
+    """Sizes in a folder's config.json."""
+
+    num_hidden_layers: int | None = None
+    hidden_size: int | None = None
+    head_dim: int | None = None
 
 
 def is_folder(path: Path) -> bool:
@@ -66,23 +76,52 @@ def read_folder(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def check_config(path: Path, shape: ModelShape) -> None:
+    """Check that a folder's config.json, if there is one, describes this model. Raises FileError."""
+    file = path / CONFIG
+    if not file.is_file():
+        return
+    try:
+        config = msgspec.json.decode(read_json_file(file), type=_Config)
+    except (RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        raise FileError(f"{file} cannot be read ({error}); download the model again") from error
+    real = {"num_hidden_layers": shape.layers, "hidden_size": shape.width, "head_dim": shape.head_size}
+    for name, size in real.items():
+        if (given := getattr(config, name)) not in (None, size):
+            raise FileError(f"{file} has {name} {given}, the tensors have {size}; download the model again")
+
+
 def native_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the tensors [...] under the names and in the shapes of .pth files, from any layout."""
     if any(name.startswith(f"{_PREFIX}blocks.") for name in tensors):
         return {_OUTSIDE.get(name, name.removeprefix(_PREFIX)): tensor for name, tensor in tensors.items()}
     if not any(_LAYER.match(name) and ".attn.w_lora." in name for name in tensors):
-        return _untransposed(tensors)
+        return _from_web_rwkv(tensors)
     return {native: converted for name, tensor in tensors.items() for native, converted in _converted(name, tensor)}
 
 
-def _untransposed(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the tensors [...] with low-rank pairs [C, r] and [r, C]; ai00's .st files have them transposed."""
+def _from_web_rwkv(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the tensors [...] of a .st file of ai00 or web-rwkv as .pth files have them; others unchanged.
+
+    Low-rank pairs are transposed there, and RWKV-5 and 6 have older names.
+    """
+    is_6 = is_transposed = "blocks.0.att.time_mix_w1" in tensors
+    if is_6 or {"blocks.0.att.time_first", "blocks.0.att.gate.weight"} <= tensors.keys():
+        tensors = {_older_name(name, is_6): tensor for name, tensor in tensors.items()}
     width, first = (tensors.get(name) for name in ("blocks.0.ln1.weight", "blocks.0.att.w1"))
-    if width is None or first is None or first.dim() != 2 or not len(first) != width.numel() == first.shape[1]:
+    if width is not None and first is not None and first.dim() == 2:
+        is_transposed = len(first) != width.numel() == first.shape[1]
+    if not is_transposed:
         return tensors
     return {
-        name: tensor.t() if _PAIR.search(name) and tensor.dim() == 2 else tensor for name, tensor in tensors.items()
+        name: tensor.transpose(-1, -2) if _PAIR.search(name) and tensor.dim() > 1 else tensor
+        for name, tensor in tensors.items()
     }
+
+
+def _older_name(name: str, is_6: bool) -> str:
+    name = name.replace(".time_first", ".time_faaaa")
+    return name.replace(".time_mix_", ".time_maa_") if is_6 else name
 
 
 def native_module(name: str) -> str:

@@ -15,10 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
-
-import msgspec
-from msgspec import Meta
+from typing import IO, Any, NamedTuple
 
 from native.sandbox import limit_memory, limit_next_cpu, receive, send
 from rwkv_batch.model.files.gguf import MAGIC, read_gguf
@@ -35,25 +32,13 @@ from rwkv_batch.model.files.place import (
     NotWeights,
     Place,
     TensorIndex,
-    dense_strides,
 )
+from rwkv_batch.model.files.safetensors_header import read_safetensors
 
 MAX_SIZE_FACTOR = 4
 """Largest size of the tensors relative to the file: some are stored once under two names."""
 _MAX_DIMENSIONS = 8
 _MAX_SIZE = 1 << 48
-_SAFETENSORS = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 _STORAGES = {
     "torch DoubleStorage": "float64",
     "torch FloatStorage": "float32",
@@ -125,7 +110,7 @@ def _reader(suffix: str, file: IO[bytes]) -> Callable[[IO[bytes], int], TensorIn
     if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
         raise NotWeights("a weight file but a web page; download the file itself, on a hub by its download link")
     if suffix in SAFETENSORS or (suffix != PTH and not zipfile.is_zipfile(file)):
-        return _read_safetensors
+        return read_safetensors
     return _read_pth
 
 
@@ -148,42 +133,6 @@ def _check_place(place: Place, file_size: int) -> None:
     needed = 0 if 0 in place.shape else (last + 1) * ITEM_BYTES.get(place.dtype, 0)
     if min(sizes) < 0 or needed > place.num_bytes or place.begin + place.num_bytes > file_size:
         raise ValueError(f"tensor {place.name!r} of {needed} bytes is not within the file")
-
-
-# safetensors ---------------------------------------------------------------------------------------------------
-
-
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    dtype: str
-    shape: Annotated[list[Annotated[int, Meta(ge=0, le=_MAX_SIZE)]], Meta(max_length=_MAX_DIMENSIONS)]
-    data_offsets: tuple[int, int]
-
-
-def _read_safetensors(file: IO[bytes], size: int) -> TensorIndex:
-    file.seek(0)
-    (length,) = struct.unpack("<Q", file.read(8))
-    if length > min(MAX_HEADER_BYTES, size - 8):
-        raise ValueError(f"its header of {length} bytes is longer than the file or than {MAX_HEADER_BYTES}")
-    header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
-    metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
-    places: list[Place] = []
-    at = 0
-    entries = ((name, msgspec.json.decode(raw, type=_Entry)) for name, raw in header.items())
-    for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
-        if entry.dtype not in _SAFETENSORS:
-            kind = f"tensor {name[:MAX_NAME]!r} is {entry.dtype[:MAX_NAME]!r}"
-            raise NotWeights(f"a weight file ({kind}); save it as bf16, fp16 or fp32")
-        dtype, (begin, end) = _SAFETENSORS[entry.dtype], entry.data_offsets
-        if begin != at or end - begin != math.prod(entry.shape) * ITEM_BYTES[dtype]:
-            raise ValueError(f"tensor {name[:MAX_NAME]!r} has bytes {begin} to {end}, expected them from {at}")
-        at = end
-        shape = tuple(entry.shape)
-        places.append(Place(name, dtype, 8 + length + begin, end - begin, shape, dense_strides(shape)))
-    if (missing := 8 + length + at - size) > 0:
-        raise ValueError(f"truncated: {missing} of {8 + length + at} bytes are missing")
-    if missing:
-        raise ValueError(f"its tensors end at {8 + length + at}, the file has {size} bytes")
-    return TensorIndex(places, metadata)
 
 
 # .pth ----------------------------------------------------------------------------------------------------------
@@ -212,7 +161,11 @@ class _Stored(NamedTuple):
 
 def _read_pth(file: IO[bytes], size: int) -> TensorIndex:
     if not zipfile.is_zipfile(file):
-        raise NotWeights("a zip-format .pth (truncated, or saved by torch < 1.6); download it again")
+        missing = _missing_bytes(file, size)
+        lack = (
+            f"truncated: at least {missing} bytes are missing" if missing > 0 else "truncated, or saved by torch < 1.6"
+        )
+        raise NotWeights(f"a zip-format .pth (truncated{lack}); download it again")
     with zipfile.ZipFile(file) as archive:
         members = {member.filename: member for member in archive.infolist()}
         pickles = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -223,13 +176,32 @@ def _read_pth(file: IO[bytes], size: int) -> TensorIndex:
             raise NotWeights("little-endian; save it on a little-endian machine")
         code = _read_member(file, members[pickles[0]], MAX_HEADER_BYTES)
 
-    def storage(key: str) -> tuple[int, int]:
+    def storage(key: str, _: int) -> tuple[int, int]:
         return _member_bytes(file, members[f"{root}data/{key}"])
 
     found = _Interpreter(storage).run(code)
     if not isinstance(found, dict) or not all(isinstance(value, _Stored) for value in found.values()):
         raise NotWeights("a dict of tensors; give the weights themselves, not a checkpoint")
     return TensorIndex([_place(name, stored) for name, stored in found.items()], {})
+
+
+def _missing_bytes(file: IO[bytes], size: int) -> int:
+    """Return how many bytes a cut archive lacks at least, by the pickle at its begin; 0: unknown."""
+    file.seek(0)
+    start = file.read(MAX_HEADER_BYTES)
+    sizes: dict[str, int] = {}
+
+    def storage(key: str, num_bytes: int) -> tuple[int, int]:
+        sizes[key] = num_bytes
+        return 0, num_bytes
+
+    with suppress(Exception):  # any bytes
+        begin = _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack_from(start))
+        if start.startswith(b"PK\3\4") and b"/data.pkl" in start[:begin]:
+            _Interpreter(storage).run(start[begin:])
+            needed: int = begin + sum(sizes.values())
+            return max(0, needed - size)
+    return 0
 
 
 def _place(name: str, stored: _Stored) -> Place:
@@ -261,8 +233,8 @@ def _read_member(file: IO[bytes], member: zipfile.ZipInfo, limit: int) -> bytes:
 class _Interpreter:
     """Runs the pickle of a dict of tensors. Values are text, numbers, tuples, lists, dicts and the classes above."""
 
-    find_storage: Callable[[str], tuple[int, int]]
-    """key -> begin and length in the file"""
+    find_storage: Callable[[str, int], tuple[int, int]]
+    """(key, expected length) -> begin and length in the file"""
     stack: list[Any] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
@@ -317,8 +289,9 @@ class _Interpreter:
     def push_storage(self) -> None:
         kind, name, key, _, numel = _expect(self.stack.pop(), tuple)
         dtype = _STORAGES[_expect(name, _Name).name]
-        begin, num_bytes = self.find_storage(_expect(key, str))
-        if kind != "storage" or num_bytes != _expect(numel, int) * ITEM_BYTES[dtype]:
+        expected = _expect(numel, int) * ITEM_BYTES[dtype]
+        begin, num_bytes = self.find_storage(_expect(key, str), expected)
+        if kind != "storage" or num_bytes != expected:
             raise ValueError(f"storage {key[:MAX_NAME]!r} has {num_bytes} bytes, its tensors expect another size")
         self.push(_Storage(dtype, begin, num_bytes))
 

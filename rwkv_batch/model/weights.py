@@ -20,7 +20,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.model.content_digest import content_digest
 from rwkv_batch.model.files.blocks import BlockTensor, stored
 from rwkv_batch.model.gguf_names import names_of_pth
-from rwkv_batch.model.huggingface import is_folder, native_names, read_folder
+from rwkv_batch.model.huggingface import check_config, is_folder, native_names, read_folder
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older import files as older
 from rwkv_batch.model.state import HEAD_SIZE, RWKV7, ModelShape
@@ -129,7 +129,9 @@ def open_weights(path: str | Path) -> Weights:
     path = Path(path)
     try:
         tensors = read_folder(path) if is_folder(path) else read_tensors(path)
-        return weights_from(native_names(names_of_pth(tensors)), path)
+        weights = weights_from(native_names(names_of_pth(tensors)), path)
+        check_config(path, weights.shape)
+        return weights
     except FileError as error:
         raise WeightsError(str(error)) from error
 

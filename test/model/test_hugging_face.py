@@ -14,6 +14,7 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from rwkv_batch.model.adapters.files import read_adapter
 from rwkv_batch.model.weights import WeightsError, open_weights, weights_from
+from test.model.random_older_weights import random_older_weights
 from test.model.test_model import feed, pipeline
 
 NATIVE = random_weights(layers=3, width=128, vocab=256, seed=4, first_v=False, ranks=(16, 24, 8, 40))
@@ -91,10 +92,17 @@ def test_it_equals_the_pth_file(tmp_path: Path, tensors: dict[str, Tensor], form
     assert torch.equal(*logits)
 
 
-def test_a_file_of_ai00_has_its_low_rank_pairs_transposed(tmp_path: Path) -> None:
-    half = {name: tensor.half() for name, tensor in NATIVE.items()}
-    stored = {name: tensor.t() if re.search(r"\.[wavg][12]$", name) else tensor for name, tensor in half.items()}
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.st")
+@pytest.mark.parametrize("version", ["7", "6", "5.2"])
+def test_a_file_of_ai00(tmp_path: Path, version: str) -> None:
+    """Its names and orientations are those of web-rwkv's converter."""
+    source = NATIVE if version == "7" else random_older_weights(version, 2, 128)
+    half = {name: tensor.half() for name, tensor in source.items()}
+    stored = {}
+    for name, tensor in half.items():
+        shown = name.replace("time_faaaa", "time_first").replace("time_maa", "time_mix")
+        pair = re.search(r"\.([wavg]|time_mix_w|time_decay_w)[12]$", shown)
+        stored[shown] = (tensor.transpose(-1, -2) if pair else tensor).contiguous()
+    save_file(stored, tmp_path / "model.st")
     found, native = open_weights(tmp_path / "model.st"), weights_from(half)
     assert found.shape == native.shape and found.fingerprint == native.fingerprint
 
@@ -117,6 +125,22 @@ def test_missing_shards(tmp_path: Path) -> None:
     index.write_text("{")
     with pytest.raises(WeightsError, match="cannot be read"):
         open_weights(folder)
+
+
+def test_the_config_describes_the_tensors(tmp_path: Path) -> None:
+    folder = sharded(tmp_path, fla())
+    config = {"model_type": "rwkv7", "num_hidden_layers": 3, "hidden_size": 128, "head_dim": 64, "vocab_size": 256}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert open_weights(folder).shape.layers == 3
+    for content, why in (
+        (json.dumps(config | {"num_hidden_layers": 4}), "num_hidden_layers 4, the tensors have 3"),
+        (json.dumps(config | {"head_dim": 128}), "head_dim 128, the tensors have 64"),
+        ('{"hidden_size": "x"}', "cannot be read"),
+        ("{", "cannot be read"),
+    ):
+        (folder / "config.json").write_text(content)
+        with pytest.raises(WeightsError, match=rf"config\.json .*{why}"):
+            open_weights(folder)
 
 
 def test_other_transformers_models_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -18,6 +19,7 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from native import files as private_files
 from rwkv_batch.model import content_digest
+from rwkv_batch.model.export import write_model
 from rwkv_batch.model.loader import FOLD_ROWS, LayerLoader, Precision
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.state import ModelShape, StateFormat
@@ -39,7 +41,9 @@ def small(**changes: object) -> Tensors:
 
 
 def written(path: Path, tensors: object) -> Path:
-    if path.suffix == ".safetensors":
+    if path.suffix == ".gguf":
+        write_model(weights_from(tensors), path, "q8_0")  # type: ignore[arg-type]
+    elif path.suffix == ".safetensors":
         save_file(tensors, path)  # type: ignore[arg-type]
     else:
         torch.save(tensors, path)
@@ -236,6 +240,16 @@ def test_cut_files_are_refused(tmp_path: Path, suffix: str, keep: int) -> None:
         open_weights(path)
 
 
+@pytest.mark.parametrize(("suffix", "least"), [(".pth", 150_000), (".safetensors", 200_000)])
+def test_a_cut_file_says_how_many_bytes_are_missing(tmp_path: Path, suffix: str, least: int) -> None:
+    path = written(tmp_path / f"model{suffix}", small())
+    path.write_bytes(path.read_bytes()[:-200_000])
+    with pytest.raises(WeightsError, match=r"truncated: .*\d+ .*bytes are missing") as caught:
+        open_weights(path)
+    reported = re.search(r"truncated: (?:at least )?(\d+) ", str(caught.value))
+    assert reported is not None and least <= int(reported[1]) <= 200_000
+
+
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_noise_is_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"model{suffix}"
@@ -311,12 +325,14 @@ print(opened - before, status("VmHWM") - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize("kernels", ["cpu", "naive"])
-def test_loading_takes_about_the_files_memory(tmp_path: Path, suffix: str, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "kernels"),
+    [(".pth", "cpu"), (".pth", "naive"), (".safetensors", "cpu"), (".safetensors", "naive"), (".gguf", "naive")],
+)
+def test_loading_takes_about_the_weights_memory(tmp_path: Path, suffix: str, kernels: str) -> None:
     tensors = random_weights(6, 768, vocab=1024)
     path = written(tmp_path / f"model{suffix}", tensors)
-    size = path.stat().st_size
+    size = sum(tensor.nbytes for tensor in tensors.values())
     done = subprocess.run([sys.executable, "-c", LOAD, str(path), kernels], capture_output=True, text=True, check=True)
     opened, peak = map(int, done.stdout.split())
     assert opened < 0.25 * size, "opening maps, it does not read"

@@ -34,22 +34,27 @@ class BlockTensor(Tensor):
     @staticmethod
     def __new__(cls, blocks: Tensor, kind: str, shape: Sequence[int], transposed: bool = False) -> BlockTensor:
         """transposed: of [b, a] = `shape`, the blocks have [a, b]."""
-        made: BlockTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=_FORMAT, device=blocks.device)
+        sizes = torch.zeros((), dtype=_FORMAT, device=blocks.device).expand(*shape)  # has sizes, but no numbers
+        made: BlockTensor = Tensor._make_subclass(cls, sizes)
         made.blocks, made.kind, made.transposed = blocks, kind, transposed
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # __torch_dispatch__ would be simpler, but at its first call torch imports sympy: 40 MB and a second.
         given = dict(kwargs or {})
-        first = args[0] if args else None
-        if isinstance(first, BlockTensor):
-            if function is torch.ops.aten.t.default:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _ABOUT:
+                return function(*args, **given)
+            first = args[0] if args else None
+            if isinstance(first, BlockTensor) and function is Tensor.t:
                 return BlockTensor(first.blocks, first.kind, first.shape[::-1], not first.transposed)
-            if function is torch.ops.aten._to_copy.default:
-                return first.decode(given.get("dtype"), given.get("device"))
-        return function(*map(_decoded, args), **{name: _decoded(value) for name, value in given.items()})
+            if isinstance(first, BlockTensor) and function is Tensor.to:
+                device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **given)
+                return first.decode(dtype, device)
+            return function(*map(_decoded, args), **{name: _decoded(value) for name, value in given.items()})
 
     def decode(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
         """Return the numbers [...]; by default in fp32, where the blocks are."""
@@ -65,6 +70,14 @@ class BlockTensor(Tensor):
     def sample(self, count: int) -> Tensor:
         """Return the numbers of `count` blocks that lie apart, [n] fp32."""
         return decode(self.kind, self.blocks[:: max(1, len(self.blocks) // count)][:count]).reshape(-1)
+
+
+_ABOUT = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "nbytes", "layout", "is_cuda")),
+    *(Tensor.dim, Tensor.numel, Tensor.size, Tensor.element_size, Tensor.__len__, Tensor.is_contiguous),
+    *(Tensor.data_ptr, Tensor.stride),
+}
+"""What needs no numbers"""
 
 
 def _decoded(value: Any) -> Any:
