@@ -161,6 +161,22 @@ def test_mma_has_the_bits_of_the_definition(rows: int, unsigned: bool) -> None:
         assert_products(ns, k, rows, unsigned, mma=True)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 9, 100])
+def test_a_channel_mix_has_the_same_bits_in_stored_order(rows: int) -> None:
+    torch.manual_seed(rows)
+    stored = [
+        quantise(torch.randn(n, k, device=GPU) / 32, Format.W8A8, 3 * channels(k))
+        for n, k in ((3072, 768), (768, 3072))
+    ]
+    key, value = CudaW8A8Linear(stored[0]), CudaW8A8Linear(stored[1], squares_inputs=True)
+    x = torch.randn(rows, 768, device=GPU).half()
+    hidden = key(x)
+    y = value(hidden)
+    key.feed(value)
+    assert same_bits(key(x), hidden)
+    assert same_bits(value.multiply_stored(key.multiply_codes(quantise_inputs(x, key.weights))), y)
+
+
 @pytest.mark.parametrize("k", [128, 768, 2048, 2560, 3072, 4096, 8192, 10240, 16384])
 @pytest.mark.parametrize("relu_squared", [False, True])
 def test_inputs_have_the_bits_of_the_definition(k: int, relu_squared: bool) -> None:
@@ -176,13 +192,19 @@ def test_inputs_have_the_bits_of_the_definition(k: int, relu_squared: bool) -> N
             x[:, 4] *= 1e4
             x[0, 5, 17], x[1, 6, k - 1], x[2, 7, 0] = torch.nan, torch.inf, -torch.inf
         x = x.half()
-        got = quantise_mixed(x, [m.weights for m in matrices], relu_squared)
-        for i, m in enumerate(matrices):
-            v = x[i].float()
-            true = quantise_rows(torch.where(v <= 0, 0, v).square() if relu_squared else v, m.transform, relu_squared)
-            assert torch.equal(got[i].codes, true.codes)
-            assert torch.equal(got[i].ratios[:rows], true.ratios)
-            assert torch.equal(got[i].scales[:rows].nan_to_num(-1), true.scales.nan_to_num(-1))
+        weights = [m.weights for m in matrices]
+        in_order = torch.stack([x[i][:, w.order.long()] for i, w in enumerate(weights)])
+        for got in (
+            quantise_mixed(x, weights, relu_squared),
+            quantise_mixed(in_order, weights, relu_squared, in_order=True),
+        ):
+            for i, m in enumerate(matrices):
+                v = x[i].float()
+                v = torch.where(v <= 0, 0, v).square() if relu_squared else v
+                true = quantise_rows(v, m.transform, relu_squared)
+                assert torch.equal(got[i].codes, true.codes)
+                assert torch.equal(got[i].ratios[:rows], true.ratios)
+                assert torch.equal(got[i].scales[:rows].nan_to_num(-1), true.scales.nan_to_num(-1))
 
 
 @pytest.mark.parametrize("outliers", [1, 20, 100])

@@ -89,20 +89,25 @@ def same(got: Tensor, wanted: Tensor) -> bool:
     return bool(torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got.nan_to_num(7), wanted.nan_to_num(7)))
 
 
-@pytest.mark.parametrize(("k", "count", "rows"), [(128, 1, 3), (768, 3, 8), (2560, 1, 2)])
+@pytest.mark.parametrize(("k", "count", "rows"), [(128, 1, 3), (768, 3, 8), (2560, 1, 19), (5120, 1, 2)])
 @pytest.mark.parametrize("relu_squared", [False, True])
 def test_inputs_have_the_bits_of_the_definition(k: int, count: int, rows: int, relu_squared: bool) -> None:
     sizes = channels(k)
     matrices = [made(64, k, sizes) for _ in range(count)]
     x = torch.stack([rows_of(rows, sizes) for _ in range(count)])
-    got = quantise_mixed(x, [weights for weights, _, _ in matrices], relu_squared)
-    for i, (_, _, transform) in enumerate(matrices):
-        v = x[i].float()
-        v = torch.where(v <= 0, 0, v).square() if relu_squared else v
-        wanted = quantise_rows(v, transform, unsigned=relu_squared)
-        assert torch.equal(got[i].codes, wanted.codes)
-        assert same(got[i].scales[:rows], wanted.scales)
-        assert torch.equal(got[i].ratios[:rows], wanted.ratios)
+    all_weights = [weights for weights, _, _ in matrices]
+    in_order = torch.stack([x[i][:, weights.order.long()] for i, weights in enumerate(all_weights)])
+    for got in (
+        quantise_mixed(x, all_weights, relu_squared),
+        quantise_mixed(in_order, all_weights, relu_squared, in_order=True),
+    ):
+        for i, (_, _, transform) in enumerate(matrices):
+            v = x[i].float()
+            v = torch.where(v <= 0, 0, v).square() if relu_squared else v
+            wanted = quantise_rows(v, transform, unsigned=relu_squared)
+            assert torch.equal(got[i].codes, wanted.codes)
+            assert same(got[i].scales[:rows], wanted.scales)
+            assert torch.equal(got[i].ratios[:rows], wanted.ratios)
 
 
 def assert_products(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool, plan: Plan | None) -> None:

@@ -60,8 +60,9 @@ def channel_mix(
         return _mix_quantised(layer, x)
     if isinstance(x, Codes):
         assert adapters is None, "adapters read fp16 inputs"
-        assert isinstance(layer.ffn_key, CudaW8A8Linear), "inputs in 8 bits are for w8a8"
-        return layer.ffn_value(layer.ffn_key.multiply_codes(x))
+        key, value = layer.ffn_key, layer.ffn_value
+        assert isinstance(key, CudaW8A8Linear) and isinstance(value, CudaW8A8Linear), "inputs in 8 bits are for w8a8"
+        return value.multiply_stored(key.multiply_codes(x))
     if isinstance(x, DeferredMix):
         assert adapters is None, "what adapters read is made before"
         return _mix_deferred(layer, x)

@@ -50,6 +50,8 @@ def prepare_layer(layer: Layer) -> CudaLayer:
     given = layer.w1.weight.dtype if small else layer.receptance.weight.dtype
     if given != torch.float16:
         raise ValueError(f"the cuda kernels want fp16 weights, not {given}; use --kernels naive")
+    if isinstance(layer.ffn_key, CudaW8A8Linear) and isinstance(layer.ffn_value, CudaW8A8Linear):
+        layer.ffn_key.feed(layer.ffn_value)
     low = [(layer.w1, layer.w2), (layer.a1, layer.a2)]
     if layer.v_residual is not None:
         low.insert(0, (layer.v_residual.v1, layer.v_residual.v2))

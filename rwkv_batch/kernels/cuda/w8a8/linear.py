@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,7 @@ class CudaW8A8Linear(Linear):
         self.weights = W8A8Weights.prepare(stored.in_segments(), stored.transform)
         self.weight = self.weights.codes
         self.squares_inputs = squares_inputs
+        self.output_positions: Tensor | None = None
         prepare_w8a8(self.weight.device)
 
     @property
@@ -40,12 +42,25 @@ class CudaW8A8Linear(Linear):
         """Bytes of codes, scales and the inputs' transform."""
         return self.weights.num_bytes
 
+    def feed(self, consumer: CudaW8A8Linear) -> None:
+        """Store the outputs in the order of another map's codes. Called once, at load."""
+        order = consumer.weights.order.long()
+        parts = {name: getattr(self.weights, name)[order] for name in ("codes", "scales", "ratios")}
+        self.weights = dataclasses.replace(self.weights, **parts)
+        self.weight = self.weights.codes
+        self.output_positions = order.argsort()
+
     def __call__(self, x: Tensor) -> Tensor:
         """Maps [T, in] fp16 to [T, out] fp16."""
-        return self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs))
+        y = self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs))
+        return y if self.output_positions is None else y.index_select(1, self.output_positions)
+
+    def multiply_stored(self, x: Tensor) -> Tensor:
+        """Map [T, in] fp16 from a map that feeds this one to [T, out] fp16."""
+        return self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs, in_order=True))
 
     def multiply_codes(self, codes: Codes) -> Tensor:
-        """Map [T, in] in 8 bits to [T, out] fp16."""
+        """Map [T, in] in 8 bits to [T, out] fp16, in the stored order."""
         y = torch.empty(len(codes.codes), len(self.weight), dtype=torch.float16, device=self.weight.device)
         if len(y):
             multiply([W8A8Gemm(codes, self.weights, y)])

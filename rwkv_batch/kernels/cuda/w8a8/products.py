@@ -151,13 +151,17 @@ def empty_rows(rows: int, k: int, count: int, is_unsigned: bool, device: torch.d
     )
 
 
-def quantise_inputs(x: Tensor, weights: W8A8Weights, relu_squared: bool = False) -> Codes:
+def quantise_inputs(x: Tensor, weights: W8A8Weights, relu_squared: bool = False, in_order: bool = False) -> Codes:
     """Quantise x [T, K] fp16, or max(x, 0)^2 to u8, as `weights` takes it; scales and ratios are padded."""
-    return quantise_mixed(x.unsqueeze(0), [weights], relu_squared)[0]
+    return quantise_mixed(x.unsqueeze(0), [weights], relu_squared, in_order)[0]
 
 
-def quantise_mixed(x: Tensor, weights: Sequence[W8A8Weights], relu_squared: bool = False) -> list[Codes]:
+def quantise_mixed(
+    x: Tensor, weights: Sequence[W8A8Weights], relu_squared: bool = False, in_order: bool = False
+) -> list[Codes]:
     """Quantise x [M, T, K] fp16 for M <= 3 matrices, each with its own transform, in one launch.
+
+    in_order: x is in the order of the codes, not of the channels.
 
     Raises ValueError for shapes that do not match.
     """
@@ -178,7 +182,8 @@ def quantise_mixed(x: Tensor, weights: Sequence[W8A8Weights], relu_squared: bool
         relu_squared=relu_squared,
     )
     for i, w in enumerate(weights):
-        args.factors[i], args.order[i] = cuda_pointer(w.factors, torch.float32), cuda_pointer(w.order, torch.int16)
+        args.factors[i] = cuda_pointer(w.factors, torch.float32)
+        args.order[i] = None if in_order else cuda_pointer(w.order, torch.int16)
     library().call("rwkv_w8a8_quantise", ctypes.byref(args))
     return [Codes(*parts) for parts in zip(*out, strict=True)]
 

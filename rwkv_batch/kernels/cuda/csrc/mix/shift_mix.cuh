@@ -128,7 +128,7 @@ __device__ __forceinline__ void write_w8a8(
             const int position = quads.position(i);
             if (position >= a.width) continue;
             const W8A8Quad quad = LOADED ? quads.of[m][i] : W8A8Quad({a.factors[m], a.order[m]}, position);
-            const uint32_t largest = quad.template read<false>(rows[m], v[m][i]);
+            const uint32_t largest = quad.template scale<false>(quad.gather(rows[m]), v[m][i]);
             if (position < SEGMENT) {
                 of_large = largest;
             } else {

@@ -17,7 +17,7 @@
 // Inputs of one matrix, by position.
 struct W8A8Inputs {
     const float* factors;
-    const uint16_t* order;  // the channel that is stored at a position
+    const uint16_t* order;  // the channel that is stored at a position; null: x is in order of positions
 };
 
 // Saturating conversions, ties to even. NaN gives 0.
@@ -75,14 +75,24 @@ struct W8A8Quad {
 
     __device__ __forceinline__ W8A8Quad() {}
     __device__ __forceinline__ W8A8Quad(const W8A8Inputs& in, int position)
-        : order(__ldg(reinterpret_cast<const uint2*>(in.order + position))),
-          factors(__ldg(reinterpret_cast<const float4*>(in.factors + position))) {}
+        : factors(__ldg(reinterpret_cast<const float4*>(in.factors + position))) {
+        if (in.order != nullptr) order = __ldg(reinterpret_cast<const uint2*>(in.order + position));
+    }
 
-    // Reads a row's values into v, and returns the largest |v|'s bits.
+    // A row's four values.
+    __device__ __forceinline__ uint2 gather(const __half* x) const {
+        return make_uint2(pair(x[order.x & 0xffffu], x[order.x >> 16]), pair(x[order.y & 0xffffu], x[order.y >> 16]));
+    }
+    __device__ __forceinline__ static uint32_t pair(__half low, __half high) {
+        const __half2 both = __halves2half2(low, high);
+        return *reinterpret_cast<const uint32_t*>(&both);
+    }
+
+    // Scales four values into v, and returns the largest |v|'s bits.
     template <bool RELU_SQUARED>
-    __device__ __forceinline__ uint32_t read(const __half* x, float (&v)[4]) const {
-        v[0] = __half2float(x[order.x & 0xffffu]), v[1] = __half2float(x[order.x >> 16]);
-        v[2] = __half2float(x[order.y & 0xffffu]), v[3] = __half2float(x[order.y >> 16]);
+    __device__ __forceinline__ uint32_t scale(const uint2& x, float (&v)[4]) const {
+        const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&x.x)), high = __half22float2(*reinterpret_cast<const __half2*>(&x.y));
+        v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
         if (RELU_SQUARED) v[0] = relu_square(v[0]), v[1] = relu_square(v[1]), v[2] = relu_square(v[2]), v[3] = relu_square(v[3]);
         v[0] = __fmul_rn(v[0], factors.x), v[1] = __fmul_rn(v[1], factors.y);
         v[2] = __fmul_rn(v[2], factors.z), v[3] = __fmul_rn(v[3], factors.w);
