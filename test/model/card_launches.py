@@ -223,7 +223,8 @@ class Launcher:
             for inputs in (width, 4 * width):
                 yield from self.call("rwkv_quantise_rows", *[SOMEWHERE] * 3, tokens, inputs, 1)
                 quantise = W8A8QuantiseArgs(count=3, rows=tokens, k=inputs, relu_squared=inputs > width)
-                yield from self.call("rwkv_w8a8_quantise", byref(quantise))
+                for quantise.order[0] in (None, SOMEWHERE):
+                    yield from self.call("rwkv_w8a8_quantise", byref(quantise))
                 w8a8 = W8A8Args(count=1, rows=tokens, k=inputs, is_unsigned=inputs > width)
                 w8a8.gemms[0].n = 5 * width - inputs
                 yield from self.call("rwkv_w8a8_mma", byref(w8a8))
