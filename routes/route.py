@@ -84,6 +84,10 @@ class Route:
 
     The OpenAPI document does not list the form: Robyn answers 500 to a malformed one.
     """
+    form_lists: tuple[str, ...] | None = None
+    """Fields that a form repeats. None: no form. Otherwise the body, also of GET, may be a form without a file."""
+    secret_field: str = "password"  # noqa: S105 - a name
+    """Field of the body that may have the password or an API key."""
     form: dict[str, str] | None = None
     """An example form for the documentation. `@` marks a file."""
     is_admin: bool = False

@@ -19,11 +19,13 @@ from routes.ollama import generation
 from routes.ollama import models as ollama_models
 from routes.openai import batches, chat, completions, files, responses
 from routes.route import Route
-from routes.translation import batch_translate
+from routes.translation import batch_translate, deepl, libretranslate
 
 ROUTES: tuple[Route, ...] = (
     *many_prompts.ROUTES,
     *batch_translate.ROUTES,
+    *deepl.ROUTES,
+    *libretranslate.ROUTES,
     *state.ROUTES,
     *loaded.ROUTES,
     *chat.ROUTES,

@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from routes.request.bodies import Fields
 from routes.response.http_response import FILE, JSON, SSE, ErrorFormat
-from routes.response.response_models import AnthropicError, Error, OpenAIError, WithWarnings
+from routes.response.response_models import AnthropicError, DeepLError, Error, OpenAIError, WithWarnings
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
 
@@ -36,7 +36,9 @@ _ERRORS = {
     ErrorKind.ENGINE_LOST: "The engine is not available. Retry later.",
     ErrorKind.TIMEOUT: "The time limit was reached.",
 }
-_ERROR_MODELS: dict[str, type[BaseModel]] = {one.__name__: one for one in (Error, OpenAIError, AnthropicError)}
+_ERROR_MODELS: dict[str, type[BaseModel]] = {
+    one.__name__: one for one in (Error, OpenAIError, AnthropicError, DeepLError)
+}
 FORM = "x-form"
 """Key of an operation's example of a form. OpenAPI has no such field if the body may also be JSON."""
 _FILE = {"type": "string", "format": "binary"}

@@ -110,9 +110,9 @@ def anonymous_grant(context: Context) -> Grant | None:
 
 
 def header_grant(context: Context, header: Header) -> Grant | None:
-    """Return what the headers `Authorization: Bearer` and `x-api-key` permit."""
+    """Return what the headers `Authorization: Bearer`, DeepL's `DeepL-Auth-Key`, and `x-api-key` permit."""
     scheme, _, token = (header("authorization") or "").partition(" ")
-    secrets = (token if scheme.lower() == "bearer" else None, header("x-api-key"))
+    secrets = (token if scheme.lower() in ("bearer", "deepl-auth-key") else None, header("x-api-key"))
     grants = (grant(context, one.strip(), is_header=True) for one in secrets if one is not None)
     return next(filter(None, grants), None)
 

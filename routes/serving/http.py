@@ -15,6 +15,7 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
+from routes.request.form_body import URLENCODED, fields_of_form, parse_form
 from routes.request.ignored import report_query
 from routes.request.jobs import offload_if_large
 from routes.request.json_body import parse_json
@@ -125,10 +126,9 @@ async def _request_data(context: Context, route: Route, request: Request) -> obj
     if not is_authorized and (is_large or route.uploads):  # a file has no field for a password
         raise unauthorized(access, has_large_body=is_large)
     if not route.uploads and (route.body is not None or not is_authorized):
-        read = _form_data if route.takes_form and _is_form(request) else _json_data
-        data = await read(context, request, access, is_authorized)
+        data = await _body_data(context, route, request, access, is_authorized)
     if not is_authorized:
-        given = data.get("password") if isinstance(data, dict) else None
+        given = data.get(route.secret_field) if isinstance(data, dict) else None
         access = (grant(context, given) if isinstance(given, str) else None) or access
     if access is None or (route.is_admin and not access.is_admin):
         raise unauthorized(access)
@@ -140,7 +140,29 @@ async def _request_data(context: Context, route: Route, request: Request) -> obj
         request_context.client, request_context.limits = access.key.name, access.key.limits
         request_context.owner = "" if access.is_admin else access.key.name
         request_context.key_digest = access.key.digest
-    return _query(request) if route.body is None else data
+    if route.body is not None:
+        return data
+    is_form = route.form_lists is not None and request.body
+    return _query(request) | (_fields_of_form(context, route, request) if is_form else {})
+
+
+async def _body_data(
+    context: Context, route: Route, request: Request, access: Grant | None, is_authorized: bool
+) -> object:
+    if route.takes_form and _is_form(request):
+        return await _form_data(context, request, access, is_authorized)
+    content_type = (request.headers.get("content-type") or "").lower()
+    if route.form_lists is not None and (content_type.startswith(URLENCODED) or _is_form(request)):
+        return _fields_of_form(context, route, request)
+    return await _json_data(context, request, access, is_authorized)
+
+
+def _fields_of_form(context: Context, route: Route, request: Request) -> dict[str, Any]:
+    """Return the fields of a form without a file. Raises ServiceError."""
+    lists = route.form_lists or ()
+    if _is_form(request):
+        return fields_of_form(request.form_data, lists)
+    return parse_form(_body_bytes(request, context.config.max_body_bytes), lists)
 
 
 def _length(request: Request) -> int:

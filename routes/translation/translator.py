@@ -40,7 +40,6 @@ _NEXT_LABEL = re.compile(rf"\n(?:{'|'.join(map(re.escape, _LABELS))}):")
 """Labels that a model may write after a translation. Any word with a colon would cut text lines like `Name: …`."""
 _TOKENS_PER_PROMPT_TOKEN = 4
 _MIN_TOKENS = 64
-_SECOND_ATTEMPT = SamplingParams(temperature=0.7, top_p=0.7, seed=1)
 _UNFINISHED = (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR)
 
 
@@ -105,8 +104,12 @@ def _rows(context: Context, queries: list[Query], body: TranslationFields, field
         num_tokens = len(context.tokenizer.encode(query.text)) if query.context else len(prompt)
         max_tokens = min(_MIN_TOKENS + _TOKENS_PER_PROMPT_TOKEN * num_tokens, context.config.max_tokens_limit)
         row = greedy_row(prompt, max_tokens, stops, body.state, body.adapter)
-        rows.append(msgspec.structs.replace(row, sampling=_SECOND_ATTEMPT) if query.attempt else row)
+        rows.append(msgspec.structs.replace(row, sampling=_sampling(query)) if query.attempt else row)
     return rows
+
+
+def _sampling(query: Query) -> SamplingParams:
+    return SamplingParams(temperature=0.7, top_p=0.7, seed=query.attempt)
 
 
 def _take(plan: TranslationPlan, queries: list[Query], results: list[RowResult]) -> None:

@@ -130,6 +130,21 @@ def detect_languages(texts: Sequence[str]) -> list[str]:
     return found
 
 
+def language_probabilities(text: str) -> dict[str, float]:
+    """Return the probability of each language that the text may have. Empty without letters."""
+    sample = _NOT_PROSE.sub(" ", text.lstrip()[:_SAMPLE_CHARACTERS]).strip()
+    candidates = _candidates(sample)
+    if len(candidates) > 1 and _KANA.search(sample):
+        candidates = ("ja",)
+    scores = _log_likelihoods(sample, candidates) if len(candidates) > 1 else dict.fromkeys(candidates, 0.0)
+    if "en" in scores:
+        scores["en"] += _ENGLISH_ADVANTAGE
+    highest = max(scores.values(), default=0.0)
+    weights = {code: math.exp(score - highest) for code, score in scores.items()}
+    total = math.fsum(weights.values())
+    return {_chinese_variants([sample])[0] if code == "zh" else code: one / total for code, one in weights.items()}
+
+
 def _candidates(sample: str) -> tuple[str, ...]:
     """Return the languages of the script of most letters. Empty without letters."""
     weights: dict[tuple[str, ...], int] = defaultdict(int)

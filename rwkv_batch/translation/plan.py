@@ -36,7 +36,7 @@ class Query:
     context: str = ""
     """Text that the model reads and does not translate."""
     attempt: int = 0
-    """1: sampled again, because the first translation is wrong."""
+    """0: the most likely translation. An odd one is sampled because the one before it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,8 @@ class TranslationRequest:
     markers: MarkerOptions = field(default_factory=MarkerOptions)
     context: str = ""
     """Text that the model reads and does not translate."""
+    variant: int = 0
+    """Number of an alternative translation. 0: the most likely one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class TranslationPlan:
 
     def _translated(self, segment: Segment, source: str) -> tuple[str, str] | None:
         """Return a segment's translation and its problem. None: texts were added to `_missing`."""
-        whole = Query(source, self._request.target, "", self._request.context)
+        whole = Query(source, self._request.target, "", self._request.context, 2 * self._request.variant)
         if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
             return self._around_markers(segment, whole)
         whole = replace(whole, text=segment.shown())
@@ -202,8 +204,8 @@ class TranslationPlan:
             if first is None:
                 self._missing[query] = None
                 return None
-            self._answers[query] = self._answers[replace(query, attempt=1)] = first
-        again = replace(query, attempt=1)
+            self._answers[query] = self._answers[replace(query, attempt=query.attempt + 1)] = first
+        again = replace(query, attempt=query.attempt + 1)
         if not first.problem:
             best = first
         elif (second := self._answers.get(again)) is None:

@@ -1,0 +1,217 @@
+"""DeepL's API: its clients work with `server_url`, the address of this service."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from routes.context import Context
+from routes.request.bodies import Texts
+from routes.request.fields import Fields, IgnoredValue, reject_values
+from routes.response.generate import with_early_head
+from routes.response.http_response import HTTP_STATUS, ErrorFormat, HandlerResponse, HttpResponse, json_response
+from routes.response.response_models import DeepLTranslations
+from routes.route import Route, Upload
+from routes.translation.batch_translate import ContextText, Language, TargetLanguage
+from routes.translation.translator import TranslationFields, report_unknown_languages, translate
+from rwkv_batch.errors import ErrorInfo, ErrorKind
+from rwkv_batch.translation.languages import LANGUAGE_NAMES
+from rwkv_batch.translation.markers import Format, MarkerOptions
+from rwkv_batch.translation.plan import AUTO, TranslationRequest
+from rwkv_batch.translation.segments import Split
+
+HEAD_AFTER_S = 2.0
+"""DeepL's Node client sends the same request again if it has no head after 5 s, the Python client after 10 s."""
+NO_LIMIT = 1_000_000_000_000
+"""The `character_limit` of DeepL's accounts without a limit."""
+SPLITS = {"0": Split.NONE, "1": Split.SENTENCES, "nonewlines": Split.WRAPPED}
+_VARIANTS = {
+    "EN-GB": "English (British)", "EN-US": "English (American)", "ES-419": "Spanish (Latin American)",
+    "PT-BR": "Portuguese (Brazilian)", "PT-PT": "Portuguese (European)", "ZH-HANS": "Chinese (simplified)",
+    "ZH-HANT": "Chinese (traditional)",
+}  # fmt: skip
+_NO_FORMALITY = "is not supported: this service has no formality; use default, prefer_more or prefer_less"
+_NO_GLOSSARIES = "is not supported by this service yet; leave it out"
+
+
+def _deepl_error(info: ErrorInfo) -> dict[str, Any]:
+    return {"message": info.message}
+
+
+DEEPL_ERRORS = ErrorFormat(
+    _deepl_error, HTTP_STATUS | {ErrorKind.UNAUTHORIZED: 403, ErrorKind.INVALID_FIELD: 400}, "DeepLError"
+)
+
+
+def _tags(given: Any) -> Any:
+    """Return the tags of a list, or of a text with commas."""
+    texts = given if isinstance(given, list) else [given]
+    if not all(isinstance(one, str) for one in texts):
+        raise PydanticCustomError("tags", "must be a list of tags, or a text with commas between them")
+    return [tag.strip() for text in texts for tag in text.split(",") if tag.strip()]
+
+
+Tags = Annotated[
+    list[Annotated[str, Field(max_length=64)]], Field(max_length=256, fail_fast=True), BeforeValidator(_tags)
+]
+
+
+class DeepLBody(TranslationFields):
+    """Body of a translation, as JSON or as a form."""
+
+    model_config = ConfigDict(strict=False)
+
+    text: Annotated[Texts, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = Field(
+        description="The texts to translate. Order and length are kept."
+    )
+    target_lang: TargetLanguage = Field(description="Code of a language in any case, like DE or ZH-HANT.")
+    source_lang: Language = Field(AUTO, description="Code of the texts' language. Default: detected for each text.")
+    context: ContextText = Field("", description="Text that is read and not translated.")
+    split_sentences: Literal["0", "1", "nonewlines"] | None = Field(
+        None, description="0: only at blank lines. nonewlines: at sentences. 1: at sentences and line breaks."
+    )
+    tag_handling: Literal["xml", "html"] | None = Field(None, description="Default: tags stay as placeholders do.")
+    outline_detection: bool = Field(True, description="XML: whether tags without text beside them split the text.")
+    splitting_tags: Tags = Field([], description="Tags that split the text.")
+    non_splitting_tags: Tags = Field([], description="Tags that never split the text.")
+    ignore_tags: Tags = Field([], description="Tags whose content stays as it is.")
+    model_type: Literal["quality_optimized", "prefer_quality_optimized", "latency_optimized"] | None = Field(
+        None, description="There is one model. The answer has `model_type_used`."
+    )
+    formality: Annotated[str, reject_values(_NO_FORMALITY, "default", "prefer_more", "prefer_less")] = Field(
+        "default", description="prefer_more and prefer_less change nothing. more and less are refused."
+    )
+    glossary_id: Annotated[Any, reject_values(_NO_GLOSSARIES)] = Field(None, description="Not supported; refused.")
+    glossary_ids: Annotated[Any, reject_values(_NO_GLOSSARIES)] = Field(None, description="Not supported; refused.")
+    show_billed_characters: Any = Field(None, description="The answer always has them.")
+    preserve_formatting: Any = Field(None, description="Formatting is always kept.")
+    tag_handling_version: Any = Field(None, description="Changes nothing.")
+    enable_beta_languages: Any = Field(None, description="Changes nothing.")
+    style_id: IgnoredValue = Field(None, description="Accepted and ignored.")
+    custom_instructions: IgnoredValue = Field(None, description="Accepted and ignored.")
+    translation_memory_id: IgnoredValue = Field(None, description="Accepted and ignored.")
+    translation_memory_threshold: IgnoredValue = Field(None, description="Accepted and ignored.")
+
+
+LABEL = "/v2/translate"
+
+
+async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
+    """Translate texts as DeepL does. The key is sent as `Authorization: DeepL-Auth-Key`."""
+    report_unknown_languages(
+        {"source_lang": body.source_lang, "target_lang": body.target_lang}, context.config.strict_fields
+    )
+    form = Format(body.tag_handling or Format.TEXT)
+    default = "nonewlines" if form is Format.HTML else "1"
+    request = TranslationRequest(
+        texts=body.text,
+        source=body.source_lang,
+        target=body.target_lang,
+        split=SPLITS[body.split_sentences or default],
+        markers=MarkerOptions(
+            form,
+            ignore_tags=frozenset(map(str.lower, body.ignore_tags)),
+            splitting_tags=frozenset(map(str.lower, body.splitting_tags)),
+            non_splitting_tags=frozenset(map(str.lower, body.non_splitting_tags)),
+            detects_outline=body.outline_detection,
+        ),
+        context=body.context,
+    )
+
+    async def answer() -> HttpResponse:
+        used = {"model_type_used": "quality_optimized"} if body.model_type else {}
+        translations = [
+            {
+                "detected_source_language": one.source.partition("-")[0].upper() if one.source != AUTO else "EN",
+                "text": one.text,
+                "billed_characters": len(text),
+                **used,
+            }
+            for one, text in zip(await translate(context, request, body, LABEL, "text"), body.text, strict=True)
+        ]
+        return json_response({"translations": translations})
+
+    return await with_early_head(answer(), DEEPL_ERRORS, HEAD_AFTER_S)
+
+
+class LanguagesQuery(Fields):
+    """Query of the list of languages."""
+
+    type: Literal["source", "target"] = Field("source", description="source or target.")
+
+
+async def languages(context: Context, upload: Upload) -> HandlerResponse:
+    """Return the languages that a text may have, or that it may be translated into."""
+    names = {code.upper(): name for code, name in LANGUAGE_NAMES.items()}
+    if upload.query.type == "source":
+        return json_response([{"language": code, "name": name} for code, name in sorted(names.items())])
+    targets = {code: name for code, name in names.items() if code not in ("EN", "PT")} | _VARIANTS
+    return json_response(
+        [{"language": code, "name": name, "supports_formality": False} for code, name in sorted(targets.items())]
+    )
+
+
+async def usage(context: Context, _: object) -> HandlerResponse:
+    """Return a usage without a limit. Characters are not counted."""
+    return json_response({"character_count": 0, "character_limit": NO_LIMIT})
+
+
+async def glossaries(context: Context, _: object) -> HandlerResponse:
+    """Return an empty list: there are no glossaries."""
+    return json_response({"glossaries": []})
+
+
+async def glossary_languages(context: Context, _: object) -> HandlerResponse:
+    """Return an empty list: there are no glossaries."""
+    return json_response({"supported_languages": []})
+
+
+class DeepLUsage(BaseModel):
+    """The used and the allowed characters."""
+
+    character_count: int
+    character_limit: int
+
+
+ROUTES = (
+    Route(
+        "POST",
+        LABEL,
+        translate_text,
+        DeepLBody,
+        "DeepL: translate texts.",
+        is_generation=True,
+        allows_any_origin=True,
+        answer=DeepLTranslations,
+        error_format=DEEPL_ERRORS,
+        errors=(ErrorKind.TIMEOUT,),
+        form_lists=("text", "splitting_tags", "non_splitting_tags", "ignore_tags", "custom_instructions"),
+        example={"text": ["Good morning"], "target_lang": "ZH"},
+    ),
+    Route(
+        "GET",
+        "/v2/languages",
+        languages,
+        None,
+        "DeepL: the languages.",
+        query=LanguagesQuery,
+        form_lists=(),
+        error_format=DEEPL_ERRORS,
+        example={"type": "target"},
+    ),
+    Route("GET", "/v2/usage", usage, None, "DeepL: the usage.", answer=DeepLUsage, error_format=DEEPL_ERRORS),
+    *(
+        Route("GET", path, glossaries, None, "DeepL: the glossaries, none.", error_format=DEEPL_ERRORS)
+        for path in ("/v2/glossaries", "/v3/glossaries")
+    ),
+    Route(
+        "GET",
+        "/v2/glossary-language-pairs",
+        glossary_languages,
+        None,
+        "DeepL: the glossaries' languages, none.",
+        error_format=DEEPL_ERRORS,
+    ),
+)

@@ -1,0 +1,172 @@
+"""LibreTranslate's API: its clients and apps work with the address of this service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from routes.context import Context
+from routes.request.bodies import Body, Texts
+from routes.response.http_response import HTTP_STATUS, NATIVE_ERRORS, ErrorFormat, HandlerResponse, json_response
+from routes.response.response_models import LibreTranslation
+from routes.route import Route
+from routes.translation.batch_translate import Language, TargetLanguage
+from routes.translation.translator import TranslationFields, report_unknown_languages, translate
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.translation.languages import LANGUAGE_NAMES, language_probabilities
+from rwkv_batch.translation.markers import Format, MarkerOptions
+from rwkv_batch.translation.plan import AUTO, Translation, TranslationRequest
+from rwkv_batch.translation.segments import Split
+
+LIBRE_ERRORS = ErrorFormat(
+    NATIVE_ERRORS.body,
+    HTTP_STATUS | {ErrorKind.UNAUTHORIZED: 403, ErrorKind.INVALID_FIELD: 400},
+    NATIVE_ERRORS.schema,
+)
+_OWN_CODES = {"zt": "zh-TW", "pb": "pt-BR"}
+"""LibreTranslate's codes that other services do not have."""
+_SHOWN_CODES = {"zh-CN": "zh-Hans", "zh-TW": "zh-Hant", AUTO: "en"}
+_LANGUAGES = {code: name for code, name in LANGUAGE_NAMES.items() if code not in ("zh", "pt")} | {
+    "pt": "Portuguese", "pt-BR": "Portuguese (Brazil)", "zh-Hans": "Chinese", "zh-Hant": "Chinese (traditional)",
+}  # fmt: skip
+_FRONTEND_TIMEOUT_MS = 500
+_MAX_DETECTED, _MIN_PROBABILITY = 3, 0.01
+
+_Code = BeforeValidator(lambda given: _OWN_CODES.get(given, given) if isinstance(given, str) else given)
+_NotEmpty = Annotated[str, Field(min_length=1)]
+
+
+class LibreBody(Body):
+    """A body as JSON or as a form."""
+
+    model_config = ConfigDict(strict=False)
+
+    api_key: str = Field("", description="The service's password or an API key, if the service requires one.")
+
+
+class LibreTranslateBody(TranslationFields, LibreBody):
+    """Body of a translation."""
+
+    q: _NotEmpty | Annotated[Texts, Field(min_length=1)] = Field(description="A text or a list of texts.")
+    source: Annotated[Language, _Code] = Field(AUTO, description="Code of the language, or auto.")
+    target: Annotated[TargetLanguage, _Code] = Field(description="Code of the language to translate into.")
+    format: Annotated[str, Field(pattern="^(text|html)$")] = Field("text", description="text or html.")
+    alternatives: int = Field(0, ge=0, le=8, description="Number of other translations.")
+
+
+class DetectBody(LibreBody):
+    """Body of a language detection."""
+
+    q: _NotEmpty = Field(description="The text.")
+
+
+LABEL = "/translate"
+
+
+async def translate_text(context: Context, body: LibreTranslateBody) -> HandlerResponse:
+    """Translate a text or a list of texts as LibreTranslate does."""
+    report_unknown_languages({"source": body.source, "target": body.target}, context.config.strict_fields)
+    request = TranslationRequest(
+        texts=[body.q] if isinstance(body.q, str) else body.q,
+        source=body.source,
+        target=body.target,
+        split=Split.SENTENCES,
+        markers=MarkerOptions(Format(body.format)),
+    )
+    first = await translate(context, request, body, LABEL, "q")
+    others = [
+        await translate(context, replace(request, variant=variant), body, LABEL, "q")
+        for variant in range(1, body.alternatives + 1)
+    ]
+
+    def shaped(values: list[Any]) -> Any:
+        return values[0] if isinstance(body.q, str) else values
+
+    answer = {"translatedText": shaped([one.text for one in first])}
+    if body.source.lower() == AUTO:
+        answer["detectedLanguage"] = shaped(await asyncio.to_thread(_detected, first, request.texts))
+    if body.alternatives:
+        answer["alternatives"] = shaped(
+            [[other[index].text for other in others] for index in range(len(request.texts))]
+        )
+    return json_response(answer)
+
+
+def _detected(translations: list[Translation], texts: Sequence[str]) -> list[dict[str, Any]]:
+    sources = [one.source for one in translations]
+    chances = (language_probabilities(text).get(source, 0.0) for source, text in zip(sources, texts, strict=True))
+    return [_entry(source, chance) for source, chance in zip(sources, chances, strict=True)]
+
+
+def _entry(code: str, probability: float) -> dict[str, Any]:
+    return {"confidence": round(100 * probability, 1), "language": _SHOWN_CODES.get(code, code)}
+
+
+async def detect(context: Context, body: DetectBody) -> HandlerResponse:
+    """Return the likely languages of a text, the best one first. Confidences are in percent."""
+    found = await asyncio.to_thread(language_probabilities, body.q)
+    best = sorted(found.items(), key=lambda entry: -entry[1])[:_MAX_DETECTED]
+    return json_response([_entry(*one) for one in best if one[1] > _MIN_PROBABILITY])
+
+
+async def languages(context: Context, _: object) -> HandlerResponse:
+    """Return the languages. Each can be translated into each."""
+    codes = sorted(_LANGUAGES)
+    return json_response([{"code": code, "name": _LANGUAGES[code], "targets": codes} for code in codes])
+
+
+async def frontend_settings(context: Context, _: object) -> HandlerResponse:
+    """Return what LibreTranslate's clients ask for before they translate."""
+    needs_key = bool(context.config.password or context.keys.is_configured)
+    language = {"source": {"code": AUTO, "name": "Auto Detect"}, "target": {"code": "en", "name": "English"}}
+    keys = {"apiKeys": needs_key, "keyRequired": needs_key}
+    off = {"suggestions": False, "filesTranslation": False, "supportedFilesFormat": []}
+    limits = {"charLimit": -1, "frontendTimeout": _FRONTEND_TIMEOUT_MS}
+    return json_response({**limits, **keys, **off, "language": language})
+
+
+ROUTES = (
+    Route(
+        "POST",
+        LABEL,
+        translate_text,
+        LibreTranslateBody,
+        "LibreTranslate: translate a text or a list of texts.",
+        is_generation=True,
+        allows_any_origin=True,
+        answer=LibreTranslation,
+        error_format=LIBRE_ERRORS,
+        errors=(ErrorKind.TIMEOUT,),
+        form_lists=(),
+        secret_field="api_key",  # noqa: S106 - a name
+        example={"q": "Good morning", "source": "en", "target": "zh"},
+    ),
+    Route(
+        "POST",
+        "/detect",
+        detect,
+        DetectBody,
+        "LibreTranslate: detect a text's language.",
+        allows_any_origin=True,
+        error_format=LIBRE_ERRORS,
+        form_lists=(),
+        secret_field="api_key",  # noqa: S106
+        example={"q": "Good morning"},
+    ),
+    Route(
+        "GET", "/languages", languages, None, "LibreTranslate: the languages.", is_public=True, allows_any_origin=True
+    ),
+    Route(
+        "GET",
+        "/frontend/settings",
+        frontend_settings,
+        None,
+        "LibreTranslate: the settings.",
+        is_public=True,
+        allows_any_origin=True,
+    ),
+)

@@ -1,0 +1,115 @@
+"""DeepL's and LibreTranslate's APIs with their own Python packages. The fake engine repeats the last text."""
+
+from __future__ import annotations
+
+import urllib.error
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlencode
+
+import deepl
+import httpx
+import pytest
+from libretranslatepy import LibreTranslateAPI
+
+from test.programs.batch.runs import fake_service
+from test.serving import Service
+
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+KEY = "a secret"
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with a password."""
+    running = fake_service(tmp_path_factory.mktemp("locked"), "--password", KEY, password=KEY)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.fixture
+def translator(locked: Service) -> deepl.DeepLClient:
+    return deepl.DeepLClient(KEY, server_url=locked.url)
+
+
+def test_deepl_translates_texts(translator: deepl.DeepLClient) -> None:
+    first, second = translator.translate_text(
+        ["say Guten Morgen!", "12.5 {x}"], target_lang="de", source_lang="en", context="A page about mornings.",
+        formality=deepl.Formality.PREFER_MORE, model_type=deepl.ModelType.LATENCY_OPTIMIZED,
+    )  # fmt: skip
+    assert (second.text, second.billed_characters, second.detected_source_lang) == ("12.5 {x}", 8, "EN")
+    assert first.text and first.model_type_used == "quality_optimized"
+    html = translator.translate_text(
+        '<p translate="no">Stay</p><p>42</p>', target_lang="ZH-HANT", tag_handling="html", split_sentences="nonewlines"
+    )
+    assert html.text == '<p translate="no">Stay</p><p>42</p>'
+    xml = translator.translate_text(
+        "<d><raw>Keep</raw></d>", target_lang="PT-BR", tag_handling="xml", ignore_tags=["raw"], outline_detection=False
+    )
+    assert xml.text == "<d><raw>Keep</raw></d>"
+
+
+def test_deepl_lists(translator: deepl.DeepLClient) -> None:
+    assert {"EN", "DE", "ZH"} <= {one.code for one in translator.get_source_languages()}
+    targets = {one.code: one.supports_formality for one in translator.get_target_languages()}
+    assert targets["EN-US"] is False and "ZH-HANT" in targets and "EN" not in targets
+    usage = translator.get_usage()
+    assert usage.character.valid and not usage.any_limit_reached
+    assert translator.list_glossaries() == [] and translator.list_multilingual_glossaries() == []
+    assert translator.get_glossary_languages() == []
+
+
+def test_deepl_errors(translator: deepl.DeepLClient, locked: Service) -> None:
+    with pytest.raises(deepl.AuthorizationException):
+        deepl.DeepLClient("wrong", server_url=locked.url).get_usage()
+    for wrong in ({"formality": "more"}, {"glossary": "an-id", "source_lang": "EN"}):
+        with pytest.raises(deepl.DeepLException, match="is not supported"):
+            translator.translate_text("Hello", target_lang="DE", **wrong)
+    refused = httpx.post(f"{locked.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
+    assert refused.status_code == 403 and isinstance(refused.json()["message"], str)
+
+
+def test_deepl_forms(locked: Service) -> None:
+    fields = [("text", "1"), ("text", "2"), ("target_lang", "zh-HANS"), ("tag_handling", "xml"), ("ignore_tags", "a,b")]
+    fields += [("show_billed_characters", "1"), ("outline_detection", "0"), ("split_sentences", "1")]
+    headers = {**FORM, "Authorization": f"DeepL-Auth-Key {KEY}"}
+    answer = httpx.post(f"{locked.url}/v2/translate", content=urlencode(fields), headers=headers)
+    assert [one["text"] for one in answer.json()["translations"]] == ["1", "2"], answer.text
+    many = httpx.post(f"{locked.url}/v2/translate", content="a=1&" * 20_000, headers=headers)
+    assert many.status_code == 400 and "10000 fields" in many.json()["message"]
+
+
+def test_libretranslate_translates_and_detects(locked: Service) -> None:
+    client = LibreTranslateAPI(locked.url, KEY)
+    assert client.translate("42 {x}", "en", "zh") == "42 {x}"
+    assert client.translate("say Hallo", "en", "zt")
+    (best, *_) = client.detect("Das ist ein Haus, und die Katze schläft darin.")
+    assert best["language"] == "de" and best["confidence"] > 90
+    assert client.detect("你好，世界")[0]["language"] == "zh-Hans"
+    codes = {one["code"]: one["targets"] for one in client.languages()}
+    assert {"en", "zh-Hans", "pt-BR"} <= set(codes["en"])
+
+
+def test_libretranslate_answers_have_the_form_of_their_request(locked: Service) -> None:
+    def post(**body: Any) -> httpx.Response:
+        return httpx.post(f"{locked.url}/translate", json={"api_key": KEY, "source": "auto", "target": "en", **body})
+
+    one, many = post(q="42", alternatives=2).json(), post(q=["42", "7"], alternatives=1, format="html").json()
+    assert one == {
+        "translatedText": "42", "alternatives": ["42", "42"], "detectedLanguage": {"confidence": 0.0, "language": "en"}
+    }  # fmt: skip
+    assert many["translatedText"] == ["42", "7"] and many["alternatives"] == [["42"], ["7"]]
+    assert [entry["language"] for entry in many["detectedLanguage"]] == ["en", "en"]
+    assert "detectedLanguage" not in post(q="42", source="de").json()
+    for wrong in ({"q": ""}, {"q": []}, {"q": "a", "format": "pdf"}, {"q": "a", "alternatives": -1}, {}):
+        refused = post(**wrong)
+        assert refused.status_code == 400 and refused.json()["error"].startswith(next(reversed(wrong), "q"))
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        LibreTranslateAPI(locked.url, "wrong").translate("a", "en", "de")
+    form = httpx.post(f"{locked.url}/translate", files={name: (None, text) for name, text in
+        {"q": "42", "source": "en", "target": "de", "api_key": KEY}.items()})  # fmt: skip
+    assert form.json() == {"translatedText": "42"}
+    settings = httpx.get(f"{locked.url}/frontend/settings").json()
+    assert settings["keyRequired"] is True and settings["filesTranslation"] is False
