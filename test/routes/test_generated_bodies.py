@@ -194,7 +194,7 @@ def complaint(route: Route, spoiled: str, answer: httpx.Response) -> str:
         return f"status {answer.status_code}"
     if len(answer.content) > 3000:
         return f"an error of {len(answer.content)} bytes"
-    error = answer.json()["error"]
+    error = answer.json().get("error") or answer.json()["message"]  # DeepL's name
     message, field = (
         (error["message"], error["param"]) if isinstance(error, dict) else (error, answer.json().get("field"))
     )
