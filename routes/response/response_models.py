@@ -184,42 +184,10 @@ class Translation(BaseModel):
     text: str
 
 
-class DeepLTranslation(BaseModel):
-    """One translated text."""
-
-    detected_source_language: str = Field(description="Code of the text's language, in capital letters.")
-    text: str
-    billed_characters: int = Field(description="Length of the text.")
-    model_type_used: str = Field("", description="If the request has `model_type`.")
-
-
-class DeepLTranslations(BaseModel):
-    """The translations, in the order of the texts."""
-
-    translations: list[DeepLTranslation]
-
-
 class DeepLError(BaseModel):
     """An error as DeepL's clients expect it."""
 
     message: str
-
-
-class DetectedLanguage(BaseModel):
-    """A detected language."""
-
-    confidence: float = Field(description="In percent.")
-    language: str
-
-
-class LibreTranslation(BaseModel):
-    """The translation of a text, or lists for a list of texts."""
-
-    translatedText: str | list[str]  # noqa: N815 - LibreTranslate's name
-    detectedLanguage: DetectedLanguage | list[DetectedLanguage] | None = Field(  # noqa: N815
-        None, description="If `source` is auto."
-    )
-    alternatives: list[str] | list[list[str]] = Field([], description="Other translations, if requested.")
 
 
 class Translations(BaseModel):

@@ -12,7 +12,6 @@ from routes.request.bodies import Texts
 from routes.request.fields import Fields, IgnoredValue, reject_values
 from routes.response.generate import with_early_head
 from routes.response.http_response import HTTP_STATUS, ErrorFormat, HandlerResponse, HttpResponse, json_response
-from routes.response.response_models import DeepLTranslations
 from routes.route import Route, Upload
 from routes.translation.batch_translate import ContextText, Language, TargetLanguage
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
@@ -166,6 +165,21 @@ async def glossaries(context: Context, _: object) -> HandlerResponse:
 async def glossary_languages(context: Context, _: object) -> HandlerResponse:
     """Return an empty list: there are no glossaries."""
     return json_response({"supported_languages": []})
+
+
+class DeepLTranslation(BaseModel):
+    """One translated text."""
+
+    detected_source_language: str = Field(description="Code of the text's language, in capital letters.")
+    text: str
+    billed_characters: int = Field(description="Length of the text.")
+    model_type_used: str = Field("", description="If the request has `model_type`.")
+
+
+class DeepLTranslations(BaseModel):
+    """The translations, in the order of the texts."""
+
+    translations: list[DeepLTranslation]
 
 
 class DeepLUsage(BaseModel):

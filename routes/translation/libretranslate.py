@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from routes.context import Context
 from routes.request.bodies import Body, Texts
 from routes.response.http_response import HTTP_STATUS, NATIVE_ERRORS, ErrorFormat, HandlerResponse, json_response
-from routes.response.response_models import LibreTranslation
 from routes.route import Route
 from routes.translation.batch_translate import Language, TargetLanguage
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
@@ -56,6 +55,23 @@ class LibreTranslateBody(TranslationFields, LibreBody):
     target: Annotated[TargetLanguage, _Code] = Field(description="Code of the language to translate into.")
     format: Annotated[str, Field(pattern="^(text|html)$")] = Field("text", description="text or html.")
     alternatives: int = Field(0, ge=0, le=8, description="Number of other translations.")
+
+
+class DetectedLanguage(BaseModel):
+    """A detected language."""
+
+    confidence: float = Field(description="In percent.")
+    language: str
+
+
+class LibreTranslation(BaseModel):
+    """The translation of a text, or lists for a list of texts."""
+
+    translatedText: str | list[str]  # noqa: N815 - LibreTranslate's name
+    detectedLanguage: DetectedLanguage | list[DetectedLanguage] | None = Field(  # noqa: N815
+        None, description="If `source` is auto."
+    )
+    alternatives: list[str] | list[list[str]] = Field([], description="Other translations, if requested.")
 
 
 class DetectBody(LibreBody):
