@@ -142,7 +142,8 @@ ROUTES = (
         description="Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow."
         "\n\n"
         "OpenAI's clients may send `messages` to this route too. A conversation with tools, `response_format`, `n` "
-        "above 1, log-probabilities or `logit_bias` has the fields and the answer of `/openai/v1/chat/completions`.",
+        "above 1, log-probabilities, `logit_bias` or `reasoning_effort` has the fields and the answer of "
+        "`/openai/v1/chat/completions`.",
         job=partial(native_job, label=V1_PATH),
         output=batch_output,
         is_generation=True,

@@ -16,7 +16,7 @@ import msgspec
 
 from routes.context import Context
 from routes.request.fields import error_value
-from routes.request.jobs import base_name, means_model
+from routes.request.jobs import base_name, means_model, model_not_found
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ModelStatus, ServedModel
 
@@ -199,8 +199,7 @@ class ModelRegistry:
             return context
         own = context.config.model_name
         others = [model.spec.name for model in self.registered if model.status is ModelStatus.READY]
-        listed = ", ".join(map(repr, [own, *others]))
-        raise _not_found(f"model: no model {error_value(requested)!r} is served; available: {listed}", requested)
+        raise model_not_found(requested, [own, *others])
 
     def _is_busy(self, model: ServedModel) -> bool:
         connected = self._connected.get(model.address)

@@ -12,8 +12,8 @@ from pydantic import Field
 from routes.context import Context, Models
 from routes.request.bodies import Body
 from routes.request.decode_defaults import DefaultsFields, as_defaults
-from routes.request.fields import Device, Fields, OneOf, error_value
-from routes.request.jobs import LATEST, adapter_names, state_names
+from routes.request.fields import Device, Fields, OneOf
+from routes.request.jobs import LATEST, adapter_names, model_not_found, state_names
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response, timestamp
 from routes.response.loaded_models import LoadedModel, Model, ModelList
@@ -113,9 +113,7 @@ async def model(context: Context, upload: Upload) -> HandlerResponse:
         await context.models.wait_until_known(context, requested, context.config.engine_wait_s)
         served = await _entries_by_name(context)
     if requested not in served:
-        given = error_value(requested)
-        message = f"model: no model {given!r} is served; available: {', '.join(map(repr, served))}"
-        raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
+        raise model_not_found(requested, served)
     return json_response(_listed(served[requested]))
 
 

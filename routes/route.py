@@ -18,7 +18,7 @@ from routes.request.bodies import Body, Fields, GenerationBody, with_mixture_wei
 from routes.request.decode_defaults import with_defaults
 from routes.request.fields import error_value, has_chat_only_fields
 from routes.request.ignored import validated
-from routes.request.jobs import means_model, offload_if_large, requested_state
+from routes.request.jobs import means_model, model_not_found, offload_if_large, requested_state
 from routes.request_context import current_request, warn
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import ResponseFormatter, call_engine, run
@@ -192,11 +192,9 @@ async def model_context(context: Context, route: Route, data: object) -> Context
     served, reads_model = context.config.model_name, route.body is not None or route.query is not None
     if means_model(requested, served) or not reads_model:
         return context
-    given = error_value(requested)
     if route.needs_known_model or context.config.strict_model or requested.startswith(_FINE_TUNED):
-        message = f"model: model {given!r} not found; available: {served!r}; GET /v1/models lists all names"
-        raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
-    warn("model", f"model: {given!r} is not served; {served!r} answers (--strict-model refuses)")
+        raise model_not_found(requested, [served], "; GET /v1/models lists all names")
+    warn("model", f"model: {error_value(requested)!r} is not served; {served!r} answers (--strict-model refuses)")
     return context
 
 

@@ -14,8 +14,8 @@ from routes.models import model_names
 from routes.ollama.answers import OllamaModelList, OllamaShown, OllamaStatus, OllamaVersion
 from routes.ollama.generation import OLLAMA_ERRORS
 from routes.request.bodies import Body, SamplingBody
-from routes.request.fields import IgnoredValue, Repeated, error_value
-from routes.request.jobs import LATEST
+from routes.request.fields import IgnoredValue, Repeated
+from routes.request.jobs import LATEST, model_not_found
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response, timestamp
 from routes.route import Route
@@ -133,9 +133,7 @@ async def _find(context: Context, requested: str, remedy: str = "") -> tuple[Con
             if _tagged(requested) in (entry["name"], DEFAULT_MODEL_NAME + LATEST):
                 return one, entry
             names.append(entry["name"])
-    given = error_value(requested)
-    message = f"model: model {given!r} not found; available: {', '.join(map(repr, names))}{remedy}"
-    raise ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
+    raise model_not_found(requested, names, remedy)
 
 
 async def show(context: Context, body: OllamaShowBody) -> HandlerResponse:
@@ -145,6 +143,7 @@ async def show(context: Context, body: OllamaShowBody) -> HandlerResponse:
     shape, family = status.get("model_shape", {}), entry["details"]["family"]
     info = {
         "general.architecture": family,
+        "general.basename": served.config.model_name,
         "general.parameter_count": status.get("parameters", 0),
         f"{family}.context_length": served.config.max_prompt_tokens,
         f"{family}.block_count": shape.get("layers", 0),

@@ -149,7 +149,7 @@ class ConversationBody(OpenAIBody, TemplateFields):
     def stops(self) -> list[int | str]:
         """The stops of the answer. With tools, blank lines may separate text and calls."""
         if self.tool_set is not None and "stop_tokens" not in self.model_fields_set:
-            return [*prompts.answer_stops(self.think, True, self.template), *self.stop_texts]
+            return [*prompts.answer_stops(self.think, True, self.template), *self.more_stops]
         return row_stops(self, prompts.answer_stops(self.think, False, self.template))
 
     def sampling(self, seed: int) -> SamplingParams:

@@ -177,6 +177,9 @@ class GenerationBody(
     stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] = Field(
         [], description="OpenAI's field: texts that end a row, in addition to `stop_tokens`."
     )
+    stop_token_ids: Annotated[
+        list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(max_length=64, fail_fast=True)
+    ] = Field([], description="vLLM's field: token ids that end a row, in addition to `stop_tokens`.")
     stream: bool = Field(False, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = Field(
         None, description='{"include_usage": true}: end the stream with the usage.'
@@ -193,8 +196,9 @@ class GenerationBody(
         return SamplingParams(temperature=self.temperature, seed=seed)
 
     @property
-    def stop_texts(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+    def more_stops(self) -> list[int | str]:
+        """Stops in addition to `stop_tokens`."""
+        return [*self.stop_token_ids, *([self.stop] if isinstance(self.stop, str) else self.stop)]
 
     @property
     def includes_usage(self) -> bool:

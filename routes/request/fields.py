@@ -224,6 +224,8 @@ class ChatOnlyFields(Fields):
 
 def has_chat_only_fields(data: dict[str, Any]) -> bool:
     """Return whether a body has a field that only the conversation routes support."""
+    if any(data.get(name) for name in ("reasoning_effort", "chat_template_kwargs", "continue_final_message")):
+        return True
     try:
         ChatOnlyFields.model_validate(data)
     except ValidationError:

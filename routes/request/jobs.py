@@ -28,6 +28,7 @@ from routes.request.bodies import (
     PriorityFields,
     PromptBody,
 )
+from routes.request.fields import error_value
 from routes.request_context import current_request
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME
@@ -92,6 +93,13 @@ def means_model(requested: str, served: str) -> bool:
     return requested.removesuffix(LATEST) in ("", DEFAULT_MODEL_NAME) or base_name(requested, served) is not None
 
 
+def model_not_found(requested: str, available: Iterable[str], remedy: str = "") -> ServiceError:
+    """Return the error for a model that is not served. Ollama's programs search it for "not found"."""
+    given, names = error_value(requested), ", ".join(map(repr, available))
+    message = f"model: model {given!r} not found; available: {names}{remedy}"
+    return ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
+
+
 def _parse_model_name(requested: str, served: str) -> tuple[str, str]:
     """Return (adapter, tuned state) of a model name, "" for a missing one."""
     requested = requested.removesuffix(LATEST)
@@ -141,8 +149,8 @@ def row_stops(
     """
     requested = list(body.stop_tokens) if "stop_tokens" in body.model_fields_set else None
     if body.constraint is not None:
-        return [*(requested or []), *body.stop_texts]
-    return [*(default_stops if requested is None else requested), *body.stop_texts, *built_in]
+        return [*(requested or []), *body.more_stops]
+    return [*(default_stops if requested is None else requested), *body.more_stops, *built_in]
 
 
 def encode(

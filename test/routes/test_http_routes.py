@@ -73,6 +73,15 @@ def test_stops_are_strings_or_ids_and_are_not_returned(service: Service) -> None
             assert (choice["message"]["content"], choice["finish_reason"]) == (text[: text.index(cut)], "stop")
 
 
+def test_stop_token_ids_add_to_the_stops(service: Service) -> None:
+    body = {**GREEDY, "contents": ["Hello"], "logprobs": None}
+    text = service.post(CHAT, body).json()["choices"][0]["message"]["content"]
+    ids = service.post("/tokenize", {"prompt": text}).json()["tokens"]
+    stopped = service.post(CHAT, {**body, "stop_token_ids": [ids[-1]]}).json()["choices"][0]
+    assert stopped["finish_reason"] == "stop" and text.startswith(stopped["message"]["content"])
+    assert service.post(CHAT, {**body, "stop_token_ids": [65_536]}).json()["field"] == "stop_token_ids[0]"
+
+
 def test_messages_become_a_prompt(service: Service) -> None:
     turns = [
         {"role": "system", "content": "Be kind.\r\n\r\n\r\nBe brief."},

@@ -226,7 +226,7 @@ def test_a_model_known_to_another_worker_is_awaited(tmp_path: Path, status: Mode
     else:
         assert status is READY and found is not machine.context
     assert [command.is_barrier for command in requested] == [True]
-    with pytest.raises(ServiceError, match="no model 'other' is served"):
+    with pytest.raises(ServiceError, match="model 'other' not found"):
         asyncio.run(machine.context.wait_for_model("other"))
     assert len(requested) == 2
     assert asyncio.run(machine.context.wait_for_model("rwkv7:warm")) is machine.context

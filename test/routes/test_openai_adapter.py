@@ -97,8 +97,8 @@ def test_alternative_names_of_fields() -> None:
     from routes.request.prompts import Think
 
     assert chat_body(max_completion_tokens=5, max_tokens=9).max_tokens == 5
-    assert chat_body(stop="x").stop_texts == ["x"]
-    assert chat_body(stop=["x", "y"]).stop_texts == ["x", "y"]
+    assert chat_body(stop="x").more_stops == ["x"]
+    assert chat_body(stop=["x", "y"]).more_stops == ["x", "y"]
     assert chat_body(enable_think=True).think is Think.ON
     assert chat_body(enable_think=True, reasoning_effort="none").think is Think.OFF
     assert chat_body(reasoning_effort="high").think is Think.LONG

@@ -112,6 +112,7 @@ TOOL: dict[str, Any] = {
         {"n": 2},
         {"logprobs": True, "top_logprobs": 2},
         {"logit_bias": {"5": 1}},
+        {"reasoning_effort": "low"},
         {"response_format": {"type": "json_object"}},
         {"tools": [TOOL]},
         {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60},
