@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rwkv_batch.errors import invalid
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT stores it next to an adapter's weights."""
+
+
+_SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+
+
+def shard_names(name: str) -> list[str]:
+    """Return the names of all files of a split GGUF, by the name of one; else the name itself."""
+    found = _SHARD.fullmatch(name)
+    if found is None:
+        return [name]
+    count = found["count"]
+    return [f"{found['name']}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
 
 
 def within(folder: str, file: str) -> Path | None:

@@ -214,7 +214,8 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag(
             "model_path",
             str,
-            "weights: .pth, .safetensors, .gguf or a Hugging Face folder; default: the demo model",
+            "weights: .pth, .safetensors, .gguf, a Hugging Face folder, or hf:OWNER/NAME/FILE of the hub; "
+            "default: the demo model",
         ),
         Flag("model_name", str, "name of the model in /v1/models"),
         Flag(

@@ -1,4 +1,4 @@
-"""Chooses the model file: the given one, or the demo model."""
+"""Chooses the model file: the given one, one of the hub, or the demo model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import msgspec
 
 from native.files import VARIABLE, cache_folder
 from programs.settings.config import Settings
+from programs.settings.hub import PREFIX, downloaded
 from rwkv_batch.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
 
 def with_default_model(settings: Settings) -> Settings:
-    """Fills in the demo model if no file is given. Raises StartupError if the file cannot be read."""
+    """Fills in the demo model if no file is given, and downloads hf:OWNER/NAME. Raises StartupError for other files."""
     path = settings.engine.model_path
+    if path.startswith(PREFIX):
+        path = downloaded(path)
     if not path:
         try:
             path = str(_demo_model())

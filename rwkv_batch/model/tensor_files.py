@@ -5,7 +5,6 @@ Another process finds the tensors in a file (tensor_index.py), because headers a
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from native.sandbox import ENDED, Sandbox
 from rwkv_batch.model.files.blocks import BlockTensor
 from rwkv_batch.model.files.gguf import SPLIT_COUNT
 from rwkv_batch.model.files.place import BLOCKS, CPU_S, MEMORY_BYTES, PTH, SAFETENSORS, Place, TensorIndex
+from rwkv_batch.models_folder import shard_names
 
 MAX_VALUE = torch.finfo(torch.float16).max
 """Largest valid number in weights."""
 MAX_JSON_BYTES = 4 << 20
 _PROGRAM = "rwkv_batch.model.tensor_index"
-_SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _lock = threading.Lock()
 _sandboxes: list[Sandbox] = []
 """idle, started on demand"""
@@ -79,10 +78,7 @@ def files_of(path: Path) -> list[Path]:
     """Return the files that a model's path means: those of a folder, of a split GGUF, or the file itself."""
     if path.is_dir():
         return sorted(path.glob("*.safetensors"))
-    if (found := _SHARD.fullmatch(path.name)) is None:
-        return [path]
-    count = found["count"]
-    return [path.with_name(f"{found['name']}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
+    return [path.with_name(name) for name in shard_names(path.name)]
 
 
 def _read_one(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, str]]:

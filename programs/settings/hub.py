@@ -1,0 +1,74 @@
+"""Models on Hugging Face's hub: `hf:OWNER/NAME/FILE` or `hf:OWNER/NAME`, downloaded into the hub's cache.
+
+HF_ENDPOINT names a mirror, HF_TOKEN a token, HF_HOME the cache's folder, HF_HUB_OFFLINE=1 uses the cache alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from rwkv_batch.errors import StartupError
+from rwkv_batch.models_folder import shard_names
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "hf:"
+_ENDPOINT = "https://huggingface.co"
+_PART = r"[A-Za-z0-9][\w.-]{0,95}"
+_NAME = re.compile(rf"hf:(?P<repository>{_PART}/{_PART})(?:/(?P<file>[\w][\w./-]{{0,255}}))?")
+_MODELS = (".pth", ".gguf", ".st")
+_FOLDER = ("*.safetensors", "*.safetensors.index.json", "config.json")
+_SHOWN = 8
+
+
+def downloaded(name: str) -> str:
+    """Return the path of a model on the hub, after a download if needed. Raises StartupError."""
+    found = _NAME.fullmatch(name)
+    if found is None or ".." in name:
+        raise StartupError(f"{name!r} is not hf:OWNER/NAME or hf:OWNER/NAME/FILE; check --model-path")
+    repository, file = found["repository"], found["file"]
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import HTTPError
+    except ImportError:
+        raise StartupError(f"{name} needs huggingface_hub; pip install huggingface_hub{_or_by_hand(name)}") from None
+    place: dict[str, Any] = {"repo_id": repository, "endpoint": os.environ.get("HF_ENDPOINT")}
+    try:
+        if file is None:
+            # list_repo_files would try for half a minute without a network
+            siblings = huggingface_hub.HfApi(place["endpoint"]).model_info(repository).siblings or []
+            file = _only_model(name, [one.rfilename for one in siblings])
+        if file is None:
+            path = huggingface_hub.snapshot_download(**place, allow_patterns=list(_FOLDER))
+        else:
+            logger.info("%s: downloading %s unless it is in the hub's cache", name, file)
+            paths = [huggingface_hub.hf_hub_download(**place, filename=one) for one in shard_names(file)]
+            path = paths[0]
+    except StartupError:
+        raise
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason given'}"
+        raise StartupError(f"{name} cannot be downloaded ({reason}){_or_by_hand(name)}") from error
+    stored = Path(path).resolve()
+    logger.info("%s is %s%s", name, path, f", SHA-256 {stored.name}" if len(stored.name) == 64 else "")
+    return str(path)
+
+
+def _only_model(name: str, files: list[str]) -> str | None:
+    """Return the repository's model file; None: its safetensors files are a folder. Raises StartupError."""
+    models = [file for file in files if file.endswith(_MODELS)]
+    if "model.safetensors" in files or "model.safetensors.index.json" in files:
+        return None
+    if len(models) == 1:
+        return models[0]
+    shown = ", ".join(models[:_SHOWN]) + (f" and {len(models) - _SHOWN} more" if len(models) > _SHOWN else "")
+    raise StartupError(f"{name} has {len(models)} models ({shown or 'none'}); give one as {name}/FILE")
+
+
+def _or_by_hand(name: str) -> str:
+    repository = "/".join(name.removeprefix(PREFIX).split("/")[:2])
+    return f"; or download the file from {_ENDPOINT}/{repository} on another machine and give its path as --model-path"
