@@ -73,11 +73,11 @@ def _free_in_cgroup(folder: Path, limit: str, used: str, cached: tuple[str, ...]
     once, as in MemAvailable.
     """
     try:
-        most, now = (int((folder / name).read_text()) for name in (limit, used))
+        limit_bytes, now = (int((folder / name).read_text()) for name in (limit, used))
     except (OSError, ValueError):  # no such cgroup; "max"
         return []
     figures = _read_numbers(folder / "memory.stat")
-    return [max(0, most - max(0, now - sum(figures.get(name, 0) for name in cached)))]
+    return [max(0, limit_bytes - max(0, now - sum(figures.get(name, 0) for name in cached)))]
 
 
 def _read_numbers(file: Path) -> dict[str, int]:

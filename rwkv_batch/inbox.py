@@ -44,8 +44,8 @@ class Inbox:
 
     def run_arrivals(self) -> bool:
         """Run queued commands that only add jobs, up to the first other command. Returns whether there were any."""
-        taken = False
+        had_arrivals = False
         while self._commands and self._commands[0].is_arrival:
             self._commands.popleft().action()
-            taken = True
-        return taken
+            had_arrivals = True
+        return had_arrivals

@@ -283,12 +283,12 @@ class Engines:
         return None
 
     def _restart(self, name: str) -> str | None:
-        wanted = list(self._replicas) if name == ALL else [name]
+        names = list(self._replicas) if name == ALL else [name]
         if name != ALL and name not in self._replicas:
             return self._unknown(name)
         if name != ALL and self._replicas[name].status not in RESTARTABLE:
             return f"engine: {name!r} is {self._replicas[name].status}; wait until it is ready, or has failed"
-        self._to_restart.extend(one for one in wanted if one not in self._to_restart)
+        self._to_restart.extend(one for one in names if one not in self._to_restart)
         self._restart_next()
         return None
 

@@ -188,8 +188,8 @@ class HttpWorkers:
 
     def _assign_sockets(self) -> None:
         """Assigns sockets without a worker to spares."""
-        taken = {worker.socket for worker in self.workers}
-        free = [number for number in range(self.num_sockets) if number not in taken]
+        used_sockets = {worker.socket for worker in self.workers}
+        free = [number for number in range(self.num_sockets) if number not in used_sockets]
         spares = [worker for worker in self.workers if worker.is_standby and worker.socket is None]
         for number, worker in zip(free, spares, strict=False):
             worker.socket = number

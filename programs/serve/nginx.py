@@ -50,12 +50,12 @@ _UPSTREAM_IDLE_S = 10
 
 def find_nginx(settings: Settings) -> str | None:
     """Returns the path of nginx, or None without a front. Raises StartupError if nginx is required but missing."""
-    wanted, host = settings.service.front, settings.http.host
+    front, host = settings.service.front, settings.http.host
     is_public = not ipaddress.ip_address(host).is_loopback
-    if wanted == "none" or (wanted == "auto" and not is_public):
+    if front == "none" or (front == "auto" and not is_public):
         return None
     path = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), _SYSTEM_PATHS]))
-    if path is None and wanted == "nginx":
+    if path is None and front == "nginx":
         raise StartupError("--front nginx: nginx is not installed (Debian, Ubuntu: apt-get install nginx-light)")
     if path is None:
         logger.warning(

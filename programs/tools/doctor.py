@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _python(_: Settings) -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    wanted = ".".join(map(str, MIN_PYTHON))
-    yield Finding(version, "" if sys.version_info >= MIN_PYTHON else f"install Python {wanted} or newer")
+    required = ".".join(map(str, MIN_PYTHON))
+    yield Finding(version, "" if sys.version_info >= MIN_PYTHON else f"install Python {required} or newer")
 
 
 def _packages(_: Settings) -> Iterator[Finding]:

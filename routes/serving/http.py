@@ -375,8 +375,8 @@ def register(app: Robyn, context: Context, routes: Iterable[Route]) -> None:
         if route.method == "GET":
             app.add_route("HEAD", path, handler)
     fallback = _fallback_handler(context, routes)
-    taken = {(route.method, route.path) for route in routes}
+    known = {(route.method, route.path) for route in routes}
     for method in METHODS:
         app.add_route(method, "/*rest", fallback)
-        if (method, "/") not in taken and not (method == "HEAD" and ("GET", "/") in taken):
+        if (method, "/") not in known and not (method == "HEAD" and ("GET", "/") in known):
             app.add_route(method, "/", fallback)

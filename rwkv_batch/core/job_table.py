@@ -145,20 +145,20 @@ class JobTable:
                 continue  # the row ended while the step ran, or jump-forward already appended this token
             output = sequence.output
             if sequence.matcher is None:
-                taken = output.process_token(token, logprob)
+                outcome = output.process_token(token, logprob)
             else:
-                taken = self._process_constrained_token(sequence, sequence.matcher, token, logprob)
-            if taken is not None and not isinstance(taken, Delta):  # mostly None: the cheap check comes first
+                outcome = self._process_constrained_token(sequence, sequence.matcher, token, logprob)
+            if outcome is not None and not isinstance(outcome, Delta):  # mostly None: the cheap check comes first
                 self._state_manager.truncate(sequence)
-                self._finish(sequence, taken)
+                self._finish(sequence, outcome)
                 continue
             if sequence.matcher is None:
                 sequence.token_ids[sequence.prompt_end + len(output.tokens) - 1] = token
             if sequence.lease is not None:
                 self._state_manager.update_rollback_state(sequence)
-            if taken is not None:
+            if outcome is not None:
                 job = sequence.job
-                job.deltas.append(taken)
+                job.deltas.append(outcome)
                 changed[job] = None
         for sequence in [row.sequence for row in rows if row.ends]:
             if sequence.phase is running:

@@ -26,7 +26,7 @@ _ONLY_RWKV7 = f"the cuda kernels are {RWKV7}'s; {{}} runs on plain torch"
 logger = logging.getLogger(__name__)
 
 
-def choose_ops(wanted: str, device: torch.device, version: str = RWKV7) -> tuple[Ops, dict[str, str]]:
+def choose_ops(requested: str, device: torch.device, version: str = RWKV7) -> tuple[Ops, dict[str, str]]:
     """Returns the backend for a device and model version, and unavailable ones (name -> reason).
 
     wanted "auto" tries all in order of speed. Also reports missing kernels of the chosen backend.
@@ -35,7 +35,7 @@ def choose_ops(wanted: str, device: torch.device, version: str = RWKV7) -> tuple
     refusals: dict[str, str] = {}
     backends = _BACKENDS if version == RWKV7 else _OLDER_BACKENDS
     for name, (module, attribute) in backends.items():
-        if wanted not in ("auto", name):
+        if requested not in ("auto", name):
             continue
         try:
             backend = getattr(importlib.import_module(module), attribute)
@@ -48,12 +48,12 @@ def choose_ops(wanted: str, device: torch.device, version: str = RWKV7) -> tuple
             reason = str(error)
         if reason is None:
             ops = backend()
-            if device.type == "cuda" and name == "naive" and wanted == "auto" and version == RWKV7:
+            if device.type == "cuda" and name == "naive" and requested == "auto" and version == RWKV7:
                 logger.warning(NO_KERNELS_WARNING, device, refusals["cuda"])
             return ops, refusals | (ops.missing_kernels(device) if isinstance(ops, ReportsMissingKernels) else {})
         refusals[name] = reason
     reason = "; ".join(refusals.values()) or f"they are one of auto, {', '.join(backends)}"
     raise ValueError(
-        f"kernels {wanted!r} cannot serve {device}: {reason}. --kernels auto (in a request "
+        f"kernels {requested!r} cannot serve {device}: {reason}. --kernels auto (in a request "
         '"kernels": "auto") takes the fastest that can'
     )

@@ -87,12 +87,12 @@ def find_invalid(numbers: Tensor) -> str:
     return _find_invalid(numbers, "numbers", -math.inf)
 
 
-def _find_invalid(numbers: Tensor, name: str, least: float) -> str:
+def _find_invalid(numbers: Tensor, name: str, minimum: float) -> str:
     low, high = torch.aminmax(numbers) if numbers.numel() else (torch.zeros(()), torch.zeros(()))  # NaN stays NaN
-    if low.isfinite() and high.isfinite() and low >= least:
+    if low.isfinite() and high.isfinite() and low >= minimum:
         return ""
-    kinds = "NaN or infinite" if math.isinf(least) else "NaN, infinite or negative"
-    wrong = ~(numbers.isfinite() & (numbers >= least)).reshape(-1)
+    kinds = "NaN or infinite" if math.isinf(minimum) else "NaN, infinite or negative"
+    wrong = ~(numbers.isfinite() & (numbers >= minimum)).reshape(-1)
     return f"{kinds} {name} ({int(wrong.sum())}, the first at {int(wrong.int().argmax())})"
 
 

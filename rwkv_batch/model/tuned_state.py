@@ -49,9 +49,9 @@ def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> 
     """Read a tuned state, [layers, H, 64, 64]. Raises FileError with the file and the reason."""
     tensors = read_tensors(path, STATE_FILE)
     stored = _states(path, tensors, shape)
-    taken, reason = _orientation(path, stored, orientation)
+    detected, reason = _orientation(path, stored, orientation)
     wkv = torch.stack([tensor.reshape(tensor.shape[-3:]).float() for tensor in stored])
-    if taken == KEY_VALUE:
+    if detected == KEY_VALUE:
         wkv = wkv.transpose(-1, -2)
     wkv = wkv.contiguous()
     if not wkv.isfinite().all():
@@ -59,7 +59,7 @@ def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> 
     if (largest := wkv.abs().max().item()) > MAX_VALUE:
         raise FileError(f"state file {path} has {largest:.3g}, at most {MAX_VALUE:.0f} is valid; its training failed")
     digest = hashlib.blake2b(wkv.numpy().tobytes(), digest_size=8).hexdigest()
-    return TunedTensor(wkv, taken, reason, digest)
+    return TunedTensor(wkv, detected, reason, digest)
 
 
 def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) -> None:

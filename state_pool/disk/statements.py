@@ -252,12 +252,12 @@ def delete_sessions(connection: Connection, rows: Sequence[int]) -> list[Garbage
     return sweep_hidden(connection, rows)
 
 
-def sweep_hidden(connection: Connection, among: Iterable[int] | None = None) -> list[GarbageState]:
+def sweep_hidden(connection: Connection, candidates: Iterable[int] | None = None) -> list[GarbageState]:
     """Delete hidden sessions that no child needs. A child with a stored state needs no parent."""
     garbage: list[GarbageState] = []
-    if among is None:
-        among = [int(row[0]) for row in connection.execute("SELECT id FROM sessions WHERE hidden = 1")]
-    remaining = sorted(among, reverse=True)  # children usually have larger numbers than their parents
+    if candidates is None:
+        candidates = [int(row[0]) for row in connection.execute("SELECT id FROM sessions WHERE hidden = 1")]
+    remaining = sorted(candidates, reverse=True)  # children usually have larger numbers than their parents
     while True:
         needed = [row for row in remaining if not _remove_if_unneeded(connection, row, garbage)]
         if not needed or len(needed) == len(remaining):

@@ -17,15 +17,15 @@ from rwkv_batch.core.shares import (
 )
 from test.engine.test_scheduler import Slots, job, read
 
-MOST = 8
+MAX_BATCH_ROWS = 8
 
 
 class Steps:
     """A scheduler with a manual clock."""
 
-    def __init__(self, most: int = MOST, req_slots: int = 64, budget: int = 256, has_pieces: bool = False) -> None:
+    def __init__(self, max_batch_rows: int = MAX_BATCH_ROWS, req_slots: int = 64, budget: int = 256, has_pieces: bool = False) -> None:
         self.slots = Slots(500)
-        limits = Limits(req_slots, 10_000, budget, budget, budget, max_batch_rows_with_interactive=most)
+        limits = Limits(req_slots, 10_000, budget, budget, budget, max_batch_rows_with_interactive=max_batch_rows)
         self.plan = Scheduler(limits, self.slots, has_pieces)
         self.number = 0
         self.now = 1000.0
@@ -64,7 +64,7 @@ def test_batch_rows_take_turns_while_an_interactive_row_is_there() -> None:
     for _ in range(60):
         rows = steps.step()
         assert chat in [row.sequence for row in rows], "interactive rows are in every step"
-        assert len(of_batch(rows)) == MOST
+        assert len(of_batch(rows)) == MAX_BATCH_ROWS
         turns.update(row.sequence for row in of_batch(rows))
     assert set(turns) == set(bulk)
     assert max(turns.values()) - min(turns.values()) <= 2, "60 steps of 8 rows: each of 60 had 8, or one more or less"
@@ -78,8 +78,8 @@ def test_steps_stay_short_for_a_while_after_the_last_interactive_row() -> None:
     steps.step()
     steps.plan.remove(chat)
     for after, rows in (
-        (0.0, MOST),
-        (INTERACTIVE_WINDOW_S - 0.1, MOST),
+        (0.0, MAX_BATCH_ROWS),
+        (INTERACTIVE_WINDOW_S - 0.1, MAX_BATCH_ROWS),
         (INTERACTIVE_WINDOW_S, 60),
         (INTERACTIVE_WINDOW_S + 60.0, 60),
     ):
@@ -93,7 +93,7 @@ def test_an_interactive_row_that_waits_for_its_session_keeps_steps_short() -> No
     steps.step()
     steps.slots.blocked.add(steps.chat())
     for _ in range(3):
-        assert len(steps.step()) == MOST
+        assert len(steps.step()) == MAX_BATCH_ROWS
         steps.now += INTERACTIVE_WINDOW_S
 
 
@@ -107,7 +107,7 @@ def test_batch_prompts_get_half_of_a_short_step() -> None:
         rows = steps.step()
         decoding = [row for row in of_batch(rows) if row.num_tokens == 1]
         tokens = sum(row.num_tokens for row in of_batch(rows)) - len(decoding)
-        assert (len(decoding), tokens) == (MOST // 2, MOST // 2 * TOKENS_PER_ROW)
+        assert (len(decoding), tokens) == (MAX_BATCH_ROWS // 2, MAX_BATCH_ROWS // 2 * TOKENS_PER_ROW)
     steps.plan.remove(chat)
     steps.now += INTERACTIVE_WINDOW_S
     rows = steps.step()
@@ -119,7 +119,7 @@ def test_batch_prompts_get_a_whole_short_step_without_decoding_rows() -> None:
     steps.chat()
     steps.batch(20, prompt_tokens=1000)
     steps.step()
-    assert sum(row.num_tokens for row in of_batch(steps.step())) == MOST * TOKENS_PER_ROW
+    assert sum(row.num_tokens for row in of_batch(steps.step())) == MAX_BATCH_ROWS * TOKENS_PER_ROW
 
 
 def test_an_interactive_prompt_gets_the_rest_of_a_short_step() -> None:
@@ -138,7 +138,7 @@ def test_an_interactive_prompt_gets_the_rest_of_a_short_step() -> None:
 
 
 def test_the_shortest_step_contains_batch_work() -> None:
-    steps = Steps(most=1)
+    steps = Steps(max_batch_rows=1)
     bulk = steps.batch(12)
     steps.batch(12, prompt_tokens=50)
     steps.chat()
@@ -149,7 +149,7 @@ def test_the_shortest_step_contains_batch_work() -> None:
 
 
 def test_all_rows_decode_in_every_step_where_there_is_no_limit() -> None:
-    steps = Steps(most=0)
+    steps = Steps(max_batch_rows=0)
     steps.batch(59)
     steps.chat()
     for _ in range(3):
@@ -186,20 +186,20 @@ def first_token_s(steps: Steps, part: float) -> float:
 
 def test_a_first_token_waits_at_most_for_a_short_step() -> None:
     alone = first_token_s(Steps(), 0.0)
-    most = {}
-    for rows in (0, MOST):
+    longest = {}
+    for rows in (0, MAX_BATCH_ROWS):
         steps = Steps(rows)
         steps.batch(60)
         steps.chat()
         steps.step()
-        most[rows] = max(first_token_s(steps, part / 20) for part in range(21))
-    assert most[0] > alone + 0.020
-    assert most[MOST] < alone + 0.007
+        longest[rows] = max(first_token_s(steps, part / 20) for part in range(21))
+    assert longest[0] > alone + 0.020
+    assert longest[MAX_BATCH_ROWS] < alone + 0.007
 
 
 def test_prompts_of_batch_rows_are_gathered_where_steps_have_pieces() -> None:
     """A prefill loads all weights, for few tokens as for many."""
-    steps = Steps(most=0, req_slots=96, budget=1024, has_pieces=True)
+    steps = Steps(max_batch_rows=0, req_slots=96, budget=1024, has_pieces=True)
     steps.batch(12)
     steps.step()
     late = steps.batch(9, prompt_tokens=3)
@@ -220,7 +220,7 @@ def test_prompts_of_batch_rows_are_gathered_where_steps_have_pieces() -> None:
 
 
 def test_prompts_of_batch_rows_are_read_at_once_where_none_decodes() -> None:
-    steps = Steps(most=0, req_slots=96, budget=1024, has_pieces=True)
+    steps = Steps(max_batch_rows=0, req_slots=96, budget=1024, has_pieces=True)
     chat = steps.chat(prompt_tokens=3)
     steps.step()
     steps.plan.remove(chat)
@@ -234,7 +234,7 @@ def prompts_of_batch(rows: list[ScheduledRow], before: list[Sequence]) -> list[S
 
 
 def test_a_step_in_pieces_reads_no_more_prompts_of_batch_rows_than_graphs_hold() -> None:
-    steps = Steps(most=0, req_slots=192, budget=1024, has_pieces=True)
+    steps = Steps(max_batch_rows=0, req_slots=192, budget=1024, has_pieces=True)
     bulk = steps.batch(12)
     chat = steps.chat()
     steps.step()

@@ -280,8 +280,8 @@ class Roster:
             logger.warning("no engine can be placed (%r); retrying in %.0f s", error, _PLACE_S)
 
     def _place_additional(self, devices: tuple[str, ...]) -> None:
-        taken = {_number(name) for name in self._directory.actors}
-        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        used = {_number(name) for name in self._directory.actors}
+        number = next(number for number in range(len(used) + 1) if number not in used)
         while not self._place(f"{ENGINE}{number}", devices or self._plan.devices_of(number)):
             number += 1  # another service has just taken this number
         name = f"{ENGINE}{number}"

@@ -125,8 +125,8 @@ class CudaAdapterTable(AdapterTable):
         """See AdapterTable."""
         tiles = inputs.adapter_tiles
         if tiles is None and inputs.adapters is not None:
-            most = max_tiles(len(inputs.adapters))
-            tokens, numbers = np.empty(most * TILE, dtype=np.int32), np.empty(most, dtype=np.int32)
+            num_tiles = max_tiles(len(inputs.adapters))
+            tokens, numbers = np.empty(num_tiles * TILE, dtype=np.int32), np.empty(num_tiles, dtype=np.int32)
             count = fill_tiles(inputs.adapters.numpy(), tokens, numbers)
             both = on_device([*tokens[: count * TILE].tolist(), *numbers[:count].tolist()], torch.int32, self.device)
             tiles = AdapterTiles(both[: count * TILE].view(count, TILE), both[count * TILE :])

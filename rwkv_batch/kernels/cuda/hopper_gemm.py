@@ -162,9 +162,9 @@ def launch_hopper_gemm(gemms: Sequence[Fp16Gemm], transposed: bool) -> None:
     Raises ValueError for too many GEMMs or rows, or for shapes that do not match.
     """
     rows, device = gemms[0][1].shape[0], gemms[0][1].device
-    most = MAX_HOPPER_ROWS if transposed else MAX_MULTI_TILE_ROWS
-    if len(gemms) > MAX_GEMMS or rows > most:
-        raise ValueError(f"a grouped launch takes {MAX_GEMMS} GEMMs of {most} rows, not {len(gemms)} of {rows}")
+    max_rows = MAX_HOPPER_ROWS if transposed else MAX_MULTI_TILE_ROWS
+    if len(gemms) > MAX_GEMMS or rows > max_rows:
+        raise ValueError(f"a grouped launch takes {MAX_GEMMS} GEMMs of {max_rows} rows, not {len(gemms)} of {rows}")
     work = prepare_hopper_gemm(device)
     dtype = gemms[0][2].dtype
     args = Fp16LaunchArgs(count=len(gemms), rows=rows, transposed=transposed, to_fp32=dtype == torch.float32)

@@ -40,8 +40,8 @@ class QuantisedWeights:
         """Whether the skinny kernel takes so many rows; it takes no transposed weights."""
         if self.packed.transposed:
             return False
-        most = SKINNY_ROWS_ON_HOPPER if self.packed.fits_weight_only(rows) else SKINNY_ROWS
-        return rows <= most[self.format]
+        max_rows = SKINNY_ROWS_ON_HOPPER if self.packed.fits_weight_only(rows) else SKINNY_ROWS
+        return rows <= max_rows[self.format]
 
     def takes_fp16_rows(self, rows: int) -> bool:
         """Whether an own kernel takes so many fp16 rows."""

@@ -62,12 +62,12 @@ def multiply_few(
     Raises ValueError for others.
     """
     rows, format_ = gemms[0].x.shape[0], gemms[0].linear.format
-    count, most = (
+    count, max_rows = (
         len(gemms) + len(fp16_gemms),
         min(SKINNY_ROWS[format_], MAX_MIXED_GEMM_ROWS if fp16_gemms else SKINNY_ROWS[format_]),
     )
-    if count > MAX_GEMMS or rows > most:
-        raise ValueError(f"a launch takes {MAX_GEMMS} GEMMs of {most} rows, not {count} of {rows}")
+    if count > MAX_GEMMS or rows > max_rows:
+        raise ValueError(f"a launch takes {MAX_GEMMS} GEMMs of {max_rows} rows, not {count} of {rows}")
     args = QuantLaunchArgs(count=count, rows=rows, format=NUMBERS[format_])
     if norm is not None:
         args.norm = norm

@@ -92,18 +92,18 @@ class _Header:
         found: tuple[int | float | bool, ...] = struct.unpack_from(f"<{form}", self._data, self.take(size))
         return found[0]
 
-    def whole(self, form: str = "Q", most: int = _MAX_SIZE) -> int:
+    def whole(self, form: str = "Q", limit: int = _MAX_SIZE) -> int:
         """Read an unsigned integer of at most `most`."""
         value = int(self.number(form))
-        if value > most:
-            raise ValueError(f"its header has the size {value}, at most {most} is allowed")
+        if value > limit:
+            raise ValueError(f"its header has the size {value}, at most {limit} is allowed")
         return value
 
-    def text(self, most: int) -> str:
+    def text(self, limit: int) -> str:
         """Read a text; a longer one is cut to `most` bytes."""
         length = self.whole()
         begin = self.take(length)
-        return self._data[begin : begin + min(length, most)].decode("utf-8", "replace")
+        return self._data[begin : begin + min(length, limit)].decode("utf-8", "replace")
 
     def skip_list(self) -> int:
         """Skip a list of single values and return its length."""
