@@ -295,8 +295,8 @@ def sample(args: argparse.Namespace, earlier: dict[str, Any]) -> tuple[dict[str,
         names = random.Random(args.seed).sample(names, min(args.sample, len(names)))
         names.sort(key=lambda name: name in earlier and earlier[name][0] != NOT_RUN)
         paths = sorted({name.partition(":")[0] for name in names})
-        wanted = [{name for name in names if name.startswith(f"{path}:")} for path in paths]
-        made = {one.name: one for found in pool.map(make_mutants, paths, wanted) for one in found}
+        expected = [{name for name in names if name.startswith(f"{path}:")} for path in paths]
+        made = {one.name: one for found in pool.map(make_mutants, paths, expected) for one in found}
     return {name: made[name] for name in names}, total
 
 

@@ -47,15 +47,15 @@ class Compared:
     norm_sq: float = 0.0
     same: int = 0
 
-    def add(self, logits: Tensor, true: Tensor, following: Tensor) -> None:
+    def add(self, logits: Tensor, reference: Tensor, following: Tensor) -> None:
         """Add one chunk: logits [T, V] of both, and the token that follows each position [T]."""
-        log_q, log_p = torch.log_softmax(logits, -1), torch.log_softmax(true, -1)
+        log_q, log_p = torch.log_softmax(logits, -1), torch.log_softmax(reference, -1)
         self.tokens += len(following)
         self.nats -= log_q.gather(1, following.unsqueeze(1)).sum().item()
         self.kl += (log_p.exp() * (log_p - log_q)).sum().item()
-        self.error_sq += (logits - true).square().sum().item()
-        self.norm_sq += true.square().sum().item()
-        self.same += int((logits.argmax(-1) == true.argmax(-1)).sum())
+        self.error_sq += (logits - reference).square().sum().item()
+        self.norm_sq += reference.square().sum().item()
+        self.same += int((logits.argmax(-1) == reference.argmax(-1)).sum())
 
     def figures(self, text: Text) -> dict[str, float]:
         return {

@@ -25,11 +25,11 @@ class Score:
     def share(self) -> float:
         return self.right / max(self.asked, 1)
 
-    def count(self, prompt: str, wanted: str, got: str, right: bool) -> None:
+    def count(self, prompt: str, expected: str, actual: str, right: bool) -> None:
         self.asked += 1
         self.right += right
         if not right and len(self.wrong) < 40:
-            self.wrong.append((prompt, wanted, got))
+            self.wrong.append((prompt, expected, actual))
 
 
 def held_pairs(count: int, seed: int) -> list[tuple[str, str]]:
@@ -47,8 +47,8 @@ def _exact(client: EngineClient, asked: list[tuple[str, str]], size: int = 512) 
     score = Score()
     for start in range(0, len(asked), size):
         some = asked[start : start + size]
-        for (prompt, wanted), got in zip(some, client.complete([prompt for prompt, _ in some], 160), strict=True):
-            score.count(prompt, wanted.strip(), got.strip(), got.strip() == wanted.strip())
+        for (prompt, expected), actual in zip(some, client.complete([prompt for prompt, _ in some], 160), strict=True):
+            score.count(prompt, expected.strip(), actual.strip(), actual.strip() == expected.strip())
     return score
 
 

@@ -110,9 +110,9 @@ def score(name: str, client: EngineClient, count: int, seed: int) -> float:
         segments = [segment.text for segment in document]
         scripts.append([(segments[start], segments[start + 1]) for start in range(0, len(segments), 3)])
     answers = client.converse([[prompt for prompt, _ in script] for script in scripts], 96)
-    wanted = [answer.strip() for script in scripts for _, answer in script]
-    got = [answer.strip() for given in answers for answer in given]
-    return sum(one == other for one, other in zip(wanted, got, strict=True)) / len(wanted)
+    expected = [answer.strip() for script in scripts for _, answer in script]
+    actual = [answer.strip() for given in answers for answer in given]
+    return sum(one == other for one, other in zip(expected, actual, strict=True)) / len(expected)
 
 
 def save(name: str, tuned: list[Tensor] | dict[str, LowRank], out: Path) -> Path:

@@ -126,13 +126,13 @@ def logits(stage: Stage, texts: Tensor) -> Tensor:
     return stage.logits(x, inputs)
 
 
-def kl(true: Tensor, got: Tensor) -> float:
+def kl(reference: Tensor, actual: Tensor) -> float:
     """Mean KL of next-token distributions, nats."""
     total = 0.0
-    for a, b in zip(true.split(64), got.split(64), strict=True):
+    for a, b in zip(reference.split(64), actual.split(64), strict=True):
         p, q = a.log_softmax(-1), b.log_softmax(-1)
         total += (p.exp() * (p - q)).sum().item()
-    return total / len(true)
+    return total / len(reference)
 
 
 BASE = {
@@ -212,7 +212,7 @@ def main() -> None:
         logits(stage, texts)
         tops: dict[str, Tensor] = {}
         each_product(stage, lambda name, now: (tops.setdefault(name, now.x_max), plain[name])[1])
-        true = logits(stage, held_out)
+        reference = logits(stage, held_out)
         for label in args.ways:
             way = {**BASE, **WAYS[label]}
             made: dict[str, IntegerLinear] = {}
@@ -229,19 +229,19 @@ def main() -> None:
                 return made[name]
 
             each_product(stage, rounded)
-            got = logits(stage, held_out)
+            actual = logits(stage, held_out)
             each_product(stage, lambda name, _: plain[name])
             line = {
                 "outliers": times,
                 "way": label,
-                "kl": kl(true, got),
+                "kl": kl(reference, actual),
                 "saturated": sum(one.saturated for one in made.values()),
             }
             lines.append(line)
             print(json.dumps(line), flush=True)
-            del got, made
+            del actual, made
             args.out.write_text(json.dumps(lines, indent=1))
-        del stage, plain, true
+        del stage, plain, reference
         if device.type == "cuda":
             torch.cuda.empty_cache()
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"

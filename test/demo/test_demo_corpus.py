@@ -101,14 +101,14 @@ def test_sums_are_right() -> None:
     for _ in range(500):
         one = chat.arithmetic(rng)
         a, b = one["a"], one["b"]
-        wanted = {"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}
-        assert one["result"] == wanted[one["sign"]] >= 0 and (one["sign"] != "/" or a % b == 0)
+        expected = {"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}
+        assert one["result"] == expected[one["sign"]] >= 0 and (one["sign"] != "/" or a % b == 0)
 
 
-@pytest.mark.parametrize("wanted", ["一杯", "两本", "三点半", "下周一", "如果", "因为", "所以", "就"])
-def test_the_chinese_has_required_words(wanted: str) -> None:
+@pytest.mark.parametrize("expected", ["一杯", "两本", "三点半", "下周一", "如果", "因为", "所以", "就"])
+def test_the_chinese_has_required_words(expected: str) -> None:
     rng = Random(11)
-    assert any(wanted in translation.sentence(rng).zh for _ in range(30_000))
+    assert any(expected in translation.sentence(rng).zh for _ in range(30_000))
 
 
 def test_calls_are_listed_functions_with_listed_parameters() -> None:

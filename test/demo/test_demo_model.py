@@ -89,9 +89,9 @@ def test_training_continues_from_a_compact_file_with_more_ids(tmp_path: Path) ->
     begins[0, 0] = True
     tokens = [3, 4, 6, 1000] * 4
     with torch.no_grad():
-        wanted = model(torch.tensor(narrow.of_id[tokens])[None], begins)[0][:, narrow.of_id]
-        got = wider(torch.tensor(compact.of_id[tokens])[None], begins)[0][:, compact.of_id]
-    torch.testing.assert_close(got, wanted)
+        expected = model(torch.tensor(narrow.of_id[tokens])[None], begins)[0][:, narrow.of_id]
+        actual = wider(torch.tensor(compact.of_id[tokens])[None], begins)[0][:, compact.of_id]
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_state_and_an_adapter_learn_and_leave_the_model_alone(tmp_path: Path) -> None:
@@ -138,14 +138,14 @@ def test_the_logits_are_the_references(tmp_path: Path, monkeypatch: pytest.Monke
     safetensors = pytest.importorskip("safetensors.torch")
     torch.save(safetensors.load_file(str(path)), tmp_path / "m.pth")
     text = [int(i) for i in np.random.default_rng(0).integers(0, 1000, 40)]
-    wanted, _ = reference.RWKV(model=str(tmp_path / "m"), strategy="cpu fp32").forward(text, None, full_output=True)
+    expected, _ = reference.RWKV(model=str(tmp_path / "m"), strategy="cpu fp32").forward(text, None, full_output=True)
     loaded, compact = load_compact(tmp_path / "m.compact")
     rows = torch.tensor(compact.of_id[text])
     begins = torch.zeros(1, 32, dtype=torch.bool)
     begins[0, 0] = True
     with torch.no_grad():
         whole = loaded(rows[None, :32], begins)[0]
-    assert (whole[:, compact.of_id] - wanted[:32]).abs().max() < 1e-4
+    assert (whole[:, compact.of_id] - expected[:32]).abs().max() < 1e-4
 
 
 def test_a_few_steps_lower_the_loss() -> None:

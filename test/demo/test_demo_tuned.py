@@ -35,14 +35,14 @@ def test_two_tuned_states_answer_in_one_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("French", ["Merci beaucoup.", "chat"]), ("Spanish", ["Muchas gracias.", "gato"])]
+    ("name", "expected"), [("French", ["Merci beaucoup.", "chat"]), ("Spanish", ["Muchas gracias.", "gato"])]
 )
-def test_adapters_add_a_language_and_keep_the_others(name: str, wanted: list[str]) -> None:
+def test_adapters_add_a_language_and_keep_the_others(name: str, expected: list[str]) -> None:
     adapters = [f"{TUNED / name.lower()}.safetensors:1"]
     with open_engine(files.ensure_model(), **SETTINGS, adapters=adapters) as client:
         prompts = [f"English: {text}\n\n{name}:" for text in ("Thank you very much.", "cat")]
         answers = client.complete([*prompts, "English: Hello world!\n\nChinese:"], 32)
-    assert [answer.strip() for answer in answers] == [*wanted, "你好，世界！"]
+    assert [answer.strip() for answer in answers] == [*expected, "你好，世界！"]
 
 
 def test_the_corpus_lists_and_calls_functions_as_the_routes_do() -> None:
@@ -65,6 +65,6 @@ def test_it_calls_functions_and_answers_in_json() -> None:
     objects = [structured.extraction(rng, held=True) for _ in range(24)]
     with open_engine(files.ensure_model(), **SETTINGS) as client:
         answers = client.complete(calls + [asked(line) for line, _ in objects], 96)
-    wanted = [tools.fenced(request.call).strip() for _, request in requests] + [answer for _, answer in objects]
-    right = [got.strip() == want for got, want in zip(answers, wanted, strict=True)]
+    expected = [tools.fenced(request.call).strip() for _, request in requests] + [answer for _, answer in objects]
+    right = [actual.strip() == want for actual, want in zip(answers, expected, strict=True)]
     assert sum(right[:24]) >= 20 and sum(right[24:]) >= 19

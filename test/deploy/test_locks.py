@@ -48,9 +48,9 @@ def test_a_lock_has_the_versions_of_its_list_with_hashes(list_: str, locks: str)
     locked: dict[str, str] = {}
     for lock in locks.split():
         locked |= entries(lock)
-    wanted = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins(list_).items()}
-    assert wanted
-    for name, version in wanted.items():
+    expected = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins(list_).items()}
+    assert expected
+    for name, version in expected.items():
         pinned = re.match(r"\S+==([^+\s]+)", locked.get(name, ""))
         assert pinned and pinned[1] == version, f"{name}=={version} of {list_} is not in {locks}: make lock"
     for text in locked.values():

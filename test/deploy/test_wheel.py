@@ -156,7 +156,7 @@ def test_no_module_of_it_imports_a_name_of_the_tree(installed: Installed) -> Non
 def test_the_source_distribution_has_what_a_build_and_a_reader_need(installed: Installed) -> None:
     with tarfile.open(installed.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {
+    expected = {
         "LICENSE",
         "NOTICE",
         "CHANGELOG.md",
@@ -165,7 +165,7 @@ def test_the_source_distribution_has_what_a_build_and_a_reader_need(installed: I
         "requirements/cpu.lock",
         "setup.py",
     }
-    assert wanted <= names and "docs/settings.md" in names and "test/deploy/test_wheel.py" in names
+    assert expected <= names and "docs/settings.md" in names and "test/deploy/test_wheel.py" in names
 
 
 def test_the_names_of_the_user_stay_his(installed: Installed) -> None:

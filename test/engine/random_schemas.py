@@ -52,8 +52,8 @@ def _string(rng: random.Random) -> Schema:
     schema: Schema = {"type": "string"}
     kind = rng.randrange(5)
     if kind == 0:
-        least = rng.randrange(4)
-        schema |= {"minLength": least, "maxLength": least + rng.randrange(8)}
+        minimum = rng.randrange(4)
+        schema |= {"minLength": minimum, "maxLength": minimum + rng.randrange(8)}
     elif kind == 1:
         schema["pattern"] = rng.choice(_PATTERNS)
     elif kind == 2:

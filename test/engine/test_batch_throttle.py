@@ -23,7 +23,9 @@ MAX_BATCH_ROWS = 8
 class Steps:
     """A scheduler with a manual clock."""
 
-    def __init__(self, max_batch_rows: int = MAX_BATCH_ROWS, req_slots: int = 64, budget: int = 256, has_pieces: bool = False) -> None:
+    def __init__(
+        self, max_batch_rows: int = MAX_BATCH_ROWS, req_slots: int = 64, budget: int = 256, has_pieces: bool = False
+    ) -> None:
         self.slots = Slots(500)
         limits = Limits(req_slots, 10_000, budget, budget, budget, max_batch_rows_with_interactive=max_batch_rows)
         self.plan = Scheduler(limits, self.slots, has_pieces)

@@ -81,15 +81,15 @@ def ask(client: EngineClient, call: calls.EngineCall[Any]) -> Any:
 
 def test_every_call_is_listed_and_answered_in_its_type(client: EngineClient) -> None:
     assert {type(call) for call in ANSWERS} == set(get_args(calls.AnyCall))
-    for call, wanted in ANSWERS.items():
+    for call, expected in ANSWERS.items():
         answer = ask(client, call)
         assert msgspec.convert(answer, call.answer_type()) == answer
         if isinstance(call, calls.GetMetrics):
-            assert wanted in answer.splitlines()
+            assert expected in answer.splitlines()
         elif isinstance(call, calls.GetStatus):
-            assert answer == {**wanted, "processes": answer["processes"]}
+            assert answer == {**expected, "processes": answer["processes"]}
         else:
-            assert answer == wanted
+            assert answer == expected
 
 
 def test_a_clients_limits_are_held_for_jobs_that_other_engines_run(client: EngineClient) -> None:

@@ -260,10 +260,10 @@ def test_start_raises_any_error_of_loading(model: Path, monkeypatch: pytest.Monk
 
 
 def test_a_sampler_is_made_once_for_all_its_names(engine: Engine) -> None:
-    wanted = engine.model_runner.step_sampler.sampler("")
+    expected = engine.model_runner.step_sampler.sampler("")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(wanted), "__init__", lambda *_: pytest.fail("made twice"))
-        assert engine.model_runner.step_sampler.sampler("flashinfer") is wanted
+        patch.setattr(type(expected), "__init__", lambda *_: pytest.fail("made twice"))
+        assert engine.model_runner.step_sampler.sampler("flashinfer") is expected
 
 
 def test_a_lost_device_ends_the_engine_and_all_jobs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,12 +78,12 @@ class Event:
         stream.put(partial(setattr, self, "done", self.asked))
 
     def wait(self, stream: Stream) -> None:
-        wanted = self.asked
-        stream.put(lambda: None, lambda: self.done >= wanted)
+        expected = self.asked
+        stream.put(lambda: None, lambda: self.done >= expected)
 
     def synchronize(self) -> None:
-        wanted = self.asked
-        while self.done < wanted:
+        expected = self.asked
+        while self.done < expected:
             assert self.stream is not None and self.stream.simulation.step(), "nothing brings it about"
 
 
@@ -174,10 +174,10 @@ def test_every_step_reads_its_own_inputs(stages: Stages) -> None:
         for _ in range(dice.randint(0, 12)):
             stages.simulation.step()
         while len(flight) > 2 * DEPTH:
-            wanted, sampled = flight.popleft()
+            expected, sampled = flight.popleft()
             if dice.random() < 0.1:
                 continue  # the step has failed and nobody reads it
-            assert sampled.tokens() == [value + sum(range(STAGES)) for value in wanted]
+            assert sampled.tokens() == [value + sum(range(STAGES)) for value in expected]
     assert len(stages.copies._free) <= 2 * DEPTH + 3
 
 

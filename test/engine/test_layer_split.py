@@ -38,20 +38,20 @@ def test_the_head_costs_less_with_two_stages() -> None:
 
 def test_a_layer_is_cut_if_that_helps_the_slowest_stage() -> None:
     size = 65536 * 4096 / 215e6
-    for stages, wanted in [
+    for stages, expected in [
         (2, [16, 16]),  # 16.5 instead of 16.7
         (3, [11, 11, 10]),
         (4, [8, 8.5, 8.5, 7]),
         (6, [5.5, 5.5, 5.5, 5.5, 5.5, 4.5]),
     ]:
-        head, speeds, most = head_cost(size, stages), [1.0] * stages, [32] * stages
-        assert balance_half_layers(balance_layers(32, head, speeds, most), head, speeds, most) == wanted
+        head, speeds, maximum = head_cost(size, stages), [1.0] * stages, [32] * stages
+        assert balance_half_layers(balance_layers(32, head, speeds, maximum), head, speeds, maximum) == expected
 
 
 def test_a_layer_is_not_cut_without_memory_on_both_stages() -> None:
     head = head_cost(65536 * 4096 / 215e6, 4)
-    for most, wanted in [([8, 8, 9, 8], [8, 8, 8.5, 7.5]), ([8, 8, 8, 8], [8, 8, 8, 8])]:
-        assert balance_half_layers(balance_layers(32, head, [1.0] * 4, most), head, [1.0] * 4, most) == wanted
+    for maximum, expected in [([8, 8, 9, 8], [8, 8, 8.5, 7.5]), ([8, 8, 8, 8], [8, 8, 8, 8])]:
+        assert balance_half_layers(balance_layers(32, head, [1.0] * 4, maximum), head, [1.0] * 4, maximum) == expected
 
 
 def test_both_stages_keep_a_cut_layer() -> None:

@@ -40,15 +40,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.mark.parametrize("resident", [0, 2, 3, 9])
 def test_streamed_layers_compute_the_same(plain: tuple[Path, str, list[Any]], resident: int) -> None:
-    model, dtype, wanted = plain
+    model, dtype, expected = plain
     streamed = pipeline_of(model, dtype)
     stage = streamed.stages[0]
     stage.layers = StreamedLayers(iter(stage.layers), resident, torch.device("cpu"))
     stays = min(6, max(1, resident))  # layer 0 has no twin
     assert (len(stage.layers), stage.num_streamed) == (6, 6 - stays)
     assert len(stage.layers.on_device) == stays + min(NUM_BUFFERS, 6 - stays)
-    for logits, got in zip(wanted, two_steps(streamed), strict=True):
-        assert torch.equal(logits, got)
+    for logits, actual in zip(expected, two_steps(streamed), strict=True):
+        assert torch.equal(logits, actual)
 
 
 def test_a_buffer_shares_no_memory_with_its_layers(tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def test_every_metric_is_counted_under_its_name_and_labels() -> None:
     status = {"jobs": {"/v1/chat": 3}, "pool": {"l1": {"slots": 5}}, "model_shape": {"layers": 2}, "draining": True}
     text = metrics.render({"jobs": {"gone": 1}}) and metrics.render(status)
     found = samples(text)
-    for name, least in (("request", 0.5), ("first_byte", 0.025)):
+    for name, minimum in (("request", 0.5), ("first_byte", 0.025)):
         for bound in (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0):
-            if bound >= least:
+            if bound >= minimum:
                 assert found.pop(f'rwkv_http_{name}_seconds_bucket{{le="{bound}",route="/v1/chat"}}') == 1
     assert found == {
         'rwkv_http_requests_total{route="/v1/chat",status="200"}': 2,

@@ -102,8 +102,8 @@ def test_prompt_tokens_are_shared_evenly_over_time(clients: int, jobs: int) -> N
         step = split_budget(running, budget, lambda _: 500, turn)
         assert budget - clients * jobs < sum(count for _, count in step) <= budget
         assert len({id(row) for row, _ in step}) == len(step)
-        most = max(MIN_TOKENS_PER_JOB, budget // clients // jobs)
-        assert all(count <= most for _, count in step)
+        maximum = max(MIN_TOKENS_PER_JOB, budget // clients // jobs)
+        assert all(count <= maximum for _, count in step)
         for row, count in step:
             per_row[running.index(row)] += count
     assert len(per_row) == len(running)

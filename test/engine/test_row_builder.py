@@ -145,9 +145,9 @@ def test_answers_to_one_prompt_start_as_one_row_that_reads_it(builder: RowBuilde
 
 
 def test_each_answer_has_its_own_seed_and_candidate(builder: RowBuilder) -> None:
-    most = 2**64 - 1
-    rows = builder.continuations(*shared_by(row(n=3, sampling=SamplingParams(seed=most), ignore_eos=True)))
-    assert [one.request.sampling.seed for one in rows] == [most, 0, 1]
+    maximum = 2**64 - 1
+    rows = builder.continuations(*shared_by(row(n=3, sampling=SamplingParams(seed=maximum), ignore_eos=True)))
+    assert [one.request.sampling.seed for one in rows] == [maximum, 0, 1]
     assert [one.request.sampling.logit_bias for one in rows] == [{0: float("-inf")}] * 3
     ranked = builder.continuations(
         *shared_by(row([1], candidates=[[5], [6, 7]], max_tokens=0, prompt_logprobs=PromptLogprobs()))

@@ -169,7 +169,7 @@ def test_a_session_keeps_its_adapter(model: Path, tmp_path: Path) -> None:
 
 def test_running_rows_keep_an_unloaded_adapter(engine: Engine, model: Path) -> None:
     fields: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
-    wanted = run(engine, make_request("Go on", adapter="lora7", **fields)).texts[0]
+    expected = run(engine, make_request("Go on", adapter="lora7", **fields)).texts[0]
     job = submit(engine, make_request("Go on", adapter="lora7", chunk_size=1, **fields))
     assert job.started.wait(60)
     call(engine, "adapter_remove", name="lora7")
@@ -177,10 +177,10 @@ def test_running_rows_keep_an_unloaded_adapter(engine: Engine, model: Path) -> N
         run(engine, make_request("a", adapter="lora7"))
     assert (refused.value.info.kind, refused.value.info.field) == (ErrorKind.ADAPTER_NOT_FOUND, "adapter")
     call(engine, "adapter_add", name="other", file="lora1.pth", scale=2.0)  # not into its place
-    assert job.wait().texts[0] == wanted
+    assert job.wait().texts[0] == expected
     call(engine, "adapter_add", name="lora7", file="lora7.pth", scale=2.0)
     call(engine, "adapter_remove", name="other")
-    assert run(engine, make_request("Go on", adapter="lora7", **fields)).texts[0] == wanted
+    assert run(engine, make_request("Go on", adapter="lora7", **fields)).texts[0] == expected
 
 
 def test_adapters_of_requests_survive_a_restart(model: Path, tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_adapters_of_requests_survive_a_restart(model: Path, tmp_path: Path) -> 
             and info.rank == 4
             and info.bytes == 4 * sum(t.numel() for t in random_lora(20, 3, 128).values())
         )
-        wanted = run(engine, make_request("a", adapter="mine", ignore_eos=True)).texts
+        expected = run(engine, make_request("a", adapter="mine", ignore_eos=True)).texts
     with engine_with_adapters(model, db, names=()) as engine:
-        assert run(engine, make_request("a", adapter="mine", ignore_eos=True)).texts == wanted
+        assert run(engine, make_request("a", adapter="mine", ignore_eos=True)).texts == expected
     write_adapter(file, random_lora(21, 3, 128))
     with engine_with_adapters(model, db, names=()) as engine:
         assert "changed after it was loaded" in call(engine, "adapter_list")[0].error

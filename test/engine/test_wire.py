@@ -55,21 +55,21 @@ class SendsWhenReleased:
 def test_a_frame_added_while_the_last_one_is_sent_is_sent_once(links: Ends) -> None:
     sender, receiver = links
     sender._lock = SendsWhenReleased(sender)  # type: ignore[assignment]
-    got: list[tuple[int, int]] = []
+    actual: list[tuple[int, int]] = []
     ended = threading.Event()
 
     def read() -> None:
         for number, body in receiver.receive():
-            got.append((number, len(body)))
-            if len(got) == 2:
+            actual.append((number, len(body)))
+            if len(actual) == 2:
                 sender.send((2, b"last"))
         ended.set()
 
     sender.send((0, LARGE))
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    wait_for(lambda: len(got) == 3, WAIT_S, "all three have come")
-    assert got == [(0, len(LARGE)), (1, len(LARGE)), (2, 4)]
+    wait_for(lambda: len(actual) == 3, WAIT_S, "all three have come")
+    assert actual == [(0, len(LARGE)), (1, len(LARGE)), (2, 4)]
     sender.close()
     assert ended.wait(WAIT_S)
 
@@ -97,10 +97,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 def unread(link: SocketLink) -> bytes:
     """Return all received bytes until the other side closes. Fails if it stays open."""
     link._connection.settimeout(WAIT_S)
-    got = b""
+    actual = b""
     while piece := link._connection.recv(1 << 20):
-        got += piece
-    return got
+        actual += piece
+    return actual
 
 
 def test_frames_to_a_slow_peer_keep_their_order(
@@ -115,23 +115,23 @@ def test_frames_to_a_slow_peer_keep_their_order(
     assert len(sender._waiting) == 2 and len(held) == 1
     monkeypatch.undo()
     held[0].start()
-    got = first
-    while len(got) < len(LARGE) + 20:
-        got += receiver._connection.recv(1 << 20)
-    size = int.from_bytes(got[:4], "big")
-    assert DECODER.decode(got[4 : 4 + size]) == [(0, LARGE)]
-    assert DECODER.decode(got[8 + size :]) == [(1, b"short")]
+    actual = first
+    while len(actual) < len(LARGE) + 20:
+        actual += receiver._connection.recv(1 << 20)
+    size = int.from_bytes(actual[:4], "big")
+    assert DECODER.decode(actual[4 : 4 + size]) == [(0, LARGE)]
+    assert DECODER.decode(actual[8 + size :]) == [(1, b"short")]
 
 
-@pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING_FRAMES", 3), ("MAX_WAITING_BYTES", 400_000)])
+@pytest.mark.parametrize(("bound", "maximum"), [("MAX_WAITING_FRAMES", 3), ("MAX_WAITING_BYTES", 400_000)])
 def test_a_peer_that_reads_nothing_is_cut_off(
     links: Ends,
     held: list[threading.Thread],
     monkeypatch: pytest.MonkeyPatch,
     bound: str,
-    most: int,
+    maximum: int,
 ) -> None:
-    monkeypatch.setattr(wire, bound, most)
+    monkeypatch.setattr(wire, bound, maximum)
     sender, receiver = links
     for number in range(6):
         sender.send((number, LARGE[:150_000]))

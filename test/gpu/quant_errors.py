@@ -80,19 +80,19 @@ def layer_errors(format_: Format, size: str) -> dict[str, float]:
         mixed = torch.randn(6, rows, stage.width, device=GPU).half()
         given = [mixed[GROUPED_ORDER.index(name)].float() for name in "rwkvag"]
         for i in range(2):
-            mine, true = stage.layers[i], loader.layer(i)
-            got, wanted = (
+            mine, reference = stage.layers[i], loader.layer(i)
+            actual, expected = (
                 finish_projections(stage.ops.project(mine, mixed)),
-                NaiveOps().project(true, torch.stack(given)),
+                NaiveOps().project(reference, torch.stack(given)),
             )
             for name in ("r", "w", "k", "v", "a", "g", "v_gate"):
-                y, z = getattr(got, name), getattr(wanted, name)
+                y, z = getattr(actual, name), getattr(expected, name)
                 if y is not None:
                     errors[f"layer {i} {name} B{rows}"] = _error(y.float(), z)
             x = mixed[0]
-            errors[f"layer {i} output B{rows}"] = _error(mine.output(x).float(), true.output(x.float()))
+            errors[f"layer {i} output B{rows}"] = _error(mine.output(x).float(), reference.output(x.float()))
             y = sum_partials(stage.ops.channel_mix(mine, x))
-            errors[f"layer {i} ffn B{rows}"] = _error(y.float(), NaiveOps().channel_mix(true, x.float()))
+            errors[f"layer {i} ffn B{rows}"] = _error(y.float(), NaiveOps().channel_mix(reference, x.float()))
         errors[f"head B{rows}"] = _error(stage.head.linear.to_fp32(x), head(x.float()))
     return errors
 
@@ -109,10 +109,10 @@ def _linear_errors(format_: Format) -> Iterator[tuple[str, float]]:
         yield f"{format_} dequantise {n}x{k} B1", _error(linear.packed.dequantised().float(), meaning)
         for rows in ROWS:
             x = torch.randn(rows, k, device=GPU, dtype=torch.float16)
-            true = x.float() @ meaning.T
-            yield f"{format_} {n}x{k} B{rows}", _error(linear(x).float(), true)
-            out = torch.full_like(true, torch.nan)
-            yield f"{format_} to_fp32 {n}x{k} B{rows}", _error(linear.to_fp32(x, out), true)
+            reference = x.float() @ meaning.T
+            yield f"{format_} {n}x{k} B{rows}", _error(linear(x).float(), reference)
+            out = torch.full_like(reference, torch.nan)
+            yield f"{format_} to_fp32 {n}x{k} B{rows}", _error(linear.to_fp32(x, out), reference)
     stored = [quantise(torch.randn(n, 1024, device=GPU) / 32, format_) for n in (1024, 96, 544)]
     linears, x = [CudaQuantLinear(s) for s in stored], torch.randn(3, 5, 1024, device=GPU, dtype=torch.float16)
     ys = [torch.full((5, s.out_features), torch.nan, device=GPU, dtype=torch.float16) for s in stored]
@@ -129,15 +129,15 @@ def _value_errors(format_: Format) -> Iterator[tuple[str, float]]:
         for rows in range(1, 9):
             hidden = torch.randn(rows, k, device=GPU, dtype=torch.float16).abs()
             hidden *= torch.rand(rows, k, device=GPU) < 0.12
-            true = hidden.float() @ meaning.T
+            reference = hidden.float() @ meaning.T
             yield (
                 f"{format_} sparse {n}x{k} B{rows}",
-                _error(sum_partials(sparse_value_quantised(value, hidden)).float(), true),
+                _error(sum_partials(sparse_value_quantised(value, hidden)).float(), reference),
             )
         for rows in VALUE_ROWS:
             hidden = torch.relu(torch.randn(rows, k, device=GPU, dtype=torch.float16))
             yield f"{format_} value {n}x{k} B{rows}", _error(value(hidden).float(), hidden.float() @ meaning.T)
 
 
-def _error(y: Tensor, true: Tensor) -> float:
-    return ((y - true).norm() / true.norm()).item()
+def _error(y: Tensor, reference: Tensor) -> float:
+    return ((y - reference).norm() / reference.norm()).item()

@@ -110,19 +110,19 @@ def test_as_plain_torch(stages: tuple[Stage, Stage], kind: str) -> None:
     lengths, numbers = STEPS[kind]
     if len(lengths) > 76:
         lengths, numbers = lengths[-76:], numbers[-76:]
-    fast, true = stages
+    fast, reference = stages
     inputs = ragged(lengths, numbers)
-    wanted, got, plain = logits(true, inputs), logits(fast, inputs), logits(fast, ragged(lengths, None))
-    assert torch.isfinite(got).all()
+    expected, actual, plain = logits(reference, inputs), logits(fast, inputs), logits(fast, ragged(lengths, None))
+    assert torch.isfinite(actual).all()
     for row, number in enumerate(numbers):
-        error = (got[row] - wanted[row]).norm() / wanted[row].norm()
+        error = (actual[row] - expected[row]).norm() / expected[row].norm()
         assert error < 0.03, (row, number)
         if number == 0 and len(inputs.tokens) > MAX_SPARSE_ROWS:
-            assert torch.equal(got[row], plain[row])
+            assert torch.equal(actual[row], plain[row])
         elif number == 0:  # ffn.value of few rows is read as sparse as all of them together are
-            assert (got[row] - plain[row]).norm() < 1e-3 * plain[row].norm()
+            assert (actual[row] - plain[row]).norm() < 1e-3 * plain[row].norm()
         else:
-            assert (plain[row] - wanted[row]).norm() > 0.05 * wanted[row].norm()
+            assert (plain[row] - expected[row]).norm() > 0.05 * expected[row].norm()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 40, 76])
@@ -138,28 +138,28 @@ def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
             step_inputs([[int(t)] for t in fed], [0] * rows, slots, list(range(rows))),
             adapters=None if numbers is None else torch.tensor(numbers),
         )
-        wanted = logits(fast, inputs)
+        expected = logits(fast, inputs)
         graphs.tokens.store(list(range(rows)), fed)
-        got = graphs.run_logits(list(range(rows)), [0] * rows, slots, numbers)
-        error = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
+        actual = graphs.run_logits(list(range(rows)), [0] * rows, slots, numbers)
+        error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
         assert error.max() < 1e-2
 
 
 def test_an_adapter_slot_may_be_reused(stages: tuple[Stage, Stage]) -> None:
     """A graph uses the adapter that is in the slot when it runs."""
-    fast, true = stages
+    fast, reference = stages
     graphs = DecodeGraphs(make_graph_stages([fast], 16, 2), 4, None)
     weights = len(fast.layers), fast.width
     for seed in (50, 51):
-        fast.adapters.drop(9), true.adapters.drop(9)
+        fast.adapters.drop(9), reference.adapters.drop(9)
         held = pairs(*weights, 16, seed)
-        fast.adapters.put(9, held), true.adapters.put(9, held)
+        fast.adapters.put(9, held), reference.adapters.put(9, held)
         inputs = dataclasses.replace(step_inputs([[7], [8]], [0, 0], [2, 3], [0, 1]), adapters=torch.tensor([9, 0]))
-        wanted = logits(true, inputs)
+        expected = logits(reference, inputs)
         logits(fast, inputs)
         graphs.tokens.store([0, 1], [7, 8])
-        got = graphs.run_logits([0, 1], [0, 0], [2, 3], [9, 0])
-        assert ((got - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 0.03
+        actual = graphs.run_logits([0, 1], [0, 0], [2, 3], [9, 0])
+        assert ((actual - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.03
 
 
 def test_the_engine_serves_them_in_graphs() -> None:
@@ -204,21 +204,21 @@ def test_experts_as_plain_torch(stages: tuple[Stage, Stage], kind: str) -> None:
     """Mixtures of experts and other adapters in one step. On a near-tie a token may use another expert."""
     lengths, numbers = STEPS[kind]
     lengths, numbers = lengths[-76:], [12 if number == 2 else number for number in numbers[-76:]]
-    fast, true = stages
+    fast, reference = stages
     for stage in stages:
         stage.adapters.drop(12)
         stage.adapters.put(12, with_experts(len(stage.layers), stage.width, 12))
-    wanted, got = logits(true, ragged(lengths, numbers)), logits(fast, ragged(lengths, numbers))
+    expected, actual = logits(reference, ragged(lengths, numbers)), logits(fast, ragged(lengths, numbers))
     plain = logits(fast, ragged(lengths, None))
-    errors = torch.stack([(a - b).norm() / b.norm() for a, b in zip(got, wanted, strict=True)])
+    errors = torch.stack([(a - b).norm() / b.norm() for a, b in zip(actual, expected, strict=True)])
     routed = torch.tensor([number == 12 for number in numbers])
-    assert torch.isfinite(got).all() and errors[~routed.to(errors.device)].lt(0.03).all()
+    assert torch.isfinite(actual).all() and errors[~routed.to(errors.device)].lt(0.03).all()
     assert errors[routed.to(errors.device)].median() < 0.05
     for row, number in enumerate(numbers):
         if number == 0 and sum(lengths) > MAX_SPARSE_ROWS:
-            assert torch.equal(got[row], plain[row])
+            assert torch.equal(actual[row], plain[row])
         elif number == 12:
-            assert (plain[row] - wanted[row]).norm() > 0.02 * wanted[row].norm()
+            assert (plain[row] - expected[row]).norm() > 0.02 * expected[row].norm()
 
 
 def test_the_engine_serves_experts_while_graphs_decode(tmp_path: Path) -> None:
@@ -246,14 +246,14 @@ def test_with_quantised_weights(dtype: Format) -> None:
     weights = make_weights("wide")
     limit = 0.5 if dtype is Format.FP8 else 0.3  # of more than a few rows fp8 products round their inputs to e4m3, too
     fast = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateFormat.FP32, dtype), CudaOps())
-    true = Stage(weights, 0, 2, Precision(GPU, *[torch.float32] * 2, StateFormat.FP32, dtype), NaiveOps())
-    for stage in (fast, true):
+    reference = Stage(weights, 0, 2, Precision(GPU, *[torch.float32] * 2, StateFormat.FP32, dtype), NaiveOps())
+    for stage in (fast, reference):
         stage.allocate_slots(SLOTS)
         stage.adapters.put(1, pairs(2, 4096, 16, 1))
     for rows in (12, 40, 76):
         numbers = [i % 2 for i in range(rows)]
         for lengths in ([1] * rows, [5] * rows):
-            plain, got = logits(fast, ragged(lengths, None)), logits(fast, ragged(lengths, numbers))
-            assert torch.isfinite(got).all() and torch.equal(got[::2], plain[::2])
-            added = (logits(true, ragged(lengths, numbers)) - logits(true, ragged(lengths, None)))[1::2]
-            assert ((got - plain)[1::2] - added).norm() < limit * added.norm()
+            plain, actual = logits(fast, ragged(lengths, None)), logits(fast, ragged(lengths, numbers))
+            assert torch.isfinite(actual).all() and torch.equal(actual[::2], plain[::2])
+            added = (logits(reference, ragged(lengths, numbers)) - logits(reference, ragged(lengths, None)))[1::2]
+            assert ((actual - plain)[1::2] - added).norm() < limit * added.norm()

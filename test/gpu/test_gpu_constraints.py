@@ -105,9 +105,9 @@ def test_rows_without_a_constraint_do_not_change(engine: Engine) -> None:
 @pytest.mark.parametrize("fields", [{"overlap": False}, {"samplers": ("naive",)}, {"samplers": ("flashinfer",)}])
 def test_loops_and_samplers_agree(engine: Engine, fields: dict[str, Any]) -> None:
     rows = [row for row in mixed_rows() if row.constraint is not None]
-    wanted = run(engine, *rows).all_texts
+    expected = run(engine, *rows).all_texts
     with started_engine(ensure_model(), **ON_GPU, **fields) as other:
-        assert run(other, *rows).all_texts == wanted
+        assert run(other, *rows).all_texts == expected
 
 
 def test_two_stages_and_sessions(tmp_path: Path) -> None:

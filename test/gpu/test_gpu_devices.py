@@ -59,13 +59,13 @@ def mixture() -> list[GenerateRequest]:
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
 def test_mixed_batches_give_the_text_of_one_device(model: Path, devices: tuple[str, ...], overlap: bool) -> None:
     with started_engine(model, devices=("cuda:0",), **ON_GPU) as one:
-        wanted = run(one, *mixture()).all_texts
+        expected = run(one, *mixture()).all_texts
     with started_engine(model, devices=devices, overlap=overlap, **ON_GPU) as engine:
         halves = [submit(engine, *mixture()) for _ in range(2)]
         for half in halves:
-            assert same(half.wait().all_texts[:40], wanted[:40]) >= 0.95
+            assert same(half.wait().all_texts[:40], expected[:40]) >= 0.95
             assert (
-                same(half.all_texts[40:], wanted[40:]) >= 0.75
+                same(half.all_texts[40:], expected[40:]) >= 0.75
             )  # drawn: a logit that differs in the last bit may turn
         assert call(engine, "status")["decode_graphs"] == "used"
 
@@ -74,12 +74,12 @@ def test_layers_cut_in_half_give_the_text_of_one_device(model: Path, devices: tu
     if len(devices) not in CUT:
         pytest.skip("one stage has all layers")
     with started_engine(model, devices=("cuda:0",), **ON_GPU) as one:
-        wanted = run(one, *mixture()).all_texts
+        expected = run(one, *mixture()).all_texts
     with started_engine(model, devices=devices, layers=CUT[len(devices)], **ON_GPU) as engine:
         assert call(engine, "status")["pipeline"]["layers"] == list(CUT[len(devices)])
         halves = [submit(engine, *mixture()) for _ in range(2)]
         for half in halves:
-            assert same(half.wait().all_texts[:40], wanted[:40]) >= 0.95
+            assert same(half.wait().all_texts[:40], expected[:40]) >= 0.95
 
 
 def remembered(engine: Engine) -> list[bool]:
@@ -148,7 +148,7 @@ def test_transferred_activations_arrive_complete(
         place.fill_(float("nan"))
     made = torch.empty(size, dtype=torch.float16, device=source)
     busy = [torch.randn(2048, 2048, device=device) for device in (source, target)]
-    got, numbers = [], []
+    actual, numbers = [], []
     for i in range(40):
         for k in range(2):
             busy[k] = torch.nn.functional.normalize(busy[k] @ busy[k])
@@ -158,8 +158,8 @@ def test_transferred_activations_arrive_complete(
         if i >= depth - 2:
             into = torch.full((size,), float("nan"), dtype=torch.float16, device=target)
             link.receive(numbers[i - depth + 2], into, size)
-            got.append(into)
-    for i, values in enumerate(got):
+            actual.append(into)
+    for i, values in enumerate(actual):
         assert torch.equal(values, torch.full_like(values, i))
 
 

@@ -63,10 +63,10 @@ def test_graphs_and_the_overlapped_loop_serve(engine: Engine) -> None:
 @pytest.mark.parametrize(("wkv_state", "share"), [("fp32", 0.995), ("fp16", 0.995), ("int8", 0.95)])
 def test_greedy_answers_agree_with_the_cpu_in_fp32(model: Path, wkv_state: str, share: float) -> None:
     with started_engine(model, max_running=256, prefill_tokens_per_step=2048) as cpu:
-        wanted = run(cpu, *translations(PAIRS // 2)).all_texts
+        expected = run(cpu, *translations(PAIRS // 2)).all_texts
     with started_engine(model, wkv_state=wkv_state, **ON_GPU) as gpu:
-        got = run(gpu, *translations(PAIRS // 2)).all_texts
-    assert same(got, wanted) >= share
+        actual = run(gpu, *translations(PAIRS // 2)).all_texts
+    assert same(actual, expected) >= share
 
 
 @pytest.mark.parametrize("wkv_state", ["fp16", "int8"])
@@ -74,12 +74,12 @@ def test_parked_sessions_answer_like_others(model: Path, tmp_path: Path, wkv_sta
     """One slot, one state in host memory, the file, and a restart."""
     parked = PoolConfig(state_db=str(tmp_path / "s.db"), durability="turn", l1_sessions=1, l2_sessions=1)
     with started_engine(model, PoolConfig(state_db="", l1_sessions=16), wkv_state=wkv_state, **ON_GPU) as engine:
-        wanted = talk(engine, NAMES, range(3))
+        expected = talk(engine, NAMES, range(3))
     with started_engine(model, parked, wkv_state=wkv_state, **ON_GPU) as engine:
         said = talk(engine, NAMES, range(2))
     with started_engine(model, parked, wkv_state=wkv_state, **ON_GPU) as engine:
         last = talk(engine, NAMES, range(2, 3))
-    assert {name: said[name] + last[name] for name in NAMES} == wanted
+    assert {name: said[name] + last[name] for name in NAMES} == expected
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20])
@@ -97,10 +97,10 @@ def test_overlapped_equals_plain(model: Path) -> None:
         for i in range(40)
     ]
     with started_engine(model, overlap=False, **ON_GPU) as plain:
-        wanted = run(plain, *rows).all_texts, run(plain, *sampled).all_texts
+        expected = run(plain, *rows).all_texts, run(plain, *sampled).all_texts
     with started_engine(model, **ON_GPU) as overlapped:
-        got = run(overlapped, *rows).all_texts, run(overlapped, *sampled).all_texts
-    assert got == wanted
+        actual = run(overlapped, *rows).all_texts, run(overlapped, *sampled).all_texts
+    assert actual == expected
 
 
 def test_sessions_remember_and_end_before_their_stops(engine: Engine) -> None:
@@ -150,8 +150,8 @@ def test_states_agree_with_the_cpu(model: Path) -> None:
         state = pipeline.stages[0].state
         assert state is not None
         states.append((state.wkv[2:22].float().cpu(), state.shift[2:22].float().cpu()))
-    for wanted, got in zip(*states, strict=True):
-        assert ((got - wanted).norm() / wanted.norm()).item() < 2e-2
+    for expected, actual in zip(*states, strict=True):
+        assert ((actual - expected).norm() / expected.norm()).item() < 2e-2
 
 
 def test_cancelled_rows_free_every_slot(engine: Engine) -> None:
@@ -169,8 +169,8 @@ def test_several_stages_give_the_same_text(model: Path) -> None:
     """Two stages on one device take the path of several devices."""
     rows = translations(20)
     with started_engine(model, **ON_GPU) as one:
-        wanted = run(one, *rows).all_texts
+        expected = run(one, *rows).all_texts
     stages = {**ON_GPU, "devices": ("cuda:0", "cuda:0") if torch.cuda.device_count() < 2 else ("cuda:0", "cuda:1")}
     with started_engine(model, **stages) as two:
-        assert same(run(two, *rows).all_texts, wanted) >= 0.975
+        assert same(run(two, *rows).all_texts, expected) >= 0.975
         assert call(two, "status")["decode_graphs"] == "used"

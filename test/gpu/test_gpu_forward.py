@@ -83,11 +83,11 @@ def random_rows(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def assert_same(fast: Tensor, true: Tensor, least: float = 0.9999) -> None:
+def assert_same(fast: Tensor, reference: Tensor, minimum: float = 0.9999) -> None:
     assert torch.isfinite(fast).all()
-    cosine = torch.nn.functional.cosine_similarity(fast.double(), true.double(), dim=-1)
-    assert cosine.min().item() > least, cosine.min().item()
-    error = (fast - true).norm() / true.norm()
+    cosine = torch.nn.functional.cosine_similarity(fast.double(), reference.double(), dim=-1)
+    assert cosine.min().item() > minimum, cosine.min().item()
+    error = (fast - reference).norm() / reference.norm()
     assert error.item() < 2e-2, error.item()
 
 
@@ -96,8 +96,8 @@ def test_ragged_prefill(stages: tuple[Stage, Stage], lengths: list[int]) -> None
     rows = random_rows(lengths, seed=1)
     slots = list(range(2, 2 + len(rows)))
     inputs = step_inputs(rows, [0] * len(rows), slots, list(range(len(rows))))
-    fast, true = (forward(stage, inputs) for stage in stages)
-    assert_same(fast, true)
+    fast, reference = (forward(stage, inputs) for stage in stages)
+    assert_same(fast, reference)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 9, 16, 17, 40, 78])
@@ -108,8 +108,8 @@ def test_decode_after_prefill(stages: tuple[Stage, Stage], batch: int) -> None:
         forward(stage, prefill)
     for step in range(3):
         inputs = step_inputs(random_rows([1] * batch, seed=step + 1), slots, slots, list(range(batch)))
-        fast, true = (forward(stage, inputs) for stage in stages)
-        assert_same(fast, true, 0.9995 if stages[0].precision.wkv_state is StateFormat.INT8 else 0.9999)
+        fast, reference = (forward(stage, inputs) for stage in stages)
+        assert_same(fast, reference, 0.9995 if stages[0].precision.wkv_state is StateFormat.INT8 else 0.9999)
 
 
 def test_chunked_equals_whole_and_decode(stages: tuple[Stage, Stage]) -> None:

@@ -18,9 +18,9 @@ CLOSE = 2e-3
 """Inputs are two e4m3 values of 4 bits each."""
 
 
-def error(y: Tensor, true: Tensor) -> float:
+def error(y: Tensor, reference: Tensor) -> float:
     """Return the relative error of the worst row."""
-    return float(((y.float() - true.float()).norm(dim=1) / true.float().norm(dim=1)).max())
+    return float(((y.float() - reference.float()).norm(dim=1) / reference.float().norm(dim=1)).max())
 
 
 def normal(*size: int) -> Tensor:
@@ -48,8 +48,10 @@ def test_any_inputs(rows: int, n: int, k: int, inputs: str) -> None:
     elif inputs == "zero but one":
         x[:, 1:] = 0
     out = torch.full((rows, n), torch.nan, device=GPU)
-    true = x.float() @ meant.T
-    assert error(map_.to_fp32(x, out), true) < (CLOSE if inputs != "zero but one" else 8e-3)  # one rounding, not many
+    reference = x.float() @ meant.T
+    assert error(map_.to_fp32(x, out), reference) < (
+        CLOSE if inputs != "zero but one" else 8e-3
+    )  # one rounding, not many
     assert torch.equal(map_.to_fp32(x), out)
     assert torch.equal(map_.to_fp32(x[:2].contiguous()), out[:2]), "a row is the same in company"
 

@@ -31,8 +31,8 @@ EXACT = 1e-3
 """fp32 results of fp16 inputs; the fp8 units accumulate in about 14 bits."""
 
 
-def error(y: Tensor, true: Tensor) -> float:
-    return float((y.float() - true.float()).norm() / true.float().norm())
+def error(y: Tensor, reference: Tensor) -> float:
+    return float((y.float() - reference.float()).norm() / reference.float().norm())
 
 
 def normal(*size: int) -> Tensor:

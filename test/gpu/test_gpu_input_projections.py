@@ -40,9 +40,9 @@ def poisoned(rows: int, n: int) -> Tensor:
     return torch.full((rows + 4, n), torch.nan, device=GPU, dtype=torch.float16)
 
 
-def assert_near(y: Tensor, true: Tensor) -> None:
+def assert_near(y: Tensor, reference: Tensor) -> None:
     assert torch.isfinite(y).all()
-    assert (y.float() - true).norm() < 1e-3 * true.norm() + 1e-6
+    assert (y.float() - reference).norm() < 1e-3 * reference.norm() + 1e-6
 
 
 def assert_nothing_is_left() -> None:

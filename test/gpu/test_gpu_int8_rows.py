@@ -65,8 +65,8 @@ def poison_memory() -> None:
     del held
 
 
-def error(y: Tensor, true: Tensor) -> float:
-    return float((y.float() - true).norm() / true.norm())
+def error(y: Tensor, reference: Tensor) -> float:
+    return float((y.float() - reference).norm() / reference.norm())
 
 
 def mix(stage: Stage, prologue: Prologue, lengths: list[int], halves: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
@@ -128,22 +128,22 @@ def test_input_projections(stage: Stage, rows: int, index: int, monkeypatch: pyt
     mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, halves=False)
     assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
     names = list("rkvwag") + ["v_gate"] * (index > 0)
-    got, wanted = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
-    assert all(torch.equal(getattr(got, name), getattr(wanted, name)) for name in names)
+    actual, expected = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
+    assert all(torch.equal(getattr(actual, name), getattr(expected, name)) for name in names)
     with monkeypatch.context() as context:
         context.setattr(cuda_input_projections, "_fits_one_quantised_launch", lambda layer, tokens: False)
         apart = stage.ops.project(layer, mixed)
     for name in names:
-        assert error(getattr(got, name), getattr(apart, name).float()) < 1e-3, name
+        assert error(getattr(actual, name), getattr(apart, name).float()) < 1e-3, name
     for _ in range(20):
         again = stage.ops.project(layer, mixed)
-        assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
+        assert all(torch.equal(getattr(again, name), getattr(actual, name)) for name in names)
     mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
     assert mixed.scales is not None
     mixed.codes[:, ~kept] = 0x31
     mixed.scales[:, :, :rows][:, :, ~kept] = 1e30
     other_rows = stage.ops.project(layer, mixed)
-    assert all(torch.equal(getattr(other_rows, name)[kept], getattr(got, name)[kept]) for name in names)
+    assert all(torch.equal(getattr(other_rows, name)[kept], getattr(actual, name)[kept]) for name in names)
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -48,8 +48,8 @@ def logits(stage: Stage, graphed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("graphed", [False, True])
 def test_streamed_layers_compute_the_same(dtype: str, graphed: bool) -> None:
     stage = random_stage("0.1b", GPU, StateFormat.FP32, dtype=dtype)
-    wanted = logits(stage, graphed)
+    expected = logits(stage, graphed)
     whole = stage.weight_bytes
     stage.layers = StreamedLayers(iter(stage.layers), 4, GPU)
     assert stage.weight_bytes < whole and stage.num_streamed == 8
-    assert torch.equal(logits(stage, graphed), wanted)
+    assert torch.equal(logits(stage, graphed), expected)

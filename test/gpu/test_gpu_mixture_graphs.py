@@ -93,8 +93,8 @@ def test_sessions_among_mixtures_continue_after_leaving_the_gpu(engine: Engine) 
     again = [run(engine, turn(f"s{i}", "\n\nEnglish: Hello.\n\nChinese:", max_tokens=8)).texts[0] for i in range(8)]
     other = [run(engine, turn(f"t{i}", PROMPT.format(i), state="json", max_tokens=8)).texts[0] for i in range(8)]
     assert same(first, other) == 1.0
-    wanted = [run(engine, turn(f"t{i}", "\n\nEnglish: Hello.\n\nChinese:", max_tokens=8)).texts[0] for i in range(8)]
-    assert same(again, wanted) >= 0.85
+    expected = [run(engine, turn(f"t{i}", "\n\nEnglish: Hello.\n\nChinese:", max_tokens=8)).texts[0] for i in range(8)]
+    assert same(again, expected) >= 0.85
 
 
 @pytest.mark.parametrize("version", ["4", "5.0", "5.1", "5.2", "6"])

@@ -54,9 +54,9 @@ def randomise(stage: Stage) -> None:
     stage.state.shift[0] = 0
 
 
-def assert_near(got: Tensor, wanted: Tensor) -> None:
-    assert got.shape == wanted.shape
-    assert (got.float() - wanted.float()).norm() / wanted.float().norm() < 2e-3
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert (actual.float() - expected.float()).norm() / expected.float().norm() < 2e-3
 
 
 @torch.inference_mode()
@@ -75,15 +75,15 @@ def test_graphs_equal_eager_launches(
         here = inputs.to(GPU)
         here.max_seqlen = max(here.max_seqlen, 2)  # graphs read single tokens as prompts too
         x, _ = stage.forward(stage.embed(here.tokens), None, here)
-        wanted = stage.logits(x, here), state.wkv.clone(), state.shift.clone()
+        expected = stage.logits(x, here), state.wkv.clone(), state.shift.clone()
         state.wkv.copy_(before[0])
         state.shift.copy_(before[1])
         decode.logits.fill_(torch.nan)
-        got = graphs.run(inputs, size)
-        assert_near(got, wanted[0])
+        actual = graphs.run(inputs, size)
+        assert_near(actual, expected[0])
         written = inputs.write_slots
         others = [i for i in range(SLOTS) if i != DUMMY_SLOT and i not in written.tolist()]
-        for now, then, was in zip((state.wkv, state.shift), wanted[1:], before, strict=True):
+        for now, then, was in zip((state.wkv, state.shift), expected[1:], before, strict=True):
             for slot in written:
                 assert_near(now[slot], then[slot])
             assert torch.equal(now[others], was[others]), "slots that are not written stay"
@@ -97,17 +97,17 @@ def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: Prefil
     req_slots, slots = [0, 1, 2], [40, 41, 42]
     kept = stage.state.wkv[slots].clone(), stage.state.shift[slots].clone()
     decode.tokens.store(req_slots, [5, 6, 7])
-    wanted = [decode.run(req_slots, slots, slots).tolist() for _ in range(4)]
+    expected = [decode.run(req_slots, slots, slots).tolist() for _ in range(4)]
     stage.state.wkv[slots], stage.state.shift[slots] = kept
     decode.tokens.store(req_slots, [5, 6, 7])
-    got = []
+    actual = []
     for lengths in ([9], [3, 3], [200], [5] * 16):
         inputs = step_inputs([[1] * n for n in lengths], [0] * len(lengths), list(range(2, 2 + len(lengths))), [0])
         size = graphs.size_for(inputs)
         assert size is not None
         graphs.run(inputs, size)
-        got.append(decode.run(req_slots, slots, slots).tolist())
-    assert got == wanted
+        actual.append(decode.run(req_slots, slots, slots).tolist())
+    assert actual == expected
 
 
 def test_steps_without_a_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGraphs) -> None:
@@ -136,7 +136,7 @@ def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, len
     wkv, shift = stage.state.wkv.clone(), stage.state.shift.clone()
     one = stage.logits(*apart(stage, step_inputs([[t] for t in tokens], mine, mine, list(range(decoding))))).argmax(-1)
     other = stage.logits(*apart(stage, step_inputs(rows, [0] * len(rows), theirs, samples))).argmax(-1)
-    wanted = stage.state.wkv.clone()
+    expected = stage.state.wkv.clone()
     stage.state.wkv.copy_(wkv), stage.state.shift.copy_(shift)
     req_slots = list(range(48))
     graphs.tokens.store(req_slots[:decoding], tokens)
@@ -149,7 +149,7 @@ def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, len
         assert sampled_tokens[:decoding] == one.tolist()
         assert sampled_tokens[size.decoding :] == other.tolist()
         assert graphs.tokens.sampled_tokens[req_slots[:decoding]].tolist() == one.tolist()
-        torch.testing.assert_close(stage.state.wkv[slots].float(), wanted[slots].float(), rtol=0.02, atol=0.02)
+        torch.testing.assert_close(stage.state.wkv[slots].float(), expected[slots].float(), rtol=0.02, atol=0.02)
         untouched = [slot for slot in range(2, SLOTS) if slot not in slots]
         assert torch.equal(stage.state.wkv[untouched], wkv[untouched])
 

@@ -45,9 +45,9 @@ def poisoned(rows: int, n: int) -> Tensor:
     return torch.full((rows + 4, n), torch.nan, device=GPU, dtype=torch.float16)
 
 
-def assert_near(y: Tensor, true: Tensor) -> None:
+def assert_near(y: Tensor, reference: Tensor) -> None:
     assert torch.isfinite(y).all()
-    assert (y.float() - true).norm() < 1e-3 * true.norm() + 1e-6
+    assert (y.float() - reference).norm() < 1e-3 * reference.norm() + 1e-6
 
 
 def skip_where_missing(rows: int) -> None:
@@ -124,8 +124,8 @@ def test_fp32_output(rows: int) -> None:
     x, linear = normal(rows, 512), CudaLinear(weight(outputs, 512) * 1e4)
     out = torch.full((rows + 4, outputs), torch.nan, device=GPU)
     linear.to_fp32(x, out[:rows])
-    true = x.double() @ linear.weight.double().T
-    assert (out[:rows] - true).norm() < 1e-5 * true.norm()
+    reference = x.double() @ linear.weight.double().T
+    assert (out[:rows] - reference).norm() < 1e-5 * reference.norm()
     assert torch.isnan(out[rows:]).all()
 
 
@@ -160,10 +160,10 @@ def test_zero_inputs_are_skipped(rows: int, shape: tuple[int, int]) -> None:
     for active in (0.12, 0.0, 1.0):
         hidden = normal(rows, ffn).abs() * (torch.rand(rows, ffn, device=GPU) < active)
         transposed = weight(width, ffn).T.contiguous()
-        true = hidden.float() @ transposed.float()
+        reference = hidden.float() @ transposed.float()
         transposed[(hidden == 0).all(0)] = torch.nan
         ys = [sparse_product(hidden, transposed) for _ in range(3)]
-        assert_near(ys[0], true)
+        assert_near(ys[0], reference)
         assert all(torch.equal(y, ys[0]) for y in ys)
 
 

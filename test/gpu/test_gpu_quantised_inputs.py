@@ -99,9 +99,9 @@ def test_quantised_inputs_are_those_of_the_fp16_inputs(stage: Stage, lengths: li
         assert torch.equal(shift, shift_too)
         assert count == 1 or torch.equal(mixed.fp16, plain[2:])  # v, w, a, g: v is quantised too, for its own map
         for i in range(count):
-            wanted = quantise_rows(plain[i])
-            assert torch.equal(mixed[i].codes.view(torch.uint8), wanted.codes.view(torch.uint8))
-            assert torch.equal(mixed[i].scales, wanted.scales)
+            expected = quantise_rows(plain[i])
+            assert torch.equal(mixed[i].codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(mixed[i].scales, expected.scales)
 
 
 @pytest.mark.parametrize("rows", ONE_LAUNCH_ROWS)
@@ -114,21 +114,21 @@ def test_low_ranks_in_the_launch_of_r_k_v(stage: Stage, rows: int, index: int, m
     assert isinstance(mixed, QuantisedMix)
     names = list("rkvwag") + ["v_gate"] * (index > 0)
     poison_free_memory(1 << 28)
-    got = stage.ops.project(layer, mixed)
+    actual = stage.ops.project(layer, mixed)
     with monkeypatch.context() as context:
         context.setattr(cuda_input_projections, "_fits_one_quantised_launch", lambda layer, tokens: False)
         apart = stage.ops.project(layer, mixed)
     for name in names:
-        y, z = getattr(got, name).float(), getattr(apart, name).float()
+        y, z = getattr(actual, name).float(), getattr(apart, name).float()
         assert ((y - z).norm() / z.norm()).item() < 1e-3, name
     for _ in range(20):
         again = stage.ops.project(layer, mixed)
-        assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
+        assert all(torch.equal(getattr(again, name), getattr(actual, name)) for name in names)
     kept = torch.arange(rows, device=GPU) % 3 == 0
     mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
     mixed.codes.view(torch.uint8)[:, ~kept] = ANY_FP8
     other_rows = stage.ops.project(layer, mixed)
-    assert all(torch.equal(getattr(other_rows, name)[kept], getattr(got, name)[kept]) for name in names)
+    assert all(torch.equal(getattr(other_rows, name)[kept], getattr(actual, name)[kept]) for name in names)
 
 
 @pytest.mark.parametrize("lengths", [[1] * 5, [1] * 9, [1] * 64, [40], [3, 1, 30]], ids=str)
@@ -158,17 +158,17 @@ def test_products_of_two_part_rows(stage: Stage, rows: int, index: int) -> None:
     mixed, _ = mix(stage, layer.time_mix_prologue, [1] * rows, as_fp16=False)
     assert isinstance(plain, Tensor) and isinstance(mixed, QuantisedMix)
     names = list("rkvwag") + ["v_gate"] * (index > 0)
-    got, wanted = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
+    actual, expected = stage.ops.project(layer, mixed), stage.ops.project(layer, plain)
     for name in names:
-        y, z = getattr(got, name).float(), getattr(wanted, name).float()
+        y, z = getattr(actual, name).float(), getattr(expected, name).float()
         assert ((y - z).norm() / z.norm()).item() < TWO_PART_ERROR, name
     for _ in range(20):
         again = stage.ops.project(layer, mixed)
-        assert all(torch.equal(getattr(again, name), getattr(got, name)) for name in names)
+        assert all(torch.equal(getattr(again, name), getattr(actual, name)) for name in names)
     mixed.fp16[:, ~kept] = normal(*mixed.fp16[:, ~kept].shape)
     mixed.codes.view(torch.uint8)[:, ~kept] = ANY_FP8
     other_rows = stage.ops.project(layer, mixed)
-    assert all(torch.equal(getattr(other_rows, name)[kept], getattr(got, name)[kept]) for name in names)
+    assert all(torch.equal(getattr(other_rows, name)[kept], getattr(actual, name)[kept]) for name in names)
 
     x = normal(rows, WIDTH)
     parts = in_two_parts(x)
@@ -202,9 +202,9 @@ def test_transposed_ffn_value(rows: int, n: int) -> None:
     assert value.num_bytes == output_major.num_bytes, "the matrix is stored once"
     hidden = torch.relu(normal(rows, 4096))
     poison_free_memory(1 << 24)
-    y, wanted = value(hidden), output_major(hidden)
-    same = torch.equal(y, wanted) if rows in SAME_PLAN else True
-    assert same and ((y.float() - wanted.float()).norm() / wanted.float().norm()).item() < 1e-3
+    y, expected = value(hidden), output_major(hidden)
+    same = torch.equal(y, expected) if rows in SAME_PLAN else True
+    assert same and ((y.float() - expected.float()).norm() / expected.float().norm()).item() < 1e-3
     kept = torch.arange(rows, device=GPU) % 3 == 0
     others = torch.where(kept[:, None], hidden, torch.relu(normal(rows, 4096)))
     assert all(torch.equal(value(others)[kept], y[kept]) for _ in range(20))

@@ -75,9 +75,9 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     generator = torch.Generator(GPU).manual_seed(1)
     for stage in made:
         stage.allocate_slots(2 + 2 * MOST)
-    fast, true = (stage.state for stage in made)
-    assert fast is not None and true is not None
-    for to, like in ((fast.wkv, true.wkv), (fast.shift, true.shift)):
+    fast, reference = (stage.state for stage in made)
+    assert fast is not None and reference is not None
+    for to, like in ((fast.wkv, reference.wkv), (fast.shift, reference.shift)):
         for layer in range(LAYERS):
             read = to[2 : 2 + MOST, layer]
             read.copy_(torch.randn(read.shape, device=GPU, generator=generator) * 0.3)
@@ -127,10 +127,10 @@ def is_same(one: Left, other: Left, kept: slice = slice(None)) -> bool:
     return all(torch.equal(a[kept], b[kept]) for a, b in zip(one, other, strict=True))
 
 
-def worst(got: Left, true: Left) -> dict[str, float]:
+def worst(actual: Left, reference: Left) -> dict[str, float]:
     """Return the largest relative error of a row, for logits and states."""
     errors = {}
-    for name, a, b in zip(Left._fields, got, true, strict=True):
+    for name, a, b in zip(Left._fields, actual, reference, strict=True):
         a, b = a.float().flatten(1), b.float().flatten(1)
         errors[name] = float(((a - b).norm(dim=1) / b.norm(dim=1)).nan_to_num(torch.inf).max())
     return errors
@@ -141,17 +141,17 @@ def test_steps_of_any_number_of_rows(pair: Pair) -> None:
     faults = []
     for rows in ROWS:
         inputs = step(rows)
-        got, true = ran(pair.fast, inputs), ran(pair.true, inputs)
+        actual, reference = ran(pair.fast, inputs), ran(pair.true, inputs)
         rounded = rows > FEW and pair.fast.precision.storage is Format.FP8
-        errors = worst(got, true)
+        errors = worst(actual, reference)
         if max(errors.values()) > (0.2 if rounded else 0.03):
             faults.append(f"{rows} rows: {errors}")
-        if not all(is_same(ran(pair.fast, inputs), got) for _ in range(3)):
+        if not all(is_same(ran(pair.fast, inputs), actual) for _ in range(3)):
             faults.append(f"{rows} rows: other bits when run again")
         if rows > SPARSE:
             others = step(rows, seed=1)
             others.tokens[::3] = inputs.tokens[::3]
-            if not is_same(ran(pair.fast, others), got, slice(None, None, 3)):
+            if not is_same(ran(pair.fast, others), actual, slice(None, None, 3)):
                 faults.append(f"{rows} rows: a row has other bits with other rows")
     assert not faults
     assert not has_hopper_gemm(GPU) or not prepare_hopper_gemm(GPU).counters.any()
@@ -162,17 +162,19 @@ def test_graphs_between_steps_of_other_shapes(pair: Pair) -> None:
     sizes, graphs = (1, 4, 8, 32, 96), []
     for rows in sizes:
         inputs = step(rows)
-        wanted = ran(pair.fast, inputs)
+        expected = ran(pair.fast, inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             logits = forward(pair.fast, inputs)
-        graphs.append((graph, inputs, logits, wanted))  # the graph reads these inputs where they are
+        graphs.append((graph, inputs, logits, expected))  # the graph reads these inputs where they are
     for turn, between in enumerate((1, 641, 9, 64, 3, 257, 33, 128)):
-        graph, _, logits, wanted = graphs[turn % len(sizes)]
+        graph, _, logits, expected = graphs[turn % len(sizes)]
         inputs = step(between)
         eager = ran(pair.fast, inputs)
         wipe(pair.fast)
         graph.replay()
-        assert is_same(left_by(pair.fast, logits), wanted), f"graph of {sizes[turn % len(sizes)]} behind {between} rows"
+        assert is_same(left_by(pair.fast, logits), expected), (
+            f"graph of {sizes[turn % len(sizes)]} behind {between} rows"
+        )
         assert is_same(ran(pair.fast, inputs), eager), f"{between} rows behind a graph"

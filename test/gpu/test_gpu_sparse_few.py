@@ -27,7 +27,7 @@ def test_value(format_: Format, rows: int, width: int, ffn: int, zeros: float) -
     h = torch.randn(rows, ffn, device=GPU).square().half() * (torch.rand(rows, ffn, device=GPU) >= zeros)
     h[0, ffn - 1] = -0.0
     y = sum_partials(sparse_value_quantised(value, h))
-    true = h.float() @ dequantise(stored).T
-    assert (y.float() - true).norm() <= 1e-3 * true.norm()
+    reference = h.float() @ dequantise(stored).T
+    assert (y.float() - reference).norm() <= 1e-3 * reference.norm()
     for _ in range(3):
         assert torch.equal(sum_partials(sparse_value_quantised(value, h)), y)

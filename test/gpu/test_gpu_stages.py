@@ -139,10 +139,10 @@ def test_delayed_stages_sample_the_tokens_of_one_stage(
     model: Path, devices: tuple[str, ...], groups: list[int]
 ) -> None:
     """All tokens of all steps and the final states, to the bit."""
-    wanted, got = decoded(model, ("cuda:0",), groups), decoded(model, devices, groups)
-    assert len(wanted.tokens) == ROUNDS * len(groups) and len({*map(tuple, wanted.tokens)}) > len(groups)
-    assert got.tokens == wanted.tokens
-    assert torch.equal(got.wkv, wanted.wkv) and torch.equal(got.shift, wanted.shift)
+    expected, actual = decoded(model, ("cuda:0",), groups), decoded(model, devices, groups)
+    assert len(expected.tokens) == ROUNDS * len(groups) and len({*map(tuple, expected.tokens)}) > len(groups)
+    assert actual.tokens == expected.tokens
+    assert torch.equal(actual.wkv, expected.wkv) and torch.equal(actual.shift, expected.shift)
 
 
 @pytest.mark.usefixtures("lags")
@@ -155,7 +155,7 @@ def test_four_delayed_stages_give_the_text_of_one(model: Path) -> None:
     rows = [msgspec.structs.replace(row, use_prefix_cache=False) for row in rows]  # a cached prefix keeps its slot
     chunks = {**ON_GPU, "prefill_chunk": 512}
     with started_engine(model, devices=("cuda:0",), **chunks) as one:
-        wanted = run(one, *rows).all_texts
+        expected = run(one, *rows).all_texts
     with started_engine(model, devices=FOUR, micro_batches=4, **chunks) as engine:
         status = call(engine, "status")
         assert status["decode_graphs"] == "used" and status["pipeline"]["steps_in_flight"] == 5
@@ -167,7 +167,7 @@ def test_four_delayed_stages_give_the_text_of_one(model: Path) -> None:
             half = submit(engine, *rows)
             for job in other_rows:
                 engine.cancel(job.job.job_id)
-            assert same(half.wait().all_texts, wanted) >= 0.95
+            assert same(half.wait().all_texts, expected) >= 0.95
             for job in other_rows:
                 job.wait()
         assert free_slots(engine) == free

@@ -39,7 +39,7 @@ def test_pieces_sample_the_tokens_of_the_whole_step(stage: Stage, rows: int) -> 
     before = state.wkv.clone(), state.shift.clone()
     graphs.tokens.sampled_tokens[:rows] = torch.randint(VOCAB, (rows,), device=GPU)
     fed = graphs.tokens.sampled_tokens.clone()
-    wanted, wanted_logits = graphs.run(req_slots, slots, slots).clone(), graphs.logits[:rows].clone()
+    expected, wanted_logits = graphs.run(req_slots, slots, slots).clone(), graphs.logits[:rows].clone()
     after = state.wkv[2 : 2 + rows].clone(), state.shift[2 : 2 + rows].clone()
     calls: list[int] = []
 
@@ -62,9 +62,9 @@ def test_pieces_sample_the_tokens_of_the_whole_step(stage: Stage, rows: int) -> 
         assert len(calls) == 2, "three pieces of five layers"
         assert (graphs.logits[:rows] - wanted_logits).norm() / wanted_logits.norm() < 2e-3
         assert torch.equal(graphs.tokens.sampled_tokens[:rows], sampled_tokens)
-        assert (sampled_tokens == wanted).float().mean() > 0.9
-        for got, one in zip((state.wkv, state.shift), after, strict=True):
-            assert (got[2 : 2 + rows].float() - one.float()).norm() / one.float().norm() < 2e-3
+        assert (sampled_tokens == expected).float().mean() > 0.9
+        for actual, one in zip((state.wkv, state.shift), after, strict=True):
+            assert (actual[2 : 2 + rows].float() - one.float()).norm() / one.float().norm() < 2e-3
         graphs.run(req_slots, slots, slots)  # whole steps and pieces take turns
 
 
@@ -89,7 +89,7 @@ def test_prefill_in_pieces_equals_whole_prefill(stage: Stage) -> None:
     inputs = step_inputs([[3] * 400, [5] * 300], [0, 0], [2, 3], [0, 1])
     here = inputs.to(GPU)
     with torch.inference_mode():
-        wanted, _ = stage.forward(stage.embed(here.tokens), None, here)
+        expected, _ = stage.forward(stage.embed(here.tokens), None, here)
     states = state.wkv[2:4].clone()
     calls: list[int] = []
 
@@ -107,7 +107,7 @@ def test_prefill_in_pieces_equals_whole_prefill(stage: Stage) -> None:
         x, _ = graphs.pieces.run_layers(inputs, between)
         torch.cuda.synchronize()
         assert len(calls) == LAYERS - 1, "700 tokens: pieces of one layer"
-        assert (x - wanted).norm() / wanted.norm() < 2e-3
+        assert (x - expected).norm() / expected.norm() < 2e-3
         assert (state.wkv[2:4].float() - states.float()).norm() / states.float().norm() < 2e-3
         graphs.run(list(range(ROWS)), list(range(4, 4 + ROWS)), list(range(4, 4 + ROWS)), between=lambda: None)
     torch.cuda.synchronize()
@@ -148,17 +148,17 @@ def test_prefill_graphs_in_pieces_equal_the_eager_steps(stage: Stage, lengths: l
         x, v_first = stage.embed(here.tokens), None
         for part in graphs.pieces.parts:
             x, v_first = stage.run_part(part, x, v_first, here)
-        wanted = stage.logits(x, here)[: len(inputs.logit_tokens)].clone()
+        expected = stage.logits(x, here)[: len(inputs.logit_tokens)].clone()
         after = state.wkv[slots].clone(), state.shift[slots].clone()
         state.wkv.copy_(before[0])
         state.shift.copy_(before[1])
         graphs.logits.fill_(torch.nan)
         calls.clear()
-        got = pieces.run(inputs, size, between).clone()
+        actual = pieces.run(inputs, size, between).clone()
         graphs.run(list(range(16)), decoding, decoding, between=between)
         torch.cuda.synchronize()
         assert len(calls) == 4, "twice between three pieces of five layers"
-        assert torch.equal(got, wanted)
+        assert torch.equal(actual, expected)
         for now, then, was in zip((state.wkv, state.shift), after, before, strict=True):
             assert torch.equal(now[slots], then)
             others = [slot for slot in range(2, SLOTS) if slot not in (*slots, *decoding, 70, 71)]

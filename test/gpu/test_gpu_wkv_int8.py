@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.state import HEAD_BYTES, pack_int8, unpack_int8
-from test.gpu.test_gpu_wkv import GPU, WIDTH, error, make_inputs, make_layer, make_parts, run, true
+from test.gpu.test_gpu_wkv import GPU, WIDTH, expected_output, make_inputs, make_layer, make_parts, relative_error, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -43,14 +43,14 @@ def test_a_step(lengths: list[int]) -> None:
     writes = [i + 1 if i % 3 == 1 else rows + i + 1 for i in range(rows)]
     inputs, layer = make_inputs(lengths, reads, writes), make_layer()
     parts, first = make_parts(sum(lengths))
-    wkv, wanted = state.clone(), unpack_int8(state)
-    y, wanted_y = run(layer, parts, first, wkv, inputs), true(layer, parts, first, wanted, inputs)
+    wkv, expected = state.clone(), unpack_int8(state)
+    y, expected_y = run(layer, parts, first, wkv, inputs), expected_output(layer, parts, first, expected, inputs)
     assert torch.isfinite(y).all()
-    assert error(y, wanted_y) < 1e-3
-    got, scale = unpack_int8(wkv[writes]), scales(wkv[writes])
-    assert torch.isfinite(got).all()
+    assert relative_error(y, expected_y) < 1e-3
+    actual, scale = unpack_int8(wkv[writes]), scales(wkv[writes])
+    assert torch.isfinite(actual).all()
     # A row that is almost 0 is what is left of larger numbers, which fp32 rounds as well.
-    off = ((got - wanted[writes]) / scale.clamp(min=1e-5)).double()
+    off = ((actual - expected[writes]) / scale.clamp(min=1e-5)).double()
     assert float(off.abs().max()) < 1.2
     assert abs(float(off.mean())) < 0.002 + 3 / off.numel() ** 0.5
     assert float(off.square().mean()) < 0.2
@@ -121,8 +121,8 @@ def test_values_far_beyond_the_state() -> None:
     parts, first = make_parts(3)
     state = pack_int8(1e-6 * torch.randn(5, HEADS, 64, 64, device=GPU))
     inputs = make_inputs([1] * 3, [2, 3, 4], [2, 3, 4])
-    wkv, wanted = state.clone(), unpack_int8(state)
-    y, wanted_y = run(layer, parts, first, wkv, inputs), true(layer, parts, first, wanted, inputs)
-    assert error(y, wanted_y) < 1e-3
-    off = (unpack_int8(wkv[2:]) - wanted[2:]) / scales(wkv[2:]).clamp(min=1e-5)
+    wkv, expected = state.clone(), unpack_int8(state)
+    y, expected_y = run(layer, parts, first, wkv, inputs), expected_output(layer, parts, first, expected, inputs)
+    assert relative_error(y, expected_y) < 1e-3
+    off = (unpack_int8(wkv[2:]) - expected[2:]) / scales(wkv[2:]).clamp(min=1e-5)
     assert float(off.abs().max()) < 1.2

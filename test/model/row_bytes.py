@@ -38,8 +38,8 @@ def meaning(found: Tensor, scales: Tensor) -> Tensor:
 def assert_stands_for(found: Tensor, scales: Tensor, halves: Tensor) -> None:
     """Assert a kernel's bytes: integers off by at most one, because its reciprocals are inexact."""
     rows, numbers = len(found), numbers_of(found, scales)
-    wanted, items = bytes_of(halves, halves.shape[1] // len(scales))
-    assert ((numbers - numbers_of(wanted, items)).abs() <= 1).all()
+    expected, items = bytes_of(halves, halves.shape[1] // len(scales))
+    assert ((numbers - numbers_of(expected, items)).abs() <= 1).all()
     torch.testing.assert_close(scales[:, :rows, 0], items[:, :rows, 0], rtol=1e-6, atol=0)
     assert_items_fit(found, scales)
 

@@ -55,22 +55,22 @@ def test_products(format_: Format, transposed: bool) -> None:
         pytest.skip("fp8 is multiplied as stored")
     LIBRARIES[format_].emulation_set(2, 227 << 10)
     for rows, shapes in ((19, ((352, 512), (64, 256))), (64, ((128, 256),))):
-        maps, wanted = [], []
+        maps, expected = [], []
         for i, (n, k) in enumerate(shapes):
             stored = quantise(torch.randn(n, k) / k**0.5, format_)
             packed = pack(stored, transposed)
             x = torch.randn(rows, k).half()
             y = torch.full((rows, n), torch.nan, dtype=torch.float32 if i else torch.float16)
             maps.append(packed.weight_only_gemm(x, y, Activation.NONE if i else Activation.RELU_SQUARED))
-            true = x.float() @ dequantise(stored).T
-            wanted.append(true if i else true.relu().square())
+            reference = x.float() @ dequantise(stored).T
+            expected.append(reference if i else reference.relu().square())
         weight, x, y = (
             torch.randn(96, 192).half() / 14,
             torch.randn(rows, 192).half(),
             torch.full((rows, 96), torch.nan),
         )
         maps.append(fp16_gemm(weight, x, y.half(), Activation.TANH))
-        wanted.append((x.float() @ weight.float().T).tanh())
+        expected.append((x.float() @ weight.float().T).tanh())
         launch_weight_only(maps)
-        for m, true in zip(maps, wanted, strict=True):
-            assert ((m.y.float() - true).norm() / true.norm()).item() < 1e-3, (m.n, m.k, rows)
+        for m, reference in zip(maps, expected, strict=True):
+            assert ((m.y.float() - reference).norm() / reference.norm()).item() < 1e-3, (m.n, m.k, rows)

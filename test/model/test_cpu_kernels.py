@@ -86,13 +86,13 @@ def test_layers_equal_naive(batch: tuple[list[int], list[int], list[int]], stage
     inputs = random_inputs(batch)
     x = normal(len(inputs.tokens), WIDTH, seed=1) * 3 + 1
     v_first = normal(len(inputs.tokens), WIDTH, seed=7) if stage[0] else None
-    wanted, got = run(NaiveOps(), stage, x, v_first, inputs), run(CpuOps(), stage, x, v_first, inputs)
-    for naive, fast in zip(wanted, got, strict=True):
+    expected, actual = run(NaiveOps(), stage, x, v_first, inputs), run(CpuOps(), stage, x, v_first, inputs)
+    for naive, fast in zip(expected, actual, strict=True):
         assert (naive - fast).abs().max() < 2e-5 * max(1, naive.abs().max())
     others = [slot for slot in range(SLOTS) if slot not in inputs.write_slots.tolist()]
     assert 0 in others
     before = random_state(stage)
-    assert torch.equal(got[2][others], before.wkv[others]) and torch.equal(got[3][others], before.shift[others])
+    assert torch.equal(actual[2][others], before.wkv[others]) and torch.equal(actual[3][others], before.shift[others])
 
 
 @needs_compiler
@@ -100,21 +100,21 @@ def test_fp16_values_of_a_gpu_stage() -> None:
     """The previous stage may send fp16."""
     inputs, stage = random_inputs(BATCHES[0]), next(stage for stage in STAGES if stage[0])
     x, v_first = (normal(len(inputs.tokens), WIDTH, seed=seed).half() for seed in (1, 7))
-    wanted = run(CpuOps(), stage, x.float(), v_first.float(), inputs)
-    assert all(torch.equal(a, b) for a, b in zip(wanted, run(CpuOps(), stage, x, v_first, inputs), strict=True))
+    expected = run(CpuOps(), stage, x.float(), v_first.float(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(expected, run(CpuOps(), stage, x, v_first, inputs), strict=True))
 
 
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_layers_are_bit_identical_for_any_number_of_threads(threads: int) -> None:
     inputs, x = random_inputs(BATCHES[2]), normal(42, WIDTH, seed=1)
-    wanted = run(CpuOps(), STAGES[0], x, None, inputs)
+    expected = run(CpuOps(), STAGES[0], x, None, inputs)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for _ in range(20):
-            got = run(CpuOps(), STAGES[0], x, None, inputs)
-            assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+            actual = run(CpuOps(), STAGES[0], x, None, inputs)
+            assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
     finally:
         torch.set_num_threads(before)
 
@@ -130,8 +130,8 @@ def test_fp16_states_take_the_plain_path() -> None:
     out, _ = prepared.forward(x, None, inputs)
     with pytest.raises(ValueError, match="over fp32 states"):
         CpuOps().run_layers(prepared.layers, x, None, fast, inputs)
-    wanted, _ = forward_layers(layers(stage, NaiveOps()), x, None, naive, inputs, NaiveOps())
-    assert (out - wanted).abs().max() < 1e-2
+    expected, _ = forward_layers(layers(stage, NaiveOps()), x, None, naive, inputs, NaiveOps())
+    assert (out - expected).abs().max() < 1e-2
     assert (fast.wkv - naive.wkv).abs().max() < 1e-2 and (fast.shift - naive.shift).abs().max() < 1e-2
 
 

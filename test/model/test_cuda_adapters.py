@@ -20,8 +20,8 @@ from rwkv_batch.model.step_inputs import step_inputs
 @pytest.mark.parametrize(("tokens", "adapters"), product([0, 1, 5, 16, 17, 100, 320], [0, 1, 8, 200]))
 def test_every_token_is_in_one_tile_of_its_adapter(tokens: int, adapters: int) -> None:
     numbers = np.random.default_rng(tokens).integers(0, adapters + 1, tokens)
-    most = max_tiles(tokens, adapters)
-    places, tiles = np.full(most * TILE, 99_999, dtype=np.int32), np.full(most, 99_999, dtype=np.int32)
+    maximum = max_tiles(tokens, adapters)
+    places, tiles = np.full(maximum * TILE, 99_999, dtype=np.int32), np.full(maximum, 99_999, dtype=np.int32)
     count = fill_tiles(numbers, places, tiles)
     found = []
     for tile, own in zip(tiles[:count], places[: count * TILE].reshape(-1, TILE), strict=True):
@@ -83,19 +83,19 @@ def test_experts_equal_plain_torch(is_squared: bool) -> None:
     layer: Any = SimpleNamespace(ffn_key=lambda x: x @ weight.T)
     x = torch.randn(8, 64, generator=generator).half()
     before = torch.relu(layer.ffn_key(x)) if not is_squared else torch.relu(layer.ffn_key(x)).square()
-    hidden, wanted, added = before.clone(), before.float(), torch.zeros(8, 64)
-    for_step, true = table.for_step(inputs), plain.for_step(inputs)
-    assert for_step is not None and true is not None
-    got = mix_experts(layer, x, hidden, for_step.for_layer(1), is_squared)
-    true.for_layer(1).mix_experts(x.float(), layer.ffn_key(x).float(), wanted, added)
-    assert got is not None and (wanted - before.float()).norm() > 0.3 * wanted.norm()
+    hidden, expected, added = before.clone(), before.float(), torch.zeros(8, 64)
+    for_step, reference = table.for_step(inputs), plain.for_step(inputs)
+    assert for_step is not None and reference is not None
+    actual = mix_experts(layer, x, hidden, for_step.for_layer(1), is_squared)
+    reference.for_layer(1).mix_experts(x.float(), layer.ffn_key(x).float(), expected, added)
+    assert actual is not None and (expected - before.float()).norm() > 0.3 * expected.norm()
     for row, number in enumerate(numbers):
         if number == 0:
-            assert torch.equal(hidden[row], before[row]) and not got[row].any()
+            assert torch.equal(hidden[row], before[row]) and not actual[row].any()
             continue
         found = hidden[row].float() if is_squared else hidden[row].float().square()
-        assert (found - wanted[row]).norm() < 2e-3 * wanted[row].norm()
-        assert (got[row].float() - added[row]).norm() < 2e-3 * added[row].norm()
+        assert (found - expected[row]).norm() < 2e-3 * expected[row].norm()
+        assert (actual[row].float() - added[row]).norm() < 2e-3 * added[row].norm()
 
 
 def test_a_step_without_their_rows_runs_no_experts() -> None:

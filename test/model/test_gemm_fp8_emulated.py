@@ -87,8 +87,8 @@ def meaning(found: Tensor) -> Tensor:
     return found[:, 0].float() + found[:, 1].float() / 8
 
 
-def error(y: Tensor, true: Tensor) -> float:
-    return ((y.float() - true).norm() / true.norm()).item()
+def error(y: Tensor, reference: Tensor) -> float:
+    return ((y.float() - reference).norm() / reference.norm()).item()
 
 
 @pytest.mark.parametrize("rows", [70, 130])
@@ -96,19 +96,19 @@ def test_fp16_and_fp8_in_one_launch(rows: int, library: ctypes.CDLL, monkeypatch
     library.emulation_set(1, 227 << 10)  # one SM: no CTA waits for another
     monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
     monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)
-    gemms, fp16_gemms, wanted = [], [], []
+    gemms, fp16_gemms, expected = [], [], []
     for n, k, activation in ((272, 256, Activation.NONE), (128, 128, Activation.RELU_SQUARED)):
         (weight, weight_scales, w), (x, x_scales, meant) = codes(n, k), codes(rows, k)
         y = torch.full((rows, n), torch.nan, dtype=torch.float16)
         gemms.append(Fp8Gemm(weight, weight_scales / 64, x, x_scales, y, activation))
-        true = meant @ w.T / 64
-        wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
+        reference = meant @ w.T / 64
+        expected.append(reference.relu().square() if activation is Activation.RELU_SQUARED else reference)
     for n, k, activation in ((64, 192, Activation.TANH), (192, 128, Activation.NONE)):
         weight, x = torch.randn(n, k).half() / 8, torch.randn(rows, k).half()
         y = torch.full((rows, n), torch.nan, dtype=torch.float16)
         fp16_gemms.append((weight, x, y, activation))
-        true = x.float() @ weight.float().T
-        wanted.append(true.tanh() if activation is Activation.TANH else true)
+        reference = x.float() @ weight.float().T
+        expected.append(reference.tanh() if activation is Activation.TANH else reference)
     dependent = []
     for n, (_, _, x, _) in ((160, fp16_gemms[0]), (48, fp16_gemms[1])):  # reads what the launch itself has written
         k = x.shape[1] // 64 * 64
@@ -116,9 +116,9 @@ def test_fp16_and_fp8_in_one_launch(rows: int, library: ctypes.CDLL, monkeypatch
         dependent.append((weight, x, y, Activation.NONE))
     launch_hopper_fp8(gemms, fp16_gemms, dependent)
     launch_hopper_fp8(gemms, fp16_gemms, dependent)  # the first launch must reset its counters
-    wanted += [x.float() @ weight.float().T for weight, x, _, _ in dependent]
-    got = [m.y for m in gemms] + [y for _, _, y, _ in (*fp16_gemms, *dependent)]
-    assert [error(y, true) < 1e-3 for y, true in zip(got, wanted, strict=True)] == [True] * 6
+    expected += [x.float() @ weight.float().T for weight, x, _, _ in dependent]
+    actual = [m.y for m in gemms] + [y for _, _, y, _ in (*fp16_gemms, *dependent)]
+    assert [error(y, reference) < 1e-3 for y, reference in zip(actual, expected, strict=True)] == [True] * 6
 
 
 def test_codes_alone() -> None:
@@ -205,15 +205,15 @@ def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.Mon
     of_parts.emulation_set(1, 227 << 10)
     monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
     monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)
-    maps, wanted = [], []
+    maps, expected = [], []
     for n, k, activation in ((272, 256, Activation.NONE), (128, 128, Activation.RELU_SQUARED)):
         (weight, weight_scales, w), (x, meant) = codes(n, k), parts(torch.randn(rows, k).half() * 30)
         y = torch.full((rows, n), torch.nan, dtype=torch.float16)
         if activation is Activation.RELU_SQUARED:
             y = torch.full((rows, 2, n), torch.nan).to(torch.float8_e5m2)
         maps.append(Fp8Gemm(weight, weight_scales / 512, x, None, y, activation))
-        true = meant @ w.T / 512
-        wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
+        reference = meant @ w.T / 512
+        expected.append(reference.relu().square() if activation is Activation.RELU_SQUARED else reference)
     launch_hopper_fp8(maps)
     alone = [m.y.clone() for m in maps]
     weight, x = torch.randn(64, 192).half() / 8, torch.randn(rows, 192).half()
@@ -221,11 +221,11 @@ def test_rows_in_parts(rows: int, of_parts: ctypes.CDLL, monkeypatch: pytest.Mon
     y_late = torch.full((rows, 160), torch.nan, dtype=torch.float16)
     launch_hopper_fp8(maps, [(weight, x, y, Activation.TANH)], [(weight_late, y, y_late, Activation.NONE)])
     assert all(torch.equal(m.y.view(torch.uint8), one.view(torch.uint8)) for m, one in zip(maps, alone, strict=True))
-    assert error(maps[0].y, wanted[0]) < 1e-3
-    halves = wanted[1].half()
+    assert error(maps[0].y, expected[0]) < 1e-3
+    halves = expected[1].half()
     assert torch.equal(meaning(parts(halves)[0]), parts(halves)[1])
     assert error(meaning(maps[1].y), halves.float()) < 4e-3
-    assert ((meaning(maps[1].y) - wanted[1]).abs() <= wanted[1] / 60 + 1e-5).all()
+    assert ((meaning(maps[1].y) - expected[1]).abs() <= expected[1] / 60 + 1e-5).all()
     assert error(y, (x.float() @ weight.float().T).tanh()) < 1e-3
     assert error(y_late, y.float() @ weight_late.float().T) < 1e-3
 

@@ -59,8 +59,8 @@ def on_cpu(library: ctypes.CDLL, of_transposed: ctypes.CDLL, monkeypatch: pytest
         each.emulation_set(1, 227 << 10)
 
 
-def error(y: Tensor, true: Tensor) -> float:
-    return float((y.float() - true).norm() / true.norm())
+def error(y: Tensor, reference: Tensor) -> float:
+    return float((y.float() - reference).norm() / reference.norm())
 
 
 def int8_map(
@@ -85,13 +85,13 @@ def transposed(m: Int8Gemm) -> Int8Gemm:
 @pytest.mark.parametrize(("rows", "group"), [(5, 64), (32, 128), (41, 64)])
 def test_rows_in_bytes(rows: int, group: int) -> None:
     """With fp16 GEMMs in the launch, also dependent ones; output in fp16 and in two bytes."""
-    maps, wanted = [], []
+    maps, expected = [], []
     for n, k, activation in ((272, 256, Activation.NONE), (256, 128, Activation.RELU_SQUARED)):
         given = bytes_of(torch.randn(rows, k).half() * 10.0 ** torch.randint(-2, 2, (rows, k)).half(), group)
         made, w = int8_map(given, n, activation is Activation.RELU_SQUARED, activation)
         maps.append(made)
-        true = meaning(*given) @ w.T
-        wanted.append(true.relu().square() if activation is Activation.RELU_SQUARED else true)
+        reference = meaning(*given) @ w.T
+        expected.append(reference.relu().square() if activation is Activation.RELU_SQUARED else reference)
     launch_hopper_int8(maps)
     alone = [m.y.clone() for m in maps]
     weight, x = torch.randn(64, 192).half() / 8, torch.randn(rows, 192).half()
@@ -99,9 +99,9 @@ def test_rows_in_bytes(rows: int, group: int) -> None:
     y_late = torch.full((rows, 160), torch.nan, dtype=torch.float16)
     launch_hopper_int8(maps, [(weight, x, y, Activation.TANH)], [(weight_late, y, y_late, Activation.NONE)])
     assert all(torch.equal(m.y, one) for m, one in zip(maps, alone, strict=True) if m.y_scales is None)
-    assert error(maps[0].y, wanted[0]) < 3e-4
+    assert error(maps[0].y, expected[0]) < 3e-4
     assert maps[1].y_scales is not None
-    assert error(meaning(maps[1].y, maps[1].y_scales), wanted[1].half().float()) < 3e-4
+    assert error(meaning(maps[1].y, maps[1].y_scales), expected[1].half().float()) < 3e-4
     assert_items_fit(maps[1].y, maps[1].y_scales)
     assert error(y, (x.float() @ weight.float().T).tanh()) < 1e-3
     assert error(y_late, y.float() @ weight_late.float().T) < 1e-3

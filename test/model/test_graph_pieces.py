@@ -67,7 +67,7 @@ def test_pieces_equal_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     before = state.wkv.clone(), state.shift.clone()
     inputs, fed = decode.inputs(0, SIZE)
     x, _ = stage.forward(stage.embed(fed), None, inputs)
-    wanted = stage.logits_of(x, torch.arange(SIZE)), state.wkv.clone(), state.shift.clone()
+    expected = stage.logits_of(x, torch.arange(SIZE)), state.wkv.clone(), state.shift.clone()
     state.wkv.copy_(before[0])
     state.shift.copy_(before[1])
 
@@ -89,9 +89,9 @@ def test_pieces_equal_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     pieces.run(between, lambda: None)
     assert reported == [True, True], "three pieces of five layers, and the head in the last"
-    assert decode.logits is not None and torch.equal(decode.logits, wanted[0])
-    for got, one in zip((state.wkv, state.shift), wanted[1:], strict=True):
-        assert torch.equal(got[2 : SIZE + 2], one[2 : SIZE + 2])
+    assert decode.logits is not None and torch.equal(decode.logits, expected[0])
+    for actual, one in zip((state.wkv, state.shift), expected[1:], strict=True):
+        assert torch.equal(actual[2 : SIZE + 2], one[2 : SIZE + 2])
 
 
 def test_steps_of_few_rows_have_no_pieces() -> None:

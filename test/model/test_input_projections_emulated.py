@@ -51,8 +51,8 @@ def weight(n: int, k: int) -> Tensor:
     return (torch.randn(n, k) / k**0.5).half()
 
 
-def error(y: Tensor, true: Tensor) -> float:
-    return ((y.float() - true).norm() / true.norm()).item()
+def error(y: Tensor, reference: Tensor) -> float:
+    return ((y.float() - reference).norm() / reference.norm()).item()
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
@@ -81,5 +81,5 @@ def test_input_projections(num_sms: int, library: ctypes.CDLL, on_cpu: HopperWor
         launch_fused_projections(full_rank, low_rank_down, low_rank_up)
         assert not on_cpu.counters.any()
         for w, x, y, activation in (*full_rank, *low_rank_down, *low_rank_up):
-            true = product(x, w)
-            assert error(y, true.tanh() if activation is Activation.TANH else true) < 1e-3
+            reference = product(x, w)
+            assert error(y, reference.tanh() if activation is Activation.TANH else reference) < 1e-3

@@ -58,8 +58,8 @@ def test_packed_fp32_is_exact_to_rounding(out: int, inner: int, rows: int) -> No
 def test_packed_bf16_rounds_the_inputs_only(rows: int) -> None:
     weight, x = make(70, 100, torch.bfloat16), make(rows, 100, torch.float32, 1)
     y = CpuLinear(weight)(x)
-    wanted = exact(x.bfloat16() if cpu_library.library().rwkv_has_amx() else x, weight)
-    assert (y - wanted).abs().max() < 1e-4
+    expected = exact(x.bfloat16() if cpu_library.library().rwkv_has_amx() else x, weight)
+    assert (y - expected).abs().max() < 1e-4
 
 
 @needs_compiler

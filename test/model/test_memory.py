@@ -95,22 +95,22 @@ def test_batch_rows_with_interactive_requests(given: int, limit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "max_running", "most"), [(1, 2048, 256), (2, 2048, 512), (2, 2, 8), (4, 4096, 64), (2, 100, 64)]
+    ("gpus", "max_running", "maximum"), [(1, 2048, 256), (2, 2048, 512), (2, 2, 8), (4, 4096, 64), (2, 100, 64)]
 )
-def test_the_largest_number_of_decode_rows_in_mixed_steps(gpus: int, max_running: int, most: int) -> None:
+def test_the_largest_number_of_decode_rows_in_mixed_steps(gpus: int, max_running: int, maximum: int) -> None:
     """By the number of stages that work at the same time. No graph is larger than a group can be."""
     limits = Memory(EngineConfig(model_path="", max_running=max_running), gpu_pipeline(gpus, gpus)).limits()
     assert limits.mixed_rows == {1: 256, 2: 512, 4: 64}[gpus], "with so many rows prompts are scheduled"
     assert (limits.min_gathered_prefill_tokens > 0) == (gpus == 4), "one step of prompts in three rounds is enough"
     sizes = usable_mixed_sizes(limits.rows_in_mixed_step)
-    assert max(size.decoding for size in sizes) == most
+    assert max(size.decoding for size in sizes) == maximum
 
 
-@pytest.mark.parametrize("most", [8, 300, 512, 960])
-def test_no_step_of_up_to_512_rows_is_padded_by_a_whole_tile(most: int) -> None:
-    sizes = padded_sizes(most)
-    assert sizes[-1] >= most
-    for rows in range(1, min(most, 512) + 1):
+@pytest.mark.parametrize("maximum", [8, 300, 512, 960])
+def test_no_step_of_up_to_512_rows_is_padded_by_a_whole_tile(maximum: int) -> None:
+    sizes = padded_sizes(maximum)
+    assert sizes[-1] >= maximum
+    for rows in range(1, min(maximum, 512) + 1):
         assert next(size for size in sizes if size >= rows) - rows < 16
 
 

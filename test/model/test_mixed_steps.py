@@ -59,18 +59,18 @@ def test_rows_are_in_place_and_padding_is_harmless(seed: int) -> None:
     tokens = [None] * first + host["tokens"][: size.prompts.tokens].tolist()
     for i, prompt in enumerate(prompts):
         assert tokens[bounds[first + i] : bounds[first + i + 1]] == prompt
-    for name, wanted, padding in (("read_slots", reads, ZERO_SLOT), ("write_slots", writes, DUMMY_SLOT)):
-        got = host[name][:last].tolist()
-        assert got[:count] == wanted[:count] and got[first : first + rows] == wanted[count:]
-        assert set(got[count:first] + got[first + rows :]) <= {padding}
+    for name, expected, padding in (("read_slots", reads, ZERO_SLOT), ("write_slots", writes, DUMMY_SLOT)):
+        actual = host[name][:last].tolist()
+        assert actual[:count] == expected[:count] and actual[first : first + rows] == expected[count:]
+        assert set(actual[count:first] + actual[first + rows :]) <= {padding}
     for row in range(last):
         assert set(host["token_rows"][bounds[row] : bounds[row + 1]]) == {row}
     ends = [bounds[first + i + 1] - 1 for i in samples]
     assert host["logit_tokens"][: first + len(ends)].tolist() == [*range(first), *ends]
-    got = host["req_slots"][: size.num_sampled].tolist()
-    assert got[:count] == req_slots and got[first : first + len(samples)] == prompt_req_slots
-    assert set(got[count:first] + got[first + len(samples) :]) <= {NOBODY}
-    assert host["req_slots32"][: size.num_sampled].tolist() == [NOBODY, *got[1:]], "row 0 draws later"
+    actual = host["req_slots"][: size.num_sampled].tolist()
+    assert actual[:count] == req_slots and actual[first : first + len(samples)] == prompt_req_slots
+    assert set(actual[count:first] + actual[first + len(samples) :]) <= {NOBODY}
+    assert host["req_slots32"][: size.num_sampled].tolist() == [NOBODY, *actual[1:]], "row 0 draws later"
 
 
 def test_sizes_fit_every_mixed_step() -> None:

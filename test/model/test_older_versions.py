@@ -100,9 +100,9 @@ def states(model: Pipeline, slot: int) -> list[Tensor]:
 
 
 def test_a_version_is_recognised_by_its_tensors(case: Case) -> None:
-    shape, wanted = case.weights.shape, CASES[case.name]
-    assert shape.version == case.name.partition(",")[0] and shape.layers == wanted["layers"]
-    assert case.name.startswith("RWKV-4") or shape.heads == wanted.get("heads", wanted["width"] // 64)
+    shape, expected = case.weights.shape, CASES[case.name]
+    assert shape.version == case.name.partition(",")[0] and shape.layers == expected["layers"]
+    assert case.name.startswith("RWKV-4") or shape.heads == expected.get("heads", expected["width"] // 64)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -112,8 +112,8 @@ def test_logits_and_state_equal_the_reference(case: Case, kernels: str, cuts: tu
     logits = feed(model, case.prompt, cuts)
     ends = torch.tensor(cuts).cumsum(0) - 1
     assert (logits - case.logits[ends]).abs().max() < 1e-4
-    for mine, wanted in zip(states(model, 2), case.state, strict=True):
-        assert (mine - wanted).abs().max() < 1e-4
+    for mine, expected in zip(states(model, 2), case.state, strict=True):
+        assert (mine - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -93,9 +93,9 @@ def test_padding_changes_nothing(stage: Stage, lengths: list[int]) -> None:
     assert behind.max() - behind.min() <= 1, "a long row of padding would take longer than the step's own"
     assert torch.equal(arrays["token_rows"].bincount(), arrays["cu_seqlens"].diff())
     longest = int(arrays["cu_seqlens"].diff().max())
-    wanted, got = forward(stage, inputs), forward(stage, StepInputs(**arrays, max_seqlen=longest))
-    torch.testing.assert_close(got[0][: len(wanted[0])], wanted[0])
-    torch.testing.assert_close(got[1], wanted[1])
+    expected, actual = forward(stage, inputs), forward(stage, StepInputs(**arrays, max_seqlen=longest))
+    torch.testing.assert_close(actual[0][: len(expected[0])], expected[0])
+    torch.testing.assert_close(actual[1], expected[1])
 
 
 def test_pieces_equal_the_whole_step(stage: Stage) -> None:
@@ -107,9 +107,9 @@ def test_pieces_equal_the_whole_step(stage: Stage) -> None:
     assert smallest_fitting([PrefillSize(4, 128), size], inputs) == size and len(pieces.parts) == LAYERS
     arrays = {name: torch.from_numpy(array) for name, array in padded(inputs, size).items()}
     padded_inputs = StepInputs(**arrays, max_seqlen=250)
-    wanted, got = forward(stage, padded_inputs), forward(stage, padded_inputs, pieces)
-    torch.testing.assert_close(got[0], wanted[0])
-    torch.testing.assert_close(got[1], wanted[1])
+    expected, actual = forward(stage, padded_inputs), forward(stage, padded_inputs, pieces)
+    torch.testing.assert_close(actual[0], expected[0])
+    torch.testing.assert_close(actual[1], expected[1])
 
 
 def test_the_smallest_fitting_size_comes_first() -> None:

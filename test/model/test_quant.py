@@ -33,8 +33,8 @@ def make(out: int, inner: int, seed: int = 0) -> Tensor:
     return torch.randn(out, inner, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
-def error(y: Tensor, true: Tensor) -> float:
-    return float((y - true).norm() / true.norm())
+def error(y: Tensor, reference: Tensor) -> float:
+    return float((y - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize("format_", WEIGHT_ONLY)

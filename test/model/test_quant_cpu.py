@@ -66,8 +66,8 @@ def test_with_other_formats_in_one_call() -> None:
     assert all(isinstance(linear, CpuLinear) for linear in linears)
     x = [make(7, 64, i) for i in range(3)]
     maps = [(linear, xi, Activation.RELU_SQUARED) for linear, xi in zip(linears, x, strict=True)]
-    true = [weights[0], dequantise(stored), weights[2].bfloat16().float()]
-    for y, w, xi in zip(run_linears(maps), true, x, strict=True):  # type: ignore[arg-type]
+    reference = [weights[0], dequantise(stored), weights[2].bfloat16().float()]
+    for y, w, xi in zip(run_linears(maps), reference, x, strict=True):  # type: ignore[arg-type]
         assert (y - torch.relu(xi @ w.T).square()).abs().max() < 2e-4
 
 

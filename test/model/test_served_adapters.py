@@ -94,9 +94,9 @@ def test_a_row_equals_merged_weights(adapters: list[Adapter], kernels: str) -> N
         if number == 0:
             assert torch.equal(found[row], plain[row])
             continue
-        wanted = pipeline("naive", adapters[number - 1], merge=True).forward(inputs(None))[row]
-        assert (found[row] - wanted).abs().max() < 1e-4 * max(1, wanted.abs().max())
-        assert (wanted - plain[row]).abs().max() > 0.1
+        expected = pipeline("naive", adapters[number - 1], merge=True).forward(inputs(None))[row]
+        assert (found[row] - expected).abs().max() < 1e-4 * max(1, expected.abs().max())
+        assert (expected - plain[row]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
@@ -190,7 +190,7 @@ def test_experts_equal_their_formula(tmp_path: Path) -> None:
         scores = [0.0, *(tensors[f"{at}.router.linear.weight"] @ token).tolist()]
         best = sorted(range(4), key=lambda e: -scores[e])[:2]
         weights = torch.softmax(torch.tensor([scores[e] for e in best]), 0)
-        wanted = torch.zeros(WIDTH)
+        expected = torch.zeros(WIDTH)
         for e, weight in zip(best, weights, strict=True):
             pair = {
                 n: tensors[f"{at}.expert_{e}.{n}_expert_0"]
@@ -198,8 +198,8 @@ def test_experts_equal_their_formula(tmp_path: Path) -> None:
             }
             own_key = key + 1.5 * pair["key.lora_B"] @ pair["key.lora_A"]
             own_value = value + 1.5 * pair["value.lora_B"] @ pair["value.lora_A"]
-            wanted += weight * (own_value @ torch.relu(own_key @ token).square())
-        assert (mixed - wanted).abs().max() < 1e-4 * max(1, wanted.abs().max())
+            expected += weight * (own_value @ torch.relu(own_key @ token).square())
+        assert (mixed - expected).abs().max() < 1e-4 * max(1, expected.abs().max())
         chosen.add(tuple(best))
     assert len(chosen) > 4
 
@@ -211,9 +211,9 @@ def test_identical_experts_equal_one_lora(tmp_path: Path, kernels: str) -> None:
     lora = read_adapter(write_adapter(tmp_path / "lora.pth", as_lora(tensors)), 1.5)
     plain = pipeline(kernels).forward(inputs(None))
     found = pipeline(kernels, adapter).forward(inputs([1, 0, 1, 1, 0]))
-    wanted = pipeline("naive", lora, merge=True).forward(inputs(None))
+    expected = pipeline("naive", lora, merge=True).forward(inputs(None))
     for row in (0, 2, 3):
-        assert (found[row] - wanted[row]).abs().max() < 1e-4 * wanted[row].abs().max()
+        assert (found[row] - expected[row]).abs().max() < 1e-4 * expected[row].abs().max()
     assert torch.equal(found[1], plain[1]) and torch.equal(found[4], plain[4])
 
 
@@ -222,8 +222,8 @@ def test_experts_with_other_adapters(adapters: list[Adapter], tmp_path: Path) ->
     adapter = read_adapter(write_adapter(tmp_path / "mole.pth", mole(9)), 1.5)
     numbers = [5, 2, 0, 5, 1]
     fast, naive = (pipeline(kernels, *adapters, adapter) for kernels in ("cpu", "naive"))
-    found, wanted = fast.forward(inputs(numbers)).clone(), naive.forward(inputs(numbers))
-    assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    found, expected = fast.forward(inputs(numbers)).clone(), naive.forward(inputs(numbers))
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
     alone = step_inputs([ROWS[3]], [0], [5], [0])
     alone.adapters = tokens_of([ROWS[3]], [5])
     assert torch.equal(fast.forward(alone)[0], found[3])

@@ -187,11 +187,11 @@ def test_codes_are_those_of_the_halves(
     made = with_fp16_rows(ops, libraries, lengths, mixes)
     mixed, halves, of, inputs = made.mixed, made.halves, made.of, made.inputs
     for i in range(3 if mixes == 6 else 1):
-        wanted = quantise_rows(halves[i])
-        assert torch.equal(mixed[i].codes.view(torch.uint8), wanted.codes.view(torch.uint8)), i
-        assert torch.equal(mixed[i].scales, wanted.scales), i
-    true = Prologue(of.norm, of.mix.float(), of.consumer)
-    _, meant = NaiveOps().shift_mix(made.x.float(), made.x.flip(0).float(), true, made.shift.float(), inputs)
+        expected = quantise_rows(halves[i])
+        assert torch.equal(mixed[i].codes.view(torch.uint8), expected.codes.view(torch.uint8)), i
+        assert torch.equal(mixed[i].scales, expected.scales), i
+    reference = Prologue(of.norm, of.mix.float(), of.consumer)
+    _, meant = NaiveOps().shift_mix(made.x.float(), made.x.flip(0).float(), reference, made.shift.float(), inputs)
     assert ((halves.float() - meant).norm() / meant.norm()).item() < 1e-3
 
 
@@ -271,12 +271,12 @@ def test_rows_in_8_bits_have_the_bits_of_the_definition(
     for i, consumer in enumerate((of.consumer, *of.others)):
         assert isinstance(consumer, CudaW8A8Linear)
         transform = InputTransform(consumer.weights.factors, torch.arange(WIDTH))
-        wanted = quantise_rows_w8a8(halves[i][:, consumer.weights.order.long()], transform)
-        got = mixed[i]
-        assert tokens < 4 or (wanted.ratios > 20).any(), "segment 1 is larger in some rows"
-        assert torch.equal(got.codes, wanted.codes)
-        assert torch.equal(got.ratios[:tokens], wanted.ratios)
-        assert torch.equal(got.scales[:tokens].nan_to_num(7), wanted.scales.nan_to_num(7))
+        expected = quantise_rows_w8a8(halves[i][:, consumer.weights.order.long()], transform)
+        actual = mixed[i]
+        assert tokens < 4 or (expected.ratios > 20).any(), "segment 1 is larger in some rows"
+        assert torch.equal(actual.codes, expected.codes)
+        assert torch.equal(actual.ratios[:tokens], expected.ratios)
+        assert torch.equal(actual.scales[:tokens].nan_to_num(7), expected.scales.nan_to_num(7))
 
 
 def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:

@@ -44,31 +44,31 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -
         monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def halves(rows: int) -> tuple[list[Gemm], list[Tensor]]:
     """Two maps of halves and what they give."""
-    maps, wanted = [], []
+    maps, expected = [], []
     for n, k, activation in ((32, 128, Activation.TANH), (32, 256, Activation.SIGMOID)):
         weight, x = torch.randn(n, k).half() / k**0.5, torch.randn(rows, k).half()
         maps.append(Gemm(weight, x, torch.full((rows, n), torch.nan).half(), activation))
         product = x.float() @ weight.float().T
-        wanted.append(product.tanh() if activation is Activation.TANH else product.sigmoid())
-    return maps, wanted
+        expected.append(product.tanh() if activation is Activation.TANH else product.sigmoid())
+    return maps, expected
 
 
 def codes(format_: Format, rows: int) -> tuple[list[QuantGemm], list[Tensor]]:
     """A map of codes of each shape and what they give."""
-    maps, wanted = [], []
+    maps, expected = [], []
     for i, (n, k) in enumerate(SHAPES):
         stored, x = quantise(torch.randn(n, k) / k**0.5, format_), torch.randn(rows, k).half()
         y = torch.full((rows, n), torch.nan, dtype=torch.float32 if i else torch.float16)
         maps.append(QuantGemm(CudaQuantLinear(stored), x, y, Activation.NONE if i else Activation.RELU_SQUARED))
         product = x.float() @ dequantise(stored).T
-        wanted.append(product if i else product.relu().square())
-    return maps, wanted
+        expected.append(product if i else product.relu().square())
+    return maps, expected
 
 
 @pytest.mark.parametrize(("rows", "processors", "with_fp16"), [(1, 1, False), (1, 20, True), (5, 2, True)])
@@ -76,20 +76,20 @@ def codes(format_: Format, rows: int) -> tuple[list[QuantGemm], list[Tensor]]:
 def test_codes(libraries: dict[str, ctypes.CDLL], format_: Format, rows: int, processors: int, with_fp16: bool) -> None:
     """With few processors a block makes several groups of outputs, with many groups are narrower."""
     libraries["rwkv_skinny_quant"].emulation_set(processors, 227 << 10)
-    maps, wanted = codes(format_, rows)
+    maps, expected = codes(format_, rows)
     others, wanted_of_others = halves(rows) if with_fp16 else ([], [])
     multiply_few(maps, others)
-    for m, true in zip([*others, *maps], [*wanted_of_others, *wanted], strict=True):
-        assert error(m.y, true) < 1e-3, (tuple(m.y.shape), m.activation)
+    for m, reference in zip([*others, *maps], [*wanted_of_others, *expected], strict=True):
+        assert error(m.y, reference) < 1e-3, (tuple(m.y.shape), m.activation)
 
 
 @pytest.mark.parametrize(("rows", "processors"), [(8, 1), (11, 20)])
 def test_halves(libraries: dict[str, ctypes.CDLL], processors: int, rows: int) -> None:
     libraries["rwkv_skinny"].emulation_set(processors, 227 << 10)
-    maps, wanted = halves(rows)
+    maps, expected = halves(rows)
     skinny(maps)
-    for m, true in zip(maps, wanted, strict=True):
-        assert error(m.y, true) < 1e-3, tuple(m.y.shape)
+    for m, reference in zip(maps, expected, strict=True):
+        assert error(m.y, reference) < 1e-3, tuple(m.y.shape)
 
 
 @pytest.mark.parametrize("format_", WEIGHT_ONLY)

@@ -59,8 +59,8 @@ def test_products(library: ctypes.CDLL, format_: Format, rows: int, share: float
     packed, meaning = of_format(format_)
     places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
     call(library, "rwkv_sparse_value_quant", *places, NUMBERS[format_], rows, WIDTH, FFN)
-    true = hidden.float() @ meaning.T
-    assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
+    reference = hidden.float() @ meaning.T
+    assert ((y.float() - reference).norm() / reference.norm()).item() < 1e-3
 
 
 @pytest.mark.parametrize(("width", "ffn"), [(128, FFN), (256, 1024)])
@@ -74,8 +74,8 @@ def test_few_rows(few_library: ctypes.CDLL, format_: Format, width: int, ffn: in
     packed, meaning = pack(stored, transposed=True), dequantise(stored)
     places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), shares.data_ptr()
     call(few_library, "rwkv_sparse_few_quant", *places, NUMBERS[format_], rows, width, ffn)
-    true = hidden.float() @ meaning.T
-    assert ((shares[:-1].sum(0) - true).norm() / true.norm()).item() < 1e-3
+    reference = hidden.float() @ meaning.T
+    assert ((shares[:-1].sum(0) - reference).norm() / reference.norm()).item() < 1e-3
     assert shares[-1].isnan().all()
 
 
@@ -87,8 +87,8 @@ def test_one_row(of_one_row: ctypes.CDLL, format_: Format, share: float) -> None
     packed, meaning = of_format(format_, FFN_OF_ONE_ROW)
     places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
     call(of_one_row, "rwkv_sparse_row_quant", *places, NUMBERS[format_], WIDTH, FFN_OF_ONE_ROW)
-    true = hidden.float() @ meaning.T
-    assert ((y.float() - true).norm() / true.norm()).item() < 1e-3
+    reference = hidden.float() @ meaning.T
+    assert ((y.float() - reference).norm() / reference.norm()).item() < 1e-3
 
 
 @pytest.mark.parametrize("format_", WEIGHT_ONLY)

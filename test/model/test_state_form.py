@@ -44,13 +44,13 @@ def codes(packed: Tensor) -> Tensor:
 
 
 def test_the_error_is_below_one_step_of_the_row() -> None:
-    true = numbers(8, 4)
-    packed = pack_int8(true)
+    reference = numbers(8, 4)
+    packed = pack_int8(reference)
     assert packed.shape == (8, 4, HEAD_BYTES) and packed.dtype is torch.uint8
-    largest, scale = true.abs().amax(-1), scales(packed)
+    largest, scale = reference.abs().amax(-1), scales(packed)
     assert (scale >= largest / MAX_CODE).all() and (scale <= largest / MAX_CODE * (1 + 2**-7)).all()
     assert codes(packed).abs().max() == MAX_CODE
-    steps = (unpack_int8(packed) - true) / scale.unsqueeze(-1)
+    steps = (unpack_int8(packed) - reference) / scale.unsqueeze(-1)
     assert steps.abs().max() < 1 + 2**-15
     assert steps.mean().abs() < 0.005, "131,072 roundings of variance 1/6"
 
@@ -77,14 +77,14 @@ def test_a_scale_is_kept_while_it_fits() -> None:
 @pytest.mark.parametrize("decay", [0.99, 0.999])
 def test_slow_decays_are_exact_on_average(decay: float) -> None:
     """With rounding to nearest, values below 1 / (2 (1 - decay)) would never decay."""
-    true = numbers(2, 2)
-    packed, tiny = pack_int8(true), true.abs().amax(-1, keepdim=True) * 1e-3
-    start, generator = true.clone(), torch.Generator().manual_seed(3)
+    reference = numbers(2, 2)
+    packed, tiny = pack_int8(reference), reference.abs().amax(-1, keepdim=True) * 1e-3
+    start, generator = reference.clone(), torch.Generator().manual_seed(3)
     for _ in range(300):
-        added = torch.randn(true.shape, generator=generator) * tiny
+        added = torch.randn(reference.shape, generator=generator) * tiny
         packed = pack_int8(unpack_int8(packed) * decay + added, packed)
-        true = true * decay + added
-    left = (unpack_int8(packed) * start).sum() / (true * start).sum()
+        reference = reference * decay + added
+    left = (unpack_int8(packed) * start).sum() / (reference * start).sum()
     assert abs(left.item() - 1) < 0.02
 
 
@@ -149,8 +149,8 @@ def test_an_invalid_state_affects_only_its_row(weights: Weights, kernels: str, f
     state.wkv[2] = form.pack(wkv)
     for _ in range(2):
         logits = model.forward(step_inputs([[7], [8]], [2, 3], [2, 3], [0, 1]))
-        true = alone.forward(step_inputs([[7], [8]], [2, 3], [2, 3], [0, 1]))
-        assert logits[0].isnan().all() and torch.equal(logits[1], true[1])
+        reference = alone.forward(step_inputs([[7], [8]], [2, 3], [2, 3], [0, 1]))
+        assert logits[0].isnan().all() and torch.equal(logits[1], reference[1])
     assert form.find_invalid(state.wkv[2]) and not form.find_invalid(state.wkv[3])
 
 
@@ -184,8 +184,8 @@ def prompt(seed: int, length: int) -> list[int]:
 def test_logits_are_close_to_fp32(weights: Weights, kernels: str) -> None:
     int8, fp32 = pipeline(weights, kernels), pipeline(weights, kernels, "fp32")
     for i, token in enumerate(prompt(1, 60)):
-        found, true = (model.forward(step_inputs([[token]], [2 if i else 0], [2], [0])) for model in (int8, fp32))
-    assert 0 < (found - true).norm() / true.norm() < 0.03
+        found, reference = (model.forward(step_inputs([[token]], [2 if i else 0], [2], [0])) for model in (int8, fp32))
+    assert 0 < (found - reference).norm() / reference.norm() < 0.03
 
 
 def test_a_head_is_packed_alike_alone_and_in_a_batch() -> None:

@@ -10,7 +10,7 @@ from rwkv_batch.runner.layer_split import check_layers
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [
         ("cuda fp16 *10 -> cpu fp32", Strategy(("cuda", "cpu"), (10, 0), "auto")),
         ("cuda:0 fp16 *10 -> cuda:1 fp16 *8 -> cpu fp32", Strategy(("cuda:0", "cuda:1", "cpu"), (10, 8, 0), "auto")),
@@ -23,8 +23,8 @@ from rwkv_batch.runner.layer_split import check_layers
         ("cuda fp16 *8+ -> cpu fp32 *2", Strategy(("cuda", "cpu"), (0, 2), "auto", (8, None))),
     ],
 )
-def test_their_meaning(text: str, wanted: Strategy) -> None:
-    assert parse_strategy(text) == wanted
+def test_their_meaning(text: str, expected: Strategy) -> None:
+    assert parse_strategy(text) == expected
 
 
 @pytest.mark.parametrize(

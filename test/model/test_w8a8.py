@@ -31,8 +31,8 @@ def stored_and_rows(inner: int, outliers: float = 1.0, out: int = 96, rows: int 
     return quantise(random(out, inner, seed=2) * 0.02, Format.W8A8, x.abs().amax(0)), x
 
 
-def relative_error(y: Tensor, true: Tensor) -> float:
-    return float((y - true).norm() / true.norm())
+def relative_error(y: Tensor, reference: Tensor) -> float:
+    return float((y - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize(

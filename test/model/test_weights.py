@@ -381,5 +381,5 @@ def test_a_folded_table_equals_the_norm_of_each_row() -> None:
     folded = plain.fold(torch.float16)
     assert folded.ln0 is None and folded.fold(torch.float16) is folded
     rows = plain.table.float()
-    wanted = torch.nn.functional.layer_norm(rows, (64,), plain.ln0.weight, plain.ln0.bias, 1e-5)
-    assert torch.equal(folded.table, wanted.half())
+    expected = torch.nn.functional.layer_norm(rows, (64,), plain.ln0.weight, plain.ln0.bias, 1e-5)
+    assert torch.equal(folded.table, expected.half())

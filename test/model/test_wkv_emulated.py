@@ -128,7 +128,7 @@ def exits_of(layer: Any, given: dict[str, Tensor]) -> list[Tensor]:
     return [*low, given["gate"].float() @ layer.gate_out.float().T]
 
 
-def true(layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]) -> Tensor:
+def reference(layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]) -> Tensor:
     """The same in fp32."""
     rows, first = len(given["r"]), given.get("first")
     gate, w, a, g = exits_of(layer, given)
@@ -146,8 +146,8 @@ def make_inputs(rows: int, first_layer: bool) -> dict[str, Tensor]:
     return given | {"low": torch.randn(3, rows, RANK).half(), "gate": torch.rand(rows, GATE_RANK).half()}
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -156,11 +156,11 @@ def test_a_step(library: ctypes.CDLL, rows: int, first_layer: bool, dtype: torch
     layer, given = make_layer(), make_inputs(rows, first_layer)
     state = 0.3 * torch.randn(2 * rows, HEADS, 64, 64)
     slots = torch.arange(rows), torch.arange(rows).flip(0) + rows
-    wkv, wanted = state.to(dtype), state.to(dtype).float()
+    wkv, expected = state.to(dtype), state.to(dtype).float()
     kept = wkv[:rows].clone()
-    y, wanted_y = run(library, layer, given, wkv, slots), true(layer, given, wanted, slots)
+    y, wanted_y = run(library, layer, given, wkv, slots), reference(layer, given, expected, slots)
     assert error(y, wanted_y) < 2e-3
-    assert error(wkv, wanted) < 1e-3
+    assert error(wkv, expected) < 1e-3
     assert torch.equal(wkv[:rows], kept)
 
 
@@ -186,14 +186,14 @@ def coded_slots(rows: int) -> tuple[Tensor, Tensor]:
     return stored, unpack_int8(stored)
 
 
-def assert_codes(got: Tensor, want: Tensor) -> None:
+def assert_codes(actual: Tensor, expected: Tensor) -> None:
     """A code off at most, on average nothing, but for halves' rounding: `got` [..., 4224], numbers [..., 64, 64]."""
-    scale = got[..., 64 * 64 :].contiguous().view(torch.bfloat16).float()
-    off = (unpack_int8(got) - want) / scale.clamp(min=1e-4).unsqueeze(-1)
+    scale = actual[..., 64 * 64 :].contiguous().view(torch.bfloat16).float()
+    off = (unpack_int8(actual) - expected) / scale.clamp(min=1e-4).unsqueeze(-1)
     assert float((off.abs() > 1.1).float().mean()) < 2e-3
     assert abs(float(off.mean())) < 6 / off.numel() ** 0.5
     assert 0.05 < float(off.square().mean()) < 0.2
-    assert int(got[..., : 64 * 64].view(torch.int8).min()) >= -127
+    assert int(actual[..., : 64 * 64].view(torch.int8).min()) >= -127
 
 
 @pytest.mark.parametrize(
@@ -203,14 +203,14 @@ def assert_codes(got: Tensor, want: Tensor) -> None:
 def test_a_step_of_codes(library: ctypes.CDLL, decode: ctypes.CDLL, kernel: str, rows: int, first_layer: bool) -> None:
     """30 rows are several items for each warp of the one processor. The first row starts in slot 0."""
     layer, given = make_layer(), make_inputs(rows, first_layer)
-    stored, wanted = coded_slots(rows)
+    stored, expected = coded_slots(rows)
     slots = torch.arange(rows), torch.arange(rows).flip(0) + rows + 1
     kept = stored[: rows + 1].clone()
     decode["emulation_set"](1, 227 << 10)
     step = run if kernel == "few" else run_decode
     y = step(library if kernel == "few" else decode, layer, given, stored, slots)
-    assert error(y, true(layer, given, wanted, slots)) < 2e-3
-    assert_codes(stored[rows + 1 :], wanted[rows + 1 :])
+    assert error(y, reference(layer, given, expected, slots)) < 2e-3
+    assert_codes(stored[rows + 1 :], expected[rows + 1 :])
     assert torch.equal(stored[: rows + 1], kept)
 
 

@@ -200,10 +200,12 @@ def test_the_bench_command_lists_programs_only(
     assert not {"tools.http_load", "quality_states"} & set(names.split(", "))
 
 
-@pytest.mark.parametrize(("wanted", "reason"), [("cuda", "do not run on cpu"), ("x", "one of auto, cuda, cpu, naive")])
-def test_unavailable_kernels_name_alternatives(wanted: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"{wanted}.*{reason}.*--kernels auto"):
-        choose_ops(wanted, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("expected", "reason"), [("cuda", "do not run on cpu"), ("x", "one of auto, cuda, cpu, naive")]
+)
+def test_unavailable_kernels_name_alternatives(expected: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"{expected}.*{reason}.*--kernels auto"):
+        choose_ops(expected, torch.device("cpu"))
 
 
 def test_http_workers_by_cpus() -> None:

@@ -220,17 +220,17 @@ def test_valid_request_ids_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("default", "most", "given", "limit"),
+    ("default", "maximum", "given", "limit"),
     [(0, 0, None, None), (0, 0, 7, 7), (5, 0, None, 5), (5, 0, 9, 9), (5, 3, None, 3), (0, 3, None, 3), (5, 9, 8, 8)],
 )
-def test_time_limits(default: float, most: float, given: float | None, limit: float | None) -> None:
+def test_time_limits(default: float, maximum: float, given: float | None, limit: float | None) -> None:
     from routes.response.generate import time_limit
 
-    config = HttpConfig(default_timeout_s=default, max_timeout_s=most)
+    config = HttpConfig(default_timeout_s=default, max_timeout_s=maximum)
     assert time_limit(config, given) == limit
-    if most:
+    if maximum:
         with pytest.raises(ServiceError, match="--max-timeout-s") as refusal:
-            time_limit(config, most + 1)
+            time_limit(config, maximum + 1)
         assert refusal.value.info.field == "timeout_s"
 
 

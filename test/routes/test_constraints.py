@@ -76,11 +76,11 @@ def test_unsupported_constraints_are_422_with_their_field(
 
 
 def test_openai_response_format(client: openai.OpenAI) -> None:
-    def ask(wanted: Any, **fields: Any) -> str:
+    def ask(expected: Any, **fields: Any) -> str:
         answer = client.chat.completions.create(
             model="rwkv7",
             messages=[{"role": "user", "content": "A person, please."}],
-            response_format=wanted,
+            response_format=expected,
             max_tokens=400,
             seed=4,
             **fields,

@@ -129,8 +129,10 @@ def check_nothing_leaks(failing: FailingService, descriptors: int) -> None:
     failing.service.wait_idle()
     left = failing.temporary_files()
     wait_for(lambda: len(failing.temporary_files()) <= failing.undeleted, 30, f"temporary files are deleted: {left}")
-    most = descriptors + MORE_DESCRIPTORS
-    wait_for(lambda: failing.num_descriptors() <= most, 30, f"{failing.num_descriptors()} descriptors of {most} close")
+    maximum = descriptors + MORE_DESCRIPTORS
+    wait_for(
+        lambda: failing.num_descriptors() <= maximum, 30, f"{failing.num_descriptors()} descriptors of {maximum} close"
+    )
 
 
 def test_a_failed_file_call_loses_no_turn(failing: FailingService) -> None:

@@ -141,9 +141,9 @@ def test_a_dead_writer_ends_the_engine_and_a_new_one_serves(tmp_path: Path, tiny
 
 
 def test_a_list_of_sessions_is_bounded(service: Service) -> None:
-    for field, most in (("offset", 2**53 - 1), ("limit", 10_000)):
-        assert service.post("/state/status", {field: most}).status_code == 200
-        for beyond in (most + 1, 2**63 - 1, 10**30, -1):
+    for field, maximum in (("offset", 2**53 - 1), ("limit", 10_000)):
+        assert service.post("/state/status", {field: maximum}).status_code == 200
+        for beyond in (maximum + 1, 2**63 - 1, 10**30, -1):
             refused = service.post("/state/status", {field: beyond})
             assert (refused.status_code, refused.json()["field"]) == (422, field)
 

@@ -83,6 +83,6 @@ def test_all_kinds_of_tasks(service: Service, tiny_model: Path, tmp_path: Path) 
             ids = [0] * (not question) + TOKENIZER.encode(question + choice)
             assert float(reported) == pytest.approx(sum(oracle.token_logprobs(ids, start)), abs=1e-4 * len(ids))
     for sample, text in zip(samples(tmp_path, "loglikelihood_rolling"), TEXTS, strict=True):
-        wanted = sum(oracle.token_logprobs([0, *TOKENIZER.encode(text)]))
-        assert float(sample["filtered_resps"][0]) == pytest.approx(wanted, rel=1e-5)
+        expected = sum(oracle.token_logprobs([0, *TOKENIZER.encode(text)]))
+        assert float(sample["filtered_resps"][0]) == pytest.approx(expected, rel=1e-5)
     assert len(samples(tmp_path, "generate_until")) == 2

@@ -64,10 +64,10 @@ def made_short(body: Any) -> Any:
     short = {name: value for name, value in body.items() if name != "timeout_s"}
     short.setdefault("n_predict", MOST_TOKENS)  # llama.cpp's
     lengths = ("max_tokens", "max_completion_tokens", "n_predict")
-    for name, most in (*((name, MOST_TOKENS) for name in lengths), ("n", MOST_ROWS)):
+    for name, maximum in (*((name, MOST_TOKENS) for name in lengths), ("n", MOST_ROWS)):
         value = short.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > most:
-            short[name] = most
+        if isinstance(value, int) and not isinstance(value, bool) and value > maximum:
+            short[name] = maximum
     if "max_tokens" not in short:
         short["max_tokens"] = MOST_TOKENS
     if isinstance(short.get("options", {}), dict):  # Ollama's

@@ -193,10 +193,10 @@ def test_a_call_cut_by_max_tokens(client: OpenAI) -> None:
 
 
 def test_a_call_cut_before_its_name_is_not_content(client: OpenAI) -> None:
-    for most in (1, 3):
-        choice = call_chat(client, max_tokens=most).choices[0]
+    for maximum in (1, 3):
+        choice = call_chat(client, max_tokens=maximum).choices[0]
         assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", "", None)
-        chunks = list(call_chat(client, max_tokens=most, stream=True))
+        chunks = list(call_chat(client, max_tokens=maximum, stream=True))
         received = [chunk.choices[0].delta for chunk in chunks]
         assert not any(delta.content or delta.tool_calls for delta in received)
         assert chunks[-1].choices[0].finish_reason == "length"

@@ -137,12 +137,12 @@ def test_a_wakeup_just_after_the_timeout_is_consumed() -> None:
 def test_no_item_and_no_wakeup_is_lost() -> None:
     wakeups = ReaderWakeups(max_woken=1)
     boxes: list[Mailbox[int]] = [Mailbox() for _ in range(8)]
-    got = [0] * len(boxes)
+    actual = [0] * len(boxes)
     ended = threading.Event()
 
     def read(index: int) -> None:
         while not ended.is_set() or boxes[index].items:
-            got[index] += len(wakeups.take(boxes[index], 0.0002 * index))
+            actual[index] += len(wakeups.take(boxes[index], 0.0002 * index))
 
     threads = [threading.Thread(target=read, args=(index,)) for index in range(len(boxes))]
     for thread in threads:
@@ -155,5 +155,5 @@ def test_no_item_and_no_wakeup_is_lost() -> None:
     for thread in threads:
         thread.join(LONG_S)
         assert not thread.is_alive()
-    assert got == [500] * len(boxes)
+    assert actual == [500] * len(boxes)
     assert wakeups._free == 1

@@ -306,6 +306,6 @@ def test_unique_items_false_is_ignored(compiler: GrammarCompiler) -> None:
 
 def test_the_schema_at_a_place() -> None:
     held = {"a": {"b.c": [1, {"d": 2}], "b": {"c": [3]}, "[0]": 4}, "a.b": 5}
-    wanted = {"": held, ".a.b.c[1].d": 2, ".a.b.c[2]": None, ".a.[0]": 4, ".a[0]": None, ".nowhere": None}
-    assert {place: json.loads(schema_at(json.dumps(held), place)) for place in wanted} == wanted
+    expected = {"": held, ".a.b.c[1].d": 2, ".a.b.c[2]": None, ".a.[0]": 4, ".a[0]": None, ".nowhere": None}
+    assert {place: json.loads(schema_at(json.dumps(held), place)) for place in expected} == expected
     assert schema_at("{", ".a") == "{"

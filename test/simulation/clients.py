@@ -59,8 +59,8 @@ class Clients:
         self._openings = [self._tokens(33, 44) for _ in range(3)]
         self._openings.append(self._openings[0] + self._tokens(33, 40))
 
-    def _tokens(self, least: int, most: int) -> list[int]:
-        return [self._rng.choice(ALPHABET) for _ in range(self._rng.randint(least, most))]
+    def _tokens(self, minimum: int, maximum: int) -> list[int]:
+        return [self._rng.choice(ALPHABET) for _ in range(self._rng.randint(minimum, maximum))]
 
     def deleted(self, name: str) -> None:
         """A session was deleted without a request."""

@@ -73,8 +73,8 @@ class Settings:
         often = rng.random() < 0.5  # half of the worlds have no faults: they must answer all requests
         durability = rng.choice(["log", "log", "log", "turn", "lazy"])
 
-        def chance(kind: str, most: float) -> float:
-            sampled = rng.random() * most
+        def chance(kind: str, maximum: float) -> float:
+            sampled = rng.random() * maximum
             may_lose = durability == "lazy" and kind in ("read", "thread")  # as its documents say
             return sampled if often and kind not in without and not may_lose else 0.0
 

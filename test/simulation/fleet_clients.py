@@ -120,8 +120,8 @@ class FleetClients:
     def _session(self, name: str) -> LinearSession:
         return self.sessions.setdefault(name, LinearSession(self._world.has_link_faults))
 
-    def _tokens(self, most: int) -> list[int]:
-        return [self._rng.choice(ALPHABET) for _ in range(self._rng.randint(1, most))]
+    def _tokens(self, maximum: int) -> list[int]:
+        return [self._rng.choice(ALPHABET) for _ in range(self._rng.randint(1, maximum))]
 
     def _request(self, **fields: Any) -> GenerateRequest:
         rng = self._rng
@@ -299,8 +299,8 @@ class FleetClients:
         if request.session:
             self.sessions[request.session].failed(request.number, may_be_kept)
         if "tokens a minute" in error.message:
-            most = sum(one.max_cost for one in self.requests if one.job.client == request.job.client)
-            used = most - request.max_cost
+            maximum = sum(one.max_cost for one in self.requests if one.job.client == request.job.client)
+            used = maximum - request.max_cost
             demand(used >= (self.limits.tokens_per_minute or 0), f"{request.job.client} is refused after {used} tokens")
         elif not (error.kind is ErrorKind.CANCELLED and request.is_cancelled):
             self._explain(error, request.at, request.session)

@@ -269,10 +269,10 @@ class FleetWorld:
         for key in (f"key{number}" for number in range(KEYS)):
             charged = limit - levels.get(key, float(limit))  # type: ignore[operator]
             requests = [one for one in self.clients.requests if one.job.client == key]
-            cost, most = sum(one.cost for one in requests), sum(one.max_cost for one in requests)
+            cost, maximum = sum(one.cost for one in requests), sum(one.max_cost for one in requests)
             demand(
-                charged <= most or self.has_link_faults,  # an end that was lost may be charged again in part
-                f"{key} was charged {charged} tokens and can have used {most}",
+                charged <= maximum or self.has_link_faults,  # an end that was lost may be charged again in part
+                f"{key} was charged {charged} tokens and can have used {maximum}",
             )
             if self.is_calm:
                 demand(charged == cost, f"{key} was charged {charged} tokens and has used {cost}")

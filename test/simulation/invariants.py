@@ -138,9 +138,10 @@ def _check_slots(engine: Engine, pool: Any) -> None:
     shared = Counter(base.slot for base in set(readers) if base is not None)
     held = ref_counts(tiers.slots)
     for slot in {*held, *expected}:
-        least, most = expected[slot], expected[slot] + shared[slot] + _unsettled(pool)
+        minimum, maximum = expected[slot], expected[slot] + shared[slot] + _unsettled(pool)
         demand(
-            least <= held.get(slot, 0) <= most, f"slot {slot} is held {held.get(slot, 0)} times, not {least}..{most}"
+            minimum <= held.get(slot, 0) <= maximum,
+            f"slot {slot} is held {held.get(slot, 0)} times, not {minimum}..{maximum}",
         )
     free = sorted(tiers.slots._free)
     demand(free == [s for s in range(FIRST_FREE_SLOT, len(tiers.slots._ref_counts)) if s not in held], f"free {free}")
@@ -181,8 +182,10 @@ def _check_tiers(pool: Any) -> None:
     existing = sum(session.exists for session in index)
     demand(index.num_existing == existing, f"{index.num_existing} sessions are counted, {existing} exist")
     config = pool.config
-    most = config.l2_sessions + config.transfer_states
-    demand(pool._store is None or len(index.l2) <= most + 1, f"{len(index.l2)} sessions in host memory, limit {most}")
+    maximum = config.l2_sessions + config.transfer_states
+    demand(
+        pool._store is None or len(index.l2) <= maximum + 1, f"{len(index.l2)} sessions in host memory, limit {maximum}"
+    )
 
 
 def check_rest(engine: Engine, pool: StatePool) -> None:

@@ -102,8 +102,8 @@ class Judge:
         own, request = self._world.own, submission.rows[0][0]
         if own is None:
             return False
-        most = self._world.pool.tiers.slots.num_usable // 2
-        if any(len(one.mixture) > most for one, _ in submission.rows):
+        maximum = self._world.pool.tiers.slots.num_usable // 2
+        if any(len(one.mixture) > maximum for one, _ in submission.rows):
             return True
         if request.session is None:
             return False

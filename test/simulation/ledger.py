@@ -170,8 +170,8 @@ class Ledger:
         for session in found.values():
             expected = self._candidates(session.key, forgets)
             if forgets:
-                least = len(self.safe.get(session.key, ()))
-                expected += [past for past in self.past.get(session.key, []) if len(past) >= least]
+                minimum = len(self.safe.get(session.key, ()))
+                expected += [past for past in self.past.get(session.key, []) if len(past) >= minimum]
             fitting = [history for history in expected if len(history) == session.num_tokens]
             lengths = [len(history) for history in expected]
             demand(fitting, f"{session.key} holds {session.num_tokens} tokens after a crash, not one of {lengths}")

@@ -52,16 +52,16 @@ class Pipe:
             return now >= max(self._pieces[0][0], self.holds_until)
         return self._ends_at is not None and now >= self._ends_at
 
-    def receive(self, most: int) -> bytes:
+    def receive(self, maximum: int) -> bytes:
         """Wait for bytes; b"": the end."""
         self._network.tasks.wait(self.has_input)
         if not self._pieces or not self.has_input():
             return b""
         at, piece = self._pieces.popleft()
-        if len(piece) > most:
-            self._pieces.appendleft((at, piece[most:]))
-        self._size -= min(most, len(piece))
-        return piece[:most]
+        if len(piece) > maximum:
+            self._pieces.appendleft((at, piece[maximum:]))
+        self._size -= min(maximum, len(piece))
+        return piece[:maximum]
 
     def wait_for_room(self) -> None:
         """Wait until the buffer has room, or the other end is gone."""

@@ -138,9 +138,9 @@ class Tasks:
             self._tasks.remove(task)
         return True
 
-    def run(self, most: int) -> None:
+    def run(self, maximum: int) -> None:
         """Run tasks up to `times` times."""
-        for _ in range(most):
+        for _ in range(maximum):
             if not self.run_one():
                 return
 

@@ -171,10 +171,10 @@ class Script:
             self.faults.append(f"{name}:{dialogue} has another state")
 
 
-def main(folder: Path, durability: str, first: int, step: int, most: int, count: int, synchronous: str) -> None:
+def main(folder: Path, durability: str, first: int, step: int, maximum: int, count: int, synchronous: str) -> None:
     calls = FailingCalls()
     number, tried = first, 0
-    while tried < most:
+    while tried < maximum:
         home = folder / f"{durability}-{number}"
         home.mkdir()
         open_before = len(os.listdir("/proc/self/fd"))
@@ -195,7 +195,7 @@ def main(folder: Path, durability: str, first: int, step: int, most: int, count:
         if not failed:
             break
         number, tried = number + step, tried + 1
-    print(json.dumps({"tried": tried, "last": number, "exhausted": tried < most}), flush=True)
+    print(json.dumps({"tried": tried, "last": number, "exhausted": tried < maximum}), flush=True)
 
 
 if __name__ == "__main__":

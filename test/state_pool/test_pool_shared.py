@@ -380,11 +380,11 @@ def test_export_and_import_on_any_engine(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     one.turn("s", [1, 2])
     two.turn("s", [3])
-    got: list[SessionFile | Exception] = []
-    one.pool.import_export.export("s", got.append)  # its own copy is older
-    one.until(lambda: bool(got))
-    assert isinstance(got[0], SessionFile)
-    file = decode(got[0].encode())
+    actual: list[SessionFile | Exception] = []
+    one.pool.import_export.export("s", actual.append)  # its own copy is older
+    one.until(lambda: bool(actual))
+    assert isinstance(actual[0], SessionFile)
+    file = decode(actual[0].encode())
     taken, brought = Outcome(), Outcome()
     one.pool.import_export.import_session("s", one.pool.import_export.fit(file), taken)
     one.until(lambda: taken.known)

@@ -47,9 +47,9 @@ def test_resharded_state_equals_the_other_split(stored: Sequence[float], own: Se
     found = reshard_state(state_of(stored), before, after)
     assert {name: len(part) for name, part in found.items()} == part_sizes(after)
     for name, expected in state_of(own).items():
-        got = bytes(found[name])
-        assert all(one in {a, 255} or a == 255 for one, a in zip(got, expected, strict=True))
-        assert own == stored or 255 not in got, "a stage's own half is not the one that means nothing"
+        actual = bytes(found[name])
+        assert all(one in {a, 255} or a == 255 for one, a in zip(actual, expected, strict=True))
+        assert own == stored or 255 not in actual, "a stage's own half is not the one that means nothing"
 
 
 def test_resharding_back_restores_the_state() -> None:

@@ -69,16 +69,16 @@ def answering_model(service: Service, model: str, path: str = CHAT) -> str:
     return str(choice["message"]["content"] if "message" in choice else choice["text"]).strip()
 
 
-def wait_for_all_workers(service: Service, model: str, want: str | int) -> None:
+def wait_for_all_workers(service: Service, model: str, expected: str | int) -> None:
     """Wait until every HTTP worker has the new state."""
 
     def ask() -> bool:
         found = [service.post(CHAT, {**WHO, "model": model}) for _ in range(ALL)]
-        if isinstance(want, int):
-            return all(answer.status_code == want for answer in found)
-        return all(a.status_code == 200 and want in a.text for a in found)
+        if isinstance(expected, int):
+            return all(answer.status_code == expected for answer in found)
+        return all(a.status_code == 200 and expected in a.text for a in found)
 
-    wait_for(ask, 20, f"{model}: {want}")
+    wait_for(ask, 20, f"{model}: {expected}")
 
 
 def test_a_model_is_loaded_used_listed_and_unloaded(fake: Service) -> None:
