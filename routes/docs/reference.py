@@ -45,12 +45,15 @@ INTRODUCTION = (
     "clients. A client may send its own id, of at most 128 "
     "letters, digits and `. : / + = @ - _`. Errors repeat it as `request_id`.",
     "**Streams.** A stream consists of server-sent events and ends with `data: [DONE]`. An error within a stream is "
-    'the event `data: {"error": …}`.',
+    'the event `data: {"error": …}`. Ollama\'s streams are JSON lines (`application/x-ndjson`), and an error is a line '
+    "`{\"error\": …}`. Anthropic's events have names and end with `message_stop`. llama.cpp's end with `stop`: true. "
+    "These have no `[DONE]`.",
     "**Status.** An error before the answer begins has its HTTP status. Answers without a stream begin when they are "
     "complete. A stream begins when the request is admitted. The stream of a session's turn begins with its first "
-    "token, or after two seconds.",
+    "token, or after two seconds. Ollama's streams begin with the first token.",
     "**Errors.** Native routes answer with `error` as text. Routes of OpenAI's API answer with OpenAI's error object. "
-    "`/v1/chat/completions` and `/v2/chat/completions` do so for a body with `messages`.",
+    "`/v1/chat/completions` and `/v2/chat/completions` do so for a body with `messages`. Anthropic's routes answer "
+    "with Anthropic's error object.",
     '**Errors after status 200.** In a stream they are the event `data: {"error": …}`. So check for `error` first. '
     "In an answer of several rows, a failed row has `error` in its choice.",
     "**Timeouts.** A stream has a heartbeat every 0.25 s, so a read timeout of the client never expires. An answer "

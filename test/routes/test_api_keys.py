@@ -326,6 +326,32 @@ def test_a_key_without_admin_rights_is_told_so(keyed: Service) -> None:
         assert keyed.post("/v1/states", {"password": CHIEF}, headers={**bearer("-"), **secret}).status_code == 422
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": 1}}),
+        ("/api/generate", {"prompt": "a", "options": {"num_predict": 1}}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/completion", {"prompt": "a", "n_predict": 1}),
+    ],
+)
+def test_other_formats_need_a_key_and_count_it(keyed: Service, path: str, fields: dict[str, Any]) -> None:
+    for headers in (bearer(NARROW), {"x-api-key": NARROW}):
+        answer = keyed.request("POST", path, json=fields, headers={**headers, "X-Request-Id": f"count-{len(headers)}"})
+        assert answer.status_code == 200, answer.text
+    assert keyed.request("POST", path, json=fields, headers={"x-api-key": "wrong"}).status_code == 401
+    wait_for(lambda: sum(is_of(line, "narrow", path) for line in log_lines(keyed)) == 2, 20, "both are logged")
+
+
+def is_of(line: dict[str, Any], client: str, path: str) -> bool:
+    return (line.get("client"), line.get("route"), line.get("rows")) == (client, path, 1)
+
+
+def test_slots_need_admin_rights(keyed: Service) -> None:
+    for key, status in ((NARROW, 401), (CHIEF, 200)):
+        assert keyed.request("GET", "/slots", headers=bearer(key)).status_code == status
+
+
 def test_a_key_sees_and_cancels_only_its_own_requests(keyed: Service) -> None:
     endless = json.dumps({"contents": ["a"], "max_tokens": 1_000_000}).encode()
     with keyed.connect() as others, keyed.connect() as own:

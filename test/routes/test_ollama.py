@@ -69,7 +69,7 @@ def test_about_a_model(service: Service) -> None:
 
 def test_a_stream_has_the_text_of_the_whole_answer(service: Service) -> None:
     client = ollama.Client(service.url)
-    ask: dict[str, Any] = {"model": "rwkv7", "messages": say("x"), "options": {"num_predict": 9, "seed": 3}}
+    ask: dict[str, Any] = {"model": "rwkv7:latest", "messages": say("x"), "options": {"num_predict": 9, "seed": 3}}
     ask["options"]["stop"] = ["no such text"]
     whole = client.chat(**ask, logprobs=True, top_logprobs=1)
     *parts, last = client.chat(**ask, stream=True)
