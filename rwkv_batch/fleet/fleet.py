@@ -237,7 +237,7 @@ class Fleet:
             self._on_lost(in_flight_job, attempt, attempt.member.draining_error if is_draining else refusal.info)
         else:
             self._forget(in_flight_job)
-            in_flight_job.report_admission(refusal)
+            in_flight_job.report_admission(in_flight_job.final_refusal(refusal))
 
     def _on_events(self, in_flight_job: InFlightJob, attempt: Attempt, events: JobEvents) -> None:
         """Handle an engine's events of a job. Events of an earlier attempt are dropped."""

@@ -171,8 +171,20 @@ class InFlightJob:
             f"the request ran on {self.losses} engines that were lost, --resubmit allows {self.losses - 1}; it may be "
             f"the cause and is not sent to another engine. Last error: {last.message}"
         )
-        is_turn = any(row.session is not None for row in self.job.rows)
-        if is_turn and MAY_BE_KEPT not in message:
+        return self._lost_error(message)
+
+    def final_refusal(self, refusal: ServiceError) -> ServiceError:
+        """Return the refusal to report. A turn that was sent to a lost engine may be kept, so it is not refused."""
+        if not self.losses or not self._is_turn:
+            return refusal
+        return ServiceError.from_info(self._lost_error(f"the engine was lost, and another refused: {refusal}"))
+
+    @property
+    def _is_turn(self) -> bool:
+        return any(row.session is not None for row in self.job.rows)
+
+    def _lost_error(self, message: str) -> ErrorInfo:
+        if self._is_turn and MAY_BE_KEPT not in message:
             message = f"{message}; {MAY_BE_KEPT}"
         return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
 

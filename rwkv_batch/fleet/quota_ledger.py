@@ -70,6 +70,7 @@ class QuotaLedger:
                 self._copy.add(usage)
                 if self._holder is not holder:
                     self._connection = -1  # the new one gets this job, too
+                    holder.client.report_usage(_report(CountedJob(usage), done=True))
         on_answer(answer)
 
     def charge(self, job_id: str, events: JobEvents) -> None:

@@ -5,6 +5,7 @@ transaction.
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from state_pool.disk.operations import (
@@ -190,7 +191,12 @@ def _rows_with_prefix(connection: Connection, prefix: str) -> list[int]:
 
 
 def remove_oldest(connection: Connection, job: DeleteOldest) -> list[int]:
-    """Delete the directory entries of the least recently used sessions. Returns their rows."""
+    """Delete the directory entries of the least recently used sessions. Returns their rows.
+
+    Deletes none if the clock was set back since the cutoff was computed: sessions used since then would count as old.
+    """
+    if job.cutoff is not None and time.time() < job.planned:
+        return []
     rows = connection.execute(
         "SELECT s.id, s.session_id, s.dialogue, s.updated FROM sessions s "
         "LEFT JOIN directory d ON d.session_id = s.session_id AND d.dialogue = s.dialogue AND d.busy = 1 "

@@ -117,6 +117,8 @@ class DeleteOldest:
     limit: int
     cutoff: float | None
     """Only sessions unused since this Unix time. None: of any age, because the database is too large."""
+    planned: float = 0.0
+    """Unix time when the cutoff was computed. An earlier time at the delete: the clock was set back."""
     count: int = 0
     """Result, set by the store: number of deleted sessions."""
     last_use: float | None = None

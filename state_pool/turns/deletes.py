@@ -5,6 +5,8 @@ Engine thread only.
 
 from __future__ import annotations
 
+import time
+
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
@@ -36,10 +38,11 @@ class SharedCleanup:
     def run(self) -> None:
         """Delete expired sessions and those above the limit. Called each second."""
         self._shrink_index()
+        planned = time.time()
         cutoff = self._expiry.cutoff()
         if self._is_deleting or not self._store.is_cleanup_leader:
             return
-        expired = None if cutoff is None else DeleteOldest(_MAX_DELETES_PER_JOB, cutoff)
+        expired = None if cutoff is None else DeleteOldest(_MAX_DELETES_PER_JOB, cutoff, planned)
         job = self._over_limit_job() or expired
         if job is not None:
             self._is_deleting = True

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rwkv_batch.calls import DeleteSessions, FindSession, ListSessions
-from rwkv_batch.errors import ErrorKind
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.request import Delta, JobEvents
@@ -78,6 +78,19 @@ def test_a_turn_is_repeated_only_if_its_session_is_unchanged(two_engines: FakeFl
     first.lose()
     (row,) = client_with_job(engines).jobs[0][0].rows
     assert row.session is not None and row.session.expected_tokens == 12 and row.resumed is None
+
+
+def test_a_turn_of_a_lost_engine_that_another_refuses_may_be_kept(two_engines: FakeFleet) -> None:
+    """The lost engine may have stored it, so its client must not take it for refused and send it again."""
+    fleet, engines = make_fleet(FleetLimits(shares_sessions=True))
+    running = submit(fleet, turn("s", "Once"))
+    first = client_with_job(engines)
+    for engine in engines:
+        engine.refusal_info = ErrorInfo(kind=ErrorKind.OVERLOADED, message="the queue is full", retry_after_s=1)
+    first.lose()
+    error = running.events[-1].error
+    assert error is not None and error.kind is ErrorKind.ENGINE_LOST and error.retry_after_s is None
+    assert "the queue is full" in error.message and MAY_BE_KEPT in error.message
 
 
 def test_an_unshared_session_stays_with_its_engine(two_engines: FakeFleet) -> None:

@@ -185,3 +185,23 @@ def test_a_request_waits_while_an_older_engine_may_be_seen_as_loading(monkeypatc
     world.finish()
     spent = world.spent()
     assert request.answer is True and world.remaining() == TOKENS - spent
+
+
+def test_an_engine_that_lost_the_ledger_meanwhile_counts_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger moves while the answer to a request is under way."""
+    world = World(6, monkeypatch)
+    world.now = 1.0
+    world.start(0)
+    world.settle()
+    request = world.submit(0, rows=ROWS)
+    earlier = world.engines[0]
+    peer, _, sent = earlier.peers[0]
+    while sent.sent:
+        peer._handle(sent.sent.popleft(), lambda call, reply: None)
+    world.now = 0.0
+    world.start(1)
+    _, heartbeats, theirs = world.engines[1].peers[0]
+    world._client(0, world.engines[1])._handle(theirs, heartbeats.sent.popleft())
+    world.poll(0)
+    world.settle()
+    assert request.answer is True and not request.done and not earlier.server._ledger._quotas.jobs()

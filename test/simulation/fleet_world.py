@@ -249,6 +249,7 @@ class FleetWorld:
             engines: list[Any] = [process.engine for process in self.engines.values()]
             return not any(one.model_runner.pool.pending or one._in_flight or one.scheduler.has_work for one in engines)
 
+        self._until(lambda: not self.network.is_stalled)
         for _ in range(60):
             self.step()
         self._until(is_quiet)

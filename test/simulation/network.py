@@ -197,6 +197,12 @@ class Network:
                 assert end.incoming is not None
                 end.incoming.cut(late)
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a link lets nothing arrive."""
+        pipes = [end.incoming for ends in self.links for end in ends if end.incoming is not None]
+        return any(pipe.holds_until > self.tasks.now for pipe in pipes)
+
     def stall(self, seconds: float) -> None:
         """Let nothing arrive on one link, in one direction or both."""
         if self.links:

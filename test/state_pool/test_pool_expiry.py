@@ -6,13 +6,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from state_pool import expiry, pool
 from state_pool.cache import checkpoints
+from state_pool.disk import directory
 from state_pool.expiry import Expiry, Gap, UsageTimes
-from state_pool.turns import turns
+from state_pool.turns import deletes, turns
 from test.pool_fakes import Driver, FakeArena, config_in
 
 TTL_S = 60.0
@@ -147,6 +149,28 @@ def test_sessions_of_a_clock_that_was_set_back_do_not_expire_early_after_a_resta
     assert "later" in names(driver)
     clock.passes(TTL_S)
     driver.until(lambda: not names(driver))
+    close(driver)
+
+
+def test_a_planned_delete_spares_sessions_of_a_clock_that_was_set_back_meanwhile(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer of a shared database may run it later."""
+    monkeypatch.setattr(deletes, "time", clock.module)
+    monkeypatch.setattr(directory, "time", clock.module)
+    driver = opened(tmp_path, TTL_S, shared=True)
+    driver.turn("earlier", [1])
+    store: Any = driver.pool._store
+    submit, planned = store.submit, []
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "submit", lambda *job: planned.append(job))
+        clock.passes(TTL_S + 10)
+        driver.until(lambda: bool(planned))
+    clock.wall -= YEAR_S
+    driver.turn("later", [1])
+    submit(*planned[0])
+    driver.settle()
+    assert "later" in names(driver)
     close(driver)
 
 
