@@ -25,6 +25,7 @@ from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older import files as older
 from rwkv_batch.model.state import HEAD_SIZE, RWKV7, ModelShape
 from rwkv_batch.model.tensor_files import FileError, read_tensors
+from rwkv_batch.models_folder import ADAPTER_CONFIG
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from state_pool.origins import FINGERPRINT_SEPARATOR
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 ATT_VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "ln_x.weight", "ln_x.bias")
 _WHOLE = "use RWKV-7 'x070' or RWKV-6, 5 or 4 'World' weights"
+_LOAD_ADAPTER = "load it with --adapter FILE or --adapter-serve NAME=FILE"
 UNSUPPORTED_MODELS = (
     (re.compile(r"ffn\.s_emb"), "RWKV-7a with DeepEmbed (rwkv7a-*, keys 'ffn.s_emb*')", _WHOLE),
     (re.compile(r"(^|\.)qkv\."), "RWKV-7b (rwkv7b-*, keys 'qkv.*')", _WHOLE),
@@ -47,11 +49,16 @@ UNSUPPORTED_MODELS = (
         "ARWKV, a transformers model with RWKV's attention (keys 'self_attn.*')",
         _WHOLE,
     ),
+    (
+        re.compile(r"^rwkv\.blocks\."),
+        "RWKV-4 to 6 in transformers' layout (keys 'rwkv.blocks.*')",
+        "give its .pth file",
+    ),
     (re.compile(r"^model\.layers\."), "a transformers model other than RWKV-7 (keys 'model.layers.*')", _WHOLE),
     (
         re.compile(r"\.(lora_A|lora_B|bone|disha)(\.default)?(\.weight)?$"),
         "an adapter (keys '*.lora_*' or '*.bone'), not a whole model",
-        "load it with --adapter FILE or --adapter-serve NAME=FILE",
+        _LOAD_ADAPTER,
     ),
     (
         re.compile(r"att\.time_(state|offset)$"),
@@ -128,6 +135,8 @@ def open_weights(path: str | Path) -> Weights:
     """
     path = Path(path)
     try:
+        if (path / ADAPTER_CONFIG).is_file():
+            raise WeightsError(f"model path {path} is the folder of an adapter; {_LOAD_ADAPTER}")
         tensors = read_folder(path) if is_folder(path) else read_tensors(path)
         weights = weights_from(native_names(names_of_pth(tensors)), path)
         check_config(path, weights.shape)

@@ -152,6 +152,12 @@ def test_other_transformers_models_are_named(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
+def test_the_folder_of_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(WeightsError, match="is the folder of an adapter; load it with --adapter FILE"):
+        open_weights(tmp_path)
+
+
 def test_an_adapter_trained_on_a_layout_of_transformers(tmp_path: Path) -> None:
     pair = {"lora_A.weight": torch.ones(4, 128), "lora_B.weight": torch.ones(128, 4)}
     names = ["model.layers.1.attn.r_proj", "model.layers.0.ffn.key", "lm_head"]

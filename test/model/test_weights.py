@@ -140,6 +140,11 @@ REFUSED = [
     ("v4", lambda _: plus("blocks.0.att.time_first", 4)({}), "is not RWKV-4: it has no 'emb.weight'"),
     ("transformers", lambda _: {"model.layers.0.attn.r_proj.weight": torch.zeros(4)}, "transformers"),
     ("ARWKV", lambda _: {"model.layers.0.self_attn.time_mixer.x_r": torch.zeros(4)}, "is ARWKV"),
+    (
+        "RWKV-5 of transformers",
+        lambda _: {"rwkv.blocks.0.attention.key.weight": torch.zeros(4)},
+        "transformers' layout",
+    ),
     ("ROSA", plus("blocks.0.rosa.weight", 4), r"RWKV with ROSA .*blocks\.0\.rosa\.weight"),
     ("experts", plus("blocks.0.ffn.experts.1.key.weight", 4), "a mixture of experts"),
     ("lora", plus("blocks.0.att.key.weight.lora_A", 4), "an adapter .*with --adapter FILE"),
