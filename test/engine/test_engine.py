@@ -60,10 +60,10 @@ def test_alone_or_among_two_hundred_others(engine: Engine, sampling: SamplingPar
         make_request("x" * rng.randint(1, 90), max_tokens=rng.randint(1, 60), sampling=SamplingParams(seed=i, top_k=20))
         for i in range(200)
     ]
-    crowd = submit(engine, *others)
-    among = run(engine, make_request(prompt, sampling=sampling, max_tokens=40)).texts[0]
-    assert among == alone
-    assert len(crowd.wait().finishes) == 200
+    background = submit(engine, *others)
+    under_load = run(engine, make_request(prompt, sampling=sampling, max_tokens=40)).texts[0]
+    assert under_load == alone
+    assert len(background.wait().finishes) == 200
     other_seed = SamplingParams(temperature=1.0, seed=8)
     assert run(engine, make_request(prompt, sampling=other_seed, max_tokens=40)).texts[0] != alone
 

@@ -178,7 +178,7 @@ def mixed_requests() -> list[GenerateRequest]:
     return rows
 
 
-def crowd(engine: Engine, max_tokens: int) -> list[RunningJob]:
+def submit_bulk(engine: Engine, max_tokens: int) -> list[RunningJob]:
     """20 interactive rows that decode. Batch rows would skip steps during prefill."""
     jobs = [submit(engine, *[make_request("bulk", max_tokens=max_tokens, ignore_eos=True)] * 5) for _ in range(4)]
     assert all(job.answered.wait(60) for job in jobs)
@@ -213,7 +213,7 @@ def test_constrained_rows_sample_outside_the_graph(
 
 
 def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
-    bulk = crowd(engine, max_tokens=10**6)
+    bulk = submit_bulk(engine, max_tokens=10**6)
     wait_for(lambda: graphs(engine).steps[-1:] == [20], 30, "all of them decode")
     graphs(engine).steps.clear()
     run(engine, make_request("a long prompt " * 60, max_tokens=3))
@@ -230,7 +230,7 @@ def test_prefill_runs_before_decoding_rows(engine: Engine, monkeypatch: pytest.M
         return launch(rows, *after)
 
     monkeypatch.setattr(engine.model_runner, "launch", launching)
-    bulk = crowd(engine, max_tokens=10**6)
+    bulk = submit_bulk(engine, max_tokens=10**6)
     run(engine, make_request("a long prompt " * 60, max_tokens=3))
     cancel(engine, bulk)
     first = parts.index("decode")
@@ -314,10 +314,10 @@ def test_jump_forward_text_of_any_length_is_read(model: Path, whole: Engine) -> 
 def test_sessions_continue(model: Path, engine: Engine) -> None:
     with started_engine(model, PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)) as whole:
         expected = [run(whole, turn(f"s{i % 5}", f"\n\nUser: {i}", max_tokens=9)).all_texts for i in range(15)]
-    crowd = submit(engine, *[make_request("bulk", max_tokens=300, ignore_eos=True)] * 10)
+    background = submit(engine, *[make_request("bulk", max_tokens=300, ignore_eos=True)] * 10)
     assert [run(engine, turn(f"s{i % 5}", f"\n\nUser: {i}", max_tokens=9)).all_texts for i in range(15)] == expected
-    engine.cancel(crowd.job.job_id)
-    crowd.wait()
+    engine.cancel(background.job.job_id)
+    background.wait()
 
 
 def test_a_failed_graph_capture_is_not_fatal(expected_mixture: list[bytes], engine: Engine) -> None:

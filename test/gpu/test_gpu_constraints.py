@@ -80,7 +80,7 @@ def test_rows_give_the_same_alone_and_in_a_batch(engine: Engine) -> None:
     assert call(engine, "status")["decode_graphs"] == "used"
 
 
-def crowd(constrained: bool) -> list[GenerateRequest]:
+def constrained_batch(constrained: bool) -> list[GenerateRequest]:
     """Return unconstrained rows with constrained ones between them."""
     rows = []
     for i in range(60):
@@ -93,8 +93,8 @@ def crowd(constrained: bool) -> list[GenerateRequest]:
 
 def test_rows_without_a_constraint_do_not_change(engine: Engine) -> None:
     """Two in a hundred may differ: the row count chooses the GEMM kernels, and near-ties fall either way."""
-    free = run(engine, *crowd(constrained=False)).all_texts
-    mixed_texts = run(engine, *crowd(constrained=True)).all_texts
+    free = run(engine, *constrained_batch(constrained=False)).all_texts
+    mixed_texts = run(engine, *constrained_batch(constrained=True)).all_texts
     same = sum(a == b for a, b in zip(mixed_texts[::2], free, strict=True))
     assert same >= 0.9 * len(free)
     for text in mixed_texts[1::2]:

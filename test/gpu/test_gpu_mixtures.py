@@ -77,7 +77,7 @@ def test_mixed_logits_are_those_of_the_cpu(
         assert all(abs(found[token] - expected[token]) < FP16 for token in shared)
 
 
-def crowd() -> list[GenerateRequest]:
+def mixed_batch() -> list[GenerateRequest]:
     """Return mixtures among rows with tuned states and plain rows, which decode in graphs."""
     rows: list[GenerateRequest] = []
     for i in range(60):
@@ -93,8 +93,8 @@ def crowd() -> list[GenerateRequest]:
 
 def test_mixtures_answer_in_a_batch_as_alone(engine: Engine) -> None:
     """Nearly all: the row count chooses the GEMM kernels, and near-ties fall either way."""
-    together = run(engine, *crowd())
-    alone = [run(engine, row).texts[0] for row in crowd()]
+    together = run(engine, *mixed_batch())
+    alone = [run(engine, row).texts[0] for row in mixed_batch()]
     assert sum(a == b for a, b in zip(together.all_texts, alone, strict=True)) >= 0.9 * len(alone)
     assert [end.completion_tokens for _, end in sorted(together.finishes.items())] == [8 + i % 9 for i in range(60)]
     assert call(engine, "status")["decode_graphs"] == "used"

@@ -106,8 +106,8 @@ def assert_same_bits_in_a_batch(
     model.forward(step_inputs(rows, [0] * len(rows), slots, []))
     rows = [row[:1] for row in rows]
     rows[100] = prompt[33:]
-    crowd = model.forward(step_inputs(rows, slots, slots, list(range(len(rows)))))
-    assert torch.equal(crowd[100], alone[0])
+    batch = model.forward(step_inputs(rows, slots, slots, list(range(len(rows)))))
+    assert torch.equal(batch[100], alone[0])
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -199,22 +199,22 @@ def test_rows_are_independent(weights: Weights, kernels: str) -> None:
     """Over two steps of one and several tokens: as alone, and other slots do not change."""
     prompts = [prompt(seed, length) for seed, length in enumerate((1, 9, 1, 23))]
     slots = list(range(3, 7))
-    crowd = pipeline(weights, kernels)
-    crowd.forward(step_inputs(prompts, [0] * 4, slots, []))
-    before = [state_of(crowd, slot) for slot in range(SLOTS)]
-    together = crowd.forward(step_inputs([[5], [6, 7], [8]], slots[:3], [3, 8, 5], [0, 1, 2]))
+    batch = pipeline(weights, kernels)
+    batch.forward(step_inputs(prompts, [0] * 4, slots, []))
+    before = [state_of(batch, slot) for slot in range(SLOTS)]
+    together = batch.forward(step_inputs([[5], [6, 7], [8]], slots[:3], [3, 8, 5], [0, 1, 2]))
     for i, row in enumerate(([5], [6, 7], [8])):
         alone = pipeline(weights, kernels)
         alone.forward(step_inputs([prompts[i]], [0], [2], []))
-        found, states = alone.forward(step_inputs([row], [2], [2], [0]))[0], state_of(crowd, (3, 8, 5)[i])
+        found, states = alone.forward(step_inputs([row], [2], [2], [0]))[0], state_of(batch, (3, 8, 5)[i])
         if kernels == "cpu":  # its products do not depend on the batch
             assert torch.equal(found, together[i])
             assert all(map(torch.equal, state_of(alone, 2), states))
         else:
             assert (found - together[i]).norm() < 0.02 * found.norm()
     for slot in (0, 2, 4, 6, 7):
-        assert all(map(torch.equal, state_of(crowd, slot), before[slot]))
-    assert not state_of(crowd, 0)[0].any()
+        assert all(map(torch.equal, state_of(batch, slot), before[slot]))
+    assert not state_of(batch, 0)[0].any()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
