@@ -150,6 +150,9 @@ def test_token_zero_comes_before_a_state_only_if_it_is_given() -> None:
         ("rwkv7+formal:poet", ("formal", "poet")),
         ("rwkv7+formal poet", ("formal", "poet")),
         ("rwkv7:a poet!", ("", "a-poet-")),
+        ("rwkv7:latest", ("", "")),
+        ("rwkv7+formal:latest", ("formal", "")),
+        ("rwkv7:poet:latest", ("", "poet")),
     ],
 )
 def test_a_model_name_may_name_adapter_and_state(model: str, expected: tuple[str, str]) -> None:
