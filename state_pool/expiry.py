@@ -52,7 +52,7 @@ class Expiry:
         """In the order found. Each ends after those before it, unless the clock was set back."""
         self.unstored: list[Gap] = []
         """Times that the clock showed twice, which the database does not know yet."""
-        if usage_times.last is not None and usage_times.last > self._unix_s:
+        if usage_times.last is not None and usage_times.last - self._unix_s > self._min_jump_s:
             self.unstored.append(Gap(self._unix_s, usage_times.last))
         if ttl > 0 and usage_times.last is not None and self._unix_s - usage_times.last > ttl:
             self._gaps.append(Gap(usage_times.last, self._unix_s))
@@ -91,5 +91,8 @@ class Expiry:
             )
         elif ahead < -self._min_jump_s:
             self.unstored.append(Gap(unix_s, unix_s - ahead))
+            logger.warning(
+                "this machine's clock was set back by %.0f s: the times that it shows again do not age sessions", -ahead
+            )
         self._unix_s, self._monotonic_s = unix_s, monotonic_s
         return unix_s

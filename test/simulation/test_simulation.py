@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rwkv_batch.fleet.member import Member
 from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.origins import Adapters
-from test.simulation.runs import WorldFailed, run
+from test.simulation.runs import FLEET_WORLDS, WorldFailed, run
 from test.simulation.world import OWN_WORLDS
 
 SEEDS = 1000 if os.environ.get("RWKV_LONG_TESTS") else 200
@@ -80,4 +81,14 @@ def test_the_worlds_notice_a_prefix_that_was_read_under_another_adapter(monkeypa
     monkeypatch.setattr(Adapters, "base", lambda _self, state, _adapter: state)
     with pytest.raises(WorldFailed):
         for seed in range(0, SEEDS, OWN_WORLDS):
+            run(seed)
+
+
+@pytest.mark.parametrize("waits_for", ["is_expected", "is_new"])
+def test_the_fleets_notice_requests_that_do_not_wait_for_the_ledgers_holder(
+    monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    monkeypatch.setattr(Member, waits_for, False)
+    with pytest.raises(WorldFailed, match="was charged"):
+        for seed in range(FLEET_WORLDS - 1, SEEDS, FLEET_WORLDS):
             run(seed)
