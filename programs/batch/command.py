@@ -20,7 +20,7 @@ from programs.backends.local_engine import LocalEngine
 from programs.backends.remote_service import RemoteService
 from programs.batch.files import errors_path, open_files
 from programs.batch.formats import FileFormat, combine_formats, format_of, unknown_format
-from programs.batch.glossary import Glossary, load_glossary
+from programs.batch.glossary import load_glossary
 from programs.batch.inputs import Input
 from programs.batch.lines import LineWorker
 from programs.batch.options import Options, check_settings, flag_of, parse_options
@@ -41,6 +41,7 @@ from routes.translation.translator import translation_prompt
 from rwkv_batch.errors import ServiceError, StartupError
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
 from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.plan import Query
 
 SAMPLE = 64

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from programs.backends.backend import UNREACHABLE, Backend, Reply
-from programs.batch.glossary import Glossary
 from programs.batch.sidecar import Sidecar
 from programs.batch.tasks import TRANSLATE, Task, TaskRequest
 from programs.record import LineError, Record, RunError
+from rwkv_batch.translation.glossary import Glossary
 
 OK = 200
 _BUSY = frozenset({UNREACHABLE, 429, 502, 503})
@@ -107,21 +107,10 @@ class LineWorker:
             self.in_progress.pop(key, None)
 
     async def _compute(self, request: TaskRequest) -> Outcome:
-        outcome = await self._request_with_retries(request)
-        if self.glossary is None or outcome.answer is None or request.path != TRANSLATE:
-            return outcome
-        text = request.body["text_list"][0]
-        if not self.glossary.missing(text, outcome.answer):
-            return outcome
-        second = await self._request_with_retries(
-            TaskRequest(request.path, {**request.body, "text_list": [self.glossary.apply(text)]})
-        )
-        second.prompt_tokens += outcome.prompt_tokens
-        second.completion_tokens += outcome.completion_tokens
-        if second.answer is None or self.glossary.missing(text, second.answer):
-            terms = ", ".join(f"{term} = {to}" for term, to in self.glossary.missing(text, outcome.answer).items())
-            second.answer, second.problem = outcome.answer, f"glossary: the answer lacks {terms}"
-        return second
+        if self.glossary is not None and request.path == TRANSLATE:
+            terms = self.glossary.terms_in(request.body["text_list"][0])
+            request = TaskRequest(request.path, {**request.body, "glossary": terms})
+        return await self._request_with_retries(request)
 
     async def _request_with_retries(self, request: TaskRequest) -> Outcome:
         tries, started = 0, time.monotonic()
@@ -131,7 +120,7 @@ class LineWorker:
             if reply.status == OK:
                 self.answered_at = time.monotonic()
                 try:
-                    return Outcome(self.task.text(reply.value), "", OK, *tokens)
+                    return Outcome(self.task.text(reply.value), _missing_terms(reply.value), OK, *tokens)
                 except LineError as error:
                     return Outcome(None, str(error), OK, *tokens)
                 except (KeyError, IndexError, TypeError):
@@ -149,6 +138,12 @@ class LineWorker:
         if is_busy and not is_refused_for_long:
             raise RunError(f"{reply.reason}; give the same command again to resume")
         return Outcome(None, reply.reason, reply.status, *tokens, reply=reply.value)
+
+
+def _missing_terms(answer: Any) -> str:
+    """Returns a translation's warning about missing terms, or ""."""
+    warnings = answer.get("warnings", ()) if isinstance(answer, dict) else ()
+    return next((one["message"] for one in warnings if "lacks the terms" in one["message"]), "")
 
 
 def _wait_s(reply: Reply, tries: int) -> float:

@@ -15,6 +15,7 @@ from routes.response.response_models import Translations
 from routes.route import Route
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind
+from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
 from rwkv_batch.translation.segments import Split
@@ -39,6 +40,9 @@ Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_on
 TargetLanguage = Annotated[Language, AfterValidator(_not_auto)]
 ContextText = Annotated[str, Field(max_length=100_000)]
 KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256, fail_fast=True)]
+
+_Term = Annotated[str, Field(max_length=1024, pattern=r"\S")]
+GlossaryTerms = Annotated[dict[_Term, _Term], Field(max_length=10_000)]
 
 
 class TranslateBody(FixedSamplingFields, TranslationFields):
@@ -69,6 +73,11 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
         "", description="Text that the model reads before each text, like a page's title. It is not translated."
     )
     do_not_translate: KeptTerms = Field([], description="Words that stay as they are, like product names.")
+    glossary: GlossaryTerms = Field(
+        {},
+        description='Terms and translations: {"state pool": "状态池"}. A text whose translation lacks one is '
+        "translated again, with the translations in the text. `warnings` names terms that are still missing.",
+    )
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
         None, description="Accepted and ignored. Placeholders in texts are kept."
     )
@@ -93,6 +102,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
         split=body.split,
         markers=MarkerOptions(body.format, tuple(body.do_not_translate)),
         context=body.context,
+        glossary=Glossary(body.glossary),
     )
     translations = await translate(context, request, body, LABEL, "text_list")
     return json_response(

@@ -40,6 +40,8 @@ _NEXT_LABEL = re.compile(rf"\n(?:{'|'.join(map(re.escape, _LABELS))}):")
 """Labels that a model may write after a translation. Any word with a colon would cut text lines like `Name: …`."""
 _TOKENS_PER_PROMPT_TOKEN = 4
 _MIN_TOKENS = 64
+_SCAN_COST = 10
+"""Time to split a text into segments, as a multiple of the time that other texts take."""
 _UNFINISHED = (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR)
 
 
@@ -61,7 +63,7 @@ async def translate(
     # Translations with a tuned state or an adapter are not cached, because the name may later mean another one.
     is_cacheable = not (body.state or body.adapter)
     cache: TranslationCache = context.shared[CACHE_KEY] if is_cacheable else TranslationCache(0)
-    characters, tenant = sum(map(len, request.texts)), cache_tenant(context.config)
+    characters, tenant = _SCAN_COST * sum(map(len, request.texts)), cache_tenant(context.config)
     if request.source.lower() == AUTO:  # detection is slow even for short texts, and slowest at its first use
         plan = await asyncio.to_thread(make_plan, request, limit, cache, tenant, field)
     else:
@@ -93,7 +95,7 @@ def translation_prompt(query: Query) -> str:
     """Return `English: …\\n\\nChinese:`, with English language names, after the context."""
     source, target = language_name(query.source), language_name(query.target)
     before = f"{format_turn(query.context)}\n\n" if query.context.strip() else ""
-    return f"{before}{source}: {format_turn(query.text)}\n\n{target}:"
+    return f"{before}{source}: {format_turn(query.prompt_text)}\n\n{target}:"
 
 
 def _rows(context: Context, queries: list[Query], body: TranslationFields, field: str) -> list[GenerateRequest]:

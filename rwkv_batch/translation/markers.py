@@ -96,11 +96,11 @@ class MarkerOptions:
     @property
     def scanner(self) -> re.Pattern[str]:
         """The pattern of all markers. Terms that are kept come first."""
-        terms = map(_whole_word, sorted(self.keep, key=len, reverse=True))
+        terms = map(whole_word, sorted(self.keep, key=len, reverse=True))
         return re.compile("|".join((*terms, *([] if self.format is Format.TEXT else [_MARKUP]), _PLACEHOLDERS)))
 
 
-def _whole_word(term: str) -> str:
+def whole_word(term: str) -> str:
     """Return the pattern of a term. It matches whole words in scripts that separate words."""
     left = r"\b" if term[0].isascii() and term[0].isalnum() else ""
     right = r"\b" if term[-1].isascii() and term[-1].isalnum() else ""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rwkv_batch.translation.checks import problem
+from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.languages import detect_languages, language_name
 from rwkv_batch.translation.markers import MarkerOptions, Segment
 from rwkv_batch.translation.segments import Split, has_letters, split_text
@@ -37,6 +38,13 @@ class Query:
     """Text that the model reads and does not translate."""
     attempt: int = 0
     """0: the most likely translation. An odd one is sampled because the one before it is wrong."""
+    terms: tuple[tuple[str, str], ...] = ()
+    """Terms in the text, and the translations that the answer must have."""
+
+    @property
+    def prompt_text(self) -> str:
+        """The text for the prompt. A second attempt has the translations of its terms."""
+        return Glossary(dict(self.terms)).apply(self.text) if self.attempt % 2 else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,14 @@ class Answer:
     text: str
     problem: str = ""
     """What is wrong with it."""
+    lacks: str = ""
+    """Terms whose translation is missing."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with it, missing terms first."""
+        lacking = f"lacks the terms {self.lacks}" if self.lacks else ""
+        return [one for one in (lacking, self.problem) if one]
 
 
 class TranslationCache:
@@ -90,6 +106,7 @@ class TranslationRequest:
     markers: MarkerOptions = field(default_factory=MarkerOptions)
     context: str = ""
     """Text that the model reads and does not translate."""
+    glossary: Glossary = field(default_factory=lambda: Glossary({}))
     variant: int = 0
     """Number of an alternative translation. 0: the most likely one."""
 
@@ -146,7 +163,8 @@ class TranslationPlan:
         for query, text in answers.items():
             is_cut = query in cut
             wrong = problem(query.text, text, query.source, query.target, is_cut=is_cut)
-            self._answers[query] = Answer(text, wrong)
+            missing = Glossary(dict(query.terms)).missing(query.text, text) if query.terms else {}
+            self._answers[query] = Answer(text, wrong, ", ".join(f"{term} = {to}" for term, to in missing.items()))
 
     def results(self) -> list[Translation]:
         """Return the translations. Call it when nothing is missing."""
@@ -155,19 +173,19 @@ class TranslationPlan:
             texts: list[str] = []
             problems: list[str] = []
             for piece in pieces:
-                translated = (piece, "") if isinstance(piece, str) else self._translated(piece, source)
+                translated = (piece, []) if isinstance(piece, str) else self._translated(piece, source)
                 assert translated is not None, "a translation is missing"
                 texts.append(translated[0])
-                problems += filter(None, translated[1:])
+                problems += translated[1]
             found.append(Translation("".join(texts), source, problems))
         return found
 
-    def _translated(self, segment: Segment, source: str) -> tuple[str, str] | None:
-        """Return a segment's translation and its problem. None: texts were added to `_missing`."""
+    def _translated(self, segment: Segment, source: str) -> tuple[str, list[str]] | None:
+        """Return a segment's translation and its problems. None: texts were added to `_missing`."""
         whole = Query(source, self._request.target, "", self._request.context, 2 * self._request.variant)
         if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
             return self._around_markers(segment, whole)
-        whole = replace(whole, text=segment.shown())
+        whole = self._with_text(whole, segment.shown())
         first = self._answers.get(whole) if segment.markers else None
         if first is not None and segment.restore(first.text) is None:
             self._cache.put(self._tenant, whole, first)
@@ -178,22 +196,25 @@ class TranslationPlan:
         restored = segment.restore(best.text)
         if restored is None:  # the cache had an answer without the markers, or the second answer lacks them
             return self._around_markers(segment, whole)
-        return restored, best.problem
+        return restored, best.problems
 
-    def _around_markers(self, segment: Segment, whole: Query) -> tuple[str, str] | None:
+    def _with_text(self, query: Query, text: str) -> Query:
+        return replace(query, text=text, terms=tuple(self._request.glossary.terms_in(text).items()))
+
+    def _around_markers(self, segment: Segment, whole: Query) -> tuple[str, list[str]] | None:
         parts = [self._part(part, whole) for part in segment.parts]
         if None in parts:
             return None
         count = len(segment.markers)
         said = f"was split around {count} marker{'s'[: count > 1]} that the model did not keep"
-        return segment.around([part for part in parts if part is not None]), said
+        return segment.around([part for part in parts if part is not None]), [said]
 
     def _part(self, text: str, whole: Query) -> str | None:
         """Return the translation of a text between markers, with the white space around it."""
         if not has_letters(text):
             return text
         body = text.strip()
-        answer = self._answer(replace(whole, text=body))
+        answer = self._answer(self._with_text(whole, body))
         return None if answer is None else text.replace(body, answer.text)
 
     def _answer(self, query: Query) -> Answer | None:
@@ -206,14 +227,14 @@ class TranslationPlan:
                 return None
             self._answers[query] = self._answers[replace(query, attempt=query.attempt + 1)] = first
         again = replace(query, attempt=query.attempt + 1)
-        if not first.problem:
+        if not first.problems:
             best = first
         elif (second := self._answers.get(again)) is None:
             self._missing[again] = None
             return None
         else:
-            best = first if second.problem else second
+            best = min(first, second, key=lambda one: (bool(one.lacks), bool(one.problem)))
         if not best.text:
-            best = Answer(query.text, best.problem)
+            best = replace(best, text=query.text)
         self._cache.put(self._tenant, query, best)
         return best

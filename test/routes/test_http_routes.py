@@ -186,6 +186,20 @@ def test_translate_prompt_names_the_languages(
     assert text == answer["choices"][0]["message"]["content"].strip()
 
 
+def test_a_context_is_read_once(service: Service) -> None:
+    """Each text starts from the state after the context."""
+    words = " ".join(f"word {index}" for index in range(60))
+    tokens = service.post("/v1/tokens/count", {"text": words}).json()["tokens"]
+
+    def saved() -> int:
+        return int(service.status()["pool"]["prefix_cache"]["saved_tokens"])
+
+    before = saved()
+    body = {"source_lang": "en", "target_lang": "de", "text_list": list("abcdef"), "context": words}
+    assert service.post(TRANSLATE, body).status_code == 200
+    assert saved() - before >= (len("abcdef") - 1) * (tokens - 1)
+
+
 def test_a_repeated_translation_generates_no_tokens(service: Service) -> None:
     body = {"source_lang": "en", "target_lang": "de", "text_list": ["a text that was not seen before"]}
     # Each HTTP worker has its own cache and requests reach random workers. After this many all have the text.

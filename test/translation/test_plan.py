@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rwkv_batch.translation.checks import problem
+from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import (
     Query,
@@ -82,6 +83,17 @@ def test_a_wrong_answer_is_sampled_once_more() -> None:
     assert [one.text for one in found] == ["Ich sehe die Katze.", "I see the white dog."]
     assert [one.problems for one in found] == [[], ["is a copy of the text"]]
     assert [query.attempt for query in asked] == [0, 0, 1, 1]
+
+
+def test_terms_are_inserted_and_missing_ones_reported() -> None:
+    glossary = Glossary({"state pool": "Zustandsspeicher", "row": "Zeile"})
+
+    def model(query: Query) -> str:
+        return query.prompt_text if "Pool" in query.text else "ETWAS"
+
+    found, asked = translated(model, "The State Pool holds it.", "It is a row.", "No term.", glossary=glossary)
+    assert [one.text for one in found] == ["The Zustandsspeicher holds it.", "ETWAS", "ETWAS"]
+    assert [one.problems for one in found] == [[], ["lacks the terms row = Zeile"], []] and len(asked) == 5
 
 
 def test_answers_are_cached_with_their_problems() -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from programs.batch.glossary import Glossary, load_glossary
+from programs.batch.glossary import load_glossary
 from programs.batch.inputs import Input
 from programs.record import RunError
+from rwkv_batch.translation.glossary import Glossary
 from test.programs.batch.runs import batch, errors_of, read_jsonl, started, write_jsonl
 from test.serving import Service
 
