@@ -26,6 +26,7 @@ FILES_OF_A_FOLDER = re.compile(r"`([\w./]+/)`: ((?:`\w+\.py`(?:, | and )?)+)")
 PROGRAM = re.compile(r"python -m ([a-z][\w.]*\w)")
 RECORD = re.compile(r"`(?:bench/results/)?([\w*][\w.*-]*\.json)`")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+CONFLICT = re.compile(r"^(?:<{7}|={7}|>{7})(?: |$)", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 NO_RECORDS = {"model.safetensors.index.json", "adapter_config.json", "rwkv_sessions.db.adapters.json"}
 OTHERS = {"pytest", "venv", "pip"}
@@ -51,6 +52,11 @@ def test_named_files_are_there(document: str) -> None:
     if document != TRIES:
         named |= {folder + name for folder, names in FILES_OF_A_FOLDER.findall(text) for name in names.split("`")[1::2]}
     assert not sorted(path for path in named if not (ROOT / path).exists())
+
+
+@documents
+def test_no_merge_conflict_is_left(document: str) -> None:
+    assert not CONFLICT.findall(text_of(document))
 
 
 @documents
