@@ -54,6 +54,7 @@ UNSUPPORTED_MODELS = (
         "RWKV-4 to 6 in transformers' layout (keys 'rwkv.blocks.*')",
         "give its .pth file",
     ),
+    (re.compile(r"^\w+\.(wkv|shift)$"), "a session (keys '*.wkv'), not a model", "import it with POST /state/import"),
     (re.compile(r"^model\.layers\."), "a transformers model other than RWKV-7 (keys 'model.layers.*')", _WHOLE),
     (
         re.compile(r"\.(lora_A|lora_B|bone|disha)(\.default)?(\.weight)?$"),

@@ -145,6 +145,7 @@ REFUSED = [
         lambda _: {"rwkv.blocks.0.attention.key.weight": torch.zeros(4)},
         "transformers' layout",
     ),
+    ("a session", lambda _: {"stage0.wkv": torch.zeros(4)}, "a session .* import it with POST /state/import"),
     ("ROSA", plus("blocks.0.rosa.weight", 4), r"RWKV with ROSA .*blocks\.0\.rosa\.weight"),
     ("experts", plus("blocks.0.ffn.experts.1.key.weight", 4), "a mixture of experts"),
     ("lora", plus("blocks.0.att.key.weight.lora_A", 4), "an adapter .*with --adapter FILE"),
