@@ -68,7 +68,7 @@ async def translate(
         plan = await asyncio.to_thread(make_plan, request, limit, cache, tenant, field)
     else:
         plan = await offload_if_large(characters, make_plan, request, limit, cache, tenant, field)
-    while queries := await offload_if_large(characters, plan.missing):
+    while queries := (await offload_if_large(characters, plan.missing))[:limit]:
         rows = await offload_if_large(characters, _rows, context, queries, body, field)
         results = await finished_rows(context, make_job(rows, body, label), OutputDecoder(len(rows)))
         await offload_if_large(characters, _take, plan, queries, results)

@@ -143,7 +143,8 @@ class TranslationPlan:
             pieces: list[str | Segment] = []
             is_kept = source == AUTO or language_name(source) == language_name(request.target)
             for piece in [text] if is_kept else split_text(text, request.markers, request.split, source):
-                segments += isinstance(piece, Segment)
+                if isinstance(piece, Segment):
+                    segments += 1 if len(piece.markers) <= _MAX_MARKERS_IN_PROMPT else len(piece.markers)
                 if segments > max_segments:
                     raise TooManySegmentsError
                 pieces.append(piece)

@@ -51,7 +51,10 @@ def translate(text: str) -> None:
     )
     from rwkv_batch.translation.segments import Split
 
-    for source, form, split in ((AUTO, Format.TEXT, Split.NEWLINES), *product(("en",), Format, Split)):
+    for source, form, split in (
+        (AUTO, Format.TEXT, Split.NEWLINES),
+        *product(("en",), Format, (Split.NEWLINES, Split.WRAPPED)),
+    ):
         options = MarkerOptions(form, ("term",))
         asked = TranslationRequest(texts=[text], source=source, target="eo", split=split, markers=options)
         with suppress(TooManySegmentsError, TooManyMarkersError):

@@ -107,6 +107,8 @@ def test_answers_are_cached_with_their_problems() -> None:
 def test_segments_are_counted() -> None:
     with pytest.raises(TooManySegmentsError):
         translated(upper, "a\n" * 5001)
+    with pytest.raises(TooManySegmentsError):
+        translated(upper, "<b>a" * 5002)  # a segment with many markers is split around them
 
 
 PROBLEMS = [

@@ -8,6 +8,7 @@ import pytest
 
 from rwkv_batch.translation.markers import MARK, Format, MarkerOptions, Segment, TooManyMarkersError, interleave
 from rwkv_batch.translation.segments import Split, split_text
+from test.resource_limits import run_bounded
 
 HTML = (
     '<!DOCTYPE html><p class="x">Hello <b>world</b>, see <a href="u">here.</a> Then &amp; go.</p><!-- note -->'
@@ -87,6 +88,35 @@ def test_the_pieces_are_the_text() -> None:
             for split in Split:
                 found = pieces(text, split, MarkerOptions(form))
                 assert "".join(map(raw, found)) == text, (text, form, split)
+
+
+UNITS = (
+    "<!--",
+    "<![CDATA[",
+    "<?",
+    "{a,plural,{",
+    "`a\n",
+    "“",
+    '<a "',
+    "<code ",
+    "a.",
+    "https://)",
+    "<p class = ",
+    "<b>a",
+)
+
+
+def split_all() -> int:
+    """Split long texts that are the worst case of patterns."""
+    for unit in UNITS:
+        for form in Format:
+            for _ in split_text(unit * (100_000 // len(unit)), MarkerOptions(form), Split.SENTENCES, "en"):
+                pass
+    return len(UNITS)
+
+
+def test_time_is_linear_in_the_markup() -> None:
+    assert run_bounded(split_all).result == len(UNITS)
 
 
 def test_markers_are_bounded() -> None:
