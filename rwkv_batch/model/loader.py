@@ -35,8 +35,6 @@ FOLD_ROWS = 8192
 NORM_EPS = 1e-5
 HOPPER = 9
 """Compute capability whose kernels need ffn.value in one order of fp8 and in both orders of int8."""
-FP8_UNITS = (8, 9)
-"""Least compute capability that multiplies fp8 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +57,6 @@ class Precision:
             return {Format.FP8: 2.0, Format.INT8: 1.05, Format.INT4: 1.05, Format.W8A8: 1.01}[self.storage]
         fp8_bytes = 1.1 if torch.cuda.get_device_capability(self.device)[0] == HOPPER else 1.4
         return {Format.FP8: fp8_bytes, Format.INT8: 1.05, Format.INT4: 0.6, Format.W8A8: 1.01}[self.storage]
-
-    @property
-    def has_8_bit_products(self) -> bool:
-        """Whether the GPU multiplies many rows by the large matrices in 8 bits, and not by their fp16 copies."""
-        if self.storage is Format.FP8:
-            return torch.cuda.get_device_capability(self.device) >= FP8_UNITS
-        return self.storage is Format.W8A8
 
     @property
     def weights_name(self) -> str:

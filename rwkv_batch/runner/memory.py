@@ -26,12 +26,8 @@ with each token. On a CPU, reading a token needs no logits, no mask and no sampl
 GPU_ROWS = 1024
 CPU_PREFILL_TOKENS = 256
 GPU_PREFILL_TOKENS = 4096
-GPU_PREFILL_WITH_DECODE, GPU_PREFILL_WITH_DECODE_8_BIT = 1024, 2048
-"""As fast per token as more. On an H200 with 7.2B (26 ms for 8 x 128), decoding rows wait 40 ms, not 110.
-
-Products in 8 bits read twice as many tokens in that time. With fewer, the device would wait for the host, which
-launches the kernels of a step in 20 ms.
-"""
+GPU_PREFILL_WITH_DECODE = 1024
+"""As fast per token as more. On an H200 with 7.2B (26 ms for 8 x 128), decoding rows wait 40 ms, not 110."""
 CPU_BATCH_ROWS_PER_THREAD = 4
 CPU_SLOTS_FRACTION = 0.25
 """of the machine's memory"""
@@ -54,7 +50,7 @@ class Memory:
         rows = self._config.max_running or self._max_rows(GPU_ROWS * groups if on_gpu else CPU_ROWS)
         prefill_tokens = self._config.prefill_tokens_per_step or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
         with_decode = self._config.max_prefill_tokens_with_decode or (
-            self._gpu_prefill_with_decode() if on_gpu else prefill_tokens
+            GPU_PREFILL_WITH_DECODE if on_gpu else prefill_tokens
         )
         return Limits(
             max_running=rows,
@@ -70,10 +66,6 @@ class Memory:
             jump_forward_max_rows=GPU_JUMP_FORWARD_ROWS if on_gpu else rows,
             masks_block_step=not on_gpu,
         )
-
-    def _gpu_prefill_with_decode(self) -> int:
-        in_8_bits = self._pipeline.stages[0].precision.has_8_bit_products
-        return GPU_PREFILL_WITH_DECODE_8_BIT if in_8_bits else GPU_PREFILL_WITH_DECODE
 
     def _max_batch_rows_with_interactive(self, on_gpu: bool) -> int:
         """Return the value for `Limits`. 0 means no limit."""

@@ -12,25 +12,13 @@ import torch
 
 from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
-from rwkv_batch.core.shares import Limits
 from rwkv_batch.errors import StartupError
-from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.state import StateFormat
 from rwkv_batch.runner.graphs.decode import padded_sizes
 from rwkv_batch.runner.graphs.mixed import usable_mixed_sizes
 from rwkv_batch.runner.memory import CPU_SLOTS_FREE_FRACTION, Memory
 
 SLOT = 1 << 20
 PIPELINE: Any = SimpleNamespace(devices=[torch.device("cpu")], concurrency=1, slot_bytes_on=lambda _device: SLOT)
-
-
-def gpu_pipeline(gpus: int, stages: int = 1, storage: Format | None = None) -> Any:
-    """Return what `Memory` reads of a pipeline of `stages` on `gpus`."""
-    devices = [torch.device("cuda", i % gpus) for i in range(stages)]
-    precision = Precision(devices[0], torch.float16, torch.float16, StateFormat.FP32, storage)
-    made = [SimpleNamespace(precision=precision)] * stages
-    return SimpleNamespace(devices=devices, concurrency=gpus, slot_bytes_on=lambda _device: SLOT, stages=made)
 
 
 def rows(free: int | None, loads_at_low_priority: bool, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -99,7 +87,9 @@ def test_batch_rows_with_interactive_requests(given: int, limit: int) -> None:
 )
 def test_the_largest_number_of_decode_rows_in_mixed_steps(gpus: int, max_running: int, maximum: int) -> None:
     """By the number of stages that work at the same time. No graph is larger than a group can be."""
-    limits = Memory(EngineConfig(model_path="", max_running=max_running), gpu_pipeline(gpus, gpus)).limits()
+    devices = [torch.device("cuda", i) for i in range(gpus)]
+    pipeline: Any = SimpleNamespace(devices=devices, concurrency=gpus, slot_bytes_on=lambda _device: SLOT)
+    limits = Memory(EngineConfig(model_path="", max_running=max_running), pipeline).limits()
     assert limits.mixed_rows == {1: 256, 2: 512, 4: 64}[gpus], "with so many rows prompts are scheduled"
     assert (limits.min_gathered_prefill_tokens > 0) == (gpus == 4), "one step of prompts in three rounds is enough"
     sizes = usable_mixed_sizes(limits.rows_in_mixed_step)
@@ -115,28 +105,6 @@ def test_no_step_of_up_to_512_rows_is_padded_by_a_whole_tile(maximum: int) -> No
 
 
 def test_stages_on_one_gpu_count_as_one() -> None:
-    assert Memory(EngineConfig(model_path="", max_running=600), gpu_pipeline(1, 2)).limits().mixed_rows == 256
-
-
-@pytest.mark.parametrize(
-    ("storage", "capability", "tokens"),
-    [
-        (None, (9, 0), 1024),
-        (Format.INT8, (9, 0), 1024),
-        (Format.W8A8, (9, 0), 2048),
-        (Format.FP8, (9, 0), 2048),
-        (Format.FP8, (8, 0), 1024),
-    ],
-)
-def test_products_in_8_bits_read_more_prompt_tokens_while_rows_decode(
-    storage: Format | None, capability: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU without fp8 units converts fp8 weights to fp16."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-
-    def limits(given: int = 0) -> Limits:
-        config = EngineConfig(model_path="", max_running=64, max_prefill_tokens_with_decode=given)
-        return Memory(config, gpu_pipeline(1, 1, storage)).limits()
-
-    assert (limits().max_prefill_tokens_with_decode, limits().prefill_tokens_per_step) == (tokens, 4096)
-    assert limits(512).max_prefill_tokens_with_decode == 512
+    gpu = torch.device("cuda", 0)
+    pipeline: Any = SimpleNamespace(devices=[gpu, gpu], concurrency=1, slot_bytes_on=lambda _device: SLOT)
+    assert Memory(EngineConfig(model_path="", max_running=600), pipeline).limits().mixed_rows == 256
