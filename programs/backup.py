@@ -1,6 +1,6 @@
 """The commands `backup`, `restore` and `check`.
 
-A backup is a tar file: `sessions.db`, and what lies beside the database: `.states`, `.adapters.json` and `.files`.
+A backup is a tar file: `sessions.db`, and the files next to the database: `.states`, `.adapters.json` and `.files`.
 A service may run during `backup`. Each database is copied whole, in one transaction.
 """
 
@@ -25,8 +25,8 @@ from state_pool.disk.recover import verify_sessions
 from state_pool.errors import DatabaseUnusable
 
 _DATABASE = "sessions.db"
-_BESIDE = (".states", ".adapters.json", ".files")
-"""Endings of what lies beside a database."""
+_COMPANIONS = (".states", ".adapters.json", ".files")
+"""Endings of the files and folders next to a database."""
 _LOGS = ("-wal", "-shm")
 _SKIPPED = (".half", ".part", *_LOGS)
 """Endings of files that are being written, or belong to a database."""
@@ -54,7 +54,7 @@ def backup(settings: Settings, archive: Path) -> str:
         with os.fdopen(open_private(part, os.O_WRONLY | os.O_TRUNC), "wb") as file:
             with tarfile.open(fileobj=file, mode="w") as tar:
                 tar.add(copy, _DATABASE)
-                for source, name in _files_beside(stem, _files_folder(settings, stem)):
+                for source, name in _companion_files(stem, _files_folder(settings, stem)):
                     _add(tar, source, name, Path(folder))
             file.flush()
             os.fsync(file.fileno())
@@ -71,7 +71,7 @@ def restore(settings: Settings, archive: Path, *, replace: bool) -> str:
     The database comes last, so an interrupted restore leaves no database that lacks its files.
     """
     stem = _stem(settings, "pg_restore --clean --if-exists {schema}--dbname={address} {file}", archive)
-    targets = {_DATABASE: Path(stem)} | {ending: Path(stem + ending) for ending in _BESIDE}
+    targets = {_DATABASE: Path(stem)} | {ending: Path(stem + ending) for ending in _COMPANIONS}
     targets[".files"] = _files_folder(settings, stem)
     present = [str(path) for path in [*targets.values(), *(Path(stem + log) for log in _LOGS)] if path.exists()]
     if present and not replace:
@@ -91,7 +91,7 @@ def restore(settings: Settings, archive: Path, *, replace: bool) -> str:
             raise BackupError(f"{archive} is not a backup: {error}") from None
         if not (folder / _DATABASE).is_file():
             raise BackupError(f"{archive} is not a backup: it has no {_DATABASE}")
-        whole, damaged = verify_sessions(folder / _DATABASE)
+        intact, damaged = verify_sessions(folder / _DATABASE)
         for path in folder.rglob("*"):
             path.chmod(FOLDER_MODE if path.is_dir() else FILE_MODE)
             _sync(path)
@@ -100,27 +100,27 @@ def restore(settings: Settings, archive: Path, *, replace: bool) -> str:
         )
         for one in present:
             Path(one).rename(f"{one}.replaced-{number}")
-        for name in (*_BESIDE, _DATABASE):
+        for name in (*_COMPANIONS, _DATABASE):
             if (folder / name).exists():
                 (folder / name).rename(targets[name])
         _sync(Path(stem).absolute().parent)
-    return f"{len(whole)} sessions restored to {stem}" + (f", {len(damaged)} of them damaged" if damaged else "")
+    return f"{len(intact)} sessions restored to {stem}" + (f", {len(damaged)} of them damaged" if damaged else "")
 
 
 def check(database: Path) -> tuple[str, int]:
     """Verify all checksums. Returns (report, number of damaged sessions). Raises BackupError."""
     if not database.is_file():
-        raise BackupError(f"there is no database {database}")
-    whole, damaged = verify_sessions(database)
-    lines = [f"{len(whole)} sessions are whole, {len(damaged)} damaged", *damaged[:20]]
+        raise BackupError(f"there is no database {database}; name its file")
+    intact, damaged = verify_sessions(database)
+    lines = [f"{len(intact)} sessions are intact, {len(damaged)} damaged", *damaged[:20]]
     if damaged:
-        lines.append(f"`python -m state_pool.salvage {database} NEW` copies the whole ones")
+        lines.append(f"`python -m state_pool.salvage {database} NEW` copies the intact ones")
     return "\n".join(lines), len(damaged)
 
 
-def _files_beside(stem: str, files: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (path, name in the archive) of every file beside the database."""
-    for ending in _BESIDE:
+def _companion_files(stem: str, files: Path) -> Iterator[tuple[Path, str]]:
+    """Yield (path, name in the archive) of every file next to the database."""
+    for ending in _COMPANIONS:
         top = files if ending == ".files" else Path(stem + ending)
         for path in [top] if top.is_file() else sorted(top.rglob("*")):
             if path.is_file() and not path.is_symlink() and not path.name.endswith(_SKIPPED):
@@ -128,7 +128,7 @@ def _files_beside(stem: str, files: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _add(tar: tarfile.TarFile, source: Path, name: str, scratch: Path) -> None:
-    """Add a file. A database is copied first. A file that was deleted meanwhile is left out."""
+    """Add a file. A database is copied first. A file that no longer exists is left out."""
     with contextlib.suppress(FileNotFoundError):
         if source.suffix == ".db":
             copy = scratch / source.name

@@ -20,7 +20,7 @@ _SECRET_FIELDS = {"password", "state_db", "checkpoint_store"}
 
 def template() -> str:
     """Return a file with every setting as a comment: meaning and default."""
-    parts = [f"# Settings of rwkv-batch: {CONFIG_FILE[0]} FILE. Flags and environment variables win over this file."]
+    parts = [f"# Settings of rwkv-batch: {CONFIG_FILE[0]} FILE. Flags and environment variables override this file."]
     for section, flags in FLAGS.items():
         parts.append(f"\n# ---- {HEADINGS[section]}")
         for flag in flags:
@@ -44,10 +44,10 @@ def in_effect(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     for section, flags in FLAGS.items():
         for flag in flags:
             text, origin = default_text(section, flag), "default"
-            for where, source in reversed(origins.items()):
+            for name_of_origin, source in reversed(origins.items()):
                 for name in flag.variables:
                     if name in source:
-                        text, origin = source[name], where
+                        text, origin = source[name], name_of_origin
             if text and flag.field in _SECRET_FIELDS:
                 text = "***"
             lines.append(f"{flag.option.removeprefix('--'):<28} {text or '-':<24} {origin}\n")

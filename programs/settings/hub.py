@@ -25,7 +25,7 @@ _FOLDER = ("*.safetensors", "*.safetensors.index.json", "config.json")
 _SHOWN = 8
 
 
-def downloaded(name: str) -> str:
+def download(name: str) -> str:
     """Return the path of a model on the hub, after a download if needed. Raises StartupError."""
     found = _NAME.fullmatch(name)
     if found is None or ".." in name:
@@ -35,24 +35,24 @@ def downloaded(name: str) -> str:
         import huggingface_hub
         from huggingface_hub.errors import HTTPError
     except ImportError:
-        raise StartupError(f"{name} needs huggingface_hub; pip install huggingface_hub{_or_by_hand(name)}") from None
-    place: dict[str, Any] = {"repo_id": repository, "endpoint": os.environ.get("HF_ENDPOINT")}
+        raise StartupError(f"{name} needs huggingface_hub; pip install huggingface_hub{_manual_remedy(name)}") from None
+    source: dict[str, Any] = {"repo_id": repository, "endpoint": os.environ.get("HF_ENDPOINT")}
     try:
         if file is None:
             # list_repo_files would try for half a minute without a network
-            siblings = huggingface_hub.HfApi(place["endpoint"]).model_info(repository).siblings or []
+            siblings = huggingface_hub.HfApi(source["endpoint"]).model_info(repository).siblings or []
             file = _only_model(name, [one.rfilename for one in siblings])
         if file is None:
-            path = huggingface_hub.snapshot_download(**place, allow_patterns=list(_FOLDER))
+            path = huggingface_hub.snapshot_download(**source, allow_patterns=list(_FOLDER))
         else:
             logger.info("%s: downloading %s unless it is in the hub's cache", name, file)
-            paths = [huggingface_hub.hf_hub_download(**place, filename=one) for one in shard_names(file)]
+            paths = [huggingface_hub.hf_hub_download(**source, filename=one) for one in shard_names(file)]
             path = paths[0]
     except StartupError:
         raise
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason given'}"
-        raise StartupError(f"{name} cannot be downloaded ({reason}){_or_by_hand(name)}") from error
+        raise StartupError(f"{name} cannot be downloaded ({reason}){_manual_remedy(name)}") from error
     stored = Path(path).resolve()
     logger.info("%s is %s%s", name, path, f", SHA-256 {stored.name}" if len(stored.name) == 64 else "")
     return str(path)
@@ -69,6 +69,6 @@ def _only_model(name: str, files: list[str]) -> str | None:
     raise StartupError(f"{name} has {len(models)} models ({shown or 'none'}); give one as {name}/FILE")
 
 
-def _or_by_hand(name: str) -> str:
+def _manual_remedy(name: str) -> str:
     repository = "/".join(name.removeprefix(PREFIX).split("/")[:2])
     return f"; or download the file from {_ENDPOINT}/{repository} on another machine and give its path as --model-path"

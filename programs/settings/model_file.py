@@ -11,7 +11,7 @@ import msgspec
 
 from native.files import VARIABLE, cache_folder
 from programs.settings.config import Settings
-from programs.settings.hub import PREFIX, downloaded
+from programs.settings.hub import PREFIX, download
 from rwkv_batch.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ def with_default_model(settings: Settings) -> Settings:
     """Fills in the demo model if no file is given, and downloads hf:OWNER/NAME. Raises StartupError for other files."""
     path = settings.engine.model_path
     if path.startswith(PREFIX):
-        path = downloaded(path)
+        path = download(path)
     if not path:
         try:
             path = str(_demo_model())

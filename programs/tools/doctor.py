@@ -99,8 +99,8 @@ def _compiler(_: Settings) -> Iterator[Finding]:
 
 
 def _cpu(_: Settings) -> Iterator[Finding]:
-    words = set(machine.cpu_features().split())
-    found = [name for name in _INSTRUCTIONS if name in words]
+    features = set(machine.cpu_features().split())
+    found = [name for name in _INSTRUCTIONS if name in features]
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     yield Finding(f"{cores}, {' '.join(found) or 'unknown instructions'}")
 
@@ -115,8 +115,8 @@ def _model(settings: Settings) -> Iterator[Finding]:
     yield Finding(f"{path}: {weights.shape.describe()}, {weights.num_bytes / 1e9:.2f} GB")
     free = machine.free_memory()
     text = "free memory is unknown" if free is None else f"{free / 1e9:.1f} GB of memory are free"
-    is_little = free is not None and free < weights.num_bytes
-    yield Finding(text, "it is less than the weights; close programs or use a smaller model" if is_little else "")
+    is_too_little = free is not None and free < weights.num_bytes
+    yield Finding(text, "it is less than the weights; close programs or use a smaller model" if is_too_little else "")
 
 
 def _disk(settings: Settings) -> Iterator[Finding]:

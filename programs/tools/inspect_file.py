@@ -105,7 +105,7 @@ def _model(weights: Weights) -> Iterator[tuple[str, str]]:
         needed = (size + 320 * slot) * OVERHEAD / 1e9
         gpu = next((f"{memory} GB ({names})" for memory, names in GPUS_GB.items() if needed <= memory), "several GPUs")
         yield "", f"{dtype:<9}{size / 1e9:>6.2f} GB{cells}  {gpu}"
-    yield "", "weights with states on a GPU; fits: with 320 slots and a tenth more for work space"
+    yield "", "memory of weights and states on a GPU; fits: smallest GPU for 320 slots, with 10 % more for work space"
 
 
 def _type_name(tensor: Any) -> str:
@@ -117,11 +117,11 @@ def _weight_bytes(weights: Weights, dtype: str) -> float:
     storage = Format(dtype) if dtype in list(Format) else None
     plain = _GPU_BYTES[dtype] if storage is None else 2
 
-    def item(name: str) -> float:
+    def bytes_per_number(name: str) -> float:
         format_ = None if storage is None else format_for(name, storage)
         return plain if format_ is None else _GPU_BYTES[format_]
 
-    return sum(tensor.numel() * item(name) for name, tensor in weights.tensors.items())
+    return sum(tensor.numel() * bytes_per_number(name) for name, tensor in weights.tensors.items())
 
 
 def _slot_bytes(shape: ModelShape, dtype: str) -> int:

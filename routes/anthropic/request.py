@@ -166,7 +166,7 @@ _EFFORTS = {"max": "xhigh"}
 
 
 class MessagesPrompt(Body):
-    """Fields of both routes: what the answer's prompt has."""
+    """Fields of both routes: the contents of the prompt."""
 
     model: str = Field("rwkv7", max_length=256, description="As on the other routes. Repeated in the answer.")
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)] = Field(
@@ -188,7 +188,7 @@ class MessagesPrompt(Body):
 
     @property
     def size(self) -> int:
-        """About the number of characters in the messages."""
+        """Approximate number of characters in the messages."""
         contents = (one.content for one in self.messages)
         return sum(len(one) if isinstance(one, str) else sum(map(_length, one)) for one in contents)
 

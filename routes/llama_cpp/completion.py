@@ -45,7 +45,7 @@ _RENAMED = {"max_tokens": "n_predict", "logprobs": "n_probs"}
 _SAME = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos", "json_schema", "stop")
 _NOT_SAMPLED = "Accepted and ignored: the samplers do not have it."
 _OffAtOne = Annotated[float | None, Ignored((1,))]
-_FILLED_BY = "{{ messages }}: `System: …`, `User: …` and `Assistant: …`, separated by blank lines"
+_TEMPLATE_TEXT = "{{ messages }}: `System: …`, `User: …` and `Assistant: …`, separated by blank lines"
 Bias = Annotated[list[int | float | bool], Field(min_length=2, max_length=2)]
 """Token id and bias."""
 
@@ -131,10 +131,12 @@ class Completion(WithWarnings):
     content: str
     tokens: list[int] = Field(description="Always empty.")
     id_slot: int = Field(description="Always -1.")
-    stop: bool = Field(description="Whether the answer is complete. It then has the fields after the probabilities.")
+    stop: bool = Field(description="Whether the answer is complete. If so, it has the fields below, from `model` on.")
     tokens_predicted: int = Field(description="Generated tokens so far, including a stop token.")
     tokens_evaluated: int = Field(description="Tokens of the prompt.")
-    completion_probabilities: list[ChosenToken] = Field([], description="Of the new tokens, with `n_probs`.")
+    completion_probabilities: list[ChosenToken] = Field(
+        [], description="Log-probabilities of new tokens, with `n_probs`."
+    )
     model: str = Field("", description="As in the request.")
     prompt: str | list[int] = Field("", description="The prompt.")
     stop_type: Literal["eos", "word", "limit"] | None = Field(None, description="word: an entry of `stop`.")
@@ -250,7 +252,7 @@ async def props(context: Context, query: dict[str, str]) -> HandlerResponse:
             "default_generation_settings": {"n_ctx": context.config.max_prompt_tokens, "params": params},
             "total_slots": status.get("max_running", 1),
             "model_path": context.config.model_name,
-            "chat_template": _FILLED_BY,
+            "chat_template": _TEMPLATE_TEXT,
             "modalities": {"vision": False, "audio": False},
             "build_info": f"rwkv-batch {__version__}",
         }

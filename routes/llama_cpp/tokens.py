@@ -25,7 +25,7 @@ from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
 
 
 class TemplateBody(Body):
-    """A conversation whose prompt is wanted."""
+    """A conversation to convert into a prompt."""
 
     messages: Messages = Field([], description="The conversation.")
     enable_think: bool = Field(False, description="Use the prompt format with thinking.")
@@ -96,11 +96,11 @@ class TokenizeBody(Body):
     prompt: str | None = Field(
         None, description=f"The text. {END_NAME} alone is token 0, the end token. Inside a text it is ordinary text."
     )
-    content: str | None = Field(None, description="llama.cpp's name of prompt.")
+    content: str | None = Field(None, description="llama.cpp's name of `prompt`.")
     with_pieces: bool = Field(False, description="llama.cpp's field: return each token with its text.")
     add_special_tokens: bool = Field(True, description="Accepted. There are no special tokens to add.")
-    add_special: bool = Field(False, description="Accepted, like the last field.")
-    parse_special: bool = Field(True, description="Accepted, like the last field.")
+    add_special: bool = Field(False, description="Accepted, like `add_special_tokens`.")
+    parse_special: bool = Field(True, description="Accepted, like `add_special_tokens`.")
 
     @property
     def text(self) -> str:

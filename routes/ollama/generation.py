@@ -34,23 +34,23 @@ from rwkv_batch.request import Finish, GenerateRequest, TokenLogprob
 
 OLLAMA_ERRORS = ErrorFormat(NATIVE_ERRORS.body, OPENAI_STATUS, NATIVE_ERRORS.schema, NDJSON_STREAM)
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
-_AS_GIVEN = AnswerFormat(is_constrained=True)
-"""Of raw text: all of it is content."""
-Field = Callable[[str, dict[str, Any]], dict[str, Any]]
+_RAW_FORMAT = AnswerFormat(is_constrained=True)
+"""Format of a raw answer: all of it is content."""
+MakeFields = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
-def message(content: str, others: dict[str, Any]) -> dict[str, Any]:
-    """Return new text, and reasoning and calls, as /api/chat has them."""
+def message_fields(content: str, others: dict[str, Any]) -> dict[str, Any]:
+    """Return new text, reasoning and tool calls as fields of /api/chat."""
     return {"message": {"role": "assistant", "content": content, **others}}
 
 
-def response(content: str, others: dict[str, Any]) -> dict[str, Any]:
-    """Return new text and reasoning as /api/generate has them."""
+def response_fields(content: str, others: dict[str, Any]) -> dict[str, Any]:
+    """Return new text and reasoning as fields of /api/generate."""
     return {"response": content, **others}
 
 
 class CallCollector:
-    """Collects a stream's deltas of calls into whole ones: Ollama's format has no parts of calls."""
+    """Joins the deltas of tool calls: Ollama's format has complete calls only."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -85,15 +85,15 @@ class OllamaFormatter(BaseFormatter):
         self,
         body: OllamaBody,
         answer_format: AnswerFormat,
-        field: Field,
+        make_fields: MakeFields,
         context: Callable[[str], list[int]] | None = None,
     ) -> None:
         """Create the formatter of one answer.
 
-        field: makes the fields of new output
+        make_fields: returns the fields of new output, from its text and its other fields
         context: returns the tokens of the conversation with the answer's text
         """
-        self._model, self._field, self._context = body.model, field, context
+        self._model, self._make_fields, self._context = body.model, make_fields, context
         self._returns_logprobs = body.logprobs
         self._parser = AnswerParser(answer_format)
         self._calls = CallCollector()
@@ -112,12 +112,12 @@ class OllamaFormatter(BaseFormatter):
             if output is not None:
                 lines.append(self._line(output))
             if finish is not None and finish.error is None:
-                lines.append(self._line(self._field("", {}), finish))
+                lines.append(self._line(self._make_fields("", {}), finish))
         return b"".join(json_line(self.first_with_warnings(line)) for line in lines)
 
     def full_body(self, rows: list[RowResult]) -> Any:
         (row,) = rows
-        return self._line(self._output(row.text, row.logprobs, True) or self._field("", {}), row.finish)
+        return self._line(self._output(row.text, row.logprobs, True) or self._make_fields("", {}), row.finish)
 
     def _output(self, text: str, logprobs: list[TokenLogprob], final: bool) -> dict[str, Any] | None:
         """Return the fields of new output, or None."""
@@ -130,7 +130,7 @@ class OllamaFormatter(BaseFormatter):
         tokens = logprob_entries(self._logprobs.feed(logprobs, parts, final)) if self._returns_logprobs else []
         if not (parts.content or others or tokens):
             return None
-        return self._field(parts.content, others) | ({"logprobs": tokens} if tokens else {})
+        return self._make_fields(parts.content, others) | ({"logprobs": tokens} if tokens else {})
 
     def _line(self, output: dict[str, Any], finish: Finish | None = None) -> dict[str, Any]:
         head = {"model": self._model, "created_at": timestamp(time.time()), **output, "done": finish is not None}
@@ -150,22 +150,22 @@ class OllamaFormatter(BaseFormatter):
         }
 
 
-def _loaded(body: OllamaBody, field: Field) -> HandlerResponse:
+def _loaded(body: OllamaBody, make_fields: MakeFields) -> HandlerResponse:
     """Answer a request without a prompt, which only loads or unloads the model."""
     reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
-    head = {"model": body.model, "created_at": timestamp(time.time()), **field("", {})}
+    head = {"model": body.model, "created_at": timestamp(time.time()), **make_fields("", {})}
     return json_response({**head, "done": True, "done_reason": reason})
 
 
 async def chat(context: Context, body: OllamaChatBody) -> HandlerResponse:
     """Answer a conversation in Ollama's format. Nothing is stored."""
     if not body.messages:
-        return _loaded(body, message)
+        return _loaded(body, message_fields)
     size = sum(len(one.content) for one in body.messages)
     request: OllamaChat = await with_defaults_applied(context, await offload_if_large(size, body.chat))
     with rename_fields(**RENAMED):
         rows = await conversation_rows(context, request, "messages")
-    formatter = OllamaFormatter(body, request.answer_format, message)
+    formatter = OllamaFormatter(body, request.answer_format, message_fields)
     return await run(context, make_job(rows, request, CHAT_PATH), formatter, OutputDecoder(1), body.stream)
 
 
@@ -175,16 +175,16 @@ async def generate(context: Context, body: OllamaGenerateBody) -> HandlerRespons
     `context` continues an earlier answer: it has the tokens of the conversation. Nothing is stored.
     """
     if not body.prompt and body.suffix is None:
-        return _loaded(body, response)
+        return _loaded(body, response_fields)
     request = await with_defaults_applied(context, await offload_if_large(len(body.prompt), body.request))
     with rename_fields(**RENAMED):
         (row,) = await _generate_rows(context, body, request)
-    answer_format = request.answer_format if isinstance(request, OllamaChat) else _AS_GIVEN
+    answer_format = request.answer_format if isinstance(request, OllamaChat) else _RAW_FORMAT
 
     def tokens(text: str) -> list[int]:
         return [*row.prompt, *context.tokenizer.encode(text)]
 
-    formatter = OllamaFormatter(body, answer_format, response, tokens)
+    formatter = OllamaFormatter(body, answer_format, response_fields, tokens)
     return await run(context, make_job([row], request, GENERATE_PATH), formatter, OutputDecoder(1), body.stream)
 
 

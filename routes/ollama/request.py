@@ -94,7 +94,7 @@ class OllamaMessage(Fields):
     images: Unsupported = Field(None, description="Not supported; refused.")
     tool_calls: Annotated[list[EarlierCall], Field(max_length=128, fail_fast=True)] = Field([])
     tool_name: Repeated = Field(None, description="Accepted and not read: results follow their calls in order.")
-    tool_call_id: Repeated = Field(None, description="Accepted and not read, like the last field.")
+    tool_call_id: Repeated = Field(None, description="Accepted and not read, like `tool_name`.")
 
     @property
     def openai(self) -> dict[str, Any]:

@@ -60,9 +60,9 @@ class _Signature:
                 return self._union([self._type(part, depth + 1) for part in schema[key]])
         kind = schema.get("type", "object" if "properties" in schema else "any")
         kinds = kind if isinstance(kind, list) else [kind]
-        return self._union([self._plain(str(one), schema, depth) for one in kinds])
+        return self._union([self._single_type(str(one), schema, depth) for one in kinds])
 
-    def _plain(self, kind: str, schema: dict[str, Any], depth: int) -> str:
+    def _single_type(self, kind: str, schema: dict[str, Any], depth: int) -> str:
         if kind == "array":
             item = self._type(schema.get("items"), depth + 1)
             return f"({item})[]" if " | " in item else f"{item}[]"

@@ -72,7 +72,7 @@ class DeepLBody(TranslationFields):
         None, description="0: only at blank lines. nonewlines: at sentences. 1: at sentences and line breaks."
     )
     tag_handling: Literal["xml", "html"] | None = Field(None, description="Default: tags stay as placeholders do.")
-    outline_detection: bool = Field(True, description="XML: whether tags without text beside them split the text.")
+    outline_detection: bool = Field(True, description="XML: whether tags with no text next to them split the text.")
     splitting_tags: Tags = Field([], description="Tags that split the text.")
     non_splitting_tags: Tags = Field([], description="Tags that never split the text.")
     ignore_tags: Tags = Field([], description="Tags whose content stays as it is.")

@@ -114,8 +114,8 @@ async def translate_text(context: Context, body: LibreTranslateBody) -> HandlerR
 
 def _detected(translations: list[Translation], texts: Sequence[str]) -> list[dict[str, Any]]:
     sources = [one.source for one in translations]
-    chances = (language_probabilities(text).get(source, 0.0) for source, text in zip(sources, texts, strict=True))
-    return [_entry(source, chance) for source, chance in zip(sources, chances, strict=True)]
+    probabilities = (language_probabilities(text).get(source, 0.0) for source, text in zip(sources, texts, strict=True))
+    return [_entry(source, one) for source, one in zip(sources, probabilities, strict=True)]
 
 
 def _entry(code: str, probability: float) -> dict[str, Any]:
@@ -136,7 +136,7 @@ async def languages(context: Context, _: object) -> HandlerResponse:
 
 
 async def frontend_settings(context: Context, _: object) -> HandlerResponse:
-    """Return what LibreTranslate's clients ask for before they translate."""
+    """Return the settings that LibreTranslate's clients read first."""
     needs_key = bool(context.config.password or context.keys.is_configured)
     language = {"source": {"code": AUTO, "name": "Auto Detect"}, "target": {"code": "en", "name": "English"}}
     keys = {"apiKeys": needs_key, "keyRequired": needs_key}

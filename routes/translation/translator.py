@@ -1,4 +1,4 @@
-"""Runs a translation on the engine: prompts, rounds of jobs, and warnings. The routes around it only translate bodies.
+"""Runs a translation on the engine: prompts, rounds of jobs, and warnings. The routes only convert bodies.
 
 A blank line ends a model's answer, so no prompt has one. All prompts of a request begin with its context, so the prefix
 cache reads the context once.
@@ -41,12 +41,12 @@ _NEXT_LABEL = re.compile(rf"\n(?:{'|'.join(map(re.escape, _LABELS))}):")
 _TOKENS_PER_PROMPT_TOKEN = 4
 _MIN_TOKENS = 64
 _SCAN_COST = 10
-"""Time to split a text into segments, as a multiple of the time that other texts take."""
+"""Splitting a text into segments takes this many times as long as tokenising it."""
 _UNFINISHED = (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR)
 
 
 class TranslationFields(PriorityFields, StateFields):
-    """Fields that every body of a translation has, for the job."""
+    """Fields of every translation body, for the job."""
 
 
 async def translate(
@@ -71,7 +71,7 @@ async def translate(
     while queries := (await offload_if_large(characters, plan.missing))[:limit]:
         rows = await offload_if_large(characters, _rows, context, queries, body, field)
         results = await finished_rows(context, make_job(rows, body, label), OutputDecoder(len(rows)))
-        await offload_if_large(characters, _take, plan, queries, results)
+        await offload_if_large(characters, _add_answers, plan, queries, results)
     translations = await offload_if_large(characters, plan.results)
     _report_problems(translations, field)
     return translations
@@ -84,11 +84,11 @@ def make_plan(
     try:
         return TranslationPlan(request, limit, cache, tenant)
     except TooManySegmentsError:
-        said = f"has more than {limit} segments in total, the limit is {limit} (--max-contents); send several requests"
-        raise invalid(field, said, limit + 1) from None
+        message = f"has more than {limit} segments, the limit is {limit} (--max-contents); send several requests"
+        raise invalid(field, message, limit + 1) from None
     except TooManyMarkersError:
-        said = f"has a text with more than {MAX_MARKERS} placeholders and tags; send it in parts"
-        raise invalid(field, said, MAX_MARKERS + 1) from None
+        message = f"has a text with more than {MAX_MARKERS} placeholders and tags; send it in parts"
+        raise invalid(field, message, MAX_MARKERS + 1) from None
 
 
 def translation_prompt(query: Query) -> str:
@@ -114,7 +114,7 @@ def _sampling(query: Query) -> SamplingParams:
     return SamplingParams(temperature=0.7, top_p=0.7, seed=query.attempt)
 
 
-def _take(plan: TranslationPlan, queries: list[Query], results: list[RowResult]) -> None:
+def _add_answers(plan: TranslationPlan, queries: list[Query], results: list[RowResult]) -> None:
     answers, cut = {}, set()
     for query, row in zip(queries, results, strict=True):
         if row.finish is None or row.finish.reason in _UNFINISHED:
@@ -123,7 +123,7 @@ def _take(plan: TranslationPlan, queries: list[Query], results: list[RowResult])
         answers[query] = clean_answer(row.text, is_line="\n" not in query.text)
         if row.finish.reason is FinishReason.LENGTH:
             cut.add(query)
-    plan.take(answers, frozenset(cut))
+    plan.add_answers(answers, frozenset(cut))
 
 
 def clean_answer(text: str, *, is_line: bool = False) -> str:

@@ -50,7 +50,7 @@ _ClientQueue = dict[frozenset[Constraint], list[_WaitingJob]]
 
 
 class GrammarCompileQueue:
-    """Compiles the constraints of one client after the other. Loads llguidance with the first."""
+    """Compiles one group of each client in turn. Loads llguidance at the first constraint."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler], closed_error: Callable[[], ServiceError]) -> None:
         """
@@ -74,7 +74,7 @@ class GrammarCompileQueue:
         constraints = frozenset(row.constraint for row in job.rows if row.constraint is not None)
         cached = self._cached_grammars(constraints, job.tenant)
         if len(cached) == len(constraints):
-            self._add_mask_threads_later(job, cached)
+            self._add_lexers_later(job, cached)
             then(cached)
             return
         with self._lock:
@@ -134,7 +134,7 @@ class GrammarCompileQueue:
         try:
             if not all(waiting.is_cancelled for waiting in group):
                 grammars = self._compile(group[0].constraints, group[0].job.tenant)
-                self._add_mask_threads(grammars, _rows_of([waiting.job for waiting in group]))
+                self._add_lexers(grammars, _rows_of([waiting.job for waiting in group]))
         except BaseException as caught:  # noqa: BLE001 - the job needs a reply in any case
             error = caught
         for waiting in group:
@@ -164,17 +164,17 @@ class GrammarCompileQueue:
             try:
                 grammars[constraint] = compiler.compile(constraint, tenant)
             except GrammarError as error:
-                raise _refused(constraint, error) from error
+                raise _compile_error(constraint, error) from error
         return grammars
 
-    def _add_mask_threads_later(self, job: Job, grammars: Grammars) -> None:
-        """Add mask threads in the background. The job does not wait for them; later rows use them."""
+    def _add_lexers_later(self, job: Job, grammars: Grammars) -> None:
+        """Add lexers in the background: later masks of these grammars are computed in parallel."""
         compiler, rows = self._compiler, _rows_of([job])
         if compiler is not None and any(compiler.needs_lexers(grammars[one], rows[one]) for one in grammars):
             with contextlib.suppress(RuntimeError):  # closed
-                self._threads.submit(self._add_mask_threads, grammars, rows)
+                self._threads.submit(self._add_lexers, grammars, rows)
 
-    def _add_mask_threads(self, grammars: Grammars, rows: Counter[Constraint]) -> None:
+    def _add_lexers(self, grammars: Grammars, rows: Counter[Constraint]) -> None:
         compiler = self._get_compiler()
         for constraint, grammar in grammars.items():
             compiler.add_lexers(constraint, grammar, rows[constraint])
@@ -205,7 +205,7 @@ def _rows_of(jobs: Iterable[Job]) -> Counter[Constraint]:
     return rows
 
 
-def _refused(constraint: Constraint, error: GrammarError) -> ServiceError:
+def _compile_error(constraint: Constraint, error: GrammarError) -> ServiceError:
     field = error.field or constraint.field or constraint.form
     message = f"{field}{error.place}: cannot be served: {error}"
     return ServiceError(

@@ -55,19 +55,19 @@ def write_model(weights: Weights, path: Path, dtype: str) -> None:
         raise ValueError(f"GGUF is written for RWKV-7 only, not for {weights.shape.version}; write .safetensors")
     if path.suffix != ".gguf" and dtype not in ("fp32", "fp16", "bf16"):
         raise ValueError(f"{path.suffix} has no type {dtype}; give --dtype bf16, fp16 or fp32, or write .gguf")
-    half = path.with_name(f".writing-{path.name}")
+    partial_file = path.with_name(f".writing-{path.name}")
     try:
-        with half.open("wb") as file:
+        with partial_file.open("wb") as file:
             if path.suffix == ".gguf":
                 _write_gguf(file, weights, DTYPES[dtype], path.stem)
             elif path.suffix == ".safetensors":
                 _write_safetensors(file, weights.tensors, DTYPES[dtype])
             else:
-                kept = getattr(torch, DTYPES[dtype])
-                torch.save({name: tensor.to(kept).contiguous() for name, tensor in weights.tensors.items()}, file)
-        half.replace(path)
+                stored = getattr(torch, DTYPES[dtype])
+                torch.save({name: tensor.to(stored).contiguous() for name, tensor in weights.tensors.items()}, file)
+        partial_file.replace(path)
     finally:
-        half.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
 
 
 def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor], dtype: str) -> None:
@@ -85,7 +85,7 @@ def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor], dtype: st
 
 
 def _write_gguf(file: IO[bytes], weights: Weights, dtype: str, name: str) -> None:
-    """Matrices have the type; vectors, norms, shifts and w1, w2 are fp32, as llama.cpp expects."""
+    """Write matrices as `dtype`. Vectors, norms, shifts and w1, w2 are fp32, as llama.cpp expects."""
     tensors = names_of_gguf(weights.tensors)
     entries = [
         Entry(one, kind, tuple(tensor.shape), partial(_encoded, tensor, kind))
@@ -102,7 +102,7 @@ def _kind(name: str, tensor: Tensor, dtype: str) -> str:
 
 
 def _encoded(tensor: Tensor, dtype: str) -> Iterator[memoryview]:
-    """Yield a tensor's bytes [...] in pieces, and release its pages of the file."""
+    """Yield a tensor's bytes [...] in pieces, and release the file's pages from memory."""
     whole = tensor.decode() if isinstance(tensor, BlockTensor) else tensor
     flat = whole.contiguous().reshape(-1)
     for piece in flat.split(_PIECE_NUMBERS):

@@ -76,18 +76,18 @@ def names_of_gguf(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif stem in outside:
             found[f"{outside[stem]}.{part}"] = tensor
         elif layer is not None:
-            number, _, half, inner = layer.groups()
+            number, _, mix, inner = layer.groups()
             block = f"blk.{number}"
-            norm = norms.get(f"{half}.{inner}" if half else inner)
+            norm = norms.get(f"{mix}.{inner}" if mix else inner)
             if norm is not None:
                 found[f"{block}.{norm}.{part}"] = tensor
             elif inner in ("receptance", "key", "value", "output"):
-                found[f"{block}.{'time' if half == 'att' else 'channel'}_mix_{inner}.weight"] = tensor
-            elif half == "ffn":
+                found[f"{block}.{'time' if mix == 'att' else 'channel'}_mix_{inner}.weight"] = tensor
+            elif mix == "ffn":
                 found[f"{block}.channel_mix_lerp_k.weight"] = tensor.reshape(-1)
             elif not inner.startswith("x_") and (number, inner[0]) != ("0", "v"):
-                pair = re.fullmatch("[wavg][12]", inner) is not None
-                found[f"{block}.time_mix_{inner}.weight"] = tensor.t() if pair else tensor.reshape(-1)
+                is_low_rank = re.fullmatch("[wavg][12]", inner) is not None
+                found[f"{block}.time_mix_{inner}.weight"] = tensor.t() if is_low_rank else tensor.reshape(-1)
     for number in range(sum(name.endswith(".att.r_k") for name in tensors)):
         block = f"blk.{number}"
         mixes = [tensors[f"blocks.{number}.att.x_{letter}"].reshape(1, 1, -1) for letter in MIX_ORDER]

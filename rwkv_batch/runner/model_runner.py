@@ -74,8 +74,8 @@ class ModelRunner:
         memory = Memory(config, self.pipeline)
         self.limits = memory.limits()
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
-        # The first is for the state before a session's turn, the second, with overlap, for the state before the last
-        # token.
+        # One spare slot keeps the state from before a session's turn. With overlap, a second one keeps the state from
+        # before the last token.
         self._num_slots = memory.num_slots(self.limits.max_running, session_slots=2 if self.overlaps else 1)
         yields_cores = (
             config.loads_at_low_priority and not self._gpus
@@ -187,9 +187,8 @@ class ModelRunner:
         """Launch one of `split`: read the rows' tokens and sample. Does not wait for the device.
 
         after: launched steps that the host has not read and that may have sampled these rows' tokens.
-        between: called between the pieces of the step, if it has any. It may launch prefill steps. Then most of the
-        step is
-        done on return.
+        between: called between the pieces of the step, if it has any. It may launch prefill steps. Most of such a
+        step is done on return.
         """
         are_plain = are_all_plain(rows)
         step = InFlightStep(rows, rows if are_plain else [row for row in rows if row.samples_token])

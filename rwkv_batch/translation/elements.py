@@ -48,7 +48,7 @@ def element_end(text: str, at: int, tag: str) -> int:
 
 
 def structural_tags(text: str) -> frozenset[int]:
-    """Return the positions of XML tags that split text: those next to no text in their parent."""
+    """Return the positions of XML tags that split text: their parent has no text of its own."""
     parents: list[tuple[list[int], list[bool]]] = [([], [False])]
     """Per open element: the positions of its children's tags, and whether it has text."""
     splitting: set[int] = set()

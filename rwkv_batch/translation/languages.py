@@ -66,8 +66,8 @@ _NOT_PROSE = re.compile(r"</?[A-Za-z][^<>]*>|\{[^{}]*\}|https?://\S+")
 """Tags, translators' placeholders and addresses. They have no language."""
 _NO_EVIDENCE = -1e9
 """Floor of the log-likelihoods. The identifier's own is close to the limits of a float, so sums would overflow."""
-_LETTERS_OF_A_WORD = 3
-"""Weight of a non-Latin letter in Latin letters, for texts with both."""
+_NON_LATIN_WEIGHT = 3
+"""Number of Latin letters that count as much as one letter of another script, in texts with both."""
 _ENGLISH_ADVANTAGE = 6.0
 """Added to the log-likelihood of English. A word of several languages is most often English."""
 _MAX_PAGE_ADVANTAGE = 8.0
@@ -150,7 +150,7 @@ def _candidates(sample: str) -> tuple[str, ...]:
     weights: dict[tuple[str, ...], int] = defaultdict(int)
     for letter, count in Counter(_LETTER.findall(sample)).items():
         codes = _BLOCKS[bisect_right(_BLOCK_STARTS, ord(letter)) - 1][1]
-        weights[codes] += count * (1 if codes is _LATIN else _LETTERS_OF_A_WORD)
+        weights[codes] += count * (1 if codes is _LATIN else _NON_LATIN_WEIGHT)
     return max(weights, key=weights.__getitem__, default=())
 
 
@@ -168,7 +168,7 @@ def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
 
 
 def _log_likelihoods(sample: str, candidates: tuple[str, ...]) -> dict[str, float]:
-    scores = dict(_identifier().rank(f" {sample} "))  # the spaces mark word borders
+    scores = dict(_identifier().rank(f" {sample} "))  # the spaces mark word boundaries
     return {code: max(float(scores[code]), _NO_EVIDENCE) for code in candidates}
 
 
@@ -181,7 +181,7 @@ def _chinese_variants(samples: list[str]) -> list[str]:
         _letters_only_in(text, "big5", "gb2312") - _letters_only_in(text, "gb2312", "big5") for text in samples
     ]
     page_scores = sum(own_scores)
-    return ["zh-TW" if (mine or page_scores) > 0 else "zh-CN" for mine in own_scores]
+    return ["zh-TW" if (score or page_scores) > 0 else "zh-CN" for score in own_scores]
 
 
 @functools.cache

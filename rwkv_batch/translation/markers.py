@@ -81,7 +81,7 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class MarkerOptions:
-    """What is a marker."""
+    """Options of `parse`: the format, and the terms and tags with a special treatment."""
 
     format: Format = Format.TEXT
     keep: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:
     out: list[str] = []
     markers: list[Marker] = []
     at = 0
-    for start, end, tag, is_break in _found(text, options):
+    for start, end, tag, is_break in _find_markers(text, options):
         if len(markers) == MAX_MARKERS:
             raise TooManyMarkersError
         out += (text[at:start], BREAK if is_break else MARK)
@@ -121,7 +121,7 @@ def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:
     return "".join((*out, text[at:])), markers
 
 
-def _found(text: str, options: MarkerOptions) -> Iterator[tuple[int, int, str, bool]]:
+def _find_markers(text: str, options: MarkerOptions) -> Iterator[tuple[int, int, str, bool]]:
     """Yield start, end and tag name of each marker, and whether it ends a segment."""
     scanner = options.scanner
     is_outlined = options.format is Format.XML and options.detects_outline
@@ -165,7 +165,7 @@ def _icu_end(text: str, start: int) -> int:
 
 
 def partners(markers: Sequence[Marker]) -> list[int | None]:
-    """Return the index of each tag's other half, None without one."""
+    """Return the index of each tag's closing or opening tag, None without one."""
     found: list[int | None] = [None] * len(markers)
     opened: list[int] = []
     for index, marker in enumerate(markers):
@@ -214,7 +214,7 @@ class Segment:
         texts = re.split(known, answer)
         return interleave([self.escape(text) for text in texts], [raws[name] for name in found])
 
-    def around(self, translations: Sequence[str]) -> str:
+    def join(self, translations: Sequence[str]) -> str:
         """Return the translations of `parts` with the markers between them."""
         return interleave([self.escape(one) for one in translations], [marker.raw for marker in self.markers])
 

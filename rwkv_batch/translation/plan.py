@@ -1,8 +1,8 @@
 """A request for translations: its segments, the texts that a model must translate, and the results.
 
-A caller translates the texts of `missing` and passes them to `take`, until nothing is missing. A text with markers is
-translated as a whole first. If the answer lacks a marker, the texts around the markers are translated instead. A wrong
-translation is sampled once more.
+A caller translates the texts of `missing` and passes the answers to `add_answers`, until nothing is missing. A text
+with markers is translated as a whole first. If the answer lacks a marker, the texts around the markers are translated
+instead. A wrong translation is sampled once more.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Answer:
     text: str
     problem: str = ""
     """What is wrong with it."""
-    lacks: str = ""
+    missing_terms: str = ""
     """Terms whose translation is missing."""
 
     @property
     def problems(self) -> list[str]:
         """What is wrong with it, missing terms first."""
-        lacking = f"lacks the terms {self.lacks}" if self.lacks else ""
+        lacking = f"lacks the terms {self.missing_terms}" if self.missing_terms else ""
         return [one for one in (lacking, self.problem) if one]
 
 
@@ -119,7 +119,7 @@ class Translation:
     source: str
     """Language of the text."""
     problems: list[str]
-    """What is wrong with the translation, or special in it."""
+    """Ends of sentences like "the translation repeats itself", for warnings."""
 
 
 class TranslationPlan:
@@ -159,7 +159,7 @@ class TranslationPlan:
                     self._translated(piece, source)
         return list(self._missing)
 
-    def take(self, answers: Mapping[Query, str], cut: frozenset[Query] = frozenset()) -> None:
+    def add_answers(self, answers: Mapping[Query, str], cut: frozenset[Query] = frozenset()) -> None:
         """Add the model's answers. `cut`: queries whose answers reached the token limit."""
         for query, text in answers.items():
             is_cut = query in cut
@@ -185,30 +185,30 @@ class TranslationPlan:
         """Return a segment's translation and its problems. None: texts were added to `_missing`."""
         whole = Query(source, self._request.target, "", self._request.context, 2 * self._request.variant)
         if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
-            return self._around_markers(segment, whole)
+            return self._split_at_markers(segment, whole)
         whole = self._with_text(whole, segment.shown())
         first = self._answers.get(whole) if segment.markers else None
         if first is not None and segment.restore(first.text) is None:
             self._cache.put(self._tenant, whole, first)
-            return self._around_markers(segment, whole)
+            return self._split_at_markers(segment, whole)
         best = self._answer(whole)
         if best is None:
             return None
         restored = segment.restore(best.text)
         if restored is None:  # the cache had an answer without the markers, or the second answer lacks them
-            return self._around_markers(segment, whole)
+            return self._split_at_markers(segment, whole)
         return restored, best.problems
 
     def _with_text(self, query: Query, text: str) -> Query:
         return replace(query, text=text, terms=tuple(self._request.glossary.terms_in(text).items()))
 
-    def _around_markers(self, segment: Segment, whole: Query) -> tuple[str, list[str]] | None:
+    def _split_at_markers(self, segment: Segment, whole: Query) -> tuple[str, list[str]] | None:
         parts = [self._part(part, whole) for part in segment.parts]
         if None in parts:
             return None
         count = len(segment.markers)
-        said = f"was split around {count} marker{'s'[: count > 1]} that the model did not keep"
-        return segment.around([part for part in parts if part is not None]), [said]
+        problem_text = f"was split around {count} marker{'s'[: count > 1]} that the model did not keep"
+        return segment.join([part for part in parts if part is not None]), [problem_text]
 
     def _part(self, text: str, whole: Query) -> str | None:
         """Return the translation of a text between markers, with the white space around it."""
@@ -234,7 +234,7 @@ class TranslationPlan:
             self._missing[again] = None
             return None
         else:
-            best = min(first, second, key=lambda one: (bool(one.lacks), bool(one.problem)))
+            best = min(first, second, key=lambda one: (bool(one.missing_terms), bool(one.problem)))
         if not best.text:
             best = replace(best, text=query.text)
         self._cache.put(self._tenant, query, best)

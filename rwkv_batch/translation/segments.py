@@ -82,9 +82,9 @@ def _raw(flat: str, markers: Sequence[Marker]) -> str:
 def _spans(flat: str, split: Split, code: str, is_markup: bool) -> Iterator[Span]:
     """Yield start and end of each segment, with white space and markers at its ends."""
     by_lines = split in (Split.NEWLINES, Split.SENTENCES)
-    border = _BREAKS if is_markup else _LINES if by_lines else _BLANK_LINES
+    boundary = _BREAKS if is_markup else _LINES if by_lines else _BLANK_LINES
     at = 0
-    gaps = (gap.span() for gap in border.finditer(flat))
+    gaps = (gap.span() for gap in boundary.finditer(flat))
     for end, start in chain(gaps, [(len(flat), len(flat))]):
         if split in (Split.SENTENCES, Split.WRAPPED):
             yield from _sentences(flat, at, end, code)

@@ -14,7 +14,7 @@ from state_pool.session_key import LINEAR
 from state_pool.sessions import PendingTurn, Session
 
 RETRY_DELAY_S = 1.0
-"""Delay after a state that the disk did not take. A failed state may fill the space that turns need."""
+"""Delay after a failed write of a state. A failed write may fill the space that turns need."""
 
 
 class Save(Protocol):
@@ -50,8 +50,8 @@ class Checkpoints:
         self._save = save
         self._saving = 0
         """copies that will be passed to the writer"""
-        self._next = 0.0
-        """monotonic"""
+        self._retry_at = 0.0
+        """Monotonic time of the next attempt after a failed write."""
 
     @property
     def busy(self) -> bool:
@@ -80,10 +80,10 @@ class Checkpoints:
         """
         if session.moving or session.reloadable or not self._has_room:
             return False
-        if not ignore_retry_delay and time.monotonic() < self._next:
+        if not ignore_retry_delay and time.monotonic() < self._retry_at:
             return False
         row = build_session_row(session)
-        # The fence now, not after a copy: the session may have moved on by then.
+        # The fence is read before the copy: a later turn may change it while the copy runs.
         fence = session.fence if session.key.dialogue == LINEAR else None
         if session.host is not None:
             self._store_state(session, Checkpoint(row, session.host, fence=fence, shared=self._shared))
@@ -133,7 +133,7 @@ class Checkpoints:
             elif isinstance(error, StaleEpoch | SessionNotFound) and not session.deleted:
                 self._on_stale(session)
             elif self._store is not None and self._store.degraded is not None:
-                self._next = time.monotonic() + RETRY_DELAY_S
+                self._retry_at = time.monotonic() + RETRY_DELAY_S
 
         self._store.submit_state(job, stored)
 

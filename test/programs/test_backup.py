@@ -96,7 +96,7 @@ def test_a_restore_replaces_only_on_request(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_check_names_the_damaged_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_three(tmp_path)
-    assert check(tmp_path / "sessions.db") == ("3 sessions are whole, 0 damaged", 0)
+    assert check(tmp_path / "sessions.db") == ("3 sessions are intact, 0 damaged", 0)
     with raw(tmp_path) as connection:
         connection.execute(
             "UPDATE state_chunks SET data = zeroblob(length(data)) WHERE id = (SELECT min(id) FROM state_chunks)"
@@ -104,7 +104,7 @@ def test_a_check_names_the_damaged_session(tmp_path: Path, capsys: pytest.Captur
         connection.execute("UPDATE turns SET tokens = x'00' WHERE session = 1")
     assert main(["check", str(tmp_path / "sessions.db")]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("2 sessions are whole, 1 damaged\na: ") and "state_pool.salvage" in text
+    assert text.startswith("2 sessions are intact, 1 damaged\na: ") and "state_pool.salvage" in text
     assert main(["check", str(tmp_path / "none.db")]) == 1
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from programs.settings.hub import downloaded
+from programs.settings.hub import download
 from rwkv_batch.errors import StartupError
 
 pytest.importorskip("huggingface_hub")
@@ -81,41 +81,41 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("hub")
 def test_a_named_file_is_downloaded_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.INFO):
-        path = downloaded("hf:me/models/small.pth")
+        path = download("hf:me/models/small.pth")
     assert Path(path).name == "small.pth" and Path(path).read_bytes() == FILES["small.pth"]
     assert f"SHA-256 {hashlib.sha256(FILES['small.pth']).hexdigest()}" in caplog.text
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert downloaded("hf:me/models/small.pth") == path, "without the hub, from the cache"
+    assert download("hf:me/models/small.pth") == path, "without the hub, from the cache"
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_split_model_is_downloaded_whole() -> None:
-    path = Path(downloaded("hf:me/models/m-00002-of-00002.gguf"))
+    path = Path(download("hf:me/models/m-00002-of-00002.gguf"))
     assert [file.name for file in sorted(path.parent.iterdir())] == list(FILES)[1:3]
 
 
 @pytest.mark.usefixtures("hub")
 def test_a_repository_of_one_model_needs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartupError, match=r"has 3 models \(small\.pth, .*\); give one as hf:me/models/FILE"):
-        downloaded("hf:me/models")
+        download("hf:me/models")
     monkeypatch.setattr(_Hub, "files", {name: FILES[name] for name in ("small.pth", "README.md")})
-    assert Path(downloaded("hf:me/models")).name == "small.pth"
+    assert Path(download("hf:me/models")).name == "small.pth"
 
 
 @pytest.mark.usefixtures("hub")
 def test_what_cannot_be_downloaded_says_where_the_file_is(monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = "or download the file from https://huggingface.co/me/models on another machine .* --model-path"
     with pytest.raises(StartupError, match=f"hf:me/models/none.pth cannot be downloaded .*{remedy}"):
-        downloaded("hf:me/models/none.pth")
+        download("hf:me/models/none.pth")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries for half a minute
     for name in ("hf:me/models/other.pth", "hf:me/models"):
         with pytest.raises(StartupError, match=f"{name} cannot be downloaded .*{remedy}") as caught:
-            downloaded(name)
+            download(name)
         assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["hf:", "hf:me", "hf:../models/x.pth", "hf:me/models/../../x.pth", "hf:me//x.pth"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(StartupError, match="is not hf:OWNER/NAME or hf:OWNER/NAME/FILE; check --model-path"):
-        downloaded(name)
+        download(name)

@@ -60,7 +60,7 @@ def translate(text: str) -> None:
         with suppress(TooManySegmentsError, TooManyMarkersError):
             made = TranslationPlan(asked, 4096, TranslationCache(4))
             while queries := made.missing():
-                made.take({query: clean_answer(query.text) for query in queries})
+                made.add_answers({query: clean_answer(query.text) for query in queries})
             made.results()
     clean_answer(text)
 

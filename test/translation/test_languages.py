@@ -56,7 +56,7 @@ def test_text_without_letters_has_no_language() -> None:
     plan = TranslationPlan(TranslationRequest(texts=texts, target="pl"), 100, TranslationCache(0))
     (query,) = plan.missing()
     assert (query.source, query.target, query.text) == ("en", "pl", "Good morning")
-    plan.take({query: "Dzień dobry"})
+    plan.add_answers({query: "Dzień dobry"})
     assert [one.source for one in plan.results()] == ["auto"] * 7 + ["en"]
     assert [one.text for one in plan.results()] == [*texts[:7], "Dzień dobry"]
 

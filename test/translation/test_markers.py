@@ -53,4 +53,4 @@ def test_an_answer_without_its_markers_is_refused(answer: str) -> None:
     one = segment("Go <b>to</b> %s and %d")
     assert one.restore("<0>到</0> %s 和 %d") == "<b>到</b> %s 和 %d"
     assert one.restore(answer) is None
-    assert one.around(["去 ", "到", " ", " 和 ", ""]) == "去 <b>到</b> %s 和 %d"
+    assert one.join(["去 ", "到", " ", " 和 ", ""]) == "去 <b>到</b> %s 和 %d"

@@ -32,7 +32,7 @@ def translated(
     asked: list[Query] = []
     while queries := plan.missing():
         asked += queries
-        plan.take({query: model(query) for query in queries})
+        plan.add_answers({query: model(query) for query in queries})
     return plan.results(), asked
 
 

@@ -46,7 +46,7 @@ class BlockTensor(Tensor):
         # __torch_dispatch__ would be simpler, but at its first call torch imports sympy: 40 MB and a second.
         given = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            if function in _ABOUT:
+            if function in _WITHOUT_NUMBERS:
                 return function(*args, **given)
             first = args[0] if args else None
             if isinstance(first, BlockTensor) and function is Tensor.t:
@@ -72,12 +72,12 @@ class BlockTensor(Tensor):
         return decode(self.kind, self.blocks[:: max(1, len(self.blocks) // count)][:count]).reshape(-1)
 
 
-_ABOUT = {
+_WITHOUT_NUMBERS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "nbytes", "layout", "is_cuda")),
     *(Tensor.dim, Tensor.numel, Tensor.size, Tensor.element_size, Tensor.__len__, Tensor.is_contiguous),
     *(Tensor.data_ptr, Tensor.stride),
 }
-"""What needs no numbers"""
+"""Functions that do not need the decoded numbers."""
 
 
 def _decoded(value: Any) -> Any:

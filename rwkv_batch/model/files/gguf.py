@@ -93,14 +93,14 @@ class _Header:
         return found[0]
 
     def whole(self, form: str = "Q", limit: int = _MAX_SIZE) -> int:
-        """Read an unsigned integer of at most `most`."""
+        """Read an unsigned integer of at most `limit`."""
         value = int(self.number(form))
         if value > limit:
             raise ValueError(f"its header has the size {value}, at most {limit} is allowed")
         return value
 
     def text(self, limit: int) -> str:
-        """Read a text; a longer one is cut to `most` bytes."""
+        """Read a text; a longer one is cut to `limit` bytes."""
         length = self.whole()
         begin = self.take(length)
         return self._data[begin : begin + min(length, limit)].decode("utf-8", "replace")

@@ -80,10 +80,10 @@ struct Inputs {
         int64_t bytes = 2 * from;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const bool there = i < left;
-            const auto get = [&](const __half* x, uint32_t otherwise) {
-                return there ? *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(x) + bytes)
-                             : make_uint2(otherwise, otherwise);
+            const bool in_row = i < left;
+            const auto get = [&](const __half* x, uint32_t padding) {
+                return in_row ? *reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(x) + bytes)
+                             : make_uint2(padding, padding);
             };
             r[i] = get(p.r, 0u), w[i] = get(p.w, MINUS_INFINITY), k[i] = get(p.k, 0u), v[i] = get(p.v, 0u), a[i] = get(p.a, 0u);
             gate[i] = get(p.v_gate, 0u), first[i] = get(p.v_first, 0u);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_constants(const WkvArgs& p, int head, Const
 __device__ __forceinline__ void make_vectors(
     const Constants& c, const Inputs& in, TeamScratch& smem, ChunkOperands& out, PendingBonus& kept, const ThreadPosition& at, int barrier) {
     Float4 log_w[2], kk[2], rate[2], k[2];
-    float square_parts[2] = {}, bonus_parts[2] = {};
+    float square_partials[2] = {}, bonus_partials[2] = {};
     {
         const Float4 w0 = load_float4(c.w0 + at.channel), a0 = load_float4(c.a0 + at.channel);
 #pragma unroll
@@ -134,8 +134,8 @@ __device__ __forceinline__ void make_vectors(
             for (int j = 0; j < 4; ++j) {
                 kk[i].x[j] = raw.x[j] * k_k.x[j];
                 k[i].x[j] = raw.x[j] * fmaf(rate[i].x[j], k_a.x[j], one_less.x[j]);
-                square_parts[i] = fmaf(kk[i].x[j], kk[i].x[j], square_parts[i]);
-                bonus_parts[i] = fmaf(r.x[j] * k[i].x[j], r_k.x[j], bonus_parts[i]);
+                square_partials[i] = fmaf(kk[i].x[j], kk[i].x[j], square_partials[i]);
+                bonus_partials[i] = fmaf(r.x[j] * k[i].x[j], r_k.x[j], bonus_partials[i]);
             }
         }
     }
@@ -151,8 +151,8 @@ __device__ __forceinline__ void make_vectors(
             store_half4(&out.v[at.token + i][at.channel], kept.bonus[i]);
         }
     }
-    const float2 squares = token_sums(square_parts[0], square_parts[1], at.lane & 8);
-    const float2 bonus = token_sums(bonus_parts[0], bonus_parts[1], at.lane & 8);
+    const float2 squares = token_sums(square_partials[0], square_partials[1], at.lane & 8);
+    const float2 bonus = token_sums(bonus_partials[0], bonus_partials[1], at.lane & 8);
 #pragma unroll
     for (int j = 0; j < 4; ++j) kept.bonus[0].x[j] *= bonus.x, kept.bonus[1].x[j] *= bonus.y;
     Float4 before;  // log decay of this warp's tokens before this thread's
@@ -248,9 +248,9 @@ __device__ __forceinline__ void invert(TeamScratch& smem, int lane) {
 }
 
 // Step 2: each warp computes one of the four [t][s] products, zero above the diagonal (for A also on it); then T.
-__device__ __forceinline__ void multiply_vectors(TeamScratch& smem, int part, int lane) {
-    const __half* left = part < 2 ? &smem.a[0][0] : &smem.r[0][0];
-    const __half* right = part & 1 ? &smem.k[0][0] : &smem.b[0][0];
+__device__ __forceinline__ void multiply_vectors(TeamScratch& smem, int product, int lane) {
+    const __half* left = product < 2 ? &smem.a[0][0] : &smem.r[0][0];
+    const __half* right = product & 1 ? &smem.k[0][0] : &smem.b[0][0];
     float c[2][4] = {};
 #pragma unroll
     for (int at = 0; at < HEAD_SIZE; at += 16) {
@@ -258,22 +258,22 @@ __device__ __forceinline__ void multiply_vectors(TeamScratch& smem, int part, in
         mma(c[0], l, m.x[0], m.x[1]);
         mma(c[1], l, m.x[2], m.x[3]);
     }
-    const int g = lane >> 2, q = lane & 3, reach = part < 2 ? 0 : 1;
-    __half* out = part == 1 ? &smem.ka[0][0] : part == 2 ? &smem.br[0][0] : &smem.kr[0][0];
+    const int g = lane >> 2, q = lane & 3, reach = product < 2 ? 0 : 1;
+    __half* out = product == 1 ? &smem.ka[0][0] : product == 2 ? &smem.br[0][0] : &smem.kr[0][0];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int up = 0; up < 2; ++up) {
             const int t = g + up * 8, s = n * 8 + 2 * q;
             const float lo = s < t + reach ? c[n][2 * up] : 0.0f, hi = s + 1 < t + reach ? c[n][2 * up + 1] : 0.0f;
-            if (part == 0) {
+            if (product == 0) {
                 *reinterpret_cast<float2*>(&smem.ba[t][s]) = make_float2(lo, hi);
             } else {
                 *reinterpret_cast<__half2*>(out + t * LD_SMALL + s) = __floats2half2_rn(lo, hi);
             }
         }
     }
-    if (part == 0) {
+    if (product == 0) {
         __syncwarp();
         invert(smem, lane);
     }
@@ -288,9 +288,9 @@ __device__ __forceinline__ void apply_inverse(
     as_accumulators(left_operand_transposed(r, ld, at, lane), r_sums);
     mma(a_sums[0], left, inverse.x[0], inverse.x[1]);
     mma(a_sums[1], left, inverse.x[2], inverse.x[3]);
-    const Fragment through = as_operand(a_sums[0], a_sums[1]);
-    mma(r_sums[0], through, br.x[0], br.x[1]);
-    mma(r_sums[1], through, br.x[2], br.x[3]);
+    const Fragment a_operand = as_operand(a_sums[0], a_sums[1]);
+    mma(r_sums[0], a_operand, br.x[0], br.x[1]);
+    mma(r_sums[1], a_operand, br.x[2], br.x[3]);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll

@@ -7,7 +7,7 @@ constexpr int CHUNK = 16;
 constexpr int TEAM = 128;  // threads of the state warps, or of one team
 constexpr int LD = HEAD_SIZE + 8;  // row pitch in fp16: no ldmatrix conflicts
 constexpr int LD_SMALL = CHUNK + 8;
-constexpr int ROWS_TURNED = HEAD_SIZE + CHUNK;  // of [A' KA']^T and [R' KR']^T
+constexpr int TRANSPOSED_ROWS = HEAD_SIZE + CHUNK;  // of [A' KA']^T and [R' KR']^T
 constexpr int PAIR_TOKENS = 64;  // tokens per row; fewer are not worth a cluster
 constexpr int SHORT_TOKENS = 160;  // tokens per row; below, a CTA's prologue and epilogue dominate
 constexpr float LOG2_E = 1.4426950409f;
@@ -15,7 +15,7 @@ constexpr uint32_t MINUS_INFINITY = 0xfc00fc00u;  // two fp16
 
 // A chunk's operands, from a team to the state warps.
 struct __align__(16) ChunkOperands {
-    __half a[ROWS_TURNED][LD_SMALL], r[ROWS_TURNED][LD_SMALL];  // [A' KA']^T, [R' KR']^T: [key, then s][t]
+    __half a[TRANSPOSED_ROWS][LD_SMALL], r[TRANSPOSED_ROWS][LD_SMALL];  // [A' KA']^T, [R' KR']^T: [key, then s][t]
     __half b[CHUNK][LD], k[CHUNK][LD], v[CHUNK][LD];
     float decay[HEAD_SIZE];  // of the chunk
 };
