@@ -216,12 +216,12 @@ class MessagesPrompt(Body):
     def _openai_messages(self) -> Iterable[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if system := _text(self.system):
-            messages.append({"role": "system", "content": system})
+            messages.append({"role": "system", "content": [system]})
         for message in self.messages:
             given = message.content
             for block in [TextBlock(type="text", text=given)] if isinstance(given, str) else given:
                 _append_block(messages, message.role, block)
-        return messages
+        return [{**message, "content": "\n".join(message["content"])} for message in messages]
 
 
 class MessagesBody(MessagesPrompt):
@@ -248,26 +248,32 @@ class MessagesBody(MessagesPrompt):
 
 
 def _append_block(messages: list[dict[str, Any]], role: str, block: Any) -> None:
-    """Append a block. Text and calls join the preceding message of the same role."""
+    """Append a block. Text and calls join the preceding message of the same role.
+
+    A message's content is a list of lines here: a text that grows by each block would be copied for each block.
+    """
     last = messages[-1] if messages and messages[-1]["role"] == role else None
     match block:
         case TextBlock() if last is not None and "tool_calls" not in last:
-            last["content"] += f"\n{block.text}"
+            last["content"].append(block.text)
         case TextBlock():
-            messages.append({"role": role, "content": block.text})
+            messages.append({"role": role, "content": [block.text]})
         case ToolUseBlock():
             if last is None:
-                messages.append(last := {"role": role, "content": ""})
+                messages.append(last := {"role": role, "content": []})
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
             last.setdefault("tool_calls", []).append({"id": block.id, "function": function})
         case ToolResultBlock():
             text = _text(block.content)
             content = f"Error: {text}" if block.is_error else text
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": [content]})
 
 
 def _length(block: Any) -> int:
-    return len(block.text) if isinstance(block, TextBlock) else len(getattr(block, "content", ""))
+    if isinstance(block, TextBlock):
+        return len(block.text)
+    content: str | list[TextBlock] = getattr(block, "content", "")
+    return len(content) if isinstance(content, str) else sum(map(_length, content))
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -35,10 +35,11 @@ class _Signature:
 
     def _properties(self, schema: dict[str, Any], depth: int) -> str:
         properties = schema.get("properties")
-        required = schema.get("required")
+        given = schema.get("required")
+        required = {one for one in given if isinstance(one, str)} if isinstance(given, list) else set()
         parts = []
         for name, part in properties.items() if isinstance(properties, dict) else ():
-            mark = "" if isinstance(required, list) and name in required else "?"
+            mark = "" if name in required else "?"
             about = part.get("description") if isinstance(part, dict) else None
             comment = f" /* {_one_line(about)} */" if isinstance(about, str) and about.strip() else ""
             parts.append(f"{name}{mark}: {self._type(part, depth + 1)}{comment}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from anthropic import Anthropic
 
 from routes.anthropic.messages import ANTHROPIC_ERRORS, PING
+from routes.anthropic.request import MessagesBody
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import SseChunks
 from rwkv_batch.request import Delta, JobEvents
@@ -47,6 +49,18 @@ def client(fake: Service) -> Iterator[Anthropic]:
 def real(service: Service) -> Iterator[Anthropic]:
     with opened(service) as made:
         yield made
+
+
+def test_time_of_many_blocks_grows_with_their_number() -> None:
+    blocks = [{"type": "text", "text": "x" * 300}] * 10_000
+    body = MessagesBody.model_validate({"max_tokens": 1, "messages": [{"role": "user", "content": blocks}]})
+    started = time.thread_time()
+    (message,) = body.chat().messages
+    assert time.thread_time() - started < 1, "CPU time of this thread, however busy the machine is"
+    assert message.text == "\n".join(["x" * 300] * 10_000)
+    results = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": blocks[:2]}]}
+    body = MessagesBody.model_validate({"max_tokens": 1, "messages": [results]})
+    assert body.size == 600, "decides whether a thread reads it"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -225,6 +225,25 @@ def test_a_deep_or_wide_schema_is_cut() -> None:
     assert line.count(": string /* one two */") == 2000 and line.endswith("p2000?: object /* one two */)")
 
 
+def test_many_required_names_are_not_compared_with_each_property() -> None:
+    compared = 0
+
+    class Name(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    required = [Name(f"q{i}") for i in range(1000)]
+    line = signature("f", "", {"properties": {f"p{i}": {} for i in range(1000)}, "required": [*required, [], "p7"]})
+    assert "p7: any" in line and "p8?: any" in line
+    assert compared < 10_000, "of a million pairs"
+
+
 def test_a_recursive_schema_has_a_bounded_signature() -> None:
     shared = {"A": {"type": "object", "properties": {str(n): {"$ref": "#/$defs/A"} for n in range(50)}}}
     assert len(signature("f", "", {"$ref": "#/$defs/A", "$defs": shared})) < 100_000
