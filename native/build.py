@@ -152,7 +152,7 @@ def _build_locked(library: Library, target: Path) -> None:
     (work / "build.ninja").write_text(ninja_file(library))
     log.info("building %s (%d files; once, kept in %s)", library.name, len(library.sources), target.parent)
     start = time.monotonic()
-    # ninja would take a colour terminal's codes for output; the log wants plain text.
+    # Without this, ninja would copy the terminal's colour codes into the log.
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb"}
     command = [_path(machine.ninja()), "-C", str(work)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)

@@ -19,12 +19,12 @@ def pointer(tensor: Tensor, name: str, dtype: torch.dtype, shape: Shape, device:
     ValueError with the argument, the allowed and the given value.
     """
     if tensor.dtype is not dtype:
-        raise TypeError(f"{name}: wants {dtype}, not {tensor.dtype}")
+        raise TypeError(f"{name}: must be {dtype}, not {tensor.dtype}")
     if tensor.device.type != device.type or (device.index is not None and tensor.device.index != device.index):
-        raise ValueError(f"{name}: wants device {device}, not {tensor.device}")
+        raise ValueError(f"{name}: must be on device {device}, not {tensor.device}")
     fits = tensor.dim() == len(shape) and all(w is None or w == s for w, s in zip(shape, tensor.shape, strict=True))
     if not fits:
-        raise ValueError(f"{name}: wants shape {shape}, not {tuple(tensor.shape)}")
+        raise ValueError(f"{name}: must have shape {shape}, not {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: must be contiguous, has strides {tensor.stride()}")
     return tensor.data_ptr()

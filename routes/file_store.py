@@ -201,7 +201,7 @@ class Store:
             database.execute("INSERT INTO uploads VALUES (?, ?, ?, ?)", (file.id, file.owner, file.bytes, now))
 
     def _discard(self, file_id: str) -> None:
-        """Delete what a failed upload has written, and its reservation."""
+        """Delete the file and the reservation of a failed upload."""
         path = self.content(file_id)
         with suppress(OSError):  # `sweep` deletes it later
             path.with_suffix(_HALF).unlink(missing_ok=True)

@@ -78,14 +78,14 @@ def _undo(console: Console, rest: str) -> str:
 
 def _save(console: Console, rest: str) -> str:
     if not rest:
-        raise ConsoleError("/save wants a file's name")
+        raise ConsoleError("/save needs a file name: /save FILE")
     console.conversation.save(rest, console.settings)
     return f"saved to {rest}"
 
 
 def _load(console: Console, rest: str) -> str:
     if not rest:
-        raise ConsoleError("/load wants a file's name")
+        raise ConsoleError("/load needs a file name: /load FILE")
     conversation, loaded = Conversation(), Console()
     for name, value in conversation.load(rest).items():
         loaded.set(name, value)

@@ -65,7 +65,9 @@ class RWKV(LLM):
         """
         ids = _token_ids(tokens)
         if state is not None and not isinstance(state, State):
-            raise TypeError(f"state must be what forward or prefill returned, or None, got {type(state).__name__}")
+            raise TypeError(
+                f"state must be a State that forward or prefill returned, or None, got {type(state).__name__}"
+            )
         if full_output and len(ids) > 1:
             rows = []
             for token in ids:
@@ -73,8 +75,8 @@ class RWKV(LLM):
                 rows.append(logits)
             assert state is not None
             return as_rows(rows), state
-        told, after = self.engine.wait(calls.forward(self.engine, ids, state))
-        return as_tensor(told), after
+        logits_of_last, after = self.engine.wait(calls.forward(self.engine, ids, state))
+        return as_tensor(logits_of_last), after
 
     def generate_zero_state(self) -> State:
         """Returns the empty state, which None means too."""

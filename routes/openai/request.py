@@ -124,7 +124,7 @@ class ConversationBody(OpenAIBody, TemplateFields):
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """Where the prompt ends, and what the answer may contain."""
+        """The end of the prompt, and the allowed contents of the answer."""
         tool_set = self.tool_set
         return AnswerFormat(
             thinks=self.thinks,

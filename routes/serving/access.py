@@ -110,7 +110,7 @@ def anonymous_grant(context: Context) -> Grant | None:
 
 
 def header_grant(context: Context, header: Header) -> Grant | None:
-    """Return what the headers `Authorization: Bearer`, DeepL's `DeepL-Auth-Key`, and `x-api-key` permit."""
+    """Return the rights of the secret in `Authorization` (Bearer or DeepL-Auth-Key) or `x-api-key`."""
     scheme, _, token = (header("authorization") or "").partition(" ")
     secrets = (token if scheme.lower() in ("bearer", "deepl-auth-key") else None, header("x-api-key"))
     grants = (grant(context, one.strip(), is_header=True) for one in secrets if one is not None)
@@ -128,7 +128,7 @@ def shows_secret(context: Context, identity: ClientIdentity, peer: str, head: by
 
 
 def grant(context: Context, secret: str, is_header: bool = False) -> Grant | None:
-    """Return what a secret permits. It may be a key, the password or the admin password."""
+    """Return the rights of a secret: a key, the password or the admin password."""
     config = context.config
     # Compare with every password, so that the time does not depend on the result.
     is_password, is_admin = (

@@ -32,7 +32,7 @@ _VARIANTS = {
     "ZH-HANT": "Chinese (traditional)",
 }  # fmt: skip
 _NO_FORMALITY = "is not supported: this service has no formality; use default, prefer_more or prefer_less"
-_NO_GLOSSARIES = "is not supported by this service yet; leave it out"
+_NO_GLOSSARIES = "is not supported: this service stores no glossaries; use `glossary` of /translate/v1/batch-translate"
 
 
 def _deepl_error(info: ErrorInfo) -> dict[str, Any]:

@@ -94,7 +94,7 @@ DEVICE_HELP = {
 
 
 def help_of(name: str) -> str:
-    """Return what a gauge counts, and its unit."""
+    """Return the meaning of a gauge, with its unit."""
     if name.startswith("work_mib_"):
         return "MiB of a GPU's memory without weights and slots: graphs, samplers, activations."
     return HELP.get(name, f"Value of {name} in /status.")

@@ -22,7 +22,7 @@ _ROWS_RETRY_S = 1.0
 
 
 class Balance(msgspec.Struct, frozen=True, array_like=True):
-    """What a client may still use this minute. None: not limited."""
+    """The rest of a client's limits in this minute. None: not limited."""
 
     client: str
     limits: ClientLimits

@@ -21,7 +21,7 @@ from rwkv_batch.translation.segments import Split, has_letters, split_text
 CACHE_KEY = "translations"
 """Key of the cache in `Context.shared`."""
 AUTO = "auto"
-"""Source language that stands for language detection."""
+"""Source language with which each text's language is detected."""
 _MAX_CACHED_CHARACTERS = 4000
 _MAX_MARKERS_IN_PROMPT = 64
 """A segment with more is split around them at once."""

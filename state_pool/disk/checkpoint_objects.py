@@ -41,7 +41,7 @@ ORPHAN_AGE_S = 3600.0
 """Much longer than the time between put and commit, and than the clocks' difference."""
 _MARKER = "of-this-database"
 _MARKER_TEXT = (
-    b"The objects beside this one are states of sessions; the database that they belong to names this folder.\n"
+    b"The objects next to this one are states of sessions; the database that they belong to names this folder.\n"
 )
 _MAX_PENDING_DELETES = 10_000
 """Limit of queued deletes. The next sweep finds the rest."""

@@ -130,8 +130,8 @@ def _has_settings(connection: sqlite3.Connection) -> bool:
 
 
 @contextlib.contextmanager
-def opened_beside_service(database: Path) -> Iterator[sqlite3.Connection]:
-    """Open an existing database beside its service. Raises DatabaseUnusable."""
+def open_with_running_service(database: Path) -> Iterator[sqlite3.Connection]:
+    """Open an existing database, also while its service runs. Raises DatabaseUnusable."""
     try:
         source = sqlite3.connect(
             f"{database.absolute().as_uri()}?mode=rw", uri=True, isolation_level=None, timeout=10.0
@@ -144,5 +144,5 @@ def opened_beside_service(database: Path) -> Iterator[sqlite3.Connection]:
 
 def copy_file(database: Path, target: Path) -> None:
     """Like `copy_database`, for any SQLite file. Raises DatabaseUnusable, OSError."""
-    with opened_beside_service(database) as source:
+    with open_with_running_service(database) as source:
         copy_database(source, target)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from state_pool.disk.copies import opened_beside_service
+from state_pool.disk.copies import open_with_running_service
 from state_pool.disk.database import open_writer
 from state_pool.disk.statements import delete_chunks, delete_sessions
 from state_pool.disk.verify import Loader
@@ -124,7 +124,7 @@ def verify_sessions(database: Path) -> tuple[list[str], list[str]]:
     States in a checkpoint store are not read. Raises DatabaseUnusable.
     """
     whole, damaged = [], []
-    with opened_beside_service(database) as connection:
+    with open_with_running_service(database) as connection:
         connection.execute("BEGIN")
         fault = " ".join(str(connection.execute("PRAGMA quick_check(1)").fetchone()[0]).split())
         if fault != "ok":

@@ -134,7 +134,7 @@ def test_graph_replays_equal_eager_steps_with_padding() -> None:
 def test_rapid_sample_checks_its_arguments() -> None:
     rapid = made("rapid", mixed(4))
     req_slots = torch.zeros(4, dtype=torch.int32, device=GPU)
-    with pytest.raises(TypeError, match=r"out: wants torch.int64"):
+    with pytest.raises(TypeError, match=r"out: must be torch.int64"):
         rapid.sample_on_device(random_logits(4, 0), req_slots, req_slots)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="do not fit 4 request slots"):
         rapid.sample(random_logits(4, 0, vocab=100), [0, 1, 2, 3])

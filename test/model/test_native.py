@@ -115,13 +115,13 @@ def test_pointer_errors_name_the_mismatch() -> None:
     device = torch.device("cpu")
     tensor = torch.zeros(2, 3)
     assert tensors.pointer(tensor, "x", torch.float32, (None, 3), device) == tensor.data_ptr()
-    with pytest.raises(TypeError, match=r"x: wants torch.float16, not torch.float32"):
+    with pytest.raises(TypeError, match=r"x: must be torch.float16, not torch.float32"):
         tensors.pointer(tensor, "x", torch.float16, (2, 3), device)
-    with pytest.raises(ValueError, match=r"x: wants shape \(2, 4\), not \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"x: must have shape \(2, 4\), not \(2, 3\)"):
         tensors.pointer(tensor, "x", torch.float32, (2, 4), device)
     with pytest.raises(ValueError, match="x: must be contiguous"):
         tensors.pointer(tensor.t(), "x", torch.float32, (3, 2), device)
-    with pytest.raises(ValueError, match="x: wants device cuda"):
+    with pytest.raises(ValueError, match="x: must be on device cuda"):
         tensors.pointer(tensor, "x", torch.float32, (2, 3), torch.device("cuda"))
 
 

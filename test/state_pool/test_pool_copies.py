@@ -86,7 +86,7 @@ def test_an_engine_that_was_killed_leaves_no_mark(tmp_path: Path, caplog: pytest
     assert MISSING_LOG not in caplog.text
 
 
-def test_a_backup_beside_the_log_of_a_killed_service_is_not_changed(tmp_path: Path) -> None:
+def test_a_backup_next_to_the_log_of_a_killed_service_is_not_changed(tmp_path: Path) -> None:
     driver = reopen(tmp_path)
     write_turns(driver)
     with raw(tmp_path) as source:

@@ -49,7 +49,7 @@ def prepare_layer(layer: Layer) -> CudaLayer:
     small = isinstance(layer.receptance, CudaQuantLinear | CudaW8A8Linear)
     given = layer.w1.weight.dtype if small else layer.receptance.weight.dtype
     if given != torch.float16:
-        raise ValueError(f"the cuda kernels want fp16 weights, not {given}; use --kernels naive")
+        raise ValueError(f"the cuda kernels support fp16 weights only, got {given}; use --kernels naive")
     if isinstance(layer.ffn_key, CudaW8A8Linear) and isinstance(layer.ffn_value, CudaW8A8Linear):
         layer.ffn_key.feed(layer.ffn_value)
     low = [(layer.w1, layer.w2), (layer.a1, layer.a2)]

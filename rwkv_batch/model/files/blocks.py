@@ -85,7 +85,7 @@ def _decoded(value: Any) -> Any:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Return what the file has of a tensor [...]: itself, or its blocks [blocks, bytes] uint8."""
+    """Return the stored form of a tensor [...]: itself, or its blocks [blocks, bytes] uint8."""
     return tensor.blocks if isinstance(tensor, BlockTensor) else tensor
 
 

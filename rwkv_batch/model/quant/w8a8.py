@@ -42,7 +42,7 @@ class Codes(NamedTuple):
 
 
 class InputTransform(NamedTuple):
-    """What a matrix does to its inputs before they are rounded."""
+    """Scaling and order of a matrix's inputs before they are rounded."""
 
     factors: Tensor
     """[K] fp32 by channel"""

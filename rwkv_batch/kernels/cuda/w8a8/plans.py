@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What a plan depends on."""
+    """The sizes and types that choose a plan."""
 
     ns: tuple[int, ...]
     """outputs of each GEMM"""
