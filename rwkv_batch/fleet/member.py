@@ -45,6 +45,8 @@ class Member:
         """whether it refused work because it ends or drains; reset on reconnection"""
         self.connection = 0
         """number of the connection, increased when the engine connects or is lost"""
+        self.is_linked = False
+        """whether it is connected, changed together with `connection`"""
         self.assigned_rows = 0
         """rows of jobs in flight that this process sent to it; the fleet counts them"""
         self._on_change = on_change
@@ -79,7 +81,7 @@ class Member:
     @property
     def is_expected(self) -> bool:
         """Whether it has become ready and this process will connect to it in a moment."""
-        return not self.client.is_connected and time.monotonic() < self._expected_until
+        return not self.is_linked and time.monotonic() < self._expected_until
 
     @property
     def is_new(self) -> bool:
@@ -151,6 +153,7 @@ class Member:
             if self.connection == 0:
                 self._new_until = time.monotonic() + CONNECT_TIMEOUT_S
             self.connection += 1
+            self.is_linked = is_connected
             self._expected_until = 0.0
             self.has_refused = False
         self._on_change(self, is_connected)

@@ -118,7 +118,7 @@ class QuotaLedger:
         """Return the engine that holds the ledger. A new one first gets what is known here."""
         members = self._members()
         if not any(member.is_expected for member in members):
-            connected = [member for member in members if member.client.is_connected]
+            connected = [member for member in members if member.is_linked and member.client.is_connected]
             oldest = min(connected, key=lambda member: (member.client.engine_started, member.name), default=None)
             is_known = oldest is self._holder and (oldest is None or oldest.connection == self._connection)
             if oldest is not None and not is_known and not (oldest.is_new and _may_be_older(members)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rwkv_batch.errors import ServiceError
+from rwkv_batch.fleet.member import Member
 from rwkv_batch.ipc.served_model import ModelStatus
 from test.fleet.quota_world import FULL, ROWS, TOKENS, World
 
@@ -205,3 +206,24 @@ def test_an_engine_that_lost_the_ledger_meanwhile_counts_no_job(monkeypatch: pyt
     world.poll(0)
     world.settle()
     assert request.answer is True and not request.done and not earlier.server._ledger._quotas.jobs()
+
+
+def test_a_connection_counts_once_its_change_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then its number may change, so that the end of a request would not reach the engine that counts it."""
+    world = World(6, monkeypatch)
+    world.now = 1.0
+    world.start(0)
+    world.settle()
+    changed = Member._changed
+    unreported: list[Member] = []
+    monkeypatch.setattr(Member, "_changed", lambda self, is_connected: unreported.append(self))
+    world.now = 0.0
+    world.start(1)
+    world.settle()
+    request = world.submit(0)
+    world.settle()
+    assert len(unreported) == 2 and request.answer is None
+    for member in unreported:
+        changed(member, True)
+    world.finish()
+    assert request.answer is True and not any(one.server._ledger._quotas.jobs() for one in world.engines.values())
