@@ -12,6 +12,8 @@ from sampling.grammar.constraint import Constraint, Form, SchemaRule
 
 _MAX_PARTS = 2000
 """Per signature. References can expand a small schema into a large text."""
+_MAX_CHARACTERS = 1_000_000
+"""Per signature. Further parts become `object`: references can repeat a long text."""
 _MAX_DEPTH = 8
 _REFERENCES = ("#/$defs/", "#/definitions/")
 
@@ -28,6 +30,7 @@ class _Signature:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._parts_left = _MAX_PARTS
+        self._characters_left = _MAX_CHARACTERS
 
     def parameters(self) -> str:
         """Return the text between the parentheses."""
@@ -49,9 +52,13 @@ class _Signature:
         self._parts_left -= 1
         if not isinstance(schema, dict):
             return "any"
-        if depth > _MAX_DEPTH or self._parts_left < 0:
+        if depth > _MAX_DEPTH or self._parts_left < 0 or self._characters_left < 0:
             return "object"
-        schema = self._resolved(schema)
+        text = self._dict_type(self._resolved(schema), depth)
+        self._characters_left -= len(text)
+        return text
+
+    def _dict_type(self, schema: dict[str, Any], depth: int) -> str:
         if "const" in schema:
             return _literal(schema["const"])
         if isinstance(schema.get("enum"), list):

@@ -225,6 +225,23 @@ def test_a_deep_or_wide_schema_is_cut() -> None:
     assert line.count(": string /* one two */") == 2000 and line.endswith("p2000?: object /* one two */)")
 
 
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {"const": "x" * 100_000},
+        {"enum": ["x" * 50_000, "y" * 50_000]},
+        {"type": "x" * 100_000},
+        {"properties": {"p": {"description": "x" * 100_000}}},
+        {"properties": {"p" * 100_000: {}}},
+        {"type": ["object"] * 100, "properties": {"p": {"description": "x" * 100_000}}},
+    ],
+)
+def test_references_do_not_repeat_a_long_text_without_limit(shared: dict[str, Any]) -> None:
+    parameters = {"$defs": {"A": shared}, "properties": {f"p{i}": {"$ref": "#/$defs/A"} for i in range(100)}}
+    line = signature("f", "", parameters)
+    assert 1_000_000 < len(line) < 1_200_000 and line.endswith("p99?: object)")
+
+
 def test_many_required_names_are_not_compared_with_each_property() -> None:
     compared = 0
 
