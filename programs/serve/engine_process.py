@@ -67,7 +67,7 @@ def model_config(base: EngineConfig, spec: ModelSpec, own_engines: int = 1) -> E
 
 
 def reason_for_request(reason: str, models_dir: str, is_own: bool) -> str:
-    """Rewrites a start failure in the terms of the request that asked for the engine.
+    """Rewrites a start failure in the terms of the request for the engine.
 
     Flags become the request's fields. Paths become relative to --models-dir. `is_own`: the engine serves the
     service's own model, for which a request names the devices only.
@@ -83,7 +83,7 @@ def reason_for_request(reason: str, models_dir: str, is_own: bool) -> str:
 
 
 def _has_idle_cores(config: EngineConfig, engines: int) -> bool:
-    """Return whether the service's own engines leave enough idle cores to load another model on them.
+    """Return whether the service's engines leave idle cores to load another model.
 
     Loading on idle cores would never end without any. Without --threads, an engine on a CPU uses all cores.
     """
@@ -148,7 +148,7 @@ class EngineProcess:
         self.update_pid()
 
     def update_pid(self) -> None:
-        """Reports the process id, which a forked process has only some time after its start."""
+        """Reports the process id. A forked process has it some time after its start."""
         process = self.child.process
         number = (process.is_alive() and process.pid) or 0 if process is not None else 0
         if number != self.info.pid:

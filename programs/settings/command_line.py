@@ -41,7 +41,7 @@ def version_text() -> str:
 
 
 def _commit() -> str:
-    """The commit of a wheel or of a clone; "+" marks a clone with changed files."""
+    """The commit of a wheel or clone. "+": the clone has changed files."""
     top = Path(__file__).resolve().parents[2]
     if COMMIT or not (top / ".git").exists():
         return COMMIT or "unknown"

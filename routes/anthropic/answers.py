@@ -1,4 +1,4 @@
-"""Models of the answers of Anthropic's Messages API, for the OpenAPI document and the reference only."""
+"""Answers of Anthropic's Messages API, for the OpenAPI document and the reference."""
 
 from __future__ import annotations
 

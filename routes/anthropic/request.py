@@ -1,4 +1,4 @@
-"""Request bodies of Anthropic's Messages API, and the same requests as conversations of the OpenAI routes."""
+"""Request bodies of Anthropic's Messages API, and their conversion to OpenAI's format."""
 
 from __future__ import annotations
 

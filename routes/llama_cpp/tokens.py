@@ -130,7 +130,7 @@ async def tokenize(context: Context, body: TokenizeBody) -> HandlerResponse:
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
-    """Return a token with its text, or with its bytes if they are no text."""
+    """Return a token with its text, or with bytes that are no UTF-8."""
     piece = tokenizer.decode_bytes([token])
     try:
         return {"id": token, "piece": piece.decode()}

@@ -41,7 +41,7 @@ def _tagged(name: str) -> str:
 
 
 def _contexts(context: Context) -> Iterator[Context]:
-    """Yield the contexts of the service's own model and of each other model that is ready."""
+    """Yield the contexts of the own model and of other ready models."""
     yield context
     for model in context.models.registered if context.models is not None else ():
         served = context.models.ready_context(model) if context.models is not None else None

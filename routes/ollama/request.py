@@ -1,4 +1,4 @@
-"""Request bodies of Ollama's API, and the same requests as bodies of the OpenAI routes."""
+"""Request bodies of Ollama's API, and their conversion to OpenAI's format."""
 
 from __future__ import annotations
 

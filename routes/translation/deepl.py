@@ -142,7 +142,7 @@ class LanguagesQuery(Fields):
 
 
 async def languages(context: Context, upload: Upload) -> HandlerResponse:
-    """Return the languages that a text may have, or that it may be translated into."""
+    """Return the source languages or the target languages."""
     names = {code.upper(): name for code, name in LANGUAGE_NAMES.items()}
     if upload.query.type == "source":
         return json_response([{"language": code, "name": name} for code, name in sorted(names.items())])

@@ -39,7 +39,7 @@ class SlotSource(Protocol):
         ...
 
     def add_spare(self, sequence: Sequence) -> None:
-        """Try to allocate the second slot that the row needs to be in every step."""
+        """Try to allocate the second slot that the row needs in every step."""
         ...
 
     def preempt(self, sequence: Sequence) -> None:
@@ -134,7 +134,7 @@ class Admission:
                 waiting_clients.push(client)
 
     def _preempt(self) -> None:
-        """Pause rows of clients that have more than their share, and start waiting rows instead."""
+        """Pause rows of clients above their share, and start waiting rows instead."""
         for queue in (self.interactive, self.batch):
             waiting_clients = queue.waiting_clients()
             while waiting_clients and self.paused_rows < self._limits.max_paused:
@@ -220,7 +220,7 @@ class Admission:
         self._state_slots.prepare(sequence)
 
     def release_req_slot(self, sequence: Sequence) -> None:
-        """Free the request slot and the running slot of a row that samples no more."""
+        """Free the request slot and the running slot of a finished row."""
         if sequence.req_slot != NO_REQ_SLOT:
             self.free_req_slots.append(sequence.req_slot)
             sequence.req_slot = NO_REQ_SLOT

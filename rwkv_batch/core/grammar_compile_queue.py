@@ -1,4 +1,4 @@
-"""Compiles the constraints of new jobs on its own threads, before the jobs are admitted.
+"""Compiles the constraints of new jobs on threads, before their admission.
 
 A job waits here only if one of its constraints is not compiled yet. Every job gets exactly one reply.
 """
@@ -214,7 +214,7 @@ def _compile_error(constraint: Constraint, error: GrammarError) -> ServiceError:
 
 
 def _given(constraint: Constraint, error: GrammarError) -> str | None:
-    """Return the invalid part of the constraint as the client sent it, or None if the server wrote it."""
+    """Return the invalid part of the client's constraint. None: the server wrote it."""
     schemas = [rule.source for rule in constraint.rules if rule.field == error.field and error.field]
     if constraint.form is Form.JSON_SCHEMA:
         schemas.append(constraint.source)

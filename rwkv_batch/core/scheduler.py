@@ -228,7 +228,9 @@ class Scheduler:
         return ready
 
     def _rebalance_groups(self, group: dict[Sequence, ScheduledRow | None]) -> None:
-        """Move rows to the smallest groups if this group exceeds its share by an eighth and at least two rows."""
+        """Move rows to the smallest groups if this group is too large.
+
+        It is too large if it exceeds its share by an eighth and at least two rows."""
         share = -(-sum(map(len, self._groups)) // len(self._groups))
         if len(group) - share <= max(1, share // 8):
             return

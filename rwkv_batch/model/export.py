@@ -43,7 +43,7 @@ def default_dtype(weights: Weights) -> str:
 
 
 def write_model(weights: Weights, path: Path, dtype: str) -> None:
-    """Write a model in the format of the path's suffix, with matrices of a type of DTYPES.
+    """Write a model with matrices of `dtype`. The path's suffix chooses the format.
 
     Raises OSError, and ValueError for an existing file, or a type or a version that the format does not have.
     """

@@ -18,7 +18,7 @@ _MAX_CHECKED = 4000
 
 
 def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_cut: bool = False) -> str:
-    """Return what is wrong with a translation, as the rest of a sentence, or ""."""
+    """Return the problem of a translation, like "is empty". "": there is none."""
     if not answer.strip():
         return "is empty"
     if is_cut or len(answer) > max(_MAX_GROWTH * len(source), _MAX_SHORT):

@@ -93,14 +93,14 @@ def language_name(code: str) -> str:
 
 
 def language_code(language: str) -> str:
-    """Return the two-letter or three-letter code of a language, given its code or name; "" for an unknown one."""
+    """Return the ISO code of a language's code or name. "": it is unknown."""
     return _CODES.get(language_name(language), "")
 
 
 def letters_in_script(text: str, language: str) -> tuple[int, int]:
-    """Return how many letters of the text are in the language's script, and how many there are.
+    """Count the text's letters in the language's script, and all its letters.
 
-    Both are 0 if the script is not known.
+    Both counts are 0 if the script is not known.
     """
     code = language_code(language)
     if code not in _DETECTED:

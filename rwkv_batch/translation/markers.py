@@ -199,7 +199,7 @@ class Segment:
         return interleave(self.parts, self._names())
 
     def restore(self, answer: str) -> str | None:
-        """Return the answer with the markers put back, or None if one is lost, added or misplaced."""
+        """Put the markers back into the answer. None: one is lost, added or misplaced."""
         names = self._names()
         if not names:
             return self.escape(answer)

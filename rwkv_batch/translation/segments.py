@@ -123,7 +123,7 @@ def _sentence_lengths(text: str, code: str) -> list[int]:
 
 
 def _without_edges(flat: str, start: int, end: int, markers: list[Marker], first: int) -> tuple[int, int, int, int]:
-    """Return a span without white space, and without tags that do not need its text, at its ends.
+    """Remove white space and removable tags from the ends of a span.
 
     first: index of the span's first marker. The last two results are the indices of its markers.
     """

@@ -83,8 +83,8 @@ def test_shares_of_a_budget_are_whole_tokens() -> None:
     step = split_budget(rows, 100, lambda _: 500, 0)
     assert [(rows.index(row), count) for row, count in step] == [(0, 33), (1, 33), (2, 33)]
     assert all(type(count) is int for _, count in step)
-    turned = split_budget(rows, 100, lambda row: 5 if row is rows[1] else 500, 2)
-    assert [(rows.index(row), count) for row, count in turned] == [(2, 33), (0, 33), (1, 5)]
+    rotated = split_budget(rows, 100, lambda row: 5 if row is rows[1] else 500, 2)
+    assert [(rows.index(row), count) for row, count in rotated] == [(2, 33), (0, 33), (1, 5)]
     two = job(2, prompt_tokens=500, client="a")[1]
     assert [count for _, count in split_budget([*two, rows[1]], 100, lambda _: 500, 0)] == [50, 50]
     assert split_budget(rows, 0, lambda _: 500, 0) == [] == split_budget([], 100, lambda _: 500, 0)

@@ -237,7 +237,7 @@ def test_a_kept_turn_is_not_reported_as_timed_out(
 def test_a_turn_that_still_samples_times_out(loop: Stepped) -> None:
     free = loop.free
     job = submit(loop.engine, turn("late", "one", **ENDLESS), timeout_s=1000.0)
-    loop.until(job.started.is_set, "it draws")
+    loop.until(job.started.is_set, "it samples")
     loop.engine.jobs.expire(time.monotonic() + 2000.0)
     assert loop.end(job).finishes[0].reason is FinishReason.TIMEOUT
     loop.check_idle(free)

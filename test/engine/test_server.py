@@ -175,7 +175,7 @@ def test_a_jobs_way_from_arrival_to_its_end() -> None:
         Admitted("refused", FULL.info),
         EventBatch([events], Load(2, 30)),
     ]
-    assert engine.cancelled == ["a", "a"], "at its wish, and when it has gone"
+    assert engine.cancelled == ["a", "a"], "at its request, and after it has left"
 
 
 def test_an_answer_of_a_job_that_is_too_long_ends_the_job() -> None:

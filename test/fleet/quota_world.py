@@ -170,7 +170,7 @@ class World:
             self.workers.append(worker)
         self.engines: dict[int, Engine] = {}
         self._known: dict[str, ModelStatus] = {}
-        """engines that the workers were told of"""
+        """engines in the list that the workers received"""
 
     # What happens ------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def test_masked_samples_equal_the_definition(name: str, rows: int) -> None:
         expected = naive.sample(logits.clone(), req_slots, masks).token_ids
         tokens = sampler.sample(logits.clone(), req_slots, masks).token_ids
         words = masks.gather(1, (tokens // 32).unsqueeze(1)).squeeze(1)
-        assert ((words >> (tokens % 32).int()) & 1).bool().all(), "a forbidden token was drawn"
+        assert ((words >> (tokens % 32).int()) & 1).bool().all(), "a forbidden token was sampled"
         different += int((tokens != expected).sum())
         assert different <= 1
         if different:

@@ -66,7 +66,7 @@ def test_mixed_batches_give_the_text_of_one_device(model: Path, devices: tuple[s
             assert same(half.wait().all_texts[:40], expected[:40]) >= 0.95
             assert (
                 same(half.all_texts[40:], expected[40:]) >= 0.75
-            )  # drawn: a logit that differs in the last bit may turn
+            )  # sampled: a logit that differs in the last bit may change
         assert call(engine, "status")["decode_graphs"] == "used"
 
 

@@ -54,11 +54,11 @@ def no_memory_while_capturing(patch: pytest.MonkeyPatch, where: str) -> None:
     if where == "sampling":
         rng = RapidSampler.sample_on_device
 
-        def drawing(self: RapidSampler, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
+        def failing_sample(self: RapidSampler, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
             refuse()
             rng(self, logits, req_slots, out)
 
-        patch.setattr(RapidSampler, "sample_on_device", drawing)
+        patch.setattr(RapidSampler, "sample_on_device", failing_sample)
         return
     launch = Kernels.call
 

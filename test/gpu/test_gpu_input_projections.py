@@ -23,7 +23,7 @@ pytestmark = [
 ]
 ROWS = (65, 80, 96, 105, 128, 160, 180, 200, 240, 256)
 NONE = Activation.NONE
-ENTRANCES = [((2944,) * 3, (128, 128, 128, 512), 512), ((4096,) * 3, (128, 128, 128, 512), 4096)]
+INPUT_PROJECTIONS = [((2944,) * 3, (128, 128, 128, 512), 512), ((4096,) * 3, (128, 128, 128, 512), 4096)]
 """Outputs of r, k, v and of the low ranks; inputs."""
 
 
@@ -49,7 +49,7 @@ def assert_nothing_is_left() -> None:
     assert not prepare_hopper_gemm(GPU).counters.any()
 
 
-@pytest.mark.parametrize(("outputs", "ranks", "width"), ENTRANCES)
+@pytest.mark.parametrize(("outputs", "ranks", "width"), INPUT_PROJECTIONS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_one_launch_equals_separate_launches(
     rows: int, outputs: tuple[int, ...], ranks: tuple[int, ...], width: int

@@ -57,7 +57,7 @@ def lags(monkeypatch: pytest.MonkeyPatch) -> random.Random:
     def sending(link: Link, values: Tensor, count: int) -> int:
         lag(link._from)
         number = send(link, values, count)
-        if values.is_floating_point():  # drawn tokens are kept
+        if values.is_floating_point():  # sampled tokens are kept
             with torch.cuda.stream(link._from):
                 values[:count].fill_(float("nan"))
         lag(link._from)

@@ -70,7 +70,7 @@ def test_rows_are_in_place_and_padding_is_harmless(seed: int) -> None:
     actual = host["req_slots"][: size.num_sampled].tolist()
     assert actual[:count] == req_slots and actual[first : first + len(samples)] == prompt_req_slots
     assert set(actual[count:first] + actual[first + len(samples) :]) <= {NOBODY}
-    assert host["req_slots32"][: size.num_sampled].tolist() == [NOBODY, *actual[1:]], "row 0 draws later"
+    assert host["req_slots32"][: size.num_sampled].tolist() == [NOBODY, *actual[1:]], "row 0 samples later"
 
 
 def test_sizes_fit_every_mixed_step() -> None:

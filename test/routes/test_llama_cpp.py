@@ -81,8 +81,8 @@ def test_an_error_in_a_stream_is_its_last_event(fake: Service) -> None:
 
 
 def test_tokens_and_templates(fake: Service) -> None:
-    told = fake.post("/tokenize", {"content": "é€", "with_pieces": True}).json()["tokens"]
-    pieces = [bytes(one["piece"]) if isinstance(one["piece"], list) else one["piece"].encode() for one in told]
+    tokens = fake.post("/tokenize", {"content": "é€", "with_pieces": True}).json()["tokens"]
+    pieces = [bytes(one["piece"]) if isinstance(one["piece"], list) else one["piece"].encode() for one in tokens]
     assert b"".join(pieces) == "é€".encode()
     ids = fake.post("/tokenize", {"content": "é€", "add_special": True}).json()["tokens"]
     assert fake.post("/detokenize", {"tokens": ids}).json()["content"] == "é€"

@@ -125,14 +125,14 @@ def test_earlier_messages(fake: Service, client: ollama.Client) -> None:
     """An answer is sent back with the results of its calls."""
     answer = client.chat("rwkv7", messages=say(CALL), tools=[weather])
     messages = [*say(CALL), answer.message, {"role": "tool", "content": "sunny", "tool_name": "weather"}]
-    told = client.chat("rwkv7", messages=messages, tools=[weather], options={"num_predict": 1})
+    actual = client.chat("rwkv7", messages=messages, tools=[weather], options={"num_predict": 1})
     arguments = '{"place": "Rome", "days": [1, 2]}'
     call = {"id": "1", "function": {"name": "weather", "arguments": arguments}}
     openai = [*say(CALL), {"role": "assistant", "content": None, "tool_calls": [call]}]
     openai.append({"role": "tool", "tool_call_id": "1", "content": "sunny"})
     tool = ollama._utils.convert_function_to_tool(weather).model_dump(exclude_none=True)
     counted = fake.post("/v1/tokens/count", {"messages": openai, "tools": [tool]}).json()["tokens"]
-    assert told.prompt_eval_count == counted
+    assert actual.prompt_eval_count == counted
 
 
 def test_a_context_continues_an_answer(client: ollama.Client) -> None:

@@ -223,7 +223,7 @@ def test_log_probabilities_without_a_stream_are_limited(client: OpenAI) -> None:
         assert len(answer_there) > 256 and shown.strip() == choice.message.content.strip()
 
 
-@pytest.mark.parametrize("seed", [{"seed": 70}, {}], ids=["given", "drawn"])
+@pytest.mark.parametrize("seed", [{"seed": 70}, {}], ids=["given", "random"])
 def test_equal_prompts_with_n_answers_share_no_seed(client: OpenAI, seed: dict[str, Any]) -> None:
     large_fields = {"model": MODEL, "max_tokens": 24, "temperature": 2.0, "extra_body": FREE, **seed}
     choices = client.completions.create(prompt=["The"] * 4, n=4, **large_fields).choices

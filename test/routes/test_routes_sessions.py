@@ -20,11 +20,11 @@ STATE, MULTI, V1, RAW = (
     "/state/chat/completions", "/multi_state/chat/completions", "/v1/chat/completions", "/openai/v1/completions",
 )  # fmt: skip
 SESSIONS, TURNS = (300 if os.environ.get("RWKV_LONG_TESTS") else 40), 5
-DRAW: dict[str, Any] = {
+SAMPLED: dict[str, Any] = {
     "ignore_eos": True, "max_tokens": 8, "temperature": 0.9, "top_k": 40, "top_p": 0.8, "alpha_presence": 0.5,
     "alpha_frequency": 0.1, "alpha_decay": 0.99,
 }  # fmt: skip
-EXACT: dict[str, Any] = {**DRAW, "stop_tokens": []}
+EXACT: dict[str, Any] = {**SAMPLED, "stop_tokens": []}
 TOKENIZER = Tokenizer()
 IDS = {token: number for number, token in enumerate(TOKENIZER.byte_table) if token}
 

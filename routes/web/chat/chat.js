@@ -78,7 +78,7 @@ function Transcript({ conversation, path }) {
 }
 
 /** Announces answers to screen readers. */
-function Spoken({ busy }) {
+function AnswerAnnouncer({ busy }) {
   const was = useRef(false);
   const [text, setText] = useState("");
   useEffect(() => {
@@ -110,7 +110,7 @@ export function Chat({ visible }) {
       <${Transcript} conversation=${conversation} path=${path} />
       ${problem && html`<p class="bad" role="alert">${problem === "offline" ? t("notice.offline") : problem}</p>`}
       <${Composer} conversation=${conversation} busy=${busy} />
-      <${Spoken} busy=${busy} />
+      <${AnswerAnnouncer} busy=${busy} />
     </div>
     <details class="side right" open=${innerWidth > 900}><summary>${t("tree.title")}</summary><${Tree} conversation=${conversation} /></details>
   </div>`;

@@ -86,6 +86,8 @@ def launch_quantised(
     """
     fp16_shapes = [GemmShape(*weight.shape) for weight, _, _, _ in fp16_gemms]
     if fp16_shapes and not fits_fp16_gemms(args.rows, shapes, fp16_shapes, work.num_sms):
-        raise ValueError(f"fp16_gemms {fp16_shapes} do not fit beside codes {list(shapes)} of {args.rows} rows")
+        raise ValueError(
+            f"fp16_gemms {fp16_shapes} do not fit next to quantised weights {list(shapes)} of {args.rows} rows"
+        )
     fill_fp16_gemms(args.gemms[len(shapes) : args.count], (*fp16_gemms, *dependent), args.rows)
     launch_hopper_kernel(name, args, Plan(plan.tile_rows, FP16_SPLITS) if fp16_gemms else plan, work)

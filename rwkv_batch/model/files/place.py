@@ -1,4 +1,4 @@
-"""Places of tensors in a file as a header's reader returns them, and the readers' limits. Without torch."""
+"""Places of tensors in a file, and limits of the header readers. Without torch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from programs.settings.model_file import with_default_model
 from test.serving import ROOT, START_TIMEOUT_S, Service
 
 
-def spoken(*turns: str) -> Console:
+def console_after(*turns: str) -> Console:
     console = Console()
     for turn in turns:
         console.conversation.say("user", turn)
@@ -40,7 +40,7 @@ def said(console: Console) -> list[str]:
 
 
 def test_branches_are_copies_to_return_to() -> None:
-    console = spoken("a", "b")
+    console = console_after("a", "b")
     assert "new branch other" in console.handle_command("/branch other")
     assert console.handle_command("/undo") == "1 turns removed"
     console.conversation.say("user", "c")
@@ -54,7 +54,7 @@ def test_branches_are_copies_to_return_to() -> None:
 
 
 def test_save_and_load_keep_the_conversation(tmp_path: Path) -> None:
-    console = spoken("a", "ü\n✿")
+    console = console_after("a", "ü\n✿")
     console.handle_command("/set temperature 0.5")
     console.handle_command("/branch other")
     console.handle_command("/undo")
@@ -81,7 +81,7 @@ def test_save_and_load_keep_the_conversation(tmp_path: Path) -> None:
     ],
 )
 def test_an_invalid_file_changes_nothing(tmp_path: Path, content: bytes) -> None:
-    console = spoken("a")
+    console = console_after("a")
     (tmp_path / "talk.json").write_bytes(content)
     with pytest.raises(ConsoleError, match=r"talk\.json"):
         console.handle_command(f"/load {tmp_path / 'talk.json'}")
@@ -89,7 +89,7 @@ def test_an_invalid_file_changes_nothing(tmp_path: Path, content: bytes) -> None
 
 
 def test_settings_are_fields_of_the_body_within_their_limits() -> None:
-    console = spoken("a")
+    console = console_after("a")
     console.handle_command("/set temperature 0")
     console.handle_command("/set enable_think true")
     console.handle_command("/set system Be brief.")
