@@ -58,8 +58,8 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 UNKNOWN_ROUTE = "other"
 """Name of unknown paths in metrics."""
-ANTHROPIC_ID = "Request-Id"
-"""The name of REQUEST_ID for Anthropic's clients."""
+OTHER_IDS = ("Request-Id", "X-Trace-Id")
+"""The names of REQUEST_ID for Anthropic's and DeepL's clients."""
 _LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
 
 RobynReply = Response | StreamingResponse
@@ -68,7 +68,7 @@ RobynHandler = Callable[[Request], Awaitable[RobynReply]]
 
 def _headers(request_context: RequestContext) -> dict[str, str]:
     """Return the headers of every answer: request id and CORS."""
-    headers = {"Vary": "Origin", REQUEST_ID: request_context.request_id, ANTHROPIC_ID: request_context.request_id}
+    headers = {"Vary": "Origin", **dict.fromkeys((REQUEST_ID, *OTHER_IDS), request_context.request_id)}
     if request_context.allowed_origin:
         headers["Access-Control-Allow-Origin"] = request_context.allowed_origin
         headers["Access-Control-Expose-Headers"] = f"Retry-After, X-Should-Retry, {REQUEST_ID}"

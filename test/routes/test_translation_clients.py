@@ -68,7 +68,7 @@ def test_deepl_errors(translator: deepl.DeepLClient, locked: Service) -> None:
         with pytest.raises(deepl.DeepLException, match="is not supported"):
             translator.translate_text("Hello", target_lang="DE", **wrong)
     refused = httpx.post(f"{locked.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
-    assert refused.status_code == 403 and isinstance(refused.json()["message"], str)
+    assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
 
 
 def test_deepl_forms(locked: Service) -> None:

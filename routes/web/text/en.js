@@ -124,6 +124,7 @@ export default {
   "translate.file": "Choose a file",
   "translate.download": "Download",
   "translate.progress": "Progress",
+  "translate.warnings": "Warnings: {count}",
   "translate.paragraphs": "{done} of {count} segments",
   "translate.detected": "Detected language:",
   "translate.stopped": "Stopped.",

@@ -118,6 +118,7 @@ export default {
   "translate.file": "选择文件",
   "translate.download": "下载",
   "translate.progress": "进度",
+  "translate.warnings": "警告：{count} 条",
   "translate.paragraphs": "{done} / {count} 段",
   "translate.detected": "检测到：",
   "translate.stopped": "已停止。",

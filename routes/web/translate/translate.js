@@ -12,6 +12,7 @@ const LANGUAGES = {
   th: "ไทย", id: "Bahasa Indonesia", tr: "Türkçe", pl: "Polski", nl: "Nederlands", uk: "Українська",
 };
 const AUTO = "auto";
+const MAX_WARNINGS = 200;
 
 function LanguageChoice({ id, label, value, choose, auto }) {
   return html`<label for=${id}>${label} <select id=${id} value=${value} onChange=${(event) => choose(event.currentTarget.value)}>
@@ -25,7 +26,7 @@ function useTranslation() {
   const [state, setState] = useState(null);
   const start = async (made, source, target, name = "") => {
     const control = new AbortController();
-    const now = { name, target, done: 0, count: made.texts.length, translations: made.texts.map(() => ""), languages: new Map(), ended: false, problem: "", control };
+    const now = { name, target, done: 0, count: made.texts.length, translations: made.texts.map(() => ""), languages: new Map(), warnings: [], ended: false, problem: "", control };
     const show = oncePerFrame(() => setState({ ...now, text: (made.preview ?? made.assemble)(now.translations), whole: () => made.assemble(now.translations) }));
     show();
     try {
@@ -34,7 +35,7 @@ function useTranslation() {
         now.done += 1;
         now.languages.set(language, (now.languages.get(language) ?? 0) + 1);
         show();
-      });
+      }, (at, message) => now.warnings.push({ at, message }));
     } catch (error) {
       now.problem = error.name === "AbortError" ? t("translate.stopped") : error.message || t("notice.offline");
     }
@@ -57,7 +58,9 @@ function Progress({ state }) {
     <span>${t("translate.paragraphs", { done: number(state.done), count: number(state.count) })}<${Detected} languages=${state.languages} /></span>
     ${!state.ended && html`<button onClick=${() => state.control.abort()}>${t("chat.stop")}</button>`}
     ${state.problem && html`<span class="bad">${state.problem}</span>`}
-  </p>`;
+  </p>
+  ${state.warnings.length > 0 && html`<details id="translate-warnings"><summary>${t("translate.warnings", { count: number(state.warnings.length) })}</summary>
+    <ul>${state.warnings.slice(0, MAX_WARNINGS).map(({ at, message }) => html`<li>${number(at + 1)}: ${message}</li>`)}</ul></details>`}`;
 }
 
 function Panes({ text, setText, state, begin, take }) {

@@ -7,17 +7,21 @@ const TEXTS_PER_REQUEST = 32;
 const REQUESTS_AT_ONCE = 3;
 
 /**
- * Translate texts and call `arrived(index, text, language)` for each, in any order.
+ * Translate texts and call `arrived(index, text, language)` for each, in any order, and `warned(index, message)`.
  * Throws ApiError, or AbortError after `signal`.
  */
-export async function translateTexts(texts, source, target, signal, arrived) {
+export async function translateTexts(texts, source, target, signal, arrived, warned) {
   const starts = texts.map((_, at) => at).filter((at) => at % TEXTS_PER_REQUEST === 0);
   const work = async () => {
     for (let start = starts.shift(); start !== undefined; start = starts.shift()) {
       const part = texts.slice(start, start + TEXTS_PER_REQUEST);
       const body = { source_lang: source, target_lang: target, text_list: part };
-      const { translations } = await post(PATH, body, signal);
+      const { translations, warnings = [] } = await post(PATH, body, signal);
       for (const [at, one] of translations.entries()) arrived(start + at, one.text, one.detected_source_lang);
+      for (const { field, message } of warnings) {
+        const index = /\[(\d+)\]$/.exec(field)?.[1];
+        warned(start + Number(index ?? 0), message.replace(/^\S+: /, ""));
+      }
     }
   };
   await Promise.all(Array.from({ length: REQUESTS_AT_ONCE }, work));

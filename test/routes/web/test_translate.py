@@ -27,12 +27,19 @@ def test_paragraphs_are_kept(demo: Service, open_page: Opener, shots: Path) -> N
     page.fill("#translate-source", "Good morning.\n\n\nHow are you?\n\nHello world!")
     page.click("#translate-start")
     assert ended(page) == "早上好。\n\n\n你好吗？\n\n你好，世界！"
+    expect(page.locator("#translate-warnings")).to_have_count(0)
     expect(page.locator("#detected")).to_have_text("English")
     page.get_by_text("Settings for immersive-translate").click()
     assert page.locator("#plugin-url").input_value() == f"{demo.url}/translate/v1/batch-translate"
     page.click("#plugin-check")
     expect(page.locator("#plugin-result")).to_contain_text("Success")
     page.screenshot(path=shots / "translate.png")
+    page.fill("#translate-source", "Good morning.\nHow are you?\n  Hello {name}\n")
+    page.click("#translate-start")
+    warning = "3: the translation was split around 1 marker that the model did not keep"
+    expect(page.locator("#translate-warnings li")).to_have_text(warning)
+    translation = page.locator("#translate-target").input_value()
+    assert translation.startswith("早上好。\n你好吗？\n  ") and translation.endswith("{name}\n")
 
 
 FILES_KEY = {
