@@ -85,9 +85,9 @@ def restore(settings: Settings, archive: Path, *, replace: bool) -> str:
         make_private_folder(folder)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         try:
-            with tarfile.open(archive) as tar:
+            with tarfile.open(archive, "r:") as tar:
                 tar.extractall(folder, filter="data")
-        except tarfile.TarError as error:
+        except (tarfile.TarError, ValueError, OverflowError) as error:  # not all of a header is checked by tarfile
             raise BackupError(f"{archive} is not a backup: {error}") from None
         if not (folder / _DATABASE).is_file():
             raise BackupError(f"{archive} is not a backup: it has no {_DATABASE}")

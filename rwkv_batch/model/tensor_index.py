@@ -165,7 +165,7 @@ def _read_pth(file: IO[bytes], size: int) -> TensorIndex:
         lack = (
             f"truncated: at least {missing} bytes are missing" if missing > 0 else "truncated, or saved by torch < 1.6"
         )
-        raise NotWeights(f"a zip-format .pth (truncated{lack}); download it again")
+        raise NotWeights(f"a zip-format .pth ({lack}); download it again")
     with zipfile.ZipFile(file) as archive:
         members = {member.filename: member for member in archive.infolist()}
         pickles = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]

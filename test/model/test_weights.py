@@ -250,7 +250,7 @@ def test_cut_files_are_refused(tmp_path: Path, suffix: str, keep: int) -> None:
 def test_a_cut_file_says_how_many_bytes_are_missing(tmp_path: Path, suffix: str, least: int) -> None:
     path = written(tmp_path / f"model{suffix}", small())
     path.write_bytes(path.read_bytes()[:-200_000])
-    with pytest.raises(WeightsError, match=r"truncated: .*\d+ .*bytes are missing") as caught:
+    with pytest.raises(WeightsError, match=r"[ (]truncated: .*\d+ .*bytes are missing") as caught:
         open_weights(path)
     reported = re.search(r"truncated: (?:at least )?(\d+) ", str(caught.value))
     assert reported is not None and least <= int(reported[1]) <= 200_000
@@ -295,7 +295,7 @@ def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
         open_weights(path)
     bare = tmp_path / "bare.pth"
     bare.write_bytes(pickle.dumps({"x": Exploit(target)}))
-    with pytest.raises(WeightsError, match="not a zip-format"):
+    with pytest.raises(WeightsError, match=r"not a zip-format \.pth \(truncated, or saved by torch < 1\.6\)"):
         open_weights(bare)
     assert not target.exists()
 

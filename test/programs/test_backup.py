@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import random
 import signal
@@ -127,6 +128,23 @@ def test_a_file_that_is_no_backup_is_refused(
     (tmp_path / "x.tar").write_bytes(content)
     assert main(["restore", str(tmp_path / "x.tar"), "--state-db", str(tmp_path / "s.db")]) == 1
     assert "is not a backup" in capsys.readouterr().err and not (tmp_path / "s.db").exists()
+
+
+@pytest.mark.parametrize(
+    "header", [{"GNU.sparse.map": "a,b"}, {"mtime": "1e308"}, {"mtime": "nan"}, {"path": "a\0b"}, None]
+)
+def test_a_damaged_archive_is_refused_in_one_line(
+    tmp_path: Path, header: dict[str, str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w:gz" if header is None else "w", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo("sessions.db")
+        member.pax_headers, member.size = header or {}, 512
+        tar.addfile(member, io.BytesIO(random.Random(1).randbytes(512)))
+    if header is None:  # compressed and cut
+        (tmp_path / "x.tar").write_bytes((tmp_path / "x.tar").read_bytes()[:-300])
+    assert main(["restore", str(tmp_path / "x.tar"), "--state-db", str(tmp_path / "s.db")]) == 1
+    said = capsys.readouterr().err
+    assert "is not a backup" in said and said.count("\n") == 1
 
 
 def test_a_hostile_archive_writes_nothing_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
