@@ -13,7 +13,8 @@ SETTINGS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 def markdown() -> str:
     """docs/settings.md: every flag with its variable, default and meaning."""
     parts = [
-        "# Settings\n\nEach setting is a flag, an environment variable, and a line of the TOML file of `--config FILE`."
+        "# Settings\n\nAfter this page you know every setting, its default and where to give it.\n\n"
+        "Each setting is a flag, an environment variable, and a line of the TOML file of `--config FILE`."
         " A flag wins over a variable, and a variable over the file. `rwkv-batch config` prints such a file; with "
         "`--show` it prints each value and its origin. A list is separated by commas, or is a list in the file. "
         "`python -m programs.settings` writes this page.\n"

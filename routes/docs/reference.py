@@ -214,7 +214,8 @@ def _limits(schema: dict[str, Any]) -> Iterator[str]:
 
 def markdown(document: dict[str, Any]) -> str:
     rules = "\n".join(f"- {rule}" for rule in INTRODUCTION)
-    parts = [f"# {TITLE}\n\n{rules}\n\nWritten by `python -m routes.reference`.\n"]
+    opening = "After this page you can call every route. These rules hold for all of them:"
+    parts = [f"# {TITLE}\n\n{opening}\n\n{rules}\n\nWritten by `python -m routes.reference`.\n"]
     for section in sections(document):
         parts.append(f"## {section.title}\n\n{section.text}\n\n```sh\n{section.curl}\n```\n")
         if section.fields:
