@@ -98,7 +98,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
         f'#!/bin/sh\n[ "$1 $2" = "app.py batch" ] || exec {sys.executable} "$@"\n'
         f'shift\nexec {sys.executable} {ROOT}/app.py "$@" --url {service.url}\n'
     )
+    installed = folder / "bin" / "rwkv-batch"  # a clone does not install the command
+    installed.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/app.py "$@"\n')
     program.chmod(0o755)
+    installed.chmod(0o755)
     try:
         yield Workplace(service.wait_ready(), folder)
     finally:
@@ -124,6 +127,7 @@ def test_examples_run_as_printed(document: str, request: pytest.FixtureRequest) 
     if not runnable:
         return
     workplace: Workplace = request.getfixturevalue("workplace")
+    (workplace.folder / "backup.tar").unlink(missing_ok=True)  # the same name in another language's page
     printed = ""
     for example in runnable:
         if example.language == "json":
