@@ -46,8 +46,8 @@ STREAMED: list[tuple[str, dict[str, Any]]] = [
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     (TRANSLATE, {"source_lang": "en", "target_lang": "de", "text_list": ["42"]}),
     ("/v1/tokens/count", {"text": "Hello"}),
-    ("/api/chat", {"messages": TALK["messages"], "stream": False}),
-    ("/api/generate", {"prompt": "Hi", "stream": False}),
+    ("/api/chat", {"messages": TALK["messages"], "stream": False, "options": {"num_predict": 6}}),
+    ("/api/generate", {"prompt": "Hi", "stream": False, "options": {"num_predict": 6}}),
     ("/v1/messages", TALK),
     ("/v1/messages/count_tokens", {"messages": TALK["messages"]}),
     ("/completion", {"prompt": "Hi", "n_predict": 3}),
