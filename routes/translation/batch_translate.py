@@ -39,10 +39,11 @@ Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_on
 """A language code or name. The prompt uses the English name of a known language, and any other text unchanged."""
 TargetLanguage = Annotated[Language, AfterValidator(_not_auto)]
 ContextText = Annotated[str, Field(max_length=100_000)]
-KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=256, fail_fast=True)]
+KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=256, fail_fast=True)]
 
-_Term = Annotated[str, Field(max_length=1024, pattern=r"\S")]
-GlossaryTerms = Annotated[dict[_Term, _Term], Field(max_length=10_000)]
+_Term = Annotated[str, Field(max_length=100, pattern=r"\S")]
+_TranslatedTerm = Annotated[str, Field(max_length=1024, pattern=r"\S")]
+GlossaryTerms = Annotated[dict[_Term, _TranslatedTerm], Field(max_length=10_000)]
 
 
 class TranslateBody(FixedSamplingFields, TranslationFields):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from rwkv_batch.translation.markers import whole_word
+from rwkv_batch.translation.markers import pattern_of
 
 
 class Glossary:
@@ -17,9 +17,8 @@ class Glossary:
 
     def __init__(self, terms: Mapping[str, str]) -> None:
         self._terms = {term.casefold(): target for term, target in terms.items()}
-        written = {*terms, *self._terms}  # the folded form of "Straße" matches neither "Straße" nor "STRASSE"
-        longest_first = sorted(written, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(whole_word, longest_first)), re.IGNORECASE) if terms else None
+        written = {*map(str.lower, terms), *self._terms}  # the folded "strasse" does not match "Straße"
+        self._pattern = re.compile(pattern_of(written), re.IGNORECASE) if terms else None
 
     def terms_in(self, text: str) -> dict[str, str]:
         """Return the terms of a text with their translations."""

@@ -7,9 +7,10 @@ segment. A `Segment` shows its markers to the model and puts them back into the 
 from __future__ import annotations
 
 import html
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,6 +59,8 @@ _PLACEHOLDERS = "|".join(
     )
 )
 _MARKUP = r"(?P<markup><!--(?s:.*?)(?:-->|\Z)|<!\[CDATA\[(?s:.*?)(?:\]\]>|\Z)|<[?!][^<>]*+>)"
+_WORD_START = r"(?:(?<!\w)(?=[A-Za-z0-9])|(?![A-Za-z0-9]))"
+"""A word of a script that separates words begins here, or another character follows."""
 _UNNUMBERED = re.compile(r"%[^(\d]")
 """The beginning of a printf placeholder whose argument depends on its position."""
 
@@ -96,15 +99,32 @@ class MarkerOptions:
     @property
     def scanner(self) -> re.Pattern[str]:
         """The pattern of all markers. Terms that are kept come first."""
-        terms = map(whole_word, sorted(self.keep, key=len, reverse=True))
+        terms = [pattern_of(self.keep)] if self.keep else []
         return re.compile("|".join((*terms, *([] if self.format is Format.TEXT else [_MARKUP]), _PLACEHOLDERS)))
 
 
-def whole_word(term: str) -> str:
-    """Return the pattern of a term. It matches whole words in scripts that separate words."""
-    left = r"\b" if term[0].isascii() and term[0].isalnum() else ""
-    right = r"\b" if term[-1].isascii() and term[-1].isalnum() else ""
-    return left + re.escape(term) + right
+def pattern_of(terms: Iterable[str]) -> str:
+    """Return the pattern of several terms, longest first: whole words in scripts that separate words.
+
+    It nests as deep as the longest term.
+    """
+    return _WORD_START + _any_of([*terms])
+
+
+def _any_of(terms: Sequence[str], last: str = "") -> str:
+    """Compares a common beginning once, as in a trie.
+
+    `last`: the character before, if the terms are ends of longer ones.
+    """
+    options = []
+    for _, same in itertools.groupby(sorted({term for term in terms if term}), key=lambda term: term[0]):
+        group = list(same)
+        pairs = zip(group[0], group[-1], strict=False)  # of the first and the last in order, so of all
+        start = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        options.append(re.escape(start) + _any_of([term[len(start) :] for term in group], start[-1]))
+    if "" in terms:
+        options.append(r"\b" if last.isascii() and last.isalnum() else "")
+    return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
 
 def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import re
+
 import pytest
 
-from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment, parse
+from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment, parse, pattern_of
 from rwkv_batch.translation.segments import Split, split_text
 
 FOUND = [
@@ -29,6 +32,33 @@ def test_terms_that_are_not_translated_are_markers() -> None:
     options = MarkerOptions(keep=("Foo", "Foo Bar", "状态池"))
     found = parse("Foo Bar and Foo's Foods 的状态池。", options)[1]
     assert [one.raw for one in found] == ["Foo Bar", "Foo", "状态池"]
+
+
+def bounded(term: str) -> str:
+    left, right = (r"\b" if one.isascii() and one.isalnum() else "" for one in (term[0], term[-1]))
+    return left + re.escape(term) + right
+
+
+def test_the_pattern_of_terms_finds_what_an_alternation_finds() -> None:
+    dice = random.Random(3)
+
+    def word(longest: int) -> str:
+        return "".join(dice.choices("ab c中é1-", k=dice.randint(1, longest)))
+
+    for _ in range(2000):
+        terms = {word(4) for _ in range(5)}
+        text = word(40)
+        plain = re.compile("|".join(map(bounded, sorted(terms, key=len, reverse=True))))
+        found = re.finditer(pattern_of(terms), text)
+        assert [one.span() for one in found] == [one.span() for one in plain.finditer(text)]
+
+
+def test_terms_with_a_common_beginning_compare_it_once() -> None:
+    terms = ["word " * 19 + f"{number:03}" for number in range(256)]
+    assert pattern_of(terms).count("word") == 19
+    assert re.fullmatch(pattern_of(terms), terms[255])
+    nested = ["a" * length for length in range(1, 101)]
+    assert re.compile(pattern_of(nested)).search("-" + "a" * 100 + "-")[0] == "a" * 100  # type: ignore[index]
 
 
 def segment(text: str) -> Segment:
