@@ -6,6 +6,7 @@ reported as failed. A draining engine finishes its answers or moves them to anot
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -186,7 +187,7 @@ class Engines:
             )
         if known is not None:
             known.child.kill()  # it reported a failure and may still run
-            del self._engines[known.info.engine]
+            self._forget(known)
         self._drop_old_failures()
         config = model_config(self._config, spec, len(self._replicas))
         self._create(f"model-{next(self._numbers)}", f"engine-{spec.name}", spec, config)
@@ -228,11 +229,11 @@ class Engines:
         if engine.status is ModelStatus.UNLOADING:
             engine.restarts = False
         elif engine.child.process is None:
-            del self._engines[engine.info.engine]
+            self._forget(engine)
         elif engine.status is ModelStatus.LOADING:
             engine.child.kill()  # it has no sessions yet, or their turns are in the log already
             engine.child.reap()
-            del self._engines[engine.info.engine]
+            self._forget(engine)
         else:
             engine.drain(self._drain_s)
 
@@ -321,6 +322,12 @@ class Engines:
         child = Child(process, self._context if is_own else self._forks, self._target, arguments)
         self._engines[name] = EngineProcess(info, child, time.monotonic())
 
+    def _forget(self, engine: EngineProcess) -> None:
+        """Removes an engine whose process has ended, and its socket."""
+        del self._engines[engine.info.engine]
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(engine.info.address)
+
     def _listen(self, engine: EngineProcess) -> None:
         engine.update_pid()
         for subject, value in engine.child.messages():
@@ -354,7 +361,7 @@ class Engines:
                 engine.set_status(ModelStatus.LOADING)
             case ModelStatus.UNLOADING:
                 logger.info("%s has left", name if engine.info.is_own else f"model {engine.info.spec.name}")
-                del self._engines[name]
+                self._forget(engine)
             case ModelStatus.FAILED:
                 logger.error("%s cannot be loaded: %s", name, engine.info.error)
             case ModelStatus.LOADING if not engine.info.has_served:
@@ -372,4 +379,4 @@ class Engines:
     def _drop_old_failures(self) -> None:
         failed = [name for name, engine in self._engines.items() if engine.status is ModelStatus.FAILED]
         for name in failed[: max(0, len(failed) - MAX_FAILED + 1)]:
-            del self._engines[name]
+            self._forget(self._engines[name])

@@ -108,9 +108,11 @@ def test_an_idle_model_is_unloaded_before_the_next_starts(tmp_path: Path) -> Non
     models.poll()
     c = models._model("c")
     assert c is not None and c.child.process is None and models.wait_s() != 0
+    Path(a.info.address).touch()  # as its process does
     process: Any = a.child.process
     process.ended = True
     models.poll()
+    assert list(tmp_path.iterdir()) == [], "its socket is removed"
     models.poll()
     assert models._model("a") is None and c.child.process is not None
     assert "the limit is 2" in str(ask("d"))
