@@ -18,6 +18,7 @@ class Glossary:
     def __init__(self, terms: Mapping[str, str]) -> None:
         self._terms = {term.casefold(): target for term, target in terms.items()}
         written = {*map(str.lower, terms), *self._terms}  # the folded "strasse" does not match "Straße"
+        written |= {term for term in terms if len(term.lower()) != len(term)}  # "İ" becomes two characters
         self._pattern = re.compile(pattern_of(written), re.IGNORECASE) if terms else None
 
     def terms_in(self, text: str) -> dict[str, str]:
