@@ -25,9 +25,9 @@ def random_lora(seed: int, layers: int, width: int, rank: int = 4, scale: float 
 def random_experts(
     seed: int, layers: int, width: int, experts: int = 4, same: bool = False, scale: float = 0.2
 ) -> dict[str, Tensor]:
-    """Experts of rank 6 in every channel mix as RWKV-Infer's trainer names them, and pairs for ffn.key.
+    """Experts of rank 6 in every channel mix, and pairs for att.key. Tensor names are those of RWKV-Infer's trainer.
 
-    Two of them are mixed for a token. `same`: all have the same numbers.
+    Two experts are mixed for a token. `same`: all have the same numbers.
     """
     generator = torch.Generator().manual_seed(seed)
 

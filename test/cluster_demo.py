@@ -1,4 +1,4 @@
-"""Runs three machines of a Ray cluster on one host and kills one of them during a stream.
+"""Runs three machines of a Ray cluster on one host. Kills one of them during a stream.
 
     python -m test.cluster_demo [--state-db postgresql://…] [further flags of the service]
 
@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 
 def fetch(url: str, body: Any = None) -> Any:
-    """Return the JSON answer to a GET, or to a POST of `body`; None on failure."""
+    """Return the JSON answer to a GET or a POST of `body`. None on failure."""
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode())
     with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
@@ -123,7 +123,7 @@ class Stream(threading.Thread):
 
 @contextlib.contextmanager
 def database(flags: list[str]) -> Iterator[str]:
-    """Yield the URL of `--state-db`, or of a temporary PostgreSQL server, or "" without one."""
+    """Yield the URL of `--state-db` or of a temporary PostgreSQL server. Without either, yield ""."""
     if "--state-db" in flags:
         yield flags[flags.index("--state-db") + 1]
     elif reason := unavailable_reason():

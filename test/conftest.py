@@ -65,7 +65,7 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Seed torch, so that random numbers do not depend on the tests before."""
+    """Seed torch, so that random numbers do not depend on earlier tests."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(0)
 
@@ -91,7 +91,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service without a password, shared by all tests that leave its state unchanged."""
+    """A service without a password. All tests that leave its state unchanged share it."""
     running = Service(tmp_path_factory.mktemp("service"), "--model-path", str(tiny_model), "--threads", "2")
     try:
         yield running.wait_ready()
@@ -157,7 +157,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze imported objects, so that full collections are fast and free ended engines soon."""
+    """Freeze imported objects. Full collections are then fast and free ended engines soon."""
     gc.collect()
     gc.freeze()
     gc.enable()

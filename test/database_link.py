@@ -1,4 +1,4 @@
-"""A PostgreSQL server behind a link that can be cut for one process. Data sent meanwhile arrives later."""
+"""A PostgreSQL server behind a link. The link can be cut for one process. Data sent meanwhile arrives later."""
 
 from __future__ import annotations
 

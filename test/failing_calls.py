@@ -43,7 +43,7 @@ class FailingCalls:
             self._memory = mmap.mmap(file.fileno(), _NUMBERS.size + _NAME_BYTES)
 
     def arm(self, first: int, count: int = 1, kinds: int = FILES) -> None:
-        """Let `count` calls of these kinds fail, the first of them with this number; counting starts at 1."""
+        """Let `count` calls of these kinds fail. The first of them is number `first`. Counting starts at 1."""
         self._memory[_NUMBERS.size :] = bytes(_NAME_BYTES)
         _NUMBERS.pack_into(self._memory, 0, first, count, 0, 0, kinds)
 

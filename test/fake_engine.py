@@ -1,4 +1,4 @@
-"""An engine without a model, for cases that a real one cannot produce on demand: floods, refusals, failures.
+"""An engine without a model. It produces what a real one cannot produce on demand: floods, refusals, failures.
 
 A row's text is its prompt repeated; for a chat, the last user message. A prompt may start with a command:
 

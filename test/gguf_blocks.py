@@ -1,4 +1,4 @@
-"""GGUF's blocks decoded one number at a time, as `ggml-common.h` of llama.cpp defines them."""
+"""Decodes GGUF's blocks one number at a time. `ggml-common.h` of llama.cpp defines the blocks."""
 
 from __future__ import annotations
 

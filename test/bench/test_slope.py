@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 def memory(an_hour: float, seconds: int = 2400, noise: float = 0.002, seed: int = 1) -> list[tuple[float, float]]:
-    """Return samples of a 300 MiB process, one per second, with noise and occasional bursts."""
+    """Return one sample per second of a 300 MiB process. The samples have noise and occasional bursts."""
     rng = random.Random(seed)
     samples = []
     for i in range(seconds):

@@ -25,7 +25,10 @@ from demo.wkv import wkv_chunked
 def wkv_loop(
     r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute S <- S*w + (S a) b^T + v k^T, y = S r, token by token; return y and the last state."""
+    """Compute y and the last state, token by token; return both.
+
+    S <- S*w + (S a) b^T + v k^T, y = S r.
+    """
     ys = []
     for t in range(r.shape[1]):
         removed = (state @ a[:, t, :, :, None]) * b[:, t, :, None, :]
@@ -35,7 +38,7 @@ def wkv_loop(
 
 
 def _disturbed(shape: Shape, seed: int = 0) -> Rwkv7:
-    """Return a model with no zero weights, so that every part affects the logits."""
+    """Return a model with no zero weights. Every part then affects the logits."""
     torch.manual_seed(seed)
     model = Rwkv7(shape)
     with torch.no_grad():

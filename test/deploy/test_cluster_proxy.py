@@ -60,7 +60,7 @@ def _answers(address: str) -> bool:
 
 
 def _machine_of(address: str, session: str) -> int:
-    """Return the service that gets a session's requests, by its engine's process id."""
+    """Return which service gets a session's requests, by its engine's process id."""
     answer = httpx.get(f"{address}/status", headers={"X-Session-Id": session}, timeout=60)
     answer.raise_for_status()
     pid: int = answer.json()["processes"]["engine"]["pid"]

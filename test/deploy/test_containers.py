@@ -1,4 +1,4 @@
-"""The images, the compose files and the systemd unit run with few rights; linters pass where they are installed."""
+"""Images, compose files and the systemd unit run with few rights. Linters pass where they are installed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ OF_LIST = {
 
 
 def entries(lock: str) -> dict[str, str]:
-    """Return package -> its text, for a lock and the locks that it includes."""
+    """Return package -> its text, for a lock and its included locks."""
     text = (LOCKS / f"{lock}.lock").read_text("utf-8")
     found = {name: whole for whole, name in re.findall(r"^(([a-z][\w.-]*)==(?:.*\\\n)+.*)$", text, re.MULTILINE)}
     for named in re.findall(r"^-r (\w+)\.lock$", text, re.MULTILINE):
@@ -29,7 +29,7 @@ def entries(lock: str) -> dict[str, str]:
 
 
 def pins(list_: str) -> dict[str, str]:
-    """Return package -> version, for a list and the lists that it includes."""
+    """Return package -> version, for a list and its included lists."""
     text = (ROOT / list_).read_text("utf-8")
     found = dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)$", text, re.MULTILINE))
     for named in re.findall(r"^-r (\S+)$", text, re.MULTILINE):

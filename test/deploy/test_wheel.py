@@ -1,4 +1,7 @@
-"""The wheel and the source distribution, installed next to a user's modules with the names of our folders."""
+"""The wheel and the source distribution, installed next to a user's modules.
+
+These modules have the names of our folders.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ OF_THE_USER = (
 
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment with the wheel, and a folder to run it from."""
+    """A virtual environment with the wheel, and a folder to run in."""
 
     venv: Path
     folder: Path
@@ -88,7 +91,10 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """Tree -> source distribution -> wheel -> virtual environment, which also sees the packages of this one."""
+    """Tree -> source distribution -> wheel -> virtual environment.
+
+    The environment also sees the packages of the one that runs the tests.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     tree, dist, elsewhere = folder / "tree", folder / "dist", folder / "elsewhere"
     shutil.copytree(ROOT, tree, ignore=NOT_COPIED)

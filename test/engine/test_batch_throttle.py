@@ -1,4 +1,4 @@
-"""Batch work per step next to interactive requests, by counts of rows, tokens and steps. No model."""
+"""Batch work per step next to interactive requests. The tests count rows, tokens and steps. No model."""
 
 from __future__ import annotations
 
@@ -159,7 +159,10 @@ def test_all_rows_decode_in_every_step_where_there_is_no_limit() -> None:
 
 
 def test_consecutive_requests_do_not_count_as_one_long_prompt() -> None:
-    """Batch rows run in every fourth step of one wait for a first token, not of four waits."""
+    """Batch rows run in every fourth step of one request's wait.
+
+    The request waits for its first token. The steps of four requests' waits do not add up.
+    """
     steps = Steps()
     steps.batch(60)
     for _ in range(2 * BATCH_SHARE_DIVISOR):
@@ -177,7 +180,7 @@ def seconds(rows: list[ScheduledRow]) -> float:
 
 
 def first_token_s(steps: Steps, part: float) -> float:
-    """Seconds to the first token of a request that arrives when this part of a step is left."""
+    """Return the seconds to the first token of a request. The request arrives when this part of a step is left."""
     running = seconds(steps.step())
     chat, waited = steps.chat(prompt_tokens=61), running * part
     while len(chat.token_ids) == 61:
@@ -231,7 +234,7 @@ def test_prompts_of_batch_rows_are_read_at_once_where_none_decodes() -> None:
 
 
 def prompts_of_batch(rows: list[ScheduledRow], before: list[Sequence]) -> list[ScheduledRow]:
-    """Return new batch rows of which the step reads more than one token."""
+    """Return new batch rows with more than one token to read."""
     return [row for row in of_batch(rows) if row.sequence not in before and row.num_tokens > 1]
 
 

@@ -76,7 +76,7 @@ def test_unacknowledged_bytes_are_bounded(ends: Ends, monkeypatch: pytest.Monkey
 
 
 def frame(num_bytes: int) -> tuple[int, bytes]:
-    """A message that takes so many bytes on the link, up to 256."""
+    """A message of so many bytes on the link, up to 256."""
     return 1, bytes(num_bytes - 6)
 
 

@@ -89,7 +89,7 @@ def by_row(running: RunningJob) -> list[tuple[bytes, FinishReason, int]]:
 
 @pytest.fixture(scope="module")
 def plain_answers(model: Path) -> list[tuple[bytes, FinishReason, int]]:
-    """The answers of the loop with one step in flight, as the reference."""
+    """The answers of the loop with one step in flight. They are the reference."""
     with started_engine(model, **LOOPS["plain"]) as started:
         return by_row(run(started, *mixed_rows()))
 

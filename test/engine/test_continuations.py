@@ -63,7 +63,7 @@ def test_shared_batch_prompts_do_not_delay_interactive_ones() -> None:
 
 
 def test_a_clients_continuations_do_not_delay_other_clients() -> None:
-    """Its rows may run for hours, so the other continuations wait for hours."""
+    """Its rows may run for hours. The other continuations then wait for hours."""
     plan, slots = scheduler(req_slots=16)
     _, children = job(8, client="hog")
     _, more = job(8, client="hog")

@@ -294,7 +294,7 @@ def test_pieces_on_an_unsupported_device_are_refused_at_start(model: Path) -> No
 
 
 def test_an_error_between_two_pieces_ends_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ending only the step's jobs is not enough, because the state of the overtaking rows is unknown."""
+    """Ending only the step's jobs is not enough. The state of the overtaking rows is unknown."""
     with started_engine(model) as engine:
         launch, late = engine.model_runner.launch, []
 
@@ -318,7 +318,10 @@ def test_an_error_between_two_pieces_ends_the_engine(model: Path, monkeypatch: p
 def test_prefill_that_arrives_while_the_host_works_on_a_step_overtakes_it(
     model: Path, monkeypatch: pytest.MonkeyPatch, at_work: str
 ) -> None:
-    """It overtakes before the inputs of a step with batch rows are built, and before a step's tokens are delivered."""
+    """It overtakes before inputs of a step with batch rows are built.
+
+    It also overtakes before a step's tokens are delivered.
+    """
     with started_engine(model) as engine:
         asked, launch, let_in = (
             getattr(engine.model_runner, at_work),
@@ -367,7 +370,7 @@ def test_the_last_step_with_batch_work_is_released(model: Path, monkeypatch: pyt
 def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_come(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that reads a thousand of their tokens takes longer than one in which all rows decode."""
+    """Reading a thousand of their tokens takes longer than decoding all rows. Each takes one step."""
     with started_engine(model) as engine:
         launch, reported = engine.model_runner.launch, []
 
@@ -386,7 +389,7 @@ def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_com
 
 
 def test_steps_on_a_cpu_reuse_the_memory_of_their_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory costs a page fault per 4 KiB, and all compute threads wait for it."""
+    """New memory costs a page fault per 4 KiB. All compute threads wait for these faults."""
     seen: list[torch.Tensor] = []  # kept alive, so that no address is reused
     plain = StepSampler.sample
 

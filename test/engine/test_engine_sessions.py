@@ -55,7 +55,7 @@ def conversation(engine: Engine, session_id: str, prompts: list[str], **fields: 
 
 
 def test_a_turn_is_reported_before_it_can_be_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise another engine could repeat a turn that was kept when its engine was lost. Also for a single step."""
+    """Otherwise another engine could repeat a kept turn of a lost engine. Also for a single step."""
     record, received = engine.state_manager.record_turn, list[bool]()
 
     def noted(sequence: Sequence, acknowledge: Any) -> None:
@@ -236,7 +236,7 @@ def test_a_turn_that_fails_after_its_answer_is_kept_or_reported(
 def writer_that_waits(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: sqlite3.Error | None = None
 ) -> Iterator[threading.Event]:
-    """Commit recorded turns only after the gate opens, or fail them with `error`."""
+    """Commit recorded turns once the gate opens, or fail them with `error`."""
     gate, commit = threading.Event(), engine.model_runner.pool._store.writer._transaction
 
     def late(jobs: list[Any]) -> sqlite3.Error | None:
@@ -345,7 +345,7 @@ def test_sessions_survive_a_restart(model: Path, tmp_path: Path) -> None:
 def test_a_session_continues_with_another_storage_of_the_weights(
     model: Path, tmp_path: Path, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fingerprint names the weights, so the stored state is used and no token is read again."""
+    """The fingerprint names the weights. So the stored state is used and no token is read again."""
     pool, replays = PoolConfig(state_db=str(tmp_path / "s.db")), []
     plain = StateManager._start_from_session
 

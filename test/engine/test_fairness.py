@@ -153,7 +153,10 @@ def test_batch_work_starts_during_an_interactive_flood() -> None:
 
 
 def test_batch_work_gets_the_only_running_slot_for_a_while() -> None:
-    """With --max-running 1, batch work gets its share of the slot during a flood of short interactive rows."""
+    """With --max-running 1, batch work gets its share of the slot.
+
+    Meanwhile, short interactive rows flood the scheduler.
+    """
     plan, slots = scheduler(req_slots=1, slots=10)
     plan.add(*job(50, client="bulk"))
     steps, ran, waited, longest, finished = 0, 0, 0, 0, 0
@@ -253,7 +256,7 @@ def test_a_job_without_running_rows_may_use_the_reserve() -> None:
 
 
 class Checked:
-    """A scheduler with random arrivals and ends, and invariants checked after every step."""
+    """A scheduler with random arrivals and ends. Invariants are checked after every step."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

@@ -192,7 +192,7 @@ def test_a_process_that_cannot_be_started_is_reported(monkeypatch: pytest.Monkey
 
 
 def test_tenants_share_no_grammars() -> None:
-    """A compiled grammar answers at once, which would tell one tenant what another sent."""
+    """A compiled grammar answers at once. This would tell one tenant what another sent."""
     clients = Clients(GrammarCompiler(Tokenizer().byte_table, list, VOCAB_SIZE))
     for number, tenant in enumerate(("anna", "anna", "bert", "", "")):
         clients.make_request(f"client {tenant}", f"job {number}", source="[0-9]+", tenant=tenant)

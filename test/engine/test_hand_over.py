@@ -1,4 +1,4 @@
-"""Transfers between graph stages, on simulated streams whose work runs as late as possible.
+"""Transfers between graph stages, on simulated streams. The streams' work runs as late as possible.
 
 Each stream is a queue. A random ready stream runs next; events hold up the others. A copy reads its source when it
 runs, not when it is queued, so memory that is reused too early is found.
@@ -162,7 +162,7 @@ def stages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def test_every_step_reads_its_own_inputs(stages: Stages) -> None:
-    """The most steps in flight, in two parts each, with an occasional failed launch."""
+    """The most steps are in flight, in two parts each. Some launches fail."""
     dice = stages.simulation.dice
     flight: deque[tuple[list[int], Any]] = deque()
     for number in range(80):
@@ -195,7 +195,7 @@ def test_tokens_are_read_once(stages: Stages) -> None:
 
 
 def test_graphs_are_dropped_when_no_device_reads_them(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture fails on one device while a step runs on the others."""
+    """A capture fails on one device while the others run a step."""
     graphs, waited_for = StepGraphs(), []
     decode: Any = SimpleNamespace(graph_stages=stages.graph_stages)
     graphs.decode = decode

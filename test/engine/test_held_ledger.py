@@ -1,4 +1,4 @@
-"""The ledger of keys' limits in the engine's process, and the metrics that it counts."""
+"""The ledger of keys' limits in the engine's process, and its metrics."""
 
 from __future__ import annotations
 

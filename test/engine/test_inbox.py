@@ -23,7 +23,7 @@ class Slow(deque[Command]):
 
 
 def test_a_command_queued_during_close_is_run() -> None:
-    """No check follows the last one, so its caller would wait for ever."""
+    """No check follows the last one. So the command's caller would wait for ever."""
     inbox, done, taken = Inbox(lambda: None), list[int](), list[bool]()
     inbox._commands = slow = Slow()
 

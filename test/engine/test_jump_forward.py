@@ -137,7 +137,10 @@ def test_on_a_cpu_any_number_of_rows_jumps_forward(engine: Engine) -> None:
 
 
 def test_rows_end_at_the_same_token(engine: Engine, jump_forward_disabled: Any) -> None:
-    """Rows cut by max_tokens at every position, and by stops that begin, end or lie in jump-forward text."""
+    """Rows are cut by max_tokens at every position.
+
+    Others are cut by stops that begin, end or lie in jump-forward text.
+    """
     stops = (b"swer of", b"oracle", b"The", b" of the oracle is: ", b"matters.\n", b", and", b"!", b"e a", b"is: ")
     lengths = [make_request("x", constraint=FORM, sampling=PENALISED, max_tokens=length) for length in range(1, 28)]
     ends = [

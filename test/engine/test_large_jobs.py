@@ -76,7 +76,7 @@ class Engine:
         wait_for(lambda: self.client.is_connected, 30, "the client is connected")
 
     def submit(self, job: Job) -> list[ServiceError | None]:
-        """Submit a job and return the list that its admission or refusal will be in."""
+        """Submit a job and return the list for its admission or refusal."""
         admissions: list[ServiceError | None] = []
         self.client.submit(job, lambda events: None, admissions.append)
         return admissions

@@ -33,7 +33,7 @@ def two_steps(pipeline: Pipeline) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module", params=["fp32", "int8", "int4"])
 def plain(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, str, list[Any]]:
-    """A model of six layers, its storage, and its results with all layers on the device."""
+    """A model of six layers, its storage, and its results. The results are those with all layers on the device."""
     model = tiny_model(tmp_path_factory.mktemp("model"), layers=6)
     return model, request.param, two_steps(pipeline_of(model, request.param))
 

@@ -1,4 +1,4 @@
-"""Constrained rows skip steps to repay their mask time, by counts of steps."""
+"""Constrained rows skip steps to repay their mask time. The tests count steps."""
 
 from __future__ import annotations
 

@@ -211,7 +211,10 @@ def test_one_group_carries_prefill_unless_graphs_are_shared(mixed_rows: int, gro
     ("held", "tokens", "waits"), [(0, 9, [1, 1]), (100, 9, [1, 5]), (9, 9, [1, 1]), (100, 10, [1, 1])]
 )
 def test_few_prompts_are_read_in_every_fifth_round(held: int, tokens: int, waits: list[int]) -> None:
-    """Counts the first group's steps, of ten rows, until a first prompt and one right after it are read."""
+    """Counts the first group's steps until each of two prompts is read.
+
+    The steps have ten rows. The second prompt comes right after the first is read.
+    """
     pipe = Pipe([1.0] * 4, Limits(64, 10_000, 64, 16, 64, 4, min_gathered_prefill_tokens=held))
     pipe.plan.add(*rows_of(40, max_tokens=1000))
     for _ in range(20):
@@ -233,7 +236,7 @@ def test_few_prompts_are_read_in_every_fifth_round(held: int, tokens: int, waits
 @pytest.mark.parametrize("lead", [0, 1])
 @pytest.mark.parametrize("groups", [2, 3, 4])
 def test_prompts_are_read_although_the_first_group_is_empty(groups: int, lead: int) -> None:
-    """The other groups' rows are in every step, and too few to be rebalanced."""
+    """The other groups' rows are in every step. They are too few to be rebalanced."""
     pipe = Pipe([1.0] * groups, limits(groups), lead)
     pipe.plan.add(*rows_of(groups, max_tokens=1000))
     for _ in range(20):
@@ -281,7 +284,7 @@ def test_a_row_is_launched_at_most_one_step_ahead() -> None:
 
 
 def test_prompts_are_read_in_chunks_that_follow_each_other_through_the_stages() -> None:
-    """The chunks of a long prompt do not wait for each other's tokens."""
+    """A long prompt's chunks do not wait for each other's tokens."""
     pipe = Pipe([1.0] * 4, limits(4, budget=16))
     pipe.plan.add(*rows_of(1, max_tokens=1, prompt_tokens=16 * 8))
     while pipe.turn():
@@ -290,7 +293,10 @@ def test_prompts_are_read_in_chunks_that_follow_each_other_through_the_stages() 
 
 
 def test_a_row_waits_for_its_token_only_until_its_step_is_the_oldest() -> None:
-    """A prompt read after other groups' steps joins the next step of its group that the first device can begin."""
+    """A prompt is read after the steps of other groups.
+
+    Its row joins the next step of its group that the first device can begin.
+    """
     pipe = Pipe([1.0] * 4, limits(4))
     pipe.plan.add(*rows_of(37, max_tokens=1000))  # the smallest group follows the one that reads prompts
     for _ in range(50):

@@ -72,7 +72,10 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def reference_text(model: Path, ids: list[int], mix: list[tuple[str, float]], params: SamplingParams, n: int) -> bytes:
-    """Logits of the reference package per state, mixed here, with the naive sampler."""
+    """Return the text that the naive sampler samples from mixed reference logits.
+
+    The reference package computes logits per state. They are mixed here.
+    """
     reference = oracle(model.parent / "oracle.pth")
     _, zero = reference.forward([0], None)
     states: list[list[Tensor]] = []
@@ -116,7 +119,7 @@ def test_a_single_member_equals_its_state(engine: Engine) -> None:
 
 
 def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
-    """Mixtures, tuned states, plain rows and sessions in the same steps, with prompts of all lengths."""
+    """Mixtures, tuned states, plain rows and sessions run in the same steps. The prompts have all lengths."""
     rows: list[GenerateRequest] = []
     for i in range(56):
         prompt = f"row {i} " + "and more of it " * (i % 7) * 3

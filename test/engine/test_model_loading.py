@@ -88,7 +88,7 @@ def test_loading_runs_at_low_priority(
 
 
 def test_a_model_on_the_cpu_looks_for_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The query would wake the driver in each new engine, which then keeps a core busy."""
+    """The query would wake the driver in each new engine. This would then keep a core busy."""
     for name in ("is_available", "device_count", "init"):
         monkeypatch.setattr(torch.cuda, name, Mock(side_effect=AssertionError(f"torch.cuda.{name} was asked")))
     with started_engine(tiny_model(tmp_path), max_running=2, loads_at_low_priority=True) as engine:

@@ -336,7 +336,7 @@ def test_rows_with_the_same_stops_share_one_automaton() -> None:
     ],
 )
 def test_log_probabilities_are_of_shown_text(pieces: list[str], received: list[bytes], chunk_size: int) -> None:
-    """Each delta's tokens joined are its text, and a stop cuts the last one."""
+    """Each delta's tokens joined are its text. A stop cuts the last token."""
     tokens = [next(token for token, text in enumerate(TABLE) if text == piece.encode()) for piece in pieces]
     asked = request(stop_strings=[b"cd"], chunk_size=chunk_size, max_tokens=len(tokens))
     output = RowOutput(0, asked, StopRules(asked, TABLE), TABLE)

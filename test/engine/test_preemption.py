@@ -68,7 +68,7 @@ def bulk() -> list[GenerateRequest]:
 
 
 def chat_until(engine: Engine, job: RunningJob) -> None:
-    """Submit interactive requests of four clients every few steps until the job ends."""
+    """Submit interactive requests of four clients until the job ends. They come every few steps."""
     launch, steps, chats = engine.model_runner.launch, itertools.count(), list[RunningJob]()
 
     def launching(*arguments: Any) -> InFlightStep:

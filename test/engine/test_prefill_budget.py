@@ -92,7 +92,10 @@ def test_shares_of_a_budget_are_whole_tokens() -> None:
 
 @pytest.mark.parametrize(("clients", "jobs"), [(10, 1), (1, 2), (3, 2), (7, 3), (1, 40)])
 def test_prompt_tokens_are_shared_evenly_over_time(clients: int, jobs: int) -> None:
-    """Between clients and between a client's jobs, even if a step's budget is too small for all."""
+    """Clients get equal amounts, and so do the jobs of one client.
+
+    This holds even if a step's budget is too small for all.
+    """
     budget = 128
     running = [
         job(1, prompt_tokens=10_000, client=f"client {number % clients}")[1][0] for number in range(clients * jobs)

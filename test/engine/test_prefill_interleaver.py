@@ -1,4 +1,4 @@
-"""Prefill that overtakes a step with batch work, by counts of steps and pieces. No model."""
+"""Prefill that overtakes a step with batch work. The tests count steps and pieces. No model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIECE_MS, PROMPT_MS = 0.75, 4.5
 
 
 class Device:
-    """A step loop with a virtual clock that advances only while a piece runs."""
+    """A step loop with a virtual clock. The clock advances only while a piece runs."""
 
     def __init__(self, places: int = 320) -> None:
         self.plan = Scheduler(Limits(places, 10_000, 1024, 1024, 1024), Slots(10_000))
@@ -85,7 +85,10 @@ class Device:
 
 
 def waits(places: int, come_at: list[float]) -> list[float]:
-    """Milliseconds to the first token of consecutive requests next to a batch that uses all running slots."""
+    """Return the milliseconds to the first token of consecutive requests.
+
+    They run next to a batch that uses all running slots.
+    """
     device = Device(places)
     device.batch(2 * places)
     device.step()
@@ -107,7 +110,7 @@ def test_a_first_token_waits_for_a_piece_and_not_for_the_step() -> None:
 
 
 def test_no_job_overtakes_a_step_with_its_own_rows() -> None:
-    """If it failed there, the rest of the step would write to its free slots."""
+    """If it failed there, its slots would be free. The rest of the step would still write to them."""
     device = Device()
     device.batch(300)
     device.step()
@@ -135,7 +138,7 @@ def test_no_job_overtakes_a_step_with_its_own_rows() -> None:
 
 
 def test_a_scored_prompt_does_not_overtake() -> None:
-    """A step in flight may contain an earlier part of it, whose scores would be reported later."""
+    """A step in flight may contain an earlier part of it. The scores of that part would be reported later."""
     device = Device()
     device.batch(300)
     device.step()
@@ -203,7 +206,7 @@ def test_batch_prompts_and_decoding_rows_do_not_overtake() -> None:
 
 
 def test_rows_of_a_job_in_the_step_do_not_overtake() -> None:
-    """If the job failed with them, the rest of the step would write to a free slot."""
+    """The job might fail with them. Then the rest of the step would write to a free slot."""
     plan = Scheduler(Limits(32, 10_000, 256, 256, 256), Slots(100))
     running, rows = job(3, 40, client="chat")
     plan.add(running, rows)

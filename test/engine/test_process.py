@@ -63,7 +63,7 @@ print(before, slots)
 
 
 def test_threads_do_not_change_the_table_of_futexes() -> None:
-    """While the kernel resizes it, an ending process leaves its memory to a kernel worker."""
+    """The kernel may resize it. Meanwhile, an ending process leaves its memory to a kernel worker."""
     run = [sys.executable, "-c", THREADS]
     before, slots = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
     if before == "None":

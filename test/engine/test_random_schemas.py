@@ -16,7 +16,7 @@ def test_texts_that_masks_allow_are_valid() -> None:
 
 
 def test_schemas_with_dead_ends_are_refused_in_advance() -> None:
-    """The schemas among the first thousand that once led to a dead end."""
+    """Schemas among the first thousand that once led to a dead end."""
     random_ones = dict(numbered(543))
     counted, _ = walk(((number, random_ones[number]) for number in (36, 345, 518, 542)), walks=2)
     assert list(counted.values()) == [4] and "no value can end" in next(iter(counted)), counted

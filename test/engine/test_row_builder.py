@@ -1,4 +1,4 @@
-"""What a job's rows may ask for, and the rows it starts with. No model."""
+"""What a job's rows may request, and the rows it starts with. No model."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_a_queued_turn_of_a_deleted_session_leaves_the_queue(loop: Stepped) -> N
 def test_a_kept_turn_is_not_reported_as_timed_out(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Its deadline passes after its last token and before it is on disk."""
+    """Its deadline passes between its last token and its commit to disk."""
     with stepped(model, PoolConfig(state_db=str(tmp_path / "s.db")), overlap_on_cpu=overlap) as loop:
         gate, writer = threading.Event(), loop.engine.model_runner.pool._store.writer  # type: ignore[union-attr]
         commit = writer._transaction
@@ -286,7 +286,7 @@ def test_a_turn_that_ends_while_paused_is_read_to_its_end(model: Path) -> None:
 
 
 def test_an_answered_turn_frees_its_running_slot(loop: Stepped) -> None:
-    """It is in one more step, which reads its last token for the session. A waiting row starts in the same step."""
+    """One more step reads its last token for the session. A waiting row starts in the same step."""
     free = loop.free
     first = submit(loop.engine, turn("closing", "one", max_tokens=3, ignore_eos=True))
     others = [submit(loop.engine, make_request("busy", **ENDLESS)) for _ in range(4)]
@@ -341,7 +341,7 @@ def test_a_running_job_keeps_its_deadline_when_those_of_ended_jobs_are_removed(l
 
 
 def test_a_failed_step_ends_the_jobs_whose_rows_it_holds(loop: Stepped) -> None:
-    """A shared prompt that was read counts as long as one of its own answers runs."""
+    """A shared prompt counts while one of its own answers runs. The prompt itself has been read."""
     running, (first, shared, later, last) = job_of(4)
     shared.may_sample, shared.fork_count, shared.phase = False, 2, Phase.DONE
     affects = loop.engine.jobs.affects_live_job
@@ -367,7 +367,7 @@ def test_a_failure_after_the_last_row_ended_is_not_the_jobs(loop: Stepped, monke
 
 
 def test_a_failed_job_sends_nothing_after_its_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step fails while an earlier one with scores of the job's prompt is in flight."""
+    """A step fails while an earlier one is in flight. The earlier one has scores of the job's prompt."""
     with stepped(model, overlap_on_cpu=True) as loop:
         free = loop.free
         received = {"prompt_logprobs": PromptLogprobs(), "use_prefix_cache": False}
@@ -384,7 +384,7 @@ def test_a_failed_job_sends_nothing_after_its_error(model: Path, monkeypatch: py
 
 
 def test_shared_prompts_never_hold_all_slots(model: Path) -> None:
-    """A shared prompt holds a slot until all its continuations run, which need slots too."""
+    """A shared prompt holds a slot until all its continuations run. They need slots, too."""
     pool = PoolConfig(state_db="", l1_sessions=0, l2_sessions=0, prefix_cache_slots=0)
     with stepped(model, pool, max_running=4) as loop:
         free = loop.free

@@ -151,7 +151,7 @@ def test_rows_decode_in_the_order_of_their_slots() -> None:
 
 
 def test_rows_with_two_slots_keep_their_order() -> None:
-    """A session's row alternates between two slots, which must not change the order."""
+    """A session's row alternates between two slots. This must not change the order."""
     plan, slots = scheduler(budget=8)
     slots.free = [5, 2]
     plan.add(*job(2))
@@ -277,7 +277,7 @@ def test_a_row_has_answered_only_after_its_turn_closed() -> None:
 
 
 def test_only_a_sampled_token_is_read_from_the_device() -> None:
-    """After a jump forward, the row's request slot does not hold its last token."""
+    """After a jump forward, the row's request slot lacks its last token."""
     plan, _ = scheduler(chunk=4)
     plan.add(*job(1, prompt_tokens=3))
     (first,) = plan.schedule()

@@ -134,7 +134,7 @@ def test_continuations_use_their_prompts_adapter(engine: Engine) -> None:
 
 
 def test_a_session_keeps_its_adapter(model: Path, tmp_path: Path) -> None:
-    """It continues with the adapter, refuses another, and names a missing one, over restarts and files."""
+    """It continues with the adapter, refuses another, and names a missing one. This holds over restarts and files."""
     db = str(tmp_path / "s.db")
 
     def say(engine: Engine, prompt: str, **fields: Any) -> bytes:

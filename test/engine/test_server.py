@@ -41,7 +41,7 @@ FULL = ServiceError(ErrorKind.OVERLOADED, "the queue is full")
 
 
 class Engine:
-    """Answers calls with a status, and admits jobs when the test says so."""
+    """Answers calls with a status. Admits jobs when the test says so."""
 
     def __init__(self, status: Any = None) -> None:
         self.load = Load(2, 30)

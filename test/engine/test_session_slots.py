@@ -48,7 +48,7 @@ def conversation(engine: Engine, name: str) -> list[bytes]:
 
 
 def test_a_row_without_its_second_slot_does_not_run_ahead(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then no launched step has to be rolled back, which would be impossible."""
+    """Then no launched step has to be rolled back. A rollback would be impossible."""
     expected = conversation(engine, "with")
     asked: list[Sequence] = []
     monkeypatch.setattr(engine.state_manager, "add_spare", asked.append)

@@ -56,7 +56,7 @@ def answers_in_slots(model: Path) -> dict[str, list[bytes]]:
 def test_parked_sessions_answer_the_same(
     model: Path, tmp_path: Path, answers_in_slots: dict[str, list[bytes]], devices: tuple[str, ...]
 ) -> None:
-    """Four sessions over one slot, one place in host memory, and the file; then after a restart."""
+    """Four sessions share one slot, host memory for one, and the file. They continue after a restart."""
     pool = PoolConfig(state_db=str(tmp_path / "s.db"), durability="turn", l1_sessions=1, l2_sessions=1)
     with started_engine(model, pool, devices=devices, **INT8) as engine:
         said = talk(engine, NAMES, range(2))

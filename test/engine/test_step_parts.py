@@ -166,7 +166,7 @@ def graphs(engine: Engine) -> FakeGraphs:
 
 
 def mixed_requests() -> list[GenerateRequest]:
-    """Rows of many lengths and kinds, some with log-probabilities, some with shared prompts."""
+    """Return rows of many lengths and kinds. Some have log-probabilities, some have shared prompts."""
     rows = [
         make_request("x" * (1 + 7 * i % 90), max_tokens=1 + i % 30, sampling=SamplingParams(seed=i, top_k=20))
         for i in range(90)
@@ -222,7 +222,7 @@ def test_rows_decode_by_graph_while_prompts_are_read(engine: Engine) -> None:
 
 
 def test_prefill_runs_before_decoding_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a new row's first token comes before the next tokens of the others."""
+    """So a new row's first token precedes the others' next tokens."""
     launch, parts = engine.model_runner.launch, []
 
     def launching(rows: list[ScheduledRow], *after: Any) -> InFlightStep:
@@ -251,7 +251,10 @@ def test_mixtures_too_large_for_a_graph_decode_during_prefill(whole: Engine, eng
 
 
 def test_logits_waiting_for_a_mask_belong_to_their_rows(whole: Engine, engine: Engine) -> None:
-    """Prompts of mixtures, long and scored prompts are read while a constrained row waits for its last token."""
+    """A constrained row waits for its last token.
+
+    Meanwhile, prompts of mixtures, long prompts and scored prompts are read.
+    """
     form = Constraint(form=Form.REGEX, source="[a-z0-9]{80}")
     held = [
         make_request(f"x{i}", constraint=form, max_tokens=90, sampling=SamplingParams(seed=i, top_k=50))
@@ -298,7 +301,7 @@ def test_rows_that_no_graph_supports_run_separately(model: Path, monkeypatch: py
 
 
 def test_jump_forward_text_of_any_length_is_read(model: Path, whole: Engine) -> None:
-    """Chunks of four tokens leave some runs with one token, which is not in the row's request slot."""
+    """Chunks of four tokens leave some runs with one token. This token is not in the row's request slot."""
     forms = [Constraint(form=Form.REGEX, source="[a-z]" + "-certain" * n + "[0-9]{6}") for n in range(1, 9)]
     rows = [
         make_request("x", constraint=form, max_tokens=60, sampling=SamplingParams(seed=3, top_k=50)) for form in forms
@@ -372,7 +375,7 @@ def test_a_failed_capture_of_prompt_pieces_is_not_fatal(
 
 
 def test_overtaking_prefill_preserves_logits_that_wait_for_a_mask(model: Path, whole: Engine) -> None:
-    """It arrives when the first part of a step is read and rows of the next step wait for the second part."""
+    """It arrives when the first part of a step is read. Rows of the next step then wait for the second part."""
     form = Constraint(form=Form.REGEX, source="[a-z0-9]{80}")
     held = [
         make_request(f"x{i}", constraint=form, max_tokens=90, sampling=SamplingParams(seed=i, top_k=50))
@@ -438,7 +441,7 @@ def test_out_of_memory_during_prefill_ends_only_those_jobs(engine: Engine, monke
 
 
 def test_a_failed_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job with rows in both parts, closing sessions, and sessions whose prompts are read."""
+    """One job has rows in both parts. Some sessions close, and the prompts of others are read."""
     free = free_slots(engine)
     launch, failing = engine.model_runner.launch, threading.Event()
 
@@ -467,7 +470,7 @@ def test_a_failed_part_ends_a_job_once(engine: Engine, monkeypatch: pytest.Monke
 
 
 def test_rows_ended_by_a_failed_mask_are_in_no_later_part(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampling of a job's constrained prompt fails before its decoding rows are launched."""
+    """Sampling a job's constrained prompt fails before its decoding rows are launched."""
     launch, sample = engine.model_runner.launch, engine.model_runner.sample_constrained
     ended: list[ScheduledRow] = []
 

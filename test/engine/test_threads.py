@@ -36,7 +36,7 @@ def states() -> set[int]:
 
 
 def on_foreign_thread(work: Callable[[], None]) -> None:
-    """Run `work` on a thread of the C library and wait until the kernel has ended it."""
+    """Run `work` on a thread of the C library. Wait until the kernel has ended the thread."""
     libc, numbers = ctypes.CDLL(None), list[int]()
 
     def body(_: object) -> None:
@@ -116,7 +116,7 @@ def test_a_thread_that_starts_during_the_search_keeps_its_state(monkeypatch: pyt
 def test_states_are_dropped_once_descriptors_are_free_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
 ) -> None:
-    """Clients may use up all descriptors of an HTTP worker, which continues nevertheless."""
+    """Clients may use up all descriptors of an HTTP worker. The worker continues nevertheless."""
     drop_ended()
     before = states()
     on_foreign_thread(keep_state)
@@ -133,7 +133,7 @@ def test_states_are_dropped_once_descriptors_are_free_again(
 
 
 def test_the_dropping_thread_can_still_call_python() -> None:
-    """Dropping another thread's state removes the mark by which Python knows a thread."""
+    """Python knows a thread by a mark. Dropping another thread's state removes this mark."""
     called: list[int] = []
     order = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(lambda a, b: called.append(1) or 0)
     for turn in range(3):

@@ -162,7 +162,7 @@ def test_concurrent_first_calls_create_one_table(monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines_encode_without_the_text_encoder(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes 230 MB, and a forked engine would copy it page by page."""
+    """It takes 230 MB. A forked engine would copy it page by page."""
     rng = random.Random(2)
     texts = [random_text(rng) for _ in range(300)]
     expected = [tokenizer.encode(text) for text in texts]

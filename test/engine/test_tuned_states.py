@@ -149,7 +149,7 @@ def test_a_session_continues_from_its_initial_state(engine: Engine) -> None:
 
 
 def test_a_first_token_stop_returns_to_the_state(engine: Engine) -> None:
-    """A turn whose first token is a stop is read again from the tuned state, not from zero."""
+    """A turn whose first token is a stop is read again. It is read from the tuned state, not from zero."""
     free = run(engine, make_request("stop", state="poet", max_tokens=8, ignore_eos=True)).texts[0]
     stop = free[:2]
     first = run(engine, turn("stops", "stop", state="poet", max_tokens=8, ignore_eos=True, stop_strings=[stop]))
@@ -259,7 +259,7 @@ def test_an_exported_session_has_its_state(model: Path, tmp_path: Path) -> None:
 
 
 def test_states_share_few_slots(model: Path, tmp_path: Path) -> None:
-    """With fewer slots than states and rows for every slot, all answers are right."""
+    """There are fewer slots than states, and rows for every slot. All answers are right."""
     pool = {"state_slots": 1, "prefix_cache_slots": 1, "l1_sessions": 1}
     with engine_with_states(model, str(tmp_path / "s.db"), pool=pool, max_running=4) as engine:
         rows = mixed_rows("few", 24)
@@ -334,7 +334,7 @@ def test_a_state_that_cannot_be_kept_is_an_error(model: Path, tmp_path: Path) ->
 
 
 def test_a_state_whose_file_cannot_be_deleted_stays(model: Path, tmp_path: Path) -> None:
-    """It would be listed without being usable, and come back at the next start."""
+    """It would be listed without being usable. It would come back at the next start."""
     with engine_with_states(model, str(tmp_path / "s.db"), states=()) as engine:
         call(engine, "state_add", name="sent", file="poet.pth")
         file = tmp_path / "s.db.states" / "sent.safetensors"

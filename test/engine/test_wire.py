@@ -35,7 +35,7 @@ def links() -> Iterator[Ends]:
 
 
 class SendsWhenReleased:
-    """A lock whose release lets another sender in, once, when the queue is empty."""
+    """A lock whose release lets another sender in, once. This happens when the queue is empty."""
 
     def __init__(self, link: SocketLink) -> None:
         self._link = link

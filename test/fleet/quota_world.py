@@ -1,4 +1,4 @@
-"""A world of HTTP workers, engines and the limits' ledger, driven from one seed.
+"""A world of HTTP workers, engines and the limits' ledger. One seed drives it.
 
 Fleets, clients, the engines' ends of the links and the ledger are real. Engines give tokens without a model. Messages
 arrive one by one, in the order of each link and in any order over all of them.
@@ -183,7 +183,7 @@ class World:
             engine.connect(worker)
 
     def connect_all(self) -> None:
-        """Start the engines that do not run and connect every worker to each."""
+        """Start the engines that do not run. Connect every worker to each engine."""
         for number in range(len(self.names)):
             if number not in self.engines:
                 self.start(number)
@@ -292,7 +292,7 @@ class World:
         return sum(request.cost for request in self.requests)
 
     def remaining(self) -> int:
-        """Return the tokens that the key may still use, found by using them up."""
+        """Return the tokens that the key may still use. They are found by using them up."""
         for engine in self.engines.values():
             engine.fake.is_full = False
         for used in range(TOKENS + 1):

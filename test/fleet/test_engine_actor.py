@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 
 class FakeEngine:
-    """An engine that is ready at once and ends as the test decides."""
+    """An engine that is ready at once. It ends as the test decides."""
 
     def __init__(self, ends: Callable[[], None]) -> None:
         self._ends = ends
@@ -117,7 +117,7 @@ def test_an_engine_that_hangs_at_the_end_ends(started: Callable[..., Any], ended
 
 @pytest.mark.parametrize("gives_up", [True, False])
 def test_messages_after_a_pause_wait_for_the_next_message(started: Callable[..., Any], gives_up: bool) -> None:
-    """Otherwise a turn that its sender moved to another engine would run twice."""
+    """Otherwise a turn could run twice. Its sender may have moved it to another engine."""
     actor, link = started(lambda: None), BufferedLink[Any, Any](msgspec.msgpack.Decoder(list[int]))
     actor._links["worker"] = link
     assert actor.push("worker", [frame_of(1)], 0) and link.has_input

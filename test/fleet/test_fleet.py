@@ -294,7 +294,7 @@ def test_a_silent_engine_is_dropped(two_engines: FakeFleet) -> None:
 
 
 def test_the_last_engine_may_be_silent_for_longer(two_engines: FakeFleet) -> None:
-    """No other engine would do its work, and a busy machine may delay its process."""
+    """No other engine would do its work. A busy machine may delay its process."""
     fleet, engines = two_engines
     engines[0].lose()
     for _ in range(MAX_SILENT_POLLS_LAST_ENGINE):

@@ -81,7 +81,7 @@ def test_a_turn_is_repeated_only_if_its_session_is_unchanged(two_engines: FakeFl
 
 
 def test_a_turn_of_a_lost_engine_that_another_refuses_may_be_kept(two_engines: FakeFleet) -> None:
-    """The lost engine may have stored it, so its client must not take it for refused and send it again."""
+    """The lost engine may have stored it. So its client must not take it for refused and send it again."""
     fleet, engines = make_fleet(FleetLimits(shares_sessions=True))
     running = submit(fleet, turn("s", "Once"))
     first = client_with_job(engines)

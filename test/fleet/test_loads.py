@@ -1,4 +1,4 @@
-"""An HTTP worker's view of an engine's load while other workers send it jobs."""
+"""An HTTP worker's view of an engine's load. Meanwhile, other workers send jobs to the engine."""
 
 from __future__ import annotations
 

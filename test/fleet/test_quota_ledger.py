@@ -1,4 +1,4 @@
-"""The ledger of API keys' limits over several engines and HTTP workers, with engines that come and go."""
+"""The ledger of API keys' limits. It covers several engines and HTTP workers; engines come and go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEEDS = 40
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_key_pays_once_for_what_it_uses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With engines that join late, full queues and lost engines, every token is charged once."""
+    """Every token is charged once. Engines join late or are lost, and queues are full."""
     world = World(seed, monkeypatch)
     world.start(0, world.rng.randrange(2))
     for step in range(120):
@@ -80,7 +80,7 @@ def test_a_request_refused_by_a_full_queue_costs_nothing(monkeypatch: pytest.Mon
 
 
 def test_a_request_that_no_engine_admitted_waits_for_room_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its engine is lost after it was counted and before it was admitted. The next engine's queue is full."""
+    """It is counted, then its engine is lost before it is admitted. The next engine's queue is full."""
     world = World(3, monkeypatch)
     world.start(0)
     request = world.submit(0)
@@ -117,7 +117,7 @@ def test_tokens_of_a_session_that_are_read_again_are_charged(
 
 
 def test_a_worker_that_reconnects_keeps_its_rows_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only then its earlier connection ends, and with it the earlier run of its job."""
+    """Only then its earlier connection ends. The earlier run of its job ends with it."""
     world = World(5, monkeypatch)
     world.start(0)
     world.settle()
@@ -173,7 +173,7 @@ def test_a_request_waits_until_the_ledgers_holder_is_known(monkeypatch: pytest.M
 
 
 def test_a_request_waits_while_an_older_engine_may_be_seen_as_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines become ready at once, and the older one's news come later."""
+    """Two engines become ready at once. The news of the older one comes later."""
     world = World(6, monkeypatch)
     world._announce(0, ModelStatus.LOADING)
     world.now = 1.0
@@ -209,7 +209,7 @@ def test_an_engine_that_lost_the_ledger_meanwhile_counts_no_job(monkeypatch: pyt
 
 
 def test_a_connection_counts_once_its_change_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then its number may change, so that the end of a request would not reach the engine that counts it."""
+    """Until then its number may change. The end of a request would then not reach the engine that counts it."""
     world = World(6, monkeypatch)
     world.now = 1.0
     world.start(0)

@@ -213,7 +213,7 @@ def test_engines_are_added_and_removed_while_others_serve(pair: Service) -> None
 
 
 def test_concurrent_turns_of_a_session_run_one_after_the_other(pair: Service) -> None:
-    """Connections reach HTTP workers by chance, and each worker routes on its own."""
+    """Connections reach HTTP workers by chance. Each worker routes on its own."""
     short = {"max_tokens": 8, "temperature": 0, "session_id": "shared", "ignore_eos": True, "stop_tokens": []}
     with ThreadPoolExecutor(6) as threads:
         asked = [{**short, "contents": [f"Turn {number}."]} for number in range(6)]

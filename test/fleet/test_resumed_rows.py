@@ -1,4 +1,4 @@
-"""A row that another engine began continues with the same text, cut at any point."""
+"""A row that another engine began continues with the same text. The text may be cut at any point."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_job_without_output_moves_unchanged() -> None:
 
 
 def test_a_sent_token_takes_four_bytes_until_its_stream_ends() -> None:
-    """A list takes about forty bytes per token, and each HTTP worker holds all tokens of its streams."""
+    """A list takes about forty bytes per token. Each HTTP worker holds all tokens of its streams."""
     progress = Progress(Job(job_id="x", rows=[make_request("Once")]))
     tracemalloc.start()
     for number in range(20_000):

@@ -225,7 +225,7 @@ def test_a_missing_gpu_is_logged(ray: FakeRay, caplog: pytest.LogCaptureFixture)
 
 @pytest.fixture
 def waiting(make_service: Callable[..., Service], ray: FakeRay) -> Service:
-    """A service with a ready engine and one for which no node has room."""
+    """A service with one ready engine. No node has room for the other engine."""
     service = make_service(replicas=2)
     service.poll()
     ray.actors["engine-0"].set_status(READY)

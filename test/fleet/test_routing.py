@@ -103,7 +103,10 @@ def test_queued_prompt_tokens_count_as_rows() -> None:
 
 
 def test_the_simulated_fleet_reaches_the_expected_latencies() -> None:
-    """Within a tenth of another program's results for the same policy and traffic; means of six runs of 10 s."""
+    """The results are within a tenth of another program's.
+
+    Policy and traffic are the same. The other results are means of six runs of 10 s.
+    """
     runs = [simulate(Fleet(8, seed), Traffic(load=0.8), seed + 1) for seed in range(4)]
     assert mean(run.tokens_per_s for run in runs) == pytest.approx(84_960, rel=0.1)
     assert mean(run.ttft_p50_ms for run in runs) == pytest.approx(16.4, rel=0.1)

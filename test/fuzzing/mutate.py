@@ -149,7 +149,7 @@ def mutate_safetensors(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutate_gguf(rng: random.Random, data: bytes) -> bytes:
-    """Change a number of a GGUF file, where its texts and lists have theirs, or the bytes."""
+    """Change a number of a GGUF file, or its bytes. The number is where texts and lists have theirs."""
     if len(data) < 32 or rng.random() < 0.4:
         return mutate_bytes(rng, data)
     out = bytearray(data)
@@ -162,7 +162,7 @@ def mutate_gguf(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutate_pth(rng: random.Random, data: bytes) -> bytes:
-    """Change the opcodes of a .pth's pickle, its storages, or the archive's bytes."""
+    """Change a .pth's pickle opcodes, its storages, or the archive's bytes."""
     try:
         return mutate_bytes(rng, data) if rng.random() < 0.2 else _mutate_archive(rng, data)
     except Exception:

@@ -84,7 +84,7 @@ def _read_gguf(path: Path) -> None:
 
 
 def _read_session(path: Path) -> None:
-    """Decode it, and its content as if the checksum were valid, as an attacker's is."""
+    """Decode the file, then again as if its checksum were valid. An attacker's checksum is valid."""
     data = path.read_bytes()
     with suppress(InvalidSessionFile):
         decode(data)
@@ -117,7 +117,7 @@ def _tensors_as(suffix: str) -> Callable[[Path], list[bytes]]:
 
 
 def _ggufs(_: Path) -> list[bytes]:
-    """Return a few layer tensors in plain types, and one of each kind of blocks."""
+    """Return GGUF files with few tensors. They hold layer tensors in plain types, and one of each kind of blocks."""
 
     def entry(name: str, dtype: str, *shape: int) -> Entry:
         return Entry(name, dtype, shape, lambda: [b"\1" * Entry(name, dtype, shape, list).num_bytes])

@@ -65,9 +65,10 @@ def limit_of(name: str) -> float:
 
 @torch.inference_mode()
 def layer_errors(format_: Format, size: str) -> dict[str, float]:
-    """Name of a piece of the first two layers, or of the head, and rows -> its error against fp32, the codes as meant.
+    """Return the error of each piece against fp32, per number of rows.
 
-    The same inputs for both, so that what one piece errs is not what the next is held against.
+    A key names a piece of the first two layers, or of the head, and the rows. The weights in fp32 are the dequantised
+    codes. Both get the same inputs, so that a piece's error does not count for the next piece.
     """
     weights = random_file(size, GPU)
     stage = random_stage(size, GPU, StateFormat.FP32, dtype=format_)

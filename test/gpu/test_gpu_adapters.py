@@ -127,7 +127,7 @@ def test_as_plain_torch(stages: tuple[Stage, Stage], kind: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 40, 76])
 def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
-    """Replayed with other adapters per row and with none, a graph samples as the eager forward does."""
+    """A replayed graph samples as the eager forward does. It is replayed with other adapters per row, and with none."""
     fast, _ = stages
     assert fast.state is not None
     graphs = DecodeGraphs(make_graph_stages([fast], 96, 2), 76, None)
@@ -146,7 +146,7 @@ def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
 
 
 def test_an_adapter_slot_may_be_reused(stages: tuple[Stage, Stage]) -> None:
-    """A graph uses the adapter that is in the slot when it runs."""
+    """When a graph runs, it uses the slot's current adapter."""
     fast, reference = stages
     graphs = DecodeGraphs(make_graph_stages([fast], 16, 2), 4, None)
     weights = len(fast.layers), fast.width
@@ -182,7 +182,7 @@ def test_the_engine_serves_them_in_graphs() -> None:
 
 
 def with_experts(layers: int, width: int, seed: int) -> dict[int, LayerPairs]:
-    """Return four experts per channel mix, two per token, and a pair for ffn.key."""
+    """Return four experts per channel mix, and a pair for att.key. Each token uses two experts."""
     generator = torch.Generator().manual_seed(seed)
 
     def pair(out: int, inputs: int) -> Pair:
@@ -222,7 +222,7 @@ def test_experts_as_plain_torch(stages: tuple[Stage, Stage], kind: str) -> None:
 
 
 def test_the_engine_serves_experts_while_graphs_decode(tmp_path: Path) -> None:
-    """Greedy texts equal those of one row at a time, while graphs decode the rows without an adapter."""
+    """Greedy texts equal those of one row at a time. Meanwhile, graphs decode the rows without an adapter."""
     model = files.ensure_model()
     shape = open_weights(model).shape
     write_adapter(tmp_path / "experts.pth", random_experts(1, shape.layers, shape.width, scale=0.03))

@@ -34,7 +34,7 @@ def engine() -> Iterator[Engine]:
 
 
 def random_masks(rows: int, seed: int) -> torch.Tensor:
-    """Return masks that allow few tokens, half of them, all but a few, one, or all."""
+    """Return masks that allow few tokens, half, nearly all, one, or all."""
     rng = torch.Generator().manual_seed(seed)
     allowed = torch.rand(rows, VOCAB, generator=rng) < torch.tensor([1e-3, 0.5, 0.999, 0.0, 2.0])[
         torch.arange(rows) % 5

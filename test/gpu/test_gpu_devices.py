@@ -1,4 +1,4 @@
-"""Pipeline stages on several GPUs, and one stage on a GPU that is not the first. Skipped on one GPU."""
+"""Pipeline stages on several GPUs. Also one stage on a GPU that is not the first. Skipped on one GPU."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def remembered(engine: Engine) -> list[bool]:
 
 
 def test_sessions_resume_from_every_tier(model: Path, devices: tuple[str, ...], tmp_path: Path) -> None:
-    """Ten sessions over two slots and three states in host memory, then after a restart."""
+    """Ten sessions use two slots and three states in host memory. They continue after a restart."""
     pool = PoolConfig(state_db=str(tmp_path / "s.db"), l1_sessions=2, l2_sessions=3)
     with started_engine(model, pool, devices=devices, **ON_GPU) as engine:
         for i, name in enumerate(NAMES):
@@ -137,7 +137,7 @@ def test_a_state_is_restored_to_the_bit(model: Path, devices: tuple[str, ...]) -
 def test_transferred_activations_arrive_complete(
     devices: tuple[str, ...], peer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many sends in flight, busy streams, buffers poisoned with NaN, sources overwritten at once."""
+    """Many sends are in flight on busy streams. Buffers are poisoned with NaN. Sources are overwritten at once."""
     from rwkv_batch.runner.links import Link
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: peer)

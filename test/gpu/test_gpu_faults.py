@@ -89,7 +89,7 @@ def test_the_engine_runs_without_graphs_if_capture_fails(
 
 @contextmanager
 def no_memory_left() -> Iterator[None]:
-    """Take the GPU's free memory without torch's allocator, so that torch keeps its reserved memory.
+    """Take the GPU's free memory without torch's allocator. So torch keeps its reserved memory.
 
     Less than 64 MiB are left: CUDA loads a kernel when it is first used.
     """
@@ -192,7 +192,7 @@ with started_engine(ensure_model(), devices=("cuda:0",), max_running=8, prefill_
 
 
 def test_a_graph_that_breaks_the_device_ends_the_engine_in_order() -> None:
-    """All jobs fail, then the process ends (`server.run_engine`) and the supervisor starts another."""
+    """All jobs fail, then the process ends (`server.run_engine`). The supervisor starts another."""
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=240, check=False)
     assert "ended engine_lost" in done.stdout, done.stdout + done.stderr[-3000:]
     assert "alive False engine_lost" in done.stdout

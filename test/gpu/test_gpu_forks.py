@@ -1,4 +1,4 @@
-"""An engine that is forked from a process with torch imported uses the GPU."""
+"""A forked engine uses the GPU. Its parent process has torch imported."""
 
 from __future__ import annotations
 
