@@ -1,8 +1,8 @@
-"""C++ and CUDA sources -> a shared library with a plain C interface, built by ninja and cached by content.
+"""Compiles C++ and CUDA sources into a shared library.
 
-The cache key covers sources, headers, flags, compiler versions, CPU features and GPU architectures. Processes that
-start together build once: the others wait at a file lock. A finished library gets its name in one step, so no reader
-sees half of one.
+The library has a plain C interface, is built by ninja and cached by content. The cache key covers sources, headers,
+flags, compiler versions, CPU features and GPU architectures. Processes that start together build once: the others wait
+at a file lock. A finished library gets its name in one step, so no reader sees half of one.
 """
 
 from __future__ import annotations

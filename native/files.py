@@ -1,4 +1,4 @@
-"""The cache folder, private files and folders, temporary folders, and the kinds of file systems."""
+"""Cache folder, private files and folders, temporary folders, and file system types."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def make_private_folder(folder: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Take other users' rights from an existing file or folder, and log it.
+    """Remove other users' rights to an existing file or folder.
 
-    If the file belongs to another user, only logs the command for its owner.
+    Logs the change. If the file belongs to another user, only logs the command for its owner.
     """
     status = path.stat()
     if not status.st_mode & _OTHERS:
@@ -152,7 +152,10 @@ _STATFS_BYTES = 256
 
 
 def network_file_system(path: Path | str) -> str:
-    """Return the name of the network file system that has `path`, or "" for a local one or outside Linux."""
+    """Return the name of the network file system that has `path`.
+
+    Returns "" for a local one or outside Linux.
+    """
     return _NETWORK.get(_type_number(path), "")
 
 

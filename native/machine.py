@@ -46,7 +46,7 @@ def version_of(compiler: str) -> str:
 
 @functools.cache
 def cpu_features() -> str:
-    """Returns the CPU's model and instruction sets from /proc/cpuinfo, on which -march=native depends."""
+    """Returns the CPU's model and instruction sets from /proc/cpuinfo. -march=native depends on them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,7 @@
-"""Finds NVIDIA's compiler, or installs it with pip on a machine with a GPU. Does not load torch.
+"""Finds NVIDIA's compiler, or installs it with pip.
 
-`make serve` first runs `python -m native.nvcc`, which is silent if there is nothing to do.
+Installs it only on a machine with a GPU. Does not load torch. `make serve` first runs `python -m native.nvcc`, which is
+silent if there is nothing to do.
 """
 
 from __future__ import annotations
@@ -43,13 +44,16 @@ def find() -> str | None:
 
 
 def libraries_of(nvcc: str) -> list[Path]:
-    """Returns folders with the CUDA runtime to link that this nvcc would not search."""
+    """Returns CUDA runtime folders to link that this nvcc would not search."""
     folder = Path(nvcc).resolve().parents[1] / "lib"
     return [folder] if (folder / "libcudart_static.a").exists() else []
 
 
 def torch_cuda() -> str | None:
-    """Returns the CUDA version of the installed torch ("13.0"), read from its files; None without torch or CUDA."""
+    """Returns the CUDA version of the installed torch ("13.0") from its files.
+
+    None without torch or CUDA.
+    """
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec else None
     file = Path(folders[0]) / "version.py" if folders else None
@@ -93,7 +97,10 @@ def main() -> int:
 
 
 def _from_pip() -> Path | None:
-    """Returns nvcc of the package `nvidia-cuda-nvcc`, if complete and of torch's CUDA major version."""
+    """Returns nvcc of the package `nvidia-cuda-nvcc`.
+
+    The package must be complete and of torch's CUDA major version.
+    """
     spec = importlib.util.find_spec("nvidia")
     version = torch_cuda()
     majors = [version.partition(".")[0]] if version else [str(PACKAGES_FOR)]

@@ -55,7 +55,7 @@ def lower_thread_priority(only_idle_cores: bool = False) -> None:
 
 
 def lower_process_priority(only_idle_cores: bool = False) -> None:
-    """Lower the priority of all threads of a process that is about to end: the last one frees its memory."""
+    """Lower the priority of all threads of a process about to end. The last one frees the process's memory."""
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             _lower_priority(int(thread), only_idle_cores)

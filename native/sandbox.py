@@ -1,6 +1,7 @@
-"""A child process that answers one call at a time, for work on untrusted input.
+"""A child process that answers one call at a time.
 
-The child sets its own limits. If it passes one of them it ends, and the caller gets OSError or EOFError.
+It is for work on untrusted input. The child sets its own limits. If it passes one of them it ends, and the caller gets
+OSError or EOFError.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def limit_next_cpu(seconds: int) -> None:
-    """End this process if it uses this much more CPU time, rounded up to a whole second."""
+    """End this process if it uses this much more CPU time. The limit is rounded up to a whole second."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))

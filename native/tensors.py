@@ -64,7 +64,7 @@ def on_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a host tensor [...] that can be copied to the device asynchronously."""
+    """Returns a host tensor [...] for asynchronous copies to the device."""
     return tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
 
 
@@ -113,7 +113,7 @@ def copy_on(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> None:
 
 
 class Copier:
-    """`copy_on` for one stream of a GPU, with less host work per copy: for copies in every step."""
+    """`copy_on` for one GPU stream, with less host work per copy. For copies in every step."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream

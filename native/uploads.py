@@ -27,7 +27,7 @@ class Uploads:
         self._at = 0
 
     def send(self, target: Tensor, piece: ctypes.Structure | ctypes.Array[Any]) -> None:
-        """Copies a C structure or array to [n] uint8 on the device's current stream."""
+        """Copies a C structure or array to [n] uint8 on the device. Uses the device's current stream."""
         size = ctypes.sizeof(piece)
         if size > HALF_BYTES:
             held = torch.frombuffer(bytearray(piece), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The context of the handlers, the limits on concurrent answers, and the wait for an engine."""
+"""The handlers' context, limits on concurrent answers, and waiting for an engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MAX_SESSION_TRANSFERS_PER_CLIENT, MAX_FILE_DOWNLOADS_PER_CLIENT = 1, 8
 
 
 class ServingEngine(EngineProtocol, Protocol):
-    """An engine that may disconnect, and that collects the metrics of all workers."""
+    """An engine that may disconnect. It collects the metrics of all workers."""
 
     @property
     def is_connected(self) -> bool:

@@ -70,7 +70,7 @@ async def _change(context: Context, change: ModelCommand, wait_s: float) -> Hand
 
 
 def _just_ready(context: Context) -> bool:
-    """Return whether an engine has become ready but this process is not connected yet."""
+    """Return whether this process must still connect to a newly ready engine."""
     now, lost = time.time(), context.engine.lost
     newly_ready = [
         one for one in loaded_models(context).engines if one.status == "ready" and now - one.since < _CONNECT_TIMEOUT_S

@@ -171,7 +171,7 @@ class Store:
         self.add_existing_file(file)
 
     def add_existing_file(self, file: StoredFile) -> None:
-        """Add the row of a file whose content is already in its place."""
+        """Add the row of a file whose content is already in place."""
         _sync(self.content(file.id).parent)
         row = (file.id, file.owner, file.created_at, file.expires_at, file.purpose, file.bytes, _to_json(file))
         with self._open() as database:
@@ -179,9 +179,9 @@ class Store:
             database.execute("DELETE FROM uploads WHERE id = ?", (file.id,))
 
     def _reserve(self, file: StoredFile) -> None:
-        """Reserve an upload's bytes and entry, so that uploads at the same time stay within the limits together.
+        """Reserve an upload's bytes and entry.
 
-        Raises StoreFullError.
+        Uploads at the same time then stay within the limits together. Raises StoreFullError.
         """
         now = time.time()
         entries = "SELECT owner, bytes FROM files UNION ALL SELECT owner, bytes FROM uploads"
@@ -278,7 +278,7 @@ class Store:
         return None if row is None else msgspec.json.decode(row[0], type=Batch)
 
     def batches(self, owner: str, after: str, limit: int) -> list[Batch]:
-        """Return a page of the batches that the owner may see, newest first."""
+        """Return a page of the batches that the owner may see. The newest come first."""
         query = (
             "SELECT record FROM batches WHERE (? = '' OR owner = ?) AND (? = '' OR "
             "(created, id) < (SELECT created, id FROM batches WHERE id = ?)) ORDER BY created DESC, id DESC LIMIT ?"

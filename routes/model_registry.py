@@ -139,10 +139,10 @@ class ModelRegistry:
                 raise ServiceError(ErrorKind.ENGINE_LOST, message, field="model", retry_after_s=_RETRY_S)
 
     async def wait_until_known(self, context: Context, requested: str, timeout_s: float) -> None:
-        """Wait until this worker knows what other workers already know, at most `timeout_s` seconds.
+        """Wait until this worker knows what other workers already know.
 
-        Another worker may have learned earlier that the model exists or is ready. Does not wait for loading, which can
-        take minutes: a waiting request occupies a stream.
+        Waits at most `timeout_s` seconds. Another worker may have learned earlier that the model exists or is ready.
+        Does not wait for loading, which can take minutes: a waiting request occupies a stream.
         """
 
         def is_known() -> bool:
@@ -160,14 +160,17 @@ class ModelRegistry:
                 one.cancel()
 
     def pop_used(self) -> tuple[str, ...]:
-        """Return the models used since the last call, and those with running jobs."""
+        """Return models used since the last call, and those with running jobs."""
         busy = {model.spec.name for model in self.registered if self._is_busy(model)}
         with self._lock:
             used, self._used_names = self._used_names | busy, set()
         return tuple(used)
 
     async def load(self, spec: ModelSpec, timeout_s: float | None) -> ServedModel:
-        """Load a model and wait until it is ready or failed, at most `timeout_s` seconds. None: do not wait."""
+        """Load a model and wait until it is ready or failed.
+
+        Waits at most `timeout_s` seconds. None: does not wait.
+        """
         failed = self.find(spec.name)  # an earlier model of that name stays in the list until the supervisor's next one
         num_updates = await self._command(spec=spec)
         return await self._wait_for_status(
@@ -180,7 +183,10 @@ class ModelRegistry:
         await self._wait_until(lambda: self.find(name) is None, timeout_s)
 
     async def change_engines(self, change: ModelCommand, timeout_s: float | None) -> None:
-        """Add, remove or restart engines of the own model and wait at most `timeout_s` seconds. None: do not wait."""
+        """Add, remove or restart engines of the own model, and wait.
+
+        Waits at most `timeout_s` seconds. None: does not wait.
+        """
         previous = self.engines
         if change.add_engine is not None:
             await self._send(change, ErrorKind.INVALID_FIELD, "devices", list(change.add_engine))
@@ -189,7 +195,10 @@ class ModelRegistry:
         await self._wait_until(lambda: self.engines != previous and _is_settled(self.engines, change), timeout_s)
 
     def _find_by_request(self, requested: str) -> ServedModel | None:
-        """Return the model that a name selects, also with a state or adapter. Prefers the longest model name."""
+        """Return the model that a name selects.
+
+        The name may have a state or an adapter. Prefers the longest model name.
+        """
         matching = [model for model in self.registered if base_name(requested, model.spec.name) is not None]
         return max(matching, key=lambda one: (requested.startswith(one.spec.name), len(one.spec.name)), default=None)
 
@@ -260,7 +269,10 @@ class ModelRegistry:
             await self._wait_for_update(seen_updates, min(max(deadline - loop.time(), 0.05), _POLL_S))
 
     async def _wait_until(self, condition: Callable[[], bool], timeout_s: float | None) -> None:
-        """Wait until the condition holds for the received lists, at most `timeout_s` seconds. None: return at once."""
+        """Wait until the condition holds for the received lists.
+
+        Waits at most `timeout_s` seconds. None: returns at once.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + (timeout_s or 0.0)
         while True:

@@ -30,9 +30,10 @@ _SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 async def model_names(context: Context) -> dict[str, int]:
-    """Return a model's name, and its names with each usable tuned state and adapter, with their times of loading.
+    """Return the names of a model, with their times of loading.
 
-    Without states and adapters if its engine is away.
+    They are the model's own name, and its names with each usable tuned state and adapter. Without states and adapters
+    if its engine is away.
     """
     name = context.config.model_name
     created = {name: context.started}
@@ -57,7 +58,7 @@ async def _model_entries(context: Context) -> list[dict[str, object]]:
 
 
 async def _entries_by_name(context: Context) -> dict[str, dict[str, object]]:
-    """Return all valid values of `model` by name, and the models that are not ready."""
+    """Return all valid values of `model` by name. Includes the models that are not ready."""
     entries = await _model_entries(context)
     for name in [model.spec.name for model in context.models.registered] if context.models is not None else ():
         entries += await _loaded_entries(context, name)
@@ -86,9 +87,10 @@ def model_entry(model: ServedModel) -> dict[str, object]:
 
 
 async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """List the served models, each with its tuned states and adapters, and the models that are loading.
+    """List the served models, and the models that are loading.
 
-    The entries have the fields of OpenAI's and of Anthropic's API.
+    The list includes the tuned states and adapters of each served model. The entries have the fields of OpenAI's and of
+    Anthropic's API.
     """
     data = [_listed(entry) for entry in (await _entries_by_name(context)).values()]
     page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}

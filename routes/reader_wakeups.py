@@ -1,8 +1,8 @@
-"""Passes items to the threads that write streams, and wakes only a few of them at a time.
+"""Passes items to the threads that write streams.
 
-Python's interpreter lock serves threads in the order of their requests. If a step woke all writers at once, everything
-else (a new request, another stream's first token) would wait until the last one has written. Streams without any item
-so far come first.
+Wakes only a few of them at a time. Python's interpreter lock serves threads in the order of their requests. If a step
+woke all writers at once, everything else (a new request, another stream's first token) would wait until the last one
+has written. Streams without any item so far come first.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def warn(field: str, message: str) -> None:
 
 
 def request_id(given: str | None) -> str:
-    """Return the client's request id if it is valid, else a new one."""
+    """Return the client's request id if valid, else a new one."""
     return given if given is not None and _VALID_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
@@ -122,5 +122,8 @@ def reachable_ids(session_id: str) -> tuple[str, ...]:
 
 
 def cache_tenant(config: HttpConfig) -> str:
-    """Return the key whose cached prefixes, grammars and translations the request may use; "" for shared ones."""
+    """Return the key whose cached data the request may use.
+
+    The data are prefixes, grammars and translations. "" means the shared ones.
+    """
     return "" if config.share_prefix_cache else current_request().owner

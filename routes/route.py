@@ -1,6 +1,7 @@
-"""Routes as data, and running a route's handler with its errors turned into answers.
+"""Routes as data, and the runner of their handlers.
 
-Route data serves registration, metrics and the OpenAPI document. HTTP requests and batch files share the runner.
+The runner turns errors into answers. Route data serves registration, metrics and the OpenAPI document. HTTP requests
+and batch files share the runner.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _PROMPT_FORMS = ("messages", "contents", "prefix", "suffix")
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A validated query, and the file's bytes if the route takes a file."""
+    """A validated query and the file's bytes. The bytes are empty if the route takes no file."""
 
     query: Any
     content: bytes = b""
@@ -209,9 +210,9 @@ async def validated_body(context: Context, route: Route, model: type[Fields], da
 
 
 async def with_defaults_applied(context: Context, parsed: Any) -> Any:
-    """Return the body with the missing decode parameters filled in from its tuned state and model.
+    """Return the body with its missing decode parameters filled in.
 
-    Raises ServiceError.
+    They come from its tuned state and model. Raises ServiceError.
     """
     if not isinstance(parsed, GenerationBody):
         return parsed
@@ -224,7 +225,7 @@ async def with_defaults_applied(context: Context, parsed: Any) -> Any:
 
 
 async def full_response(context: Context, route: Route, data: object, characters: int = 0) -> HttpResponse:
-    """Return the route's answer to a body that did not come by HTTP. Never a stream.
+    """Return the route's answer to a body not received by HTTP. Never a stream.
 
     `set_current_request` must have set the task's request context.
     """

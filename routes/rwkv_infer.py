@@ -127,7 +127,7 @@ def _success() -> HandlerResponse:
 
 
 async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """List the model that was loaded last, or the service's own, with each of its states."""
+    """List the model that was loaded last, or the service's own. The list includes each of the model's states."""
     context = await _target_context(context)
     name = context.config.model_name
     states = [info.name for info in await call_engine(context, ListStates()) if not info.error]
@@ -280,7 +280,7 @@ async def load_mixture(context: Context, body: LoadMixtureBody) -> HandlerRespon
 
 
 async def set_gating(context: Context, body: GatingBody) -> HandlerResponse:
-    """Set the weights of a mixture, and its default decode parameters if given."""
+    """Set a mixture's weights, and its default decode parameters if given."""
     context = await _target_context(context)
     given, model = body.state_viewname, context.config.model_name
     name = sanitize_name(given[len(model) + 1 :] if base_name(given, model) is not None else given)

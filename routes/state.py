@@ -63,7 +63,7 @@ class TurnBody(SamplingBody):
 
     @property
     def branch_from(self) -> int | None:
-        """Number of the dialogue to branch from, if the turn makes a new one."""
+        """Number of the dialogue to branch from. None if the turn makes no new dialogue."""
         return None
 
 
@@ -203,7 +203,10 @@ class ImportQuery(Fields):
 
 
 async def export_session(context: Context, upload: Upload) -> HandlerResponse:
-    """Export a session as a safetensors file, with the turns that are stored durably. HEAD creates no file."""
+    """Export a session as a safetensors file.
+
+    The file has the turns that are stored durably. HEAD creates no file.
+    """
     query: ExportQuery = upload.query
     include_file = current_request().method != "HEAD"
     release = context.session_files.acquire(current_request().client)
@@ -220,7 +223,10 @@ async def export_session(context: Context, upload: Upload) -> HandlerResponse:
 
 
 async def _export(context: Context, query: ExportQuery, include_file: bool) -> bytes:
-    """Return the file of the client's own session, or else of the shared one. Raises ServiceError."""
+    """Return the file of the client's own session.
+
+    Falls back to the shared session. Raises ServiceError.
+    """
     own, *shared = reachable_ids(query.session_id)
     try:
         return await call_engine(context, ExportSession(own, query.dialogue_idx, include_file))

@@ -51,7 +51,10 @@ async def healthz(context: Context, query: dict[str, str]) -> HandlerResponse:
 
 
 async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Return 200 if an engine and every HTTP worker take new work, else 503. Names the engines that do not."""
+    """Return 200 if the service takes new work, else 503.
+
+    An engine and every HTTP worker must take new work. Names the engines that take none.
+    """
     unavailable_reason = None
     if context.limiter.draining:
         unavailable_reason = "draining"
@@ -66,14 +69,18 @@ async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
 
 
 async def authz(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Return 200 if the header has a valid password or key, or none is required. Proxies check large bodies with it."""
+    """Return 200 if the header has a valid password or key.
+
+    Also returns 200 if none is required. Proxies check large bodies with this route.
+    """
     return json_response({"status": "ok"})
 
 
 async def status(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Return model, devices, samplers, rows, pool and processes, and the models loaded at run time.
+    """Return model, devices, samplers, rows, pool and processes.
 
-    Without admin rights, the answer describes only the model and how it is served.
+    Also returns the models loaded at run time. Without admin rights, the answer describes only the model and how it is
+    served.
     """
     status_fields = await call_engine(context, GetStatus())
     if not current_request().is_admin:
@@ -87,7 +94,10 @@ async def status(context: Context, query: dict[str, str]) -> HandlerResponse:
 
 
 async def _model_status(context: Context, model: ServedModel) -> dict[str, object]:
-    """Return the status of a model loaded at run time, with its settings if its engine answers."""
+    """Return the status of a model loaded at run time.
+
+    It has the model's settings if its engine answers.
+    """
     served = context.models.ready_context(model) if context.models is not None else None
     if served is None or not served.engine.is_connected:
         return model_entry(model)

@@ -116,7 +116,7 @@ class CpuSampler:
             self._library.sampler_append_tokens(self._handle, ctypes.c_int64(req_slot), tokens, size)
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Sample one token for each row of logits [R, V], then count it.
+        """Sample and count one token per row of logits [R, V].
 
         Overwrites logits that are fp32 and contiguous. masks: see Sampler.
         Raises IndexError for a slot out of range.

@@ -82,7 +82,7 @@ class FlashInferSampler:
         self._gumbel_sampler.append_tokens(req_slots, runs)
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Sample one token for each row of logits [R, V], then count it.
+        """Sample and count one token per row of logits [R, V].
 
         Overwrites fp32 logits. masks: see Sampler.
         """
@@ -134,7 +134,7 @@ def make_truncation_limits(table: ReqSlotTable, req_slots: list[int]) -> Truncat
 
 
 def truncate_ties(scaled: Tensor, probs: Tensor, kept: Tensor, limits: TruncationLimits) -> Tensor:
-    """Return which kept tokens [R, V] bool remain after ties are cut by id.
+    """Return the kept tokens [R, V] bool after cutting ties by id.
 
     `above` are the tokens with a larger value than the smallest kept one. The j-th tied token (from 0) remains if
     `len(above) + j < top_k` and `mass(above) + j * mass(tie) < top_p`.

@@ -1,4 +1,4 @@
-"""Reads logits that an engine returned and samples from them, on the CPU."""
+"""Reads logits that an engine returned and samples from them. Runs on the CPU."""
 
 from __future__ import annotations
 

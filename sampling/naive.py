@@ -85,7 +85,10 @@ class Plan:
 
 
 def apply_masks(logits: Tensor, masks: Tensor) -> None:
-    """Set logits [R, V] to -inf in place where the bits of masks [R, V/32] int32 are 0."""
+    """Set masked logits [R, V] to -inf in place.
+
+    A token is masked where its bit of masks [R, V/32] int32 is 0.
+    """
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     for row, words in zip(logits, masks, strict=True):
         allowed = ((words.unsqueeze(1) >> bits) & 1).view(-1)[: logits.shape[1]].bool()
@@ -115,7 +118,7 @@ class NaiveSampler:
         self.table.append_tokens(req_slots, runs)
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Sample one token for each row of logits [R, V], then count it.
+        """Sample and count one token per row of logits [R, V].
 
         Overwrites logits that are fp32 and contiguous. masks: see Sampler. Raises ValueError for logits of another
         shape.
@@ -250,9 +253,9 @@ class Scratch:
         self.double = torch.empty(ROWS_AT_ONCE, vocab, dtype=torch.float64, device=device)
 
     def total_mass(self, logits: Tensor, largest: Tensor, group: Group) -> Tensor:
-        """Return the sum over the vocabulary of exp(s - max s), [r] fp64.
+        """Return each row's sum of exp(s - max s), [r] fp64.
 
-        The rows are those of `group` in logits [R, V]; largest [R].
+        The sum is over the vocabulary. The rows are those of `group` in logits [R, V]; largest [R].
         """
         single, double = self.single[: len(group)], self.double[: len(group)]
         scale = group.scale.unsqueeze(1)
@@ -288,9 +291,10 @@ def sample_truncated(logits: Tensor, largest: Tensor, group: Group, steps: Tenso
 
 
 def ranked_top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest of each row of logits [r, V], ranked by value, then id.
+    """Return the `count` largest of each row of logits [r, V].
 
-    Returns values [r, count] fp32 and ids [r, count] int64. Some values equal to the last one may be missing.
+    They are ranked by value, then id. Returns values [r, count] fp32 and ids [r, count] int64. Some values equal to the
+    last one may be missing.
     """
     values, ids = logits.topk(count, dim=1)
     ids, by_id = ids.sort(dim=1)
@@ -313,7 +317,7 @@ def truncation_mask(values: Tensor, largest: Tensor, group: Group, total: Tensor
 
 
 def gumbel_argmax(values: Tensor, ids: Tensor, kept: Tensor, group: Group, steps: Tensor) -> Tensor:
-    """Return the kept candidate with the largest s + gumbel, the lowest id on a tie: [r] int64."""
+    """Return the kept candidate with the largest s + gumbel, [r] int64. On a tie, returns the lowest id."""
     width = int(kept.sum(dim=1).max())
     values, ids, kept = values[:, :width], ids[:, :width], kept[:, :width]
     words = philox.words_at(group.seeds, steps, ids, philox.DOMAIN_GUMBEL)

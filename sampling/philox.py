@@ -73,7 +73,10 @@ def words_of_vocab(seeds: Tensor, steps: Tensor, vocab: int, domain: int) -> Ten
 
 
 def _blocks(seeds: Tensor, steps: Tensor, blocks: Tensor, domain: int) -> Words:
-    """Return the four words of each row's Philox blocks [R, n] or [1, n]; each word is [R, n]."""
+    """Return the four words of each row's Philox blocks.
+
+    The blocks are [R, n] or [1, n]. Each word is [R, n].
+    """
     seeds, steps = seeds.unsqueeze(1), steps.unsqueeze(1)
     counter = (blocks, steps & WORD_MASK, (steps >> 32) & WORD_MASK, torch.full_like(steps, domain))
     return philox4x32(counter, (seeds & WORD_MASK, (seeds >> 32) & WORD_MASK))

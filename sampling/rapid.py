@@ -184,7 +184,7 @@ class RapidSampler:
         tensors.check_status(code, "rapid_append_tokens")
 
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
-        """Sample a token for each row and count it, in one launch that a graph may capture.
+        """Sample and count a token per row in one launch. A graph may capture the launch.
 
         logits: [R, V] fp32, contiguous, read only. out: [R] int64.
         req_slots: [R] int32, distinct. Padding rows hold max_rows or another number out of range and get token 0.
@@ -213,7 +213,10 @@ class RapidSampler:
         tensors.check_status(code, "rapid_sample")
 
     def apply_masks(self, logits: Tensor, masks: Tensor) -> None:
-        """Set logits [R, V] fp32 to -inf where the bits of masks [R, V/32] int32 are 0."""
+        """Set masked logits [R, V] fp32 to -inf.
+
+        A token is masked where its bit of masks [R, V/32] int32 is 0.
+        """
         rows = logits.shape[0]
         words = (rows, -(-self.vocab // 32))
         at = tensors.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device)
@@ -223,7 +226,7 @@ class RapidSampler:
             tensors.check_status(self._apply_masks(at, bits, rows, self.vocab, stream), "rapid_apply_masks")
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Sample one token for each row of logits [R, V], then count it. Does not wait.
+        """Sample and count one token per row of logits [R, V]. Does not wait.
 
         masks: see Sampler; fp32 logits are masked in place. Raises ValueError for logits of another shape.
         """

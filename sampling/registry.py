@@ -1,4 +1,4 @@
-"""Samplers by name, imported on demand, and the choice of one for a device."""
+"""Samplers by name, imported on demand. Also chooses one for a device."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def choose_sampler(
     penalty_exempt_ids: list[int],
     created: Iterable[Sampler] = (),
 ) -> tuple[Sampler, dict[str, str]]:
-    """Return the first of `names` that can run on `device`, and the reason against each before it.
+    """Return the first of `names` that can run on `device`.
 
-    Takes the sampler from `created` if it is there. An exception in a sampler's constructor (a compiler error, a wrong
-    package version) counts as a reason. Raises RuntimeError with all reasons if none is left, ValueError for an unknown
-    name.
+    Also returns the reason against each name before it. Takes the sampler from `created` if it is there. An exception
+    in a sampler's constructor (a compiler error, a wrong package version) counts as a reason. Raises RuntimeError with
+    all reasons if none is left, ValueError for an unknown name.
     """
     refusals: dict[str, str] = {}
     for name in names:

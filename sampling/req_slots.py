@@ -117,7 +117,7 @@ class ReqSlotTable:
         _add_at(logits, rows, ids, penalty.masked_fill_(~valid, 0.0).neg_())
 
     def max_num_seen(self, req_slots: list[int]) -> int:
-        """Return an upper bound of the tokens that any of these slots has seen."""
+        """Return an upper bound of tokens seen by any of these slots."""
         return max((self._max_seen[req_slot] for req_slot in req_slots), default=0)
 
     def count(self, req_slot_list: list[int], req_slots: Tensor, tokens: Tensor, alphas: Tensor) -> None:

@@ -56,14 +56,14 @@ class Sampler(Protocol):
         ...
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count runs[i] for the row of req_slots[i] as if it had been sampled.
+        """Count runs[i] for the row of req_slots[i] as if sampled.
 
         Slots are distinct, runs are not empty. Does not wait for the device.
         """
         ...
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Sample one token for each row of logits [R, V] fp32, then count it.
+        """Sample and count one token per row of logits [R, V] fp32.
 
         May overwrite the logits. Row i belongs to req_slots[i]; slots are distinct. masks [R, V/32] int32: bit j % 32
         of word j / 32 is 1 if token j is allowed; None: all are. Does not wait for the device.
@@ -94,10 +94,10 @@ class RawLogprobs:
 
 
 def target_logprobs(logits: Tensor, targets: Tensor, count: int) -> Logprobs:
-    """Return log_softmax of logits [R, V] fp32 at targets [R] int64 and at the `count` largest.
+    """Return log_softmax of logits at the targets and the `count` largest.
 
-    If a target has the largest logit, its value equals the first of `top` exactly. A row's values do not depend on R:
-    log_softmax sums each row by itself.
+    logits: [R, V] fp32. targets: [R] int64. If a target has the largest logit, its value equals the first of `top`
+    exactly. A row's values do not depend on R: log_softmax sums each row by itself.
     """
     # On a GPU, topk takes several times as long as the rest of this function.
     top_ids = logits.max(dim=1, keepdim=True).indices[:, :count] if count < 2 else logits.topk(count, dim=1).indices

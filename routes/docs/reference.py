@@ -102,7 +102,7 @@ class AnswerSchema:
 
 
 def sections(document: dict[str, Any]) -> list[Section]:
-    """Return a section for every operation of an OpenAPI document, in its order."""
+    """Return one section per operation of an OpenAPI document, in its order."""
     schemas = document["components"]["schemas"]
     return [
         _section(path, method.upper(), operation, schemas)
@@ -165,7 +165,7 @@ def _answer_schema(name: str, schema: dict[str, Any]) -> AnswerSchema:
 
 
 def _names(node: Any) -> Iterator[str]:
-    """Yield the schemas that a part of the document refers to, in its order."""
+    """Yield the schemas that a part of the document refers to. Keeps their order."""
     if isinstance(node, dict):
         if "$ref" in node:
             yield str(node["$ref"]).removeprefix(_SCHEMAS)

@@ -59,7 +59,10 @@ class CountBody(TemplateBody):
 
 
 async def count_tokens(context: Context, body: CountBody) -> HandlerResponse:
-    """Count the tokens of a text, of raw prompts, or of a conversation in its prompt format."""
+    """Count the tokens of a text, raw prompts, or a conversation.
+
+    A conversation is counted in its prompt format.
+    """
     if body.messages:
         texts = [body.prompt]
     elif body.contents:
@@ -130,7 +133,7 @@ async def tokenize(context: Context, body: TokenizeBody) -> HandlerResponse:
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
-    """Return a token with its text, or with bytes that are no UTF-8."""
+    """Return a token with its text, or its bytes if not UTF-8."""
     piece = tokenizer.decode_bytes([token])
     try:
         return {"id": token, "piece": piece.decode()}

@@ -151,7 +151,7 @@ class OllamaFormatter(BaseFormatter):
 
 
 def _loaded(body: OllamaBody, make_fields: MakeFields) -> HandlerResponse:
-    """Answer a request without a prompt, which only loads or unloads the model."""
+    """Answer a request that only loads or unloads the model. Such a request has no prompt."""
     reason = "unload" if body.keep_alive in (0, "0", "0s") else "load"
     head = {"model": body.model, "created_at": timestamp(time.time()), **make_fields("", {})}
     return json_response({**head, "done": True, "done_reason": reason})

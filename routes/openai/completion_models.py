@@ -1,4 +1,4 @@
-"""Models of chat and text completions, for the OpenAPI document and the reference only."""
+"""Models of chat and text completions. They are for the OpenAPI document and the reference only."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ async def call_store(
     *args: _Parameters.args,
     **kwargs: _Parameters.kwargs,
 ) -> _Result:
-    """Call a function of the store on a thread and return its result.
+    """Call a store function on a thread and return its result.
 
     Raises ServiceError with `failure_message` if the store has no room, or its disk is full or unusable.
     """
@@ -171,7 +171,10 @@ def list_page(entries: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 
 
 def not_found(kind: str, name: str) -> ServiceError:
-    """Return the error for a file or batch that does not exist or belongs to another key."""
+    """Return the error for a file or batch that does not exist.
+
+    One that belongs to another key gets the same error.
+    """
     return ServiceError(ErrorKind.NOT_FOUND, f"no such {kind}: {name[:80]!r}", field=f"{kind}_id", given=name[:80])
 
 

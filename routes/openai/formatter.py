@@ -65,7 +65,7 @@ async def openai_rows(
 
 
 def check_logprobs(body: OpenAIBody, rows: int, echoed: int = 0) -> None:
-    """Check the size of the log-probabilities of an answer that is not streamed. Raises ServiceError.
+    """Check the size of the log-probabilities of a non-streamed answer. Raises ServiceError.
 
     echoed: number of prompt tokens with log-probabilities
     """
@@ -197,9 +197,10 @@ def row_finish(row: RowResult) -> tuple[str, ErrorInfo | None]:
 
 
 async def conversation_rows(context: Context, body: ConversationBody, field: str) -> list[GenerateRequest]:
-    """Return one row with `n` continuations, as a session turn if the body names one. Raises ServiceError.
+    """Return one row with `n` continuations. Raises ServiceError.
 
-    An existing session computes only the messages after the last answer. Its state has the rest, including the tools.
+    The row is a session turn if the body names a session. An existing session computes only the messages after the last
+    answer. Its state has the rest, including the tools.
     """
     messages = body.conversation
     prompt = prompt_of(messages, body.think, body.tool_set, template=body.template, continues=body.continues)
@@ -219,7 +220,7 @@ def prompt_of(
     template: Template | None = None,
     continues: bool = False,
 ) -> str:
-    """Return the prompt of a whole conversation whose answer may call the tools of `tool_set`."""
+    """Return the prompt of a whole conversation. Its answer may call the tools of `tool_set`."""
     listing = "" if tool_set is None else tool_set.listing
     begins_call = begins_with_call(tool_set, thinks=think is not prompts.Think.OFF, continues=continues)
     opening = FENCE if begins_call else None

@@ -61,7 +61,7 @@ class ContentLogprobs:
 
 
 class LogprobArrays:
-    """Builds OpenAI's four arrays of one row incrementally, with one entry per token."""
+    """Builds OpenAI's four arrays of one row incrementally. Each array has one entry per token."""
 
     def __init__(self, first: bytes | None = None) -> None:
         """`first`: first token of the row's text, if it has no log-probability."""

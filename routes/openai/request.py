@@ -336,6 +336,6 @@ class CompletionBody(OpenAIBody):
 
 
 class RawBody(CompletionBody):
-    """A raw prompt in another format than OpenAI's, whose default of `max_tokens` is too small there."""
+    """A raw prompt in another format than OpenAI's. OpenAI's default of `max_tokens` is too small there."""
 
     max_tokens: int = Field(8192, ge=0, description="Maximum number of generated tokens.")

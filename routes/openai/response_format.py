@@ -46,7 +46,7 @@ class ResponseFormat(Fields):
         return self
 
     def constraint(self, after: str = "", field: str = SCHEMA_FIELD) -> Constraint | None:
-        """Return the constraint of the text after `after`, or None for free text.
+        """Return the constraint of the text after `after`. Returns None for free text.
 
         field: the request's field with the schema, for errors
         """

@@ -133,7 +133,7 @@ _INCOMPLETE_REASONS = {
 
 
 def _error_event(info: ErrorInfo) -> dict[str, Any]:
-    """Return an error both as an event of this route and as OpenAI's error object."""
+    """Return an error as both this route's event and OpenAI's error object."""
     body = OPENAI_ERRORS.body(info)
     error = body["error"]
     return {"type": "error", "message": error["message"], "code": error["code"], "param": error["param"], **body}

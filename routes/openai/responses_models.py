@@ -1,4 +1,7 @@
-"""Models of the answers of `/openai/v1/responses`, for the OpenAPI document and the reference only."""
+"""Models of the answers of `/openai/v1/responses`.
+
+They are for the OpenAPI document and the reference only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` in OpenAI's format, and the tool set that they select."""
+"""OpenAI's `tools` and `tool_choice`, and the tool set that they select."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Request bodies as strict pydantic models, and the defaults and mixture weights applied to them.
+"""Request bodies as strict pydantic models.
 
-null means the default. Unknown fields become warnings (`ignored.py`). Fixed limits are checked here; limits of flags
-(number of contents, tokens) are checked in jobs.py.
+Also applies defaults and mixture weights to them. null means the default. Unknown fields become warnings
+(`ignored.py`). Fixed limits are checked here; limits of flags (number of contents, tokens) are checked in jobs.py.
 """
 
 from __future__ import annotations
@@ -340,7 +340,10 @@ Mixing = TypeVar("Mixing", bound=MixtureFields)
 
 
 def with_mixture_weights(body: Mixing, mixture: Sequence[tuple[str, float]]) -> Mixing:
-    """Return the body with its weights applied to `mixture`, a list of (name, weight). Raises ServiceError."""
+    """Return the body with its weights applied to `mixture`.
+
+    `mixture` is a list of (name, weight). Raises ServiceError.
+    """
     weights = body.mrss_gatingweight
     if len(weights) != len(mixture):
         what = f"the mixture's {len(mixture)} states" if mixture else "a mixture that `model` or `state` names"

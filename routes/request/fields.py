@@ -1,4 +1,7 @@
-"""Types and base classes of all request models, values in errors, unsupported fields, and constraints."""
+"""Types and base classes of all request models.
+
+Also values in errors, unsupported fields, and constraints.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ Number = Annotated[float, BeforeValidator(_number)]
 
 @dataclass(frozen=True)
 class OneOf:
-    """Restricts a text to one of these names, or "" for the default."""
+    """Restricts a text to one of these names. "" is allowed too and means the default."""
 
     names: tuple[str, ...]
 
@@ -159,7 +162,7 @@ class Ignored:
     defaults: tuple[Any, ...] = ()
 
     def is_request(self, value: Any) -> bool:
-        """Return whether the value asks for something that the service does not do."""
+        """Return whether the value requests something the service does not do."""
         return bool(value) and value not in self.defaults
 
 
@@ -169,7 +172,7 @@ Repeated = Any
 
 
 def reject_values(remedy: str, *allowed: Any) -> AfterValidator:
-    """Return a validator that refuses any value except empty ones and those in `allowed`."""
+    """Return a validator that accepts only empty values and those in `allowed`."""
 
     return _reject_if(remedy, lambda value: bool(value) and value not in allowed)
 
@@ -223,7 +226,7 @@ class ChatOnlyFields(Fields):
 
 
 def has_chat_only_fields(data: dict[str, Any]) -> bool:
-    """Return whether a body has a field that only the conversation routes support."""
+    """Return whether a body has a field that only conversation routes support."""
     if any(data.get(name) for name in ("reasoning_effort", "chat_template_kwargs", "continue_final_message")):
         return True
     try:

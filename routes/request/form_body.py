@@ -22,6 +22,6 @@ def parse_form(body: bytes, lists: Collection[str]) -> dict[str, str | list[str]
 
 
 def fields_of_form(fields: Mapping[str, str | list[str]], lists: Collection[str]) -> dict[str, str | list[str]]:
-    """Return each field as a text, or as a list if it is in `lists`."""
+    """Return each field as a text, or a list if in `lists`."""
     given = {name: [value] if isinstance(value, str) else value for name, value in fields.items()}
     return {name: values if name in lists else values[-1] for name, values in given.items()}

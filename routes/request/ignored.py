@@ -66,7 +66,10 @@ def report_unknown(field: str, problem: str, effect: str, given: object, *, is_s
 
 
 def nearest_name(name: str, known: Collection[str]) -> str:
-    """Return a part of a sentence with the known name that is most like `name`, or "" if none is like it."""
+    """Return a sentence part with the known name nearest to `name`.
+
+    Returns "" if no known name is similar.
+    """
     nearest = difflib.get_close_matches(error_field_name(name), known, 1)
     return f"; the nearest known name is {nearest[0]}" if nearest else ""
 
@@ -79,7 +82,10 @@ def _unknown_problem(unknown: IgnoredField) -> str:
 def find_ignored(
     body: BaseModel, data: Mapping[str, Any], place: str = "", others: Collection[str] = ()
 ) -> Iterator[IgnoredField]:
-    """Yield the fields of `data`, from which `body` was made, that change nothing. null means a missing field."""
+    """Yield the fields of `data` that change nothing.
+
+    `body` was made from `data`. null means a missing field.
+    """
     names = _fields_by_name(type(body))
     for name, given in data.items():
         if given is None or name in others:
@@ -104,7 +110,7 @@ def _find_nested(value: Any, given: Any, field: str) -> Iterator[IgnoredField]:
 
 @functools.cache
 def _fields_by_name(model: type[BaseModel]) -> dict[str, tuple[str, Ignored | None]]:
-    """Return the attribute and the mark of each name that a request may use."""
+    """Return attribute and mark of each name that a request may use."""
     return {
         info.alias or attribute: (attribute, next((mark for mark in info.metadata if isinstance(mark, Ignored)), None))
         for attribute, info in model.model_fields.items()

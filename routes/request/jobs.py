@@ -79,7 +79,10 @@ def requested_state(body: ModelFields, config: HttpConfig) -> str:
 
 
 def base_name(requested: str, served: str) -> str | None:
-    """Return `served` if the request names that model, with or without adapter or state. Else None."""
+    """Return `served` if the request names that model, else None.
+
+    The name may have an adapter or a state.
+    """
     name, suffix = requested[: len(served)], requested[len(served) :]
     return (
         served
@@ -89,7 +92,10 @@ def base_name(requested: str, served: str) -> str | None:
 
 
 def means_model(requested: str, served: str) -> bool:
-    """Return whether a name means the service's own model, which has the name `served` and the default one."""
+    """Return whether a name means the service's own model.
+
+    That model has the name `served` and the default name.
+    """
     return requested.removesuffix(LATEST) in ("", DEFAULT_MODEL_NAME) or base_name(requested, served) is not None
 
 
@@ -101,7 +107,7 @@ def model_not_found(requested: str, available: Iterable[str], remedy: str = "") 
 
 
 def _parse_model_name(requested: str, served: str) -> tuple[str, str]:
-    """Return (adapter, tuned state) of a model name, "" for a missing one."""
+    """Return (adapter, tuned state) of a model name. A missing one is ""."""
     requested = requested.removesuffix(LATEST)
     suffix = requested[len(served) :] if base_name(requested, served) is not None else ""
     adapter = ""
@@ -126,7 +132,7 @@ _ESTIMATE_MARGIN = 2
 async def offload_if_large(
     characters: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
-    """Run `function` inline for short text, else on a thread, which keeps the event loop free."""
+    """Run `function` inline for short text, else on a thread. A thread keeps the event loop free."""
     if characters <= _INLINE_CHARACTERS:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
@@ -344,7 +350,10 @@ def make_job(rows: list[GenerateRequest], body: PriorityFields, label: str, samp
 
 
 async def native_job(context: Context, body: BatchBody, label: str, sampler: str = "") -> Job:
-    """Build the job of a native batch body, as a session turn if it names one. Raises ServiceError."""
+    """Build the job of a native batch body.
+
+    It is a session turn if the body names a session. Raises ServiceError.
+    """
     texts, stops, field = prompts_and_stops(body)
     characters = sum(map(len, texts))
     rows = await offload_if_large(characters, build_rows, context.tokenizer, context.config, body, texts, stops, field)

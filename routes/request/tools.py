@@ -215,7 +215,7 @@ def _call_body_rule(i: int, function: Function) -> str:
 
 
 def _arguments_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema as an object schema that allows only the declared properties.
+    """Return `schema` as an object schema allowing only the declared properties.
 
     A schema with combinators is returned unchanged.
     """

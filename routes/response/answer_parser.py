@@ -96,7 +96,7 @@ class ReasoningParser:
         return not self._at_start
 
     def _strip_trailing_space(self, text: str) -> str:
-        """Return the thought without its trailing white space, which is kept for the next delta."""
+        """Return the thought without its trailing white space. Keeps that space for the next delta."""
         stripped = text.rstrip()
         if not stripped:
             self._pending_space.append(text)
@@ -114,7 +114,7 @@ class ReasoningParser:
 
 
 def _length_before_tag(text: str) -> int:
-    """Return the length of the part that cannot belong to the closing tag."""
+    """Return the length of the text before a possible closing tag."""
     at = text.rfind(THINK_CLOSE[0], max(0, len(text) - len(THINK_CLOSE) + 1))
     return at if at >= 0 and THINK_CLOSE.startswith(text[at:]) else len(text)
 
@@ -182,7 +182,7 @@ class AnswerParser:
 
     @property
     def is_inside_call(self) -> bool:
-        """Whether the text ends inside a call, or after the opening of one."""
+        """Whether the text ends inside a call, or after its opening."""
         return self._calls is not None and self._calls.is_inside
 
     def ends_inside(self, is_call: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The engine's events of a job, and the text and logprobs of its rows."""
+"""The engine's events of a job, and its rows' text and logprobs."""
 
 from __future__ import annotations
 

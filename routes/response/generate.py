@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 async def submit(context: Context, job: Job, *, awaits_start: bool = False) -> EventStream:
-    """Submit a job in the client's name and wait until it is admitted. Raises ServiceError if it is refused.
+    """Submit a job in the client's name and wait for its admission. Raises ServiceError if it is refused.
 
     awaits_start: whether the caller awaits the first events; see `EventStream.wait_started`
     """
@@ -72,7 +72,7 @@ async def submit(context: Context, job: Job, *, awaits_start: bool = False) -> E
 
 
 async def _with_stored_session_id(context: Context, row: GenerateRequest) -> GenerateRequest:
-    """Return the row with the stored id of its session, if it has one.
+    """Return the row with its session's stored id, if it has one.
 
     The stored id has the API key's name. If the key has no session of this id, the id may name a session without an
     owner. If there is none either, the turn begins a new session of the key.
@@ -159,7 +159,7 @@ class ResponseFormatter(Protocol):
         """Return the last bytes before the stream's end."""
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        """Return the body of an answer that is not streamed, as a JSON value."""
+        """Return the body of a non-streamed answer, as a JSON value."""
 
 
 class BaseFormatter:
@@ -300,7 +300,10 @@ def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) 
 
 
 def _immediate_error(first_events: JobEvents, num_rows: int) -> ErrorInfo | None:
-    """Return the error of a job whose first events end all rows with errors, or end it before any text. Else None."""
+    """Return the error of a job that fails at once, else None.
+
+    Then its first events end all rows with errors, or end the job before any text.
+    """
     errors = [
         delta.finish.error
         for delta in first_events.deltas
@@ -328,7 +331,7 @@ async def run_full(
     output_decoder: OutputDecoder,
     full_body: Callable[[list[RowResult]], Any],
 ) -> HandlerResponse:
-    """Run a job and answer with one JSON value, built by `full_body` from its rows."""
+    """Run a job and answer with one JSON value. `full_body` builds it from the job's rows."""
     rows = await finished_rows(context, job, output_decoder)
     size = sum(len(row.text) for row in rows) + LOGPROB_BYTES * sum(len(row.logprobs) for row in rows)
     return await offload_if_large(size, lambda: json_response(full_body(rows)))

@@ -1,4 +1,4 @@
-"""Handlers' results, the formats and HTTP statuses of errors, and files as streams."""
+"""Handlers' results, errors' formats and HTTP statuses, and files as streams."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ NDJSON_STREAM = StreamFormat(NDJSON, json_line, b"", BLANK)
 
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """How a group of routes formats errors, and the events of its streams."""
+    """How a group of routes formats errors and its streams' events."""
 
     body: Callable[[ErrorInfo], dict[str, Any]]
     statuses: Mapping[ErrorKind, int]
@@ -124,7 +124,10 @@ class ErrorFormat:
 
 
 def with_warnings(value: Any) -> Any:
-    """Return the body of an answer with the request's warnings, if there are any and the body is an object."""
+    """Return an answer's body with the request's warnings, if any.
+
+    A body that is no object stays unchanged.
+    """
     warnings = current_request().warnings
     return {**value, "warnings": warnings} if warnings and isinstance(value, dict) else value
 

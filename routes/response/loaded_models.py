@@ -28,7 +28,7 @@ class Model(BaseModel):
 
 
 class LoadedModel(BaseModel):
-    """The status of a model that was loaded or unloaded at run time."""
+    """The status of a model loaded or unloaded at run time."""
 
     id: str
     object: Literal["model"]

@@ -1,6 +1,7 @@
-"""Models of the routes' answers, for the OpenAPI document and the reference only.
+"""Models of the routes' answers.
 
-Answers are not built from these models. test/routes/test_routes_answers.py compares real answers with them.
+They are for the OpenAPI document and the reference only. Answers are not built from these models.
+test/routes/test_routes_answers.py compares real answers with them.
 """
 
 from __future__ import annotations

@@ -56,7 +56,10 @@ class JsonEndFinder:
         self._escaped = False
 
     def find(self, piece: str) -> int | None:
-        """Return the length of the value's part in `piece` if the value ends there, else None."""
+        """Return the length of the value's part in `piece`, or None.
+
+        None means that the value does not end there.
+        """
         at = 0
         while at < len(piece):
             if self._escaped:
@@ -128,7 +131,7 @@ class ToolCallParser:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the text ends inside a call, or after the opening of one."""
+        """Whether the text ends inside a call, or after its opening."""
         return self._state in (_ParserState.HEAD, _ParserState.ARGUMENTS)
 
     def ends_inside(self, is_call: bool) -> bool:
@@ -137,7 +140,7 @@ class ToolCallParser:
 
     @property
     def num_held(self) -> int:
-        """Length of the text at the end that may become content or part of a call."""
+        """Length of the undecided text at the end. It may become content or part of a call."""
         opening = self._opening if self._state is _ParserState.HEAD else ""
         return len(self._pending_space) + len(opening) + len(self._buffer)
 
@@ -208,7 +211,10 @@ class ToolCallParser:
         self._add_text(text, self.num_fed - len(self._buffer))
 
     def _has_no_call(self) -> bool:
-        """Return whether an answer of either calls or text has turned out to be text."""
+        """Return whether the answer has turned out to be text.
+
+        Only for an answer of either calls or text.
+        """
         if not self._is_either or self.count:
             return False
         begun = self._buffer.lstrip()

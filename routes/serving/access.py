@@ -110,7 +110,10 @@ def anonymous_grant(context: Context) -> Grant | None:
 
 
 def header_grant(context: Context, header: Header) -> Grant | None:
-    """Return the rights of the secret in `Authorization` (Bearer or DeepL-Auth-Key) or `x-api-key`."""
+    """Return the rights of the secret in `Authorization` or `x-api-key`.
+
+    `Authorization` may be Bearer or DeepL-Auth-Key.
+    """
     scheme, _, token = (header("authorization") or "").partition(" ")
     secrets = (token if scheme.lower() in ("bearer", "deepl-auth-key") else None, header("x-api-key"))
     grants = (grant(context, one.strip(), is_header=True) for one in secrets if one is not None)
@@ -118,9 +121,9 @@ def header_grant(context: Context, header: Header) -> Grant | None:
 
 
 def shows_secret(context: Context, identity: ClientIdentity, peer: str, head: bytes) -> bool:
-    """Return whether the head of a request shows a secret, or comes from a trusted proxy.
+    """Return whether the head of a request shows a secret.
 
-    A head that is not complete counts as it is.
+    Also true for a request from a trusted proxy. A head that is not complete counts as it is.
     """
     lines = (line.partition(b":") for line in head.partition(b"\r\n\r\n")[0].split(b"\r\n")[1:])
     headers = {name.decode("latin-1").lower(): value.decode("latin-1").strip() for name, _, value in lines}
@@ -142,7 +145,7 @@ def grant(context: Context, secret: str, is_header: bool = False) -> Grant | Non
 
 
 def unauthorized(access: Grant | None, *, has_large_body: bool = False) -> ServiceError:
-    """Return the error for a request with this permission, which is not enough."""
+    """Return the error for a request whose permission is not enough."""
     if access is None:
         message = "Unauthorized: invalid or missing password"
         if has_large_body:

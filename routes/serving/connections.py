@@ -1,9 +1,10 @@
-"""Finds the connection of a request, to notice that the client has left while its answer is computed.
+"""Finds the connection of a request.
 
-Robyn passes only the peer's address to handlers, and it notices a disconnect by a failed write. But a write fixes the
-answer's status, so the socket itself is checked. Robyn's server calls getpeername once per new connection, and every
-request of the connection has its result. `identify_connections` replaces this function in Robyn's library. The result
-becomes an IPv6 address that holds the connection's number, and `find` returns the connection.
+The connection shows whether the client has left while its answer is computed. Robyn passes only the peer's address to
+handlers, and it notices a disconnect by a failed write. But a write fixes the answer's status, so the socket itself is
+checked. Robyn's server calls getpeername once per new connection, and every request of the connection has its result.
+`identify_connections` replaces this function in Robyn's library. The result becomes an IPv6 address that holds the
+connection's number, and `find` returns the connection.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def find(address: str | None) -> Connection | None:
 
 
 def start_request(address: str | None) -> Connection | None:
-    """Like `find`, for a request that was received to its end just now."""
+    """Like `find`, for a request that was just received to its end."""
     connection = find(address)
     if connection is not None:
         connection.handled_bytes = connection.received_bytes()
@@ -203,7 +204,10 @@ _RELOCATIONS = 4
 
 
 def _slot_offset(library: Path, function: bytes) -> int:
-    """Return the offset of the pointer to an imported function in a 64-bit ELF library."""
+    """Return the offset of an imported function's pointer in the library.
+
+    The library is a 64-bit ELF file.
+    """
     file = library.read_bytes()
     (table,) = struct.unpack_from("<Q", file, 0x28)
     size, count = struct.unpack_from("<HH", file, 0x3A)

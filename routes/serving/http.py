@@ -166,7 +166,7 @@ def _fields_of_form(context: Context, route: Route, request: Request) -> dict[st
 
 
 def _length(request: Request) -> int:
-    """Return the length of the body, as announced or as received, whichever is larger."""
+    """Return the body's length, the larger of announced and received."""
     announced = request.headers.get("content-length") or ""
     return max(int(announced) if announced.isdecimal() else 0, len(request.body))
 
@@ -216,7 +216,7 @@ async def _upload(context: Context, route: Route, request: Request, query: objec
 
 
 def _not_modified_or(request: Request, answer: HttpResponse) -> HttpResponse:
-    """Return the answer, or 304 without a body if the client's ETag matches."""
+    """Return the answer, or an empty 304 if the client's ETag matches."""
     etag = answer.headers.get("ETag")
     known = request.headers.get("if-none-match") or ""
     if etag is None or etag not in {one.strip().removeprefix("W/") for one in known.split(",")}:
@@ -344,7 +344,7 @@ def _fallback_response(table: dict[str, set[str]], request: Request) -> HttpResp
 
 
 def _methods_of_prefix(table: dict[str, set[str]], path: str) -> set[str] | None:
-    """Return the methods of the route whose path ends with a parameter and matches `path`."""
+    """Return the methods of the route that matches `path`. The route's path ends with a parameter."""
     starts = ((_LAST_PARAMETER.split(known)[0], known) for known in table if _LAST_PARAMETER.search(known))
     return next((table[known] for start, known in starts if path.startswith(start)), None)
 

@@ -1,7 +1,7 @@
-"""Runs Robyn on an existing listening socket, which its API does not support.
+"""Runs Robyn on an existing listening socket.
 
-`Robyn.start` opens a socket of its own. It gets a random loopback port here. Then its descriptor is replaced by the
-given socket.
+Robyn's API does not support this. `Robyn.start` opens a socket of its own. It gets a random loopback port here. Then
+its descriptor is replaced by the given socket.
 """
 
 from __future__ import annotations

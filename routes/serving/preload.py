@@ -1,7 +1,7 @@
-"""Imports and builds everything that HTTP workers share, in the process that they are forked from.
+"""Imports and builds everything that HTTP workers share.
 
-That process imports this module and starts no threads. A new worker starts in 20 ms instead of 2 s, and shares the
-memory that it does not change.
+It does so in the process that they are forked from. That process imports this module and starts no threads. A new
+worker starts in 20 ms instead of 2 s, and shares the memory that it does not change.
 """
 
 from __future__ import annotations

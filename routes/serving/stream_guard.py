@@ -1,4 +1,4 @@
-"""Ends the streams of an HTTP worker that was killed with an error event.
+"""Ends the streams of a killed HTTP worker with an error event.
 
 A killed process can write nothing. So a worker passes each stream's connection to the supervisor, with the bytes that
 end the stream. If the worker ends first, the supervisor writes them.

@@ -28,7 +28,10 @@ _kept: list[tuple[int, int]] = []
 
 
 def keep_state() -> None:
-    """Keep the state of the calling thread, which Python did not create, until `drop_ended` drops it."""
+    """Keep the state of the calling thread until `drop_ended` drops it.
+
+    Python did not create that thread.
+    """
     if CAN_KEEP and not hasattr(_local, "is_kept"):
         _local.is_kept = True
         _python.PyGILState_Ensure()
@@ -37,7 +40,7 @@ def keep_state() -> None:
 
 
 def drop_ended() -> None:
-    """Drop the states of ended threads, or retry later without a free descriptor or thread."""
+    """Drop the states of ended threads. If no descriptor or thread is free, a later call retries."""
     if not CAN_KEEP:
         return
     try:

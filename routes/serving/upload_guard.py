@@ -60,7 +60,9 @@ def _refusal() -> bytes:
 
 
 def _close_largest(unanswered: Mapping[Connection, int], limit: int, answer: bytes = b"") -> None:
-    """Close the connections above the limit, and more until all together have at most `_MAX_BODIES` times as much.
+    """Close the connections above the limit.
+
+    Closes more until all together have at most `_MAX_BODIES` times the limit.
 
     answer: sent to those with large bodies. Robyn answers nothing while it reads a body.
     """

@@ -249,7 +249,7 @@ def _block_signals() -> None:
 
 
 def _set_limits() -> None:
-    """Raise the limit of connections to the system's maximum, and disable core files.
+    """Raise the connection limit to the system's maximum, and disable core files.
 
     Robyn aborts on malformed requests. A core file for each would fill the disk and take time.
     """
@@ -261,7 +261,7 @@ def _set_limits() -> None:
 
 
 def _use_batch_scheduling() -> None:
-    """Use the batch scheduling policy, so that waking threads do not preempt others.
+    """Use batch scheduling, so that waking threads do not preempt others.
 
     They would preempt an engine thread within a step, and all other threads of the step would wait for it.
     """

@@ -133,7 +133,7 @@ def clean_answer(text: str, *, is_line: bool = False) -> str:
 
 
 def _report_problems(translations: list[Translation], field: str) -> None:
-    """Add a warning for each text with a problem, up to a limit."""
+    """Add a warning per text with a problem, up to a limit."""
     faulty = [(index, one.problems) for index, one in enumerate(translations) if one.problems]
     for index, problems in faulty[:MAX_WARNINGS]:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""

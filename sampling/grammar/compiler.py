@@ -279,9 +279,9 @@ def _escaped(text: str) -> str:
 
 
 def _after_text(constraint: Constraint, grammar: str) -> str:
-    """Return the grammar, preceded by any text that ends in the first `constraint.after`.
+    """Return the grammar, preceded by any text.
 
-    Raises GrammarError for Lark.
+    That text ends in the first `constraint.after`. Raises GrammarError for Lark.
     """
     match constraint.form:
         case Form.LARK:

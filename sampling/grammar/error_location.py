@@ -20,10 +20,11 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def locate_error(schema: Any, error_of: Callable[[Any], str]) -> str:
-    """Return the deepest part with an error of its own, as in `.properties.age`; "": the schema itself.
+    """Return the deepest part with an error of its own.
 
-    `error_of` returns the error of a schema, "" if there is none. A part that only refers to a bad part is not
-    reported. Prefers a part with the same error as the whole schema; else takes a part with any error.
+    Returns its path, as in `.properties.age`. "" is the schema itself. `error_of` returns the error of a schema, "" if
+    there is none. A part that only refers to a bad part is not reported. Prefers a part with the same error as the
+    whole schema; else takes a part with any error.
     """
     if not isinstance(schema, dict):
         return ""

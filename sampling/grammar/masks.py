@@ -39,9 +39,9 @@ class Masks:
         self._timed_steps = 0
 
     def fill(self, matchers: Sequence[Matcher]) -> tuple[Tensor, list[GrammarError | None]]:
-        """Compute masks [m, V/32] int32 on the device, and an error or None per matcher.
+        """Compute masks [m, V/32] int32 and an error or None per matcher.
 
-        The mask of a matcher with an error allows all tokens. Valid until the next call.
+        The masks are on the device. The mask of a matcher with an error allows all tokens. Valid until the next call.
         """
         self._ring[self._ring_index].mark_read()
         self._ring_index = (self._ring_index + 1) % len(self._ring)
@@ -130,6 +130,6 @@ class _Staging:
         return target
 
     def mark_read(self) -> None:
-        """Record that all launches that read these masks are on the current stream."""
+        """Record that the current stream has all launches that read these masks."""
         if self._stream is not None:
             self._read = torch.cuda.current_stream(self._device).record_event()

@@ -114,7 +114,7 @@ def _narrow_format(schema: dict[str, Any]) -> None:
 
 
 def to_ecma(pattern: str) -> str:
-    """Return a pattern whose white space includes the byte order mark, as in JavaScript."""
+    """Return a pattern whose white space includes the byte order mark. JavaScript's white space includes it too."""
     made, in_class = [], False
     for piece in _PIECE.findall(pattern):
         if piece in ("[", "]"):
@@ -171,7 +171,7 @@ class _Termination:
             unresolved = {key: target for key, target in unresolved.items() if key not in found}
 
     def can_end(self, part: Any) -> bool:
-        """Return whether `part` has a finite value, by the targets found so far."""
+        """Return whether `part` has a finite value. Uses the targets found so far."""
         self._visits += 1
         if self._visits > MAX_VISITS:
             raise _TooManyVisitsError
@@ -197,7 +197,7 @@ def _listed(part: dict[str, Any], name: str) -> list[Any]:
 
 
 def _required(part: dict[str, Any]) -> Iterator[Any]:
-    """Yield the schemas that every value of an object or array must contain, lazily."""
+    """Lazily yield the schemas that every object or array value must contain."""
     min_items = part.get("minItems", 0)
     if part.get("type") == "object" and isinstance(part.get("properties"), dict):
         properties = part["properties"]
@@ -210,7 +210,10 @@ def _required(part: dict[str, Any]) -> Iterator[Any]:
 
 
 def _reachable(root: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield each part that constrains a value or a part of one, once, with its path."""
+    """Yield each part that constrains a value, once, with its path.
+
+    Includes parts that constrain a part of a value.
+    """
     seen: set[int] = set()
     waiting: list[tuple[Path, Any]] = [((), root)]
     while waiting:
