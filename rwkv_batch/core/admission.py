@@ -39,7 +39,7 @@ class SlotSource(Protocol):
         ...
 
     def add_spare(self, sequence: Sequence) -> None:
-        """Try to allocate the second slot that the row needs in every step."""
+        """Try to allocate the row's second slot, needed in every step."""
         ...
 
     def preempt(self, sequence: Sequence) -> None:
@@ -58,7 +58,7 @@ class RunningSet(Protocol):
         """Include the row in the following steps."""
 
     def remove_running(self, sequence: Sequence) -> None:
-        """Leave the row out of the following steps, perhaps only for a while."""
+        """Leave the row out of the following steps, perhaps temporarily."""
 
 
 class Admission:
@@ -124,7 +124,7 @@ class Admission:
         self._guaranteed_batch_slots = 1 if self._batch_turn_steps else 0
 
     def _fill(self, queue: FairQueue, max_running: int, reserve: int) -> None:
-        """Start rows of one class until `max_running` run or only `reserve` running slots are free."""
+        """Start rows of one class. Stop when `max_running` run or only `reserve` running slots are free."""
         if self._free_running_slots <= reserve or queue.num_running >= max_running:
             return
         waiting_clients, limits = queue.waiting_clients(), self._limits

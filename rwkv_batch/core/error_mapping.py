@@ -119,7 +119,10 @@ def engine_lost_error(message: str) -> ErrorInfo:
 
 
 def out_of_memory_error(rows: int, tokens: int) -> ErrorInfo:
-    """Return the error of jobs whose step of this size did not fit."""
+    """Return the error of jobs whose step did not fit.
+
+    rows, tokens: the size of the step
+    """
     message = (
         f"out of device memory: a step of {rows} rows and {tokens} tokens did not fit; "
         "retry in 5 s, send fewer rows at once, or lower prefill_tokens_per_step"

@@ -1,4 +1,4 @@
-"""A thread that reads, writes, encodes and decodes files, one task at a time."""
+"""A thread for work on files, one task at a time. It reads, writes, encodes and decodes them."""
 
 from __future__ import annotations
 

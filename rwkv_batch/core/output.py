@@ -112,7 +112,7 @@ class StopRulesCache:
         self._rules: weakref.WeakValueDictionary[object, StopRules] = weakref.WeakValueDictionary()
 
     def build(self, request: GenerateRequest) -> StopRules:
-        """Return the rules of a request, cached while a running row uses them."""
+        """Return the rules of a request. They are cached while a running row uses them."""
         key = (request.ignore_eos, frozenset(request.stop_ids), frozenset(request.stop_strings))
         rules = self._rules.get(key)
         if rules is None:
@@ -296,7 +296,7 @@ class RowOutput:
             self._held_text = self._held_text[num_bytes:]
 
     def flush_held_text(self) -> None:
-        """Release held text because the row ends for another reason, for example a timeout."""
+        """Release the held text. The row ends without a stop, for example by a timeout."""
         self._release(len(self._held_text))
 
     @property
@@ -309,7 +309,10 @@ class RowOutput:
         return bisect_right(self._token_ends, self._length - len(self._held_text))
 
     def shown_tokens(self) -> tuple[list[int], bytes]:
-        """Return the tokens that lie wholly before the stop, and the shown bytes of the next one."""
+        """Return the shown tokens and the shown bytes of the next one.
+
+        Shown tokens lie wholly before the stop.
+        """
         if self._shown_end is None:
             return list(self.tokens), b""
         num_whole = bisect_right(self._token_ends, self._shown_end)

@@ -124,7 +124,7 @@ class Scheduler:
         return [sequence for sequence in self._running if sequence.job is job]
 
     def add_running(self, sequence: Sequence) -> None:
-        """Include a row that got a running slot in the next steps (`admission.RunningSet`)."""
+        """Include a row in the next steps (`admission.RunningSet`). The row got a running slot."""
         self._running[sequence] = self._reading[sequence] = None
 
     def remove_running(self, sequence: Sequence) -> None:
@@ -193,7 +193,7 @@ class Scheduler:
             min(self._groups, key=len)[sequence] = None
 
     def _decoding_rows(self, oldest: int) -> tuple[list[ScheduledRow], int]:
-        """Return the rows of the next group that has rows to run, and its index."""
+        """Return the rows of the next group, and its index. Skips groups without rows to run."""
         for group_index in range(self._next_group, self._next_group + len(self._groups)):
             group = self._groups[group_index % len(self._groups)]
             self._rebalance_groups(group)
@@ -238,7 +238,10 @@ class Scheduler:
             min(self._groups, key=len)[sequence] = group.pop(sequence)
 
     def _may_run_with_spare(self, sequence: Sequence, oldest: int) -> bool:
-        """Give a session's row its second state slot (`Sequence.spare_slot`) if it lacks one. Return `may_run`."""
+        """Give a session's row its second state slot if it lacks one.
+
+        The slot is `Sequence.spare_slot`. Returns `may_run`.
+        """
         if sequence.lacks_spare_slot:
             self._slots.add_spare(sequence)
         return sequence.may_run(oldest)

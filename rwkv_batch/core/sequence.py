@@ -58,7 +58,7 @@ class SharedSlot:
 
 @dataclass(slots=True)
 class RollbackState:
-    """A state after `count` sampled tokens, kept while later text may be a stop."""
+    """A state after `count` sampled tokens. It is kept while later text may be a stop."""
 
     slot: int
     count: int
@@ -205,7 +205,7 @@ class Sequence:
 
     @property
     def keeps_last_state(self) -> bool:
-        """Whether the next token may be a stop, which a session's state must not contain."""
+        """Whether the next token may be a stop. A session's state must not contain a stop."""
         return (
             self.spare_slot != NO_SLOT and self.shared is None and self.token_ids[self.num_computed_tokens] == PENDING
         )
@@ -263,12 +263,12 @@ class Sequence:
 
     @property
     def reads_sampled_token(self) -> bool:
-        """Whether a step in flight reads the last token that the host knows."""
+        """Whether a step in flight reads the host's last known token."""
         return self.token_ids[-1] == PENDING or self.discarded_sample_step == self.last_sample_step
 
     @property
     def lacks_spare_slot(self) -> bool:
-        """Whether it could run in the next step if it had a second slot."""
+        """Whether it could run in the next step with a second slot."""
         return (
             self.lease is not None
             and self.spare_slot == NO_SLOT

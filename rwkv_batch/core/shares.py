@@ -169,7 +169,10 @@ class BatchThrottle:
         return self._skipped_steps > 0
 
     def prefill_now(self, prompt_tokens: int) -> bool:
-        """Return whether batch rows read their next `prompt_tokens` tokens in this step, where rows decode."""
+        """Return whether batch rows read their next `prompt_tokens` tokens in this step.
+
+        The step has decoding rows.
+        """
         if not (self._is_in_pieces and prompt_tokens):
             return True
         self._steps_delayed += 1
@@ -262,9 +265,9 @@ class MaskTimeBalancer:
             sequence.mask_time_debt_s = min(debt_s, MAX_DEBT_ROWS * self._row_s)
 
     def active_rows(self, ready: list[Sequence]) -> list[Sequence]:
-        """Return the rows that decode in this step, without constrained rows that skip it.
+        """Return the rows that decode in this step.
 
-        Interactive rows do not skip steps for batch rows.
+        Constrained rows that skip it are left out. Interactive rows do not skip steps for batch rows.
         """
         if not self._is_on or all(sequence.matcher is None for sequence in ready):
             return ready
@@ -294,7 +297,7 @@ MIN_TOKENS_PER_JOB = 32
 def split_budget(
     reading: list[Sequence], budget: int, chunk: Callable[[Sequence], int], rotation: int
 ) -> list[tuple[Sequence, int]]:
-    """Return the rows that read in this step, with their numbers of tokens.
+    """Return the rows that read in this step and their token counts.
 
     Clients share the budget evenly, and a client's jobs share its part. Unused tokens go to the next client.
 

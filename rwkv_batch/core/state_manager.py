@@ -38,14 +38,14 @@ def _session_of(sequence: Sequence) -> str | None:
 
 
 def _may_share_prefix(sequence: Sequence) -> bool:
-    """Return whether the row starts at its prompt's first token and may start from a cached prefix."""
+    """Return whether the row may start from a cached prefix. It must start at its prompt's first token."""
     fresh = sequence.shared is None and sequence.num_computed_tokens == 0
     alone = sequence.request.session is None and not sequence.request.mixture
     return fresh and alone and sequence.request.use_prefix_cache
 
 
 def _already_stored_error(sequence: Sequence, num_tokens: int) -> ServiceError | None:
-    """Return an error if a resumed turn's session has changed since the turn began."""
+    """Return an error if the session changed since its resumed turn began."""
     turn = sequence.request.session
     if turn is None or turn.expected_tokens in (None, num_tokens):
         return None
@@ -63,7 +63,10 @@ class StateManager:
         self.parked = ParkedMixtures(pool)
 
     def check(self, request: GenerateRequest) -> None:
-        """Check that a request's states and adapter are loaded and its mixture can run. Raises ServiceError."""
+        """Check that a request's states and adapter are loaded.
+
+        Also check that its mixture can run. Raises ServiceError.
+        """
         try:
             check_mixture(request, self.pool)
             if request.state:
@@ -74,7 +77,7 @@ class StateManager:
             raise as_service_error(error) from error
 
     def check_out(self, sequence: Sequence) -> None:
-        """Queue for the row's session, or announce its prompt to the prefix cache.
+        """Queue for the session, or announce the prompt to the prefix cache.
 
         Raises ServiceError if the session is not available.
         """
@@ -113,7 +116,7 @@ class StateManager:
         return as_service_error(error, given=_session_of(sequence))
 
     def _replay_error(self, sequence: Sequence) -> ServiceError | None:
-        """Return an error if the turn would read too many tokens of its session again."""
+        """Return an error if the turn would replay too many session tokens."""
         lease, turn = sequence.lease, sequence.request.session
         assert lease is not None and turn is not None
         limit = turn.max_replayed_tokens
@@ -238,7 +241,7 @@ class StateManager:
             self._offer_prefix(sequence)
 
     def _offer_prefix(self, sequence: Sequence) -> None:
-        """Give the state at a cache point to the prefix cache and continue in a new slot."""
+        """Give the state at a cache point to the prefix cache. The row continues in a new slot."""
         prefix = sequence.token_ids[: sequence.num_computed_tokens]
         fresh = self.pool.tiers.allocate()
         hit = self.pool.prefixes.offer(prefix, sequence.slot, sequence.base) if fresh is not None else None
@@ -268,7 +271,7 @@ class StateManager:
         sequence.adapter = None
 
     def truncate(self, sequence: Sequence) -> None:
-        """Drop the last token, which ended the row, and all tokens launched after it."""
+        """Drop the last token and all tokens launched after it. The last token ended the row."""
         end = sequence.prompt_end + len(sequence.output.tokens) - 1
         del sequence.token_ids[end:]
         if sequence.num_computed_tokens > end and sequence.lease is not None:
@@ -276,7 +279,7 @@ class StateManager:
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, end)
 
     def update_rollback_state(self, sequence: Sequence) -> None:
-        """Keep the latest state before text that may be part of a stop. For rows with a session."""
+        """Keep the latest state before text that may belong to a stop. For rows with a session."""
         if sequence.lease is None or sequence.phase is not Phase.RUNNING or sequence.members:
             return
         if not sequence.output.has_held_text:
@@ -309,9 +312,10 @@ class StateManager:
     # Ends ----------------------------------------------------------------------------------------------------
 
     def record_turn(self, sequence: Sequence, acknowledge: Callable[[ServiceError | None], None]) -> None:
-        """Store a complete turn's tokens, then call `acknowledge` with the error, if any.
+        """Store a complete turn's tokens, then call `acknowledge`.
 
-        Afterwards the row reads `sequence.token_ids` until its slot holds the state right before the stop.
+        Its argument is the error, if any. Afterwards the row reads `sequence.token_ids` until its slot holds the state
+        right before the stop.
         """
         lease = sequence.lease
         assert lease is not None
@@ -344,7 +348,7 @@ class StateManager:
         return whole + (self._tokenizer.encode_bytes(partial) if partial else [])
 
     def _rewind(self, sequence: Sequence, token_ids: list[int]) -> None:
-        """Return to the latest kept state that has read only a prefix of `token_ids`."""
+        """Return to the latest kept state that fits `token_ids`. It has read only a prefix of them."""
         lease, kept, base = sequence.lease, sequence.rollback_state, sequence.prompt_end
         assert lease is not None
         if sequence.token_ids[: sequence.num_computed_tokens] == token_ids[: sequence.num_computed_tokens]:

@@ -254,7 +254,10 @@ class Fleet:
         in_flight_job.forward(events)
 
     def _on_lost(self, in_flight_job: InFlightJob, attempt: Attempt, error: ErrorInfo) -> None:
-        """Continue a job on another engine after its engine was lost, unless too often."""
+        """Continue a job on another engine after its engine was lost.
+
+        If this happens too often, the job fails.
+        """
         attempt.member.mark_failed(attempt.connection)
         if in_flight_job.is_cancelled:
             self._fail(in_flight_job, CANCELLED)
@@ -328,7 +331,10 @@ class Fleet:
         return chosen
 
     def _session_member(self, session: str) -> Member | None:
-        """Return the engine that served the session last, else the one every process would choose."""
+        """Return the engine that served the session last.
+
+        Without one, return the engine that every process would choose.
+        """
         members = self.members
         known = self._sessions.get(session) if self._limits.shares_sessions else None
         named = next((member for member in members if member.name == known), None)
@@ -364,7 +370,7 @@ class Fleet:
             member.poll(is_last=not any(one.is_available for one in self.members if one is not member))
 
     def _dispatch_waiting(self) -> None:
-        """Send waiting jobs to available engines, and end those that waited too long."""
+        """Send waiting jobs to available engines. End those that waited too long."""
         now = time.monotonic()
         with self._lock:
             waiting = list(self._waiting.values())

@@ -1,6 +1,6 @@
-"""Sends a call to the engines that can answer it, and merges their answers.
+"""Sends a call to the engines that can answer it.
 
-/status gets an entry per engine, /metrics an engine label.
+Merges their answers: /status gets an entry per engine, /metrics an engine label.
 """
 
 from __future__ import annotations
@@ -246,7 +246,10 @@ def _change_all(
 
 
 def _compare(name: str, added: Any, reply: calls.Reply[Any], members: list[Member]) -> None:
-    """Reply with the added state or adapter if those engines that had the name already have the same one."""
+    """Reply with the added state or adapter.
+
+    The reply is an error if an engine already had another one of that name.
+    """
 
     def combine(answers: list[tuple[Member, Any]]) -> Any:
         infos = [info for _, listed in answers for info in listed if info.name == name]

@@ -54,7 +54,7 @@ class RowProgress:
 
 
 def without_turn_starts(events: JobEvents) -> JobEvents:
-    """Return the events without the deltas that only say that a turn begins."""
+    """Return the events without the deltas that only mark a turn's start."""
     if not any(delta.session_tokens is not None for delta in events.deltas):
         return events
     return msgspec.structs.replace(events, deltas=[delta for delta in events.deltas if delta.session_tokens is None])
@@ -92,7 +92,7 @@ class Progress:
         return msgspec.structs.replace(self._job, rows=rows) if rows else None
 
     def _remaining_requests(self, request: GenerateRequest, first: int) -> Iterator[tuple[GenerateRequest, int]]:
-        """Yield the unfinished parts of a request, each with the number of its first row."""
+        """Yield the unfinished parts of a request. Each comes with the number of its first row."""
         progress = self._rows[first : first + request.num_rows]
         if not any(row.has_begun for row in progress):
             yield request, first
@@ -121,7 +121,7 @@ def _resumed(request: GenerateRequest, i: int, progress: RowProgress) -> Generat
 
 
 def _session_of(turn: SessionTurn | None, progress: RowProgress) -> SessionTurn | None:
-    """Return the turn, which then fails if it was kept before its engine was lost."""
+    """Return the turn with its expected tokens. It then fails if it was kept before its engine was lost."""
     return turn if turn is None else msgspec.structs.replace(turn, expected_tokens=progress.session_tokens)
 
 

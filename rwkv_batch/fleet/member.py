@@ -80,7 +80,7 @@ class Member:
 
     @property
     def is_expected(self) -> bool:
-        """Whether it has become ready and this process will connect to it in a moment."""
+        """Whether it became ready and this process will soon connect to it."""
         return not self.is_linked and time.monotonic() < self._expected_until
 
     @property
@@ -99,7 +99,7 @@ class Member:
 
     @property
     def num_unanswered(self) -> int:
-        """Jobs on their way to the engine, which its last report does not include."""
+        """Number of jobs on their way to the engine. Its last report does not include them."""
         return len(self._sent)
 
     @property
@@ -108,9 +108,9 @@ class Member:
 
     @property
     def draining_error(self) -> ErrorInfo:
-        """The error of a job that it refuses while draining, if no other engine comes.
+        """The error of a job that it refuses while draining.
 
-        The service itself continues.
+        It is used if no other engine comes. The service itself continues.
         """
         message = f"{self.name} is being removed or restarted, and no other engine accepts work; retry in 2 s"
         return ErrorInfo(kind=ErrorKind.DRAINING, message=message, retry_after_s=2.0)

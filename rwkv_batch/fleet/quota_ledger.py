@@ -140,7 +140,10 @@ class QuotaLedger:
 
 
 def _may_be_older(members: Sequence[Member]) -> bool:
-    """Return whether an engine that is seen as loading may have started before all others."""
+    """Return whether a loading engine may have started before all others.
+
+    It is loading as far as this process sees.
+    """
     return any(one.info.status is ModelStatus.LOADING and not one.client.is_connected for one in members)
 
 

@@ -1,6 +1,7 @@
-"""A link whose bytes another transport carries, for example calls of a Ray actor.
+"""A link over another transport, for example calls of a Ray actor.
 
-Frames travel in pieces, so that a long frame does not look like silence. The bytes in flight are bounded.
+That transport carries the bytes. Frames travel in pieces, so that a long frame does not look like silence. The bytes in
+flight are bounded.
 """
 
 from __future__ import annotations

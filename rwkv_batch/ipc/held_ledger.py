@@ -79,7 +79,7 @@ class HeldLedger:
         return refusal
 
     def report(self, report: UsageReport) -> None:
-        """Charge a job's tokens that are not charged yet, and remove it at its end."""
+        """Charge a job's uncharged tokens, and remove the job at its end."""
         self._observe(self._quotas.charge(report.job_id, report.sampled, report.replayed))
         if report.done:
             self._owners.pop(report.job_id, None)

@@ -1,6 +1,7 @@
-"""Sends once per job what a request gives once for all its rows: a constraint, stops, biases, states.
+"""Sends a request's common fields once per job.
 
-They may be large. With a copy in each of 4,096 rows, one request would fill the link to the engine.
+A request gives them once for all its rows: a constraint, stops, biases, states. They may be large. With a copy in each
+of 4,096 rows, one request would fill the link to the engine.
 """
 
 from __future__ import annotations

@@ -46,7 +46,10 @@ class _Nvml:
             raise OSError("NVML does not start")
 
     def stats(self, number: str) -> DeviceStats:
-        """Return statistics of the GPU with this index or UUID, as in CUDA_VISIBLE_DEVICES."""
+        """Return statistics of the GPU with this index or UUID.
+
+        number: as in CUDA_VISIBLE_DEVICES
+        """
         handle = ctypes.c_void_p()
         if number.isdecimal():
             found = self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(number)), ctypes.byref(handle))
@@ -74,9 +77,10 @@ def _cpu_stats() -> DeviceStats:
 
 
 class DeviceMonitor:
-    """Memory and power of devices by name ("cuda:0", "cpu"), at most a second old. Any thread.
+    """Memory and power of devices, at most a second old. Any thread.
 
-    GPUs: through NVML, which does not touch CUDA. So no stream waits and no graph capture fails. CPU: /proc.
+    Devices have names such as "cuda:0" and "cpu". GPUs: through NVML, which does not touch CUDA. So no stream
+    waits and no graph capture fails. CPU: /proc.
     """
 
     def __init__(self) -> None:
@@ -132,9 +136,10 @@ class Buckets:
 
 
 class TokenLatency(Collector):
-    """Histograms of the time to first token and between tokens, from a job's arrival.
+    """Histograms of the time to first token and between tokens.
 
-    `arrived` and `forget` run on any thread, `observe` on the engine's.
+    The time to first token starts at a job's arrival. `arrived` and `forget` run on any thread, `observe` on the
+    engine's.
     """
 
     def __init__(self) -> None:

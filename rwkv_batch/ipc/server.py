@@ -246,7 +246,7 @@ class EngineServer:
             peer.flush_events()
 
     def _handle_call(self, call: EngineCall[Any], reply: Callable[[Any], None]) -> None:
-        """Answer metrics here, add processes to the status, and pass other calls to the engine."""
+        """Answer metrics here, and pass other calls to the engine. Adds processes to the status."""
         match call:
             case GetMetrics():
                 self._engine.call(GetStatus(), lambda value: reply(_unless_failed(value, self._metrics.render)))

@@ -1,8 +1,8 @@
-"""Messages between HTTP workers and an engine, and the link over a Unix stream socket.
+"""Messages and the link between HTTP workers and an engine.
 
-A frame is a msgpack array of messages. On the socket, its length comes first in four bytes. The sending thread writes
-directly, so that events need not wake another thread. The socket reports a dead peer at once. Missing heartbeats reveal
-a peer that hangs.
+The link runs over a Unix stream socket. A frame is a msgpack array of messages. On the socket, its length comes first
+in four bytes. The sending thread writes directly, so that events need not wake another thread. The socket reports a
+dead peer at once. Missing heartbeats reveal a peer that hangs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class UsageReport(msgspec.Struct, frozen=True, array_like=True, tag="u"):
 
 
 class RestoreQuotas(msgspec.Struct, frozen=True, array_like=True, tag="v"):
-    """An HTTP worker's copy of the limits' ledger, for the engine that holds it from now on."""
+    """An HTTP worker's copy of the limits' ledger. The engine that gets it holds the ledger from now on."""
 
     balances: list[Balance]
     jobs: list[CountedJob]

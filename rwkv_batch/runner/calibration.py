@@ -1,4 +1,4 @@
-"""Measures the inputs of a model's matrices on a short built-in text, for `--dtype w8a8`."""
+"""Measures the inputs of a model's matrices, for `--dtype w8a8`. The model reads a short built-in text."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ class _RecordingLoader(LayerLoader):
 
 
 def measure(weights: Weights, device: torch.device) -> dict[str, Tensor]:
-    """Run the text through the model, one layer in memory at a time. Returns [in] fp32 on the CPU by matrix name."""
+    """Run the text through the model.
+
+    One layer is in memory at a time. Returns [in] fp32 on the CPU by matrix name.
+    """
     plain = torch.float16 if device.type == "cuda" else torch.float32
     precision = Precision(device, plain, torch.float32, StateFormat.FP32)
     loader = _RecordingLoader(weights, precision)

@@ -50,7 +50,7 @@ class FileLibrary(Generic[Info]):
         register: Callable[[Found], Info],
         on_refused: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run `read` on the file thread and `register` on the engine's, then reply.
+        """Run `read` on the file thread, `register` on the engine's, then reply.
 
         Both may raise anything, because a file may contain anything. `on_refused` runs if the engine accepts
         no commands.

@@ -135,9 +135,10 @@ def balance_layers(
 def balance_half_layers(
     whole: Sequence[float], head: float, speeds: Sequence[float], max_layers: Sequence[int]
 ) -> Sequence[float]:
-    """Return counts in half layers if they make the slowest stage `CUT_GAIN` faster, else `whole`.
+    """Return counts in half layers if they gain enough, else `whole`.
 
-    Arguments: see `balance_layers`. Stages on both sides of a cut keep that layer's weights.
+    They must make the slowest stage `CUT_GAIN` faster. Arguments: see `balance_layers`. Stages on both sides of a
+    cut keep that layer's weights.
     """
     halves = balance_layers(round(sum(whole)), head, speeds, max_layers, unit=0.5)
     extra_cost = [0.0] * (len(speeds) - 1) + [head]

@@ -34,7 +34,7 @@ class StreamedLayers(Sequence[LayerBase]):
     """
 
     def __init__(self, layers: Iterator[LayerBase], resident: int, device: torch.device) -> None:
-        """Take layers one by one, so that a streamed one leaves the device before the next is created."""
+        """Take layers one by one. So a streamed one leaves the device before the next is created."""
         self._device = device
         self._resident: list[LayerBase] = []
         self._hosts: list[FlatLayer] = []

@@ -1,4 +1,4 @@
-"""Copies between two devices and to the host, without waiting, ordered by stream events."""
+"""Copies between two devices and to the host, without waiting. Stream events order the copies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Link:
         return self.sent
 
     def receive(self, number: int, into: Tensor, count: int) -> None:
-        """Make the target's stream wait for send `number` and copy it to into[:count]. Drops older ones."""
+        """Make the target's stream await send `number` and copy it to into[:count]. Drops older ones."""
         assert self.received < number <= self.sent, "receive each send once, in order"
         at = (number - 1) % len(self._buffers)
         self._arrived[at].wait(self._to)
@@ -118,7 +118,10 @@ class LastTokens:
         return 0 if self._link is None else self._link.send(self.sampled_tokens, len(self.sampled_tokens))
 
     def receive(self, number: int) -> None:
-        """Make the first device wait for that `send`, unless it received that one or a later one."""
+        """Make the first device wait for that `send`.
+
+        Does nothing if the device received that one or a later one.
+        """
         if self._link is not None and number > self._link.received:
             self._link.receive(number, self.input_tokens, len(self.input_tokens))
 
@@ -144,7 +147,7 @@ class HostCopy:
             self._event = torch.cuda.current_stream(tensors[0].device).record_event()
 
     def read(self) -> tuple[Tensor, ...]:
-        """Return the tensors [...] on the host, in order, with the same dtypes."""
+        """Return the tensors [...] on the host. Order and dtypes are the same."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

@@ -1,4 +1,4 @@
-"""Compute threads, and low-priority work for a model that loads while others serve."""
+"""Compute threads, and low-priority work to load a model while others serve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def set_compute_threads(count: int) -> None:
 
 
 def run_at_low_priority(work: Callable[[], T], only_idle_cores: bool = False) -> T:
-    """Run `work` at low priority with one thread for every eight compute threads.
+    """Run `work` at low priority, with one thread per eight compute threads.
 
     More threads would wait for each other after every operation. only_idle_cores: see
     `native.priority.lower_thread_priority`.

@@ -1,4 +1,4 @@
-"""Computes how many rows, slots and prompt tokens fit into the devices' memory."""
+"""Computes how many rows, slots and prompt tokens fit into device memory."""
 
 from __future__ import annotations
 
@@ -122,9 +122,10 @@ def allocate_slots(pipeline: Pipeline, num_slots: int) -> None:
 
 
 def run_all_prompt_sizes(pipeline: Pipeline, limits: Limits, logits: Tensor | None, decode_tokens: int) -> None:
-    """Run a step of every size from the zero state into the dummy slot. Raises StartupError if one does not fit.
+    """Run a step of every size. Raises StartupError if one does not fit.
 
-    The longest step with the most logits comes first, so later steps fit into its memory.
+    Steps read the zero state and write the dummy slot. The longest step with the most logits comes first, so later
+    steps fit into its memory.
 
     logits [rows, V]: receives the logits, or None; decode_tokens: of each row in the same step.
     """

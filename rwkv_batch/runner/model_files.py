@@ -1,4 +1,4 @@
-"""Opens model files with their adapters, loads the pipeline, and checks files for a model switch."""
+"""Opens model files with their adapters, and loads the pipeline. Checks files for a model switch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _to_service_error = error_translator("the file could not be checked")
 
 
 def open_model(path: str) -> Weights:
-    """Open a model with an embedding row for each token of the vocabulary. Raises WeightsError."""
+    """Open a model with an embedding row per token of the vocabulary. Raises WeightsError."""
     weights = open_weights(path)
     if (rows := weights.shape.vocab) < VOCAB_SIZE:
         pile = ", as models with the Pile vocabulary have" if rows in PILE_ROWS else ""

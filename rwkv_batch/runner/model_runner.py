@@ -113,10 +113,10 @@ class ModelRunner:
         logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
 
     def _make_logits(self) -> Tensor | None:
-        """Allocate the logits of a CPU's steps, each used up before the next step.
+        """Allocate the logits of a CPU's steps.
 
-        Memory of this size that is freed after every step would be mapped again page by page, while all compute threads
-        wait.
+        Each step's logits are used up before the next step. Memory of this size that is freed after every step would be
+        mapped again page by page, while all compute threads wait.
         """
         if self.device.type != "cpu" or self.steps_in_flight > 1:
             return None
@@ -150,7 +150,7 @@ class ModelRunner:
             raise StartupError(f"batch_step_layers {layers} {needs}: {reason}; leave it out")
 
     def _warm_up(self) -> None:
-        """Run every kind of step once, so that no request waits for a capture, a compile or an allocation."""
+        """Run every kind of step once. So no request waits for a capture, a compile or an allocation."""
         started = time.perf_counter()
         for name in COMPILED_ON_FIRST_USE:
             self.step_sampler.sampler(name)
@@ -165,7 +165,7 @@ class ModelRunner:
 
     @property
     def is_compiling_or_capturing(self) -> bool:
-        """Whether a sampler or a graph is being created, which may take longer than a step. Any thread."""
+        """Whether a sampler or a graph is being created. That may take longer than a step. Any thread."""
         return self.step_sampler.is_compiling or self.graphs.is_recording
 
     @property
@@ -238,7 +238,10 @@ class ModelRunner:
         return self.pipeline.stages[-1].logits(x, inputs_on_device, out)
 
     def _launch_plain(self, graphs: DecodeGraphs, step: InFlightStep, between: Callable[[], None] | None) -> None:
-        """Launch a step of plain rows, the most common kind, without the checks of `_launch_graph`."""
+        """Launch a step of plain rows without the checks of `_launch_graph`.
+
+        Such steps are the most common kind.
+        """
         slots = [row.lowest_slot for row in step.rows]
         sampled_tokens = graphs.run([row.sequence.req_slot for row in step.rows], slots, slots, between=between)
         step.tokens_sent = self._tokens.send()
@@ -325,9 +328,10 @@ class ModelRunner:
         return [] if step.scored is None else self._scorer.read(step.scored)
 
     def is_device_lost(self) -> bool:
-        """Return whether a device is unusable after a failed step, so that the process must be replaced.
+        """Return whether a device is unusable after a failed step.
 
-        Errors inside a kernel persist and return at every later call. Others do not.
+        If so, the process must be replaced. Errors inside a kernel persist and return at every later call. Others do
+        not.
         """
         try:
             for device in self._gpus:
@@ -338,7 +342,7 @@ class ModelRunner:
 
     @staticmethod
     def is_out_of_memory(error: Exception) -> bool:
-        """Return whether a step failed for lack of memory, so that a later one may succeed."""
+        """Return whether a step failed for lack of memory. If so, a later one may succeed."""
         return isinstance(error, torch.OutOfMemoryError | MemoryError)
 
     def work_mib(self) -> dict[str, int]:
@@ -350,7 +354,7 @@ class ModelRunner:
         return work
 
     def _pipeline_status(self) -> dict[str, Any]:
-        """Return the split of layers, the steps in flight, and the transports between devices."""
+        """Return the layer split, steps in flight and transports between devices."""
         graph_stages = self.graphs.graph_stages
         return {
             "layers": [stage.share for stage in self.pipeline.stages],

@@ -106,7 +106,7 @@ class Stage:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of the matrices on the stage's device and of the embedding."""
+        """Bytes of the matrices on the stage's device and of the embedding."""
         layers = self.layers.on_device if isinstance(self.layers, StreamedLayers) else self.layers
         linears = [linear for layer in layers for linear in linears_of(layer)]
         linears += [] if self.head is None else [self.head.linear]
@@ -143,7 +143,7 @@ class Stage:
             return x, v_first
 
     def forward(self, x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        """Run the layers on x [T, C] and v_first [T, C] from the previous stage."""
+        """Run the layers on the previous stage's `x` and `v_first`. Both are [T, C]."""
         assert self.state is not None, "call allocate_slots first"
         with self._device:
             if self.shape.version != RWKV7:
@@ -156,11 +156,17 @@ class Stage:
             return forward_layers(layers, x, v_first, self.state, inputs, self.ops, added, cuts=self.cuts)
 
     def logits(self, x: Tensor, inputs: StepInputs, out: Tensor | None = None) -> Tensor:
-        """Return logits [R, V] fp32 of x [T, C] at the step's logit tokens; in the first rows of `out` if given."""
+        """Return logits [R, V] fp32 at the step's logit tokens.
+
+        x: [T, C]; out: receives the logits in its first rows, if given
+        """
         return self.logits_of(x, inputs.logit_tokens, out)
 
     def logits_of(self, x: Tensor, tokens: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [R, V] fp32 of x [T, C] at tokens [R] int64; in the first rows of `out` if given."""
+        """Return logits [R, V] fp32 of x [T, C] at `tokens`.
+
+        tokens: [R] int64; out: receives the logits in its first rows, if given
+        """
         assert self.head is not None, "only the last stage computes logits"
         with self._device:
             if isinstance(self.ops, NormsRows):
@@ -250,7 +256,10 @@ class Pipeline:
             raise
 
     def is_routed(self, number: int) -> bool:
-        """Return whether a router chooses the adapter's experts for each token, in any stage."""
+        """Return whether a router chooses the adapter's experts for each token.
+
+        A router in any stage counts.
+        """
         return any(stage.adapters.is_routed(number) for stage in self.stages)
 
     def adapter_bytes(self, layers: Mapping[int, LayerPairs]) -> int:
@@ -296,10 +305,12 @@ class Pipeline:
 
 
 def resolve_backends(version: str, devices: tuple[str, ...], config: EngineConfig) -> dict[str, str]:
-    """Return the values of "kernels" and "wkv_state" for this model version ("RWKV-7", ...) and these devices.
+    """Return "kernels" and "wkv_state" for this model version and these devices.
 
     If a configured value is not supported and its field is in `EngineConfig.auto_fallback_fields`, it becomes "auto",
     with a log line. Otherwise it stays.
+
+    version: "RWKV-7", ...
     """
     device_types = {resolve_device(name).type for name in devices}
     is_older = version != RWKV7

@@ -43,9 +43,9 @@ class PromptScorer:
         self._byte_table = tokenizer.byte_table
 
     def launch(self, x: Tensor, rows: list[ScheduledRow]) -> InFlightScores:
-        """Score a step's prompts from x [T, C], the last layer's output for `rows`. Does not wait.
+        """Score a step's prompts from the last layer's output for `rows`. Does not wait.
 
-        Call it before the rows record the launch.
+        x [T, C] is that output. Call it before the rows record the launch.
         """
         scored: list[tuple[Sequence, range]] = []
         tokens: list[int] = []
@@ -62,7 +62,10 @@ class PromptScorer:
         return InFlightScores(scored, self._score(x, tokens, targets, max(_top(sequence) for sequence, _ in scored)))
 
     def _score(self, x: Tensor, tokens: list[int], targets: list[int], count: int) -> HostCopy:
-        """Return the log-probability of targets[i] after token tokens[i] of x, and the `count` largest."""
+        """Return the log-probability of targets[i] after token tokens[i] of x.
+
+        Also return the `count` largest.
+        """
         at, after = (on_device(ids, torch.int64, x.device) for ids in (tokens, targets))
         parts = [
             target_logprobs(self._stage.logits_of(x, some_tokens), some_targets, count)

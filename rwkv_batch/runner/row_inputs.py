@@ -21,12 +21,12 @@ from state_pool.origins import Adapters
 
 
 def read_slots(sequence: Sequence) -> list[int]:
-    """Return the slots that a row's states are read from, one per device row."""
+    """Return the slots to read a row's states from. There is one per device row."""
     return [sequence.read_slot, *(member.read_slot(sequence.num_computed_tokens) for member in sequence.members)]
 
 
 def write_slots(sequence: Sequence) -> list[int]:
-    """Return the slots that a row's new states are written to, in the order of `read_slots`."""
+    """Return the slots to write a row's new states to. They are in the order of `read_slots`."""
     return [sequence.write_slot, *(member.slot for member in sequence.members)]
 
 
@@ -36,9 +36,10 @@ def num_device_rows(rows: Iterable[ScheduledRow]) -> int:
 
 
 def mix_logits(logits: Tensor, sampling_rows: list[ScheduledRow]) -> Tensor:
-    """Mix the logits [E, V] of all members to logits [R, V], one row per sampling row.
+    """Mix the logits [E, V] of all members to logits [R, V].
 
-    A row without members keeps its logits exactly. A mixture's logits are added in the order of its members.
+    The result has one row per sampling row. A row without members keeps its logits exactly. A mixture's logits are
+    added in the order of its members.
     """
     sizes = [1 + len(row.sequence.members) for row in sampling_rows]
     if len(logits) == len(sizes):
@@ -101,7 +102,7 @@ class RowInputs:
 
 
 def slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:
-    """Return the read and write slots of rows that have read their prompts."""
+    """Return read and write slots of rows that have read their prompts."""
     if all(sequence.spare_slot == NO_SLOT and sequence.shared is None for sequence in sequences):
         slots = [sequence.slot for sequence in sequences]
         return slots, slots

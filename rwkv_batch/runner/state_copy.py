@@ -1,4 +1,4 @@
-"""Copies states between the pipeline's slots and host memory, for the state pool."""
+"""Copies states between pipeline slots and host memory, for the state pool."""
 
 from __future__ import annotations
 
@@ -104,9 +104,10 @@ class PipelineArena:
         return [stream.record_event() for stream in self._streams.values()]
 
     def tuned_state(self, wkv: Tensor) -> HostTensors:
-        """Build an initial state from wkv [layers, H, 64 (value), 64 (key)] fp32. Any thread.
+        """Build an initial state from `wkv`. Any thread.
 
-        Token shifts are zero. Raises ValueError for numbers that the slots' format cannot hold.
+        `wkv` is [layers, H, 64 (value), 64 (key)] fp32. Token shifts are zero. Raises ValueError for numbers that the
+        slots' format cannot hold.
         """
         tensors: dict[str, Tensor] = {}
         first = 0

@@ -114,7 +114,7 @@ class StateLibrary(FileLibrary[StateInfo]):
             self._register(path.stem, state, host, _kept_source(path), True, _kept_defaults(path))
 
     def _read(self, path: Path, orientation: str) -> tuple[TunedTensor, HostTensors]:
-        """Read a state file and convert it to the slots' dtypes and stages. Any thread. Raises FileError."""
+        """Read a state file, converted to the slots' dtypes and stages. Any thread. Raises FileError."""
         state = read_tuned_state(path, self._shape, orientation)
         try:
             return state, self._arena.tuned_state(state.wkv)
@@ -211,9 +211,9 @@ class StateLibrary(FileLibrary[StateInfo]):
         return info
 
     def _read_given(self, call: AddState, path: Path | None, temp_path: Path | None) -> tuple[TunedTensor, HostTensors]:
-        """Read the state that a request sent, or named in --models-dir, and write it to `temp_path`.
+        """Read a request's state, and write it to `temp_path`.
 
-        Raises FileError; OSError if it cannot be written.
+        The request sent the state, or named it in --models-dir. Raises FileError; OSError if it cannot be written.
         """
         with contextlib.ExitStack() as stack:
             source = path or stack.enter_context(_as_file(call.content, self._folder))
@@ -270,7 +270,7 @@ class StateLibrary(FileLibrary[StateInfo]):
 
 @contextlib.contextmanager
 def _as_file(content: bytes, folder: Path | None) -> Iterator[Path]:
-    """Write bytes to a file that exists for the time of the block."""
+    """Write bytes to a file that exists only during the block."""
     if folder is not None:
         make_private_folder(folder)
     with tempfile.NamedTemporaryFile(prefix=".", suffix=".state", dir=folder) as file:

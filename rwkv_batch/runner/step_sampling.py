@@ -31,7 +31,7 @@ SampledToken = tuple[int, TokenLogprob | None]
 
 @dataclass(slots=True)
 class InFlightTokens:
-    """The tokens that one sampler samples in a step, being copied to the host."""
+    """One sampler's tokens of a step, being copied to the host."""
 
     indices: Numbers[int]
     """of `InFlightStep.sampling_rows`, in order"""
@@ -46,7 +46,7 @@ class InFlightTokens:
 
 @dataclass(slots=True)
 class DeferredSample:
-    """Rows of a step that sample under masks, once their earlier tokens are known."""
+    """Rows of a step that sample under masks. They sample once their earlier tokens are known."""
 
     indices: list[int]
     """of `InFlightStep.sampling_rows`, in order"""
@@ -95,7 +95,7 @@ class Step(NamedTuple):
 
     @property
     def samples_first_token(self) -> bool:
-        """Whether an interactive row samples its first token in it, as far as the host knows."""
+        """Whether an interactive row samples its first token in it. Answers as far as the host knows."""
         rows = (row for part in self.parts for row in part.rows)
         return any(row.samples_token and not (row.sequence.job.is_batch or row.sequence.output.tokens) for row in rows)
 
@@ -122,11 +122,11 @@ class StepSampler:
 
     @property
     def used(self) -> dict[str, str]:
-        """Requested name ("default" for none) -> name of the sampler that is used."""
+        """Requested name ("default" for none) -> name of the sampler used."""
         return {name or "default": sampler.name for name, sampler in self._samplers.items()}
 
     def sampler(self, name: str) -> Sampler:
-        """Return the sampler of that name if it is preferred, else the next one; "": the first."""
+        """Return the sampler of that name if preferred, else the next one. "" means the first."""
         if name not in self._samplers:
             self.is_compiling = True
             try:
@@ -144,7 +144,7 @@ class StepSampler:
         return self._samplers[name]
 
     def fits_graphs(self, sequences: Iterable[Sequence]) -> bool:
-        """Return whether all rows use the first sampler and no log-probabilities, as graphs do."""
+        """Return whether all rows use the first sampler and no log-probabilities. Graphs sample this way."""
         for sequence in sequences:
             if sequence.request.sampling.top_logprobs is not None:
                 return False
@@ -167,7 +167,7 @@ class StepSampler:
                 sampler.append_tokens([sequence.req_slot], [request.resumed.token_ids])
 
     def sample(self, step: InFlightStep, logits: Tensor, last_tokens: LastTokens) -> None:
-        """Sample for the rows of logits [R, V] fp32, one group per sampler. Does not wait for the device.
+        """Sample for rows of logits [R, V] fp32, one group per sampler. Does not wait for the device.
 
         `sample_constrained` does the constrained rows.
         """
@@ -298,7 +298,7 @@ def split_by_constraint(sampling_rows: list[ScheduledRow]) -> tuple[list[int], l
 
 
 def _returned_logits(logits: Tensor, sequences: list[Sequence]) -> HostCopy | None:
-    """Copy the requested rows of logits [R, V] fp32, before a sampler overwrites them."""
+    """Copy the requested rows of logits [R, V] fp32. A sampler overwrites them afterwards."""
     requests = enumerate(sequence.request for sequence in sequences)
     rows = [row for row, r in requests if r.return_logits and r.sampling.top_logprobs is not None]
     return HostCopy(logits[on_device(rows, torch.int64, logits.device)].float()) if rows else None

@@ -62,10 +62,10 @@ def join(cluster: ClusterAddress) -> Any:
 
 
 def _end_listener(ray: Any) -> None:
-    """Stop Ray's thread that prints the cluster's errors, after its next answer from the head.
+    """Stop Ray's thread that prints the cluster's errors.
 
-    While the head is unreachable, it retries without a pause and takes the interpreter from the other threads. Ray has
-    no setting for it.
+    It stops after its next answer from the head. While the head is unreachable, it retries without a pause and takes
+    the interpreter from the other threads. Ray has no setting for it.
     """
     with contextlib.suppress(AttributeError):  # in other versions of Ray
         ray._private.worker.global_worker.threads_stopped.set()

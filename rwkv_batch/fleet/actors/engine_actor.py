@@ -96,7 +96,10 @@ class EngineActor:
 
     @ray.method(concurrency_group="events")
     def events(self, peer: str) -> Iterator[list[bytes]]:
-        """Yield everything sent to an HTTP worker until it is gone, in a `BufferedLink`'s pieces."""
+        """Yield everything sent to an HTTP worker until it is gone.
+
+        It comes in a `BufferedLink`'s pieces.
+        """
         server = self._server
         if server is None:
             return
@@ -144,7 +147,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="life")
     def leave(self, watcher: str) -> bool:
-        """Returns whether the watcher was the last one, so that the engine leaves too."""
+        """Returns whether the watcher was the last one. If so, the engine leaves too."""
         self._watchers.pop(watcher, None)
         times = list(self._watchers.values())  # a copy: another thread may add a watcher
         is_last = not any(time.monotonic() - at < SILENT_S for at in times)

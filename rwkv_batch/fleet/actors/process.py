@@ -53,7 +53,10 @@ def _follow_supervisor(roster: Roster, supervisor: Connection) -> None:
 
 
 def _receive_command(supervisor: Connection, timeout_s: float | None) -> tuple[str, Any]:
-    """Return the supervisor's next command, ("nothing", None) after the timeout, ("gone", 0.0) if it has died."""
+    """Return the supervisor's next command.
+
+    Returns ("nothing", None) after the timeout, ("gone", 0.0) if the supervisor has died.
+    """
     try:
         return supervisor.recv() if supervisor.poll(timeout_s) else ("nothing", None)
     except (EOFError, OSError):

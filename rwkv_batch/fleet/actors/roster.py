@@ -97,7 +97,10 @@ _PLACE_S = 5.0
 
 class Roster:
     def __init__(self, plan: ClusterPlan, log_config: LogConfig) -> None:
-        """Raises StartupError if the cluster cannot be joined, RayError if its head does not answer."""
+        """Join the cluster.
+
+        Raises StartupError if that fails, RayError if the cluster's head does not answer.
+        """
         self._plan = plan
         self._log_config = log_config
         self._ray = join(plan.cluster)
@@ -305,7 +308,7 @@ class Roster:
         self._to_restart.extend(one for one in names if one not in self._to_restart)
 
     def _restart_next(self) -> None:
-        """Drain the next engine to restart, once all other placeable engines are ready."""
+        """Drain the next engine to restart. Does so once all other placeable engines are ready."""
         busy = (ModelStatus.UNLOADING, ModelStatus.LOADING)
         placed = [info for name, info in self._engines.items() if name not in self._directory.unplaceable]
         if not self._to_restart or any(info.status in busy for info in placed):

@@ -123,7 +123,7 @@ class StagedArrays:
             self._used[self._ring_index].record(self._streams[0])
 
     def mark_used(self) -> None:
-        """Record that the step that reads the arrays is launched on all devices, in order."""
+        """Record that the step is launched on all devices, in order. The step reads the arrays."""
         if self._awaits_use:
             self._used[self._ring_index].record(self._streams[-1])
             self._awaits_use = False
@@ -179,7 +179,7 @@ class GraphStage:
         return both[0], both[1]
 
     def run(self, replay: Callable[[], None], tokens: int, before: GraphStage | None) -> None:
-        """Replay a graph over this many tokens after the previous stage, without waiting."""
+        """Replay a graph over this many tokens after the previous stage. Does not wait."""
         if self._link is not None and before is not None:
             assert before._output is not None and self._input is not None
             size = 2 * tokens * self.stage.width

@@ -42,7 +42,7 @@ Values = Sequence[int] | Array
 
 @runtime_checkable
 class DeviceSampler(Protocol):
-    """A sampler that runs entirely on the device, so that a graph can capture it."""
+    """A sampler that runs entirely on the device. So a graph can capture it."""
 
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """Sample one token per row: logits [B, V] fp32, req_slots [B] int32, out [B] int64."""
@@ -228,7 +228,7 @@ class DecodeGraphs:
         return self._captured[key]
 
     def fill_padding(self, size: int, adapters: bool = False) -> None:
-        """Stage a step of padding rows only, for the capture of a graph."""
+        """Stage a step of padding rows only, for a graph's capture."""
         self._fill(size, dict.fromkeys(self._padding, ()), adapters=() if adapters else None)
 
     def _fill(

@@ -66,7 +66,7 @@ def max_decode_rows(stages: int) -> int:
 
 
 def min_gathered_prefill_tokens(stages: int) -> int:
-    """Return how many prompt tokens are enough to read them in every round.
+    """Return how many prompt tokens suffice to read them in every round.
 
     stages: those that work at the same time.
     """

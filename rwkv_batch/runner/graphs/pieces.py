@@ -1,8 +1,9 @@
-"""Steps in pieces of a few layers, so that the host can launch a prefill between two pieces.
+"""Steps in pieces of a few layers.
 
-For one stage on one GPU. Each piece of a decode step is a graph. Pieces pass activations on in memory of their own.
-Rows, tokens and logits are those of `DecodeGraphs`, so no other decode graph may run between two pieces. Short prompts
-have piece graphs too (`prefill.py`). All other steps are launched kernel by kernel.
+For one stage on one GPU. The host can launch a prefill between two pieces. Each piece of a decode step is a graph.
+Pieces pass activations on in memory of their own. Rows, tokens and logits are those of `DecodeGraphs`, so no other
+decode graph may run between two pieces. Short prompts have piece graphs too (`prefill.py`). All other steps are
+launched kernel by kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All graphs of an engine's steps, the fallback without them, and the split of a step's rows into launches.
+"""All graphs of an engine's steps, and the fallback without them.
 
-Graphs need the cuda kernels on every stage and a sampler that can be captured. Without graphs, or after a failed
-capture, steps are launched kernel by kernel. Nothing here waits for a device.
+Also splits a step's rows into launches. Graphs need the cuda kernels on every stage and a sampler that can be captured.
+Without graphs, or after a failed capture, steps are launched kernel by kernel. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -147,7 +147,10 @@ class StepGraphs:
         return self.decode if fits else None
 
     def mixed_size(self, decoding: int, reading: int, tokens: int) -> MixedSize | None:
-        """Return the graph for these decode rows, and prompts of this many rows and tokens; None if none fits."""
+        """Return the graph for this many rows and prompt tokens.
+
+        decoding, reading: numbers of decode rows and of prompts' rows. Returns None if no graph fits.
+        """
         return None if self.mixed is None else self.mixed.size_for(decoding, reading, tokens)
 
     def logits_of_prompts(self, inputs: StepInputs, between: Callable[[], None] | None) -> Tensor | None:
@@ -239,7 +242,7 @@ class LaunchGroups:
         return [row for row in mixtures if not row.uses_device_token]
 
     def mixed_size(self, decoding: list[ScheduledRow], reading: list[ScheduledRow]) -> MixedSize | None:
-        """Return the graph that fits both kinds of rows, if they may share one."""
+        """Return the graph that fits both kinds of rows. None if they may not share one."""
         if self._graphs.mixed is None or any(row.sequence.members for row in decoding):
             return None
         if self._inputs.adapters_of([row.sequence for row in (*decoding, *reading)]) is not None:
