@@ -1,4 +1,7 @@
-"""Sampling by its definition in numpy and fp64, with full sorts and dicts of counts: what samplers are held to."""
+"""Sampling by its definition in numpy and fp64.
+
+It uses full sorts and dicts of counts. The samplers are tested against it.
+"""
 
 from __future__ import annotations
 

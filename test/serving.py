@@ -32,9 +32,9 @@ _used_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """Return a free port outside the ephemeral range, so that no client connection takes it.
+    """Return a free port outside the ephemeral range.
 
-    No other test gets it, in any of pytest's workers.
+    So no client connection takes it. No other test gets it, in any of pytest's workers.
     """
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -61,7 +61,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
 
 
 def sse_data(text: str) -> list[Any]:
-    """Return the values of a stream's events, without heartbeats and the final [DONE]."""
+    """Return the values of a stream's events. Heartbeats and the final [DONE] are left out."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]", text
     return [json.loads(event) for event in events[:-1]]
@@ -162,7 +162,10 @@ class Service:
         return {"engine": processes["engine"]["pid"], **workers}
 
     def processes(self) -> dict[str, Any]:
-        """Return the processes of /status, without a lost worker that is still listed with its replacement."""
+        """Return the processes of /status, with each worker once.
+
+        It waits while a lost worker is still listed with its replacement.
+        """
 
         def list_processes() -> dict[str, Any] | None:
             processes: dict[str, Any] = self.status()["processes"]

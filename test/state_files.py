@@ -9,13 +9,16 @@ from torch import Tensor
 
 
 def random_state(seed: int, layers: int = 3, width: int = 128, scale: float = 0.5) -> Tensor:
-    """Return [layers, H, 64 (value), 64 (key)] fp32, large enough to change a random model's output."""
+    """Return a random state [layers, H, 64 (value), 64 (key)] fp32.
+
+    It is large enough to change a random model's output.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(layers, width // 64, 64, 64, generator=generator) * scale
 
 
 def state_tensors(wkv: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a state file from `wkv` [layers, H, 64, 64]."""
+    """Return a state file's tensors from `wkv` [layers, H, 64, 64]."""
     return {f"blocks.{i}.att.time_state": layer.clone() for i, layer in enumerate(wkv)}
 
 

@@ -60,7 +60,7 @@ def trees() -> tuple[tuple[Path, ast.Module], ...]:
 
 @cache
 def exceptions() -> frozenset[str]:
-    """Return the names of built-in exceptions and of exception classes in this project."""
+    """Return the names of built-in exceptions and this project's exception classes."""
     found = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}
     classes = [node for _, tree in trees() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     while more := {c.name for c in classes if {ast.unparse(base) for base in c.bases} & found} - found:
@@ -69,7 +69,7 @@ def exceptions() -> frozenset[str]:
 
 
 def public_functions() -> Iterator[Documented]:
-    """Yield public functions and methods of public classes, with __init__ and __call__, without getters."""
+    """Yield public functions and methods of public classes. __init__ and __call__ are included, getters are not."""
 
     def enter(file: Path, node: ast.AST, owner: ast.ClassDef | None) -> Iterator[Documented]:
         for child in ast.iter_child_nodes(node):

@@ -139,7 +139,7 @@ def test_examples_run_as_printed(document: str, request: pytest.FixtureRequest) 
 
 
 def assert_same_fields(shown: Any, answered: Any) -> None:
-    """Fail unless the answer has the fields that the document shows, with values of the same type."""
+    """Fail unless the answer has the fields that the document shows. Their values must be of the same type."""
     assert isinstance(answered, float if isinstance(shown, float) else type(shown)), (shown, answered)
     if isinstance(shown, dict):
         for name, value in shown.items():

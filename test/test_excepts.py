@@ -12,7 +12,7 @@ MAX_HANDLERS = 31
 
 
 def broad_handlers() -> dict[str, str]:
-    """Return place -> source line of broad handlers that do not raise the exception again."""
+    """Return place -> source line of broad handlers that do not re-raise."""
     found = {}
     for file in source_files():
         text = file.read_text(encoding="utf-8")

@@ -144,7 +144,7 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
 
 @cache
 def imported(file: Path) -> frozenset[str]:
-    """Return the dotted names that a file imports, also inside functions and for type checkers."""
+    """Return the dotted names that a file imports. Imports in functions and for type checkers are included."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -158,7 +158,7 @@ def imported(file: Path) -> frozenset[str]:
 
 @cache
 def known_modules() -> frozenset[str]:
-    """Return the dotted names of all modules of the product and of bench."""
+    """Return the dotted names of all product and bench modules."""
     return frozenset(name for package in (*FLOORS, "bench") for name, _ in modules(package))
 
 

@@ -48,7 +48,7 @@ VALUES, NAMES = "10 values in lists and objects", "4 lists, objects and names in
     ],
 )
 def test_a_body_may_have_exactly_the_limits(small_limits: None, body: Any, what: str) -> None:
-    """Of 4 token ids and 6 other values, and 4 lists, objects and names."""
+    """The limits are 4 token ids and 6 other values. Lists, objects and names share a limit of 4."""
     json_body.check_num_values(body(0).encode(), 4)
     info = error_of(json_body.check_num_values, body(1).encode(), 4)
     assert info.kind is ErrorKind.BODY_TOO_LARGE

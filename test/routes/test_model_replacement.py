@@ -175,7 +175,7 @@ def test_a_request_may_choose_wkv_state_and_kernels(tmp_path: Path) -> None:
 
 
 def test_an_unloaded_model_is_unknown_before_its_engine_stops(tmp_path: Path) -> None:
-    """Otherwise a request in between would get the answer that the model is loading."""
+    """Otherwise requests in between would get the answer "is being loaded"."""
     machine, seen = Machine(tmp_path, "", small=READY), list[object]()
     machine.other.stop = lambda: seen.append(machine.models.find("small"))  # type: ignore[method-assign]
     machine.models.update(machine.registered[:1])

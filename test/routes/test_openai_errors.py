@@ -1,4 +1,7 @@
-"""Every OpenAI route fails as OpenAI's own package expects, with and without a stream, at both base URLs."""
+"""Every OpenAI route fails as OpenAI's own package expects.
+
+This holds with and without a stream, at both base URLs.
+"""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def test_streamed_log_probabilities_are_the_same(client: OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("extra", [{}, {"enable_think": True}])
 def test_log_probabilities_are_of_the_content(client: OpenAI, extra: dict[str, Any], stream: bool) -> None:
-    """Also where a stop cuts a token or the tokens are a thought."""
+    """Also where a stop cuts a token or tokens are a thought."""
 
     def answered(**fields: Any) -> tuple[str, list[str]]:
         fields = {"seed": 5, "logprobs": True, "max_tokens": 32, "stream": stream, "extra_body": extra, **fields}

@@ -1,8 +1,8 @@
-"""Abuses of the protocol, generated from a seed, while other clients send normal requests.
+"""Abuses of the protocol, while other clients send normal requests.
 
-The other clients' answers never change. Without nginx, Robyn aborts a worker at some abuses: its answers may be cut
-off, but are never wrong and never a 5xx. With nginx, they notice nothing. RWKV_LONG_TESTS=1 runs 2,000 of each kind and
-measures the longest gap.
+The abuses are generated from a seed. The other clients' answers never change. Without nginx, Robyn aborts a worker at
+some abuses: its answers may be cut off, but are never wrong and never a 5xx. With nginx, they notice nothing.
+RWKV_LONG_TESTS=1 runs 2,000 of each kind and measures the longest gap.
 """
 
 from __future__ import annotations

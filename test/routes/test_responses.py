@@ -49,7 +49,7 @@ def client(service: Service) -> Iterator[OpenAI]:
 
 @pytest.fixture(scope="module")
 def echo_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a service that answers the text in the user's message."""
+    """A client of a service that answers the user message's text."""
     flags = ("--http-workers", "1")
     running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
@@ -198,7 +198,7 @@ def test_a_call_cut_by_a_stop_is_incomplete(client: OpenAI, stop: str, item: tup
     ],
 )
 def test_only_a_cut_item_is_incomplete(echo_client: OpenAI, said: str, status: str, items: list[str]) -> None:
-    """The unfinished opening of a call after it, which is left out, does not count."""
+    """The unfinished opening of a call after it does not count. It is left out."""
     fields: dict[str, Any] = {"model": MODEL, "input": f"say {said}", "tools": TOOLS}
     last = list(echo_client.responses.create(**fields, stream=True))[-1]
     for answer in (last.response, echo_client.responses.create(**fields)):

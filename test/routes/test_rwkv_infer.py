@@ -90,7 +90,7 @@ def generate(service: Service, model: str, **fields: Any) -> str:
 
 
 def run(service: Service, command: str) -> Any:
-    """Run a command as printed, except for the address and the admin password. Return its answer."""
+    """Run a command as printed, except for address and admin password. Return its answer."""
     words = shlex.split(command.replace(PRINTED, service.url))
     shown = [*words, "-sS", "-H", "Authorization: " + ADMIN["Authorization"]]
     return json.loads(subprocess.run(shown, capture_output=True, check=True, timeout=300).stdout)

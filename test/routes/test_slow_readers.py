@@ -29,7 +29,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def start_reading(service: Service, client: str) -> socket.socket:
-    """Return a client with this address that has read only the beginning of its answer."""
+    """Return a client that has read only the beginning of its answer. Its address is `client`."""
     connection = socket.create_connection(("127.0.0.1", service.port), REQUEST_TIMEOUT_S, (client, 0))
     connection.sendall(f"GET {PATH} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     assert connection.recv(12) == b"HTTP/1.1 200"

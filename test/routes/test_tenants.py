@@ -197,7 +197,7 @@ def test_a_key_learns_nothing_from_cached_prefixes(clients: Clients) -> None:
 
 
 def translated_rows(service: Service) -> list[int]:
-    """Return the rows that each translation sent to the engine, from the access log."""
+    """Return the number of rows that each translation sent to the engine. The numbers are from the access log."""
     lines = [json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{")]
     return [line.get("rows", 0) for line in lines if line.get("route") == "/translate/v1/batch-translate"]
 

@@ -1,4 +1,4 @@
-"""Error messages for texts that are not an allowed name or do not match a pattern."""
+"""Error messages for texts that are not an allowed name. Also for texts that do not match a pattern."""
 
 from __future__ import annotations
 

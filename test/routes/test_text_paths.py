@@ -93,7 +93,7 @@ def thoughts(text: str) -> None:
 
 
 def answers(text: str) -> None:
-    """Decode the engine's bytes in small pieces, as text and as OpenAI's tokens."""
+    """Decode the engine's bytes in small pieces, as text and OpenAI's tokens."""
     from routes.openai.logprobs import LogprobArrays
     from routes.response.event_stream import RowDecoder
     from rwkv_batch.request import TokenLogprob
@@ -108,7 +108,7 @@ def answers(text: str) -> None:
 
 
 def bodies(text: str) -> None:
-    """Parse a body with the text, a body that is the text, and the errors of both."""
+    """Parse a body with the text, and one that is the text. Also build the errors of both."""
     import json
 
     from routes.openai.request import ChatBody
@@ -160,7 +160,7 @@ def test_time_is_linear_in_the_text(path: Callable[[str], None]) -> None:
 
 
 def test_time_is_linear_in_the_reasoning() -> None:
-    """Text copied again with every piece is cheap per letter, so use fewer but longer texts."""
+    """Use fewer but longer texts. Text copied again with every piece is cheap per letter."""
     names = ["spaces", "half tags"]
     cost = run_bounded(all_texts, thoughts, names, 3)
     assert cost.result == names, f"killed: exit code {cost.exit_code}"

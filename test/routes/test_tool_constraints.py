@@ -55,7 +55,7 @@ def compiler() -> GrammarCompiler:
 
 
 def accepted_part(compiler: GrammarCompiler, text: str, offered: ToolSet, **fields: Any) -> str:
-    """Return the part of a text that the grammar accepts, with "|" where it may end."""
+    """Return the part of a text that the grammar accepts. A "|" follows if the text may end there."""
     constraint = tool_call_constraint(offered, **{"is_open": False, "thinks": False, **fields})
     state = compiler.compile(constraint).templates[0].deep_copy()
     ids = [token for letter in text.encode() for token in TOKENIZER.encode_bytes(bytes([letter]))]

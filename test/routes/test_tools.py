@@ -312,7 +312,10 @@ def test_arguments_that_are_not_json_stay_unchanged() -> None:
 
 @pytest.fixture(scope="module")
 def echo_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a service that answers with the last user message, without "say", for any max_tokens."""
+    """A client of a service that answers with the last user message.
+
+    The answer is without "say", for any max_tokens.
+    """
     running = Service(
         tmp_path_factory.mktemp("fake"), "--http-workers", "1", program="test/fake_app.py", PYTHONPATH="."
     )

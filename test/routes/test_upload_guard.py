@@ -56,7 +56,7 @@ def test_a_body_without_end_is_cut_off(tmp_path: Path, framing: str) -> None:
 
 @pytest.fixture(scope="module")
 def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service whose key holders may send 80 MiB on a connection, others 16."""
+    """A service whose key holders may send 80 MiB on a connection. Others may send 16 MiB."""
     flags = ("--http-workers", "1", "--password", "s3cret", "--max-body-mb", "64", "--max-state-mb", "8")
     running = Service(tmp_path_factory.mktemp("direct"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:

@@ -94,7 +94,7 @@ def check_samples(sampler: Sampler, oracles: list[OracleRow], logits: Tensor, st
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_every_token_equals_the_definition(make: Make, vocab: int) -> None:
-    """All mixes of top_k and top_p with all kinds of logits, in one batch."""
+    """One batch has all mixes of top_k, top_p and kinds of logits."""
     top_ks = (0, 2, 50, 600, vocab - 1, vocab, 10**9)
     cuts = list(itertools.product(top_ks if vocab < 65536 else (0, 50, 20000), (1.0, 0.9, 0.6, 1e-6)))
     kinds = list(kinds_of_logits(vocab).values())
@@ -218,7 +218,7 @@ def test_on_equal_scores_the_lower_id_wins(make: Make) -> None:
 
 
 def test_a_token_just_below_top_p_is_kept(make: Make) -> None:
-    """The first of two equal tokens has half of the mass, which is below 0.5003."""
+    """The first of two equal tokens has half of the mass. That is below 0.5003."""
     rows = [SamplingParams(seed=seed, top_p=0.5003) for seed in range(64)]
     logits = torch.full((64, 50), -math.inf)
     logits[:, [7, 30]] = 1.0

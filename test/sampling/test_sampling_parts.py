@@ -1,4 +1,4 @@
-"""Philox against its published vectors, the registry, and the tables of request slots."""
+"""Philox against its published vectors, the registry, and the request slots' tables."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_masses_are_summed_in_fp64() -> None:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_logprobs_of_a_row_are_the_same_in_any_batch(count: int) -> None:
-    """torch splits the sum of a single row between threads, but not sums of several rows."""
+    """torch splits the sum of a single row between threads. It does not split sums of several rows."""
     logits = torch.randn(64, 65536, generator=torch.Generator().manual_seed(0)) * 5
     targets = torch.arange(64) * 1000
     together = target_logprobs(logits.clone(), targets, count)

@@ -1,4 +1,4 @@
-"""Schemas that llguidance would enforce too loosely, and grammars that match no text."""
+"""Schemas that llguidance enforces too loosely, and grammars that match no text."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class CheckedStateManager(StateManager):
         self._world = world
 
     def prepare(self, sequence: Sequence) -> None:
-        """A row starts from its whole history, or a true prefix of its prompt."""
+        """A row starts from its whole history or a true prompt prefix."""
         super().prepare(sequence)
         lease, device, began = sequence.lease, self._world.device, self._world.beginning(sequence.request)
         if lease is not None:

@@ -107,7 +107,7 @@ class Clients:
                 self._import()
 
     def _crowd(self) -> None:
-        """While the store hangs, let sessions talk that are on disk, and some that are in memory."""
+        """Let sessions on disk, and some in memory, talk. The store hangs meanwhile."""
         faults = self._world.faults
         if not faults.quiet and self._world.tasks.now >= faults.hangs_until:
             faults.hang(30.0)

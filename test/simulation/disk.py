@@ -48,7 +48,7 @@ class Disk:
             self._synced_log = _read(self._log)
 
     def restore(self, has_lost_power: bool) -> None:
-        """Leave the files of `stop`, without what a power loss loses or tears. No connection may be open."""
+        """Restore the files of `stop`. After a power loss, parts are lost or torn. No connection may be open."""
         database, log = self._files
         if has_lost_power:
             log = log[:WAL_HEADER_BYTES] + self._torn(self._synced_log, log)[WAL_HEADER_BYTES:]
@@ -57,7 +57,7 @@ class Disk:
         self._log.write_bytes(log)
 
     def _torn(self, old: bytes, new: bytes) -> bytes:
-        """Return a file of which the disk has some of the changes from `old` to `new`."""
+        """Return a file with some of the changes from `old` to `new`. The disk does not have the others."""
         rng = self._rng
         if old == new or rng.random() < 0.2:
             return new

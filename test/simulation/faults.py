@@ -142,7 +142,7 @@ class Faults:
     """no further faults"""
 
     def step(self) -> None:
-        """Perhaps start a disk failure, set the clock, or let the store hang. Called once per step."""
+        """Perhaps start a disk failure, set the clock or hang the store. Called once per step."""
         if not self.quiet:
             self.tasks.set_clock(self.more, self.settings.clock)
         if not self.quiet and self.more.random() < self.settings.hang:
@@ -222,7 +222,7 @@ class _Row:
 
 
 def connection_class(tasks: Tasks, faults: Faults, product: type[sqlite3.Connection]) -> type[sqlite3.Connection]:
-    """Return a connection class whose statements yield to other threads and may fail."""
+    """Return a connection class whose statements yield to other threads. They may also fail."""
 
     class Connection(product):  # type: ignore[misc, valid-type]
         is_open = False

@@ -258,7 +258,7 @@ class FleetClients:
                 self._turn_ended(request, last)
 
     def _check_row(self, request: Request, row: int, text: bytes, finish: Any) -> None:
-        """Check that a row's text is that of its prompt and seed, whatever engines ran it."""
+        """Check that a row's text follows from its prompt and seed. It does not matter which engines ran it."""
         spec, i = request.rows[row]
         began = Beginning((self._world.numbers[spec.state] if spec.state else 0,))
         answer = predict(History(spec.prompt, began), spec, i)

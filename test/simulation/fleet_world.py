@@ -1,4 +1,4 @@
-"""A world of two engines, two HTTP workers and the network between them; everything from one seed."""
+"""A world of two engines, two HTTP workers and their network. Everything is from one seed."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class FleetWorld:
             self.network.stall(rng.choice((0.3, 5.0)))
 
     def run(self, steps: int) -> None:
-        """Run traffic, then check that everything is answered, paid for and found again."""
+        """Run traffic. Then check that everything is answered, paid for and found again."""
         self.start(0)
         joins_at = self.rng.randrange(steps // 2)
         if self.rng.random() < 0.5:

@@ -44,7 +44,7 @@ class HeadOfLine:
 
 
 def _could_start(lease: Any, tiers: Any) -> bool:
-    """Return whether a waiting turn's state is in memory, and a slot is free for it."""
+    """Return whether a waiting turn could start. Then its state is in memory, and a slot is free for it."""
     source = lease.source
     if lease.state is not LeaseState.WAITING or source is None:
         return False
@@ -148,7 +148,7 @@ def _check_slots(engine: Engine, pool: Any) -> None:
 
 
 def _unsettled(pool: Any) -> int:
-    """Slots that a turn of a deleted session may hold until its end is reported."""
+    """Return how many slots a deleted session's turn may hold. It may hold them until its end is reported."""
     return 1 if pool.pending else 0
 
 

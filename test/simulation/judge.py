@@ -1,4 +1,4 @@
-"""Checks each answer, refusal and error of a world's clients against the world's knowledge."""
+"""Checks each answer, refusal and error of a world's clients. It compares them with the world's knowledge."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Judge:
         return own is not None and any(own.is_missing(request) for request, _ in submission.rows)
 
     def _is_other(self, submission: Submission) -> bool:
-        """Return whether a turn names another initial state than its session's, or too many members."""
+        """Return whether a turn names another initial state than its session's. Also true for too many members."""
         own, request = self._world.own, submission.rows[0][0]
         if own is None:
             return False
@@ -147,7 +147,7 @@ class Judge:
         return predict(before + (request.session.resume_prompt if before else request.prompt), request)
 
     def check_part(self, submission: Submission, row: int, request: GenerateRequest, i: int) -> None:
-        """Check that a row's text so far is a prefix of its answer."""
+        """Check that a row's answer starts with its text so far."""
         answer = self._answer(submission, row, request, i)
         text = submission.texts.get(row, b"")
         right = not text if answer is None else answer.raw.startswith(text)
@@ -203,7 +203,10 @@ class Judge:
         demand(fine.get(error.kind, False), f"{submission.job.job_id} failed without a reason: {error}")
 
     def _shares_failed_read(self, at: float, name: str) -> bool:
-        """Return whether a turn sent at `at` waited for a read of its session that had met a fault before."""
+        """Return whether a turn waited for a failed read of its session.
+
+        The turn was sent at `at`. The read had met a fault before.
+        """
         began, ended = self._world.failed_reads.get(name, (0.0, -1.0))
         return ended >= at and self._world.faults.since(began, "read", "thread")
 

@@ -45,7 +45,7 @@ class Gone:
 
 @dataclass
 class Ledger:
-    """Histories by name and by the pool's session object, because a name may be used again."""
+    """Histories by name and by the pool's session object. A name may be used again, so it is not enough."""
 
     lazy: bool
     now: Callable[[], float]
@@ -79,7 +79,7 @@ class Ledger:
         return History() if session is None else self.of.get(session, History())
 
     def began_as(self, session_id: str) -> list[Beginning]:
-        """Return the initial states of all of a session's histories, including turns in flight."""
+        """Return the initial states of all of a session's histories. Those of turns in flight are included."""
         past = [history for key, known in self.past.items() if key.session_id == session_id for history in known]
         coming = [turn.before for turn in self.turns.values() if turn.session.key.session_id == session_id]
         return [history.began for history in [*past, *coming]]
@@ -128,7 +128,7 @@ class Ledger:
             turn.safely_gone = turn.gone
 
     def carried(self, state: int, replay: list[int]) -> list[History]:
-        """Return exported histories that a file with this state and tokens may contain."""
+        """Return the exported histories that a file may contain. The file has this state and these tokens."""
         return [history for history in self.files if fold(state, replay, history.began.mark) == history.stored]
 
     def imported(self, carried: list[History], num_tokens: int) -> History:
@@ -200,7 +200,10 @@ class Ledger:
         return expected + self.unsure.get(key, [])
 
     def _beginnings(self, key: SessionKey) -> list[History]:
-        """Return a name's history and the shorter ones that a crash may leave with durability "lazy" on."""
+        """Return a name's history, and shorter ones that a crash may leave.
+
+        It leaves these with durability "lazy" on.
+        """
         known = self.by_key.get(key)
         if known is None:
             return []

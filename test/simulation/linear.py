@@ -1,4 +1,7 @@
-"""The histories that a session may have, given its requests and their answers: one linear order must explain all."""
+"""Histories that a session may have, given its requests and their answers.
+
+One linear order must explain all.
+"""
 
 from __future__ import annotations
 

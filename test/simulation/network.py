@@ -74,7 +74,7 @@ class Pipe:
             self._ends_at = self._network.tasks.now + late_s
 
     def cut(self, late_s: float) -> None:
-        """Lose a part of what is on its way and everything after it."""
+        """Lose part of the data on its way and everything after it."""
         self.is_cut = True
         kept = self._network.rng.randint(0, self._size)
         pieces, self._pieces, self._size = self._pieces, deque(), 0

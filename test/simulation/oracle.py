@@ -1,4 +1,4 @@
-"""Predicts a row's answer from its history, prompt and seed, without the engine's output code."""
+"""Predicts a row's answer from its history, prompt and seed. It does not use the engine's output code."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _tokens_until(sampled: list[int], end: int) -> list[int]:
 
 
 def prompt_of(request: GenerateRequest, i: int) -> list[int]:
-    """Return the tokens that row `i` of a request reads before it samples."""
+    """Return the tokens that a request's row `i` reads before it samples."""
     return request.prompt + request.candidates[i] if request.candidates else request.prompt
 
 

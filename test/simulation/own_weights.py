@@ -27,7 +27,7 @@ LAST = "xy"
 
 
 class OwnWeights:
-    """Loads them into the pool, as --state and requests do, and adds their names to requests."""
+    """Loads the weights into the pool, as --state and requests do. Adds their names to requests."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
         self._world = world
@@ -120,13 +120,16 @@ class OwnWeights:
         return self._shared_slots[_number(name)] if name else 0
 
     def is_missing(self, request: GenerateRequest) -> bool:
-        """Return whether it names a state or an adapter that is not loaded."""
+        """Return whether it names a state or adapter that is not loaded."""
         pool: Any = self._world.pool
         states = {name for name, _ in request.mixture} | {request.state}
         return bool(states - {"", *pool.tuned.names} or {request.adapter} - {"", *pool.adapters._by_name})
 
     def is_other(self, request: GenerateRequest, known: Iterable[Beginning]) -> bool:
-        """Return whether one of a session's histories has another initial state than the request."""
+        """Return whether an initial state of `known` differs from the request's.
+
+        `known` is from a session's histories.
+        """
         submission = self.beginning(request)
         return any(began != submission for began in known)
 

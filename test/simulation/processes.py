@@ -34,7 +34,10 @@ NUM_WORKERS = 2
 
 
 def shared_connection_class(tasks: Tasks, product: type[sqlite3.Connection]) -> type[sqlite3.Connection]:
-    """Return a connection class whose statements yield to other tasks, also while another process has the lock."""
+    """Return a connection class whose statements yield to other tasks.
+
+    They also yield while another process has the lock.
+    """
 
     class Connection(product):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: Any, timeout: float, **options: Any) -> None:
@@ -81,7 +84,7 @@ class SharedLock:
 
 
 class _OrderedSet(dict[Any, None]):
-    """A set in the order of its additions, so that a world is the same every time."""
+    """A set in the order of its additions. It makes a world the same every time."""
 
     def add(self, value: Any) -> None:
         self[value] = None

@@ -37,7 +37,7 @@ FLEET_WORLDS = 4
 
 @contextlib.contextmanager
 def cooperative(world_of: Any, tasks: Tasks) -> Iterator[None]:
-    """Replace the product's threads by tasks, and its clock and disk by the world's."""
+    """Replace the product's threads by tasks. Replace its clock and disk by the world's."""
     parts = Primitives(tasks)
     patches = {
         id(threading): PatchedModule(threading, **parts.threading),

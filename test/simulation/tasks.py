@@ -100,7 +100,7 @@ class Tasks:
             self.main.switch()
 
     def _end_soon(self) -> None:
-        """Let a task that ends take locks, but not go on for ever."""
+        """Let a task that ends take locks, but not run for ever."""
         self._last_waits += 1
         if self._last_waits > MAX_LAST_WAITS:
             raise greenlet.GreenletExit

@@ -140,7 +140,10 @@ class World:
         self.disk.sync()
 
     def crash(self) -> None:
-        """kill -9 at any point of the threads, or a power loss, then a new process."""
+        """Kill the process or lose the power, then start a new process.
+
+        The `kill -9` is at any point of the threads.
+        """
         has_lost_power = self.tasks.has_stopped
         self.counts["power losses" if has_lost_power else "crashes"] += 1
         self.faults.met("crash")
@@ -181,7 +184,7 @@ class World:
     # Steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run one step of the engine and a random part of the other threads."""
+        """Run one engine step and a random part of the other threads."""
         self.counts["steps"] += 1
         self.faults.step()
         self.tasks.now += self.rng.choice((0.001, 0.003, 0.02, 0.1))
@@ -206,7 +209,7 @@ class World:
         return worked
 
     def run(self, steps: int) -> None:
-        """Run `steps` steps of traffic, then check that everything is answered, stored and found again."""
+        """Run `steps` steps of traffic. Then check that everything is answered, stored and found again."""
         self.open()
         if self.settings.is_crowded:
             self.clients.fill()
@@ -256,7 +259,7 @@ class World:
         self.is_checking = False
 
     def _state(self, key: SessionKey) -> int:
-        """Return the state that a next turn would start from, with its replay applied. The session does not change."""
+        """Return the state that a next turn would start from. Its replay is applied. The session does not change."""
         session = self.pool._index.get(key)
         mixture = session.origin if session is not None and is_mixture(session.origin) else None
         lease = self.pool.turns.checkout(key.session_id, None if key.dialogue < 0 else key.dialogue, mixture=mixture)
@@ -279,7 +282,7 @@ class World:
         return PLAIN if self.own is None else self.own.beginning(request)
 
     def expired(self, sessions: list[Session], ttl: float) -> None:
-        """Check that no turn used these sessions for the TTL, whatever the clock says."""
+        """Check that no turn used these sessions for the TTL. It does not matter what the clock says."""
         for session in sessions:
             unused_s = self.tasks.now - self.ledger.used.get(session.key, -math.inf)
             demand(unused_s >= ttl - 0.001, f"{session.key} expires {unused_s} s after its last use, the TTL is {ttl}")

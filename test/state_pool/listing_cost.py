@@ -1,7 +1,8 @@
-"""Cost of a list, a prefix delete and /status on the engine thread, by the number of stored sessions.
+"""Cost of lists, prefix deletes and /status on the engine thread.
 
-`measure` counts the lines of Python that the engine thread runs in each call (`lines_of`). This number has no noise. It
-must not grow with the sessions, because decoding waits for each line.
+The cost is measured by the number of stored sessions. `measure` counts the lines of Python that the engine thread runs
+in each call (`lines_of`). This number has no noise. It must not grow with the sessions, because decoding waits for each
+line.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ PARTS = {"stage0.wkv": ("float16", (64,))}
 
 
 def lines_of(act: Callable[[], Any]) -> int:
-    """Return the lines of Python that the calling thread runs in `act`, without other threads and garbage
-    collection.
+    """Return how many Python lines the calling thread runs in `act`.
+
+    Lines of other threads and of garbage collection are left out.
     """
     count = 0
 
@@ -65,7 +67,10 @@ def open_pool(folder: Path, sessions: int) -> StatePool:
 
 
 def measure_call(pool: StatePool, act: Callable[[Callable[[Any], None]], None]) -> dict[str, float]:
-    """Return the engine thread's lines and milliseconds for a call with its callback; `act` gets the callback."""
+    """Return the engine thread's lines and milliseconds for a call.
+
+    Those of the call's callback are included. `act` gets the callback.
+    """
     results: list[Any] = []
     started = time.perf_counter()
     lines = lines_of(lambda: act(results.append))
@@ -104,6 +109,6 @@ def void(value: object) -> None: ...
 
 
 def growth(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:
-    """For each call, return the ratio of lines with many sessions to lines with few."""
+    """Return the factor by which each call's lines grow. It compares many sessions with few."""
     calls = [name for name, part in few.items() if isinstance(part, dict)]
     return {name: round(many[name]["engine_lines"] / few[name]["engine_lines"], 3) for name in calls}

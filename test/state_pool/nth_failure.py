@@ -1,4 +1,6 @@
-"""A process in which each file call of a script over the pool fails once: `python -m test.state_pool.nth_failure`.
+"""A process in which each file call of a script fails once.
+
+The script uses the pool. Start the process with `python -m test.state_pool.nth_failure`.
 
 Arguments: folder, durability, first number, step, most numbers, calls that fail, synchronous. Prints a line of JSON per
 violation, and a last line with the numbers that were tried.

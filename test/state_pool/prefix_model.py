@@ -108,7 +108,7 @@ class Prompts:
         assert not self.pool.prefixes._in_progress, "a prefix is awaited that nobody computes"
 
     def check(self) -> None:
-        """Check that the states of rows and entries match their tokens, on every tier."""
+        """Check that the states of rows and entries match their tokens. It covers every tier."""
         memory = self.driver.arena.memory
         for row in self.rows:
             read = ZERO_SLOT if row.hit is None else row.hit.slot

@@ -1,4 +1,4 @@
-"""Stored sessions in a closed database, and helpers to inspect and damage them."""
+"""Stored sessions in a closed database. Helpers inspect and damage them."""
 
 from __future__ import annotations
 

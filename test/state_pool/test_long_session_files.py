@@ -17,7 +17,7 @@ LONG = [number % 65_536 for number in range(300_000)]
 
 
 def test_a_long_replay_is_read_in_pieces_as_in_one() -> None:
-    """The first format's checksum and the file's text are those of one json.dumps."""
+    """The file's text and first-format checksum are those of one json.dumps."""
     file = SessionFile("model-a", len(LONG), LONG, {}, {})
     data = file.encode()
     header, _ = split(data)

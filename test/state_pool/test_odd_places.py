@@ -1,4 +1,4 @@
-"""A database on a network file system, a clock that was set back, and sessions with 2^31 tokens."""
+"""A database on a network file system, and a clock set back. Also sessions with 2^31 tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_clock_that_was_set_back_by_a_day_expires_nothing_used(
     clock: Clock,  # noqa: F811
     shared: bool,
 ) -> None:
-    """Neither while it is back, nor when it is right again, nor after a start then."""
+    """Neither while it is back, nor when it is right again. Also not after a start then."""
     driver = opened(tmp_path, TTL_S, shared)
     driver.turn("earlier", [1])
     clock.wall -= DAY_S

@@ -1,4 +1,4 @@
-"""Events during a copy, a load, a write, or a turn that waits for its log."""
+"""Events during a copy, a load or a write. Also while a turn waits for its log."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_least_recently_used_state_is_evicted_first(tmp_path: Path, session_firs
 
 
 def test_prompt_does_not_wait_for_prefix_of_its_own_length(tmp_path: Path) -> None:
-    """It would leave no token to compute, so it would be no hit."""
+    """It would leave no token to compute, so it is no hit."""
     prompts = Prompts(tmp_path)
     head = head_of(1)
     prompts.pool.prefixes.observe([*head, 1])
@@ -304,7 +304,9 @@ def test_loaded_session_can_be_evicted(tmp_path: Path) -> None:
 
 
 def failed_import(driver: Driver, monkeypatch: pytest.MonkeyPatch, *, stores_state: bool) -> Lease:
-    """Import a session while the disk refuses all writes, except the state if `stores_state`, and all deletes.
+    """Import a session while the disk refuses all writes and deletes.
+
+    It accepts only the state's write, and only if `stores_state`.
 
     Returns the lease of a turn that waited for the import.
     """

@@ -270,7 +270,7 @@ def test_delete_during_upload_wins(engines: Engines, tmp_path: Path, monkeypatch
 def test_delete_during_commit_keeps_the_object_until_it_is_stored(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash in between would leave a session without its state, although its delete was not acknowledged."""
+    """A crash in between would leave a session without its state. Yet its delete was not acknowledged."""
     one, commits, resumed = engines(), threading.Event(), threading.Event()
     writer = one.pool._store.writer  # type: ignore[union-attr]
     commit, deleted = writer._commit, []
@@ -352,7 +352,7 @@ def test_object_replaced_during_fetch_is_read_again(
 
 
 def replace_object(tmp_path: Path, store: CheckpointStore, location: ObjectLocation) -> None:
-    """Replace the object as another engine would that stores the same session's state."""
+    """Replace the object as another engine would. That engine stores the same session's state."""
     data, state, key = store.get(location.stored.key), location.state + 1, f"{location.stored.key}-later"
     stored = StoredObject(key, checksum_pieces([data], state, location.session))
     store.put(key, data)

@@ -125,7 +125,7 @@ def test_a_killed_service_and_a_moved_database_are_no_copies(
 
 
 def test_a_broken_copy_is_refused(tmp_path: Path) -> None:
-    """Pages of different times, as in a copy of a file that is being written."""
+    """The copy has pages of different times. This happens if the file is written meanwhile."""
     driver = reopen(tmp_path)
     write_turns(driver)
     driver.settle()
@@ -198,7 +198,7 @@ def test_a_new_database_has_an_application_id(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_named_while_migrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite says "disk I/O error" if it cannot extend its index on a full disk."""
+    """SQLite says "disk I/O error" if it cannot extend its index. Here the cause is a full disk."""
     from state_pool.disk import database
 
     unpack(1, tmp_path)

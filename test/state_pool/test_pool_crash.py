@@ -28,7 +28,7 @@ RANDOM_KILLS = 6
 
 
 class Ledger:
-    """The journals of killed processes, and the histories that the database may have."""
+    """The journals of killed processes, and the histories the database may have."""
 
     def __init__(self, folder: Path, durability: str) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class Ledger:
         return known, tried, deleting
 
     def check(self) -> None:
-        """Open the database as the next process would, and compare it with the journal."""
+        """Open the database as the next process would. Compare it with the journal."""
         with contextlib.closing(sqlite3.connect(self.folder / "sessions.db")) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
         acknowledged, tried, deleting = self.read_journal()
@@ -119,7 +119,7 @@ def test_killed_at_every_named_point(tmp_path: Path, durability: str) -> None:
 
 @pytest.mark.parametrize("durability", ["log", "turn"])
 def test_killed_between_an_object_and_its_row(tmp_path: Path, durability: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after the upload, before the row's commit, and before the old object's delete."""
+    """Before and after the upload, and before the row's commit. Also before the old object's delete."""
     (tmp_path / "objects").mkdir()
     ledger = Ledger(tmp_path, durability)
     for seed, point in enumerate(("before_checkpoint", "within_checkpoint", "before_commit", "after_checkpoint")):

@@ -98,7 +98,7 @@ def session(**fields: Any) -> Any:
 
 @pytest.mark.parametrize("use", ["slot", "host", "busy", "loading", "moving", "unlogged"])
 def test_sessions_in_use_stay_in_the_index(monkeypatch: pytest.MonkeyPatch, use: str) -> None:
-    """The oldest of the others leave it, as many as are too many."""
+    """The oldest of the others leave it. As many leave as are too many."""
     monkeypatch.setattr(deletes, "_MAX_IDLE_SESSIONS", 2)
     world = World()
     used, idle = session(**{use: 1}), [session() for _ in range(4)]

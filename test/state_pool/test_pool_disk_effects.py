@@ -32,7 +32,7 @@ from test.state_pool.test_pool_effects import chunks
 
 
 def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store the state of "s" in many chunks and call `then` on the writer thread at one of them."""
+    """Store the state of "s" in many chunks. Call `then` on the writer thread at one of them."""
     writer, put = get_store(driver).writer, statements.put_chunk
     row = get_session(driver, "s").row_id
 
@@ -49,7 +49,7 @@ def half_written(driver: Driver, then: Callable[[Writer, int], None], at: int, m
 
 
 def interrupt(writer: Writer) -> None:
-    """End the transaction of a partly written state, as a waiting job would."""
+    """End a partly written state's transaction, as a waiting job would."""
     row = SessionRow(900 + len(writer._small_jobs), SessionKey("other"), None, 1, 1, 0.0, 0.0)
     writer._small_jobs.append((Append(row, [1]), Outcome()))
 
@@ -87,7 +87,7 @@ def test_chunks_of_state_deleted_during_write_are_collected(
 
 
 def test_delete_before_the_last_chunk_fails_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reported once, as a failure, although the state's row existed for a moment."""
+    """It is reported once, as a failure. Yet the state's row existed for a moment."""
     driver = opened(tmp_path)
     driver.turn("s", [1])
     driver.settle()

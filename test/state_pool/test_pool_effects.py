@@ -79,7 +79,7 @@ def test_chunks_of_a_failed_state_are_collected(tmp_path: Path, monkeypatch: pyt
 
 
 def test_older_state_does_not_repair_a_broken_log(tmp_path: Path) -> None:
-    """With "lazy", an unlogged turn is covered only by a state after it."""
+    """With "lazy", only a later state covers an unlogged turn."""
     driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     driver.turn("s", [1])
     driver.settle()
@@ -186,7 +186,7 @@ def test_least_recently_used_session_is_evicted_first(tmp_path: Path) -> None:
 
 
 def test_turn_is_committed_between_chunks_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn that comes during the write of a large state is committed between two chunks."""
+    """A turn may come during the write of a large state. It is committed between two chunks."""
     driver = opened(tmp_path)
     writer = get_store(driver).writer
     order: list[str] = []

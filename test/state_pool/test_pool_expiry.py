@@ -127,7 +127,7 @@ def test_a_clock_that_is_set_back_and_forth_deletes_nothing_early(clock: Clock) 
 def test_sessions_of_a_clock_that_was_set_back_do_not_expire_early_after_a_restart(
     tmp_path: Path, clock: Clock, shared: bool, is_noticed: bool
 ) -> None:
-    """By the times in the database, the later sessions are older than those of the clock before."""
+    """By the times in the database, the later sessions are older. The others have times of the clock before."""
     driver = opened(tmp_path, TTL_S, shared)
     for number in range(4):
         driver.turn(f"earlier-{number}", [1])

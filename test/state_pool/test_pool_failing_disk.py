@@ -149,7 +149,7 @@ def test_failed_checkpoints_are_retried_once_a_second(tmp_path: Path, monkeypatc
 
 
 def test_a_full_real_disk(tmp_path: Path) -> None:
-    """The same on a file system of 2 MB, if this machine can mount one."""
+    """The same on a file system of 2 MB. Skipped if this machine cannot mount one."""
     mount = tmp_path / "small"
     mount.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)], capture_output=True)
@@ -256,7 +256,10 @@ def log_turn(driver: Driver, name: str, tokens: list[int]) -> Exception | None:
 
 @pytest.mark.parametrize("durability", ["log", "lazy"])
 def test_turns_kept_by_tokens_are_stored_after_a_refused_write(tmp_path: Path, durability: str) -> None:
-    """A turn without a state in memory is acknowledged once its tokens are logged, also with "lazy"."""
+    """A turn without a state in memory needs only logged tokens.
+
+    It is acknowledged once they are logged, also with "lazy".
+    """
     driver = reopen(tmp_path, durability=durability)
     assert log_turn(driver, "mixed", [1]) is None
     driver.settle()

@@ -1,4 +1,4 @@
-"""Lists of sessions, prefix deletes and /status are correct on all tiers and do not scan all sessions."""
+"""Lists of sessions, prefix deletes and /status are correct on all tiers. They do not scan all sessions."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class LazyMachine(PoolMachine):
 
 
 class TightMachine(PoolMachine):
-    """The same with very few slots, and one session and one prefix per tier."""
+    """The same with very few slots. Each tier holds one session and one prefix."""
 
     limits: ClassVar[dict[str, int]] = {
         "num_slots": 8,
@@ -379,7 +379,7 @@ TestPrefixes.settings = settings(_SETTINGS, max_examples=90, stateful_step_count
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
-    """1,000 sessions, 4 in slots and 8 in host memory, with random forks, cancels, deletes and restarts."""
+    """1,000 sessions, 4 in slots and 8 in host memory. Forks, cancels, deletes and restarts are random."""
     rng = random.Random(7)
     world = World(durability, delay=2)
     for step in range(3000):

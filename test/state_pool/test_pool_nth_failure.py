@@ -32,7 +32,9 @@ def test_every_nth_file_call_fails(tmp_path: Path, durability: str, count: int) 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_a_disk_that_is_full_at_a_sync(tmp_path: Path, durability: str) -> None:
-    """Writes succeed and syncs fail from the Nth on, as on file systems that find room late.
+    """Writes succeed, and syncs fail from the Nth on.
+
+    This happens on file systems that find room late.
 
     With `--synchronous FULL`, no turn is acknowledged meanwhile, unless it is kept in memory only (lazy).
     """

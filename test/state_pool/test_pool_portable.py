@@ -172,7 +172,7 @@ def test_refused_exports_and_imports(tmp_path: Path) -> None:
 )
 def test_nan_and_infinity_are_refused(dtype: str, kind: type | None) -> None:
     def file(*numbers: float) -> bytes:
-        """Return a complete file, with a valid checksum and a part of these numbers."""
+        """Return a complete file with a valid checksum. One part has these numbers."""
         if kind is None:
             data = (np.array(numbers, np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
         else:

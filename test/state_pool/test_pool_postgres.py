@@ -121,7 +121,7 @@ def test_migration_has_no_timeout(tmp_path: Path, postgres: Server, monkeypatch:
 
 
 def test_slow_statement_runs_at_most_once(postgres: Server) -> None:
-    """With a silent server, and with a server that ignores the statement timeout."""
+    """With a silent server, and one that ignores the statement timeout."""
     address = parse_server_address(postgres.database())
     connection, other = adapter.Connection(address), adapter.Connection(address)
     with other.without_timeouts():
@@ -327,7 +327,7 @@ class LosesConnectionOnRead(adapter.Connection):
 def test_load_waits_for_a_restarted_server(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, reconnects: bool
 ) -> None:
-    """Loads wait as long as turns do, and then fail with the same error."""
+    """Loads wait as long as turns do. Then they fail with the same error."""
     monkeypatch.setattr(adapter, "Connection", LosesConnectionOnRead)
     monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 60.0 if reconnects else 0.5)
     address = server.database()

@@ -191,7 +191,7 @@ def cache(prompts: Prompts, number: int) -> None:
 
 
 def test_promoted_prefix_is_not_trimmed_meanwhile(tmp_path: Path) -> None:
-    """No slot is free, so the other prefix must move to host memory, which has room for one."""
+    """No slot is free, so the other prefix moves to host memory. That has room for one."""
     prompts = Prompts(tmp_path, prefix_cache_slots=1, prefix_cache_l2=1)
     held: list[int] = []
     cache(prompts, 1)
@@ -248,7 +248,7 @@ def test_common_bytes(one: list[int], other: list[int]) -> None:
 
 @pytest.mark.parametrize("num_tokens", [33, 200])
 def test_prompt_history_stays_within_its_memory(num_tokens: int) -> None:
-    """Also for short prompts with different beginnings, where the overhead exceeds the token ids."""
+    """Also for short prompts with different beginnings. There the overhead exceeds the token ids."""
     limit = 1 << 20
     tracemalloc.start()
     try:

@@ -114,7 +114,7 @@ Driver(FakeArena(words=4096), config_in(Path(sys.argv[1])))
 
 
 def test_a_read_only_file_is_refused_at_start(tmp_path: Path) -> None:
-    """Runs in a process that is not root, since root can write everything."""
+    """Runs in a process that is not root. As root it could write everything."""
     write_three(tmp_path)
     for path in [*tmp_path.iterdir(), tmp_path]:
         path.chmod(0o555 if path.is_dir() else 0o444)
@@ -143,7 +143,7 @@ driver.pool.close()
 
 @pytest.mark.parametrize("way", ["symbolic link", "hard link", "deleted lock"])
 def test_a_second_process_is_refused_by_any_name(tmp_path: Path, way: str) -> None:
-    """The lock is on the file, so another name or a deleted `.lock` leads to the same lock."""
+    """The lock is on the file. So another name or a deleted `.lock` leads to the same lock."""
     driver = reopen(tmp_path)
     driver.turn("a", [ord("a"), 1])
     file, other = tmp_path / "sessions.db", tmp_path / "elsewhere" / "other.db"
@@ -184,7 +184,7 @@ def test_a_database_is_opened_through_a_symbolic_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_rows_of_another_process_are_not_replaced(tmp_path: Path, durability: str) -> None:
-    """Another program ignores the lock and takes the row numbers that this service will use."""
+    """Another program ignores the lock. It takes the row numbers that this service will use."""
     driver = reopen(tmp_path, durability=durability, checkpoint_tokens=1)
     with raw(tmp_path) as connection:
         for row in range(1, 4):
@@ -205,7 +205,7 @@ def test_rows_of_another_process_are_not_replaced(tmp_path: Path, durability: st
 
 
 def test_the_file_of_another_owner_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log may belong to another user, for example to root after a start as root."""
+    """The log may belong to another user. An example is root, after a start as root."""
     write_three(tmp_path)
     log = tmp_path / "sessions.db-wal"
     log.touch(0o600)

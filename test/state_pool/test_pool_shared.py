@@ -177,7 +177,7 @@ def test_failed_release_is_retried(engines: Engines, monkeypatch: pytest.MonkeyP
 
 
 class Acquiring:
-    """Fails the answers to a driver's next acquisitions, with or without running them."""
+    """Fails the answers to a driver's next acquisitions. An acquisition that fails runs only if `is_run`."""
 
     def __init__(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failures: list[Exception] = []
@@ -226,7 +226,7 @@ def test_a_turn_fails_where_the_database_does_not_answer(engines: Engines, monke
 
 
 def test_a_session_acquired_without_an_answer_is_released(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its engine does not know that it holds the session, so no other engine may wait for a turn of it."""
+    """Its engine does not know that it holds the session. So no other engine may have to wait for a turn of it."""
     one, two = engines("one"), engines("two")
     acquiring = Acquiring(one, monkeypatch)
     monkeypatch.setattr(acquisition, "DATABASE_TIMEOUT_S", 0.0)

@@ -1,4 +1,4 @@
-"""Many more sessions than memory holds, and a disk that is slow for states: turns run from the log."""
+"""Many more sessions than memory holds, and a disk slow for states. Turns run from the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test.pool_integrity import integrity_faults
 
 
 def small_pool(folder: Path, **changes: object) -> Driver:
-    """Open a pool with two sessions in slots and two in host memory."""
+    """Open a pool that holds two sessions in slots. Host memory holds two more."""
     limits: dict[str, object] = {"l1_sessions": 2, "l2_sessions": 2, "transfer_states": 2}
     return Driver(FakeArena(num_slots=10, delay=1), config_in(folder, **(limits | changes)))
 

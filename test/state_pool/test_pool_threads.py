@@ -24,7 +24,7 @@ def dies(*arguments: object) -> None:
 
 
 def lost(driver: Driver, what: str) -> None:
-    """Check that the pool reports the dead thread at each poll and can still be closed."""
+    """Check that the pool reports the dead thread at each poll. Also check that it can still be closed."""
     with pytest.raises(PoolLost, match=f"{what} has died .*a fault of the program"):
         driver.until(lambda: False)
     assert what in (driver.pool.failure or "")
@@ -78,7 +78,7 @@ def test_unreadable_session_fails_alone(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Cut:
-    """A connection that is lost `times` times within a transaction and reconnects at the next one."""
+    """A connection that is lost `times` times within a transaction. It reconnects at the next one."""
 
     def __init__(self, connection: Connection, times: int) -> None:
         self.connection, self.times, self.is_closed = connection, times, False
@@ -99,7 +99,7 @@ class Cut:
 
 
 def with_cuts(tmp_path: Path, times: int) -> Driver:
-    """Open a pool with a stored session "a", whose reader loses its connection `times` times."""
+    """Open a pool with a stored session "a". The pool's reader loses its connection `times` times."""
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("a", [1])
     driver.turn("b", [2])

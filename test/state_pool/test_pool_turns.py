@@ -1,4 +1,4 @@
-"""What a turn refuses and reports, with its exact words, and what it holds until its end."""
+"""What a turn refuses and reports, with its exact words. Also what it holds until its end."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def check_states(driver: Driver, schema: int) -> None:
 
 
 def test_every_earlier_schema_has_a_database() -> None:
-    """Run `upgrades/make_database.py` with the last version of a schema before the next migration is released."""
+    """Run `upgrades/make_database.py` with the last version of a schema. Do so before the next migration's release."""
     assert list(range(1, SCHEMA_VERSION)) == [schema for schema in SCHEMAS if schema < SCHEMA_VERSION]
 
 
@@ -213,7 +213,7 @@ def test_sessions_of_another_model_are_reported(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_session_rebuilt_for_another_model_can_return(tmp_path: Path) -> None:
-    """Its log is kept from then on, though states of the new model cover it."""
+    """Its log is kept from then on. This holds though states of the new model cover it."""
     driver = as_model(tmp_path, "a", retain_tokens=-1)
     driver.turn("s", [1, 2])
     driver.pool.close()

@@ -57,7 +57,7 @@ def _watch(page: Page, troubles: list[str], service: Service) -> None:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Opener]:
-    """Open the page of a service in a new profile, and check its record afterwards."""
+    """Open the page of a service in a new profile. Check its record afterwards."""
     troubles: list[str] = []
     with contextlib.ExitStack() as opened:
 

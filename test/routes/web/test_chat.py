@@ -24,7 +24,7 @@ def say(page: Page, text: str) -> None:
 
 
 def answers(page: Page, turns: int) -> list[str]:
-    """Return the visible answers when the tree has this many turns and none is growing."""
+    """Return the visible answers. First wait until the tree has `turns` turns and none of them is growing."""
     expect(page.locator(".tree .node")).to_have_count(1 + turns)
     expect(page.locator("#send")).to_be_visible()
     return page.locator(".turn .markdown").all_inner_texts()

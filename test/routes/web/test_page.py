@@ -157,7 +157,7 @@ def heap_bytes(page: Page) -> int:
 
 
 def dropped_characters(page: Page) -> int:
-    """Return the number of characters that the page has dropped from an answer."""
+    """Return the number of characters that the page dropped from an answer."""
     reported = page.get_by_text("characters are no longer shown").inner_text()
     return int(re.sub(r"\D", "", reported))
 

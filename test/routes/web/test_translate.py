@@ -70,7 +70,7 @@ FILES_KEY = {
 
 
 def write_book(path: Path) -> None:
-    """Write an EPUB of one chapter with the parts that matter for translation."""
+    """Write a one-chapter EPUB with the parts that matter for translation."""
     chapter = (
         '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>Good <i>morning</i></h1><p>How are you?</p></body></html>'
     )

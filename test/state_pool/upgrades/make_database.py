@@ -1,4 +1,6 @@
-"""Make a session database and an exported session with the version of the program in the working directory.
+"""Make a session database and an exported session.
+
+The program's version is the one in the working directory.
 
 `python -P .../make_database.py SCHEMA FOLDER` in a checkout of that version writes `schema-SCHEMA.db.gz` and
 `session-SCHEMA.safetensors`. `test_upgrades.py` opens them with this version. Both are kept: a released file never
