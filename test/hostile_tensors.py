@@ -43,7 +43,7 @@ def _tensor(shape: bytes, strides: bytes, offset: bytes = b"K\x00") -> bytes:
 
 
 def _nested_tuple(depth: int) -> bytes:
-    """Return code for a tuple of two references to a tuple of two references ...: its hash takes 2^depth steps."""
+    """Return code for nested tuples whose hash takes 2^depth steps. Each tuple has two references to the next one."""
     return b")" + b"".join(b"q%c" % i + b"h%c" % i + b"\x86" for i in range(depth))
 
 

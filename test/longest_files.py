@@ -1,4 +1,4 @@
-"""The order in which test files go to pytest's workers, those that are slow, and those that share a worker."""
+"""The order in which test files go to pytest's workers. Also the slow files, and those that share a worker."""
 
 from __future__ import annotations
 

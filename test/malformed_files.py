@@ -1,4 +1,4 @@
-"""Malformed session files as an attacker would write them, some with valid checksums."""
+"""Malformed session files as an attacker would write them. Some have valid checksums."""
 
 from __future__ import annotations
 

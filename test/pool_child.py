@@ -53,7 +53,7 @@ class Worker:
         self.acks = 0
 
     def write_journal(self, *entry: Any) -> None:
-        """Write one line in one write, so that a kill leaves it whole or absent."""
+        """Write one line in one write. A kill then leaves it whole or absent."""
         os.write(self.journal, (json.dumps(entry) + "\n").encode())
 
     def run(self, turns: int) -> None:

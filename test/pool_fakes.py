@@ -1,4 +1,4 @@
-"""A fake arena in host memory, and a driver that plays the engine, for tests of the state pool."""
+"""A fake arena in host memory, for tests of the state pool. Also a driver that plays the engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FakeArena:
     memory: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        """Fill all slots but the zero state with a pattern that must never be read."""
+        """Fill all slots but the zero state with a pattern. It must never be read."""
         self.layout = self.layout or {"a.wkv": ("int32", (self.words - 4,)), "a.shift": ("int32", (4,))}
         self.memory = np.full((self.num_slots, self.words), 0xDEADBEEF, dtype=np.uint32)
         self.memory[ZERO_SLOT] = 0
@@ -89,7 +89,7 @@ class FakeArena:
         return FakeCopy(host, self.delay, finish)
 
     def load(self, slot: int, host: FakeHost) -> FakeCopy:
-        """Copy a state in at once, since the device orders later reads after it."""
+        """Copy a state in at once. The device orders later reads after the copy."""
         self.loads += 1
         self.memory[slot] = np.frombuffer(host.data["a.wkv"] + host.data["a.shift"], dtype=np.uint32)
         return FakeCopy(host, self.delay)
@@ -143,7 +143,7 @@ class Outcome:
 
 
 class Driver(PoolDriver):
-    """Plays the engine over a pool and a fake arena, with one or several turns."""
+    """Plays the engine over a pool and a fake arena. Runs one or several turns."""
 
     def __init__(self, arena: FakeArena, config: PoolConfig) -> None:
         super().__init__(arena, config)
@@ -209,7 +209,7 @@ def get_session(driver: Driver, name: str, dialogue: int = -1) -> Session:
 
 @contextmanager
 def idle_writer(driver: Driver) -> Iterator[None]:
-    """Keep the writer thread idle, so that its connection is free for the test."""
+    """Keep the writer thread idle. Its connection is then free for the test."""
     changed = get_store(driver).writer._changed
     while True:
         with changed:

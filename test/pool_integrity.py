@@ -57,7 +57,10 @@ def ref_counts(slots: Slots) -> dict[int, int]:
 
 
 def _prefix_faults(cache: PrefixCache) -> list[str]:
-    """Return entries on no tier or two, unreachable or duplicate entries, and unsorted buckets."""
+    """Return the faults of a prefix cache.
+
+    Faults are entries on no tier or two, unreachable or duplicate entries, and unsorted buckets.
+    """
     known = [entry for bucket in cache._buckets.values() for entry in bucket]
     faults: list[str] = []
     if sorted(map(id, known)) != sorted(map(id, [*cache._l1, *cache._l2])):

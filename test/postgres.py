@@ -71,7 +71,7 @@ class Server:
         return self._process is not None
 
     def kill(self) -> None:
-        """Kill all its processes at once, like a power loss that spares the disk."""
+        """Kill all its processes at once. This is like a power loss that spares the disk."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait(60)

@@ -1,5 +1,6 @@
-"""Runs a function in a process of its own that may use only so much processor time and memory.
+"""Runs a function in a process of its own with limited resources.
 
+The limits are on processor time and memory.
 Processor time and peak memory are what the function itself costs, however busy the machine is.
 """
 

@@ -1,4 +1,4 @@
-"""2 to 4 rows of fp8 weights on Hopper's tensor cores (csrc/skinny/hopper_few.cu), against fp32."""
+"""2 to 4 rows times fp8 weights on Hopper's tensor cores. Compares csrc/skinny/hopper_few.cu with fp32."""
 
 from __future__ import annotations
 

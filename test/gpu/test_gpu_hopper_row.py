@@ -66,7 +66,7 @@ def test_any_inputs(format_: Format, n: int, k: int, inputs: str) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("format_", WEIGHT_ONLY)
 def test_nan_and_infinity_are_kept(format_: Format, value: float) -> None:
-    """A comparison with NaN is false, so it may not count as zero."""
+    """NaN may not count as zero. A comparison with NaN is false."""
     map_, _ = linear(format_, 96, 768)
     x = normal(1, 768)
     x[0, 300] = value
@@ -172,7 +172,7 @@ def test_value_in_the_launch_of_the_key(format_: Format, width: int, ffn: int, p
 
 @pytest.mark.parametrize("format_", [Format.INT4, Format.INT8])
 def test_sums_begin_with_zeros(format_: Format) -> None:
-    """The sums of an aborted step are not in the next channel mix."""
+    """An aborted step's sums are not in the next channel mix."""
     width = 1024
     consumer, _ = linear(format_, 4 * width, width)
     ops = ops_of(width)

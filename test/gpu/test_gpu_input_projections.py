@@ -1,4 +1,4 @@
-"""Input projections of a time mix in one launch on a GPU equal separate launches to the bit."""
+"""Input projections of a time mix in one launch on a GPU. They equal separate launches to the bit."""
 
 from __future__ import annotations
 

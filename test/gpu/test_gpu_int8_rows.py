@@ -86,7 +86,7 @@ def same(a: QuantisedRows, b: QuantisedRows, kept: Tensor | slice = slice(None))
 
 
 def spoilt(x: QuantisedRows, kept: Tensor) -> QuantisedRows:
-    """Return the inputs with other content in the rows that are not kept."""
+    """Return the inputs with other content in the rows not kept."""
     assert x.scales is not None
     codes, scales = x.codes.clone(), x.scales.clone()
     codes[~kept] = 0x31
@@ -96,7 +96,7 @@ def spoilt(x: QuantisedRows, kept: Tensor) -> QuantisedRows:
 
 @pytest.mark.parametrize("lengths", [[1] * 5, [1] * 9, [1] * 21, [1] * 64, [40], [3, 1, 30]], ids=str)
 def test_two_byte_inputs_equal_the_fp16_inputs(stage: Stage, lengths: list[int]) -> None:
-    """To the bit those that a separate kernel makes of the fp16 inputs that adapters read."""
+    """A separate kernel makes the same bits from the fp16 inputs. Adapters read the fp16 inputs."""
     layer = stage.layers[1]
     assert isinstance(layer, CudaLayer)
     for prologue, count in ((layer.time_mix_prologue, 3), (layer.channel_mix_prologue, 1)):
@@ -119,7 +119,7 @@ def test_two_byte_inputs_equal_the_fp16_inputs(stage: Stage, lengths: list[int])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("index", [0, 1])
 def test_input_projections(stage: Stage, rows: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits with the low ranks in the launch or not, at each call, for any other rows."""
+    """The same bits with or without the low ranks in the launch. Also at each call, and for any other rows."""
     layer = stage.layers[index]
     assert isinstance(layer, CudaLayer)
     kept = torch.arange(rows, device=GPU) % 3 == 0
@@ -189,7 +189,7 @@ def test_products(stage: Stage, name: str, rows: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("n, k", [(4096, 16384), (1056, 4096), (768, 3072)])
 @pytest.mark.parametrize("rows", [1, *ROWS])
 def test_transposed_value(stage: Stage, rows: int, n: int, k: int) -> None:
-    """Equal to the row-major matrix to the bit, at each call, for any content of the other rows."""
+    """Equal to the row-major matrix to the bit. Also at each call, and for any content of the other rows."""
     stored = quantise(torch.randn(n, k, device=GPU) / k**0.5, Format.INT8)
     value, output_major = CudaQuantValue(stored), CudaQuantLinear(stored)
     assert value.num_bytes == output_major.num_bytes, "it is held once"

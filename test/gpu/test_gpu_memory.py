@@ -81,7 +81,10 @@ def test_loading_takes_the_memory_of_the_weights(weights: Weights) -> None:
 
 @torch.inference_mode()
 def idle_after_steps() -> tuple[dict[str, int], dict[str, int]]:
-    """Print the unused bytes in the pools of other streams and of graphs, after eager and graphed steps."""
+    """Return unused bytes per pool after eager and graphed steps.
+
+    The first result has the pools of other streams, the second those of graphs.
+    """
     stage = make_stage(make_weights())
     stage.allocate_slots(ROWS + 2)
     graphs = DecodeGraphs(make_graph_stages([stage], ROWS, 2), ROWS)

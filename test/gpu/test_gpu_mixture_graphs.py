@@ -1,4 +1,4 @@
-"""Mixtures of tuned states on a GPU, in graphs and with other rows; older versions of the model."""
+"""Tuned-state mixtures on a GPU, in graphs and with other rows. Also older versions of the model."""
 
 from __future__ import annotations
 

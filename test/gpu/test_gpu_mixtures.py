@@ -1,4 +1,7 @@
-"""Mixtures of tuned states and scored prompts on a GPU, with rows in graphs, against a CPU in fp32. (-m gpu)"""
+"""Mixtures of tuned states and scored prompts on a GPU.
+
+Compares them with a CPU in fp32. Some rows are in graphs. (-m gpu)
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def test_mixed_logits_are_those_of_the_cpu(
 
 
 def mixed_batch() -> list[GenerateRequest]:
-    """Return mixtures among rows with tuned states and plain rows, which decode in graphs."""
+    """Return mixtures among plain rows and rows with tuned states. They decode in graphs."""
     rows: list[GenerateRequest] = []
     for i in range(60):
         kind: dict[str, Any] = {"mixture": MIXES[i % 3]} if i % 3 == 0 else {"state": (*NAMES, "")[i % 3]}

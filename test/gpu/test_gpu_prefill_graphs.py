@@ -1,4 +1,4 @@
-"""Graphs of short prompts on a GPU against the same forwards launched kernel by kernel."""
+"""Graphs of short prompts on a GPU. Compares them with the same forwards launched kernel by kernel."""
 
 from __future__ import annotations
 

@@ -56,7 +56,10 @@ def skip_where_missing(rows: int) -> None:
 
 
 def sparse_product(hidden: Tensor, transposed: Tensor) -> Tensor:
-    """Return hidden [B <= 8, F] @ transposed [F, C] by the sparse kernel, with a poisoned work space."""
+    """Return hidden @ transposed by the sparse kernel.
+
+    hidden: [B <= 8, F]; transposed: [F, C]. The kernel gets a poisoned work space.
+    """
     rows, (ffn, width) = len(hidden), transposed.shape
     y = torch.full((rows, width), torch.nan, device=GPU, dtype=torch.float16)
     partial = torch.full((-(-ffn // SPARSE_BLOCK_INPUTS) * rows * width,), torch.nan, device=GPU)

@@ -1,4 +1,4 @@
-"""Products and layers of quantised weights on a GPU, against the dequantised weights."""
+"""Products and layers of quantised weights on a GPU. Compares them with the dequantised weights."""
 
 from __future__ import annotations
 

@@ -63,18 +63,18 @@ def normal(*size: int) -> Tensor:
 
 
 def poison_free_memory(count: int) -> None:
-    """Leave NaN in the memory that torch reuses for outputs, so that unwritten elements are noticed."""
+    """Leave NaN in the memory that torch reuses for outputs. Tests then notice unwritten elements."""
     torch.full((count,), torch.nan, device=GPU, dtype=torch.float16)
 
 
 def in_two_parts(x: Tensor) -> Tensor:
-    """Return x [T, C] fp16 as two parts [T, 2, C] e5m2 whose sum, first + second / 8, is near x."""
+    """Return x [T, C] fp16 as two parts [T, 2, C] e5m2. Their sum, first + second / 8, is near x."""
     first = x.to(torch.float8_e5m2)
     return torch.stack([first, ((x - first.half()) * 8).to(torch.float8_e5m2)], dim=1)
 
 
 def mix(stage: Stage, prologue: Prologue, lengths: list[int], as_fp16: bool) -> tuple[Tensor | QuantisedMix, Tensor]:
-    """Return shift_mix's inputs of linear maps and its new shifts, for random rows that are the same at each call.
+    """Return shift_mix's inputs of linear maps and its new shifts. The rows are random and the same at each call.
 
     as_fp16: in fp16, as rows with adapters need them; else quantised
     """

@@ -168,7 +168,7 @@ def test_flashinfer_filters_like_the_definition() -> None:
     ],
 )
 def test_a_run_without_sampling_is_counted_like_the_definition(name: str) -> None:
-    """Runs of many lengths between samples of all kinds of rows, with repeated and biased tokens."""
+    """Runs of many lengths between samples of all kinds of rows. The runs have repeated and biased tokens."""
     params = mixed(60)
     sampler, naive = made(name, params), made("naive", params)
     sample = torch.Generator().manual_seed(5)

@@ -1,4 +1,4 @@
-"""Whole steps with quantised weights of several widths, at the row counts where kernels change."""
+"""Whole steps with quantised weights of several widths. The row counts are those where kernels change."""
 
 from __future__ import annotations
 

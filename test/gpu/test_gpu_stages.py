@@ -1,4 +1,4 @@
-"""Four stages on two GPUs, with random delays, equal one stage to the bit."""
+"""Four stages on two GPUs equal one stage to the bit. The stages run with random delays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model() -> Path:
 
 @pytest.fixture
 def lags(monkeypatch: pytest.MonkeyPatch) -> random.Random:
-    """Delay the streams around sends and receives, and overwrite a source after it was sent."""
+    """Delay the streams around sends and receives. Also overwrite a source after it was sent."""
     dice = random.Random(7)
     send, receive = Link.send, Link.receive
 
@@ -147,7 +147,7 @@ def test_delayed_stages_sample_the_tokens_of_one_stage(
 
 @pytest.mark.usefixtures("lags")
 def test_four_delayed_stages_give_the_text_of_one(model: Path) -> None:
-    """Rows that arrive while others decode, prompts longer than a graph holds, cancels in flight."""
+    """New rows during decoding, long prompts, and cancels in flight. The prompts are longer than a graph holds."""
     rows = [
         *translations(20),
         *[make_request("English: hello\n\nChinese:" * 60, max_tokens=6)] * 3,

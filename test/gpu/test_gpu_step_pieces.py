@@ -1,4 +1,4 @@
-"""Decode steps launched in pieces on a GPU equal whole steps, with prefill between the pieces."""
+"""Decode steps launched in pieces on a GPU equal whole steps. Prefill runs between the pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots copied between a GPU and pinned memory, piece by piece of each layer."""
+"""Slots are copied between a GPU and pinned memory. Each layer is copied piece by piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters, tuned states, experts, mixtures and grammars in one batch on a GPU."""
+"""Adapters, tuned states, experts, mixtures and grammars in one GPU batch."""
 
 from __future__ import annotations
 

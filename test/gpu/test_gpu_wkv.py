@@ -113,7 +113,7 @@ SIGNS = torch.tensor([1.0, -1.0, -1.0, 1.0]).repeat(WIDTH // 4)
 @pytest.mark.parametrize("rate", [20.0, -20.0, SIGNS.roll(1) * 20], ids=["a 1", "a 0", "a mixed"])
 @pytest.mark.parametrize("keys", ["any", "large", "alike", "same", "none"])
 def test_extremes(decay: float | Tensor, rate: float | Tensor, keys: str) -> None:
-    """Extreme decays and in-context learning rates, and keys of any size and similarity."""
+    """Extreme decays and in-context learning rates. The keys have any size and similarity."""
     layer = make_layer(
         w0=decay if isinstance(decay, float) else decay.to(GPU), a0=rate if isinstance(rate, float) else rate.to(GPU)
     )
@@ -159,7 +159,7 @@ def test_any_batch_same_bits() -> None:
 
 @pytest.mark.parametrize("cut", [CHUNK, 10 * CHUNK])
 def test_cut_between_chunks_same_bits(cut: int) -> None:
-    """With fp32 states, a prompt in two steps equals one step, if it is cut between the kernel's chunks."""
+    """With fp32 states, a prompt in two steps equals one step. The cut must be between the kernel's chunks."""
     layer, length = make_layer(), 300
     parts, first = make_parts(length)
     whole = torch.zeros(2, 8, 64, 64, device=GPU)

@@ -101,10 +101,11 @@ _begun: dict[Path, list[Future[list[Compiled]]]] = {}
 
 @contextmanager
 def compiling(sources: Iterable[Path]) -> Iterator[None]:
-    """Sources are compiled from now on, in this order, one run of nvcc more at once than there are cores.
+    """Compile the sources from now on, in this order.
 
-    Each alone would leave cores idle at its end, and most of those for Hopper are a single run. Pytest's other workers
-    want the cores too: with fewer runs this would be the last file to end.
+    With n cores, n + 1 runs of nvcc are active. Each source alone would leave cores idle at its end, and most of those
+    for Hopper are a single run. Pytest's other workers want the cores too: with fewer runs this would be the last file
+    to end.
     """
     with ThreadPoolExecutor(cores() + 1) as pool:
         _begun.update({source: cuda_check.begin(source, archs_of(source), pool) for source in sources})

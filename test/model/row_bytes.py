@@ -9,7 +9,10 @@ LARGEST = 32639
 
 
 def bytes_of(halves: Tensor, group: int = 128) -> tuple[Tensor, Tensor]:
-    """Quantise fp16 [rows, k] to bytes [rows, 2, k] int8 and scales [k / group, pitch, 2] fp32."""
+    """Quantise fp16 [rows, k] to bytes and their scales.
+
+    Bytes: [rows, 2, k] int8. Scales: [k / group, pitch, 2] fp32.
+    """
     rows = len(halves)
     grouped = halves.float().unflatten(1, (-1, group))
     largest = grouped.abs().amax(2, keepdim=True)
@@ -45,7 +48,7 @@ def assert_stands_for(found: Tensor, scales: Tensor, halves: Tensor) -> None:
 
 
 def assert_items_fit(found: Tensor, scales: Tensor) -> None:
-    """Assert the sum of 128 * integer per group next to each scale. A group's largest integer is 32639."""
+    """Assert each group's sum of 128 * integer next to its scale. A group's largest integer is 32639."""
     rows, numbers = len(found), numbers_of(found, scales)
     added = -128 * scales[:, :rows, 0].double() * numbers.sum(2).T
     torch.testing.assert_close(scales[:, :rows, 1].double(), added, rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""Hopper's products of halves with weights of 8 and 4 bits, their kernels run thread by thread on the CPU."""
+"""Hopper's products of halves with weights of 8 and 4 bits. The CPU runs the kernels thread by thread."""
 
 from __future__ import annotations
 

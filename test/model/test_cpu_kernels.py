@@ -1,4 +1,4 @@
-"""A stage's layers in C++ against plain torch on random ragged batches, and the lack of a compiler."""
+"""A stage's layers in C++ against plain torch on random ragged batches. Also the lack of a compiler."""
 
 from __future__ import annotations
 

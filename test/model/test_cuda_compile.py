@@ -1,5 +1,6 @@
-"""Every CUDA source compiles for each of its architectures, without large spills, with nvcc from pip.
+"""Every CUDA source compiles for each of its architectures.
 
+The compiler is nvcc from pip. The kernels have no large spills.
 Every launch of a step fits the GPU: shared memory, registers, clusters and early starts, by cubins and a table of GPUs.
 """
 
@@ -36,7 +37,7 @@ SOURCES = product_sources()
 
 @pytest.fixture(scope="module", autouse=True)
 def _begun(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start to compile the sources of all selected tests at the first test.
+    """Start to compile all selected tests' sources at the first test.
 
     With one nvcc at a time, this file would end minutes after all others.
     """

@@ -93,7 +93,7 @@ def test_each_number_is_stored_once() -> None:
 
 
 def test_matrices_stay_on_the_host_until_placed() -> None:
-    """Vectors go to the device at once, matrices only to their final places, so nothing there is freed."""
+    """Vectors go to the device at once. Matrices go only to their final places, so nothing on the device is freed."""
     weights = stored()
     layer = loaded(weights, 1, META)
     assert layer.ln1.weight.device == layer.att_mix.device == META

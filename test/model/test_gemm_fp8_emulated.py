@@ -71,7 +71,7 @@ def codes(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Halves [rows, k] in two parts [rows, 2, k], and what these mean."""
+    """Return halves [rows, k] as parts [rows, 2, k] and their meaning."""
     first = x.clamp(-57344, 57344).to(torch.float8_e5m2)
     second = ((x - first.half()) * 8).clamp(-57344, 57344).to(torch.float8_e5m2)
     found = torch.stack([first, second], dim=1)

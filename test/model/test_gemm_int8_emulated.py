@@ -1,4 +1,7 @@
-"""Hopper's GEMMs of two-byte rows with int8 weights, and fp16 ones in the same launch, thread by thread on the CPU."""
+"""Hopper's GEMMs of two-byte rows with int8 weights.
+
+Fp16 GEMMs run in the same launch. The CPU runs the kernels thread by thread.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,10 @@ def error(y: Tensor, reference: Tensor) -> float:
 def int8_map(
     x: tuple[Tensor, Tensor], n: int, in_bytes: bool, activation: Activation = Activation.NONE
 ) -> tuple[Int8Gemm, Tensor]:
-    """A random map over rows in bytes, and what it stands for, [n, k]; its results are poisoned."""
+    """Return a random map over rows in bytes, and its dequantised matrix.
+
+    The matrix is [n, k]. The results of the map are poisoned.
+    """
     rows, _, k = x[0].shape
     stored = quantise(torch.randn(n, k) * 10.0 ** torch.randint(-1, 1, (n, 1)) / k**0.5, Format.INT8)
     packed = pack(stored)
@@ -78,7 +84,7 @@ def int8_map(
 
 
 def transposed(m: Int8Gemm) -> Int8Gemm:
-    """The same of codes [k, n], with a place of its own for results, poisoned."""
+    """Return the same map with quantised weights [k, n]. Its results have memory of their own, which is poisoned."""
     return m._replace(weight=m.weight.T.contiguous(), y=torch.full_like(m.y, torch.nan), transposed=True)
 
 

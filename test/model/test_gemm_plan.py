@@ -115,7 +115,7 @@ def test_half_tiles_exchange_less() -> None:
 
 
 def test_input_projections_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """r, k, v of 4,096 outputs leave 36 of 132 SMs, and low ranks take 28. With 2,048 they use split-K."""
+    """r, k, v of 4,096 outputs leave 36 of 132 SMs. Low ranks take 28. With 2,048 outputs they use split-K."""
     work = HopperWorkspace(torch.empty(PROCESSORS, 1), torch.zeros(PROCESSORS, 2, dtype=torch.int32))
     monkeypatch.setattr(fused_input_projections, "prepare_hopper_gemm", lambda device: work)
     monkeypatch.setattr(fused_input_projections, "has_hopper_gemm", lambda device: True)

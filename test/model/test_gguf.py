@@ -42,7 +42,7 @@ def as_bytes(tensor: Tensor) -> Callable[[], Iterable[bytes]]:
 
 
 def entries_of(kind: str = "") -> tuple[list[Entry], dict[str, Tensor]]:
-    """Return a model's tensors for GGUF with matrices in random blocks of a kind, and its tensors as decoded."""
+    """Return a model's tensors for GGUF, and its tensors as decoded. The matrices are in random blocks of a kind."""
     entries: list[Entry] = []
     decoded: dict[str, Tensor] = {}
     for name, tensor in names_of_gguf(NATIVE).items():

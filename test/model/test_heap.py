@@ -1,4 +1,4 @@
-"""After freeing one large body, a process also returns the next one's memory."""
+"""A process returns a large body's memory. It also does so after it has freed an earlier one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(libc.mallinfo2().hblks - before)
 
 
 def mappings(kept: bool) -> int:
-    """Return the mappings of a body after a larger one was freed, in another process."""
+    """Return the mappings of a body after a larger one was freed. Another process counts them."""
     return run_and_read(HOLDS.replace("{kept}", str(kept)))
 
 

@@ -21,7 +21,7 @@ ROWS = 21
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel compiled for the CPU, with tiles of 80 rows and without split-K."""
+    """The kernel compiled for the CPU. It has tiles of 80 rows and no split-K."""
     return emulated("gemm_input_projections", tmp_path_factory.mktemp("emulated"), (80,), (1,))
 
 
@@ -61,8 +61,9 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("num_sms", [1, 5])
 def test_input_projections(num_sms: int, library: ctypes.CDLL, on_cpu: HopperWorkspace) -> None:
-    """Two full-rank products and two low-rank pairs, whose second products read the outputs of the first.
+    """Two full-rank products and two low-rank pairs.
 
+    The second products of the pairs read the outputs of the first.
     With one SM, one CTA computes all. With five, another CTA computes the second products and waits for the first.
     """
     library.emulation_set(num_sms, 227 << 10)

@@ -77,7 +77,7 @@ def pipeline(weights: Weights, kernels: str, dtype: str = "fp32", stages: int = 
 
 
 def feed(model: Pipeline, prompt: list[int], cuts: tuple[int, ...], slot: int = 2) -> Tensor:
-    """Return logits [pieces, V] after each piece of a prompt, from the zero state."""
+    """Return logits [pieces, V] after each piece of a prompt. The prompt starts from the zero state."""
     rows, at = [], 0
     for n, length in enumerate(cuts):
         rows.append(model.forward(step_inputs([prompt[at : at + length]], [slot if n else 0], [slot], [0])))
@@ -86,7 +86,7 @@ def feed(model: Pipeline, prompt: list[int], cuts: tuple[int, ...], slot: int = 
 
 
 def states(model: Pipeline, slot: int) -> tuple[Tensor, Tensor]:
-    """Return ([L, H, 64, 64], [L, 2, C]) of a slot over all stages."""
+    """Return a slot's WKV and shift states over all stages. They are [L, H, 64, 64] and [L, 2, C]."""
     arenas = [stage.state for stage in model.stages if stage.state is not None]
     return torch.cat([a.wkv[slot] for a in arenas]), torch.cat([a.shift[slot] for a in arenas])
 
@@ -94,7 +94,7 @@ def states(model: Pipeline, slot: int) -> tuple[Tensor, Tensor]:
 def assert_same_bits_in_a_batch(
     model: Pipeline, weights: Weights, states: Callable[[Pipeline, int], Iterable[Tensor]] = states
 ) -> None:
-    """A prompt of 40 tokens has the same logits and state in any pieces, and among 200 other rows."""
+    """A prompt has the same logits and state in any pieces. Also among 200 other rows. The prompt has 40 tokens."""
     model.allocate_slots(220)
     prompt, *others = random_rows(weights, [40] + [1] * 150 + [3] * 49 + [61], seed=5)
     alone = feed(model, prompt, (40,))

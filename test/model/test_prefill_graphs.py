@@ -1,4 +1,4 @@
-"""The choice of a prefill graph for a step, and that padding changes only the dummy slot."""
+"""The choice of a prefill graph for a step. Padding changes only the dummy slot."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stage() -> Stage:
 
 
 def step(lengths: list[int]) -> StepInputs:
-    """Return a step of rows that continue a slot and rows that start; every second one has logits."""
+    """Return a step with rows that continue a slot and new rows. Every second row has logits."""
     generator = torch.Generator().manual_seed(len(lengths))
     rows = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
     slots = list(range(2, 2 + len(rows)))

@@ -101,7 +101,7 @@ def test_a_row_equals_merged_weights(adapters: list[Adapter], kernels: str) -> N
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 def test_a_row_has_the_same_bits_in_any_batch(adapters: list[Adapter], dtype: str) -> None:
-    """In any batch, with and without an adapter, for every storage of the weights."""
+    """In any batch, with and without an adapter. For every storage of the weights."""
     made = pipeline("cpu", *adapters, dtype=dtype)
     plain = made.forward(inputs(None)).clone()
     first = made.forward(inputs([1, 2, 0, 3, 0])).clone()
@@ -163,7 +163,7 @@ def test_an_adapter_without_memory_is_on_no_stage(adapters: list[Adapter], monke
 
 
 def mole(seed: int, same: bool = False) -> dict[str, Tensor]:
-    """Four experts in every channel mix, and pairs for the keys of the time mix."""
+    """Return four experts in every channel mix. Also returns pairs for the keys of the time mix."""
     return random_experts(seed, LAYERS, WIDTH, same=same, scale=0.1)
 
 

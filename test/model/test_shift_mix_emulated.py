@@ -110,7 +110,7 @@ def run(
 
 
 class Made(NamedTuple):
-    """A step's mixed inputs, coded and, as rows with adapters want them, as halves."""
+    """A step's mixed inputs, as quantised rows and as halves. Rows with adapters need the halves."""
 
     x: Tensor
     shift: Tensor

@@ -1,4 +1,4 @@
-"""Products of few rows by streamed weights, their kernels run thread by thread on the CPU, against plain torch."""
+"""Products of few rows by streamed weights, against plain torch. The CPU runs the kernels thread by thread."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def codes(format_: Format, rows: int) -> tuple[list[QuantGemm], list[Tensor]]:
 @pytest.mark.parametrize(("rows", "processors", "with_fp16"), [(1, 1, False), (1, 20, True), (5, 2, True)])
 @pytest.mark.parametrize("format_", WEIGHT_ONLY)
 def test_codes(libraries: dict[str, ctypes.CDLL], format_: Format, rows: int, processors: int, with_fp16: bool) -> None:
-    """With few processors a block makes several groups of outputs, with many groups are narrower."""
+    """With few processors, a block makes several groups of outputs. With many processors, groups are narrower."""
     libraries["rwkv_skinny_quant"].emulation_set(processors, 227 << 10)
     maps, expected = codes(format_, rows)
     others, wanted_of_others = halves(rows) if with_fp16 else ([], [])

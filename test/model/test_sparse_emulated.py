@@ -1,4 +1,7 @@
-"""ffn.value by the rows whose input is not zero, its kernel run thread by thread on the CPU, against plain torch."""
+"""ffn.value by the rows whose input is not zero, against plain torch.
+
+The CPU runs the kernel thread by thread.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def test_products(library: ctypes.CDLL, format_: Format, rows: int, share: float
 @pytest.mark.parametrize(("width", "ffn"), [(128, FFN), (256, 1024)])
 @pytest.mark.parametrize("format_", [Format.FP8, Format.INT8])
 def test_few_rows(few_library: ctypes.CDLL, format_: Format, width: int, ffn: int) -> None:
-    """Of the demo model, too, whose inputs are fewer than the four blocks of a column could share."""
+    """Also for the demo model, which has few inputs. They are fewer than the four blocks of a column could share."""
     rows = 5
     hidden, weight = hidden_of(rows, 0.3, max(ffn, FFN))[:, :ffn].contiguous(), torch.randn(width, ffn) / ffn**0.5
     shares = torch.full((SPARSE_FEW_SPLITS + 1, rows, width), torch.nan)
@@ -82,7 +85,7 @@ def test_few_rows(few_library: ctypes.CDLL, format_: Format, width: int, ffn: in
 @pytest.mark.parametrize("share", [0.0, 0.12, 0.5, 1.0])
 @pytest.mark.parametrize("format_", WEIGHT_ONLY)
 def test_one_row(of_one_row: ctypes.CDLL, format_: Format, share: float) -> None:
-    """Fewer active rows than a warp has places for, some more, many more."""
+    """Fewer active rows than a warp has places for. Also some more, and many more."""
     hidden, y = hidden_of(1, share, FFN_OF_ONE_ROW), torch.full((1, WIDTH), torch.nan).half()
     packed, meaning = of_format(format_, FFN_OF_ONE_ROW)
     places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), y.data_ptr()

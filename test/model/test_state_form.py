@@ -76,7 +76,7 @@ def test_a_scale_is_kept_while_it_fits() -> None:
 
 @pytest.mark.parametrize("decay", [0.99, 0.999])
 def test_slow_decays_are_exact_on_average(decay: float) -> None:
-    """With rounding to nearest, values below 1 / (2 (1 - decay)) would never decay."""
+    """With rounding to nearest, small values would never decay. These are values below 1 / (2 (1 - decay))."""
     reference = numbers(2, 2)
     packed, tiny = pack_int8(reference), reference.abs().amax(-1, keepdim=True) * 1e-3
     start, generator = reference.clone(), torch.Generator().manual_seed(3)
@@ -138,7 +138,7 @@ def test_nan_and_infinity_are_not_lost(bits: int) -> None:
 @pytest.mark.parametrize("form", list(StateFormat))
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_an_invalid_state_affects_only_its_row(weights: Weights, kernels: str, form: StateFormat) -> None:
-    """In every format, logits are NaN, which samplers handle, and the state stays NaN."""
+    """In every format, logits are NaN and the state stays NaN. Samplers handle these logits."""
     model, alone = pipeline(weights, kernels, form.value), pipeline(weights, kernels, form.value)
     for made in (model, alone):
         made.forward(step_inputs([prompt(2, 5), prompt(3, 4)], [0, 0], [2, 3], []))

@@ -57,7 +57,7 @@ def test_a_written_state_is_read_back(tmp_path: Path) -> None:
 
 
 def test_states_leave_no_cyclic_garbage(tmp_path: Path) -> None:
-    """The engine collects garbage rarely, so cycles would stay for thousands of states."""
+    """The engine collects garbage rarely. So cycles would stay for thousands of states."""
     state = read_tuned_state(write_state(tmp_path / "s.safetensors", WKV), SHAPE)
     write_tuned_state(tmp_path / "kept.safetensors", state, {})
     gc.collect()

@@ -33,7 +33,7 @@ def random(*sizes: int, seed: int = 0) -> Tensor:
 
 
 def matrix(out: int, inner: int, outliers: float = 20.0) -> tuple[Quantised, Tensor]:
-    """Return a matrix and the largest inputs [in] that it was made for, a few of them outliers."""
+    """Return a matrix and the largest inputs [in] it is made for. A few of them are outliers."""
     largest = random(inner, seed=1).abs() + 0.5
     largest[torch.randperm(inner, generator=torch.Generator().manual_seed(2))[:8]] *= outliers
     return quantise(random(out, inner, seed=3) * 0.05, Format.W8A8, largest), largest

@@ -1,4 +1,4 @@
-"""W8A8 products on a CPU have the same bits with the instructions of older CPUs."""
+"""W8A8 CPU products have the same bits with older CPUs' instructions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INSTRUCTIONS = {
 
 @pytest.fixture
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Build the kernels for an older CPU and let the matrices use them."""
+    """Build the kernels for an older CPU. The matrices then use them."""
     flags, needed = INSTRUCTIONS[request.param]
     if not needed <= set(machine.cpu_features().split()):
         pytest.skip(f"this CPU has no {', '.join(sorted(needed))}")

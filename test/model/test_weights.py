@@ -72,7 +72,7 @@ def test_the_fingerprint_changes_with_the_weights() -> None:
 
 
 def test_the_fingerprint_covers_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change between the sampled numbers changes the second half, also of a file whose digest is kept."""
+    """A change between the sampled numbers changes the second half. This also holds for a file whose digest is kept."""
     monkeypatch.setattr(content_digest, "MIN_CACHED_BYTES", 0)
     monkeypatch.setenv(private_files.VARIABLE, str(tmp_path))
     tensors = random_weights(1, 64, vocab=1024, ranks=(8, 12, 4, 20))

@@ -1,6 +1,7 @@
-"""The WKV of rows of one token, its kernels run thread by thread on the CPU, against plain torch.
+"""The WKV of rows of one token, against plain torch.
 
 Of few rows with the low ranks' exits, of states of all forms; of any rows, of states of 8 bits.
+The CPU runs the kernels thread by thread.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def run_decode_in_parts(
 def run_decode_in_bytes(
     library: ctypes.CDLL, layer: Any, given: dict[str, Tensor], wkv: Tensor, slots: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """As run_decode, with two-byte y [rows, 2, WIDTH] and the scales of its groups."""
+    """As run_decode, with two-byte y and the scales of its groups. y is [rows, 2, WIDTH]."""
     rows = len(given["r"])
     y, scales = torch.full((rows, 2, WIDTH), 77, dtype=torch.int8), torch.full((WIDTH // 64, 16, 2), torch.nan)
     given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
@@ -179,7 +180,10 @@ def test_a_row_has_the_same_bits_alone_and_in_company(library: ctypes.CDLL) -> N
 
 
 def coded_slots(rows: int) -> tuple[Tensor, Tensor]:
-    """States of 8 bits [2 * rows + 1, HEADS, 4224] of many sizes, the first all zero, and as fp32."""
+    """Return states of 8 bits, and the same states as fp32.
+
+    The states of 8 bits are [2 * rows + 1, HEADS, 4224]. Their values have many sizes, and the first state is all zero.
+    """
     state = torch.randn(2 * rows + 1, HEADS, 64, 64) * torch.logspace(-6, 2, 64).unsqueeze(-1)
     state[0] = 0
     stored = pack_int8(state)

@@ -34,7 +34,7 @@ def settings_of(folder: Path, *flags: str) -> Settings:
 
 
 def write_all(folder: Path) -> None:
-    """Store three sessions, a tuned state, a list of adapters and an uploaded file."""
+    """Store three sessions, a tuned state, an adapter list and an upload."""
     write_three(folder)
     make_private_folder(folder / "sessions.db.states")
     (folder / "sessions.db.states" / "polite.safetensors").write_bytes(b"state")

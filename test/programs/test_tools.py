@@ -21,7 +21,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def rwkv_batch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Return a function that runs a command in this process and returns its exit code and both outputs."""
+    """Return a function that runs a command in this process. It returns the exit code and both outputs."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> tuple[int, str, str]:
@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_formats_are_converted_into_each_other(rwkv_batch: Run, model: Path, tmp_path: Path) -> None:
-    """Through GGUF in bf16 and back, the model is bit for bit the same."""
+    """Through GGUF in bf16 and back, the model has the same bits."""
     for source, target in (("model.pth", "a.gguf"), ("a.gguf", "b.safetensors"), ("b.safetensors", "c.pth")):
         code, out, _ = rwkv_batch("convert", source, target, "--dtype", "bf16")
         assert code == 0 and out.startswith(f"{target}: RWKV-7, 2 layers x 128 (2 heads), vocabulary 256, bf16, ")

@@ -36,7 +36,7 @@ def url(service: Service) -> str:
 
 @pytest.fixture(scope="module")
 def echo_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a service that answers the text in the user's message."""
+    """The address of a service that echoes the user message's text."""
     flags = ("--http-workers", "1")
     running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:

@@ -206,7 +206,7 @@ def test_the_tokens_of_a_request_have_a_limit() -> None:
     ids=["token ids", "texts"],
 )
 def test_a_request_of_a_million_tokens_is_refused(service: Service, path: str, body: dict[str, Any]) -> None:
-    """The engine would receive it in one message, and every stream would wait."""
+    """The engine would receive it in one message. Every stream would wait."""
     if "text_list" in body:
         body = {**body, "text_list": [f"{i} " + "\u4e50\u5c71" * 60_000 for i in range(10)]}
     answer = service.post(path, body)

@@ -50,7 +50,7 @@ def test_a_page_of_another_site_is_refused(opened: Service, path: str, origin: s
 
 
 def test_a_rebound_name_is_refused(opened: Service) -> None:
-    """A page of evil.example that resolves to 127.0.0.1 has the same origin as the service."""
+    """evil.example may resolve to 127.0.0.1. Its page then has the same origin as the service."""
     for name in ("evil.example", f"evil.example:{opened.port}", "127.0.0.1.evil.example"):
         headers = {**JSON, "Host": name, "Origin": f"http://{name}", "Sec-Fetch-Site": "same-origin"}
         for answer in (opened.post(LIST, {}, headers=headers), opened.request("GET", "/status", headers=headers)):

@@ -1,4 +1,4 @@
-"""The grammar of an answer with tool calls, line by line, and the schemas of its arguments."""
+"""The grammar of an answer with tool calls, line by line. Also the schemas of the calls' arguments."""
 
 from __future__ import annotations
 

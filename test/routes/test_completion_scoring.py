@@ -100,7 +100,7 @@ def test_an_echo_that_ends_within_a_character(client: OpenAI) -> None:
 
 
 def test_the_arrays_have_the_form_for_lm_evaluation_harness(client: OpenAI, oracle: LogprobOracle) -> None:
-    """Its `local-completions` requests one token more than it scores, and takes [context:-1] of every array."""
+    """Its `local-completions` requests one token more than it scores. It takes [context:-1] of every array."""
     for ids in IDS:
         context = max(1, len(ids) // 2)
         request_fields = {"max_tokens": 1, "temperature": 0, "seed": 1234}
@@ -115,7 +115,7 @@ def test_the_arrays_have_the_form_for_lm_evaluation_harness(client: OpenAI, orac
 
 
 def test_the_stop_token_has_a_log_probability(client: OpenAI) -> None:
-    """Otherwise a client that drops the last entry would drop a token of the prompt."""
+    """Otherwise clients that drop the last entry would drop a prompt token."""
     (choice,) = complete(client, [IDS[0]], max_tokens=1, temperature=0, logit_bias={"0": 100}).choices
     assert (choice.finish_reason, choice.text, len(choice.logprobs.tokens)) == ("stop", TEXTS[0], len(IDS[0]) + 1)
 

@@ -53,7 +53,7 @@ def streamed(one_worker: Service, request_name: str, **fields: Any) -> str:
 
 
 def whole(one_worker: Service, request_name: str, **fields: Any) -> str:
-    """Return the text of an answer that ended by itself, in the format of its route."""
+    """Return the text of an answer that ended by itself. The answer has the format of its route."""
     session = {"session_id": json.dumps([request_name, fields])} if "state" in request_name else {}
     body_text = ask(one_worker, request_name, **session, **fields).json()
     if "output" in body_text:

@@ -133,7 +133,7 @@ def torn(dice: random.Random, text: bytes) -> bytes:
 
 
 def generated(seed: int) -> tuple[Route, bytes, str]:
-    """Return a route, a body and the one spoiled field, "" if it is unknown."""
+    """Return a route, a body and the one spoiled field. The field is "" if it is unknown."""
     dice = random.Random(seed)
     route = dice.choice(TAKES_BODY)
     body = copy.deepcopy(route.example or {})
@@ -187,7 +187,7 @@ class Neighbour(threading.Thread):
 
 
 def complaint(route: Route, spoiled: str, answer: httpx.Response) -> str:
-    """Return the error in an answer to a spoiled body, "" for none."""
+    """Return the error in an answer to a spoiled body. It is "" for none."""
     if answer.status_code == 200:
         return ""
     if answer.status_code not in REFUSALS:

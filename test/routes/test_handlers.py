@@ -331,7 +331,10 @@ class Refuses(Engine):
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["job", "file"])
 def test_refused_requests_are_freed(is_file: bool) -> None:
-    """An exception refers to the frames that it passed, and these to whole files. No reference cycle may keep them."""
+    """An exception refers to the frames that it passed. These refer to whole files.
+
+    No reference cycle may keep them.
+    """
     context = context_of(Refuses())
 
     async def one() -> object:

@@ -61,7 +61,7 @@ def test_the_password_comes_before_validation(locked: Service) -> None:
 
 
 def test_a_body_of_a_stranger_is_read_up_to_64_kib(locked: Service) -> None:
-    """A larger one needs the password as a header, which decides before the body is read."""
+    """A larger one needs the password as a header. The header decides before the body is read."""
     small, large = ({**BODY, "contents": ["a" * size], "password": SECRET} for size in (60_000, 70_000))
     assert locked.post(CHAT, small).status_code == 200
     refused = locked.post(CHAT, large)

@@ -31,7 +31,7 @@ def examples(readme: str) -> list[str]:
 
 
 def run(block: str, service: Service, session: str) -> str:
-    """Run a block as printed, except for the port and the session's name."""
+    """Run a block as printed. Only the port and the session's name differ."""
     assert ADDRESS in block
     command = block.replace(ADDRESS, service.url).replace('"session_id": "me"', f'"session_id": "{session}"')
     ended = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=120, check=False)

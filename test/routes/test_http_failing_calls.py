@@ -101,7 +101,7 @@ class FailingService:
         return number
 
     def temporary_files(self) -> list[str]:
-        """Return the files of uploads and batches that no list names, and other files that are being written."""
+        """Return files that no list names, or that are being written. The former belong to uploads and batches."""
         listed = {file["id"] for file in self.service.get("/openai/v1/files").json()["data"]}
         files = [path for path in self.data.rglob("*") if path.is_file()]
         kept = [path for path in files if path.parent.name in ("content", "runs") and path.name not in listed]
@@ -111,7 +111,7 @@ class FailingService:
 
 @pytest.fixture(scope="module")
 def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FailingService]:
-    """A service whose file calls in its data folder can fail, and those on sockets and memory."""
+    """A service whose file calls in its data folder can fail. Its calls on sockets and memory can fail too."""
     work = tmp_path_factory.mktemp("work")
     data, models = work / "data", work / "data" / "models"
     models.mkdir(parents=True)
@@ -235,7 +235,7 @@ def state_names(failing: FailingService) -> list[str]:
 
 
 def use_state(failing: FailingService, name: str, content: bytes | None) -> None:
-    """Load a tuned state (uploaded or by its path), use it, also in a session, and remove it."""
+    """Load a tuned state, use it and remove it. It is uploaded or loaded by its path. A session uses it too."""
     service = failing.service
 
     def add() -> httpx.Response:

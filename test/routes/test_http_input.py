@@ -118,7 +118,7 @@ def test_half_a_body_is_400(service: Service) -> None:
 
 
 def test_a_form_is_refused_in_favour_of_json(service: Service) -> None:
-    """Robyn parses it before us, so its length is not that of the body."""
+    """Robyn parses it before us. So its length is not that of the body."""
     answer = service.request("POST", CHAT, files={"file": ("name", b"content")}, data=OK)
     assert answer.status_code == 400
     assert "multipart/form-data" in answer.json()["error"] and "JSON" in answer.json()["error"]

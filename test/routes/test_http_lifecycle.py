@@ -207,7 +207,7 @@ def test_sigterm_drains_and_exits_with_0(tiny_model: Path, tmp_path: Path) -> No
         service.process.send_signal(signal.SIGTERM)
 
         def drains() -> bool:
-            """Workers get the signal one after the other, and each handles some of the requests."""
+            """Workers get the signal one after the other. Each handles some of the requests."""
             return all(service.get("/readyz").status_code == 503 for _ in range(16))
 
         wait_for(drains, 10, "every worker drains")

@@ -187,7 +187,7 @@ class Holding:
 
 
 def test_transfers_are_limited() -> None:
-    """14 files of 110 MB at the same time exceeded the engine link's limit and broke every stream."""
+    """14 files of 110 MB at once exceeded the engine link's limit. That broke every stream."""
 
     async def scenario() -> None:
         engine: Any = Holding()

@@ -1,4 +1,4 @@
-"""Runs `app.py batch` for tests, in this process or a killable one, with the fake engine's service."""
+"""Runs `app.py batch` for tests, with the fake engine's service. It runs in this process or a killable one."""
 
 from __future__ import annotations
 

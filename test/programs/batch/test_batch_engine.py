@@ -1,4 +1,4 @@
-"""The command with its own engine gives the same texts as the engine alone."""
+"""The command gives the same texts as the engine alone. The command has its own engine."""
 
 from __future__ import annotations
 

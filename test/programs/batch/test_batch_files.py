@@ -231,7 +231,7 @@ def test_an_error_is_one_line(fake: Service, tmp_path: Path, capsys: Any) -> Non
 
 
 def test_glossary_terms_are_inserted_and_missing_ones_reported(fake: Service, tmp_path: Path) -> None:
-    """The fake engine repeats the prompt, so a term in the answer was in the text."""
+    """The fake engine repeats the prompt. So a term in the answer was in the text."""
     terms = tmp_path / "terms.json"
     terms.write_text(json.dumps({"state pool": "Zustandsspeicher", "row": "Zeile"}))
     source = write_jsonl(tmp_path / "in.jsonl", ["The State Pool keeps it", "a plain word", "a row"])

@@ -1,4 +1,4 @@
-"""Batches whose files are bombs or never end, and batches that wait for others."""
+"""Batches whose files are bombs or never end. Also batches that wait for others."""
 
 from __future__ import annotations
 

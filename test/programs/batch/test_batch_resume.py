@@ -74,7 +74,7 @@ def test_after_kills_and_resumes_every_line_is_there_once(
 
 
 def stopped_half_way(fake: Service, tmp_path: Path) -> tuple[Path, Path]:
-    """Return input and output of a run that stopped after 120 of 300 lines."""
+    """Return input and output of a stopped run. It stopped after 120 of 300 lines."""
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(300)), tmp_path / "out.jsonl"
     assert batch(fake, source, target, "--limit", "120") == 3
     return source, target

@@ -204,7 +204,7 @@ def test_a_clock_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_clock_set_ahead_ends_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one that is set back keep a batch from its end for more than that time."""
+    """A clock set back does not delay a batch's end for long. The delay is at most the time it was set back."""
     store = Store(tmp_path, 1 << 30, 100)
     batch = faulty_batch(store)
     wall, running = float(batch.expires_at - 3600), 50.0

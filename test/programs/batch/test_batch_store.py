@@ -57,7 +57,7 @@ def test_expired_and_orphaned_files_are_deleted(tmp_path: Path) -> None:
 
 
 def test_uploads_at_one_time_share_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one comes while the first one is written, by another process."""
+    """Another process uploads the second file while the first is written."""
     first_store, second_store = (Store(tmp_path, 10, 2) for _ in range(2))
     begun: list[int] = []
     refusals: list[str] = []

@@ -199,7 +199,7 @@ def edited(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [appended, cut, edited])
 def test_an_input_changed_during_reading(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    """Otherwise lines would be missing, or belong to a file with another hash."""
+    """Otherwise, lines would be missing. Or they would belong to a file with another hash."""
     path = tmp_path / "in.txt"
     path.write_text("".join(f"line {number}\n" for number in range(100_000)))
     source = Input(str(path))

@@ -1,4 +1,4 @@
-"""/openai/v1/files and /batches with the official SDK, also after a process has ended."""
+"""/openai/v1/files and /batches with the official SDK. Also after a process has ended."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_batch_whose_file_cannot_be_read_fails(fake: Service) -> None:
 
 
 def test_a_batch_expires(fake: Service, tmp_path: Path) -> None:
-    """The window is at least an hour, so the test changes the times in the store."""
+    """The window is at least an hour. So the test changes the times in the store."""
     client = client_of(fake)
     batch = begun(client, [native_line(0), native_line(1, 100_000)], completion_window="1h")
     wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1, 30, "one line is done")
@@ -325,7 +325,7 @@ def test_the_batch_process_is_in_the_status(fake: Service) -> None:
 
 def test_a_line_that_always_gets_429_fails_alone() -> None:
     class Full:
-        """Refuses one line, and is away for a moment when another is asked first."""
+        """Refuses one line. Is unreachable for a moment when another line is first requested."""
 
         tries = 0
 

@@ -52,8 +52,9 @@ def script_results(model: Any, pipeline_class: Any, args_class: Any) -> dict[str
 
 
 def forward_results(model: Any, pipeline_class: Any) -> dict[str, Any]:
-    """Return the results of a script with its own sampling loop, as API_DEMO_CHAT and the README have.
+    """Return the results of a script with its own sampling loop.
 
+    API_DEMO_CHAT and the README have such a loop.
     "text": of a loop with penalties; "logits": after token ids in one call, in pieces and one by one, and of each id.
     """
     pipeline = pipeline_class(model, "rwkv_vocab_v20230424")

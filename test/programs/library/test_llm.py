@@ -309,7 +309,7 @@ def test_a_failed_start_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_requests_during_close_get_an_answer_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its end the loop would accept the request and never answer it."""
+    """An ended loop would accept the request and never answer it."""
 
     class NoEngine:
         def __init__(self, *given: object, **named: object) -> None: ...

@@ -115,14 +115,14 @@ def test_a_state_of_forward_is_a_value(model: RWKV) -> None:
 
 
 def held_states(model: RWKV) -> tuple[int, int]:
-    """Return the states that the engine holds, and the slots in use except cached prefixes."""
+    """Return the engine's numbers of states and of slots in use. Cached prefixes' slots do not count."""
     pool = model.engine.wait(call_engine(model.engine.context, GetStatus()))["pool"]
     slots = pool["slots"]
     return pool["sessions"], slots["total"] - slots["free"] - pool["prefix_cache"]["l1"]
 
 
 def sessions_known() -> int:
-    """Return the number of sessions in this process, including those of earlier tests."""
+    """Return the number of sessions in this process. This includes those of earlier tests."""
     return sum(isinstance(one, Session) for one in gc.get_objects())
 
 

@@ -185,7 +185,7 @@ def test_no_model_takes_a_name_of_the_services_own_model(tmp_path: Path, name: s
 def test_loading_uses_only_idle_cores_if_there_are_any(
     threads: int, device: str, engines: int, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If serving used every core, loading on idle cores only would never end."""
+    """Loading on idle cores only would never end if all were busy. Serving may use every core."""
     monkeypatch.setattr("programs.serve.engine_process.cores", lambda: 8)
     base = EngineConfig(model_path="a", threads=threads, devices=(device,))
     config = model_config(base, ModelSpec(name="b", file="/b"), engines)

@@ -1,4 +1,4 @@
-"""Processes forked from a server process that has imported their modules, or has not finished that."""
+"""Processes forked from a server process that has imported their modules. Also from one that still imports them."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_process_may_end_while_it_is_killed(gate: Path, tmp_path: Path, monkey
 
 
 def test_killing_does_not_wait_for_the_server(gate: Path, tmp_path: Path) -> None:
-    """A process killed before its fork has ended at once, and never runs."""
+    """A process killed before its fork has ended at once. It never runs."""
     context = ForkedContext("slow")
     killed, kept = child(context, tmp_path, "killed"), child(context, tmp_path, "kept")
     assert killed.is_alive and kept.process is not None and kept.process.pid is None
@@ -251,7 +251,7 @@ def test_a_server_ends_with_a_supervisor_that_is_killed_whatever_it_imports(gate
 
 
 def test_pending_forks_are_bounded(gate: Path, tmp_path: Path) -> None:
-    """With more requests than the server's socket holds, the supervisor would wait in connect()."""
+    """The server's socket holds only some requests. With more, the supervisor would wait in connect()."""
     context = ForkedContext("slow")
     before = _descriptors()
     for number in range(MAX_PENDING_FORKS - 1):

@@ -142,7 +142,7 @@ def test_losing_the_fork_server_harms_no_worker(fake: Service) -> None:
 
 
 def test_the_fork_server_may_be_lost_before_its_first_fork(tmp_path: Path) -> None:
-    """All its pending forks, including the batch process, count as one failure and are retried."""
+    """All its pending forks count as one failure and are retried. These include the batch process."""
     flags = ("--http-workers", "2", "--files-dir", str(tmp_path / "files"))
     service = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:

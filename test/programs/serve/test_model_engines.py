@@ -1,4 +1,4 @@
-"""Loading and unloading models while the service runs, each in its own engine process."""
+"""Loading and unloading models while the service runs. Each model has its own engine process."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def _ended(batch: Any) -> Any:
 
 
 def _held(service: Service) -> tuple[int, int]:
-    """Return (open files, KiB of anonymous memory) of the supervisor and the serving processes."""
+    """Return (open files, KiB of anonymous memory) of the service. Its supervisor and serving processes count."""
     processes = [Path(f"/proc/{pid}") for pid in (service.process.pid, *service.pids().values())]
     lines = [line for process in processes for line in (process / "status").read_text().splitlines()]
     files = sum(len(list((process / "fd").iterdir())) for process in processes)

@@ -338,7 +338,7 @@ def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Pat
 
 
 def test_a_request_after_the_workers_ended_gets_an_immediate_error(tmp_path: Path) -> None:
-    """Otherwise it would wait for a worker until its timeout, and keep the service running."""
+    """Otherwise it would wait for a worker until its timeout. This would keep the service running."""
     service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
     try:
         workers = [pid for name, pid in service.wait_ready().pids().items() if name.startswith("http-")]

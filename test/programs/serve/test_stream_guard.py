@@ -15,7 +15,7 @@ _serials = itertools.count()
 
 
 def connected() -> tuple[Connection, socket.socket, socket.socket]:
-    """Return a connection as a worker knows it, its socket, and the client's."""
+    """Return a worker's view of a connection, its socket, and the client's."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
