@@ -106,7 +106,7 @@ class ImportSession(EngineCall[int], tag="session_import", frozen=True, array_li
 
 
 class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A tuned state that is loaded, or one that could not be loaded again."""
+    """A loaded tuned state, or one that failed to reload."""
 
     name: str
     digest: str = ""
@@ -158,7 +158,7 @@ class RemoveState(EngineCall[StateInfo], tag="state_remove", frozen=True, array_
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that rows may name, or one that could not be loaded again."""
+    """An adapter that rows may name, or one that failed to reload."""
 
     name: str
     digest: str = ""
@@ -210,7 +210,10 @@ class CheckModel(EngineCall[str], tag="model_check", frozen=True, array_like=Tru
 
 
 class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=True):
-    """Cancel all jobs with a label, of one client or of all (""). Answers their number."""
+    """Cancel all jobs with a label. Answers their number.
+
+    The jobs are those of one client or of all ("").
+    """
 
     label: str
     client: str = ""

@@ -317,22 +317,28 @@ class Engine:
         self.scheduler.mask_time.count(costs)
 
     def _interleave_now(self, launched: Sequence[InFlightStep] = ()) -> None:
-        """Launch waiting interactive prefill, unless a launched part still needs its logits for masks.
+        """Launch waiting interactive prefill, unless a launched part awaits masks.
 
-        The prefill would overwrite those logits.
+        Such a part still needs its logits for the masks. The prefill would overwrite those logits.
         """
         in_flight = (part for step in self._in_flight for part in step.parts)
         if not any(part.awaits_masks for part in (*in_flight, *launched)):
             self._interleaver.interleave_now()
 
     def _has_awaited_first_token(self, step: Step) -> bool:
-        """Return whether the step's first token would otherwise wait for the next step of batch rows in pieces."""
+        """Return whether the step's first token would otherwise be delayed.
+
+        It would wait for the next step of batch rows in pieces.
+        """
         return (
             self.model_runner.has_pieces and self.scheduler.admission.batch.num_running > 0 and step.samples_first_token
         )
 
     def _awaits_masks(self) -> bool:
-        """Return whether rows of the latest step sample only after the host has read the step before."""
+        """Return whether rows of the latest step await masks.
+
+        They sample only after the host has read the step before.
+        """
         return any(part.awaits_masks for part in self._in_flight[-1].parts) if self._in_flight else False
 
     def _sample_constrained(self) -> None:

@@ -126,7 +126,7 @@ class EngineCalls:
 
 
 def reply_with(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:
-    """Reply with the result of `action`, or with the ServiceError that it raises."""
+    """Reply with the result of `action`, or with the ServiceError it raises."""
     try:
         value = action()
     except ServiceError as error:

@@ -43,7 +43,10 @@ class Inbox:
             self._commands.popleft().action()
 
     def run_arrivals(self) -> bool:
-        """Run queued commands that only add jobs, up to the first other command. Returns whether there were any."""
+        """Run queued commands that only add jobs. Returns whether there were any.
+
+        Stops at the first other command.
+        """
         had_arrivals = False
         while self._commands and self._commands[0].is_arrival:
             self._commands.popleft().action()

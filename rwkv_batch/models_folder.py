@@ -15,7 +15,10 @@ _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
 def shard_names(name: str) -> list[str]:
-    """Return the names of all files of a split GGUF, by the name of one; else the name itself."""
+    """Return the names of all files of a split GGUF.
+
+    name: the name of one of them. Returns only this name for any other file.
+    """
     found = _SHARD.fullmatch(name)
     if found is None:
         return [name]
@@ -51,7 +54,10 @@ def path_within(folder: str, file: str, field: str, alternative: str = "") -> Pa
 
 
 def relative_to_folder(folder: str, text: str) -> str:
-    """Replace absolute paths of the folder by relative ones, so that clients do not learn its location."""
+    """Replace absolute paths of the folder by relative ones.
+
+    This hides its location from clients.
+    """
     return text.replace(f"{Path(folder).resolve()}/", "") if folder else text
 
 

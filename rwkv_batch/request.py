@@ -137,8 +137,9 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: int | None = None
 
     def rows_error(self, client: str, rows: int, states: int = 1) -> ErrorInfo | None:
-        """Return the error of a request with more rows than the client may ever have at once.
+        """Return the error of a request with too many rows.
 
+        Too many: more than the client may ever have at once.
         rows: a mixture counts once per state
         """
         if self.rows is None or rows <= self.rows:

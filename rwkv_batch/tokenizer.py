@@ -71,7 +71,10 @@ def _id_by_bytes() -> dict[bytes, int]:
 
 @functools.cache
 def _lengths_by_prefix() -> dict[bytes, tuple[int, ...]]:
-    """Lengths of the tokens that begin with the same two bytes, longest first, with 1 at the end."""
+    """Lengths of the tokens that begin with the same two bytes.
+
+    Longest first, with 1 at the end.
+    """
     lengths: dict[bytes, set[int]] = {}
     for token in _id_by_bytes():
         if len(token) > 1:

@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def choose_ops(requested: str, device: torch.device, version: str = RWKV7) -> tuple[Ops, dict[str, str]]:
-    """Returns the backend for a device and model version, and unavailable ones (name -> reason).
+    """Returns the backend for a device and model version.
 
+    The second value holds the unavailable backends (name -> reason).
     wanted "auto" tries all in order of speed. Also reports missing kernels of the chosen backend.
     Raises ValueError if the named backend is unavailable.
     """

@@ -29,13 +29,16 @@ class AdaptedLinear(NamedTuple):
 
 class LayerAdapters(Protocol):
     def add(self, *maps: AdaptedLinear) -> None:
-        """Add b (a x) to the y of each map, for tokens whose adapter has a pair for it."""
+        """Add b (a x) to the y of each map.
+
+        Only for tokens whose adapter has a pair for the map.
+        """
         ...
 
     def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
-        """Replace hidden [T, F] and y [T, C] by `mix_expert_outputs` of x and key.
+        """Replace hidden and y by `mix_expert_outputs` of x and key.
 
-        Only for tokens whose adapter has experts.
+        hidden is [T, F] and y is [T, C]. Only for tokens whose adapter has experts.
         """
         ...
 
@@ -123,7 +126,9 @@ def plain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def mix_expert_outputs(experts: Experts, x: Tensor, key: Tensor, multiply: Multiply = plain) -> tuple[Tensor, Tensor]:
-    """Return hidden [N, F] and y [N, C] of tokens x [N, C]. key [N, F] is the model's own key map of x.
+    """Return hidden [N, F] and y [N, C] of tokens x.
+
+    x is [N, C]. key [N, F] is the model's own key map of x.
 
     The channel mix of expert e is V h_e + b_e (a_e h_e). With gates g_e, the mixture is V hidden + y, where
     hidden = sum of g_e h_e and y = sum of g_e b_e (a_e h_e). So the large matrices multiply once.

@@ -1,4 +1,7 @@
-"""A digest of all numbers of a weight file, computed once per file and kept in the cache folder."""
+"""A digest of all numbers of a weight file.
+
+It is computed once per file and kept in the cache folder.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,10 @@ def check_config(path: Path, shape: ModelShape) -> None:
 
 
 def native_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the tensors [...] under the names and in the shapes of .pth files, from any layout."""
+    """Return the tensors [...] under the names of .pth files.
+
+    They also have the shapes of .pth files. The given tensors may have any layout.
+    """
     if any(name.startswith(f"{_PREFIX}blocks.") for name in tensors):
         return {_OUTSIDE.get(name, name.removeprefix(_PREFIX)): tensor for name, tensor in tensors.items()}
     if not any(_LAYER.match(name) and ".attn.w_lora." in name for name in tensors):
@@ -101,9 +104,10 @@ def native_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _from_web_rwkv(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the tensors [...] of a .st file of ai00 or web-rwkv as .pth files have them; others unchanged.
+    """Return the tensors [...] of a .st file as in .pth files.
 
-    Low-rank pairs are transposed there, and RWKV-5 and 6 have older names.
+    The .st file is one of ai00 or web-rwkv; others stay unchanged. Low-rank pairs are transposed there, and RWKV-5 and
+    6 have older names.
     """
     is_6 = is_transposed = "blocks.0.att.time_mix_w1" in tensors
     if is_6 or {"blocks.0.att.time_first", "blocks.0.att.gate.weight"} <= tensors.keys():
@@ -125,7 +129,10 @@ def _older_name(name: str, is_6: bool) -> str:
 
 
 def native_module(name: str) -> str:
-    """Replace the module in an adapter's tensor name by its name in .pth files."""
+    """Replace the module in an adapter's tensor name.
+
+    The new name is the module's name in .pth files.
+    """
 
     def module(found: re.Match[str]) -> str:
         part, _, last = found[2].partition(".")

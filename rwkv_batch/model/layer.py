@@ -27,9 +27,10 @@ from torch import Tensor
 
 
 class Linear:
-    """Computes y = x @ weight.T for x [T, in], weight [out, in] of any float dtype. y has the dtype of x.
+    """Computes y = x @ weight.T.
 
-    On a CPU, products of 16-bit weights are accumulated in fp32 and rounded to 16 bits once.
+    x is [T, in], weight is [out, in] of any float dtype. y has the dtype of x. On a CPU, products of 16-bit weights are
+    accumulated in fp32 and rounded to 16 bits once.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -49,7 +50,10 @@ class Linear:
         return torch.nn.functional.linear(rows, weight).to(x.dtype)
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map [T, in] to [T, out] fp32, without rounding to a narrower dtype if possible."""
+        """Map [T, in] to [T, out] fp32.
+
+        If possible, results are not rounded to a narrower dtype.
+        """
         y = self(x).float()
         return y if out is None else out.copy_(y)
 

@@ -1,4 +1,7 @@
-"""Loads the layers of one stage from an opened weight file to one device."""
+"""Loads the layers of one stage to one device.
+
+They come from an opened weight file.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +69,17 @@ class Precision:
 
 @dataclass(slots=True)
 class Embedding:
-    """The token table [V, C], and the first LayerNorm unless it is folded in."""
+    """The token table [V, C], and the first LayerNorm unless folded in."""
 
     table: Tensor
     ln0: Norm | None
     """None: already applied to the table"""
 
     def fold(self, dtype: torch.dtype) -> Embedding:
-        """Apply the norm to the whole table, on the norm's device, so that embedding a token is one read."""
+        """Apply the norm to the whole table, on the norm's device.
+
+        Embedding a token is then one read.
+        """
         if self.ln0 is None:
             return self
         device = self.ln0.weight.device
@@ -236,7 +242,7 @@ class LayerLoader:
         return codes
 
     def _low_rank(self, name: str) -> Linear:
-        """Load a matrix that is stored as [in, out], for x @ w."""
+        """Load a matrix stored as [in, out], for x @ w."""
         return self.linear(name, transpose=True)
 
 

@@ -23,9 +23,10 @@ _PIECE_BYTES = 1 << 16
 
 
 def release(tensor: Tensor) -> None:
-    """Drop a tensor's whole pages [...] from this process's memory if they map a file.
+    """Drop a tensor's whole pages [...] from this process's memory.
 
-    They stay readable from the file, which is never written to. Does nothing outside Linux.
+    Does so only if they map a file. They stay readable from the file, which is never written to. Does nothing outside
+    Linux.
     """
     if not sys.platform.startswith("linux") or tensor.device.type != "cpu":
         return

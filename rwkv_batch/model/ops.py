@@ -99,9 +99,10 @@ class Ops(Protocol):
         ...
 
     def channel_mix(self, layer: Layer, x: Mixed, adapters: LayerAdapters | None = None) -> Delta:
-        """Return F_v relu(F_k x)^2 for x [T, C] or in the format of `shift_mix` -> [T, C].
+        """Return F_v relu(F_k x)^2 [T, C].
 
-        `adapters` add to both maps. Another output format is possible only without `adapters`.
+        x is [T, C] or in the format of `shift_mix`. `adapters` add to both maps. Another output format is possible only
+        without `adapters`.
         """
         ...
 
@@ -169,5 +170,8 @@ class NormsRows(Protocol):
     """A backend with a kernel for the norm before the head."""
 
     def norm_rows(self, x: Tensor, rows: Tensor, norm: Norm) -> Tensor:
-        """LayerNorm of rows [R] int64 of x [T, C] -> [R, C] in the dtype of x."""
+        """LayerNorm of rows [R] of x [T, C] -> [R, C].
+
+        rows: int64. The result has the dtype of x.
+        """
         ...

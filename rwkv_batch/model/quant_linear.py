@@ -11,7 +11,10 @@ from rwkv_batch.model.quant.formats import Format, Quantised, dequantise, has_sq
 
 
 class QuantLinear(Linear):
-    """Computes y = x @ W.T for a quantised W [out, in], dequantised for every call in the dtype of x."""
+    """Computes y = x @ W.T for a quantised W [out, in].
+
+    W is dequantised for every call in the dtype of x.
+    """
 
     def __init__(self, stored: Quantised) -> None:
         self.stored = stored

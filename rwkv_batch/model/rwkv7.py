@@ -16,7 +16,10 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 
 class Cuts(NamedTuple):
-    """Whether a range of layers starts or ends between a layer's time mix and channel mix."""
+    """Whether a range of layers starts or ends within a layer.
+
+    Within: between the layer's time mix and channel mix.
+    """
 
     begins_within: bool = False
     """the first layer has only its channel mix here"""

@@ -60,7 +60,10 @@ class StateFormat(enum.StrEnum):
         return self.value if self is StateFormat.INT8 else str(self.dtype).removeprefix("torch.")
 
     def sizes(self, wkv: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes of the stored tensor for a state of sizes `wkv` (`ModelShape.wkv`); int8: [H, 4224]."""
+        """Return the sizes of the stored tensor for a state.
+
+        wkv: the state's sizes (`ModelShape.wkv`). int8: returns [H, 4224].
+        """
         return (wkv[0], HEAD_BYTES) if self is StateFormat.INT8 else wkv
 
     def num_bytes(self, wkv: tuple[int, ...]) -> int:

@@ -27,11 +27,11 @@ class AdapterTiles:
 
 @dataclass(slots=True)
 class StepInputs:
-    """Inputs of one forward over B rows with T tokens in total, on one device.
+    """Inputs of one forward over B rows, on one device.
 
-    Row i has tokens cu_seqlens[i] .. cu_seqlens[i+1]-1, at least one. It reads the state in read_slots[i] and writes
-    the state after its last token to write_slots[i]; the two may be equal. No slot is written by two rows, and no row
-    reads a slot that another row writes, except the dummy.
+    The rows have T tokens in total. Row i has tokens cu_seqlens[i] .. cu_seqlens[i+1]-1, at least one. It reads the
+    state in read_slots[i] and writes the state after its last token to write_slots[i]; the two may be equal. No slot is
+    written by two rows, and no row reads a slot that another row writes, except the dummy.
     """
 
     tokens: Tensor
@@ -99,9 +99,9 @@ def token_shift(h: Tensor, shift: Tensor, inputs: StepInputs) -> Tensor:
 
 
 def longest_first(inputs: StepInputs) -> tuple[Tensor, Iterator[Tensor]]:
-    """Return the rows [B] int64, longest first, and per position the tokens [n] there.
+    """Return the rows [B], longest first, and the tokens by position.
 
-    The n tokens belong to the first n rows in that order.
+    The rows are int64. The n tokens [n] at a position belong to the first n rows in that order.
     """
     starts = inputs.cu_seqlens[:-1]
     lengths = inputs.cu_seqlens[1:] - starts
@@ -118,10 +118,10 @@ def _positions(starts: Tensor, lengths: list[int]) -> Iterator[Tensor]:
 
 
 def on_unpacked(run: Callable[[Tensor, StepInputs], T], wkv: Tensor, inputs: StepInputs) -> T:
-    """Run a function of fp32 states over int8 slots wkv [num_slots, H, 4224], updated.
+    """Run a function of fp32 states over int8 slots.
 
-    `run` gets the rows' states [B, H, 64, 64] fp32 as slots, and updates them. A row's state is rounded once, after its
-    last token.
+    Updates the slots wkv [num_slots, H, 4224]. `run` gets the rows' states [B, H, 64, 64] fp32 as slots, and updates
+    them. A row's state is rounded once, after its last token.
     """
     before = wkv[inputs.read_slots]
     states = unpack_int8(before)

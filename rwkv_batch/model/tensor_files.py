@@ -57,9 +57,10 @@ MODEL = FileKind()
 
 
 def read_tensors(path: Path, kind: FileKind = MODEL) -> Mapping[str, Tensor]:
-    """Read tensors [...] by name, mapped from the file or from all files of a split GGUF. Do not write to them.
+    """Read tensors [...] by name, mapped from the file.
 
-    Raises FileError with the file and the remedy.
+    A split GGUF is mapped from all its files. Do not write to the tensors. Raises FileError with the file and the
+    remedy.
     """
     tensors, metadata = _read_one(path, kind)
     count = metadata.get(SPLIT_COUNT, "1")

@@ -1,7 +1,7 @@
-"""Finds the tensors in `.pth`, `.safetensors` and GGUF files, in a sandbox process without torch.
+"""Finds the tensors in `.pth`, `.safetensors` and GGUF files.
 
-A .pth file is a zip archive with a pickle. An interpreter here follows only what torch.save writes for a dict of
-tensors. It imports nothing and allocates nothing that the file does not contain.
+Runs in a sandbox process without torch. A .pth file is a zip archive with a pickle. An interpreter here follows only
+what torch.save writes for a dict of tensors. It imports nothing and allocates nothing that the file does not contain.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 def serve() -> None:
-    """Answer each path from standard input with a TensorIndex, or with the text of a refusal."""
+    """Answer each path from standard input with a TensorIndex.
+
+    For a refused file, the answer is the text of the refusal.
+    """
     limit_memory(MEMORY_BYTES)
     with suppress(EOFError):
         while True:
@@ -73,7 +76,10 @@ def serve() -> None:
 
 
 def find_or_refuse(path: Path) -> TensorIndex | str:
-    """Return the index of a file's tensors [...], or a refusal that continues "FILE ..."."""
+    """Return the index of a file's tensors [...], or a refusal.
+
+    The refusal continues "FILE ...".
+    """
     try:
         return find_tensors(path)
     except NotWeights as error:
@@ -100,7 +106,10 @@ def find_tensors(path: Path) -> TensorIndex:
 
 
 def _reader(suffix: str, file: IO[bytes]) -> Callable[[IO[bytes], int], TensorIndex]:
-    """Return the reader of a file's format, by its first bytes and its name. Raises NotWeights."""
+    """Return the reader of a file's format. Raises NotWeights.
+
+    The file's first bytes and its name determine the format.
+    """
     start = file.read(len(_LFS))
     file.seek(0)
     if start.startswith(MAGIC):
@@ -186,7 +195,10 @@ def _read_pth(file: IO[bytes], size: int) -> TensorIndex:
 
 
 def _missing_bytes(file: IO[bytes], size: int) -> int:
-    """Return how many bytes a cut archive lacks at least, by the pickle at its begin; 0: unknown."""
+    """Return how many bytes a cut archive lacks at least.
+
+    The number follows from the pickle at its begin; 0: unknown.
+    """
     file.seek(0)
     start = file.read(MAX_HEADER_BYTES)
     sizes: dict[str, int] = {}

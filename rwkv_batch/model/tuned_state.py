@@ -74,7 +74,10 @@ def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) 
 
 
 def _states(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> list[Tensor]:
-    """Return the layers' tensors in order, each [H, 64, 64] or [1, H, 64, 64]. Raises FileError."""
+    """Return the layers' tensors in order. Raises FileError.
+
+    Each is [H, 64, 64] or [1, H, 64, 64].
+    """
     if shape.version == "RWKV-4":
         raise FileError(f"state file {path}: RWKV-4 has no tuned states, because its state has no matrices")
     found = {int(m.group(1)): tensor for name, tensor in tensors.items() if (m := _NAME.search(name))}

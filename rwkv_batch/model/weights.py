@@ -1,6 +1,7 @@
-"""Opens weight files memory-mapped, recognises the model by its tensors, and checks them.
+"""Opens weight files memory-mapped, recognises the model and checks the tensors.
 
-Reads `.pth`, `.safetensors` and GGUF files, and Hugging Face folders; layouts of names are those of their modules.
+The tensors determine the model. Reads `.pth`, `.safetensors` and GGUF files, and Hugging Face folders; layouts of names
+are those of their modules.
 """
 
 from __future__ import annotations
@@ -147,7 +148,10 @@ def open_weights(path: str | Path) -> Weights:
 
 
 def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) -> Weights:
-    """Check tensors [out, in] and [C] that came from `path`, by their names. Raises WeightsError."""
+    """Check tensors that came from `path`, by their names. Raises WeightsError.
+
+    They are [out, in] and [C].
+    """
     tensors = _without_padding(path, tensors)
     shape = _recognise(path, tensors)
     _check(path, tensors, shape)
@@ -279,7 +283,10 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, expected: tuple[int, ..
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return a vector or small matrix, or a few runs of a large one, which touch few mapped pages; fp32."""
+    """Return a tensor as fp32, or samples of a large one.
+
+    A vector or small matrix is returned whole. The samples are a few runs, which touch few mapped pages.
+    """
     if isinstance(tensor, BlockTensor):
         return tensor.sample(SAMPLE_RUNS)
     flat = tensor.reshape(-1)

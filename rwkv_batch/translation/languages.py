@@ -79,7 +79,7 @@ another language are missed.
 
 
 def is_known_language(code: str) -> bool:
-    """Return whether this is the code or the English name of a known language."""
+    """Return whether this is a known language's code or English name."""
     return language_name(code) != code or code.lower() in _NAMES
 
 
@@ -155,7 +155,10 @@ def _candidates(sample: str) -> tuple[str, ...]:
 
 
 def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
-    """Return each sample's most likely candidate, given that the samples share a page."""
+    """Return each sample's most likely candidate.
+
+    The result considers that the samples share a page.
+    """
     if len(candidates) < 2:
         return ["".join(candidates)] * len(samples)
     own_scores = [_log_likelihoods(sample, candidates) for sample in samples]
@@ -173,9 +176,9 @@ def _log_likelihoods(sample: str, candidates: tuple[str, ...]) -> dict[str, floa
 
 
 def _chinese_variants(samples: list[str]) -> list[str]:
-    """Return zh-TW for each text with more traditional than simplified forms, else zh-CN.
+    """Return zh-TW or zh-CN for each text.
 
-    A text without either kind follows the other texts.
+    zh-TW: the text has more traditional than simplified forms. A text without either kind follows the other texts.
     """
     own_scores = [
         _letters_only_in(text, "big5", "gb2312") - _letters_only_in(text, "gb2312", "big5") for text in samples

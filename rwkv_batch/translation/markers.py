@@ -142,7 +142,10 @@ def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:
 
 
 def _find_markers(text: str, options: MarkerOptions) -> Iterator[tuple[int, int, str, bool]]:
-    """Yield start, end and tag name of each marker, and whether it ends a segment."""
+    """Yield start, end and tag name of each marker.
+
+    The fourth value is whether the marker ends a segment.
+    """
     scanner = options.scanner
     is_outlined = options.format is Format.XML and options.detects_outline
     structural = structural_tags(text) if is_outlined else frozenset()
@@ -175,7 +178,7 @@ def _is_verbatim(tag: str, name: str, options: MarkerOptions) -> bool:
 
 
 def _icu_end(text: str, start: int) -> int:
-    """Return the end of an ICU message, 0 if its braces do not close."""
+    """Return the end of an ICU message. 0: its braces do not close."""
     depth = 0
     for brace in re.compile(r"[{}]").finditer(text, start, start + _MAX_ICU):
         depth += 1 if brace.group() == "{" else -1
@@ -185,7 +188,10 @@ def _icu_end(text: str, start: int) -> int:
 
 
 def partners(markers: Sequence[Marker]) -> list[int | None]:
-    """Return the index of each tag's closing or opening tag, None without one."""
+    """Return the index of each tag's closing or opening tag.
+
+    None for a tag without one.
+    """
     found: list[int | None] = [None] * len(markers)
     opened: list[int] = []
     for index, marker in enumerate(markers):

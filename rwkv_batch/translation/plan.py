@@ -211,7 +211,10 @@ class TranslationPlan:
         return segment.join([part for part in parts if part is not None]), [problem_text]
 
     def _part(self, text: str, whole: Query) -> str | None:
-        """Return the translation of a text between markers, with the white space around it."""
+        """Return the translation of a text between markers.
+
+        It includes the white space around the text.
+        """
         if not has_letters(text):
             return text
         body = text.strip()

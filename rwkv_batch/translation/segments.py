@@ -48,8 +48,9 @@ Span = tuple[int, int]
 
 
 def split_text(text: str, options: MarkerOptions, split: Split, language: str) -> Iterator[str | Segment]:
-    """Yield the segments of a text, and as `str` the text to keep. Raises TooManyMarkersError.
+    """Yield the segments of a text. Raises TooManyMarkersError.
 
+    Text to keep is yielded as `str`.
     language: code or name of the text's language
     """
     flat, markers = parse(text, options)
@@ -80,7 +81,10 @@ def _raw(flat: str, markers: Sequence[Marker]) -> str:
 
 
 def _spans(flat: str, split: Split, code: str, is_markup: bool) -> Iterator[Span]:
-    """Yield start and end of each segment, with white space and markers at its ends."""
+    """Yield start and end of each segment.
+
+    A segment has white space and markers at its ends.
+    """
     by_lines = split in (Split.NEWLINES, Split.SENTENCES)
     boundary = _BREAKS if is_markup else _LINES if by_lines else _BLANK_LINES
     at = 0

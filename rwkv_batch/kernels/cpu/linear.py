@@ -69,9 +69,10 @@ class CpuLinear(Linear):
 
 
 class CpuQuantLinear(CpuLinear):
-    """An int8 matrix on a CPU, a scale per output and 128 inputs: [T, in] fp32 -> [T, out] fp32.
+    """An int8 matrix on a CPU.
 
-    x is quantised to 16-bit integers with a scale per 128 inputs; sums over these are exact.
+    Maps [T, in] fp32 to [T, out] fp32. The matrix has a scale per output and 128 inputs. x is quantised to 16-bit
+    integers with a scale per 128 inputs; sums over these are exact.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, allocate: Allocate = allocate_plain) -> None:

@@ -1,8 +1,8 @@
-"""Memory of a model's packed matrices on a CPU, in huge pages if available.
+"""Memory of a model's packed matrices on a CPU.
 
-A step reads every matrix once, in order. With 4 KiB pages it needs a page address every 64 lines, and prefetchers stop
-at
-page ends. Matrices share blocks because they do not fill whole huge pages. A block is freed with its last matrix.
+It uses huge pages if available. A step reads every matrix once, in order. With 4 KiB pages it needs a page address
+every 64 lines, and prefetchers stop at page ends. Matrices share blocks because they do not fill whole huge pages. A
+block is freed with its last matrix.
 """
 
 from __future__ import annotations

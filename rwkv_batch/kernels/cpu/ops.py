@@ -35,11 +35,11 @@ from rwkv_batch.model.step_inputs import StepInputs
 
 
 class CpuAdapterTable(AdapterTable):
-    """A stage's adapters, each with an array [layers] of its pairs' addresses, b transposed.
+    """A stage's adapters, with the addresses of their pairs.
 
-    If plain torch runs the layers (fp16 or int8 states), products use packed matrices: torch's own results depend on
-    the
-    other tokens. A matrix is packed on first use.
+    Each adapter has an array [layers] of its pairs' addresses, b transposed. If plain torch runs the layers (fp16 or
+    int8 states), products use packed matrices: torch's own results depend on the other tokens. A matrix is packed on
+    first use.
     """
 
     def __init__(

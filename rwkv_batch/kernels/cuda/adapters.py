@@ -41,7 +41,10 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 def max_tiles(tokens: int, adapters: int = MAX_NUMBERS - 1) -> int:
-    """Returns the most tiles that so many tokens of so many adapters, and of none, take."""
+    """Returns the largest number of tiles that so many tokens take.
+
+    The tokens have up to `adapters` different adapters, or none.
+    """
     kinds = min(tokens, adapters + 1)
     return kinds + (tokens - kinds) // TILE
 
@@ -69,7 +72,10 @@ def fill_tiles(numbers: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: Ints
 
 
 class CudaAdapterTable(AdapterTable):
-    """A stage's adapters in fp16, ranks padded to 16, and their addresses in a table on the device."""
+    """A stage's adapters in fp16, with a table of their addresses.
+
+    Ranks are padded to 16. The table is on the device.
+    """
 
     def __init__(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(first, last, device, dtype)
@@ -183,9 +189,10 @@ class CudaLayerAdapters:
             hidden[tokens] = hidden[tokens].sqrt()
 
     def finish_squares(self, one: AdaptedLinear) -> None:
-        """Computes max(v + b (a x), 0)^2 in place of y [T, out] fp16, which holds v |v| (SIGNED_SQUARE).
+        """Computes max(v + b (a x), 0)^2 in place of y.
 
-        Rows without an adapter become what RELU_SQUARED returns, bit for bit.
+        y [T, out] fp16 holds v |v| (SIGNED_SQUARE). Rows without an adapter become what RELU_SQUARED returns, bit for
+        bit.
         """
         self._launch((one,), squared_relu=True)
 
@@ -211,5 +218,8 @@ class CudaLayerAdapters:
 
 
 def has_adapters(inputs: StepInputs) -> bool:
-    """Whether rows of a step may have adapters, which read the inputs of linear layers."""
+    """Whether rows of a step may have adapters.
+
+    Adapters read the inputs of linear layers.
+    """
     return inputs.adapters is not None or inputs.adapter_tiles is not None

@@ -151,8 +151,10 @@ def _value(layer: CudaLayer, hidden: Tensor, workspaces: Mapping[torch.device, W
 def hidden_quantised(
     layer: CudaLayer, value: CudaQuantValue, x: Tensor, adapters: LayerAdapters | None
 ) -> tuple[Tensor, bool]:
-    """Hidden values [T, 4C] of x [T, C], both fp16, and whether they are squared: with many rows the next kernel
-    squares."""
+    """Hidden values of x, and whether they are squared.
+
+    x [T, C] and the hidden values [T, 4C] are fp16. With many rows the next kernel squares.
+    """
     key = layer.ffn_key
     assert isinstance(key, CudaQuantLinear), "the matrices of a layer are in one format"
     rows = len(x)
@@ -198,7 +200,10 @@ def sparse_value_quantised(value: CudaQuantValue, hidden: Tensor) -> Tensor | Pa
 
 
 def sparse_value(layer: CudaLayer, hidden: Tensor, work: Workspace) -> Tensor:
-    """ffn.value of hidden [B <= 8, 4C] -> [B, C], reading only the rows whose input is non-zero."""
+    """ffn.value of hidden [B <= 8, 4C] -> [B, C].
+
+    Reads only the rows of the matrix whose input is non-zero.
+    """
     assert layer.value_rows is not None, "a map in fp16 has been transposed"
     rows, ffn = hidden.shape
     width = layer.value_rows.shape[1]
@@ -232,10 +237,11 @@ def _finish(adapters: LayerAdapters | None, x: Tensor, hidden: Tensor) -> None:
 def mix_experts(
     layer: Layer, x: Tensor, hidden: Tensor, adapters: LayerAdapters | None, is_squared: bool = True
 ) -> Tensor | None:
-    """Mixes the experts of tokens whose adapter has any, in place in hidden [T, 4C], from x [T, C].
+    """Mixes the experts of tokens whose adapter has any.
 
-    Other tokens stay bit-identical. is_squared: otherwise ffn.value squares its input. Returns the experts' part of the
-    output [T, C], zero for other tokens; None: no token has experts.
+    Changes hidden [T, 4C] in place, from x [T, C]. Other tokens stay bit-identical. is_squared: otherwise ffn.value
+    squares its input. Returns the experts' part of the output [T, C], zero for other tokens; None: no token has
+    experts.
     """
     if adapters is None:
         return None

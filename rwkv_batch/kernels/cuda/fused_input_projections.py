@@ -32,9 +32,10 @@ MIN_ROWS = 65
 def fits_fused_projections(
     rows: int, full: Sequence[Tensor], split: Sequence[Tensor], dependent: Sequence[Tensor]
 ) -> bool:
-    """Whether weights [n, k] of r, k, v (`full`), low ranks down (`split`) and up (`dependent`) fit one launch.
+    """Whether the weights of all input projections fit one launch.
 
-    r, k, v must leave an SM for every CTA of the low ranks down, because the low ranks up wait for these.
+    The weights [n, k] are those of r, k, v (`full`), of the low ranks down (`split`) and up (`dependent`). r, k, v must
+    leave an SM for every CTA of the low ranks down, because the low ranks up wait for these.
     """
     if not MIN_ROWS <= rows <= MAX_HOPPER_ROWS or not has_hopper_gemm(full[0].device) or is_mps_active():
         return False

@@ -130,8 +130,9 @@ def plan_hopper_gemm(
     depth: int = TILE_K,
     sizes: tuple[int, ...] = TILE_ROWS,
 ) -> Plan:
-    """Returns the smallest tile that holds the rows, and the largest split-K that fits.
+    """Returns the tile and the split-K of a launch.
 
+    They are the smallest tile that holds the rows, and the largest split-K that fits.
     co_resident: whether all CTAs of a launch run at once. Split-K requires it: the CTAs of a tile wait for each other.
     depth: inputs (k) of one pipeline stage of the kernel; `sizes`: its compiled tile sizes
     """
@@ -141,7 +142,10 @@ def plan_hopper_gemm(
 
 @functools.cache
 def max_splits(shapes: tuple[GemmShape, ...], num_sms: int, co_resident: bool, depth: int) -> int:
-    """Returns the largest split-K whose CTAs all run at once and get whole steps of `depth` inputs."""
+    """Returns the largest split-K whose CTAs all run at once.
+
+    Each CTA gets whole steps of `depth` inputs.
+    """
     tiles = sum(-(-shape.n // TILE_N) for shape in shapes)
     choices = SPLITS if co_resident else SPLITS[:1]
     fitting = (s for s in choices if tiles * s <= num_sms and all(shape.k % (depth * s) == 0 for shape in shapes))

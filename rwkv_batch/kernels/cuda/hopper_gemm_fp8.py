@@ -82,8 +82,9 @@ class Fp8Gemm(NamedTuple):
 
 
 def fits_hopper_fp8(rows: int, n: int, k: int, device: torch.device, transposed: bool = False) -> bool:
-    """Whether the kernel beats cuBLAS for so many fp8 rows and a weight [n, k].
+    """Whether the kernel beats cuBLAS for so many fp8 rows.
 
+    The weight is [n, k].
     transposed: the weight is stored as [k, n]
     """
     cublas_rows = () if transposed else FASTER_ON_CUBLAS
@@ -146,8 +147,9 @@ def plan_transposed(rows: int, shapes: tuple[GemmShape, ...], num_sms: int, co_r
 def launch_hopper_fp8(
     gemms: Sequence[Fp8Gemm], fp16_gemms: Sequence[Fp16Gemm] = (), dependent: Sequence[Fp16Gemm] = ()
 ) -> None:
-    """Runs up to 12 GEMMs over the same fp8 rows (`fits_hopper_fp8`) or two-part rows (`fits_two_part_gemm`).
+    """Runs up to 12 GEMMs over the same rows.
 
+    The rows are fp8 rows (`fits_hopper_fp8`) or two-part rows (`fits_two_part_gemm`).
     fp16_gemms: fp16 GEMMs that `fits_fp16_gemms` allows in the launch
     dependent: fp16 GEMMs that read the outputs of fp16_gemms, as the second matrices of low-rank pairs do
     Raises ValueError for too many GEMMs or rows, or for shapes that do not match.

@@ -53,8 +53,9 @@ def pitch_of(rows: int) -> int:
 def launch_hopper_int8(
     gemms: Sequence[Int8Gemm], fp16_gemms: Sequence[Fp16Gemm] = (), dependent: Sequence[Fp16Gemm] = ()
 ) -> None:
-    """Runs up to 12 GEMMs over the same two-byte rows, where `fits_two_part_gemm` allows it.
+    """Runs up to 12 GEMMs over the same two-byte rows.
 
+    `fits_two_part_gemm` must allow them.
     fp16_gemms: fp16 GEMMs that `fits_fp16_gemms` allows in the launch; dependent: fp16 GEMMs that read their outputs.
     Raises ValueError for too many GEMMs or rows, or for shapes that do not match.
     """

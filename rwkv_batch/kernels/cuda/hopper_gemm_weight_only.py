@@ -1,4 +1,7 @@
-"""8- and 4-bit weights times up to 256 fp16 rows on Hopper's tensor cores (csrc/weight_only/weight_only.cuh)."""
+"""8- and 4-bit weights times fp16 rows on Hopper's tensor cores.
+
+At most 256 rows. The kernel is csrc/weight_only/weight_only.cuh.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class WeightOnlyGemm:
 
 
 def fp16_gemm(weight: Tensor, x: Tensor, y: Tensor, activation: Activation = Activation.NONE) -> WeightOnlyGemm:
-    """Returns an fp16 GEMM, weight [n, k], for a launch with quantised ones."""
+    """Returns an fp16 GEMM for a launch with quantised ones. weight: [n, k]"""
     return WeightOnlyGemm(None, False, weight.shape[0], weight.shape[1], weight, None, x, y, activation)
 
 

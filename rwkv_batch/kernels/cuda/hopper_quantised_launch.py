@@ -48,7 +48,7 @@ def num_splits(rows: int, n: int, k: int, num_sms: int) -> int:
 
 
 def fits_fp16_gemms(rows: int, quantised: Sequence[GemmShape], fp16_gemms: Sequence[GemmShape], num_sms: int) -> bool:
-    """Whether fp16 GEMMs fit on the SMs that the 8-bit GEMMs leave idle.
+    """Whether fp16 GEMMs fit on the SMs that 8-bit GEMMs leave idle.
 
     Each fp16 tile is shared by several CTAs that wait for each other, so all must run at once.
     """

@@ -55,9 +55,9 @@ SideStreams = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
 
 def project(layer: CudaLayer, mixed: MixedInputs | DeferredMix, side_streams: Callable[[], SideStreams]) -> Projections:
-    """Projects mixed [6, T, C] in the order r, k, v, w, a, g.
+    """Projects mixed [6, T, C].
 
-    side_streams returns two streams next to the current one.
+    Its order is r, k, v, w, a, g. side_streams returns two streams next to the current one.
     """
     if isinstance(mixed, DeferredMix):
         return _project_deferred_mix(layer, mixed)
@@ -96,7 +96,10 @@ def _multiplies_codes(linear: CudaQuantLinear, tokens: int) -> bool:
 
 
 def _fits_one_quantised_launch(layer: CudaLayer, tokens: int) -> bool:
-    """Whether the low ranks run in the launch of r, k, v, on SMs that these leave idle; fp8 or two-part rows."""
+    """Whether the low ranks run in the launch of r, k, v.
+
+    They then run on SMs that r, k, v leave idle. Only with fp8 or two-part rows.
+    """
     linears = _quantised_rkv(layer)
     if not linears or not (linears[0].takes_two_part_rows(tokens) or _multiplies_codes(linears[0], tokens)):
         return False
@@ -106,9 +109,10 @@ def _fits_one_quantised_launch(layer: CudaLayer, tokens: int) -> bool:
 
 
 def _uses_multi_tile_projections(layer: CudaLayer, tokens: int) -> bool:
-    """Whether the low ranks are own launches after r, k, v instead of cuBLAS's in parallel.
+    """Whether the low ranks run in own launches after r, k, v.
 
-    Not with the own fp8 kernel: the low ranks then run on SMs that its tiles leave idle.
+    The alternative is cuBLAS's launches in parallel. Not with the own fp8 kernel: the low ranks then run on SMs that
+    its tiles leave idle.
     """
     if tokens > MAX_MULTI_TILE_ROWS or not has_hopper_gemm(layer.low_in.device):
         return False
@@ -153,7 +157,10 @@ def _rkv_quantised(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: LowRa
 
 
 def _quantise_rkv_rows(mixed: Tensor) -> list[QuantisedRows]:
-    """Quantises the inputs of r, k, v in mixed [6, T, C], which are needed as fp16, too."""
+    """Quantises the inputs of r, k, v in mixed [6, T, C].
+
+    They are needed as fp16, too.
+    """
     _, tokens, width = mixed.shape
     if tokens % SCALE_ALIGNMENT:
         return [quantise_rows(mixed[i]) for i in range(3)]
@@ -163,7 +170,10 @@ def _quantise_rkv_rows(mixed: Tensor) -> list[QuantisedRows]:
 
 
 def _project_grouped(layer: CudaLayer, mixed: MixedInputs) -> Projections:
-    """All projections in one or two launches, the low ranks up in another or the same."""
+    """All projections in one or two launches.
+
+    The low ranks up run in another launch or in the same.
+    """
     inputs = _low_rank_inputs(mixed)
     rkv = torch.empty_like(inputs[:3])
     low = LowRanks.build(layer, inputs)
@@ -200,7 +210,10 @@ def _project_deferred_mix(layer: CudaLayer, row: DeferredMix) -> Projections:
 
 
 def _project_multi_tile(layer: CudaLayer, mixed: MixedInputs) -> Projections:
-    """r, k, v as in `_project_batched`, then the low ranks as in `_project_grouped`."""
+    """Projects r, k, v first, then the low ranks.
+
+    r, k, v run as in `_project_batched`, the low ranks as in `_project_grouped`.
+    """
     inputs = _low_rank_inputs(mixed)
     rkv = torch.empty_like(inputs[:3])
     _rkv_batched(layer, mixed, rkv)
@@ -216,7 +229,10 @@ def _fp16_gemms(gemms: list[Gemm]) -> list[Fp16Gemm]:
 
 @dataclass(slots=True)
 class LowRanks:
-    """A layer's low ranks and gate as the GEMMs of two launches, and their outputs."""
+    """The GEMMs of a layer's low ranks and gate, and their outputs.
+
+    The GEMMs take two launches.
+    """
 
     down_gemms: list[Gemm]
     up_gemms: list[Gemm]
@@ -291,7 +307,10 @@ def finish_projections(p: Projections) -> Projections:
 
 
 def _launch_input_projections(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: list[Gemm]) -> None:
-    """r, k, v and the fp16 GEMMs `low`, in one launch if one kernel takes both."""
+    """Runs r, k, v and the fp16 GEMMs `low`.
+
+    They share one launch if one kernel takes both.
+    """
     if layer.rkv is not None and isinstance(mixed, Tensor):
         multiply([*(Gemm(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
         return

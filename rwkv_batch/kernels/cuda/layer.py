@@ -41,9 +41,10 @@ class CudaLayer(Layer):
 
 
 def prepare_layer(layer: Layer) -> CudaLayer:
-    """Moves a loaded layer's weights into stacked tensors on the device of its vectors.
+    """Moves a loaded layer's weights into stacked tensors.
 
-    Its Linears become views of these, so no weight is held twice. Raises ValueError for weights of another type.
+    The tensors are on the device of the layer's vectors. Its Linears become views of them, so no weight is held
+    twice. Raises ValueError for weights of another type.
     """
     width, device = layer.att_mix.shape[1], layer.att_mix.device
     small = isinstance(layer.receptance, CudaQuantLinear | CudaW8A8Linear)

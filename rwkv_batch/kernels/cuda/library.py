@@ -1,4 +1,4 @@
-"""The CUDA kernels as two shared libraries, built at first use and bound by ctypes."""
+"""The CUDA kernels as two shared libraries, bound by ctypes. Built at first use."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ class Kernels:
 
 @functools.cache
 def library() -> Kernels:
-    """The kernels for every GPU, compiled at the first use of these sources."""
+    """The kernels for every GPU. Compiled at the first use of these sources."""
     sources = tuple(SOURCES / f"{name}.cu" for name in NAMES)
     return Kernels(build.load(build.Library("rwkv_kernels", sources)), SIGNATURES)
 
@@ -387,9 +387,9 @@ def cuda_pointer(tensor: Tensor | None, dtype: torch.dtype = torch.float16) -> i
 
 
 def slots_pointer(slots: Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
-    """Returns the address of one layer's slots [num_slots, ...], strided over slots only.
+    """Returns the address of one layer's slots [num_slots, ...].
 
-    Raises ValueError for others.
+    They may be strided over slots only. Raises ValueError for others.
     """
     if not slots.is_cuda or slots.dtype not in dtypes or not slots[0].is_contiguous() or slots.data_ptr() % 16:
         raise ValueError(

@@ -45,19 +45,28 @@ def fits_skinny(weight: Tensor) -> bool:
 
 
 def uses_hopper_gemm(rows: int, weight: Tensor, transposed: bool = False) -> bool:
-    """Whether the Hopper kernel takes so many rows times a weight [n, k], or [k, n] if transposed."""
+    """Whether the Hopper kernel takes so many rows times this weight.
+
+    The weight is [n, k], or [k, n] if transposed.
+    """
     n, k = reversed(weight.shape) if transposed else weight.shape
     worth_it = MAX_SKINNY_ROWS < rows <= MAX_HOPPER_ROWS or (rows <= MAX_SKINNY_ROWS and k >= MIN_SKINNY_HOPPER_K)
     return worth_it and has_hopper_gemm(weight.device) and fits_hopper_gemm(GemmShape(n, k), transposed)
 
 
 def is_grouped(rows: int, weight: Tensor) -> bool:
-    """Whether an own kernel takes so many rows times a weight [n, k], several weights per launch."""
+    """Whether an own kernel takes so many rows times this weight.
+
+    The weight is [n, k]. One launch takes several weights.
+    """
     return uses_hopper_gemm(rows, weight) or (rows <= MAX_SKINNY_ROWS and fits_skinny(weight))
 
 
 def multiply(gemms: Sequence[Gemm]) -> None:
-    """Runs up to 8 GEMMs over the same rows in a launch that `is_grouped` allows."""
+    """Runs up to 8 GEMMs over the same rows in one launch.
+
+    `is_grouped` must allow it.
+    """
     rows, weight = gemms[0].x.shape[0], gemms[0].weight
     if uses_hopper_gemm(rows, weight):
         launch_hopper_gemm([(m.weight, m.x, m.y, m.activation) for m in gemms], transposed=False)
@@ -66,7 +75,10 @@ def multiply(gemms: Sequence[Gemm]) -> None:
 
 
 def skinny(gemms: Sequence[Gemm]) -> None:
-    """Runs up to 8 GEMMs over the same 16 rows or fewer in one launch. Raises ValueError for more."""
+    """Runs up to 8 GEMMs over the same rows in one launch.
+
+    At most 16 rows. Raises ValueError for more rows or GEMMs.
+    """
     rows = gemms[0].x.shape[0]
     if len(gemms) > MAX_GEMMS or rows > MAX_SKINNY_ROWS:
         raise ValueError(

@@ -101,7 +101,10 @@ class CudaOps:
         return prepare_layer(layer)
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
-        """Builds the kernels and the workspace for models up to this width and channel mix."""
+        """Builds the kernels and the workspace.
+
+        The workspace serves models up to this width and channel mix.
+        """
         self.workspaces[device] = Workspace.build(device, width, ffn)
         library()
         if has_hopper_gemm(device):
@@ -203,15 +206,19 @@ class CudaOps:
         x: Tensor | QuantisedRows | Codes | DeferredMix | SingleRowInput,
         adapters: LayerAdapters | None = None,
     ) -> Tensor | PartialSums | RowSums:
-        """As naive, x [T, C] fp16 or quantised -> [T, C] fp16, split-K partials, or one row's fixed-point sums.
+        """As naive, with more formats of x and of the result.
 
-        With few rows, only the rows of ffn.value are read whose input is not zero.
+        x [T, C] is fp16 or quantised. The result is [T, C] fp16, split-K partials, or one row's fixed-point sums. With
+        few rows, only the rows of ffn.value are read whose input is not zero.
         """
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         return channel_mix(layer, x, adapters, self.workspaces)
 
     def norm_rows(self, x: Tensor, rows: Tensor, norm: Norm) -> Tensor:
-        """LayerNorm of rows [R] int64 of x [T, C] -> [R, C] fp16."""
+        """LayerNorm of rows [R] of x [T, C] -> [R, C] fp16.
+
+        rows: int64
+        """
         out = torch.empty(len(rows), x.shape[1], dtype=x.dtype, device=x.device)
         weight, bias = cuda_pointer(norm.weight, torch.float32), cuda_pointer(norm.bias, torch.float32)
         library().call(

@@ -84,7 +84,10 @@ _TRANSPOSED_BUFFERS: WeakValueDictionary[tuple[torch.device, int], Tensor] = Wea
 
 
 def transposed_buffer(codes: Tensor) -> Tensor:
-    """Returns [bytes] uint8 of the size and device of `codes`, shared by all weights of that size."""
+    """Returns [bytes] uint8 of the size and device of `codes`.
+
+    All weights of that size share it.
+    """
     key = codes.device, codes.nbytes
     place = _TRANSPOSED_BUFFERS.get(key)
     if place is None:
@@ -133,7 +136,10 @@ logger = logging.getLogger(__name__)
 
 
 def scaled_mm(packed: Packed, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """fp8 rows [T, K] with scales [T] times fp8 weights -> out [T, N]."""
+    """fp8 rows [T, K] times fp8 weights -> out [T, N].
+
+    The rows have scales [T].
+    """
     weight, types = packed.output_major(), scaled_mm_dtypes(out.device)
     dtype = out.dtype if out.dtype in types else types[0]
     place = out if dtype == out.dtype else torch.empty(out.shape, dtype=dtype, device=out.device)

@@ -41,7 +41,7 @@ class RowsGemm:
 
 
 def multiply_into(gemms: Sequence[QuantGemm]) -> None:
-    """Runs up to 8 GEMMs of one format over the same number of rows."""
+    """Runs up to 8 GEMMs of one format and one row count."""
     rows, first = gemms[0].x.shape[0], gemms[0].linear
     if first.uses_skinny_kernel(rows):
         multiply_few(gemms)
@@ -74,7 +74,10 @@ def multiply_rows(linear: QuantisedWeights, x: QuantisedRows) -> Tensor:
 
 
 def multiply_to_partials(linear: QuantisedWeights, x: QuantisedRows) -> Tensor | PartialSums:
-    """Two-part rows [T, 2, in] -> [T, out] fp16, or split-K partials of it."""
+    """Multiplies two-part rows [T, 2, in] -> [T, out] fp16.
+
+    With split-K, returns the partials of it instead.
+    """
     rows, packed = len(x.codes), linear.packed
     device = x.codes.device
     count = num_splits(rows, packed.outputs, packed.inputs, prepare_hopper_gemm(device).num_sms)

@@ -1,4 +1,7 @@
-"""Quantised rows, and the forms in which a half layer returns its part of the residual stream."""
+"""Quantised rows, and the forms of a half layer's result.
+
+The result is the half layer's part of the residual stream.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,10 @@ class DeferredMix:
 
 
 class SingleRowInput(NamedTuple):
-    """One row's mixed input of a channel mix, whose ffn.value runs in the launch of ffn.key."""
+    """One row's mixed input of a channel mix.
+
+    Its ffn.value runs in the launch of ffn.key.
+    """
 
     x: Tensor
     """[1, C] fp16"""

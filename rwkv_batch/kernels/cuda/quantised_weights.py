@@ -1,4 +1,4 @@
-"""Quantised weights on a GPU, and the choice of kernel by row count."""
+"""Quantised weights on a GPU. The row count determines the kernel."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class QuantisedWeights:
         return not self.takes_fp16_rows(rows) and has_fp8_gemm(self.format, self.packed.qweight.device)
 
     def takes_two_part_rows(self, rows: int) -> bool:
-        """Whether so many rows become two-part rows first, unless the result is fp32 (`returns_fp32`)."""
+        """Whether so many rows become two-part rows first.
+
+        For an fp32 result, see `returns_fp32`.
+        """
         p = self.packed
         return (
             self.format in (Format.FP8, Format.INT8)

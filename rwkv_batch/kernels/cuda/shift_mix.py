@@ -1,4 +1,7 @@
-"""Residual add, LayerNorm, token shift and mix (csrc/mix/shift_mix.cu), in the format that the next GEMM reads."""
+"""Residual add, LayerNorm, token shift and mix (csrc/mix/shift_mix.cu).
+
+The output has the format that the next GEMM reads.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +152,10 @@ def _accumulates_row_sums(prologue: Prologue, work: Workspace) -> bool:
 
 
 def _row_sums(x: Tensor, work: Workspace) -> Tensor:
-    """Returns [8, C / 8] int64, shared by all layers of a device: each is read before the next starts."""
+    """Returns [8, C / 8] int64, shared by a device's layers.
+
+    Each layer's sums are read before the next layer starts.
+    """
     return work.row_sums.flatten()[: x.shape[1]].view(8, -1)
 
 

@@ -117,7 +117,10 @@ def fits_hopper_few(linear: QuantisedWeights, inputs: Sequence[int], rows: int) 
 
 
 def fits_hopper_row(linear: QuantisedWeights, inputs: Sequence[int]) -> bool:
-    """Whether csrc/skinny/hopper_row.cu takes GEMMs of so many inputs in a launch with `linear`."""
+    """Whether csrc/skinny/hopper_row.cu takes GEMMs in a launch with `linear`.
+
+    inputs: the number of inputs of each GEMM
+    """
     return has_hopper_gemm(linear.packed.qweight.device) and all(k <= MAX_ROW_INPUTS and k % 64 == 0 for k in inputs)
 
 

@@ -1,4 +1,7 @@
-"""Memory that a layer's kernels use between their blocks and from launch to launch: one on each device."""
+"""Memory that a layer's kernels use between their blocks and between launches.
+
+There is one on each device.
+"""
 
 from __future__ import annotations
 

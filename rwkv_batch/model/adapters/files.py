@@ -60,7 +60,7 @@ Alphas = tuple[tuple[str | SchemaValidator, float], ...]
 
 @dataclass(slots=True)
 class ExpertParts:
-    """The tensors of one layer's mixture of experts, as the file has them."""
+    """Tensors of one layer's mixture of experts, as in the file."""
 
     router: Tensor | None = None
     """[experts - 1, C]"""
@@ -169,7 +169,10 @@ def _active(path: Path, info: Tensor | None) -> int:
 
 
 def _is_of_experts(name: str, tensor: Tensor, experts: dict[int, ExpertParts]) -> bool:
-    """Returns False for a tensor that is not of a mixture of experts."""
+    """Adds a tensor of a mixture of experts to `experts`.
+
+    Returns False for any other tensor.
+    """
     if router := _ROUTER.search(name):
         experts.setdefault(int(router[1]), ExpertParts()).router = tensor
         return True
@@ -222,9 +225,10 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 
 def _alphas(file: Path, config: Mapping[str, Any]) -> Alphas:
-    """Return the alphas of `alpha_pattern`, whose keys are regular expressions for ends of weights' names.
+    """Return the alphas of `alpha_pattern`. Raises FileError.
 
-    The patterns are untrusted, so they are Rust's, which run in linear time. Raises FileError.
+    Its keys are regular expressions for ends of weights' names. The patterns are untrusted, so they are Rust's, which
+    run in linear time.
     """
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):

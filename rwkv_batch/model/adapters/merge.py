@@ -21,13 +21,17 @@ EPSILON = 1e-6
 
 
 def lora(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return W + s B A for weight [out, in], a [r, in], b [out, r]."""
+    """Return W + s B A.
+
+    weight W is [out, in], a is [r, in] and b is [out, r].
+    """
     return torch.addmm(weight, b, a, alpha=scale)
 
 
 def dora(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor) -> Tensor:
-    """Return M W' / |W'| with W' = W + s B A for weight [out, in].
+    """Return M W' / |W'|.
 
+    W' = W + s B A for weight W [out, in].
     magnitude [1, in]: norms of columns (RWKV-PEFT); [out, 1]: norms of rows (PEFT).
     """
     moved = lora(weight, a, b, scale)
@@ -36,13 +40,17 @@ def dora(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor) 
 
 
 def pissa(weight: Tensor, a: Tensor, b: Tensor, scale: float, first_a: Tensor, first_b: Tensor) -> Tensor:
-    """Return W + s (B A - B0 A0) for weight [out, in]: the trained pair replaces the initial one."""
+    """Return W + s (B A - B0 A0).
+
+    weight W is [out, in]. The trained pair replaces the initial one.
+    """
     return lora(lora(weight, a, b, scale), first_a, first_b, -scale)
 
 
 def bone(weight: Tensor, blocks: Tensor, scale: float) -> Tensor:
-    """Return W + s (W_blk G + G) for each square block W_blk of weight [out, in].
+    """Return W + s (W_blk G + G) for each square block.
 
+    W_blk is a square block of weight W [out, in].
     blocks G [in / r, r, r]: one per block column.
     """
     rank = blocks.shape[-1]
@@ -52,8 +60,9 @@ def bone(weight: Tensor, blocks: Tensor, scale: float) -> Tensor:
 
 
 def miss(weight: Tensor, shard: Tensor, scale: float) -> Tensor:
-    """Return W + s D^T for every r inputs of weight [out, in]; the last group may be shorter.
+    """Return W + s D^T for every r inputs.
 
+    weight W is [out, in]. The last group may be shorter.
     shard D [r, out]
     """
     times = -(-weight.shape[1] // shard.shape[0])
@@ -74,10 +83,10 @@ _SETS: dict[frozenset[str], str] = {
 
 
 def merge_adapters(weights: Weights, adapters: Sequence[Adapter]) -> Weights:
-    """Return the weights with the adapters merged in order, and a new fingerprint.
+    """Return the weights with the adapters merged in order.
 
-    Each weight is computed when `Weights.tensor` reads it. Raises FileError with the tensor for an adapter that does
-    not fit.
+    They have a new fingerprint. Each weight is computed when `Weights.tensor` reads it. Raises FileError with the
+    tensor for an adapter that does not fit.
     """
     changes: dict[str, Change] = dict(weights.changes)
     for adapter in adapters:
@@ -132,9 +141,10 @@ def kind_of(adapter: Adapter, target: str, parts: Mapping[str, Tensor]) -> str:
 def low_rank_pair(
     weights: Weights, adapter: Adapter, target: str, parts: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (a [r, in], b [out, r]) fp32 whose product b a the parts add to a weight; None if there is none.
+    """Return (a [r, in], b [out, r]) fp32 for a weight.
 
-    Raises FileError for parts that do not fit the model.
+    The parts add the product b a to the weight. None: there is no such pair. Raises FileError for parts that do not fit
+    the model.
     """
     _, kind, _ = _change(weights, adapter, target, parts)
     out, inputs = _weight(weights, adapter, target)[1]

@@ -90,7 +90,10 @@ def stored(tensor: Tensor) -> Tensor:
 
 
 def decode(kind: str, blocks: Tensor) -> Tensor:
-    """Decode blocks [n, bytes] uint8 of a kind of BLOCKS to [n, numbers] fp32."""
+    """Decode blocks [n, bytes] uint8 to [n, numbers] fp32.
+
+    kind: one of BLOCKS
+    """
     return _DECODERS[kind](blocks)
 
 
@@ -144,7 +147,10 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _grouped(codes: Tensor, scale: Tensor, minimum: Tensor | None = None) -> Tensor:
-    """Return codes [n, ...] * scale [n, groups] - minimum [n, groups], as [n, 256]."""
+    """Return codes * scale - minimum, as [n, 256].
+
+    codes are [n, ...], scale and minimum are [n, groups].
+    """
     numbers = codes.reshape(len(codes), scale.shape[1], -1) * scale.unsqueeze(-1)
     return (numbers if minimum is None else numbers - minimum.unsqueeze(-1)).flatten(1)
 

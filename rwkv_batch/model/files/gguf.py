@@ -119,7 +119,10 @@ class _Header:
 
 
 def read_gguf(file: IO[bytes], size: int) -> TensorIndex:
-    """Return the index of the tensors [...] of a file that begins with MAGIC. Raises NotWeights or ValueError."""
+    """Return the index of the tensors [...] of a GGUF file.
+
+    The file begins with MAGIC. Raises NotWeights or ValueError.
+    """
     file.seek(0)
     header = _Header(file.read(MAX_HEADER_BYTES), size)
     header.take(len(MAGIC))

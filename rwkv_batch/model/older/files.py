@@ -27,9 +27,9 @@ _ATT = "blocks.0.att"
 
 
 def version_of(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return "RWKV-4" to "RWKV-6" by the names of tensors [...], with the rules of the `rwkv` package.
+    """Return "RWKV-4" to "RWKV-6" by the names of tensors [...].
 
-    None: another version.
+    The rules are those of the `rwkv` package. None: another version.
     """
     if not any(_OLDER.search(name) for name in tensors):
         return None
@@ -43,7 +43,10 @@ def version_of(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _by_head(tensor: Tensor | None) -> tuple[int, int]:
-    """Return heads and numbers per head of [H], [H, N] or [H, 1, 1]; (0, 0) for none."""
+    """Return heads and numbers per head.
+
+    The tensor is [H], [H, N] or [H, 1, 1]. Returns (0, 0) for none.
+    """
     if tensor is None or tensor.dim() == 0 or not len(tensor):
         return 0, 0
     return len(tensor), tensor.numel() // len(tensor)
@@ -75,7 +78,10 @@ def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelS
 
 
 def expected_shapes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor that a layer must have, as (C, C) for [C, C]."""
+    """Return name -> shape of every tensor that a layer must have.
+
+    A shape is a tuple, as (C, C) for [C, C].
+    """
     c, f = shape.width, shape.ffn
     if shape.version == "RWKV-4":
         att = TimeMix4.expected(shape)

@@ -16,10 +16,11 @@ from rwkv_batch.model.step_inputs import StepInputs, longest_first, token_shift
 
 class TimeMix(Protocol):
     def run(self, h: Tensor, previous: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
-        """Return the time mix's output [T, C] fp32, to be added to the residual stream.
+        """Return the time mix's output [T, C] fp32.
 
-        h [T, C]: the normalised tokens; previous [T, C]: the token before each; both fp32. wkv [num_slots, ...] as
-        `ModelShape.wkv` has it: read from `inputs.read_slots`, written to `inputs.write_slots`.
+        It is to be added to the residual stream. h [T, C]: the normalised tokens; previous [T, C]: the token before
+        each; both fp32. wkv [num_slots, ...] as `ModelShape.wkv` has it: read from `inputs.read_slots`, written to
+        `inputs.write_slots`.
         """
         ...
 
@@ -38,7 +39,10 @@ class ChannelMix:
     receptance: Linear
 
     def run(self, h: Tensor, previous: Tensor) -> Tensor:
-        """Return sigmoid(R x_r) * V relu(K x_k)^2 for h [T, C] and the tokens before [T, C], fp32."""
+        """Return sigmoid(R x_r) * V relu(K x_k)^2 for h.
+
+        h [T, C]; previous [T, C]: the tokens before; both fp32
+        """
         change = previous - h
         k = torch.relu(self.key(h + change * self.mix_k)).square()
         return sigmoid(self.receptance(h + change * self.mix_r)) * self.value(k)
@@ -97,7 +101,10 @@ class TensorSource(Protocol):
 
 
 def square_maps(source: TensorSource, att: str) -> dict[str, Linear]:
-    """Load the four [C, C] maps of every version's time mix, by field name."""
+    """Load the four [C, C] maps of a time mix.
+
+    Every version has them. The keys are field names.
+    """
     return {name: source.linear(f"{att}.{name}.weight") for name in SQUARE}
 
 
@@ -125,7 +132,10 @@ def wkv_heads(r: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, wkv
 
 
 def head_norm(y: Tensor, norm: Norm) -> Tensor:
-    """Normalise each head of y [T, H, N], then scale and shift by `norm` [C]: [T, C] fp32."""
+    """Normalise each head of y [T, H, N], then scale and shift.
+
+    `norm` [C] has the scale and the shift. Returns [T, C] fp32.
+    """
     tokens, heads, _ = y.shape
     return torch.nn.functional.group_norm(y.reshape(tokens, -1), heads, norm.weight, norm.bias, GROUP_NORM_EPS)
 
@@ -331,7 +341,10 @@ class TimeMix6:
         return self.output(head_norm(y, self.ln_x) * silu(self.gate(g)))
 
     def _mixed(self, h: Tensor, change: Tensor) -> list[Tensor]:
-        """Return the five inputs [T, C] from h [T, C] and the difference to the previous token [T, C]."""
+        """Return the five inputs [T, C] from h [T, C].
+
+        change [T, C]: the difference to the previous token
+        """
         ranks = torch.tanh(self.mix_w1(h + change * self.mix_x)).view(len(h), len(MIXES), -1)
         dynamic = [second(ranks[:, i].contiguous()) for i, second in enumerate(self.mix_w2)]
         return [h + change * (mix + one) for mix, one in zip(self.mixes, dynamic, strict=True)]

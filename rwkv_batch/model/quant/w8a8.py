@@ -51,7 +51,10 @@ class InputTransform(NamedTuple):
 
 
 def input_transform(x_max: Tensor, weight: Tensor) -> tuple[InputTransform, Tensor]:
-    """Return the transform of the inputs of weight [n, K] and s [K]; x_max [K]: the largest calibrated inputs."""
+    """Return the transform of a weight's inputs, and s [K].
+
+    weight is [n, K]. x_max [K]: the largest calibrated inputs
+    """
     weight_max = weight.abs().amax(0).float()
     s = x_max.float().clamp(min=MIN_VALUE).pow(ALPHA) / weight_max.clamp(min=MIN_VALUE).pow(1 - ALPHA)
     s = s.clamp(min=MIN_VALUE)

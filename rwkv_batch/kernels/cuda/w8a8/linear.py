@@ -56,20 +56,26 @@ class CudaW8A8Linear(Linear):
         return y if self.output_positions is None else y.index_select(1, self.output_positions)
 
     def multiply_stored(self, x: Tensor) -> Tensor:
-        """Map [T, in] fp16 from a map that feeds this one to [T, out] fp16."""
+        """Map [T, in] fp16 to [T, out] fp16.
+
+        The input comes from a map that feeds this one.
+        """
         return self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs, in_order=True))
 
     def multiply_codes(self, codes: Codes) -> Tensor:
-        """Map [T, in] in 8 bits to [T, out] fp16, in the stored order."""
+        """Map [T, in] in 8 bits to [T, out] fp16.
+
+        The outputs are in the stored order.
+        """
         y = torch.empty(len(codes.codes), len(self.weight), dtype=torch.float16, device=self.weight.device)
         if len(y):
             multiply([W8A8Gemm(codes, self.weights, y)])
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Maps [T, in] fp16 to [T, out] fp32 in `out`, of fp16 results.
+        """Maps [T, in] fp16 to [T, out] fp32 in `out`.
 
-        Raises ValueError if `out` has another shape.
+        The results are computed in fp16. Raises ValueError if `out` has another shape.
         """
         y = self(x)
         if out is None:

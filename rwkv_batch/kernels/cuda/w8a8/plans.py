@@ -140,14 +140,20 @@ def fits(plan: Plan, launch: Launch, num_sms: int, co_resident: bool = True) -> 
 
 
 def num_ctas(tile: Tile, launch: Launch) -> int:
-    """Return the CTAs of a launch if each computes one tile, or one split of it."""
+    """Return the number of CTAs of a launch.
+
+    Each computes one tile, or one split of it.
+    """
     outputs = tile.outputs * tile.pair
     return sum(-(-n // outputs) for n in launch.ns) * -(-launch.rows // tile.tile_rows) * tile.splits * tile.pair
 
 
 @functools.cache
 def launch_table() -> dict[tuple[tuple[int, ...], int, bool], list[tuple[int, Plan]]]:
-    """Return (n of each GEMM, k, is_unsigned) -> (rows, plan) in order of rows."""
+    """Return the plans of the launch table by shape.
+
+    (n of each GEMM, k, is_unsigned) -> (rows, plan) in order of rows
+    """
     table: dict[tuple[tuple[int, ...], int, bool], list[tuple[int, Plan]]] = {}
     for line in msgspec.json.decode(LAUNCH_TABLE.read_bytes(), type=list[TableLine]):
         table.setdefault((line.n, line.k, line.is_unsigned), []).append((line.rows, line.plan()))
@@ -155,7 +161,10 @@ def launch_table() -> dict[tuple[tuple[int, ...], int, bool], list[tuple[int, Pl
 
 
 def _measured(launch: Launch) -> Plan | None:
-    """The plan of the nearest measured number of rows, at or above where there is one."""
+    """The plan of the nearest measured number of rows.
+
+    It is the nearest at or above where there is one.
+    """
     plans = launch_table().get((launch.ns, launch.k, launch.is_unsigned))
     if plans is None:
         return None

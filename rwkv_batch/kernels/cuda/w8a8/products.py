@@ -40,7 +40,7 @@ INT8_DTYPES = (torch.int8, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class W8A8Weights:
-    """One matrix W [n, K] in int8, with the transform of its inputs."""
+    """One int8 matrix W [n, K], with the transform of its inputs."""
 
     codes: Tensor
     """[n, K] int8, columns permuted"""
@@ -55,9 +55,9 @@ class W8A8Weights:
 
     @classmethod
     def prepare(cls, codes: Codes, transform: InputTransform) -> W8A8Weights:
-        """Copy a matrix's tensors into the form of the kernels, on the device of the codes.
+        """Copy a matrix's tensors into the form of the kernels.
 
-        Raises ValueError for sizes that the kernels do not take.
+        The copies are on the device of the codes. Raises ValueError for sizes that the kernels do not take.
         """
         n, k = codes.codes.shape
         if n % BLOCK_OUTPUTS or k % SEGMENT or k > MAX_K:
@@ -100,7 +100,7 @@ class W8A8Gemm(NamedTuple):
 
 @dataclass(slots=True)
 class W8A8Mix:
-    """Mixed inputs of a half layer, the first of them in 8 bits."""
+    """Mixed inputs of a half layer, the first ones in 8 bits."""
 
     codes: Codes
     """[3 or 1, T, C] int8, scales and ratios [3 or 1, pitch]"""
@@ -152,15 +152,19 @@ def empty_rows(rows: int, k: int, count: int, is_unsigned: bool, device: torch.d
 
 
 def quantise_inputs(x: Tensor, weights: W8A8Weights, relu_squared: bool = False, in_order: bool = False) -> Codes:
-    """Quantise x [T, K] fp16, or max(x, 0)^2 to u8, as `weights` takes it; scales and ratios are padded."""
+    """Quantise x [T, K] fp16 as `weights` takes it.
+
+    relu_squared: quantises max(x, 0)^2 to u8. Scales and ratios are padded.
+    """
     return quantise_mixed(x.unsqueeze(0), [weights], relu_squared, in_order)[0]
 
 
 def quantise_mixed(
     x: Tensor, weights: Sequence[W8A8Weights], relu_squared: bool = False, in_order: bool = False
 ) -> list[Codes]:
-    """Quantise x [M, T, K] fp16 for M <= 3 matrices, each with its own transform, in one launch.
+    """Quantise x [M, T, K] fp16 for M <= 3 matrices.
 
+    Each matrix has its own transform. All run in one launch.
     in_order: x is in the order of the codes, not of the channels.
 
     Raises ValueError for shapes that do not match.
@@ -189,9 +193,10 @@ def quantise_mixed(
 
 
 def multiply(gemms: Sequence[W8A8Gemm], plan: Plan | None = None) -> None:
-    """Run up to 3 GEMMs of the same K and rows in one launch. plan: for tests and tuning; None: the best known.
+    """Run up to 3 GEMMs of the same K and rows.
 
-    GPUs without Hopper's kernels use mma.sync. Raises ValueError for shapes that do not match.
+    They run in one launch. plan: for tests and tuning; None: the best known. GPUs without Hopper's kernels use
+    mma.sync. Raises ValueError for shapes that do not match.
     """
     device = gemms[0].y.device
     if not has_hopper_gemm(device):
