@@ -100,7 +100,7 @@ def run() -> NoReturn:
 
 
 def bench_programs(folder: Path) -> list[str]:
-    """Returns the names of the programs in a folder, as `python -m bench.NAME` takes them.
+    """Returns the names of a folder's programs for `python -m bench.NAME`.
 
     A program prints JSON. Helper processes do not.
     """

@@ -1,4 +1,6 @@
-"""`app.py batch` compared with the engine alone and with the `rwkv` package, and its memory with a long file.
+"""Speed and memory of `app.py batch`.
+
+Compares its speed with the engine alone and with the `rwkv` package. Measures its memory with a long file.
 
     python -m bench.batch [--model-path FILE] [--lines 512] [--rows 64] [--memory-lines 1000000] [--rounds 3]
 
@@ -141,7 +143,7 @@ def measure_peer(options: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_memory(lines: int, folder: Path) -> float:
-    """Return the peak resident memory of the command's loop in MB, without a model."""
+    """Return the peak resident memory of the command's loop in MB. No model runs."""
     from programs.backends.backend import Reply
     from programs.batch import command as batch_command
 

@@ -1,4 +1,6 @@
-"""Load balancing of `rwkv_batch.fleet.routing` over many engines, as a queueing model in simulated time.
+"""Simulates load balancing of `rwkv_batch.fleet.routing` over many engines.
+
+This is a queueing model in simulated time.
 
     python -m bench.fleet --engines 8,64 --load 0.8,0.95
     python -m bench.fleet --engines 64 --popularity 0.9      # few sessions have most of the turns
@@ -87,7 +89,10 @@ class Engine:
         return rows + len(prefilled), length
 
     def _prefill(self, now: float) -> tuple[list[Request], int]:
-        """Return the prompts that end in this step, and the number of prompt tokens of all."""
+        """Return the prompts that end in this step, and a token count.
+
+        The count is that of all prompt tokens in the step.
+        """
         prefilled: list[Request] = []
         budget = CHUNK
         for request in self.prefilling:

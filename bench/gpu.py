@@ -1,4 +1,6 @@
-"""Decode and prefill speed of a whole forward on one GPU, with random weights of a released shape.
+"""Decode and prefill speed of a whole forward on one GPU.
+
+The weights are random and have a released shape.
 
     python -m bench.gpu --size 7.2b --wkv-state fp16
     python -m bench.gpu --dtype fp16 fp8 --seconds 5     # one dtype after the other
@@ -59,7 +61,10 @@ class Ceilings:
 
 
 def timed(work: Callable[[], object], seconds: float) -> float:
-    """Return milliseconds per call, over the calls that fit into `seconds`, after two untimed ones."""
+    """Return milliseconds per call, over the calls that fit into `seconds`.
+
+    Two untimed calls come first.
+    """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(2):
         work()
@@ -113,7 +118,10 @@ def sample_power() -> Iterator[Power]:
 
 
 def measure_ceilings() -> Ceilings:
-    """Measure a copy of 4 GiB (read and write) and a square GEMM of random fp16 matrices."""
+    """Measure a copy of 4 GiB and a square GEMM.
+
+    The copy counts read and write. The GEMM multiplies random fp16 matrices.
+    """
     source = torch.randn(1 << 30, device=GPU)
     target = torch.empty_like(source)
     copy_ms = timed(lambda: target.copy_(source), 0.2)
@@ -172,7 +180,7 @@ def decode(stage: Stage, batch: int, seconds: float) -> dict[str, Any]:
 
 @torch.inference_mode()
 def prefill(stage: Stage, batch: int, length: int, seconds: float) -> dict[str, Any]:
-    """Measure whole prompts from the zero state to the logits of their last tokens."""
+    """Measure whole prompts, from the zero state to the last token's logits."""
     stage.allocate_slots(batch + 2)
     rows_per_step = max(1, MAX_STEP_TOKENS // length)
     steps = [

@@ -1,4 +1,4 @@
-"""Memory that each kind of request leaves behind, one kind at a time.
+"""Memory that each kind of request leaves behind. Measures one kind at a time.
 
     python -m bench.growth [--count 2000] [--kinds row,stream,...] [--clients 4] [--model FILE] [--out FILE]
 
@@ -120,7 +120,7 @@ SINGLE_CLIENT = {"export and import", "damaged import"}
 
 
 def measure_growth(url: str, pids: dict[str, int], ask: Ask, count: int, clients: int) -> dict[str, Any]:
-    """Return the memory growth of each process over `count` requests of one kind."""
+    """Return each process's memory growth over `count` requests of one kind."""
     numbers = itertools.count()
     points = [{name: _own(pid) for name, pid in pids.items()}]
     each = max(1, count // PARTS // clients)

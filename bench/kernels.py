@@ -1,4 +1,6 @@
-"""Time of each kernel of the forward compared with the bytes it must move, on one GPU and one width.
+"""Time of each forward kernel compared with the bytes it must move.
+
+Measures one width on one GPU.
 
     python -m bench.kernels --width 4096
 
@@ -144,7 +146,7 @@ class Bench:
             )
 
     def linears(self, rows: int) -> Iterator[Case]:
-        """Yield the linear layers as the forward runs them with these rows, and the alternatives."""
+        """Yield the linear layers as the forward runs them with these rows. Also yields the alternatives."""
         c = self.width
         mixed, x, hidden = self.normal(6, rows, c), self.normal(rows, c), torch.relu(self.normal(rows, 4 * c) - 1.17)
         low = 2 * sum(m.numel() for m in (self.layers[0].low_in, self.layers[0].low_out, self.layers[0].gate_in)) + (
@@ -200,7 +202,10 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def launches(run: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """Return kernel, median microseconds, grid, block and bytes of shared memory of each launch of a run, in order."""
+    """Return each launch of a run, in order.
+
+    A launch is its kernel, median microseconds, grid, block and bytes of shared memory.
+    """
     run()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(RUNS):
@@ -221,7 +226,10 @@ def launches(run: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 
 def profiled(size: str) -> Iterator[dict[str, Any]]:
-    """Yield launches by weight type and number of tokens, some also with adapters; then of masks and penalties."""
+    """Yield launches by weight type and number of tokens.
+
+    Some also have adapters. Launches of masks and penalties come last.
+    """
 
     def forward(stage: Stage, inputs: StepInputs) -> None:
         stage.logits(stage.forward(stage.embed(inputs.tokens), None, inputs)[0], inputs)

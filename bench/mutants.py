@@ -132,7 +132,7 @@ class TestMap:
 
 
 class Trees:
-    """Copies of the working tree, one per worker, and pytest runs in them."""
+    """Copies of the working tree, one per worker. Runs pytest in them."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         self._folder, self.workers = folder, workers
@@ -197,7 +197,7 @@ class Trees:
 
 
 def map_tests(trees: Trees, folder: Path, scope: list[str], tests: list[str]) -> TestMap:
-    """Run each test file by itself, and return which tests run which lines of the scope."""
+    """Return which tests run which lines of the scope. Runs each test file by itself."""
     result = TestMap({}, [], {})
     files = sorted({str(file.relative_to(ROOT)) for one in tests for file in test_files(ROOT / one)})
 
@@ -370,7 +370,7 @@ def _collected(*paths: str) -> list[str]:
 
 
 def report(out: Path, record: dict[str, Any], mutants: dict[str, Mutant], outcomes: dict[str, Any]) -> None:
-    """Add the score to the record, print it, and write the diffs of mutants that were not detected."""
+    """Add the score to the record and print it. Write the diffs of mutants that were not detected."""
     counts = Counter(outcome for outcome, _ in outcomes.values())
     ran = len(outcomes) - counts[NOT_RUN]
     record |= {"sample": len(outcomes), "counts": dict(counts)}

@@ -122,7 +122,7 @@ def run(url: str, streams: int, options: argparse.Namespace, figures: Figures) -
 
 
 def measure(urls: dict[int, str], options: argparse.Namespace) -> dict[str, Any]:
-    """All cases with each number of streams, after one warm-up run of each case."""
+    """Measure all cases with each number of streams. One warm-up run of each case comes first."""
     found = {streams: {name: Figures() for name in CASES} for streams in options.streams}
     short = argparse.Namespace(**{**vars(options), "max_tokens": WARM_TOKENS})
     for engines, times in CASES.values():

@@ -43,7 +43,10 @@ from rwkv_batch.runner.pipeline import Pipeline
 
 @contextmanager
 def busy_shares(devices: int) -> Iterator[list[float]]:
-    """Median utilisation of each GPU by nvidia-smi, 0..1, over the later half of the block; [] without it."""
+    """Yield the median utilisation of each GPU, 0..1.
+
+    The list is filled when the block ends. It covers the later half of the block. Without nvidia-smi it stays empty.
+    """
     shares: list[float] = []
     command = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
     try:
@@ -66,7 +69,10 @@ def busy_shares(devices: int) -> Iterator[list[float]]:
 
 
 class HostTime:
-    """Measures the part of a step in which the engine's thread does not wait for a GPU."""
+    """Measures the part of a step without waits for a GPU.
+
+    The waits are those of the engine's thread.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -124,7 +130,7 @@ def run_on(
 
 
 def with_ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add each result's ratio to one GPU with the same number of clients."""
+    """Add each result's ratio to one GPU with as many clients."""
     alone = {one["clients"]: one["tokens_per_s"] for one in results if one["devices"] == 1}
     for one in results:
         if one["clients"] in alone and isinstance(one["devices"], int):

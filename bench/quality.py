@@ -1,4 +1,4 @@
-"""Quality cost of each dtype, for any model file and any text file.
+"""Quality cost of each dtype. Takes any model file and any text file.
 
     python -m bench.quality                                             # the demo model, held-out sentences
     python -m bench.quality --model-path FILE --text-file FILE --device cuda:0
@@ -97,7 +97,10 @@ def compare(reader: Reader, reference: Reader, text: Text) -> dict[str, float]:
 
 
 def agreement(reader: Reader, prompt: list[int], written: list[int]) -> dict[str, float]:
-    """Return how many tokens of the reference the model ranks first, and the first difference."""
+    """Return the share of reference tokens that the model ranks first.
+
+    Also returns the position of the first difference.
+    """
     own = torch.cat([logits.argmax(-1) for logits in reader.logits([*prompt, *written[:-1]])]).cpu()
     same = own[len(prompt) - 1 :] == torch.tensor(written)
     return {

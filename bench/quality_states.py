@@ -102,7 +102,10 @@ def long_texts(count: int, num_tokens: int) -> Tensor:
 def by_state_format(
     weights: Weights, device: str, formats: list[StateFormat], texts: Tensor, report: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per format and quarter of texts [texts, T + 1]. `report` gets a progress line at times."""
+    """Yield a row per format and quarter of the texts.
+
+    `texts` is [texts, T + 1]. `report` gets a progress line at times.
+    """
     byte_table, count = Tokenizer().byte_table, texts.shape[1] - 1
     readers = {
         state_format: make_reader(weights, device, state_format, len(texts))

@@ -1,4 +1,6 @@
-"""Tokens/s of every route that generates, in alternation on one service, with ratios to /v1.
+"""Tokens/s of every route that generates, with ratios to /v1.
+
+The routes alternate on one service.
 
     python -m bench.routes --rows 64 --max-tokens 128
     python -m bench.routes --url http://127.0.0.1:8000 --routes /v1/chat/completions,/big_batch/completions

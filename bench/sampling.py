@@ -1,4 +1,6 @@
-"""Milliseconds per sampling step, by sampler, rows and parameters, and the time to read the logits once.
+"""Milliseconds per sampling step, by sampler, rows and parameters.
+
+Also the time to read the logits once.
 
     python -m bench.sampling [--device cuda|cpu] [--samplers rapid,flashinfer] [--rows 1,320] [--out FILE]
 
@@ -78,7 +80,7 @@ def host_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return bytes/s, read and write, of a copy much larger than the cache."""
+    """Return bytes/s of a copy much larger than the cache. Counts read and write."""
     source = torch.ones(2**29 if device.type == "cuda" else 2**26, device=device)
     target = torch.empty_like(source)
     seconds = event_seconds if device.type == "cuda" else host_seconds
@@ -86,14 +88,17 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def logits_sets(rows: int, device: torch.device) -> list[Tensor]:
-    """Return several [rows, V] fp32, at least 256 MB in total on CUDA, with a peaked distribution like a model's."""
+    """Return several fp32 logits [rows, V].
+
+    Their distribution is peaked like a model's. On CUDA they have at least 256 MB in total.
+    """
     count = min(64, max(2, 2**28 // (rows * VOCAB * 4))) if device.type == "cuda" else 2
     generator = torch.Generator(device).manual_seed(rows)
     return [torch.randn(rows, VOCAB, generator=generator, device=device) * 3 for _ in range(count)]
 
 
 def graphed(sampler: Sampler, sets: list[Tensor], rows: int) -> Callable[[], object]:
-    """Return the replay of a CUDA graph with one step per set of logits [rows, V]."""
+    """Return the replay of a CUDA graph. It has one step per set of logits [rows, V]."""
     req_slots = torch.arange(rows, dtype=torch.int32, device=sets[0].device)
     out = torch.empty(rows, dtype=torch.int64, device=sets[0].device)
     graph = torch.cuda.CUDAGraph()

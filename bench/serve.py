@@ -97,7 +97,10 @@ def engine_alone(arguments: Sequence[str], reply: Connection) -> None:
 
 
 def for_second(flags: Sequence[str]) -> list[str]:
-    """Return the flags of an engine whose GPU has the service's engine already: its share counts that memory, too."""
+    """Return the flags of a second engine on the service's GPU.
+
+    Its share of the memory counts the memory of the service's engine, too.
+    """
     doubled = list(flags)
     if MEMORY_FLAG in doubled:
         place = doubled.index(MEMORY_FLAG) + 1

@@ -63,7 +63,7 @@ class Clients:
         self.ttft: list[float] = []
 
     def run(self, seconds: float, during: Callable[[], None] | None = None) -> None:
-        """Start all clients, count for `seconds` while `during` runs, then cancel all jobs."""
+        """Start all clients, count for `seconds`, then cancel all jobs. `during` runs during the count."""
         for client in range(self._clients):
             self._send(client, 0)
         deadline = time.monotonic() + BEGIN_S

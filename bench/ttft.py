@@ -1,4 +1,6 @@
-"""Time to first token of single requests while bulk streams run, with the engine's log of each request.
+"""Time to first token of single requests while bulk streams run.
+
+Also prints the engine's log of each request.
 
     python -m bench.ttft --concurrency 320 --requests 12 --model-path FILE --wkv-state fp16
 

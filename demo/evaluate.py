@@ -59,7 +59,7 @@ def translation_score(client: EngineClient, pairs: list[tuple[str, str]], *, eng
 
 
 def recall_score(client: EngineClient, count: int, seed: int, *, size: int = 256) -> Score:
-    """Score facts that held-out sessions ask for after three to eight rounds of small talk."""
+    """Score facts that held-out sessions ask for. Three to eight rounds of small talk come before."""
     rng = Random(f"sessions/{seed}")
     scripts = [chat.session(rng, held=True, turns=(3, 8)) for _ in range(count)]
     prompts = [[prompt for prompt, _ in chat.prompts(rng, script, plain=rng.random() < 0.5)] for script in scripts]

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def compress(tensors: dict[str, Bits], ids: NDArray[np.int64]) -> bytes:
-    """Return the compact file of bf16 tensors whose tables have len(ids) + 1 rows."""
+    """Return the compact file of bf16 tensors. Their tables have len(ids) + 1 rows."""
     header = json.dumps(
         {"ids": len(ids), "tensors": [[name, list(t.shape)] for name, t in tensors.items()]}, separators=(",", ":")
     ).encode()
@@ -82,9 +82,10 @@ def safetensors_bytes(tensors: dict[str, Bits]) -> tuple[bytes, list[bytes]]:
 
 
 def ensure_model(cache_dir: Path | None = None, source: Path = MODEL) -> Path:
-    """Return the demo model's `.safetensors` file, expanded into the cache folder if missing.
+    """Return the demo model's `.safetensors` file.
 
-    Raises FileNotFoundError without a compact file and OSError if the folder cannot be written.
+    Expands it into the cache folder if it is missing there. Raises FileNotFoundError without a compact file and OSError
+    if the folder cannot be written.
     """
     if not source.is_file():
         raise FileNotFoundError(f"no demo model: {source} is missing; restore it or train one with demo/train.py")

@@ -28,7 +28,7 @@ class Shape:
 
 
 def shifted(x: Tensor, begins: Tensor) -> Tensor:
-    """Shift x [batch, time, width] by one token, with zero where `begins` [batch, time, 1] is set."""
+    """Shift x [batch, time, width] by one token. The result is zero where `begins` [batch, time, 1] is set."""
     return F.pad(x, (0, 0, 1, -1)) * (~begins)
 
 
@@ -77,7 +77,7 @@ class TimeMix(nn.Module):
     def forward(
         self, x: Tensor, begins: Tensor, v_first: Tensor | None, keep: Tensor, first: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output [batch, time, width] and the values of the first layer.
+        """Return the output [batch, time, width] and the first layer's values.
 
         `keep` [batch, chunks] is False where a document begins; `first` [heads, 64, 64] is the state before it.
         """
@@ -135,7 +135,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, v_first: Tensor | None, begins: Tensor, keep: Tensor, first: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return x [batch, time, width] after this layer, and the values of the first layer."""
+        """Return x [batch, time, width] after this layer. Also returns the values of the first layer."""
         y, v_first = self.att(self.ln1(x), begins, v_first, keep, first)
         x = x + y
         return x + self.ffn(self.ln2(x), begins), v_first

@@ -1,4 +1,4 @@
-"""Packs tokenised documents into training batches, each document at a multiple of CHUNK."""
+"""Packs tokenised documents into training batches. Each document begins at a multiple of CHUNK."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ UNKNOWN_SHARE = 0.01
 
 
 def tokenised(document: Document, *, joint: bool) -> tuple[list[int], list[float]]:
-    """Return ids and loss weights, tokenised by segment or, if `joint`, as one text.
+    """Return a document's ids and loss weights.
 
-    In one text a token may span two segments (`。` and the newline after it). Its weight is 0: the model learns to
-    read such a token, not to write it.
+    Tokenises it by segment or, if `joint`, as one text. In one text a token may span two segments (`。` and the newline
+    after it). Its weight is 0: the model learns to read such a token, not to write it.
     """
     if not joint:
         ids: list[int] = []
@@ -90,7 +90,7 @@ def batch(seed: int, index: int, compact: Compact, rows: int, time: int, source:
 
 
 class Batches(IterableDataset[Rows]):
-    """An endless stream of batches from index `first`, the same for any number of workers."""
+    """An endless stream of batches from index `first`. It is the same for any number of workers."""
 
     def __init__(
         self, seed: int, first: int, compact: Compact, rows: int, time: int, source: Source = mixture.document
@@ -107,7 +107,7 @@ class Batches(IterableDataset[Rows]):
 
 
 def used_ids(seed: int, documents: int) -> NDArray[np.int64]:
-    """Return the stop ids and the ids that occur often enough in sampled documents."""
+    """Return the stop ids and ids frequent enough in sampled documents."""
     rng = Random(f"vocabulary/{seed}")
     seen: Counter[int] = Counter()
     for _ in range(documents):

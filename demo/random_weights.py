@@ -1,4 +1,4 @@
-"""Random RWKV-7 weights under the names of public files, for tests and benchmarks."""
+"""Random RWKV-7 weights for tests and benchmarks. The names are those of public files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def random_weights(
 
 
 def write_random_model(path: str | Path, layers: int, width: int, vocab: int = 65536, seed: int = 0) -> Path:
-    """Write a seeded random model as `.pth` or `.safetensors`, by the path's suffix."""
+    """Write a seeded random model. The path's suffix decides between `.pth` and `.safetensors`."""
     path = Path(path)
     tensors = random_weights(layers, width, vocab, seed)
     if path.suffix == ".safetensors":

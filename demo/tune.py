@@ -35,7 +35,7 @@ TARGETS = ("att.receptance", "att.key", "att.value", "att.output", "ffn.key", "f
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The training text, the kind of weights and the learning rate of one tuning."""
+    """One tuning's training text, kind of weights and learning rate."""
 
     source: Callable[[Random], Document]
     is_state: bool
@@ -99,7 +99,7 @@ def tune(name: str, model: Rwkv7, compact: Compact, args: argparse.Namespace) ->
 
 
 def score(name: str, client: EngineClient, count: int, seed: int) -> float:
-    """Return the share of exact answers in `count` sampled documents of a tuning."""
+    """Return a tuning's share of exact answers in `count` sampled documents."""
     rng = Random(f"tune/{name}/{seed}")
     scripts: list[list[tuple[str, str]]] = []
     while len(scripts) < count:

@@ -1,4 +1,4 @@
-"""The World vocabulary and the compact part of it that the demo model uses."""
+"""The World vocabulary. Also the compact part of it that the demo model uses."""
 
 from __future__ import annotations
 

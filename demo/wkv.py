@@ -11,7 +11,9 @@ CHUNK = 16
 def wkv_chunked(
     r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, keep: Tensor, first: Tensor | None = None
 ) -> Tensor:
-    """Return y [batch, time, heads, 64] of S <- S*w + (S a) b^T + v k^T, y = S r.
+    """Return the outputs y [batch, time, heads, 64] of the WKV recurrence.
+
+        S <- S*w + (S a) b^T + v k^T, y = S r
 
     Inputs are [batch, time, heads, 64]; `decay` is log w. `keep` [batch, chunks] is False where a document begins:
     there the state is `first` [heads, 64 values, 64 keys], or zero.

@@ -1,4 +1,4 @@
-"""Makes pages of the site from files that are also read on a code host."""
+"""Makes pages of the site. Their files are also read on a code host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links into links between pages, and remove what fences say to the tests."""
+    """Turn links into links between pages. Remove the tests' marks from code fences."""
     target = page.file.src_uri
     folder = (ROOT / PAGES[target]).parent if target in PAGES else (ROOT / "docs" / target).parent
 

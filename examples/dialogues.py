@@ -1,4 +1,6 @@
-"""Holds many dialogues at a time with a running service, each in its own session.
+"""Holds many dialogues at a time with a running service.
+
+Each dialogue has its own session.
 
     python examples/dialogues.py --url http://127.0.0.1:8000 [--dialogues 320]
 

@@ -119,7 +119,7 @@ def check(database: Path) -> tuple[str, int]:
 
 
 def _companion_files(stem: str, files: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (path, name in the archive) of every file next to the database."""
+    """Yield (path, archive name) of every file next to the database."""
     for ending in _COMPANIONS:
         top = files if ending == ".files" else Path(stem + ending)
         for path in [top] if top.is_file() else sorted(top.rglob("*")):

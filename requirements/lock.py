@@ -77,7 +77,7 @@ def names_in(resolved: str) -> set[str]:
 
 
 def cpu_torch(entry: str, folder: str) -> str:
-    """torch's CPU build with the hash of its file for this Python, which pip brings."""
+    """torch's CPU build with its file's hash for this Python. pip downloads the file."""
     version = entry.split(maxsplit=1)[0].partition("==")[2]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, f"torch=={version}+cpu"]
     if subprocess.run(pip, check=False, capture_output=True).returncode:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PoolError(Exception):
-    """Base of all errors that the pool raises or passes to a callback.
+    """Base of all errors raised by the pool or passed to callbacks.
 
     `given`: the name or number from the request that is at fault, if there is one.
     """
@@ -15,7 +15,7 @@ class PoolError(Exception):
 
 
 class SessionBusy(PoolError):  # noqa: N818 - names what happened, as the message does
-    """A turn of the session is running and the caller does not wait."""
+    """A turn of the session runs and the caller does not wait."""
 
 
 class SessionNotFound(PoolError):  # noqa: N818 - names what happened, as the message does

@@ -32,7 +32,10 @@ class InvalidStateValues(ValueError):  # noqa: N818 - names what the numbers are
 
 
 class HostState(Protocol):
-    """One state in host memory, as named parts ("stage0.wkv", "stage0.shift", ...) of little-endian bytes."""
+    """One state in host memory, as named parts of little-endian bytes.
+
+    The names are "stage0.wkv", "stage0.shift", ...
+    """
 
     def parts(self) -> dict[str, memoryview]:
         """Return the bytes by part name. Valid only after the copy that fills the parts."""
@@ -115,7 +118,7 @@ def unpack_tokens(data: bytes) -> list[int]:
 
 
 def checksum(data: bytes | memoryview, *numbers: int) -> bytes:
-    """Return 16 bytes over the data and the numbers that identify its row."""
+    """Return 16 bytes over the data and numbers. The numbers identify the row of the data."""
     return checksum_pieces((data,), *numbers)
 
 
@@ -143,7 +146,10 @@ def part_sizes(layout: Layout) -> dict[str, int]:
 
 
 def split_chunks(parts: dict[str, memoryview], order: Sequence[str]) -> Iterator[memoryview]:
-    """Yield the state's bytes part by part, in chunks of at most CHUNK_BYTES. No chunk spans two parts."""
+    """Yield the state's bytes part by part, in chunks.
+
+    A chunk has at most CHUNK_BYTES. No chunk spans two parts.
+    """
     for name in order:
         whole = parts[name].cast("B")
         for start in range(0, len(whole), CHUNK_BYTES):
@@ -204,7 +210,7 @@ class _StageParts(NamedTuple):
 
 
 def has_same_layers(stored: Layout, own: Layout) -> bool:
-    """Whether both layouts have the same layers in the same dtypes, in any split into stages."""
+    """Whether both layouts have the same layers in the same dtypes. Any split into stages counts."""
     if stored == own:
         return True
     own_layers = _layer_states(own)

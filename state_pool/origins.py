@@ -24,7 +24,7 @@ _MIXTURE = "mixture-"
 
 
 class Origin(NamedTuple):
-    """The tuned state or adapter that a session started with, as it is stored."""
+    """The tuned state or adapter that a session started with. This is its stored form."""
 
     name: str
     """name at that time, for people"""
@@ -49,7 +49,10 @@ _SEPARATOR = "+"
 
 
 def format_origin(state: Origin | None, adapter: Origin | None) -> tuple[str, str] | tuple[None, None]:
-    """Join a session's tuned state and adapter into one stored name and digest."""
+    """Join a session's tuned state and adapter into one name and digest.
+
+    Both are stored in this form.
+    """
     if adapter is None:
         return (None, None) if state is None else (state.name, state.digest)
     name, digest = ("", "") if state is None else state
@@ -223,7 +226,7 @@ class Adapters:
 
 
 def adapter_mismatch(session: str, current: Origin | None, requested: LoadedAdapter | None) -> AdapterMismatch | None:
-    """Return the error for a request that names another adapter than the session's, or None."""
+    """Return the error for a request with another adapter than the session's. Otherwise None."""
     if requested is None or (current is not None and current.digest == requested.origin.digest):
         return None
     actual = "without an adapter" if current is None else f"with the adapter {current.name!r} (digest {current.digest})"

@@ -129,7 +129,7 @@ class StatePool:
 
     @property
     def has_token_log(self) -> bool:
-        """Whether turns are logged as tokens, so that a state can be rebuilt."""
+        """Whether turns are logged as tokens. A state can then be rebuilt."""
         return self._store is not None and self.config.durability != "turn"
 
     @property
@@ -222,7 +222,7 @@ class StatePool:
         return DEFAULT_SESSION_TTL_S if ttl is None else ttl, UsageTimes()
 
     def _store_set_backs(self, store: Store) -> None:
-        """Store the times that the clock has shown twice since the last call. Failed ones are tried again."""
+        """Store the times that the clock showed twice since the last call. Failed ones are tried again."""
 
         def done(times: Gap, error: Exception | None) -> None:
             if error is not None:

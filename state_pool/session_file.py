@@ -70,7 +70,7 @@ class _Metadata(msgspec.Struct):
 
 
 class InvalidSessionFile(PoolError):  # noqa: N818 - names what the file is
-    """The bytes are not a session file, or not one of this model."""
+    """The bytes are no session file, or not one of this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def _update_with_ids(digest: hashlib.blake2b, ids: Sequence[int]) -> None:
 
 
 def _id_texts(ids: Sequence[int], separator: str) -> Iterator[str]:
-    """Yield the texts of token ids in pieces, so that other threads run between them."""
+    """Yield the texts of token ids in pieces. So other threads run between them."""
     for start in range(0, len(ids), _PIECE // 8):
         yield separator.join(map(str, ids[start : start + _PIECE // 8]))
 

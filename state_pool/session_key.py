@@ -1,7 +1,7 @@
-"""How a session is named and held, its owner, and lists of sessions, as plain data.
+"""Names, fences and owners of sessions, and lists of sessions.
 
-The stored id of an API key's session begins with the key's name. A key's ids are thus a name space of that key, in
-every tier and in every engine. Ids without an owner are shared.
+All are plain data. A fence says how a session is held. The stored id of an API key's session begins with the key's
+name. A key's ids are thus a name space of that key, in every tier and in every engine. Ids without an owner are shared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class SessionKey(NamedTuple):
 
 
 class Fence(NamedTuple):
-    """The right to write a session's next turn when engines share the database. Every commit compares it."""
+    """The right to write a session's next turn.
+
+    Used when engines share the database. Every commit compares it.
+    """
 
     session_id: str
     dialogue: int

@@ -76,7 +76,9 @@ class SessionListing:
         self._store.find_first(session_ids, found)
 
     def request(self, on_listed: OnListed, limit: int = 100, offset: int = 0, owner: str = "") -> None:
-        """List a page of the sessions that `owner` sees, newest first, with counts by tier. "" sees all.
+        """List a page of the sessions that `owner` sees, newest first.
+
+        Adds counts by tier. The owner "" sees all.
 
         `on_listed` is called once from `StatePool.poll` with a `SessionPage`, DatabaseReadFailed,
         DirectoryUnreachable, or DatabaseTimeout after `TIMEOUT_S`. Raises PoolFull when too many lists are being read.

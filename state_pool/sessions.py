@@ -95,7 +95,7 @@ class Session:
 
     @property
     def reloadable(self) -> bool:
-        """Whether the disk can give back the same state, so memory can drop it."""
+        """Whether the disk can give back the same state. If so, memory can drop it."""
         return not self.dirty or bool(self.replay)
 
     @property
@@ -211,7 +211,7 @@ class DialogueNumbers:
 
 
 class SessionIndex:
-    """All sessions by name, least recently used first, and the order of L1 and L2."""
+    """All sessions by name, least recently used first. Also the order of L1 and L2."""
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[SessionKey, Session] = OrderedDict()

@@ -216,7 +216,7 @@ class Client(threading.Thread):
 
 
 def check_files(database: Path) -> str:
-    """Run `integrity_check` on a copy, so that the service itself recovers the original."""
+    """Run `integrity_check` on a copy. The service itself then recovers the original."""
     with tempfile.TemporaryDirectory() as copy:
         for suffix in ("", "-wal"):
             file = Path(str(database) + suffix)
@@ -259,7 +259,7 @@ def run_kills(folder: Path, arguments: argparse.Namespace, service_arguments: li
 
 
 def stored_names(folder: Path, service_arguments: list[str]) -> set[str]:
-    """Return the session names that a fresh start finds, then stop it in order."""
+    """Return the session names that a fresh start finds. Then stop it in order."""
     service = Service(folder, *service_arguments)
     names: set[str] = set()
     while page := _page(service.url, len(names)):

@@ -59,7 +59,7 @@ class Disturbances:
                 self._times[self._times.index(span)] = (span[0], time.monotonic())
 
     def kill(self, rng: random.Random) -> None:
-        """Send SIGKILL to the engine or to one HTTP worker, and wait until the service has recovered."""
+        """Send SIGKILL to the engine or to one HTTP worker. Then wait until the service has recovered."""
         status = httpx.get(f"{self.url}/status", timeout=10, verify=False, headers=HEADERS).json()["processes"]
         role = rng.choice(("engine", "http_worker"))
         pid = status["engine"]["pid"] if role == "engine" else rng.choice(status["http_workers"])["pid"]

@@ -1,4 +1,7 @@
-"""Memory, threads and file descriptors of the service's processes, and the resources it holds while idle."""
+"""Memory, threads and file descriptors of the service's processes.
+
+Also the resources that the service holds while idle.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def name_of(pid: int) -> str:
 
 
 def names_of(url: str) -> dict[int, str]:
-    """Return the names of the engine and the HTTP workers by process id, from /status."""
+    """Return process id -> name, for the engine and HTTP workers. Reads /status."""
     processes = httpx.get(f"{url}/status", timeout=10, verify=False, headers=HEADERS).json()["processes"]
     return {processes["engine"]["pid"]: "engine"} | {one["pid"]: one["name"] for one in processes["http_workers"]}
 
@@ -60,7 +63,7 @@ def all_figures(supervisor: int) -> dict[int, Figures]:
 
 @dataclass
 class Sampler:
-    """Samples the figures of each process, and the files of the service, on its own thread."""
+    """Samples each process's figures and the service's files. Runs on its own thread."""
 
     supervisor: int
     folder: Path
@@ -84,7 +87,7 @@ class Sampler:
 
 
 def held_when_idle(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
-    """Return the resources in use while there are no requests, after they have settled."""
+    """Return the resources in use without requests, after they have settled."""
     deadline = time.monotonic() + timeout_s
     while True:
         status = httpx.get(f"{url}/status", timeout=10, verify=False, headers=HEADERS).json()
@@ -95,7 +98,10 @@ def held_when_idle(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
 
 
 def cache_sizes(url: str) -> dict[str, int]:
-    """Return the numbers of sessions by tier and the sizes of the prefix cache, each with a limit."""
+    """Return the numbers of sessions by tier and the prefix cache's sizes.
+
+    Each figure has a limit.
+    """
     pool = httpx.get(f"{url}/status", timeout=10, verify=False, headers=HEADERS).json()["pool"]
     names = {"sessions": pool["sessions"], "l1": pool["l1"]["sessions"], "l2": pool["l2"]["sessions"]}
     return names | {f"prefix_{name}": pool["prefix_cache"][name] for name in ("l1", "l2", "history_bytes")}

@@ -1,4 +1,6 @@
-"""Checks that each session's turns are one linear history, with many clients per session, two engines and kills.
+"""Checks that each session's turns are one linear history.
+
+Each session has many clients. Two engines serve them, and processes are killed.
 
     python -m bench.chaos.history [--operations 100000] [--clients 24] [--sessions 40] [--kill-every 500] [--replicas 2]
                                   [--model FILE] [--seed 1] [--out FILE]
@@ -88,7 +90,10 @@ def _order_faults(answered: list[Operation]) -> list[str]:
 
 
 def _gap_faults(by_place: dict[int, Operation], unanswered: list[float]) -> list[str]:
-    """Each place without an answer needs an unanswered turn that began before a later place was answered."""
+    """Return a fault for each place that belongs to no request.
+
+    Each place without an answer needs an unanswered turn that began before a later place was answered.
+    """
     earliest, deadlines = float("inf"), []
     for place in range(max(by_place, default=-1), -1, -1):
         if place in by_place:

@@ -1,4 +1,4 @@
-"""Reloads keys, tuned states, adapters and models of the running service, and uses each."""
+"""Reloads keys, tuned states, adapters and models of the running service. Uses each of them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Administrator(Client):
         return same >= SAME_ANSWERS
 
     def _reload_state(self, client: httpx.Client) -> None:
-        """Load a tuned state and a mixture with it, use both, also in a session, and remove them."""
+        """Load, use and remove a tuned state and a mixture with it. Use one in a session, too."""
         name, mixture = f"state-{next(self._names)}", f"mixture-{next(self._names)}"
         if self._post(client, "/v1/states", {"name": name, "file": "chinese.pth"}) is None:
             self._left.append(("states", name))

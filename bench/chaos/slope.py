@@ -1,4 +1,4 @@
-"""Growth of a figure over time by a robust line fit, with confidence bounds."""
+"""Growth of a figure over time, with confidence bounds. Fits a robust line."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _SIGMAS = 1.96
 
 @dataclass(frozen=True)
 class Slope:
-    """Growth per hour as a share, by the Theil-Sen estimator with Sen's 95 % bounds.
+    """Growth per hour as a share, with 95 % bounds.
 
-    The estimate is the median of the slopes between all pairs of blocks.
+    This is the Theil-Sen estimator with Sen's bounds. The estimate is the median of the slopes between all pairs of
+    blocks.
     """
 
     an_hour: float
@@ -31,7 +32,7 @@ class Slope:
 
     @property
     def grows(self) -> bool:
-        """Whether the figure grows, or a long run does not show that it is flat."""
+        """Whether the figure grows. Also True if a long run does not show that it is flat."""
         return (self.high if self.seconds >= LONG_S else self.low) > FLAT
 
 

@@ -55,7 +55,7 @@ def launches_of(width: int) -> dict[str, tuple[tuple[int, ...], int, bool]]:
 
 
 def plans_of(launch: Launch, num_sms: int) -> Iterator[Plan]:
-    """Yield the plans that take a launch and are not hopeless for its rows."""
+    """Yield the plans that take a launch. Skips plans that are hopeless for its rows."""
     for tile in TILES[launch.is_unsigned]:
         too_large = tile.tile_rows > 32 and tile.tile_rows >= 4 * launch.rows
         too_small = launch.rows >= 8 * tile.tile_rows and tile.tile_rows < 128
@@ -119,7 +119,7 @@ class Cell:
 
 
 def capture(launches: list[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph of at least 12 launches, and how many it has."""
+    """Return a graph of at least 12 launches, and their number."""
     for launch in launches:
         launch()
     torch.cuda.synchronize()
@@ -143,7 +143,10 @@ def replay_ms(graph: torch.cuda.CUDAGraph, times: int) -> float:
 
 
 def burst_us(launches: list[Callable[[], object]]) -> float:
-    """Return the median time of one launch in replays that are too short to reach the power limit."""
+    """Return the median time of one launch in short replays.
+
+    The replays are too short to reach the power limit.
+    """
     graph, count = capture(launches)
     times = max(1, round(CELL_MS / 3 / replay_ms(graph, 2)))
     return sorted(replay_ms(graph, times) for _ in range(3))[1] / count * 1000
@@ -177,7 +180,7 @@ class PowerMeter(threading.Thread):
 
 
 def sustained(launches: list[Callable[[], object]], seconds: float = 0.5) -> dict[str, float]:
-    """Return the time of one launch at the power limit, with power and clock."""
+    """Return one launch's time at the power limit, with power and clock."""
     graph, count = capture(launches)
     times = max(1, int(seconds * 500 / replay_ms(graph, 2)))
     replay_ms(graph, times)

@@ -1,10 +1,12 @@
-"""KL of integer products against fp32, on a random 7.2B model, with and without planted outlier channels.
+"""KL of integer products against fp32, on a random 7.2B model.
+
+Measures with and without planted outlier channels.
 
     python -m bench.int8.quality --size 7.2b --tokens 256 --out OUT/int8-quality.json
 
 Every product of the layers and the head is computed in fp32 from rounded inputs and weights. So the figures show the
-rounding of a definition, not of a kernel. The definition is rwkv_batch/model/quant/w8a8.py. Outliers: eight channels per norm are scaled.
-The last line is JSON. Nothing is timed.
+rounding of a definition, not of a kernel. The definition is rwkv_batch/model/quant/w8a8.py. Outliers: eight channels
+per norm are scaled. The last line is JSON. Nothing is timed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def cpu_s(pid: int) -> float:
 
 
 def used(pid: int) -> Used:
-    """Return the CPU seconds of a process and of each of its threads."""
+    """Return the CPU seconds of a process and of each thread."""
     threads: dict[str, float] = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):  # a thread that has just ended

@@ -1,4 +1,4 @@
-"""Compiles every .cu of a source tree for given architectures, without a GPU."""
+"""Compiles every .cu of a source tree for given architectures. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -74,9 +74,10 @@ def is_arch_specific(source: Path) -> bool:
 
 
 def virtual_arch(arch: str, source: Path) -> str:
-    """Return the lowest virtual architecture that the source and its headers do not distinguish from `arch`.
+    """Return the lowest virtual architecture that is equivalent to `arch`.
 
-    The front end takes as long as the back end, and gives the same result for all of these.
+    The source and its headers do not distinguish these architectures. The front end takes as long as the back end, and
+    gives the same result for all of them.
     """
     text = _with_headers(source)
     number = arch.removeprefix("sm_")
@@ -110,7 +111,10 @@ def _by_arch(output: str, archs: list[str]) -> dict[str, str]:
 
 
 def _with_headers(source: Path) -> str:
-    """Return the text of a source and of all included headers of this project."""
+    """Return the text of a source and of its included headers.
+
+    Leaves out headers of other projects.
+    """
     text = source.read_text()
     names = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
     headers = [folder / name for name in names for folder in (source.parent, SHARED_HEADERS)]

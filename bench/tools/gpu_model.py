@@ -1,4 +1,7 @@
-"""A stage with random weights of a released shape on the GPU, with a trained model's channel-mix sparsity."""
+"""A stage with random weights of a released shape on the GPU.
+
+Its channel mix is as sparse as a trained model's.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,9 @@ def random_stage(
     dtype: str = "fp16",
     layers: int | None = None,
 ) -> Stage:
-    """Return a model on one device, without slots, with all layers of its size or with `layers`.
+    """Return a model on one device, without slots.
 
+    layers: number of layers; None: all layers of its size.
     as_released: round weights to bf16 values, as in released files. All dtypes use the same weights.
     """
     weights = random_file(size, device, as_released, layers)
@@ -54,7 +58,10 @@ def random_stage(
 
 
 def random_file(size: str, device: torch.device, as_released: bool = True, layers: int | None = None) -> Weights:
-    """Return the tensors of such a model as an opened file has them, fp16 on the device."""
+    """Return a random model's tensors as an opened file has them.
+
+    They are fp16 on the device.
+    """
     all_layers, width, ranks = SIZES[size]
     layers = layers or all_layers
     tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.float16, device=device)
@@ -72,7 +79,10 @@ def _push_down(key: Tensor, bias: Tensor) -> None:
 
 @torch.inference_mode()
 def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
-    """Return batch size -> share of hidden channels that are nonzero in any row, over all layers."""
+    """Return batch size -> share of hidden channels nonzero in any row.
+
+    The share is over all layers.
+    """
     assert stage.state is not None
     shares: dict[int, float] = {}
     plain = stage.ops.channel_mix
@@ -102,7 +112,10 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
 
 
 def write_random_file(size: str, path: Path, device: torch.device) -> Path:
-    """Write a random model of a released shape as bf16 `.safetensors`, as sparse as `random_stage`'s."""
+    """Write a random model of a released shape as bf16 `.safetensors`.
+
+    It is as sparse as `random_stage`'s.
+    """
     from safetensors.torch import save_file
 
     layers, width, ranks = SIZES[size]

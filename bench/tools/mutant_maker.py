@@ -51,9 +51,9 @@ def diff(mutant: Mutant) -> str:
 
 
 def statement_lines(mutant: Mutant) -> set[int]:
-    """Return the lines of the changed statement, without those of statements inside it.
+    """Return the lines of the changed statement.
 
-    For a function's head: the lines of its body.
+    Leaves out the lines of statements inside it. For a function's head: the lines of its body.
     """
     before, after = original(mutant.path).splitlines(), mutant.text.splitlines()
     changed = next((place for place, pair in enumerate(zip(before, after, strict=False), 1) if pair[0] != pair[1]), 1)

@@ -1,4 +1,4 @@
-"""A state pool over slots in host memory, driven like the engine drives it."""
+"""A state pool over slots in host memory. Drives it as the engine does."""
 
 from __future__ import annotations
 

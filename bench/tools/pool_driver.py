@@ -1,4 +1,4 @@
-"""Drives a state pool in place of the engine, for programs and tests of the pool alone."""
+"""Drives a state pool in place of the engine. For programs and tests of the pool alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from state_pool.sessions import Lease, LeaseState
 
 
 class PoolDriver:
-    """Polls a pool until a condition holds, and sleeps until the pool wakes it."""
+    """Polls a pool until a condition holds. Sleeps until the pool wakes it."""
 
     timeout_s = 60.0
     poll_interval_s = 0.0005

@@ -1,4 +1,4 @@
-"""Starts a service of this project for a load, and summarises a run over HTTP."""
+"""Starts a service of this project for a load. Summarises a run over HTTP."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wait_ready(url: str, password: str, process: subprocess.Popen[bytes] | None)
 
 
 def service_cpu_s(url: str) -> float:
-    """Return the CPU seconds of the processes of a service on this machine."""
+    """Return the CPU seconds of a service's processes on this machine."""
     processes = json.loads(fetch(url, "/status", ""))["processes"]
     used = 0
     for process in (processes["engine"], *processes["http_workers"]):

@@ -190,7 +190,7 @@ def _similar(one: Kind, other: Kind) -> bool:
 
 
 def prompts(rng: Random, script: list[Turn], *, plain: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the prompt and the answer of each turn, as a server sends them."""
+    """Yield each turn's prompt and answer, as a server sends them."""
     system = f"System: {expand(rng, 'system')['en']}\n\n" if rng.random() < 0.35 and not plain else ""
     mode = 0.0 if plain else rng.random()
     think = pick(rng, THINKS) if mode > 0.6 else None

@@ -93,7 +93,7 @@ class _Expansion:
         self.rng, self.section, self.scope = rng, section, scope
 
     def value(self, reference: Reference) -> Any:
-        """Return what a reference stands for, the same each time within this expansion."""
+        """Return the value of a reference. It is the same each time within this expansion."""
         name = reference.var or reference.symbol
         if name not in self.scope:
             self.scope[name] = self.resolve(reference)
@@ -114,7 +114,7 @@ class _Expansion:
         return expand(self.rng, symbol, **passed)
 
     def _path(self, path: str) -> Any:
-        """Return the value of a path such as `who.noun.kind`, or expand a symbol."""
+        """Return the value of a path (`who.noun.kind`), or expand a symbol."""
         head, _, rest = path.partition(".")
         if head not in self.scope:
             if head in self.section.defaults:
@@ -168,7 +168,10 @@ class _Expansion:
 
 
 def agreement(subject: Phrase, forms: int) -> int:
-    """Return 0 for the third person singular, 2 for `I` if there are three forms, else 1."""
+    """Return the index of the verb form for a subject.
+
+    0: third person singular. 2: `I`, if there are three forms. 1: all others.
+    """
     if subject.get("many") or subject.get("person") == "2":
         return 1
     return min(forms - 1, 2) if subject.get("person") == "1" else 0
@@ -185,9 +188,10 @@ def is_symbol(name: str) -> bool:
 
 
 def expand(rng: Random, symbol: str, **scope: Any) -> Phrase:
-    """Sample a phrase of a section, a word table, a primitive or a union `a+b`.
+    """Sample a phrase of a symbol.
 
-    An unknown `a.b` falls back to `a`. Raises KeyError for an unknown symbol.
+    A symbol is a section, a word table, a primitive or a union `a+b`. An unknown `a.b` falls back to `a`. Raises
+    KeyError for an unknown symbol.
     """
     if symbol in sections():
         return _sample(rng, sections()[symbol], scope)
@@ -234,7 +238,7 @@ def _integer(rng: Random, low: int, high: int) -> Phrase:
 
 
 def invented(rng: Random) -> Phrase:
-    """Sample a name that does not exist, so that the model learns to copy names."""
+    """Sample a name that does not exist. From it the model learns to copy names."""
     name = "".join(pick(rng, SYLLABLES) for _ in range(rng.randint(2, 3))).capitalize()
     return {"en": name, "zh": name, "human": True}
 

@@ -1,4 +1,4 @@
-"""The mixture of all document families that the base model is trained on."""
+"""The mixture of all document families for training the base model."""
 
 from __future__ import annotations
 

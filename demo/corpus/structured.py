@@ -33,13 +33,13 @@ def _kinds(rng: Random) -> list[Kind]:
 
 
 def _kinds_of_others(rng: Random) -> list[Kind]:
-    """Choose the name of a third person and one or two other kinds."""
+    """Choose a third person's name and one or two other kinds."""
     others = [kind for kind in chat.kinds() if "third" in kind.lines]
     return [chat.kind("name"), *rng.sample(others, rng.randint(1, 2))]
 
 
 def extraction(rng: Random, *, held: bool = False) -> tuple[str, str]:
-    """Sample a request to extract facts from a text, and the JSON answer."""
+    """Sample a request to extract a text's facts, and the JSON answer."""
     third = rng.random() < 0.5
     facts = chat.split_facts(rng, held, _kinds_of_others if third else _kinds)
     if third:
@@ -51,7 +51,7 @@ def extraction(rng: Random, *, held: bool = False) -> tuple[str, str]:
 
 
 def _from_chat(rng: Random) -> list[tuple[str, str]]:
-    """Sample a chat that states facts and ends with a request for some of them."""
+    """Sample a chat that states facts. It ends with a request for some of them."""
     facts = chat.split_facts(rng, False, _kinds)
     turns = [chat.telling(rng, [one], chinese=False) for one in facts]
     if rng.random() < 0.3:
@@ -70,7 +70,7 @@ def _short(rng: Random) -> tuple[str, str]:
 
 
 def document(rng: Random) -> Document:
-    """Sample a request with its answer, or a chat that ends with one.
+    """Sample a request with its answer, or a chat ending with one.
 
     Under a grammar an answer starts without a space, so most JSON answers here do, too.
     """

@@ -54,7 +54,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A user's line, the call that answers it, the result as JSON and the result in words."""
+    """A user's line and the call that answers it. Also the result, as JSON and in words."""
 
     asked: str
     call: str
@@ -63,7 +63,10 @@ class Request:
 
 
 def _sampled(rng: Random, value: Any, values: Values | None = None) -> Any:
-    """Return a constant, a sampled template, or the result of `a + b`; digits become an integer."""
+    """Return a constant, a sampled template or an operation's result.
+
+    An operation is `a + b`, for example. Digits become an integer.
+    """
     if not isinstance(value, str):
         return value
     if values and value.split(" ")[1:2] and value.split(" ")[1] in OPERATORS:
@@ -100,7 +103,10 @@ def listing(rng: Random, count: int) -> list[Listed]:
 
 
 def request(rng: Random, given: list[Listed] | None = None, *, held: bool = False) -> tuple[list[Listed], Request]:
-    """Sample a request on one side of the split, for one of the given tools or of one to four others."""
+    """Sample a request for a tool, on one side of the split.
+
+    The tool is one of `given`. Without `given` it is one of one to four other tools.
+    """
     while True:
         listed = given or listing(rng, rng.randint(1, 4))
         chosen = pick(rng, listed)
@@ -123,7 +129,10 @@ def fenced(call: str) -> str:
 
 
 def document(rng: Random) -> Document:
-    """Sample one to three requests with the same tools, some results in words and some small talk."""
+    """Sample one to three requests with the same tools.
+
+    Adds some results in words and some small talk.
+    """
     listed = listing(rng, rng.randint(1, 5))
     first = system(listed, expand(rng, "system")["en"] if rng.random() < 0.2 else "")
     forced = rng.random() < 0.4

@@ -80,7 +80,10 @@ def unmarked(en: str, zh: str) -> tuple[str, str]:
 
 
 def _typed(rng: Random, en: str, zh: str) -> tuple[str, str]:
-    """Return the pair with contractions, other case or no final mark in English."""
+    """Return the pair, perhaps with its English typed in another way.
+
+    It then has contractions, other case or no final mark.
+    """
     share = rng.random()
     if share < 0.55:
         return en, zh
@@ -95,7 +98,7 @@ def _typed(rng: Random, en: str, zh: str) -> tuple[str, str]:
 
 
 def _fixed_phrase(rng: Random, to_chinese: bool) -> tuple[str, str]:
-    """Sample a phrase of `phrases/chinese.txt` for one direction, perhaps with another final mark."""
+    """Sample a phrase of `phrases/chinese.txt` for one direction. It may get another final mark."""
     while True:
         (line,) = pick(rng, phrase_table("chinese"))
         en, mark, zh = next(parts for sign in "=><" if (parts := line.partition(f" {sign} "))[1])
@@ -137,8 +140,9 @@ def prompt(source: str, *, english: bool) -> str:
 
 
 def fixed(rng: Random, table: str, names: tuple[str, ...], *, to_other: float, bare: float) -> tuple[str, str]:
-    """Sample prompt and answer of a phrase table whose columns are English and `names`.
+    """Sample prompt and answer of a phrase table.
 
+    Its columns are English and `names`.
     `to_other` is the share of translations from English, `bare` the share without the final mark.
     """
     english, *others = pick(rng, phrase_table(table))

@@ -17,7 +17,10 @@ Script = list[tuple[str, str]]
 
 
 def _document(rng: Random, turns: Callable[[Random, Fact], Script], small_talk: Callable[[Random], Script]) -> Document:
-    """Sample a chat with up to two facts, each stated and asked for, and one to three rounds of small talk."""
+    """Sample a chat with up to two facts and small talk.
+
+    Each fact is stated and asked for. The small talk has one to three rounds.
+    """
     script = [turns(rng, chat.fact(rng, kind)) for kind in rng.sample(chat.kinds(), rng.randint(0, 2))]
     for _ in range(rng.randint(1, 3)):
         script.insert(rng.randint(0, len(script)), small_talk(rng))
@@ -62,7 +65,10 @@ def in_json(rng: Random) -> Document:
 
 
 def phrase(rng: Random, language: str) -> tuple[str, str]:
-    """Sample prompt and answer of a phrase between English and French or Spanish."""
+    """Sample prompt and answer of a phrase between English and `language`.
+
+    `language` is French or Spanish.
+    """
     while True:
         asked = translation.fixed(rng, "french_spanish", ("French", "Spanish"), to_other=0.6, bare=0)
         if f"{language}:" in asked[0]:

@@ -47,7 +47,7 @@ def _doubles(word: str) -> bool:
 
 
 def inflect(verb: str) -> tuple[str, str, str]:
-    """Return the third person, the regular past and the -ing form of a verb phrase."""
+    """Return a verb phrase's third person, regular past and -ing form."""
     head, space, rest = verb.partition(" ")
     third = {"be": "is", "have": "has", "do": "does", "go": "goes"}.get(head, plural(head))
     stem = head + head[-1] if _doubles(head) else head

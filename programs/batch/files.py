@@ -99,9 +99,9 @@ def _error_line(id_field: str) -> Callable[[Record, Outcome], str]:
 
 
 def open_files(options: Options, source: Input, file_format: FileFormat, settings: dict[str, str]) -> RunFiles:
-    """Opens the run's files, truncated to the durable part of an earlier run.
+    """Opens the run's files.
 
-    Raises RunError, with all files closed.
+    Truncates them to the durable part of an earlier run. Raises RunError, with all files closed.
     """
     with ExitStack() as opened:
         files = _to_pipe(options, file_format, settings, opened) if options.output == STDOUT else None

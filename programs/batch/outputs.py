@@ -182,7 +182,7 @@ class StandardOutput:
 
 
 class StandardError(StandardOutput):
-    """Error lines of a run that writes to a pipe without an error file."""
+    """Error lines of a run to a pipe without an error file."""
 
     def append(self, data: bytes) -> None:
         sys.stderr.buffer.write(data)

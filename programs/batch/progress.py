@@ -34,7 +34,7 @@ class RunStats:
     started: float = field(default_factory=time.monotonic)
 
     def restart(self) -> None:
-        """Restarts the clock at the first request, so that loading a model does not count."""
+        """Restarts the clock at the first request. So loading a model does not count."""
         self.started = time.monotonic()
 
     def count(self, outcome: Outcome) -> None:

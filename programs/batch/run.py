@@ -116,7 +116,7 @@ class Run:
         return self._slots
 
     def _read(self) -> tuple[list[Record], int]:
-        """Returns the next records that are not done, and the index after them."""
+        """Returns the next records not done, and the index after them."""
         window: list[Record] = []
         weight = end = 0
         for record in self._records:

@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _line_reader(history: str) -> ReadLine:
-    """Returns a reader of terminal lines with editing and history, or of a pipe."""
+    """Returns a reader of terminal lines or of a pipe. A terminal has editing and history."""
     if not sys.stdin.isatty():
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # an invalid byte must not end the conversation

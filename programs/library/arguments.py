@@ -1,4 +1,7 @@
-"""Arguments of LLM as flags of the command, and messages about flags as messages about arguments."""
+"""Arguments of LLM as flags of the command.
+
+Messages about flags become messages about arguments.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ def _text(value: Any) -> str:
 
 
 def library_message(message: str) -> str:
-    """Returns a message of the engine with arguments of LLM in place of flags: `--dtype int8` is `dtype="int8"`."""
+    """Returns an engine's message with arguments of LLM in place of flags.
+
+    `--dtype int8` becomes `dtype="int8"`.
+    """
     return _FLAG.sub(_as_argument, _HELP.sub("see docs/settings.md", message))
 
 

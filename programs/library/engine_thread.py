@@ -1,4 +1,4 @@
-"""An engine in this process, and a thread with the event loop that calls it."""
+"""An engine in this process. A thread has the event loop that calls it."""
 
 from __future__ import annotations
 

@@ -36,9 +36,10 @@ def is_state(session_id: str) -> bool:
 
 
 class State:
-    """An immutable state of a model, kept by the engine as long as this object lives.
+    """An immutable state of a model.
 
-    It is a dialogue, which branches at no cost. A state from a file is a session, which is copied for every use.
+    The engine keeps it as long as this object lives. It is a dialogue, which branches at no cost. A state from a file
+    is a session, which is copied for every use.
     """
 
     def __init__(self, engine: EngineThread, session_id: str, dialogue: int | None) -> None:
@@ -60,7 +61,10 @@ class State:
 
     @classmethod
     async def load(cls, engine: EngineThread, path: str | Path) -> State:
-        """Loads a file of `save`, or of `/state/export` of a service with the same model."""
+        """Loads a file of `save`, or of a service's `/state/export`.
+
+        The service must have the same model.
+        """
         content = await asyncio.to_thread(Path(path).read_bytes)
         name = new_name()
         await call_engine(engine.context, ImportSession(name, content))

@@ -1,4 +1,7 @@
-"""Sampling parameters with vLLM's names, the request fields that they become, and the error of a call."""
+"""Sampling parameters with vLLM's names, and the error of a call.
+
+Also the request fields that the parameters become.
+"""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class PIPELINE:
         return self.tokenizer.encode(x)
 
     def decode(self, x: list[int]) -> str:
-        """Returns the text of token ids, or U+FFFD if it is not complete UTF-8."""
+        """Returns the text of token ids. U+FFFD if it is not complete UTF-8."""
         try:
             return self.tokenizer.decode_bytes(x).decode()
         except UnicodeDecodeError:
@@ -123,7 +123,7 @@ class PIPELINE:
         callback: Callable[[str], None] | None = None,
         state: State | None = None,
     ) -> Any:
-        """Returns the text after `ctx`, or a list of texts for several prompts.
+        """Returns the text after `ctx`. For several prompts, returns a list of texts.
 
         callback: gets the streamed text, for one prompt only. state: from `prefill`; it does not change.
         Generation ends at `token_stop` or after `token_count` tokens. Raises ValueError for a callback with several

@@ -75,7 +75,7 @@ class Child:
 
     @property
     def waitables(self) -> list[Any]:
-        """Returns objects that become readable when the process sends a message or ends."""
+        """Returns objects to wait for. They become readable when the process sends a message or ends."""
         if self.process is None or self.pipe is None:
             return []
         return [self.process.sentinel] if self.pipe.closed else [self.process.sentinel, self.pipe]
@@ -106,7 +106,7 @@ class Child:
         return _exit_cause(code)
 
     def schedule_restart(self) -> float:
-        """Sets the time of the next start and returns the wait in seconds."""
+        """Sets the next start's time and returns the wait in seconds."""
         if time.monotonic() - self.started > _STABLE_S:
             self.failures = 0
         delay = backoff_s(self.failures)

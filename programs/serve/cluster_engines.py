@@ -1,4 +1,4 @@
-"""Engines of a service in a Ray cluster, and this machine's loaded models."""
+"""Engines of a service in a Ray cluster. Also this machine's loaded models."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class ClusterEngines:
         return self._models.any_alive or self._child.is_alive
 
     def drain(self) -> None:
-        """Ends the service on this machine, and engines that no other machine uses."""
+        """Ends the service on this machine. Also ends engines that no other machine uses."""
         self._is_leaving = True
         self._models.drain()
         self._child.send_command(("leave", self._drain_s))

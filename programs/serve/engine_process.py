@@ -67,7 +67,7 @@ def model_config(base: EngineConfig, spec: ModelSpec, own_engines: int = 1) -> E
 
 
 def reason_for_request(reason: str, models_dir: str, is_own: bool) -> str:
-    """Rewrites a start failure in the terms of the request for the engine.
+    """Rewrites a start failure in terms of the request for the engine.
 
     Flags become the request's fields. Paths become relative to --models-dir. `is_own`: the engine serves the
     service's own model, for which a request names the devices only.
@@ -155,7 +155,7 @@ class EngineProcess:
             self.info = msgspec.structs.replace(self.info, pid=number)
 
     def restart(self, timeout_s: float) -> None:
-        """Drains the engine for at most `timeout_s` if it serves, then starts it again."""
+        """Starts the engine again. If it serves, drains it first, for at most `timeout_s`."""
         if self.status is ModelStatus.READY:
             self.drain(timeout_s, restarts=True)
             return

@@ -147,7 +147,7 @@ class Engines:
 
     @property
     def waitables(self) -> list[Any]:
-        """Returns objects that become readable when an engine sends a message or ends."""
+        """Returns objects to wait for. They become readable when an engine sends a message or ends."""
         return [one for engine in self._engines.values() for one in engine.child.waitables]
 
     @property
@@ -207,7 +207,7 @@ class Engines:
         return True
 
     def _may_start(self, engine: EngineProcess) -> bool:
-        """Whether the engine should start and the models that make room for it have ended."""
+        """Whether the engine should start and has room. Models that make room for it must have ended."""
         if not engine.needs_start or engine.info.is_own:
             return engine.needs_start
         others = [one for one in self._engines.values() if not one.info.is_own and one.child.process is not None]

@@ -1,8 +1,9 @@
-"""Processes that are forked from a server process, which has imported all they need.
+"""Processes that are forked from a server process.
 
-HTTP workers are forked, because their imports take two seconds. So are engines of loaded models: importing torch and
-building the tokenizer's tables takes three seconds of a core, which running streams would lack. The server starts no
-thread. Callers never wait for it, and its forks outlive it: the system reports their end, the server their exit code.
+The server has imported all they need. HTTP workers are forked, because their imports take two seconds. So are engines
+of loaded models: importing torch and building the tokenizer's tables takes three seconds of a core, which running
+streams would lack. The server starts no thread. Callers never wait for it, and its forks outlive it: the system
+reports their end, the server their exit code.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class _Forked(popen_forkserver.Popen):
         self._close_input = util.Finalize(self, os.close, (self._input_fd,))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Returns the exit code, or None while the process is pending or runs. Never waits."""
+        """Returns the exit code. None while the process is pending or runs. Never waits."""
         while self.returncode is None and wait([self.sentinel], 0):
             if self.sentinel == self._status_fd:
                 self._read_status()
@@ -170,7 +171,10 @@ class _Forked(popen_forkserver.Popen):
             self.returncode = _EXIT_CODE_UNKNOWN
 
     def _reported_exit_code(self) -> int:
-        """Returns the server's report of the exit code, if it comes in time."""
+        """Returns the exit code that the server reports.
+
+        If no report comes in time, returns minus the last signal or _EXIT_CODE_UNKNOWN.
+        """
         self._server.is_unresponsive = not wait(
             [self._status_fd], 0 if self._server.is_unresponsive else _STATUS_TIMEOUT_S
         )
@@ -208,7 +212,7 @@ class ForkedProcess(BaseProcess):
 
     @property
     def sentinel(self) -> int:
-        """Descriptor that becomes readable at the server's report, then at the end of the process."""
+        """Descriptor to wait for. Becomes readable at the server's report, then at the end of the process."""
         return self._popen.sentinel
 
     @staticmethod
@@ -237,7 +241,10 @@ class ForkedContext(ForkServerContext):
 
 
 def _preparation_data(name: str) -> dict[str, Any]:
-    """Returns multiprocessing's preparation data without the main module, which each fork would run again."""
+    """Returns multiprocessing's preparation data without the main module.
+
+    Each fork would run that module again.
+    """
     data = spawn.get_preparation_data(name)
     return {key: value for key, value in data.items() if not key.startswith("init_main_from")}
 

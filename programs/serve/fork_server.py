@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_supervisor(supervisor: str | None) -> None:
-    """Asks the kernel to kill this process when the supervisor's main thread ends."""
+    """Lets the kernel kill this process when the supervisor's main thread ends."""
     if sys.platform != "linux" or supervisor is None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -130,7 +130,7 @@ class HttpWorkers:
 
     @property
     def waitables(self) -> list[Any]:
-        """Returns objects that become readable when a worker sends a message or ends."""
+        """Returns objects to wait for. They become readable when a worker sends a message or ends."""
         return [one for worker in self.workers for one in worker.child.waitables]
 
     @property
@@ -222,7 +222,10 @@ class HttpWorkers:
         logger.error("an HTTP worker did not start (%s); retry in %.1f s", cause, delay)
 
     def _send_readiness(self) -> None:
-        """Tells every worker whether all sockets have workers that are connected to the engine."""
+        """Sends readiness to every worker.
+
+        Ready: all sockets have workers that are connected to the engine.
+        """
         is_ready = sum(worker.serves and worker.has_engine for worker in self.workers) == self.num_sockets
         if is_ready != self.is_ready:
             self.is_ready = is_ready

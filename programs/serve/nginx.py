@@ -1,4 +1,4 @@
-"""Decides whether nginx runs in front, writes its configuration, and runs it in a process.
+"""Decides whether nginx runs in front. Writes its configuration and runs it in a process.
 
 The process ends together with nginx, so the supervisor monitors it like the other processes. If the supervisor is
 killed, nginx ends too.

@@ -175,7 +175,10 @@ class Supervisor:
             self._workers.reload()
 
     def _update_batches(self) -> None:
-        """Sends the names of keys and the list of engines to the batch process when one of the three changes."""
+        """Sends the keys' names and the engines to the batch process.
+
+        Does so when the names, the list of engines or the process changes.
+        """
         if self._batches is None or not self._batches.is_alive:
             return
         names, engines = self._workers.keys.names, self._engines.registered
@@ -227,7 +230,7 @@ class Supervisor:
             logger.info("serving %s on http://%s:%d", http.model_name, _url_host(http.host), http.port)
 
     def _drain(self) -> None:
-        """Refuses new work, lets running work end, stores the states, ends the processes."""
+        """Refuses new work and lets running work end. Then stores the states and ends the processes."""
         timeout_s = self._settings.engine.drain_timeout_s
         logger.info("shutting down: running requests get %.0f s; a second signal ends them at once", timeout_s)
         deadline = time.monotonic() + timeout_s + _KILL_GRACE_S
@@ -248,7 +251,7 @@ class Supervisor:
         logger.info("stopped")
 
     def _force_stop(self) -> None:
-        """Ends at once, but lets HTTP workers send an error to their clients."""
+        """Ends at once. HTTP workers may still send an error to their clients."""
         self._engines.kill()
         self._workers.finish()
         deadline = time.monotonic() + _FORCE_STOP_S
@@ -286,7 +289,7 @@ def listen(settings: Settings) -> Listeners:
 
 
 def _warn_if_open(http: HttpConfig) -> None:
-    """Logs who can use a service without a secret, if other machines reach it."""
+    """Logs who can use a service without a secret. Logs nothing if no other machine reaches it."""
     address = ipaddress.ip_address(http.host)
     if http.password or http.keys_file or address.is_loopback:
         return

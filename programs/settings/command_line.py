@@ -1,4 +1,4 @@
-"""Builds settings from command line, environment and file, in this order of precedence."""
+"""Builds settings from command line, environment and file. This is the order of precedence."""
 
 from __future__ import annotations
 

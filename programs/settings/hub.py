@@ -26,7 +26,7 @@ _SHOWN = 8
 
 
 def download(name: str) -> str:
-    """Return the path of a model on the hub, after a download if needed. Raises StartupError."""
+    """Return the path of a model on the hub. Downloads it if needed. Raises StartupError."""
     found = _NAME.fullmatch(name)
     if found is None or ".." in name:
         raise StartupError(f"{name!r} is not hf:OWNER/NAME or hf:OWNER/NAME/FILE; check --model-path")

@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def with_default_model(settings: Settings) -> Settings:
-    """Fills in the demo model if no file is given, and downloads hf:OWNER/NAME. Raises StartupError for other files."""
+    """Fills in the demo model if no file is given.
+
+    Downloads hf:OWNER/NAME. Raises StartupError if the file cannot be downloaded, read or written.
+    """
     path = settings.engine.model_path
     if path.startswith(PREFIX):
         path = download(path)
@@ -40,7 +43,7 @@ def with_default_model(settings: Settings) -> Settings:
 
 
 def _demo_model() -> Path:
-    """Returns the demo model's file, or random weights if the demo is not installed."""
+    """Returns the demo model's file. If the demo is not installed, returns random weights."""
     with contextlib.suppress(ImportError, FileNotFoundError):
         from demo.files import ensure_model
 

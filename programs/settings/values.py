@@ -71,7 +71,7 @@ def boolean(text: str) -> bool:
 
 
 def host(text: str) -> str:
-    """Resolves a host name to an IP address, because Robyn accepts addresses only. Raises SettingsError."""
+    """Resolves a host name to an IP address. Robyn accepts addresses only. Raises SettingsError."""
     try:
         return str(socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -69,7 +69,7 @@ class Checkpoints:
         return session.dirty and (session.log_broken or session.log_tokens >= self._config.checkpoint_tokens)
 
     def can_replay(self, session: Session) -> bool:
-        """Whether the log can rebuild the state in memory with a bounded replay."""
+        """Whether the log can rebuild the in-memory state with a bounded replay."""
         has_log = self._store is not None and self._config.durability != "turn"
         return has_log and session.unlogged == 0 and not self.is_due(session)
 

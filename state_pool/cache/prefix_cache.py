@@ -54,10 +54,10 @@ class PromptHistory:
             self._bytes -= _BUCKET_BYTES + sum(map(sys.getsizeof, forgotten))
 
     def shared_bytes(self, ids: bytes, observed: bool) -> list[int]:
-        """Return the common length with each recent prompt of the same beginning, in bytes.
+        """Return the common length with each recent prompt of the same beginning.
 
-        Lengths are whole tokens, at most one token less than the prompt. `observed`: this prompt was added, so one copy
-        of it does not count.
+        Lengths are in bytes, of whole tokens, at most one token less than the prompt. `observed`: this prompt was
+        added, so one copy of it does not count.
         """
         others = list(self._buckets.get(ids[:_KEY_BYTES], ()))
         if observed and ids in others:
@@ -173,7 +173,7 @@ class PrefixCache:
         return len(self._l1), len(self._l2)
 
     def match(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> PrefixHit | None:
-        """Return the longest cached prefix that leaves at least one token to compute. Its slot is pinned."""
+        """Return the longest cached prefix, with its slot pinned. It leaves at least one token to compute."""
         if not self._buckets or len(tokens) <= MIN_TOKENS:
             self.counters.misses += self.enabled
             return None
@@ -296,7 +296,7 @@ class PrefixCache:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _pin_entry(self, entry: _Entry) -> PrefixHit | None:
-        """Pin an entry's slot, after bringing it back from host memory if needed. None: no slot is free."""
+        """Pin an entry's slot. Brings it back from host memory if needed. None: no slot is free."""
         tier = Tier.SLOT if entry.slot is not None else Tier.HOST
         if entry.slot is None and not self._promote(entry):
             return None

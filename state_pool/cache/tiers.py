@@ -23,7 +23,7 @@ class Evictable(Protocol):
     """Another owner of slots that can free some: the prefix cache, the tuned states."""
 
     def oldest(self) -> float | None:
-        """Return when the least recently used slot that it can free was last used; None: it can free none."""
+        """Return when its least recently used freeable slot was last used. None: it can free none."""
         ...
 
     def evict(self) -> None:
@@ -284,7 +284,7 @@ class Tiers:
             self.finish_copies()
 
     def trim(self) -> None:
-        """Shrink L1 and L2 to their sizes, as far as the writer keeps up."""
+        """Shrink L1 and L2 to their sizes. Stops where the writer does not keep up."""
         index = self._index
         excess = len(index.l1) - self._slots_being_freed - self._config.l1_sessions
         for session in list(index.l1) if excess > 0 else ():
@@ -339,10 +339,10 @@ class Tiers:
 
     @property
     def host_nearly_full(self) -> bool:
-        """Whether states will soon have to leave host memory, and should be stored now.
+        """Whether states will soon have to leave host memory.
 
-        Before that they stay unwritten. Most are used again, and a state is a thousand times the size of its turn's
-        log.
+        If so, they should be stored now. Before that they stay unwritten. Most are used again, and a state is a
+        thousand times the size of its turn's log.
         """
         return 4 * len(self._index.l2) >= 3 * self._config.l2_sessions
 

@@ -100,9 +100,9 @@ class TunedStates:
         return state.slot
 
     def with_origin_state(self, session: Session, result: LoadResult) -> LoadResult:
-        """If a session is rebuilt from its first token, add the tuned state that it started from.
+        """Add the tuned state that a session started from.
 
-        Returns SessionUnusable if that state is not loaded.
+        Only for a session that is rebuilt from its first token. Returns SessionUnusable if that state is not loaded.
         """
         if (
             not isinstance(result, Loaded)

@@ -1,7 +1,7 @@
-"""States as objects of a checkpoint store, and the threads that put, get and delete them.
+"""States as objects of a checkpoint store.
 
-A checkpoint is a session's stored state. The store is a folder or an S3 bucket (--checkpoint-store); each database has
-its own key prefix in it.
+Threads put, get and delete them. A checkpoint is a session's stored state. The store is a folder or an S3 bucket
+(--checkpoint-store); each database has its own key prefix in it.
 
 Storing a state takes three steps:
 1. Put the object under a new key.
@@ -177,7 +177,7 @@ class CheckpointObjects:
         return parts
 
     def _fetch_verified(self, location: ObjectLocation) -> dict[str, bytes]:
-        """Get the state's parts, with a second attempt if they do not verify.
+        """Get the state's parts. Tries a second time if they do not verify.
 
         A mismatch may be a transfer error, or a proxy's page in place of any object. The object counts as damaged only
         if the marker reads correctly and a second read still differs. Raises ObjectNotFound, ObjectUnusable,
@@ -282,9 +282,10 @@ def _state_number(key: str) -> int | None:
 
 
 def load_key_prefix(store: CheckpointStore, connection: Connection) -> str:
-    """Return the prefix of this database's object keys, creating it at the first start.
+    """Return the prefix of this database's object keys.
 
-    Raises DatabaseUnusable if the store does not answer, or lacks the objects that the database names.
+    Creates it at the first start. Raises DatabaseUnusable if the store does not answer, or lacks the objects that the
+    database names.
     """
     begin_with_retry(connection)
     connection.execute(

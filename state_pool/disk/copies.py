@@ -1,4 +1,7 @@
-"""Whole copies of a database file, and recognition of broken ones that were made from a running database."""
+"""Makes whole copies of a database file, and recognises broken copies.
+
+Broken copies were made from a running database.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def find_session(connection: Connection, key: SessionKey) -> list[StoredSession]
 
 
 def read_usage_times(connection: Connection, ttl: float) -> UsageTimes:
-    """Return the last use, and the gaps without any use longer than `ttl` seconds."""
+    """Return the last use and the gaps longer than `ttl` seconds. A gap has no use at all."""
     ((last,),) = connection.execute("SELECT max(updated) FROM sessions WHERE hidden = 0").fetchall()
     gaps = connection.execute(
         "SELECT earlier, later FROM (SELECT lag(updated) OVER (ORDER BY updated) AS earlier, updated AS later "
@@ -149,7 +149,7 @@ def release(connection: Connection, job: Release) -> None:
 
 
 def remove_named(connection: Connection, job: DeleteNamed) -> list[int]:
-    """Delete the directory entries of these sessions, so that no turn of them commits. Returns their rows."""
+    """Delete these sessions' directory entries and return their rows. Then no turn of them commits."""
     # The directory first: this waits for turns that are committing. Then their rows.
     if job.prefix:
         condition, values = matching_prefix(job.session_id)
@@ -163,7 +163,10 @@ def remove_named(connection: Connection, job: DeleteNamed) -> list[int]:
 
 
 def _rows_of(connection: Connection, session_id: str) -> list[int]:
-    """Rows of the sessions and dialogues with this id, or else of the dialogue with this display name."""
+    """Rows of the sessions and dialogues with this id.
+
+    If there are none: of the dialogue with this display name.
+    """
     whole = connection.execute("SELECT id FROM sessions WHERE session_id = ? AND hidden = 0", (session_id,)).fetchall()
     if whole:
         return [int(row) for (row,) in whole]

@@ -161,7 +161,7 @@ def remove_all_engines(connection: Connection) -> None:
 
 
 def _new_engine_number(connection: Connection) -> int:
-    """Return a number larger than any before, in whose range no session or state is."""
+    """Return a number larger than any before. No session or state is in its range."""
     last = connection.execute("SELECT last FROM engine_numbers").fetchone()[0]
     row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]
     state = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]

@@ -112,7 +112,7 @@ class DeleteNamed:
 
 @dataclass(eq=False, slots=True)
 class DeleteOldest:
-    """Delete up to `limit` sessions without a running turn, least recently used first."""
+    """Delete up to `limit` sessions, least recently used first. Skips sessions with a running turn."""
 
     limit: int
     cutoff: float | None
@@ -288,7 +288,7 @@ class WriterStats:
 
 
 def is_environment_error(error: Exception) -> bool:
-    """Whether the cause is outside the job, so that an immediate retry would fail too."""
+    """Whether the cause is outside the job. Then an immediate retry would fail too."""
     return isinstance(error, sqlite3.Error) and any(
         word in str(error) for word in ("locked", "busy", "full", "readonly", "I/O")
     )

@@ -239,7 +239,7 @@ class Connection:
                 self._set_timeouts()
 
     def _set_timeouts(self) -> None:
-        """Set the server's timeout below the connection's, so that no statement runs on after it is given up."""
+        """Set the server's timeout below the connection's. No statement then runs on after it is given up."""
         self._connection.read_timeout_s = READ_TIMEOUT_S if self._has_timeouts else float("inf")
         statement_timeout_ms = round(1000 * STATEMENT_TIMEOUT_SHARE * READ_TIMEOUT_S) if self._has_timeouts else 0
         self._connection.execute(f"SET statement_timeout = {statement_timeout_ms}")

@@ -26,7 +26,7 @@ _LOCK_BYTE = 1 << 62
 
 
 class ProcessLock:
-    """A lock on a byte of the database, and the file `<database>.lock` with the owner's name."""
+    """A lock on a byte of the database. The file `<database>.lock` has the owner's name."""
 
     def __init__(self, path: str, service: str = "") -> None:
         """Wait a little for an ending process. Raises DatabaseUnusable if another process writes the file.
@@ -89,7 +89,7 @@ class ProcessLock:
         return True
 
     def share(self) -> None:
-        """Let other engines of the service in, once the database is open and consistent."""
+        """Let other engines of the service in. The database must be open and consistent."""
         if self._service:
             self._lock_owner_file(fcntl.LOCK_SH)
             self._lock_byte(fcntl.F_RDLCK)

@@ -161,7 +161,7 @@ class Reader:
             self._do(partial(self._load, self._waiting.pop(0)))
 
     def _server_lost(self, read: _ReadRequest, error: ServerUnavailable) -> Callable[[], None] | None:
-        """Queue the load for a retry, or fail all waiting loads after the timeout."""
+        """Queue the load for a retry. After the timeout, fail all waiting loads."""
         self._waiting.append(read)
         self._retry_at = time.monotonic() + RECONNECT_INTERVAL_S
         if self._server.may_retry(read.started_at):

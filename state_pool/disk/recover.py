@@ -119,7 +119,9 @@ def _is_whole(target: sqlite3.Connection, row: int) -> bool:
 
 
 def verify_sessions(database: Path) -> tuple[list[str], list[str]]:
-    """Return the names of whole sessions, and of damaged ones with the reason, in one snapshot.
+    """Return the names of whole sessions and of damaged ones.
+
+    Damaged ones have the reason. Both lists are of one snapshot.
 
     States in a checkpoint store are not read. Raises DatabaseUnusable.
     """

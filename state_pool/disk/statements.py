@@ -136,7 +136,7 @@ class StateRow:
     """The object with the bytes; None: chunks in the database."""
 
     def checksum(self) -> bytes:
-        """Hash all columns that decide whether and where the state may be used."""
+        """Hash all columns that decide whether and where a state is usable."""
         numbers = (self.state, self.session, self.turn, self.num_tokens, self.num_bytes, LAYOUT_VERSION)
         text = f"{self.fingerprint}\n{self.layout}"
         if self.stored is not None:
@@ -312,7 +312,10 @@ def object_bytes(connection: Connection) -> int:
 
 
 def orphaned_states(connection: Connection, first: int = 0, last: int | None = None) -> list[int]:
-    """Return the states from `first` to before `last` that a crash left partly written or deleted."""
+    """Return the states that a crash left partly written or deleted.
+
+    Looks at states from `first` to before `last`.
+    """
     orphans: list[int] = []
     next_id = first * CHUNKS_PER_STATE
     while True:

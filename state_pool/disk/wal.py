@@ -1,4 +1,4 @@
-"""Checkpoints of SQLite's write-ahead log, on their own thread, so that no turn waits for them."""
+"""Checkpoints of SQLite's write-ahead log, on their own thread. So no turn waits for them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class WriteAheadLog:
             self._unsynced.append(action)
 
     def checkpoint_if_needed(self, idle: bool) -> str | None:
-        """Start a checkpoint when the log is long or the writer is idle. Checkpoint the small rest at once.
+        """Start a checkpoint if the log is long or the writer idle. Checkpoint the small rest at once.
 
         Returns an error or None.
         """

@@ -156,7 +156,7 @@ class WorkerThreads:
         self._jobs.put(_Job(work, on_timeout))
 
     def time_out_hung_jobs(self) -> None:
-        """Time out the jobs that take too long, and the queued ones if all threads hang."""
+        """Time out the jobs that take too long. If all threads hang, time out the queued ones, too."""
         for job in self._hung_jobs():
             job.on_timeout()
         while (waiting := self._jobs.take_unless_available(self._all_threads_hung)) is not None:

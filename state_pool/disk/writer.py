@@ -142,7 +142,7 @@ class Writer:
         self._thread.join()
 
     def _forget_states(self, row_ids: set[int]) -> None:
-        """Remove queued states of deleted sessions, which must not reappear after the delete."""
+        """Remove queued states of deleted sessions. They must not reappear after the delete."""
         being_written = self._staged.current
         for staged in self._staged.forget(row_ids):
             if (

@@ -43,7 +43,7 @@ class _AcquireRequest:
 
 
 class Acquisition:
-    """Acquires leases' sessions in the database, then queues the leases for their states."""
+    """Acquires leases' sessions in the database. Then queues the leases for their states."""
 
     def __init__(
         self,

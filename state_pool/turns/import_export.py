@@ -215,7 +215,7 @@ class ImportExport:
         self._store.submit(job, acquired)
 
     def _write(self, session: Session, file: FittedFile, done: OnDurable) -> None:
-        """Write the state, then the tokens after it as a turn in the log."""
+        """Write the state, then the tokens after it. The tokens are a turn in the log."""
         if self._store is None:
             self._deliver(lambda: done(None))
             return

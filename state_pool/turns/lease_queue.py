@@ -61,7 +61,7 @@ class LeaseQueue:
             raise error
 
     def acquire_resources(self, lease: Lease, state: str, adapter: str, mixture: Origin | None) -> Lease:
-        """Acquire the tuned state and the adapter that the lease names, until its end."""
+        """Acquire the tuned state and the adapter that the lease names. Holds them until the lease ends."""
         lease.tuned, lease.mixture = self._tuned.acquire(state) if state else None, mixture
         lease.adapter = self._adapters.acquire(adapter) if adapter else None
         return lease
@@ -74,7 +74,7 @@ class LeaseQueue:
         return len(self._waiting)
 
     def enqueue(self, lease: Lease) -> None:
-        """Make a lease READY now, or once its state is in a slot."""
+        """Make a lease READY once its state is in a slot. That may be now."""
         if lease.source is not None:
             lease.source.readers += 1
             lease.is_reader = True
@@ -101,7 +101,7 @@ class LeaseQueue:
         return [lease for lease in tried if not self._try(lease)]
 
     def fail(self, session: Session, error: Exception) -> None:
-        """Fail every lease that waits for the session's state or for its turn."""
+        """Fail every lease that waits for the session's state or its turn."""
         waiting = [lease for lease in self._waiting if lease.source is session and lease.state is LeaseState.WAITING]
         for lease in waiting + list(session.queue):
             self.stop_reading(lease)
@@ -147,7 +147,7 @@ class LeaseQueue:
         return error
 
     def _begin(self, lease: Lease) -> bool:
-        """Start a new history from the zero state, or from a tuned state once it is in a slot."""
+        """Start a new history from the zero state or a tuned state. A tuned state must be in a slot first."""
         if lease.tuned is not None:
             slot = self._tuned.pin(lease.tuned)
             if slot is None:
@@ -191,7 +191,7 @@ class LeaseQueue:
         self.fail(session, error_type(f"session {session.key.display_name!r}: {result}"))
 
     def _quarantine(self, session: Session, reason: str) -> None:
-        """Remember the damage in memory and on disk, so that the session is not used later."""
+        """Record the damage in memory and on disk. So the session is not used later."""
         self._index.mark_unusable(session, reason)
         if self._store is not None:
             self._store.submit(Quarantined(session.row_id, reason), lambda _: None)

@@ -33,7 +33,7 @@ OnDeleted = Callable[[int | Exception], None]
 
 
 class Turns:
-    """Keeps each session's turns in order and makes them durable before they count."""
+    """Keeps each session's turns in order. Makes them durable before they count."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class Turns:
         self._finish_if_complete(session)
 
     def _finish_if_complete(self, session: Session) -> None:
-        """Once outcome and state are known, add the turn to its session or drop it."""
+        """Add the turn to its session or drop it. Does nothing until outcome and state are known."""
         turn = session.pending
         if turn is None or turn.outcome is None or not turn.checked_in:
             return
@@ -334,18 +334,18 @@ class Turns:
             self._tiers.checkpoints.begin(session)
 
     def begin_saves(self) -> None:
-        """Queue waiting turns for the writer, in order, as far as there is room."""
+        """Queue waiting turns for the writer, in order. Stops when there is no more room."""
         while self.unsaved and self.unsaved[0]():
             self.unsaved.popleft()
 
     # -- deletes ---------------------------------------------------------------------------------------
 
     def delete(self, session_id: str, delete_prefix: bool = False, on_durable: OnDurable | None = None) -> int:
-        """Delete a session with its dialogues, or all sessions with the name prefix; return the number.
+        """Delete a session with its dialogues, or all with the name prefix.
 
-        Deletes one dialogue when given its display name, unless a session has that id. Leases of running turns become
-        FAILED. `on_durable` is called once from `StatePool.poll`, with None or with the error that delays the delete
-        on disk; the pool retries it. Raises InvalidSessionId.
+        Returns the number of sessions. Deletes one dialogue when given its display name, unless a session has that id.
+        Leases of running turns become FAILED. `on_durable` is called once from `StatePool.poll`, with None or with the
+        error that delays the delete on disk; the pool retries it. Raises InvalidSessionId.
         """
         return self._delete(session_id, delete_prefix, on_durable).count
 

@@ -90,7 +90,7 @@ class BatchFormat:
 
 
 def validate_lines(records: Iterator[Record], endpoint: str) -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of lines of a batch's file, and its errors in OpenAI's form."""
+    """Return a batch file's number of lines and its errors. Errors are in OpenAI's form."""
     count, errors, seen = 0, [], set()
     for record in records:
         count += 1

@@ -273,9 +273,10 @@ class BatchJob:
             source.close()
 
     def _open_outputs(self) -> RunFiles:
-        """Open the result files, cut to the lines that the sidecar lists as durable.
+        """Open the result files.
 
-        Raises RunError or OSError, with all files closed: an open one would stay locked for the next try.
+        Cuts them to the lines that the sidecar lists as durable. Raises RunError or OSError, with all files closed: an
+        open one would stay locked for the next try.
         """
         with contextlib.ExitStack() as opened:
             output = OutputFile(self._path(".jsonl"), compression="")

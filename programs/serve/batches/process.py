@@ -70,7 +70,10 @@ def run_batches(config: HttpConfig, log_config: LogConfig, name: str, supervisor
 
 
 async def _run_until_drain(runner: BatchRunner, models: ModelRegistry, supervisor: Connection) -> None:
-    """Wait for the supervisor's first list of engines, then run until it sends "drain" or ends."""
+    """Run until the supervisor sends "drain" or ends.
+
+    First waits for the supervisor's first list of engines.
+    """
     loop, stop, has_models = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
 
