@@ -12,6 +12,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 from routes.response.http_response import NATIVE_ERRORS, error_response
 from routes.serving.access import MAX_ANONYMOUS_BYTES, unauthorized
@@ -35,22 +36,30 @@ class UploadGuard:
         self._resident = self._resident_bytes()
 
     def check(self, connections: Iterable[Connection]) -> None:
-        """Check all connections if the process has grown."""
+        """Check strangers' connections, and all if the process has grown.
+
+        Freed memory is used again, so a stranger's body need not make the process grow.
+        """
+        opened = [one for one in connections if one.is_open()]
+        _close_largest(_unanswered(one for one in opened if not one.is_trusted), _MAX_STRANGER_BYTES, _refusal())
         resident = self._resident_bytes()
         self._resident = min(self._resident, resident)
         if resident - self._resident < _GROWTH_BYTES:
             return
         self._resident = resident
-        unanswered = {one: one.received_bytes() - one.handled_bytes for one in connections if one.is_open()}
-        _close_largest({one: size for one, size in unanswered.items() if one.is_trusted}, self._limit)
-        strangers = {one: size for one, size in unanswered.items() if not one.is_trusted}
-        _close_largest(strangers, _MAX_STRANGER_BYTES, _refusal())
+        _close_largest(_unanswered(one for one in opened if one.is_trusted), self._limit)
 
     def _resident_bytes(self) -> int:
         """Return the size of the process. Opens no file."""
         return int(os.pread(self._sizes.fileno(), 256, 0).split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+def _unanswered(connections: Iterable[Connection]) -> dict[Connection, int]:
+    """Return the bytes that each client has sent after its last answered request."""
+    return {one: one.received_bytes() - one.handled_bytes for one in connections}
+
+
+@cache
 def _refusal() -> bytes:
     """Return the answer to a large body without a secret."""
     answer = error_response(unauthorized(None, has_large_body=True).info, NATIVE_ERRORS)

@@ -116,5 +116,5 @@ def test_released_sizes_are_supported(width: int) -> None:
 
 def test_other_dtypes_are_refused() -> None:
     precision = Precision(CPU, torch.bfloat16, torch.float16, StateFormat.FP16)
-    with pytest.raises(ValueError, match=r"fp16 weights, not torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"fp16 weights only, got torch\.bfloat16"):
         prepare_layer(LayerLoader(stored(), precision).layer(0))

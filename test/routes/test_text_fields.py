@@ -38,7 +38,7 @@ MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
             ChatBody,
             MESSAGES | {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             "tools[0].function.name",
-            "must be 1 to 64 letters, digits, '_', '.' and '-', got a b",
+            "must be 1 to 128 letters, digits, '_', '.' and '-', got a b",
         ),
     ],
 )

@@ -23,7 +23,9 @@ for program in sys.argv[1:]:
 
 
 def test_programs_run_as_printed(tiny_model: Path, tmp_path: Path) -> None:
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"), re.DOTALL)
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    programs = [program for program in examples if "from rwkv_batch import" in program]
     assert len(programs) == 4
     shutil.copy(tiny_model, tmp_path / "model.pth")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
