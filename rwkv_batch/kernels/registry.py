@@ -30,7 +30,7 @@ def choose_ops(requested: str, device: torch.device, version: str = RWKV7) -> tu
     """Returns the backend for a device and model version.
 
     The second value holds the unavailable backends (name -> reason).
-    wanted "auto" tries all in order of speed. Also reports missing kernels of the chosen backend.
+    requested "auto" tries all in order of speed. Also reports missing kernels of the chosen backend.
     Raises ValueError if the named backend is unavailable.
     """
     refusals: dict[str, str] = {}

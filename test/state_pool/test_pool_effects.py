@@ -233,7 +233,7 @@ def test_least_recently_used_prefix_is_evicted_first(tmp_path: Path) -> None:
     prompts.close()
 
 
-def test_hit_leaves_one_token_to_compute(tmp_path: Path) -> None:
+def test_a_prefix_hit_leaves_the_last_token_to_compute(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     head = list(range(40))
     for tail in (60_000, 60_001):

@@ -302,7 +302,7 @@ __device__ __forceinline__ void apply_inverse(
     }
 }
 
-// Step 3: the operands that meet the state, 16 keys per warp; one warp also computes KA' and KR'.
+// Step 3: the operands that meet the state, 16 keys per warp. The warp with has_token_part also computes KA' and KR'.
 __device__ __forceinline__ void finish_operands(const TeamScratch& smem, ChunkOperands& out, const ThreadPosition& at, bool has_token_part) {
     const Fragment inverse = right_operand_kn(&smem.inverse[0][0], LD_SMALL, 0, at.lane);
     const Fragment br = right_operand(&smem.br[0][0], LD_SMALL, 0, at.lane);
