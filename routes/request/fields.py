@@ -191,7 +191,7 @@ _TOOLS_NOT_SUPPORTED = (
 )
 _N_NOT_SUPPORTED = "is not supported on this route, except for 1; use /openai/v1/chat/completions"
 _LOGPROBS_NOT_SUPPORTED = "is not supported on this route; use /openai/v1/chat/completions"
-Unsupported = Annotated[Any, reject_values("is not supported by this service yet; leave it out")]
+Unsupported = Annotated[Any, reject_values("is not supported by this service; leave it out")]
 
 
 _SEARCH_NOT_SUPPORTED = "is not supported: the service has no web search; leave it out"
