@@ -116,7 +116,8 @@ def build_parser(*, all_flags: bool = False) -> argparse.ArgumentParser:
         prog=program(),
         usage=f"{program()} [flags]",
         allow_abbrev=False,
-        description="RWKV-7 batch inference server. Other commands: batch, chat, config, bench. Each has --help.",
+        description="RWKV-7 batch inference server. Other commands, each with --help: batch, chat, config, "
+        "backup, restore, check, inspect, convert, doctor, bench.",
         epilog=f"example: {program()} --model-path model.safetensors --port 8000 --max-running 64",
     )
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")
@@ -163,11 +164,16 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     """Return the settings. Raises SettingsError with a one-line message."""
     cli_values = vars(build_parser().parse_args(list(arguments)))
     source = {**environment, **{name: text for name, text in cli_values.items() if text is not None}}
-    if source.get(CONFIG_FILE[1]):
-        source = {**file_values(source[CONFIG_FILE[1]]), **source}
+    origins = {name: name for name in environment}
+    if path := source.get(CONFIG_FILE[1]):
+        in_file = file_values(path)
+        source = {**in_file, **source}
+        origins = {
+            name: f"{path}: {name.removeprefix('RWKV_').replace('_', '-').lower()}" for name in in_file
+        } | origins
     _warn_of_removed(source)
     _warn_of_unknown(environment)
-    values = {section: _section_values(flags, cli_values, source) for section, flags in FLAGS.items()}
+    values = {section: _section_values(flags, cli_values, source, origins) for section, flags in FLAGS.items()}
     if not values[HttpConfig].get("password") and (path := source.get(PASSWORD_FILE[1])):
         values[HttpConfig]["password"] = _first_line(path)
     _apply_devices(values[EngineConfig], values[ServiceConfig])
@@ -224,16 +230,20 @@ def default_http_workers(cpus: int) -> int:
     return 8 if cpus >= 32 else 4 if cpus >= 8 else 2
 
 
-def _section_values(flags: Sequence[Flag], cli_values: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, Any]:
+def _section_values(
+    flags: Sequence[Flag], cli_values: Mapping[str, Any], source: Mapping[str, str], origins: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return field -> value. Errors name the flag, or where the variable's text comes from."""
     values = {}
     for flag in flags:
-        text = next((source[name] for name in flag.variables if name in source), None)
+        name = next((name for name in flag.variables if name in source), "")
+        text = source.get(name)
         if text is None or (text == "" and flag.parse not in (str, database)):
             continue
         try:
             values[flag.field] = flag.parse(text)
         except SettingsError as error:
-            origin = flag.option if cli_values[flag.variable] is not None else flag.variable
+            origin = flag.option if cli_values[flag.variable] is not None else origins.get(name, name)
             raise SettingsError(f"{origin} {error}") from None
     return values
 

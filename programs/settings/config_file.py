@@ -19,7 +19,10 @@ def file_values(path: str) -> dict[str, str]:
     where = f"{CONFIG_FILE[0]} {path}"
     try:
         with Path(path).open("rb") as file:
-            table = tomllib.loads(file.read(_MAX_BYTES + 1)[:_MAX_BYTES].decode())
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise SettingsError(f"{where} has more than 1 MiB; give a file of settings")
+        table = tomllib.loads(content.decode())
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{where} cannot be read as TOML: {error}") from None
     variables = {option.removeprefix("--"): name for option, name in _options().items()}
@@ -30,6 +33,8 @@ def file_values(path: str) -> dict[str, str]:
             nearest = difflib.get_close_matches(name, sorted(variables), 1)
             remedy = f"did you mean {nearest[0]}?" if nearest else "rwkv-batch config lists all settings"
             raise SettingsError(f"{where} has a setting {key!r}, which does not exist; {remedy}")
+        if variables[name] in values:
+            raise SettingsError(f"{where} has the setting {name} twice, in two spellings; remove one")
         values[variables[name]] = _text(f"{where}: {key}", value)
     return values
 

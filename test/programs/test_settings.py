@@ -260,7 +260,9 @@ def test_flags_win_over_variables_over_the_file(tmp_path: Path) -> None:
         ("prot = 1", "a setting 'prot', which does not exist; did you mean port"),
         ("port =", "cannot be read as TOML"),
         ("[port]\na = 1", "port must be a text, a number, true, false, or a list"),
-        ("port = 700000", r"RWKV_PORT must be .*, got 700000"),
+        ("port = 700000", r"rwkv\.toml: port must be .*, got 700000"),
+        ("max_running = 1\nmax-running = 2", "has the setting max-running twice"),
+        ("#" * (1 << 20) + "\nport = 1", "has more than 1 MiB"),
     ],
 )
 def test_errors_in_a_file_name_the_setting(tmp_path: Path, text: str, refusal: str) -> None:
