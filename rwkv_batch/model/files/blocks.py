@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rwkv_batch.model.files.place import BLOCKS
 
-_PIECE_NUMBERS = 1 << 20
-"""Numbers that are decoded at once: 4 MiB of fp32."""
+_PIECE_NUMBERS = 1 << 18
+"""Numbers that are decoded at once: 1 MiB of fp32."""
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of the codes of IQ4_NL and IQ4_XS."""
 _FORMAT = torch.float64
