@@ -46,8 +46,7 @@ class LocalEngine:
             size = (await asyncio.to_thread(Path(engine.model_path).stat)).st_size
         except OSError as error:
             raise RunError(f"model file {engine.model_path} cannot be read ({error.strerror})") from None
-        inputs = "" if engine.activation_bits == 8 else f", {engine.activation_bits}-bit inputs"
-        return f"{Path(engine.model_path).name} ({size} bytes, {engine.dtype}{inputs})"
+        return f"{Path(engine.model_path).name} ({size} bytes, {engine.dtype})"
 
     async def open(self) -> int:
         """See Backend."""
