@@ -1,5 +1,7 @@
 """Files and batches: their records, and their store in a folder and a SQLite database. Safe for threads and processes.
 
+The database also has what translations keep (`routes/translation/stored.py`).
+
 A file is synced before its row is inserted, and deleted after its row. `sweep` removes files without a row. Each call
 opens its own connection: calls are rare, and forked processes cannot share one. Times are Unix times in seconds.
 """
@@ -123,6 +125,11 @@ CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE TABLE IF NOT EXISTS uploads (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, bytes INTEGER NOT NULL, started REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS glossaries (
+    id TEXT NOT NULL, version INTEGER NOT NULL, owner TEXT NOT NULL, bytes INTEGER NOT NULL, record TEXT NOT NULL,
+    PRIMARY KEY (id, version)
+);
+CREATE INDEX IF NOT EXISTS glossaries_by_owner ON glossaries (owner);
 """
 
 
@@ -174,7 +181,7 @@ class Store:
         """Add the row of a file whose content is already in place."""
         _sync(self.content(file.id).parent)
         row = (file.id, file.owner, file.created_at, file.expires_at, file.purpose, file.bytes, _to_json(file))
-        with self._open() as database:
+        with self.open() as database:
             database.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             database.execute("DELETE FROM uploads WHERE id = ?", (file.id,))
 
@@ -185,7 +192,7 @@ class Store:
         """
         now = time.time()
         entries = "SELECT owner, bytes FROM files UNION ALL SELECT owner, bytes FROM uploads"
-        with self._open() as database:
+        with self.open() as database:
             # Also one of a crashed process from before the clock was set back.
             interval = (now - _UPLOAD_S, now + _UPLOAD_S)
             database.execute("DELETE FROM uploads WHERE started NOT BETWEEN ? AND ?", interval)
@@ -206,12 +213,12 @@ class Store:
         with suppress(OSError):  # `sweep` deletes it later
             path.with_suffix(_HALF).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-            with self._open() as database:
+            with self.open() as database:
                 database.execute("DELETE FROM uploads WHERE id = ?", (file_id,))
 
     def file(self, owner: str, file_id: str) -> StoredFile | None:
         """Return a file if the owner may see it. Owner "" sees all files."""
-        with self._open() as database:
+        with self.open() as database:
             query = "SELECT record FROM files WHERE id = ? AND (? = '' OR owner = ?)"
             row = database.execute(query, (file_id, owner, owner)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=StoredFile)
@@ -224,7 +231,7 @@ class Store:
             f"(created, id) {beyond} (SELECT created, id FROM files WHERE id = ?)) "
             f"ORDER BY created {order}, id {order} LIMIT ?"
         )
-        with self._open() as database:
+        with self.open() as database:
             rows = database.execute(query, (owner, owner, purpose, purpose, after, after, limit)).fetchall()
         return [msgspec.json.decode(row[0], type=StoredFile) for row in rows]
 
@@ -232,7 +239,7 @@ class Store:
         """Delete a file. Return whether it existed."""
         if self.file(owner, file_id) is None:
             return False
-        with self._open() as database:
+        with self.open() as database:
             database.execute("DELETE FROM files WHERE id = ?", (file_id,))
         self.content(file_id).unlink(missing_ok=True)
         return True
@@ -245,7 +252,7 @@ class Store:
         if not self._folder.exists():
             return 0
         expected_ids = {batch.result_id(result) for batch in self.active_batches() for result in Result}
-        with self._open() as database:
+        with self.open() as database:
             expired = database.execute("SELECT id FROM files WHERE expires <= ?", (int(now),)).fetchall()
             known = expected_ids | {row[0] for row in database.execute("SELECT id FROM files")}
         for (file_id,) in expired:
@@ -262,7 +269,7 @@ class Store:
 
     def add_batch(self, batch: Batch) -> None:
         """Add a batch to be processed. Raises StoreFullError."""
-        with self._open() as database:
+        with self.open() as database:
             query = f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status IN ({_PLACEHOLDERS})"
             (count,) = database.execute(query, (batch.owner, *ACTIVE_STATUSES)).fetchone()
             if count >= self._max_entries:
@@ -272,7 +279,7 @@ class Store:
 
     def batch(self, owner: str, batch_id: str) -> Batch | None:
         """Return a batch if the owner may see it. Owner "" sees all batches."""
-        with self._open() as database:
+        with self.open() as database:
             query = "SELECT record FROM batches WHERE id = ? AND (? = '' OR owner = ?)"
             row = database.execute(query, (batch_id, owner, owner)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=Batch)
@@ -283,7 +290,7 @@ class Store:
             "SELECT record FROM batches WHERE (? = '' OR owner = ?) AND (? = '' OR "
             "(created, id) < (SELECT created, id FROM batches WHERE id = ?)) ORDER BY created DESC, id DESC LIMIT ?"
         )
-        with self._open() as database:
+        with self.open() as database:
             rows = database.execute(query, (owner, owner, after, after, limit)).fetchall()
         return [msgspec.json.decode(row[0], type=Batch) for row in rows]
 
@@ -292,13 +299,13 @@ class Store:
         if not self._folder.exists():
             return []
         query = f"SELECT record FROM batches WHERE status IN ({_PLACEHOLDERS}) ORDER BY created, id"
-        with self._open() as database:
+        with self.open() as database:
             rows = database.execute(query, ACTIVE_STATUSES).fetchall()
         return [msgspec.json.decode(row[0], type=Batch) for row in rows]
 
     def update(self, batch_id: str, update: Callable[[Batch], Batch]) -> Batch:
         """Change a batch in one transaction. Raises KeyError if it does not exist."""
-        with self._open() as database:
+        with self.open() as database:
             row = database.execute("SELECT record FROM batches WHERE id = ?", (batch_id,)).fetchone()
             if row is None:
                 raise KeyError(batch_id)
@@ -308,7 +315,7 @@ class Store:
         return batch
 
     @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
+    def open(self) -> Iterator[sqlite3.Connection]:
         """Open a transaction and create the database if needed. Raises OSError."""
         try:
             with self._transaction() as database:

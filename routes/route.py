@@ -64,7 +64,7 @@ class Route:
 
     method: str
     path: str
-    """May end with a parameter, `{name}`, which `query` declares. Its value may contain slashes."""
+    """May end with a parameter, `{name}`, which `query` or `body` declares. Its value may contain slashes."""
     handle: Handler | None = None
     body: type[Body] | None = None
     summary: str = ""
@@ -116,6 +116,8 @@ class Route:
     """Error format for a body with `messages` and without `contents`. None: as for others."""
     errors: tuple[ErrorKind, ...] = ()
     """Errors of this route, in addition to those that its other fields imply."""
+    status: int = 200
+    """Status of a successful answer."""
     content_type: str = JSON
     """Content type of a successful answer that is not streamed."""
     example: dict[str, Any] | None = None

@@ -19,12 +19,14 @@ from routes.ollama import generation
 from routes.ollama import models as ollama_models
 from routes.openai import batches, chat, completions, files, responses
 from routes.route import Route
-from routes.translation import batch_translate, deepl, libretranslate
+from routes.translation import batch_translate, deepl, deepl_glossaries, glossaries, libretranslate
 
 ROUTES: tuple[Route, ...] = (
     *many_prompts.ROUTES,
     *batch_translate.ROUTES,
+    *glossaries.ROUTES,
     *deepl.ROUTES,
+    *deepl_glossaries.ROUTES,
     *libretranslate.ROUTES,
     *state.ROUTES,
     *loaded.ROUTES,

@@ -12,9 +12,10 @@ from state_pool.config import PoolConfig
 STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Valid names of tuned states and adapters. They are part of model names and file names."""
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4", "w8a8")
+ACTIVATION_BITS = (8, 16)
 WKV_STATES = ("auto", "fp32", "fp16", "int8")
 KERNELS = ("auto", "cuda", "cpu", "naive")
-"""allowed values of `dtype`, `wkv_state` and `kernels`"""
+"""allowed values of `dtype`, `activation_bits`, `wkv_state` and `kernels`"""
 ALL_BATCH_ROWS = -1
 """value of `max_batch_rows_with_interactive`"""
 WHOLE_STEPS = -1
@@ -29,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     fp8, int8, int4 and w8a8 are storage formats of the large matrices; everything else is as with auto.
     """
+    activation_bits: int = 8
+    """bits of the inputs of w8a8's matrices, one of ACTIVATION_BITS"""
     states: tuple[str, ...] = ()
     """tuned states as "name=file"; see `--state`"""
     adapters: tuple[str, ...] = ()

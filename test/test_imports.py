@@ -95,7 +95,8 @@ ROOMS = {
     "routes.openai",
     "routes.llama_cpp": "routes.context routes.request routes.response routes.route routes.openai",
     "routes.ollama": "routes routes.context routes.request routes.response routes.route routes.openai",
-    "routes.translation": "routes.context routes.request_context routes.request routes.response routes.route",
+    "routes.translation": "routes.context routes.request_context routes.request routes.response routes.route "
+    "routes.openai routes.file_store",
     "routes.docs": "routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.ollama routes.anthropic routes.llama_cpp "
     "routes.translation",
@@ -221,7 +222,7 @@ def test_what_measuring_programs_share_knows_none_of_them() -> None:
 
 
 def test_sqlite_is_known_in_few_places() -> None:
-    places = {"state_pool.disk", "programs.batch.sidecar", "routes.file_store"}
+    places = {"state_pool.disk", "programs.batch.sidecar", "routes.file_store", "routes.translation.stored"}
     for package in FLOORS:
         for name, file in modules(package):
             known = "sqlite3" in {target.partition(".")[0] for target in imported(file)}

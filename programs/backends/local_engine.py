@@ -46,7 +46,8 @@ class LocalEngine:
             size = (await asyncio.to_thread(Path(engine.model_path).stat)).st_size
         except OSError as error:
             raise RunError(f"model file {engine.model_path} cannot be read ({error.strerror})") from None
-        return f"{Path(engine.model_path).name} ({size} bytes, {engine.dtype})"
+        inputs = "" if engine.activation_bits == 8 else f", {engine.activation_bits}-bit inputs"
+        return f"{Path(engine.model_path).name} ({size} bytes, {engine.dtype}{inputs})"
 
     async def open(self) -> int:
         """See Backend."""

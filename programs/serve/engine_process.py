@@ -47,6 +47,7 @@ def model_config(base: EngineConfig, spec: ModelSpec, own_engines: int = 1) -> E
         model_path=spec.file,
         model_name=spec.name,
         dtype=spec.dtype or base.dtype,
+        activation_bits=base.activation_bits if spec.dtype in ("", base.dtype) else 8,
         wkv_state=spec.wkv_state or base.wkv_state,
         kernels=spec.kernels or base.kernels,
         auto_fallback_fields=tuple(name for name in ("wkv_state", "kernels") if not getattr(spec, name)),

@@ -32,7 +32,7 @@ from programs.settings.values import (
     strategy,
 )
 from routes.config import HttpConfig
-from rwkv_batch.config import ALL_BATCH_ROWS, DTYPES, KERNELS, WKV_STATES, EngineConfig
+from rwkv_batch.config import ACTIVATION_BITS, ALL_BATCH_ROWS, DTYPES, KERNELS, WKV_STATES, EngineConfig
 from state_pool.config import PoolConfig
 
 Section = type[ServiceConfig] | type[HttpConfig] | type[EngineConfig] | type[PoolConfig]
@@ -222,6 +222,11 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "dtype",
             one_of(*DTYPES),
             "type of the weights; auto: fp16 on CUDA, fp32 on CPUs; fp8, int8, int4: quantised; w8a8: int8, inputs too",
+        ),
+        Flag(
+            "activation_bits",
+            lambda text: int(one_of(*map(str, ACTIVATION_BITS))(text)),
+            "bits of the inputs with --dtype w8a8; 16: more exact, twice the products (CPUs)",
         ),
         Flag(
             "states",

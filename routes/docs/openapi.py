@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from routes.request.bodies import Fields
-from routes.response.http_response import FILE, JSON, SSE, ErrorFormat
+from routes.response.http_response import FILE, JSON, NO_CONTENT, SSE, ErrorFormat
 from routes.response.response_models import AnthropicError, DeepLError, Error, OpenAIError, WithWarnings
 from routes.route import Route
 from rwkv_batch.errors import ErrorKind
@@ -93,7 +93,10 @@ def openapi_document(routes: Iterable[Route]) -> dict[str, Any]:
 def _operation(route: Route) -> dict[str, Any]:
     formats = _error_formats(route)
     error_models = [_ERROR_MODELS[one.schema] for one in formats]
-    responses: dict[str, Any] = {"200": {"description": "Success.", "content": _success_content(route, error_models)}}
+    success: dict[str, Any] = {"description": "Success."}
+    if route.status != NO_CONTENT:
+        success["content"] = _success_content(route, error_models)
+    responses: dict[str, Any] = {str(route.status): success}
     for status, text in _errors(route, formats).items():
         responses[status] = {"description": text, "content": {JSON: {"schema": _one_of(*error_models)}}}
     operation: dict[str, Any] = {
@@ -111,8 +114,9 @@ def _operation(route: Route) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
     if route.form is not None:
         operation[FORM] = route.form
-    if route.query is not None:
-        operation["parameters"] = _parameters(route.path, route.query, route.example or {})
+    if (query := route.query or (route.body if "{" in route.path else None)) is not None:
+        fields = _parameters(route.path, query, route.example or {})
+        operation["parameters"] = [one for one in fields if route.query is not None or one["in"] == "path"]
     if route.uploads:
         operation["requestBody"] = {"required": True, "content": {route.uploads: {"schema": _FILE}}}
     return operation
@@ -129,7 +133,7 @@ def _one_of(*models: type[BaseModel]) -> dict[str, Any]:
 
 
 def _success_content(route: Route, error_models: list[type[BaseModel]]) -> dict[str, Any]:
-    """Return the content of status 200. A generation may still fail after it has started."""
+    """Return the content of a successful answer. A generation may still fail after it has started."""
     if route.answer is None:
         return {route.content_type: {"schema": _SCHEMAS_WITHOUT_MODEL.get(route.content_type, {"type": "string"})}}
     good = {route.content_type: {"schema": _one_of(route.answer, *(error_models if route.is_generation else ()))}}
@@ -163,7 +167,7 @@ def _parameters(path: str, query: type[Fields], example: dict[str, Any]) -> list
         {
             "name": name,
             "in": "path" if f"{{{name}}}" in path else "query",
-            "required": name in schema.get("required", []),
+            "required": f"{{{name}}}" in path or name in schema.get("required", []),
             "description": field_schema.get("description", ""),
             "schema": field_schema,
             **({"example": example[name]} if name in example else {}),

@@ -117,15 +117,17 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
     required = schema.get("required", [])
     fields = [_field(name, one, name in required) for name, one in schema.get("properties", {}).items()]
     parameters = operation.get("parameters", [])
-    fields += [_field(one["name"], one["schema"], one["required"]) for one in parameters]
-    errors = [(status, one["description"]) for status, one in operation["responses"].items() if status != "200"]
+    known = schema.get("properties", {})
+    fields += [_field(one["name"], one["schema"], one["required"]) for one in parameters if one["name"] not in known]
+    (_, success), *failures = operation["responses"].items()
+    errors = [(status, one["description"]) for status, one in failures]
     text = operation["description"] if "security" in operation else f"{operation['description']} Public."
     in_path = {one["name"]: one["example"] for one in parameters if one["in"] == "path"}
     command = curl(method, path.format(**in_path), body.get("example"))
     if FORM in operation:
         parts = (shlex.quote(f"{name}={value}") for name, value in operation[FORM].items())
         command = " -F ".join([f"curl {SERVER}{path}", *parts])
-    good = operation["responses"]["200"]["content"]
+    good = success.get("content", {})
     if parameters and not in_path:
         query = urlencode({one["name"]: one["example"] for one in parameters if "example" in one})
         output_option = " -o session.safetensors" if "application/json" not in good else ""

@@ -40,6 +40,7 @@ HTTP_STATUS = {
 }
 
 
+NO_CONTENT = 204
 JSON = "application/json"
 SSE = "text/event-stream"
 FILE = "application/octet-stream"
@@ -190,6 +191,15 @@ def _openai_error(info: ErrorInfo) -> dict[str, Any]:
 
 
 OPENAI_ERRORS = ErrorFormat(_openai_error, OPENAI_STATUS, "OpenAIError")
+
+
+def _deepl_error(info: ErrorInfo) -> dict[str, Any]:
+    return {"message": info.message}
+
+
+DEEPL_ERRORS = ErrorFormat(
+    _deepl_error, HTTP_STATUS | {ErrorKind.UNAUTHORIZED: 403, ErrorKind.INVALID_FIELD: 400}, "DeepLError"
+)
 
 
 logger = logging.getLogger(__name__)

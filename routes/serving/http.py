@@ -114,7 +114,11 @@ def _query(request: Request) -> dict[str, str]:
     """Return the query's fields, and the path's parameter if it has one."""
     given = request.query_params.to_dict()
     query = {unquote_plus(name): unquote_plus(values[-1]) for name, values in given.items() if values}
-    return query | {name: unquote(value) for name, value in request.path_params.items()}
+    return query | _path_parameters(request)
+
+
+def _path_parameters(request: Request) -> dict[str, str]:
+    return {name: unquote(value) for name, value in request.path_params.items()}
 
 
 async def _request_data(context: Context, route: Route, request: Request) -> object:
@@ -141,7 +145,7 @@ async def _request_data(context: Context, route: Route, request: Request) -> obj
         request_context.owner = "" if access.is_admin else access.key.name
         request_context.key_digest = access.key.digest
     if route.body is not None:
-        return data
+        return {**data, **_path_parameters(request)} if isinstance(data, dict) else data
     is_form = route.form_lists is not None and request.body
     return _query(request) | (_fields_of_form(context, route, request) if is_form else {})
 
@@ -230,7 +234,8 @@ async def _handler_argument(context: Context, route: Route, request: Request, da
         return await _upload(context, route, request, data)
     if route.body is None:
         return data
-    query = {name: given for name, given in _query(request).items() if name not in route.ignored_query}
+    known = {*route.ignored_query, *request.path_params}
+    query = {name: given for name, given in _query(request).items() if name not in known}
     report_query(query, is_strict=context.config.strict_fields)
     return await validated_body(context, route, route.body, data, len(request.body))
 

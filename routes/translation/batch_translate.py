@@ -13,6 +13,7 @@ from routes.request.fields import FixedSamplingFields
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import Translations
 from routes.route import Route
+from routes.translation.glossaries import named_glossaries
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.translation.glossary import Glossary
@@ -79,6 +80,10 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
         description='Terms and translations: {"state pool": "状态池"}. A text whose translation lacks one is '
         "translated again, with the translations in the text. `warnings` names terms that are still missing.",
     )
+    glossary_id: str = Field(
+        "", max_length=80, description="Id of a stored glossary (/translate/v1/glossaries). Terms of `glossary` win."
+    )
+    glossary_version: int | None = Field(None, ge=1, description="Version of the stored glossary. Default: the last.")
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
         None, description="Accepted and ignored. Placeholders in texts are kept."
     )
@@ -105,6 +110,8 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
         context=body.context,
         glossary=Glossary(body.glossary),
     )
+    ids = [body.glossary_id] if body.glossary_id else []
+    request = await named_glossaries(context, ids, request, body.glossary_version)
     translations = await translate(context, request, body, LABEL, "text_list")
     return json_response(
         {"translations": [{"detected_source_lang": one.source, "text": one.text} for one in translations]}

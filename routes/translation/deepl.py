@@ -11,11 +11,12 @@ from routes.context import Context
 from routes.request.bodies import Texts
 from routes.request.fields import Fields, IgnoredValue, reject_values
 from routes.response.generate import with_early_head
-from routes.response.http_response import HTTP_STATUS, ErrorFormat, HandlerResponse, HttpResponse, json_response
+from routes.response.http_response import DEEPL_ERRORS, HandlerResponse, HttpResponse, json_response
 from routes.route import Route, Upload
 from routes.translation.batch_translate import ContextText, Language, TargetLanguage
+from routes.translation.glossaries import GlossaryId, named_glossaries
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
-from rwkv_batch.errors import ErrorInfo, ErrorKind
+from rwkv_batch.errors import ErrorKind, invalid
 from rwkv_batch.translation.languages import LANGUAGE_NAMES
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
@@ -32,16 +33,6 @@ _VARIANTS = {
     "ZH-HANT": "Chinese (traditional)",
 }  # fmt: skip
 _NO_FORMALITY = "is not supported: this service has no formality; use default, prefer_more or prefer_less"
-_NO_GLOSSARIES = "is not supported: this service stores no glossaries; use `glossary` of /translate/v1/batch-translate"
-
-
-def _deepl_error(info: ErrorInfo) -> dict[str, Any]:
-    return {"message": info.message}
-
-
-DEEPL_ERRORS = ErrorFormat(
-    _deepl_error, HTTP_STATUS | {ErrorKind.UNAUTHORIZED: 403, ErrorKind.INVALID_FIELD: 400}, "DeepLError"
-)
 
 
 def _tags(given: Any) -> Any:
@@ -82,8 +73,10 @@ class DeepLBody(TranslationFields):
     formality: Annotated[str, reject_values(_NO_FORMALITY, "default", "prefer_more", "prefer_less")] = Field(
         "default", description="prefer_more and prefer_less change nothing. more and less are refused."
     )
-    glossary_id: Annotated[Any, reject_values(_NO_GLOSSARIES)] = Field(None, description="Not supported; refused.")
-    glossary_ids: Annotated[Any, reject_values(_NO_GLOSSARIES)] = Field(None, description="Not supported; refused.")
+    glossary_id: GlossaryId = Field("", description="Id of a stored glossary. It needs source_lang.")
+    glossary_ids: Annotated[list[GlossaryId], Field(max_length=5), BeforeValidator(_tags)] = Field(
+        [], description="Ids of stored glossaries, instead of glossary_id. The first one's terms win."
+    )
     show_billed_characters: Any = Field(None, description="The answer always has them.")
     preserve_formatting: Any = Field(None, description="Formatting is always kept.")
     tag_handling_version: Any = Field(None, description="Changes nothing.")
@@ -118,6 +111,13 @@ async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
         ),
         context=body.context,
     )
+
+    ids = [body.glossary_id] if body.glossary_id else body.glossary_ids
+    if body.glossary_id and body.glossary_ids:
+        raise invalid("glossary_ids", "cannot be given with glossary_id; leave one of them out", body.glossary_ids)
+    if ids and body.source_lang == AUTO:
+        raise invalid("source_lang", "must be given with a glossary, like EN", None)
+    request = await named_glossaries(context, ids, request)
 
     async def answer() -> HttpResponse:
         used = {"model_type_used": "quality_optimized"} if body.model_type else {}
@@ -157,16 +157,6 @@ async def usage(context: Context, _: object) -> HandlerResponse:
     return json_response({"character_count": 0, "character_limit": NO_LIMIT})
 
 
-async def glossaries(context: Context, _: object) -> HandlerResponse:
-    """Return an empty list: there are no glossaries."""
-    return json_response({"glossaries": []})
-
-
-async def glossary_languages(context: Context, _: object) -> HandlerResponse:
-    """Return an empty list: there are no glossaries."""
-    return json_response({"supported_languages": []})
-
-
 class DeepLTranslation(BaseModel):
     """One translated text."""
 
@@ -201,7 +191,14 @@ ROUTES = (
         answer=DeepLTranslations,
         error_format=DEEPL_ERRORS,
         errors=(ErrorKind.TIMEOUT,),
-        form_lists=("text", "splitting_tags", "non_splitting_tags", "ignore_tags", "custom_instructions"),
+        form_lists=(
+            "text",
+            "splitting_tags",
+            "non_splitting_tags",
+            "ignore_tags",
+            "glossary_ids",
+            "custom_instructions",
+        ),
         example={"text": ["Good morning"], "target_lang": "ZH"},
     ),
     Route(
@@ -216,16 +213,4 @@ ROUTES = (
         example={"type": "target"},
     ),
     Route("GET", "/v2/usage", usage, None, "DeepL: the usage.", answer=DeepLUsage, error_format=DEEPL_ERRORS),
-    *(
-        Route("GET", path, glossaries, None, "DeepL: the glossaries, none.", error_format=DEEPL_ERRORS)
-        for path in ("/v2/glossaries", "/v3/glossaries")
-    ),
-    Route(
-        "GET",
-        "/v2/glossary-language-pairs",
-        glossary_languages,
-        None,
-        "DeepL: the glossaries' languages, none.",
-        error_format=DEEPL_ERRORS,
-    ),
 )

@@ -50,6 +50,8 @@ class Precision:
     wkv_state: StateFormat
     storage: Format | None = None
     """format of the large matrices if they are quantised"""
+    activation_bits: int = 8
+    """of w8a8"""
 
     @property
     def weight_bytes(self) -> float:
@@ -64,7 +66,9 @@ class Precision:
     @property
     def weights_name(self) -> str:
         """Return the display name of the matrices' format: "float16", "fp8"."""
-        return str(self.weights).removeprefix("torch.") if self.storage is None else self.storage.value
+        if self.storage is None:
+            return str(self.weights).removeprefix("torch.")
+        return self.storage.value if self.activation_bits == 8 else f"{self.storage.value}, 16-bit inputs"
 
 
 @dataclass(slots=True)
@@ -212,12 +216,14 @@ class LayerLoader:
         storage = self._precision.storage
         format_ = None if storage is None else format_for(name, storage)
         if format_ is not None:
-            return self._make_quantised(name, self._quantised(name, format_))
-        stored = self._tensor(name)
-        linear = self._plain_linear(stored, transpose)
+            stored = self._quantised(name, format_)
+            stored.activation_bits = self._precision.activation_bits
+            return self._make_quantised(name, stored)
+        tensor = self._tensor(name)
+        linear = self._plain_linear(tensor, transpose)
         kept = getattr(linear, "weight", None)
-        if not (isinstance(kept, Tensor) and kept.data_ptr() == stored.data_ptr()):
-            release(stored)
+        if not (isinstance(kept, Tensor) and kept.data_ptr() == tensor.data_ptr()):
+            release(tensor)
         return linear
 
     def _plain_linear(self, stored: Tensor, transpose: bool) -> Linear:
@@ -257,7 +263,9 @@ def _progress(numbers: range, weights: Weights) -> Iterator[int]:
     yield from bar
 
 
-def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str = RWKV7) -> Precision:
+def precision_for(
+    device: torch.device, dtype: str, wkv_state: str, version: str = RWKV7, activation_bits: int = 8
+) -> Precision:
     """Return the dtypes of a stage.
 
     "auto" weights and states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32. "fp8", "int8", "int4" and "w8a8"
@@ -267,6 +275,8 @@ def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str
     """
     by_name = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     storage = format_of(dtype)
+    if activation_bits != 8 and storage is not Format.W8A8:
+        raise ValueError(f"--activation-bits {activation_bits} is for --dtype w8a8, not {dtype}; give both or neither")
     dtype = "auto" if storage is not None else dtype
     on_gpu = device.type == "cuda"
     if version != RWKV7:
@@ -284,4 +294,4 @@ def precision_for(device: torch.device, dtype: str, wkv_state: str, version: str
     if wkv_state == "auto":  # bf16's eight bits of mantissa are too few for sums
         wkv_state = "fp16" if on_gpu and weights is torch.float16 else "fp32"
     state = StateFormat(wkv_state)
-    return Precision(device, weights, activations, state, storage)
+    return Precision(device, weights, activations, state, storage, activation_bits)

@@ -30,7 +30,7 @@ class QuantLinear(Linear):
 
 
 class W8A8Linear(Linear):
-    """Computes y = x @ W.T with 8-bit inputs and weights: the definition in quant/w8a8.py."""
+    """Computes y = x @ W.T with integer inputs and weights: the definition in quant/w8a8.py."""
 
     def __init__(self, stored: Quantised, unsigned: bool = False) -> None:
         """unsigned: inputs are never negative"""
@@ -50,7 +50,9 @@ class W8A8Linear(Linear):
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See Linear.to_fp32."""
         assert self.stored.transform is not None, "w8a8 has a transform of its inputs"
-        y = w8a8.product(w8a8.quantise_rows(x, self.stored.transform, self.unsigned), self.stored.in_segments())
+        bits = self.stored.activation_bits
+        codes = w8a8.quantise_rows(x, self.stored.transform, self.unsigned, bits)
+        y = w8a8.product(codes, self.stored.in_segments(), bits)
         return y if out is None else out.copy_(y)
 
 

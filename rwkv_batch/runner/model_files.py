@@ -54,6 +54,7 @@ def load_pipeline(config: EngineConfig) -> tuple[Weights, Pipeline]:
             backends["wkv_state"],
             config.layers,
             resident=config.resident,
+            activation_bits=config.activation_bits,
         )
     except (WeightsError, ValueError) as error:
         raise StartupError(str(error)) from error

@@ -188,6 +188,7 @@ class Pipeline:
         wkv_state: str = "auto",
         layers: tuple[float, ...] = (),
         resident: tuple[int | None, ...] = (),
+        activation_bits: int = 8,
     ) -> None:
         """layers: of each device, in halves (0.5: only the layer's time mix); empty: split automatically
         resident: per device, layers that stay on it; the others are copied in for every step. None: all stay
@@ -206,7 +207,7 @@ class Pipeline:
         """why a faster kernel backend was not chosen, by name"""
         self.stages: list[Stage] = []
         version = weights.shape.version
-        precisions = [precision_for(device, dtype, wkv_state, version) for device in self.devices]
+        precisions = [precision_for(device, dtype, wkv_state, version, activation_bits) for device in self.devices]
         item_bytes = [precision.weight_bytes for precision in precisions]
         ranges = split_layers(weights, self.devices, item_bytes, layers, may_cut=not resident)
         if resident and len(resident) != len(devices):

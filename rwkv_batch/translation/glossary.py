@@ -16,6 +16,7 @@ class Glossary:
     """Terms and their translations. The longest matching term wins."""
 
     def __init__(self, terms: Mapping[str, str]) -> None:
+        self.terms = terms
         self._terms = {term.casefold(): target for term, target in terms.items()}
         written = {*map(str.lower, terms), *self._terms}  # the folded "strasse" does not match "Straße"
         written |= {term for term in terms if len(term.lower()) != len(term)}  # "İ" becomes two characters

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.glossary import Glossary
-from rwkv_batch.translation.languages import detect_languages, language_name
+from rwkv_batch.translation.languages import detect_languages, language_code, language_name
 from rwkv_batch.translation.markers import MarkerOptions, Segment
 from rwkv_batch.translation.segments import Split, has_letters, split_text
 
@@ -107,6 +107,8 @@ class TranslationRequest:
     context: str = ""
     """Text that the model reads and does not translate."""
     glossary: Glossary = field(default_factory=lambda: Glossary({}))
+    glossaries: Mapping[str, Glossary] = field(default_factory=dict)
+    """Glossaries by the code of a text's language, which replace `glossary` for it."""
     variant: int = 0
     """Number of an alternative translation. 0: the most likely one."""
 
@@ -200,7 +202,9 @@ class TranslationPlan:
         return restored, best.problems
 
     def _with_text(self, query: Query, text: str) -> Query:
-        return replace(query, text=text, terms=tuple(self._request.glossary.terms_in(text).items()))
+        request = self._request
+        glossary = request.glossaries.get(language_code(query.source), request.glossary)
+        return replace(query, text=text, terms=tuple(glossary.terms_in(text).items()))
 
     def _split_at_markers(self, segment: Segment, whole: Query) -> tuple[str, list[str]] | None:
         parts = [self._part(part, whole) for part in segment.parts]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from demo.files import ensure_model
 from demo.random_weights import write_random_model
 from rwkv_batch.model.quant import w8a8
 from rwkv_batch.model.quant.formats import Format, Quantised, dequantise, quantise
@@ -51,6 +53,17 @@ def test_squares_have_a_bit_more() -> None:
     stored = quantise(weight, Format.W8A8, x.amax(0))
     signed, unsigned = W8A8Linear(stored)(x), W8A8Linear(stored, unsigned=True)(x)
     assert relative_error(unsigned, x @ weight.T) < relative_error(signed, x @ weight.T) < 0.02
+
+
+@pytest.mark.parametrize("unsigned", [False, True])
+def test_16_bits_of_inputs_leave_the_weights_error(unsigned: bool) -> None:
+    stored, x = stored_and_rows(768, outliers=20)
+    x = x.relu().square() if unsigned else x
+    exact = x @ dequantise(stored).T
+    errors = {}
+    for bits in (8, 16):
+        errors[bits] = relative_error(W8A8Linear(dataclasses.replace(stored, activation_bits=bits), unsigned)(x), exact)
+    assert errors[16] < 1e-4 < 20 * errors[16] < errors[8]
 
 
 def test_rows_have_the_same_bits_alone_and_in_a_batch() -> None:
@@ -123,11 +136,14 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path) -> None:
 def test_a_model_reads_and_writes_w8a8(tmp_path: Path) -> None:
     weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=2, width=256))
     logits = {}
-    for dtype in ("fp32", "w8a8"):
-        pipeline = Pipeline(weights, ("cpu",), dtype, "naive")
-        pipeline.allocate_slots(3)
-        logits[dtype] = pipeline.forward(step_inputs([[3, 1, 4, 1, 5]], [0], [2], [0]))
-    assert 0 < relative_error(logits["w8a8"], logits["fp32"]) < 0.05
+    for dtype, bits in (("fp32", 8), ("w8a8", 8), ("w8a8", 16)):
+        pipeline = Pipeline(weights, ("cpu",), dtype, "naive", activation_bits=bits)
+        pipeline.allocate_slots(22)
+        name = pipeline.stages[0].precision.weights_name
+        prompts = torch.randint(1, 65000, (20, 12), generator=torch.Generator().manual_seed(1)).tolist()
+        logits[name] = pipeline.forward(step_inputs(prompts, [0] * 20, list(range(2, 22)), list(range(20))))
+    errors = {name: relative_error(logits[name], logits["float32"]) for name in logits}
+    assert 0 < errors["w8a8, 16-bit inputs"] < 0.8 * errors["w8a8"] < 0.03
 
 
 def test_older_models_are_refused() -> None:
@@ -135,3 +151,8 @@ def test_older_models_are_refused() -> None:
 
     with pytest.raises(ValueError, match="w8a8 quantises RWKV-7 only, not RWKV-6; use --dtype int8"):
         precision_for(CPU, "w8a8", "auto", "RWKV-6")
+
+
+def test_16_bits_are_for_w8a8() -> None:
+    with pytest.raises(ValueError, match="--activation-bits 16 is for --dtype w8a8, not int8; give both or neither"):
+        Pipeline(open_weights(ensure_model()), ("cpu",), "int8", activation_bits=16)

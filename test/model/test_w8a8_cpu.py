@@ -32,11 +32,12 @@ def random(*sizes: int, seed: int = 0) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
-def matrix(out: int, inner: int, outliers: float = 20.0) -> tuple[Quantised, Tensor]:
+def matrix(out: int, inner: int, outliers: float = 20.0, bits: int = 8) -> tuple[Quantised, Tensor]:
     """Return a matrix and the largest inputs [in] it is made for. A few of them are outliers."""
     largest = random(inner, seed=1).abs() + 0.5
     largest[torch.randperm(inner, generator=torch.Generator().manual_seed(2))[:8]] *= outliers
-    return quantise(random(out, inner, seed=3) * 0.05, Format.W8A8, largest), largest
+    stored = quantise(random(out, inner, seed=3) * 0.05, Format.W8A8, largest)
+    return dataclasses.replace(stored, activation_bits=bits), largest
 
 
 def inputs(rows: int, largest: Tensor, unsigned: bool = False) -> Tensor:
@@ -47,22 +48,24 @@ def inputs(rows: int, largest: Tensor, unsigned: bool = False) -> Tensor:
     return x.relu().square().clamp(max=3e38) if unsigned else x
 
 
-def check_bits(unsigned: bool) -> None:
+def check_bits(unsigned: bool, bits: int = 8) -> None:
     for out, inner in SHAPES:
-        stored, largest = matrix(out, inner)
+        stored, largest = matrix(out, inner, bits=bits)
         linear, reference = CpuW8A8Linear(stored, unsigned), W8A8Linear(stored, unsigned)
         for rows in ROWS:
             x = inputs(rows, largest, unsigned)
             assert torch.equal(linear(x), reference(x)), (out, inner, rows)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("unsigned", [False, True])
-def test_bits_equal_the_definition(unsigned: bool) -> None:
-    check_bits(unsigned)
+def test_bits_equal_the_definition(unsigned: bool, bits: int) -> None:
+    check_bits(unsigned, bits)
 
 
-def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
-    stored, largest = matrix(96, 300)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(bits: int) -> None:
+    stored, largest = matrix(96, 300, bits=bits)
     linear, x = CpuW8A8Linear(stored), inputs(1000, largest)
     whole = linear(x)
     for start, stop in ((0, 1), (479, 481), (3, 4), (999, 1000), (5, 17), (0, 200), (100, 131), (480, 1000)):

@@ -39,6 +39,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS, indirect=True)
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("unsigned", [False, True])
-def test_bits_are_the_same_with_other_instructions(instructions: str, unsigned: bool) -> None:
-    check_bits(unsigned)
+def test_bits_are_the_same_with_other_instructions(instructions: str, unsigned: bool, bits: int) -> None:
+    check_bits(unsigned, bits)

@@ -38,6 +38,8 @@ ANSWER_404 = (
     "DELETE /openai/v1/files/{file_id}", "POST /openai/v1/batches", "GET /openai/v1/batches/{batch_id}",
     "POST /openai/v1/batches/{batch_id}", "POST /loadmodel", "POST /removemodel", "POST /loadstatemodel",
     "POST /api/push", "POST /api/create", "POST /api/copy", "POST /api/embed", "POST /api/embeddings",
+    *(f"{method} {path}/glossaries/{{glossary_id}}" for method in ("GET", "DELETE", "PUT", "PATCH")
+      for path in ("/translate/v1", "/v2", "/v3")),
     "DELETE /api/delete", "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
 )  # fmt: skip
 """Routes whose examples need something that is missing: an object, a file, or several engines."""
@@ -147,7 +149,7 @@ def test_every_curl_command_works(service: Service, folder: Path, section: Any) 
     ran = subprocess.run(
         [*command, "-sS", "-m", "150", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, cwd=folder
     )
-    assert ran.stdout.splitlines()[-1] == "200" or section.title in ANSWER_404, ran.stdout
+    assert ran.stdout.splitlines()[-1] in ("200", "201", "204") or section.title in ANSWER_404, ran.stdout
 
 
 class Links(HTMLParser):

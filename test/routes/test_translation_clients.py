@@ -57,16 +57,13 @@ def test_deepl_lists(translator: deepl.DeepLClient) -> None:
     assert targets["EN-US"] is False and "ZH-HANT" in targets and "EN" not in targets
     usage = translator.get_usage()
     assert usage.character.valid and not usage.any_limit_reached
-    assert translator.list_glossaries() == [] and translator.list_multilingual_glossaries() == []
-    assert translator.get_glossary_languages() == []
 
 
 def test_deepl_errors(translator: deepl.DeepLClient, locked: Service) -> None:
     with pytest.raises(deepl.AuthorizationException):
         deepl.DeepLClient("wrong", server_url=locked.url).get_usage()
-    for wrong in ({"formality": "more"}, {"glossary": "an-id", "source_lang": "EN"}):
-        with pytest.raises(deepl.DeepLException, match="is not supported"):
-            translator.translate_text("Hello", target_lang="DE", **wrong)
+    with pytest.raises(deepl.DeepLException, match="is not supported"):
+        translator.translate_text("Hello", target_lang="DE", formality="more")
     refused = httpx.post(f"{locked.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
     assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
 

@@ -49,7 +49,7 @@ def _integers(*names: str) -> list[tuple[str, type]]:
 class MatrixArgs(ctypes.Structure):
     """csrc/linear.h's PackedMatrix [out, in].
 
-    parts: bf16 numbers that each x is split into, 1 or 3
+    parts: numbers that each x is split into: bf16 1 or 3, W8A8 1 or 2
     """
 
     _fields_ = [*_pointers("data"), *_integers("in_features", "out_features", "packing", "parts")]

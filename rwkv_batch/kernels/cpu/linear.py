@@ -100,7 +100,7 @@ class CpuW8A8Linear(CpuLinear):
         Raises ValueError for more inputs than 32-bit sums allow, or other positions than a permutation's.
         """
         assert stored.transform is not None, "w8a8 has a transform of its inputs"
-        self.parts, self.packing = 1, Packing.W8U8 if unsigned else Packing.W8A8
+        self.parts, self.packing = stored.activation_bits // 8, Packing.W8U8 if unsigned else Packing.W8A8
         sizes = self.in_features, self.out_features = stored.in_features, stored.out_features
         if self.in_features > MAX_W8A8_INPUTS:
             raise ValueError(

@@ -89,6 +89,8 @@ class CudaQuantValue(CudaQuantLinear):
 def make_quantised(name: str, stored: Quantised) -> Linear:
     """Returns the linear layer of the weight file's tensor `name`. Raises ValueError for unsupported sizes."""
     if stored.format is Format.W8A8:
+        if stored.activation_bits != 8:
+            raise ValueError(f"--activation-bits {stored.activation_bits} runs on CPUs only; on a GPU give 8")
         return CudaW8A8Linear(stored, squares_inputs=has_squared_inputs(name))
     if name.endswith("ffn.value.weight"):
         return CudaQuantValue(stored)

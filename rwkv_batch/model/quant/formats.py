@@ -3,7 +3,7 @@
     fp8   e4m3 numbers, one fp32 scale per output
     int8  integers -127 .. 127, one fp16 scale per output and group of 128 inputs
     int4  integers q in 0 .. 15, one fp16 scale and one integer zero per output and group: (q - zero) * scale
-    w8a8  as w8a8.py: inputs are 8-bit integers too
+    w8a8  as w8a8.py: inputs are 8-bit integers too, or 16-bit ones
 
 fp16 scales are in units of 2^-6, so that small scales keep all their bits. The last group of a row may be shorter.
 """
@@ -60,6 +60,8 @@ class Quantised:
     """w8a8: [out] int32"""
     transform: InputTransform | None = None
     """w8a8: of the inputs"""
+    activation_bits: int = 8
+    """w8a8: of the inputs, 8 or 16; not stored"""
 
     @property
     def out_features(self) -> int:

@@ -11,6 +11,10 @@ The 128 input channels with the largest calibrated values are segment 1 and come
 
 Inputs are s8; those of ffn.value are squares, so they are u8. S fits 32 bits and is exact. So y has the same bits for
 any batch, order of sums and device that has the same codes. Every fp32 operation rounds on its own. Plain torch.
+
+Inputs in 16 bits (`--activation-bits 16`) are qx = high + low / 256, two bytes with sums of their own:
+
+    y[t, n]  = (float(S of high) + float(S of low) / 256) * (sx[t] * sw[n])
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ class Codes(NamedTuple):
     """Quantised rows, of inputs or of a weight."""
 
     codes: Tensor
-    """[R, K] s8 or u8, permuted"""
+    """[R, K] s8 or u8, permuted; inputs in 16 bits are two rows each, high bytes first"""
     scales: Tensor
     """[R] fp32"""
     ratios: Tensor
@@ -72,9 +76,11 @@ def permutation(x_max: Tensor) -> Tensor:
     return positions
 
 
-def quantise(v: Tensor, max_ratio: int, unsigned: bool = False) -> Codes:
-    """Quantise permuted rows [R, K] fp32. A row with NaN or infinity gets a NaN scale."""
+def quantise(v: Tensor, max_ratio: int, unsigned: bool = False, bits: int = 8) -> Codes:
+    """Quantise permuted rows [R, K] fp32 in 8 or 16 bits. A row with NaN or infinity gets a NaN scale."""
     largest, lowest = (255.0, 0.0) if unsigned else (127.0, -128.0)
+    per_step = 2.0 ** (bits - 8)
+    low_half = 0 if unsigned or bits == 8 else 128
     large, rest = v[:, :LARGE_CHANNELS], v[:, LARGE_CHANNELS:]
     zeros = torch.zeros(len(v), device=v.device)
     of_large = large.abs().amax(1)
@@ -85,10 +91,16 @@ def quantise(v: Tensor, max_ratio: int, unsigned: bool = False) -> Codes:
     codes = []
     for part, step in ((large, unit * (ratio / 16)), (rest, unit)):
         inverse = torch.where(unit > 0, (zeros + largest) / step, zeros).clamp(max=3e38)
-        codes.append((part * inverse[:, None]).nan_to_num(0.0).round().clamp(lowest, largest))
+        steps = (part * inverse[:, None]).nan_to_num(0.0) * per_step
+        codes.append(steps.round().clamp(lowest * per_step, largest * per_step))
     scales = unit * torch.tensor(1.0 / largest, dtype=torch.float32, device=v.device)
     scales = torch.where(is_finite, scales, torch.full_like(scales, torch.nan))
-    return Codes(torch.cat(codes, 1).to(torch.uint8 if unsigned else torch.int8), scales, ratio.to(torch.int32))
+    joined, ratio = torch.cat(codes, 1).to(torch.int32), ratio.to(torch.int32)
+    if bits == 16:
+        joined = joined + low_half
+        joined = torch.stack([joined >> 8, (joined & 255) - low_half], 1).flatten(0, 1)
+        scales, ratio = scales.repeat_interleave(2), ratio.repeat_interleave(2)
+    return Codes(joined.to(torch.uint8 if unsigned else torch.int8), scales, ratio)
 
 
 def quantise_weight(weight: Tensor, s: Tensor, positions: Tensor) -> Codes:
@@ -103,18 +115,21 @@ def quantise_weight(weight: Tensor, s: Tensor, positions: Tensor) -> Codes:
     return codes
 
 
-def quantise_rows(x: Tensor, transform: InputTransform, unsigned: bool = False) -> Codes:
+def quantise_rows(x: Tensor, transform: InputTransform, unsigned: bool = False, bits: int = 8) -> Codes:
     """Quantise inputs [T, K] of any float dtype. unsigned: they are never negative (ffn.value)."""
     v = _permuted(x.float() * transform.factors, transform.positions)
-    return quantise(v, MAX_UNSIGNED_RATIO if unsigned else MAX_RATIO, unsigned)
+    return quantise(v, MAX_UNSIGNED_RATIO if unsigned else MAX_RATIO, unsigned, bits)
 
 
-def product(x: Codes, w: Codes) -> Tensor:
-    """Multiply [T, K] and [n, K] -> y [T, n] fp32. Sums are whole numbers in fp64, below 2^53."""
+def product(x: Codes, w: Codes, bits: int = 8) -> Tensor:
+    """Multiply [T, K], of so many bits, and [n, K] -> y [T, n] fp32. Sums are whole numbers in fp64, below 2^53."""
     a, b = x.codes.double(), w.codes.double()
     large, rest = a[:, :LARGE_CHANNELS] @ b[:, :LARGE_CHANNELS].T, a[:, LARGE_CHANNELS:] @ b[:, LARGE_CHANNELS:].T
     sums = (large * (x.ratios.double()[:, None] * w.ratios.double()) / 256).floor() + rest
-    return sums.float() * (x.scales[:, None] * w.scales)
+    y, scales = sums.float(), x.scales
+    if bits == 16:
+        y, scales = y[::2] + y[1::2] / 256, scales[::2]
+    return y * (scales[:, None] * w.scales)
 
 
 def _permuted(rows: Tensor, positions: Tensor) -> Tensor:

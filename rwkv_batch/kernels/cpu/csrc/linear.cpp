@@ -201,7 +201,7 @@ void amx_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t 
 
 // ---- W8A8 ------------------------------------------------------------------------------------
 
-template <bool UNSIGNED>
+template <bool UNSIGNED, int PARTS>
 void w8a8_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
   const w8a8::Shape shape(gemm.w.in);
   const auto* matrix = static_cast<const int8_t*>(gemm.w.data) + shape.head_bytes();
@@ -209,7 +209,7 @@ void w8a8_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t
   const int64_t out = gemm.w.out, width = std::min(PANEL, out - panel * PANEL);
   float* y = gemm.y + first_row * out + panel * PANEL;
   const bool squares = gemm.activation == RELU_SQUARED, in_registers = width == PANEL && (squares || gemm.activation == NONE);
-  w8a8::multiply<UNSIGNED>(operands, rows, [&](int64_t row, const vf sums[2]) {
+  w8a8::multiply<UNSIGNED, PARTS>(operands, rows * PARTS, [&](int64_t row, const vf sums[2]) {
     float* to = y + row * out;
     if (in_registers) {
       for (int v = 0; v < 2; ++v) store(to + v * LANES, squares ? sums[v] < 0 ? vf{} : sums[v] * sums[v] : sums[v]);
@@ -221,6 +221,13 @@ void w8a8_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t
   });
 }
 
+void w8a8_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
+  const bool is_unsigned = gemm.w.packing == W8U8;
+  const auto run = gemm.w.parts == 1 ? (is_unsigned ? w8a8_panel<true, 1> : w8a8_panel<false, 1>)
+                                     : (is_unsigned ? w8a8_panel<true, 2> : w8a8_panel<false, 2>);
+  run(gemm, packed, panel, first_row, rows);
+}
+
 int64_t row_tiles(const Gemm& gemm, int64_t rows) { return divide_up(rows, 16 / gemm.w.parts); }
 
 bool uses_amx(const Gemm& gemm) { return gemm.w.packing == BF16 && amx_allowed(); }
@@ -230,7 +237,7 @@ bool is_packed(const Gemm& gemm) { return gemm.w.packing == INT8 || is_w8a8(gemm
 // Work items of packing `rows` rows, and elements per item.
 int64_t pieces(const Gemm& gemm, int64_t rows) { return uses_amx(gemm) ? row_tiles(gemm, rows) : rows; }
 int64_t piece_size(const Gemm& gemm) {
-  if (is_w8a8(gemm)) return w8a8::Shape(gemm.w.in).row_bytes() / int64_t(sizeof(uint16_t));
+  if (is_w8a8(gemm)) return gemm.w.parts * w8a8::Shape(gemm.w.in).row_bytes() / int64_t(sizeof(uint16_t));
   return gemm.w.packing == INT8 ? int8::groups(gemm.w.in) * int8::ROW_ELEMENTS : divide_up(gemm.w.in, STEP) * TILE;
 }
 
@@ -264,8 +271,8 @@ void run_chunk(Member& me, const Gemm* gemms, int64_t count, int64_t first, int6
       const float* row = gemms[j].x + (first + piece) * w.in;
       switch (w.packing) {
         case INT8: int8::pack_row(row, w.in, to); return;
-        case W8A8: w8a8::pack_row<false>(row, w.data, w8a8::Shape(w.in), to); return;
-        case W8U8: w8a8::pack_row<true>(row, w.data, w8a8::Shape(w.in), to); return;
+        case W8A8: w8a8::pack_row<false>(row, w.data, w8a8::Shape(w.in), w.parts, to); return;
+        case W8U8: w8a8::pack_row<true>(row, w.data, w8a8::Shape(w.in), w.parts, to); return;
       }
 #if WITH_AMX
       const int64_t per_tile = 16 / gemms[j].w.parts;
@@ -284,8 +291,8 @@ void run_chunk(Member& me, const Gemm* gemms, int64_t count, int64_t first, int6
 #endif
     switch (gemms[j].w.packing) {
       case BF16: bf16_panel(gemms[j], panel, first, rows); return;
-      case W8A8: w8a8_panel<false>(gemms[j], packed + plan.offset[j], panel, first, rows); return;
-      case W8U8: w8a8_panel<true>(gemms[j], packed + plan.offset[j], panel, first, rows); return;
+      case W8A8:
+      case W8U8: w8a8_panel(gemms[j], packed + plan.offset[j], panel, first, rows); return;
       default: vector_panel(gemms[j], packed + plan.offset[j], panel, first, rows);
     }
   });

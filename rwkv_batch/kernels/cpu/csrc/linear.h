@@ -10,7 +10,7 @@ struct PackedMatrix {
   const void* data;
   int64_t in, out;
   int64_t packing;  // Packing in linear.cpp
-  int64_t parts;    // bf16 numbers that each x is split into: 1 or 3
+  int64_t parts;    // numbers that each x is split into: bf16 1 or 3, W8A8 1 or 2
 };
 
 // One matrix over the rows of a call.

@@ -5,6 +5,7 @@
 // panel   scales fp32, ratios s32, corrections s32 [2 segments], each [OUTPUTS]; then codes [inputs / DOT][OUTPUTS][DOT]
 // row     scale fp32, ratio s32, padded to 64 bytes; then codes. Each segment is padded to STEP inputs by zeros
 //
+// Inputs in 16 bits are two rows with the same scales: the high bytes of the codes, then the low ones.
 // The result is fp32: float(sum) * (scale of the row * scale of the output). A GPU rounds it to fp16.
 // A row with NaN or infinity has a result of NaN.
 #pragma once
@@ -90,22 +91,34 @@ inline vi load_whole(const int32_t* p) {
   return v;
 }
 
-// Stores the codes of STEP channels from `at` on at their positions. scaled(at, is_large) returns LANES of them in fp32.
+// A code in 16 bits, as one byte of it.
+enum class Byte { WHOLE, HIGH, LOW };
+
+// Codes of inputs in steps. v is within the codes of 8 bits, so its multiple is within those of 16.
+template <bool UNSIGNED, Byte BYTE>
+vi code_of(vf v) {
+  if (BYTE == Byte::WHOLE) return round_to_int(v);
+  constexpr int32_t half = UNSIGNED ? 0 : 128;  // a low byte of s8 begins at -128
+  const vi wide = round_to_int(v * 256.f) + half;
+  return BYTE == Byte::HIGH ? wide >> 8 : (wide & 255) - half;
+}
+
+// Stores the codes of STEP channels from `at` on at their positions. code(at, is_large) returns LANES of them.
 template <bool UNSIGNED>
 struct Permuted {
   Code* large;
   Code* rest;
 
 #if WITH_VNNI && defined(__AVX512VBMI2__)
-  template <typename Scaled>
-  void put(Scaled scaled, const int32_t* positions, int64_t at, int64_t width) {
+  template <typename ToCode>
+  void put(ToCode code, const int32_t* positions, int64_t at, int64_t width) {
     __m512i v[4];
     uint64_t is_large = 0;
     for (int i = 0; i < 4; ++i) {
       const __m512i p = _mm512_loadu_si512(positions + at + i * LANES);
       const __mmask16 bits = _mm512_cmplt_epi32_mask(p, _mm512_set1_epi32(LARGE));
       is_large |= uint64_t(bits) << i * LANES;
-      v[i] = (__m512i)round_to_int(scaled(at + i * LANES, (vi)_mm512_movm_epi32(bits)));
+      v[i] = (__m512i)code(at + i * LANES, (vi)_mm512_movm_epi32(bits));
     }
     const __m512i low = _mm512_packs_epi32(v[0], v[1]), high = _mm512_packs_epi32(v[2], v[3]);  // in each 128 bits
     const __m512i packed = UNSIGNED ? _mm512_packus_epi16(low, high) : _mm512_packs_epi16(low, high);
@@ -123,16 +136,16 @@ struct Permuted {
     return to + count;
   }
 #else
-  template <typename Scaled>
-  void put(Scaled scaled, const int32_t* positions, int64_t at, int64_t width) {
-    const vf lowest = splat(UNSIGNED ? 0.f : -128.f), highest = splat(UNSIGNED ? 255.f : 127.f);
+  template <typename ToCode>
+  void put(ToCode code, const int32_t* positions, int64_t at, int64_t width) {
+    constexpr int32_t lowest = UNSIGNED ? 0 : -128, highest = UNSIGNED ? 255 : 127;
     typedef Code Codes __attribute__((vector_size(LANES * sizeof(Code))));
     Code codes[STEP];
     for (int64_t i = 0; i < STEP; i += LANES) {
-      vf v = scaled(at + i, load_whole(positions + at + i) < int32_t(LARGE));
-      v = v > highest ? highest : v;
-      v = v < lowest ? lowest : v;
-      const Codes narrow = __builtin_convertvector(round_to_int(v), Codes);
+      vi v = code(at + i, load_whole(positions + at + i) < int32_t(LARGE));
+      v = v > highest ? vi{} + highest : v;
+      v = v < lowest ? vi{} + lowest : v;
+      const Codes narrow = __builtin_convertvector(v, Codes);
       std::memcpy(codes + i, &narrow, sizeof narrow);
     }
     for (int64_t i = 0; i < width; ++i) {
@@ -144,9 +157,9 @@ struct Permuted {
 #endif
 };
 
-// Quantises one row of x [in]. A row with NaN or infinity has zeros and a scale of NaN.
+// Quantises one row of x [in] in 8 bits, or in 16. A row with NaN or infinity has zeros and a scale of NaN.
 template <bool UNSIGNED>
-void pack_row(const float* x, const void* matrix, const Shape& shape, void* to) {
+void pack_row(const float* x, const void* matrix, const Shape& shape, int64_t parts, void* to) {
   const auto* factors = static_cast<const float*>(matrix);
   const auto* positions = reinterpret_cast<const int32_t*>(factors + padded(shape.in));
   vi large{}, rest{};
@@ -160,21 +173,30 @@ void pack_row(const float* x, const void* matrix, const Shape& shape, void* to) 
   int32_t largest = 0, largest_rest = 0;
   for (int l = 0; l < LANES; ++l) largest = std::max(largest, large[l]), largest_rest = std::max(largest_rest, rest[l]);
   const Units u = units<UNSIGNED>(largest, largest_rest);
-  std::memcpy(to, &u.scale, 4);
-  std::memcpy(static_cast<char*>(to) + 4, &u.ratio, 4);
-  auto* codes = reinterpret_cast<Code*>(static_cast<char*>(to) + HEADER_BYTES);
-  if (u.inverse_rest == 0) {
-    std::memset(codes, 0, shape.inputs() * sizeof(Code));
-    return;
-  }
   const vf inverse_large = splat(u.inverse_large), inverse_rest = splat(u.inverse_rest);
-  const auto scaled = [&](int64_t at, vi is_large) {
-    return load_inputs(x, factors, at, shape.in) * (is_large ? inverse_large : inverse_rest);
+  const auto put = [&](auto code_of, char* row) {
+    std::memcpy(row, &u.scale, 4);
+    std::memcpy(row + 4, &u.ratio, 4);
+    auto* codes = reinterpret_cast<Code*>(row + HEADER_BYTES);
+    if (u.inverse_rest == 0) {
+      std::memset(codes, 0, shape.inputs() * sizeof(Code));
+      return;
+    }
+    const auto code = [&](int64_t at, vi is_large) {
+      return code_of(load_inputs(x, factors, at, shape.in) * (is_large ? inverse_large : inverse_rest));
+    };
+    Permuted<UNSIGNED> permuted{codes, codes + shape.large_padded};
+    for (int64_t at = 0; at < shape.in; at += STEP) permuted.put(code, positions, at, std::min(STEP, shape.in - at));
+    std::memset(permuted.large, 0, (shape.large_padded - shape.large) * sizeof(Code));
+    std::memset(permuted.rest, 0, (shape.rest_padded - shape.rest) * sizeof(Code));
   };
-  Permuted<UNSIGNED> permuted{codes, codes + shape.large_padded};
-  for (int64_t at = 0; at < shape.in; at += STEP) permuted.put(scaled, positions, at, std::min(STEP, shape.in - at));
-  std::memset(permuted.large, 0, (shape.large_padded - shape.large) * sizeof(Code));
-  std::memset(permuted.rest, 0, (shape.rest_padded - shape.rest) * sizeof(Code));
+  auto* row = static_cast<char*>(to);
+  if (parts == 1) {
+    put(code_of<UNSIGNED, Byte::WHOLE>, row);
+  } else {
+    put(code_of<UNSIGNED, Byte::HIGH>, row);
+    put(code_of<UNSIGNED, Byte::LOW>, row + shape.row_bytes());
+  }
 }
 
 // Copies one output's weights into a panel.

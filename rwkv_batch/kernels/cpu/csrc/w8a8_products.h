@@ -29,8 +29,9 @@ struct Operands {
   const int8_t* rest_weights() const { return weights() + shape.large_padded * OUTPUTS; }
 };
 
-// y [OUTPUTS] of one row from its sums over the segments.
-inline void combine(const Operands& o, int64_t row, const int32_t* large, const int32_t* rest, vf y[2]) {
+// y [OUTPUTS] of one row from its sums over the segments. In 16 bits, those of the low bytes come next.
+template <int PARTS>
+void combine(const Operands& o, int64_t row, const int32_t* large, const int32_t* rest, vf y[2]) {
   float scale;
   int32_t ratio;
   std::memcpy(&scale, o.rows + row * o.shape.row_bytes(), 4);
@@ -38,10 +39,15 @@ inline void combine(const Operands& o, int64_t row, const int32_t* large, const 
   for (int v = 0; v < 2; ++v) {
     const auto* scales = reinterpret_cast<const float*>(o.panel) + v * LANES;
     const auto* ratios = reinterpret_cast<const int32_t*>(o.panel) + OUTPUTS + v * LANES;
-    const vi product = load_whole(ratios) * ratio, sum = load_whole(large + v * LANES);
-    // floor(product * sum / 256) without 64 bits: (product >> 8) * sum is whole, (product & 255) * sum below 2^30.
-    const vi total = (product >> 8) * sum + ((product & 255) * sum >> 8) + load_whole(rest + v * LANES);
-    y[v] = __builtin_convertvector(total, vf) * (load(scales) * scale);
+    const vi product = load_whole(ratios) * ratio;
+    const auto total = [&](int part) {
+      const int64_t at = part * OUTPUTS + v * LANES;
+      const vi sum = load_whole(large + at);
+      // floor(product * sum / 256) without 64 bits: (product >> 8) * sum is whole, (product & 255) * sum below 2^30.
+      return __builtin_convertvector((product >> 8) * sum + ((product & 255) * sum >> 8) + load_whole(rest + at), vf);
+    };
+    // A multiple of 2^-8 is exact, so contraction changes nothing.
+    y[v] = (PARTS == 1 ? total(0) : total(0) + total(1) * 0x1p-8f) * (load(scales) * scale);
   }
 }
 
@@ -206,15 +212,16 @@ void amx_one(const Operands& o, int64_t row, int32_t* large, int32_t* rest) {
 #endif
 
 // Calls finish(row, sums [OUTPUTS]) for each row of a panel's product. Rows may come twice, with the same bits.
-template <bool UNSIGNED, typename Finish>
+// rows: packed ones, PARTS per row; TILE_ROWS is even
+template <bool UNSIGNED, int PARTS, typename Finish>
 void multiply(const Operands& o, int64_t rows, Finish finish) {
   constexpr int64_t MOST = 32;
   alignas(64) int32_t large[MOST * OUTPUTS], rest[MOST * OUTPUTS];
   const auto finish_rows = [&](int64_t row, int64_t n, int64_t at) {
-    for (int64_t r = 0; r < n; ++r) {
+    for (int64_t r = 0; r < n; r += PARTS) {
       vf sums[2];
-      combine(o, row + r, large + (at + r) * OUTPUTS, rest + (at + r) * OUTPUTS, sums);
-      finish(row + r, sums);
+      combine<PARTS>(o, row + r, large + (at + r) * OUTPUTS, rest + (at + r) * OUTPUTS, sums);
+      finish((row + r) / PARTS, sums);
     }
   };
 #if WITH_AMX
@@ -237,7 +244,7 @@ void multiply(const Operands& o, int64_t rows, Finish finish) {
 #endif
   const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   for (int64_t t = 0; t < tiles; ++t) {
-    const int64_t row = rows * t / tiles, n = rows * (t + 1) / tiles - row;
+    const int64_t row = rows / PARTS * t / tiles * PARTS, n = rows / PARTS * (t + 1) / tiles * PARTS - row;
     tile<UNSIGNED>(o, row, n, large, rest);
     finish_rows(row, n, 0);
   }

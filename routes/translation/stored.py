@@ -1,0 +1,118 @@
+"""Stored glossaries, in the database of files. Each belongs to an API key and keeps its last versions."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from routes.file_store import Store, StoreFullError
+from rwkv_batch.translation.languages import language_code
+
+_MAX_GLOSSARIES = 1000
+_MAX_BYTES = 64 << 20
+"""Of a key's glossaries, with all versions."""
+_VERSIONS = 10
+
+
+class Dictionary(msgspec.Struct, frozen=True, kw_only=True):
+    """Terms of a language pair."""
+
+    source_lang: str
+    target_lang: str
+    entries: dict[str, str]
+
+
+class Glossary(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored glossary: dictionaries of different language pairs."""
+
+    id: str
+    owner: str
+    """Name of the API key. "": no owner."""
+    name: str
+    version: int = 1
+    created: float
+    dictionaries: list[Dictionary]
+
+    def terms(self, source: str, target: str) -> dict[str, str] | None:
+        """Return the terms of a language pair. None: the glossary does not have the pair."""
+        pair = base_language(source), base_language(target)
+        found = (one.entries for one in self.dictionaries if (one.source_lang, one.target_lang) == pair)
+        return next(found, None)
+
+
+def base_language(language: str) -> str:
+    """Return the language of a code without its region, in lower case."""
+    return language_code(language) or language.replace("_", "-").partition("-")[0].lower()
+
+
+def add_glossary(store: Store, glossary: Glossary) -> None:
+    """Add a glossary. Raises StoreFullError."""
+    with store.open() as database:
+        query = "SELECT COUNT(DISTINCT id) FROM glossaries WHERE owner = ?"
+        (count,) = database.execute(query, (glossary.owner,)).fetchone()
+        if count >= _MAX_GLOSSARIES:
+            raise StoreFullError(f"there are {count} glossaries, the limit is {_MAX_GLOSSARIES}; delete some")
+        _insert(database, glossary)
+
+
+def change_glossary(
+    store: Store, owner: str, glossary_id: str, change: Callable[[Glossary], Glossary]
+) -> Glossary | None:
+    """Add a version of a glossary, in one transaction. None: there is no such glossary. Raises StoreFullError."""
+    with store.open() as database:
+        last = _read(database, owner, glossary_id)
+        if last is None:
+            return None
+        changed = msgspec.structs.replace(change(last), version=last.version + 1, created=time.time())
+        oldest = (glossary_id, changed.version - _VERSIONS)
+        database.execute("DELETE FROM glossaries WHERE id = ? AND version <= ?", oldest)
+        _insert(database, changed)
+    return changed
+
+
+def find_glossary(store: Store, owner: str, glossary_id: str, version: int | None = None) -> Glossary | None:
+    """Return a version of a glossary, by default the last one. Owner "" sees all glossaries."""
+    with store.open() as database:
+        return _read(database, owner, glossary_id, version)
+
+
+def list_glossaries(store: Store, owner: str) -> list[Glossary]:
+    """Return the last versions of the owner's glossaries, oldest first."""
+    query = (
+        "SELECT record, MAX(version) FROM glossaries WHERE ? = '' OR owner = ? GROUP BY id ORDER BY MIN(rowid) LIMIT ?"
+    )
+    with store.open() as database:
+        rows = database.execute(query, (owner, owner, _MAX_GLOSSARIES)).fetchall()
+    return [msgspec.json.decode(row[0], type=Glossary) for row in rows]
+
+
+def delete_glossary(store: Store, owner: str, glossary_id: str) -> bool:
+    """Delete all versions of a glossary. Return whether it existed."""
+    query = "DELETE FROM glossaries WHERE id = ? AND (? = '' OR owner = ?)"
+    with store.open() as database:
+        return database.execute(query, (glossary_id, owner, owner)).rowcount > 0
+
+
+def _read(database: sqlite3.Connection, owner: str, glossary_id: str, version: int | None = None) -> Glossary | None:
+    query = (
+        "SELECT record FROM glossaries WHERE id = ? AND (? = '' OR owner = ?) AND (? IS NULL OR version = ?) "
+        "ORDER BY version DESC LIMIT 1"
+    )
+    row = database.execute(query, (glossary_id, owner, owner, version, version)).fetchone()
+    return None if row is None else msgspec.json.decode(row[0], type=Glossary)
+
+
+def _insert(database: sqlite3.Connection, glossary: Glossary) -> None:
+    record = msgspec.json.encode(glossary)
+    query = "SELECT COALESCE(SUM(bytes), 0) FROM glossaries WHERE owner = ?"
+    (used,) = database.execute(query, (glossary.owner,)).fetchone()
+    if used + len(record) > _MAX_BYTES:
+        raise StoreFullError(
+            f"the glossaries have {used} bytes in all versions and this one {len(record)}, the limit is {_MAX_BYTES}; "
+            "delete some"
+        )
+    row = (glossary.id, glossary.version, glossary.owner, len(record), record.decode())
+    database.execute("INSERT INTO glossaries VALUES (?, ?, ?, ?, ?)", row)
