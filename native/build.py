@@ -18,11 +18,12 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from native import machine
 from native.files import VARIABLE, cache_folder
@@ -155,11 +156,26 @@ def _build_locked(library: Library, target: Path) -> None:
     # Without this, ninja would copy the terminal's colour codes into the log.
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb"}
     command = [_path(machine.ninja()), "-C", str(work)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    if done.returncode != 0:
-        raise BuildError(f"cannot build {library.name}:\n{done.stdout}{done.stderr}")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        output = _show_progress(process.stdout, library)
+    if process.returncode != 0:
+        raise BuildError(f"cannot build {library.name}:\n{output}")
     (work / "out.so").replace(target)
     log.info("built %s in %.1f s", library.name, time.monotonic() - start)
+
+
+def _show_progress(lines: Iterable[str], library: Library) -> str:
+    """Shows a bar on a terminal while ninja prints its lines "[3/12] ...". Returns all of them."""
+    output = []
+    total = len(library.sources) + 1  # and the link
+    with tqdm(total=total, desc=f"building {library.name}", unit="file", leave=False, disable=None) as bar:
+        for line in lines:
+            output.append(line)
+            bar.update(line.startswith("["))
+    return "".join(output)
 
 
 def ninja_file(library: Library) -> str:

@@ -117,6 +117,7 @@ SHARING = {
         "programs/batch/test_batch_files.py",
         "programs/batch/test_hostile_inputs.py",
         "programs/chat/test_console.py",
+        "programs/test_terminal.py",
         "routes/test_ignored_fields.py",
         "routes/test_model_names.py",
         "routes/test_anthropic.py",

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from programs.backends.local_engine import LocalEngine
-from programs.chat.conversation import ConsoleError
+from programs.chat.conversation import ConsoleError, Piece
 from routes.many_prompts import ROUTES, V1_PATH
 from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
@@ -18,6 +18,7 @@ from routes.response.http_response import HandlerResponse, HttpResponse
 from routes.route import response_or_error
 
 _DATA, _DONE = b"data: ", b"[DONE]"
+_MODELS_PATH = "/v1/models"
 _READ_TIMEOUT_S = 60.0
 
 
@@ -27,7 +28,10 @@ class AnswerSource(Protocol):
     async def open(self) -> None:
         """Prepares the source. Raises RunError or ConsoleError."""
 
-    def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
+    async def models(self) -> tuple[str, ...]:
+        """Returns the names that `model` may have. Empty if the source does not say."""
+
+    def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """Yields the pieces of an answer. Raises ConsoleError. Closing the generator cancels the request."""
 
     async def close(self) -> None:
@@ -38,7 +42,8 @@ class RemoteAnswers:
     """An AnswerSource: a service at a URL."""
 
     def __init__(self, url: str, password: str) -> None:
-        self._url = url.rstrip("/") + V1_PATH
+        self._service = url.rstrip("/")
+        self._url = self._service + V1_PATH
         self._headers = {"Authorization": f"Bearer {password}"} if password else {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -46,7 +51,16 @@ class RemoteAnswers:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_READ_TIMEOUT_S, sock_read=_READ_TIMEOUT_S)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True)
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
+    async def models(self) -> tuple[str, ...]:
+        """See AnswerSource."""
+        assert self._session is not None
+        try:
+            async with self._session.get(self._service + _MODELS_PATH) as answer:
+                return tuple(str(model["id"]) for model in (await answer.json())["data"])
+        except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
+            return ()  # the first message shows what is wrong
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """See AnswerSource."""
         assert self._session is not None
         try:
@@ -57,8 +71,8 @@ class RemoteAnswers:
                 async for piece in answer.content.iter_any():
                     *events, buffer = (buffer + piece).split(b"\n\n")
                     for event in events:
-                        for text in _texts(event):
-                            yield text
+                        for one in pieces_of(event):
+                            yield one
         except (aiohttp.ClientError, OSError) as error:
             raise ConsoleError(f"no answer from {self._url} ({type(error).__name__}: {error})") from None
 
@@ -76,7 +90,11 @@ class LocalAnswers:
     async def open(self) -> None:
         await self._engine.open()
 
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[str, None]:
+    async def models(self) -> tuple[str, ...]:
+        """See AnswerSource."""
+        return (self._engine.context.config.model_name,)
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """See AnswerSource."""
         route = ROUTES[0]
         assert route.body is not None
@@ -88,8 +106,8 @@ class LocalAnswers:
         try:
             while not chunks.ended:
                 for event in (await asyncio.to_thread(chunks.__next__)).split(b"\n\n"):
-                    for text in _texts(event):
-                        yield text
+                    for piece in pieces_of(event):
+                        yield piece
         finally:
             chunks.close()
 
@@ -102,15 +120,17 @@ class LocalAnswers:
         await self._engine.close()
 
 
-def _texts(event: bytes) -> list[str]:
-    """Returns the texts of a server-sent event. Raises ConsoleError for an error event."""
+def pieces_of(event: bytes) -> list[Piece]:
+    """Returns the pieces in a server-sent event. Raises ConsoleError for an error event."""
     if not event.startswith(_DATA) or event == _DATA + _DONE:
         return []
     try:
         value = json.loads(event[len(_DATA) :])
         if "error" in value:
             raise ConsoleError(str(value["error"]))
-        return [str(text) for choice in value["choices"] if (text := choice["delta"].get("content", ""))]
+        if usage := value.get("usage"):
+            return [Piece("", usage["prompt_tokens"], usage["completion_tokens"])]
+        return [Piece(str(text)) for choice in value["choices"] if (text := choice["delta"].get("content", ""))]
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         raise ConsoleError("the server is not an rwkv-batch service; check --url") from None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from programs.chat.conversation import ConsoleError, Conversation, as_value
+from programs.chat.conversation import ConsoleError, Conversation, Piece, as_value
 from routes.request.bodies import PromptBody
 from routes.request.fields import ChatOnlyFields
 from routes.request.json_body import validate
@@ -14,8 +15,47 @@ from rwkv_batch.errors import ServiceError
 
 SYSTEM = "system"
 """Setting of the system prompt, which is not a body field."""
-_RESERVED_FIELDS = frozenset({"contents", "messages", "prefix", "suffix", "stream", "session_id", "password", "model"})
-_SETTABLE = frozenset(PromptBody.model_fields) - _RESERVED_FIELDS - frozenset(ChatOnlyFields.model_fields)
+_MODEL = "model"
+_WITH_USAGE = {"include_usage": True}
+_RESERVED_FIELDS = frozenset("contents messages prefix suffix stream stream_options session_id password model".split())
+SETTABLE = tuple(sorted({*PromptBody.model_fields, SYSTEM} - _RESERVED_FIELDS - frozenset(ChatOnlyFields.model_fields)))
+"""Names that /set takes."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """Tokens and times of the last answer and of all."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    started_at: float = 0.0
+    first_at: float | None = None
+    ended_at: float = 0.0
+
+    def begin(self) -> None:
+        """Call before an answer."""
+        self.prompt_tokens = self.completion_tokens = 0
+        self.started_at, self.first_at = time.monotonic(), None
+
+    def count(self, piece: Piece) -> None:
+        self.first_at = self.first_at or time.monotonic()
+        self.prompt_tokens += piece.prompt_tokens
+        self.completion_tokens += piece.completion_tokens
+        self.total_tokens += piece.prompt_tokens + piece.completion_tokens
+
+    def end(self) -> None:
+        self.ended_at = time.monotonic()
+
+    def __str__(self) -> str:
+        if self.first_at is None:
+            return "no answer yet"
+        seconds = self.ended_at - self.first_at
+        speed = f", {(self.completion_tokens - 1) / seconds:.0f} tokens/s" if self.completion_tokens > 1 else ""
+        return (
+            f"last answer: {self.prompt_tokens} prompt tokens, {self.completion_tokens} generated, "
+            f"first after {self.first_at - self.started_at:.2f} s{speed}; all: {self.total_tokens} tokens"
+        )
 
 
 @dataclass(slots=True)
@@ -25,6 +65,9 @@ class Console:
     conversation: Conversation = field(default_factory=Conversation)
     settings: dict[str, Any] = field(default_factory=dict)
     """Body fields, and `system`."""
+    models: tuple[str, ...] = ()
+    """names that `model` may have; (): unknown"""
+    stats: Stats = field(default_factory=Stats)
     is_done: bool = False
 
     def body(self) -> dict[str, Any]:
@@ -32,7 +75,8 @@ class Console:
         settings = {name: value for name, value in self.settings.items() if name != SYSTEM}
         system = self.settings.get(SYSTEM)
         before = [{"role": SYSTEM, "content": system}] if system else []
-        return {"messages": [*before, *self.conversation.messages], "stream": True, "chunk_size": 1, **settings}
+        messages = [*before, *self.conversation.messages]
+        return {"messages": messages, "stream": True, "stream_options": _WITH_USAGE, "chunk_size": 1, **settings}
 
     def handle_command(self, line: str) -> str:
         """Executes a slash command and returns its output. Raises ConsoleError."""
@@ -44,8 +88,8 @@ class Console:
 
     def set(self, name: str, value: Any) -> None:
         """Changes a setting. None resets it to the default. Raises ConsoleError."""
-        if name != SYSTEM and name not in _SETTABLE:
-            raise ConsoleError(f"there is no setting {name!r}, only {', '.join(sorted({*_SETTABLE, SYSTEM}))}")
+        if name not in (*SETTABLE, _MODEL):
+            raise ConsoleError(f"there is no setting {name!r}, only {', '.join(SETTABLE)}")
         if name == SYSTEM and not isinstance(value, str | None):
             value = str(value)
         changed = {**self.settings, name: value}
@@ -106,6 +150,23 @@ def _set(console: Console, rest: str) -> str:
     return f"{name} is {console.settings.get(name, 'as by default')}"
 
 
+def _model(console: Console, rest: str) -> str:
+    if rest and console.models and rest not in console.models:
+        raise ConsoleError(f"there is no model {rest!r}, only {', '.join(console.models)}")
+    if rest:
+        console.set(_MODEL, rest)
+    used = console.settings.get(_MODEL) or (console.models[0] if console.models else "")
+    return "\n".join(f"{'*' if name == used else ' '} {name}" for name in console.models or (used,))
+
+
+def _state(console: Console, rest: str) -> str:
+    return _set(console, f"state {rest}")
+
+
+def _stats(console: Console, rest: str) -> str:
+    return str(console.stats)
+
+
 def _quit(console: Console, rest: str) -> str:
     console.is_done = True
     return ""
@@ -118,6 +179,9 @@ _COMMANDS: dict[str, Callable[[Console, str], str]] = {
     "load": _load,
     "reset": _reset,
     "set": _set,
+    "model": _model,
+    "state": _state,
+    "stats": _stats,
     "help": _help,
     "quit": _quit,
 }
@@ -128,6 +192,9 @@ _HELP_TEXTS = {
     "load": "FILE: as they were",
     "reset": "forget the conversation",
     "set": "NAME VALUE: max_tokens, temperature, enable_think, system, ...; without a value: the default",
+    "model": "[NAME]: use another model; without NAME: list them",
+    "state": "[NAME]: start from a tuned state; without NAME: from none",
+    "stats": "tokens and speed of the last answer",
     "help": "this",
     "quit": "leave; so does Ctrl-D",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,15 @@ MAIN = "main"
 
 class ConsoleError(Exception):
     """A command failed. The message says why."""
+
+
+class Piece(NamedTuple):
+    """A part of an answer."""
+
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """both in the last piece"""
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -89,17 +98,3 @@ def as_value(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"} | {
-    ord("\r"): None
-}
-
-
-def printable(text: str) -> str:
-    """Returns a text without terminal escape sequences.
-
-    A model may write sequences that move the cursor, change the title or fill the clipboard. The conversation keeps
-    them.
-    """
-    return text.translate(_CONTROLS)

@@ -6,16 +6,21 @@ from the first moment on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from rwkv_batch.errors import StartupError
 
 BACKLOG = 1024
 _FIRST_BYTES_S = 1
 """How long a connection without any bytes waits in the kernel. A worker finds the head of its first request there."""
+_LISTENS = "0A"
+"""State of a listening socket in /proc/net/tcp, see Linux's include/net/tcp_states.h."""
+_NEXT_PORTS, _MAX_PORT = 20, 65535
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,37 @@ def open_listeners(host: str, port: int, count: int, stall_timeout_s: float, *, 
         return (open_behind_proxy if front else open_direct)(host, port, count, stall_timeout_s)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            reason = f"port {port} on {host} is in use; stop its owner or give another --port"
+            owner = _owner(port)
+            reason = f"port {port} on {host} is in use{owner and f' by {owner}'}; stop it or give another --port"
+            if free := _free_port(host, port):
+                reason += f", {free} is free"
         else:
             reason = f"cannot listen on {host} port {port}: {error.strerror}; give another --host or --port"
         raise StartupError(reason) from None
+
+
+def _owner(port: int) -> str:
+    """Returns "NAME (process ID)" of the process that listens on a port, or "" if this user may not see it."""
+    inodes = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        with contextlib.suppress(OSError):
+            fields = [line.split() for line in table.read_text().splitlines()[1:]]
+            inodes |= {f"socket:[{one[9]}]" for one in fields if one[3] == _LISTENS and one[1].endswith(f":{port:04X}")}
+    for file in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
+        with contextlib.suppress(OSError):
+            if str(file.readlink()) in inodes:
+                process = file.parents[1]
+                return f"{(process / 'comm').read_text().strip()} (process {process.name})"
+    return ""
+
+
+def _free_port(host: str, port: int) -> int | None:
+    """Returns the next higher port that is free, if one of the next ones is."""
+    for candidate in range(port + 1, min(port + _NEXT_PORTS, _MAX_PORT) + 1):
+        with contextlib.suppress(OSError):
+            _bind(host, candidate).close()
+            return candidate
+    return None
 
 
 def _new_socket(host: str) -> socket.socket:

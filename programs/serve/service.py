@@ -228,6 +228,7 @@ class Supervisor:
             self._has_logged_serving = True
             http = self._settings.http
             logger.info("serving %s on http://%s:%d", http.model_name, _url_host(http.host), http.port)
+            logger.info("Ctrl-C stops it: running requests get %.0f s", self._settings.engine.drain_timeout_s)
 
     def _drain(self) -> None:
         """Refuses new work and lets running work end. Then stores the states and ends the processes."""

@@ -35,20 +35,28 @@ _GARBAGE_OBJECTS = 100_000
 """Threshold of the youngest generation. Steps reach Python's default of 700 several times each."""
 
 
+_RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
+"""Escape sequences of a terminal."""
+
+
 class LogConfig(msgspec.Struct, frozen=True):
     form: str = "text"
     level: str = "info"
 
 
 class _Text(logging.Formatter):
-    """The message, then the record's `fields` as name=value."""
+    """The message, then the record's `fields` as name=value. On a terminal, problems are coloured."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d {process:<10} %(levelname)-7s %(message)s", "%H:%M:%S")
+        self._has_colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         fields: dict[str, object] = getattr(record, "fields", {})
-        return super().formatMessage(record) + "".join(f" {name}={value}" for name, value in fields.items())
+        line = super().formatMessage(record) + "".join(f" {name}={value}" for name, value in fields.items())
+        if self._has_colours and record.levelno >= logging.WARNING:
+            line = f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_PLAIN}"
+        return line
 
 
 class _Json(logging.Formatter):

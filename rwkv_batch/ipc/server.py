@@ -288,8 +288,9 @@ def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
     except (StartupError, OSError, MemoryError) as error:
         raise StartupError(str(error) or type(error).__name__) from error
     except Exception as error:  # files, compilers and drivers raise any exception; the supervisor needs one line
-        logger.exception("the engine did not start")
-        raise StartupError(f"the engine did not start: {type(error).__name__}: {error}") from error
+        logger.debug("the engine did not start", exc_info=True)
+        reason = f"the engine did not start: {type(error).__name__}: {error}"
+        raise StartupError(f"{reason}; --log-level debug shows the traceback") from error
     freeze_garbage_collector()
     return engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -11,10 +12,13 @@ from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
 from rwkv_batch.core.shares import Limits
 from rwkv_batch.errors import StartupError
+from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.mixed import max_decode_rows, min_gathered_prefill_tokens
 from rwkv_batch.runner.pipeline import Pipeline
 from state_pool.layout import DUMMY_SLOT, FIRST_FREE_SLOT, ZERO_SLOT
+
+logger = logging.getLogger(__name__)
 
 CPU_ROWS = 256
 GPU_JUMP_FORWARD_ROWS = 32
@@ -108,6 +112,23 @@ class Memory:
         pool = self._config.pool
         tuned = min(len(self._config.states), pool.state_slots)
         return pool.l1_sessions + pool.prefix_cache_slots + tuned + FIRST_FREE_SLOT
+
+
+def log_sizes(name: str, pipeline: Pipeline, shape: ModelShape, rows: int, slots: int) -> None:
+    """Log what is served: the model and its type, then the devices with rows and slots."""
+    weights = pipeline.stages[0].precision.weights_name
+    logger.info("model %s: %s, weights in %s", name, shape.describe(), weights)
+    devices = ", ".join(_describe_device(device) for device in dict.fromkeys(pipeline.devices))
+    slots_text = f"{slots} slots of {pipeline.slot_bytes >> 10} KiB"
+    logger.info("device %s: up to %d rows at once, %s", devices, rows, slots_text)
+
+
+def _describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{device} ({properties.name}, {properties.total_memory >> 30} GiB)"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{device} ({torch.get_num_threads()} threads, {memory >> 30} GiB)"
 
 
 def allocate_slots(pipeline: Pipeline, num_slots: int) -> None:

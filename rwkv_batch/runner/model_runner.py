@@ -21,7 +21,7 @@ from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.step import LaunchGroups, StepGraphs, are_all_plain, split_prefill_decode
 from rwkv_batch.runner.links import LastTokens, TokenCopies
 from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads, threads_per_replica
-from rwkv_batch.runner.memory import Memory, allocate_slots, run_all_prompt_sizes
+from rwkv_batch.runner.memory import Memory, allocate_slots, log_sizes, run_all_prompt_sizes
 from rwkv_batch.runner.model_files import load_pipeline
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
 from rwkv_batch.runner.row_inputs import RowInputs, mix_logits, read_slots, slots_of, write_slots
@@ -110,7 +110,7 @@ class ModelRunner:
         """[rows, V]: the logits of steps; None: each step allocates its own"""
         if config.warmup and self.device.type == "cuda":
             self._warm_up()
-        logger.info("serving %s: %s on %s", config.model_name, self.weights.shape.describe(), self.device_names())
+        log_sizes(config.model_name, self.pipeline, self.weights.shape, self.limits.max_running, self._num_slots)
 
     def _make_logits(self) -> Tensor | None:
         """Allocate the logits of a CPU's steps.

@@ -285,13 +285,19 @@ def test_a_hanging_loop_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> Non
     assert reasons == ["stacks", ("the engine's loop has hung for %g s (step_timeout_s); ending the process", 0.5)]
 
 
+HINT = "; --log-level debug shows the traceback"
+
+
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("no.such.module:Engine", "the engine did not start: ModuleNotFoundError: No module named 'no'"),
+        (
+            "no.module:Engine",
+            "the engine did not start: ModuleNotFoundError: No module named 'no'" + HINT,
+        ),
         (f"{__name__}:Refused", "the model file is damaged"),
         (f"{__name__}:Empty", "MemoryError"),
-        (f"{__name__}:Broken", "the engine did not start: KeyError: 'odd'"),
+        (f"{__name__}:Broken", "the engine did not start: KeyError: 'odd'" + HINT),
     ],
 )
 def test_a_failed_start_is_one_line(factory: str, message: str) -> None:

@@ -14,14 +14,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, InMemoryHistory
+from rich.console import Console as Screen
 
 from app import main
 from programs.backends.local_engine import LocalEngine
-from programs.chat.answer_sources import LocalAnswers, RemoteAnswers, _texts
-from programs.chat.command import _chat_loop, build_parser, open_history
+from programs.chat.answer_sources import LocalAnswers, RemoteAnswers, pieces_of
+from programs.chat.command import build_parser, chat_loop
 from programs.chat.commands import Console
-from programs.chat.conversation import ConsoleError, printable
+from programs.chat.conversation import ConsoleError
+from programs.chat.terminal import CommandCompleter, MarkdownOutput, PlainOutput, open_history, printable, split_blocks
 from programs.settings import parse_settings
 from programs.settings.model_file import with_default_model
 from test.serving import ROOT, START_TIMEOUT_S, Service
@@ -140,7 +144,7 @@ def test_an_answer_of_another_server_is_reported() -> None:
         b"data: 1",
     ):
         with pytest.raises(ConsoleError, match="--url"):
-            _texts(event)
+            pieces_of(event)
 
 
 def chat(service: Service, *flags: str) -> subprocess.Popen[str]:
@@ -234,7 +238,18 @@ def test_with_an_engine_of_its_own(tiny_model: Path, capsys: pytest.CaptureFixtu
         raise EOFError
 
     settings = with_default_model(parse_settings(["--model-path", str(tiny_model), "--pp-devices", "cpu"], {}))
-    asyncio.run(_chat_loop(console, LocalAnswers(LocalEngine(settings)), ask))
+
+    async def talk() -> None:
+        answers = LocalAnswers(LocalEngine(settings))
+        await answers.open()
+        try:
+            await chat_loop(console, answers, ask, PlainOutput())
+            assert await answers.models() == ("rwkv7",)
+        finally:
+            await answers.close()
+
+    asyncio.run(talk())
+    assert console.stats.completion_tokens == 5 and "tokens/s" in console.handle_command("/stats")
     answers = [one["content"] for one in console.conversation.messages if one["role"] == "assistant"]
     output = capsys.readouterr().out
     assert len(answers) == 2 and all(answer in output for answer in answers)
@@ -268,3 +283,49 @@ def test_the_pages_commands_run_as_printed(
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"/set max_tokens 1\nHello {number}\n/quit\n"))
         assert main([*command, *url]) == 0
         assert f"Hello {number}\n" in capsys.readouterr().out
+
+
+def test_finished_blocks_of_markdown_are_split_from_the_growing_one() -> None:
+    assert split_blocks("") == ("", "") and split_blocks("one\ntwo") == ("", "one\ntwo")
+    assert split_blocks("# A\n\none\n\n- b") == ("# A\n\none\n\n", "- b")
+    code = "```python\na = 1\n\nb = 2\n"
+    assert split_blocks(f"x\n\n{code}") == ("x\n\n", code), "a blank line in code ends no block"
+    assert split_blocks(f"{code}```\n\ny") == (f"{code}```\n\n", "y")
+
+
+def test_an_answer_is_rendered_on_a_terminal() -> None:
+    seen = io.StringIO()
+    output = MarkdownOutput(Screen(file=seen, force_terminal=True, width=60, color_system=None))
+    for piece in ("# Ti", "tle\n\nsome **bo", "ld** text\x1b[2J\n\n```\nx = 1\n", "\ny = 2\n```\n\nlast"):
+        output.write(piece)
+    output.end()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.getvalue())
+    assert "```" not in shown and "\ufffd[2J" in shown
+    assert [word for word in ("Title", "bold text", "x = 1", "y = 2", "last") if word not in shown] == []
+
+
+def test_models_and_states_are_settings() -> None:
+    console = Console(models=("rwkv7", "small"))
+    assert console.handle_command("/model") == "* rwkv7\n  small"
+    assert console.handle_command("/model small") == "  rwkv7\n* small" and console.body()["model"] == "small"
+    with pytest.raises(ConsoleError, match="there is no model 'x', only rwkv7, small"):
+        console.handle_command("/model x")
+    console.handle_command("/state poet")
+    assert console.body()["state"] == "poet"
+    console.handle_command("/state")
+    assert "state" not in console.body() and console.handle_command("/stats") == "no answer yet"
+
+
+def test_commands_values_and_files_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "talk.json").touch()
+    completer = CommandCompleter({"/model": ("rwkv7", "small"), "/set": ("temperature",), "/load": ()})
+
+    def completed(typed: str) -> list[str]:
+        return [one.text for one in completer.get_completions(Document(typed), CompleteEvent())]
+
+    assert (
+        completed("/mo") == ["/model"]
+        and completed("/model s") == ["small"]
+        and completed("/set te") == ["temperature"]
+    )
+    assert completed(f"/load {tmp_path}/ta") == ["lk.json"] and completed("/other x") == [] and completed("hello") == []

@@ -125,4 +125,6 @@ def test_a_second_start_on_a_taken_port_ends_with_a_message() -> None:
         command = [sys.executable, "app.py", "--port", str(port), "--state-db", ""]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
-    assert f"error: port {port} on 127.0.0.1 is in use; stop its owner or give another --port" in done.stderr
+    owner = f"in use by {Path('/proc/self/comm').read_text().strip()} (process {os.getpid()})"
+    assert f"error: port {port} on 127.0.0.1 is {owner}; stop it or give another --port, " in done.stderr
+    assert done.stderr.rstrip().endswith(" is free")
