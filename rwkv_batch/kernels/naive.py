@@ -11,8 +11,8 @@ from torch import Tensor
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
 from rwkv_batch.model.layer import Layer, Projections, Prologue, layer_norm
 from rwkv_batch.model.low_rank import Target
-from rwkv_batch.model.state import HEAD_SIZE
-from rwkv_batch.model.step_inputs import StepInputs, longest_first, on_unpacked, token_shift
+from rwkv_batch.model.state import HEAD_SIZE, pack_int8, unpack_int8
+from rwkv_batch.model.step_inputs import StepInputs, longest_first, token_shift
 
 DECAY_SCALE = -0.6065306597126334
 """-exp(-0.5): log of the smallest decay."""
@@ -69,8 +69,6 @@ class NaiveOps:
         wkv [num_slots, H, 64, 64], or [num_slots, H, 4224] uint8 of int8 states (updated).
         Returns (y [T, C] before the output layer, v_first [T, C]).
         """
-        if wkv.dtype is torch.uint8:
-            return on_unpacked(lambda states, own: self.time_mix(layer, p, v_first, states, own), wkv, inputs)
         tokens, width = p.r.shape
         heads = width // HEAD_SIZE
         per_head = (tokens, heads, HEAD_SIZE)
@@ -122,13 +120,16 @@ def wkv_loop(
     """The recurrence, token by token, over all rows and heads.
 
     S <- S diag(decay) + (S a) b^T + v k^T;  y = S r.  All [T, H, 64] fp32, a = -kk, b = kk * a;
-    wkv [num_slots, H, 64 (value), 64 (key)] is read and updated. Returns y [T, H, 64].
+    wkv [num_slots, H, 64 (value), 64 (key)], or [num_slots, H, 4224] uint8 of int8 states, is read and updated. A state
+    is rounded to its format after each token, so a prompt's pieces do not change it. Returns y [T, H, 64].
     """
     y = torch.empty_like(r)
     order, positions = longest_first(inputs)
-    state = wkv[inputs.read_slots[order]].float()
+    is_int8 = wkv.dtype is torch.uint8
+    state = wkv[inputs.read_slots[order]]
     for tokens in positions:
-        s = state[: len(tokens)]
+        before = state[: len(tokens)]
+        s = unpack_int8(before) if is_int8 else before.float()
         sa = s @ a[tokens].unsqueeze(-1)
         s = (
             s * decay[tokens].unsqueeze(-2)
@@ -136,6 +137,6 @@ def wkv_loop(
             + v[tokens].unsqueeze(-1) * k[tokens].unsqueeze(-2)
         )
         y[tokens] = (s @ r[tokens].unsqueeze(-1)).squeeze(-1)
-        state[: len(tokens)] = s
-    wkv[inputs.write_slots[order]] = state.to(wkv.dtype)
+        state[: len(tokens)] = pack_int8(s, before) if is_int8 else s
+    wkv[inputs.write_slots[order]] = state
     return y

@@ -1,6 +1,6 @@
 """Sizes of models, and their states: storage formats of WKV states, and the slots on a device. Plain torch.
 
-The arithmetic is always fp32. A state is stored as
+The arithmetic is always fp32. After each token, a state is stored as
 
     fp32  numbers
     fp16  numbers, rounded to nearest
@@ -17,7 +17,8 @@ of a value are packed thus:
     q = floor(y + u), u the upper 15 bits of (bits of x + sum of the head's bits) * HASH, as a fraction of 1
 
 Keeping the old scale leaves unchanged numbers bit for bit the same, and does not round slowly decaying ones again for
-every token. Kernels use the same layout, scales and means, but may use other random bits.
+every token. Kernels use the same layout, scales and means, but may use other random bits. A GPU stores a
+prompt's state once per piece of the prompt.
 """
 
 from __future__ import annotations

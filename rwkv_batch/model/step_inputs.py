@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from native.tensors import pinned
-from rwkv_batch.model.state import pack_int8, unpack_int8
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -115,17 +111,3 @@ def _positions(starts: Tensor, lengths: list[int]) -> Iterator[Tensor]:
         while lengths[alive - 1] <= position:
             alive -= 1
         yield starts[:alive] + position
-
-
-def on_unpacked(run: Callable[[Tensor, StepInputs], T], wkv: Tensor, inputs: StepInputs) -> T:
-    """Run a function of fp32 states over int8 slots.
-
-    Updates the slots wkv [num_slots, H, 4224]. `run` gets the rows' states [B, H, 64, 64] fp32 as slots, and updates
-    them. A row's state is rounded once, after its last token.
-    """
-    before = wkv[inputs.read_slots]
-    states = unpack_int8(before)
-    slots = torch.arange(len(states), device=states.device)
-    result = run(states, replace(inputs, read_slots=slots, write_slots=slots))
-    wkv[inputs.write_slots] = pack_int8(states, before)
-    return result
