@@ -72,6 +72,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_strings: list[bytes] = []
     """UTF-8 strings that end the text and are not shown, also across token boundaries"""
     ignore_eos: bool = False
+    include_stop: bool = False
+    """whether the text ends with the stop; a session's state never contains it"""
     chunk_size: int = 4
     """tokens per delta; 0: no streaming, few large deltas"""
     n: int = 1

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from native import build, machine, tensors
-from sampling.params import Method, SamplingParams
+from sampling.params import DEFAULT_ORDER, MAX_WINDOW, Filters, Method, SamplingParams
 from sampling.req_slots import check_bias, inverse_temperature, is_greedy, uses_penalties
+from sampling.row_filters import RowContext, split
 from sampling.sampler import SamplerOutput, raw_logprobs
 
 GREEDY, TRUNCATED, UNTRUNCATED, NOISE = range(4)
+STEPS = {name: number for number, name in enumerate((*DEFAULT_ORDER, "mirostat"))}
+LISTS = ("samplers", "dry_sequence_breakers", "bad_words")
 
 LIBRARY = build.Library(
     "sampler-cpu",
@@ -43,6 +46,10 @@ class Parameters(ctypes.Structure):
     )
 
 
+FILTER_NUMBERS = (*(name for name in Filters.__struct_fields__ if name not in LISTS), "temperature", "top_p", "top_k")
+FilterParameters = ctypes.c_double * len(FILTER_NUMBERS)
+
+
 def kind_of(params: SamplingParams, vocab: int) -> int:
     """Return which of the four sampling kinds a row uses."""
     if is_greedy(params):
@@ -52,17 +59,18 @@ def kind_of(params: SamplingParams, vocab: int) -> int:
     return TRUNCATED if 0 < params.top_k < vocab or params.top_p < 1 else UNTRUNCATED
 
 
-def packed(params: SamplingParams, vocab: int) -> Parameters:
+def packed(params: SamplingParams, last: SamplingParams, vocab: int) -> Parameters:
+    """Return the C++ form of a row's parameters. `last`: those after its filters; without filters the same."""
     return Parameters(
-        top_p=params.top_p,
-        top_k=params.top_k if 0 < params.top_k < vocab else vocab,
+        top_p=last.top_p,
+        top_k=last.top_k if 0 < last.top_k < vocab else vocab,
         seed=params.seed & 0xFFFFFFFFFFFFFFFF,
-        scale=inverse_temperature(params),
+        scale=inverse_temperature(last),
         noise=params.noise,
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
         decay=params.penalty_decay,
-        kind=kind_of(params, vocab),
+        kind=kind_of(last, vocab),
         penalised=int(uses_penalties(params)),
         num_bias=len(params.logit_bias),
     )
@@ -83,6 +91,8 @@ class CpuSampler:
             raise RuntimeError(reason)
         self._params = [SamplingParams(temperature=0.0)] * max_rows
         self._vocab, self._device = vocab, torch.device("cpu")
+        self._breakers: dict[int, Tensor] = {}
+        """by request slot: memory that the library reads"""
         self._library = build.load(LIBRARY)
         penalty_exempt = torch.zeros(vocab, dtype=torch.uint8)
         penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64)] = 1
@@ -92,8 +102,8 @@ class CpuSampler:
         self._handle = ctypes.c_void_p(create(max_rows, vocab, penalty_exempt.data_ptr()))
         weakref.finalize(self, self._library.sampler_free, self._handle)
 
-    def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Start a new row in this request slot.
+    def admit(self, req_slot: int, params: SamplingParams, context: RowContext | None = None) -> None:
+        """Start a new row in this request slot. Only rows with filters use the context.
 
         Raises ValueError for a bad logit bias, IndexError for a slot out of range.
         """
@@ -104,8 +114,31 @@ class CpuSampler:
         size = len(params.logit_bias)
         tokens = (ctypes.c_int32 * size)(*params.logit_bias)
         values = (ctypes.c_float * size)(*params.logit_bias.values())
-        parameters = packed(params, self._vocab)
+        steps, last = ((), params) if params.filters is None else split(params, self._vocab)
+        parameters = packed(params, last, self._vocab)
         self._library.sampler_admit(self._handle, ctypes.c_int64(req_slot), ctypes.byref(parameters), tokens, values)
+        self._breakers.pop(req_slot, None)
+        if params.filters is not None:
+            self._set_filters(req_slot, params, steps, context or RowContext())
+
+    def _set_filters(self, req_slot: int, params: SamplingParams, steps: tuple[str, ...], context: RowContext) -> None:
+        filters = params.filters
+        assert filters is not None
+        values = (getattr(filters if hasattr(filters, name) else params, name) for name in FILTER_NUMBERS)
+        ids = [[STEPS[name] for name in steps], context.prompt[-MAX_WINDOW:], context.stop_ids, *filters.bad_words]
+        numbers = [number for one in ids for number in (len(one), *one)]
+        address = None
+        if context.breakers is not None:
+            self._breakers[req_slot] = breakers = context.breakers.view(torch.uint8)
+            address = tensors.pointer(breakers, "breakers", torch.uint8, (None,), self._device)
+        self._library.sampler_set_filters(
+            self._handle,
+            ctypes.c_int64(req_slot),
+            FilterParameters(*values),
+            (ctypes.c_int32 * len(numbers))(*numbers),
+            ctypes.c_int64(len(numbers)),
+            ctypes.c_void_p(address),
+        )
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
         """Count tokens that rows got without sampling. Raises IndexError for a slot out of range."""

@@ -27,6 +27,8 @@ DOMAIN_GUMBEL = 0
 """Fourth counter word for the Gumbel-max rule."""
 DOMAIN_NOISE = 1
 """Fourth counter word for the uniform noise of `Method.NOISE`."""
+DOMAIN_XTC = 2
+"""Fourth counter word for the chance of XTC, at token 0."""
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 

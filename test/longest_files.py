@@ -105,6 +105,7 @@ SHARING = {
         "routes/test_openai_node.py",
         "routes/test_responses.py",
         "routes/test_routes_answers.py",
+        "routes/test_sampler_fields.py",
         "routes/test_routes_batch.py",
         "routes/test_routes_sessions.py",
         "routes/test_score.py",

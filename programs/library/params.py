@@ -34,12 +34,14 @@ def as_llm_error(error: ServiceError | ErrorInfo) -> LLMError:
 
 
 _SEEDS = 2**64
+_SAME = ("min_p", "repetition_penalty", "min_tokens", "bad_words", "include_stop_str_in_output")
+"""Parameters that are fields of the routes."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters; names and defaults are vLLM's.
 
-    The fields after `logit_bias` are this engine's. Limits are those of the routes.
+    The fields after `extra_args` are this engine's. Limits are those of the routes.
     """
 
     n: int = 1
@@ -62,6 +64,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Return `token_ids` with log-probabilities, and this number of alternatives for each."""
     logit_bias: dict[int, float] = {}
     """Token id -> value added to its logit; -100 bans the token."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    bad_words: list[str] = []
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    extra_args: dict[str, Any] = {}
+    """Other fields of the routes, like `{"xtc_probability": 0.5}`."""
     penalty_decay: float = 1.0
     """Factor applied to the penalties' token counts after each token."""
     pad_zero: bool = False
@@ -108,8 +118,11 @@ def _fields(params: SamplingParams, first: int, streams: bool) -> dict[str, Any]
         "choice": params.choice,
         "grammar": params.grammar,
         "timeout_s": params.timeout_s,
+        "truncate_prompt_tokens": params.truncate_prompt_tokens,
         "stream": streams,
         "chunk_size": 1,
+        **{name: getattr(params, name) for name in _SAME},
+        **params.extra_args,
     }
     if params.pad_zero:
         fields["pad_zero"] = True

@@ -16,9 +16,10 @@ from routes.openai.formatter import logprob_entries, openai_rows
 from routes.openai.request import MAX_BIASES, MAX_TOP_LOGPROBS, RawBody, TokenIds
 from routes.request import prompts
 from routes.request.bodies import Body, SamplingBody, StopText
-from routes.request.fields import Ignored, IgnoredValue, Repeated, Unsupported, rename_fields
+from routes.request.fields import IgnoredValue, Repeated, Unsupported, rename_fields
 from routes.request.jobs import make_job, offload_if_large, row_stops
 from routes.request.json_body import validate
+from routes.request.sampler_fields import SamplerFields
 from routes.response.event_stream import OutputDecoder, RowUpdate
 from routes.response.generate import BaseFormatter, RowResult, call_engine, run
 from routes.response.http_response import (
@@ -43,8 +44,6 @@ LLAMA_ERRORS = ErrorFormat(
 _RENAMED = {"max_tokens": "n_predict", "logprobs": "n_probs"}
 """Fields of the OpenAI routes in errors -> the request's."""
 _SAME = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos", "json_schema", "stop")
-_NOT_SAMPLED = "Accepted and ignored: the samplers do not have it."
-_OffAtOne = Annotated[float | None, Ignored((1,))]
 _TEMPLATE_TEXT = "{{ messages }}: `System: …`, `User: …` and `Assistant: …`, separated by blank lines"
 Bias = Annotated[list[int | float | bool], Field(min_length=2, max_length=2)]
 """Token id and bias."""
@@ -54,7 +53,7 @@ class LlamaRaw(RawBody):
     """A raw prompt from llama.cpp's API."""
 
 
-class LlamaFields(Body):
+class LlamaFields(SamplerFields, Body):
     """Fields of `/completion` and `/infill`. The defaults are those of the service."""
 
     model: str = Field("rwkv7", max_length=256, description="As on the other routes.")
@@ -80,14 +79,6 @@ class LlamaFields(Body):
     n_probs: int = Field(
         0, ge=0, le=MAX_TOP_LOGPROBS, description="Return log-probabilities of each token and of n alternatives."
     )
-    min_p: IgnoredValue = Field(None, description=_NOT_SAMPLED)
-    typical_p: _OffAtOne = Field(None, description=_NOT_SAMPLED)
-    repeat_penalty: _OffAtOne = Field(None, description=_NOT_SAMPLED)
-    mirostat: IgnoredValue = Field(None, description=_NOT_SAMPLED)
-    dynatemp_range: IgnoredValue = Field(None, description=_NOT_SAMPLED)
-    xtc_probability: IgnoredValue = Field(None, description=_NOT_SAMPLED)
-    dry_multiplier: IgnoredValue = Field(None, description=_NOT_SAMPLED)
-    samplers: Repeated = Field(None, description="Accepted and not read: the order is fixed.")
     cache_prompt: Repeated = Field(None, description="Accepted: every prefix may be cached.")
     id_slot: Repeated = Field(None, description="Accepted: the service chooses the slot.")
     timings_per_token: Repeated = Field(None, description="Accepted: the last event has `timings`.")
@@ -96,7 +87,7 @@ class LlamaFields(Body):
 
     def raw(self, prompt: str | list[int]) -> LlamaRaw:
         """Return the request in OpenAI's format. Raises ServiceError."""
-        given = {name: getattr(self, name) for name in _SAME}
+        given = {name: getattr(self, name) for name in _SAME} | self.given_samplers(repeat_last_n=64)
         if self.n_predict is not None and self.n_predict >= 0:
             given["max_tokens"] = self.n_predict
         if self.seed is not None and self.seed >= 0:

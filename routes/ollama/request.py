@@ -13,6 +13,7 @@ from routes.request import prompts
 from routes.request.bodies import Body, StopText
 from routes.request.fields import Fields, Ignored, IgnoredValue, Repeated, Unsupported, rename_fields
 from routes.request.json_body import validate
+from routes.request.sampler_fields import SamplerFields
 
 _FIELDS = {"num_predict": "max_tokens", "top_k": "top_k", "top_p": "top_p", "temperature": "temperature"}
 _FIELDS |= {name: name for name in ("seed", "stop", "presence_penalty", "frequency_penalty")}
@@ -21,12 +22,7 @@ _NOT_SAMPLED = "Accepted and ignored: the samplers do not have it."
 _BY_FLAGS: Any = Field(None, description="Accepted and not read: flags of the service decide it.")
 
 
-_OffAtZero = Annotated[float | None, Ignored()]
-_OffAtOne = Annotated[float | None, Ignored((1,))]
-"""Samplers that an option of this value turns off."""
-
-
-class OllamaOptions(Fields):
+class OllamaOptions(SamplerFields):
     """Decode parameters. The defaults are those of `/openai/v1/chat/completions`, or of the model."""
 
     num_predict: int | None = Field(
@@ -41,14 +37,7 @@ class OllamaOptions(Fields):
     )
     presence_penalty: float | None = Field(None, ge=-100, le=100, description="Presence penalty.")
     frequency_penalty: float | None = Field(None, ge=-100, le=100, description="Frequency penalty.")
-    min_p: _OffAtZero = Field(None, description=_NOT_SAMPLED)
-    typical_p: _OffAtOne = Field(None, description=_NOT_SAMPLED)
-    tfs_z: _OffAtOne = Field(None, description=_NOT_SAMPLED)
-    repeat_penalty: _OffAtOne = Field(None, description=_NOT_SAMPLED)
-    repeat_last_n: Repeated = Field(None, description="Accepted and not read: it belongs to repeat_penalty.")
-    mirostat: _OffAtZero = Field(None, description=_NOT_SAMPLED)
-    mirostat_tau: Repeated = Field(None, description="Accepted and not read: it belongs to mirostat.")
-    mirostat_eta: Repeated = Field(None, description="Accepted and not read: it belongs to mirostat.")
+    tfs_z: Annotated[float | None, Ignored((1,))] = Field(None, description=_NOT_SAMPLED)
     penalize_newline: IgnoredValue = Field(None, description=_NOT_SAMPLED)
     num_ctx: Any = _BY_FLAGS
     num_batch: Any = _BY_FLAGS
@@ -67,7 +56,8 @@ class OllamaOptions(Fields):
         given = {field: getattr(self, name) for name, field in _FIELDS.items()}
         if self.num_predict is not None and self.num_predict < 1:
             del given["max_tokens"]
-        return {field: value for field, value in given.items() if value is not None}
+        given = {field: value for field, value in given.items() if value is not None}
+        return given | self.given_samplers(repeat_last_n=64)
 
 
 class EarlierFunction(Fields):

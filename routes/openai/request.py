@@ -13,7 +13,7 @@ from routes.openai.response_format import SCHEMA_FIELD, ResponseFormat
 from routes.openai.tools import PARAMETERS_FIELD, ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Messages, SamplingBody, SessionFields, StopTokens, TemplateFields, Texts
-from routes.request.fields import THINK_END, Fields, Pattern, UnsupportedOpenAIFields, at_most_one
+from routes.request.fields import THINK_END, Fields, UnsupportedOpenAIFields, at_most_one
 from routes.request.jobs import row_stops
 from routes.request.messages import Message
 from routes.request.tools import ToolSet, begins_with_call, tool_call_constraint
@@ -37,15 +37,17 @@ def _check_num_biases(value: Any) -> Any:
     return value
 
 
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdigit()
+
+
 def _check_token_id(value: str) -> str:
-    if int(value) >= VOCAB_SIZE:
+    if _is_token_id(value) and (len(value) > 5 or int(value) >= VOCAB_SIZE):
         raise PydanticCustomError("token_id", "must be a token id of at most {highest}", {"highest": VOCAB_SIZE - 1})
     return value
 
 
-TokenKey = Annotated[
-    str, Pattern(r"^[0-9]{1,5}$", "a token id of at most five digits"), AfterValidator(_check_token_id)
-]
+TokenKey = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_check_token_id)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fail_fast=True)]
 
 
@@ -65,7 +67,7 @@ class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):
         dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=MAX_BIASES),
         BeforeValidator(_check_num_biases),
-    ] = Field({}, description="Token id -> value added to its logit. -100 bans the token.")
+    ] = Field({}, description="Token id, or a text -> value added to its logit, or to those of its tokens. -100 bans.")
 
     @property
     def samples_per_prompt(self) -> int:
@@ -76,9 +78,17 @@ class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):
         """Number of alternatives with log-probabilities per token. None: no log-probabilities at all."""
         return None
 
+    @property
+    def text_bias(self) -> dict[str, float]:
+        return {key: _bias(value) for key, value in self.logit_bias.items() if not _is_token_id(key)}
+
     def sampling(self, seed: int) -> SamplingParams:
-        bias = {int(token): -math.inf if value <= _BAN_BIAS else value for token, value in self.logit_bias.items()}
+        bias = {int(key): _bias(value) for key, value in self.logit_bias.items() if _is_token_id(key)}
         return msgspec.structs.replace(super().sampling(seed), logit_bias=bias, top_logprobs=self.num_logprobs)
+
+
+def _bias(value: float) -> float:
+    return -math.inf if value <= _BAN_BIAS else value
 
 
 class TemplateArguments(Fields):

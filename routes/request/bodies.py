@@ -6,7 +6,7 @@ Also applies defaults and mixture weights to them. null means the default. Unkno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
@@ -23,6 +23,7 @@ from routes.request.fields import (
     SessionId,
 )
 from routes.request.messages import Message
+from routes.request.sampler_fields import SamplerFields, with_texts
 from rwkv_batch.errors import invalid
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE
@@ -190,10 +191,18 @@ class GenerationBody(
         None, ge=0, lt=2**64, description="Answer i, as numbered in the reply, is sampled with seed + i."
     )
     ignore_eos: bool = Field(False, description="Continue after the end-of-text token.")
+    include_stop_str_in_output: bool = Field(False, description="End the answer with the stop that ended it.")
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | Literal[-1] | None = Field(
+        None, description="Use only the last tokens of each prompt. -1: as many as --max-prompt-tokens."
+    )
 
     def sampling(self, seed: int) -> SamplingParams:
         """Return the row's sampling parameters: temperature only, by the Gumbel-max method."""
         return SamplingParams(temperature=self.temperature, seed=seed)
+
+    def row_sampling(self, encode: Callable[[str], list[int]]) -> SamplingParams:
+        """Return the parameters with seed 0 and all texts as tokens. Raises ServiceError."""
+        return self.sampling(0)
 
     @property
     def more_stops(self) -> list[int | str]:
@@ -211,7 +220,7 @@ class GenerationBody(
         return self
 
 
-class SamplingBody(GenerationBody):
+class SamplingBody(SamplerFields, GenerationBody):
     """A generation request with all sampling parameters."""
 
     top_k: int = Field(50, ge=0, lt=2**31, description="Sample from the k most probable tokens. 0 turns it off.")
@@ -248,7 +257,14 @@ class SamplingBody(GenerationBody):
             else frequency,
             penalty_decay=self.alpha_decay,
             seed=seed,
+            filters=self.filters,
         )
+
+    def row_sampling(self, encode: Callable[[str], list[int]]) -> SamplingParams:
+        if self.min_tokens and self.constraint is not None:
+            message = "cannot be combined with a constraint, which defines where the text ends; leave one of them out"
+            raise invalid("min_tokens", message, self.min_tokens)
+        return with_texts(self.sampling(0), encode, self.bad_words, self.text_bias)
 
     def _is_given(self, name: str) -> bool:
         return name in self.model_fields_set

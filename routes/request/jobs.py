@@ -160,9 +160,17 @@ def row_stops(
 
 
 def encode(
-    tokenizer: Tokenizer, prompt: str | list[int], field: str, config: HttpConfig, pad_zero: bool = False
+    tokenizer: Tokenizer,
+    prompt: str | list[int],
+    field: str,
+    config: HttpConfig,
+    pad_zero: bool = False,
+    keep: int | None = None,
 ) -> list[int]:
-    """Return the token ids of one prompt. Raises ServiceError if there are none or too many."""
+    """Return the token ids of one prompt. Raises ServiceError if there are none or too many.
+
+    keep: how many of the last ones to return; None: all
+    """
     limit = config.max_prompt_tokens
     if isinstance(prompt, str) and len(prompt) > _CHARACTERS_PER_TOKEN * limit:
         count = _estimate_tokens(tokenizer, prompt, _ESTIMATE_MARGIN * limit)
@@ -173,6 +181,8 @@ def encode(
                 count,
             )
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if keep is not None:
+        ids = ids[-keep:]
     if pad_zero:
         ids.insert(0, END_OF_TEXT)
     if not ids:
@@ -185,7 +195,11 @@ def encode(
 
 
 def encode_all(
-    tokenizer: Tokenizer, prompts: Iterable[tuple[str, str | list[int]]], config: HttpConfig, pad_zero: bool = False
+    tokenizer: Tokenizer,
+    prompts: Iterable[tuple[str, str | list[int]]],
+    config: HttpConfig,
+    pad_zero: bool = False,
+    keep: int | None = None,
 ) -> Iterator[list[int]]:
     """Yield the token ids of each (field, prompt). Raises ServiceError if the total is too large.
 
@@ -193,7 +207,7 @@ def encode_all(
     """
     total, limit = 0, config.max_request_tokens
     for field, prompt in prompts:
-        ids = encode(tokenizer, prompt, field, config, pad_zero)
+        ids = encode(tokenizer, prompt, field, config, pad_zero, keep)
         total += len(ids)
         if total > limit:
             message = f"with it the request's prompts have {total} tokens or more, the limit is {limit}"
@@ -262,16 +276,22 @@ def build_rows(
     adapter = requested_adapter(body, config)
     pad_zero = body.pad_zero and (not (state or mixture) or "pad_zero" in body.model_fields_set)
     constraint = body.constraint
+    keep = body.truncate_prompt_tokens
+    if keep is not None and getattr(body, "session_id", None) is not None:
+        raise invalid("truncate_prompt_tokens", "cannot be combined with session_id; leave one of them out", keep)
+    keep = config.max_prompt_tokens - pad_zero if keep == -1 else keep
+    sampling = body.row_sampling(tokenizer.encode)
     stop_ids, stop_strings = split_stops(stops)
     prompts_by_field = ((f"{field}[{index}]", prompt) for index, prompt in enumerate(prompts))
     return [
         GenerateRequest(
             prompt=ids,
             max_tokens=body.max_tokens,
-            sampling=body.sampling((seed + index * n) % _SEEDS),
+            sampling=msgspec.structs.replace(sampling, seed=(seed + index * n) % _SEEDS),
             stop_ids=stop_ids,
             stop_strings=stop_strings,
             ignore_eos=body.ignore_eos,
+            include_stop=body.include_stop_str_in_output,
             chunk_size=body.chunk_size if body.stream else 0,
             n=n,
             use_prefix_cache=body.use_prefix_cache,
@@ -280,7 +300,7 @@ def build_rows(
             mixture=mixture,
             constraint=constraint,
         )
-        for index, ids in enumerate(encode_all(tokenizer, prompts_by_field, config, pad_zero))
+        for index, ids in enumerate(encode_all(tokenizer, prompts_by_field, config, pad_zero, keep))
     ]
 
 

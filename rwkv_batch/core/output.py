@@ -44,6 +44,10 @@ class StopAutomaton:
         self.root = self._node(0, range(len(self._strings)))
         self.first_bytes = bytes(self.root.children)
 
+    def shortest_at_start(self, text: bytes) -> bytes:
+        """Return the shortest stop that the text begins with, or b""."""
+        return shortest_start(self._strings, text)
+
     def advance(self, node: Node, piece: bytes) -> tuple[Node, int | None]:
         """Read a piece of text. Returns the next node, and the start of the earliest stop ending in the piece.
 
@@ -89,6 +93,11 @@ class StopAutomaton:
                 node.children[string[depth]] = range(start, index + 1)
                 start = index + 1
         return node
+
+
+def shortest_start(strings: Iterable[bytes], text: bytes) -> bytes:
+    """Return the shortest string that the text begins with, or b""."""
+    return min((string for string in strings if text.startswith(string)), key=len, default=b"")
 
 
 class StopRules:
@@ -140,8 +149,10 @@ class RowOutput:
         "_chunk",
         "_eos_logprob",
         "_held_text",
+        "_include_stop",
         "_logprobs",
         "_max_tokens",
+        "_min_tokens",
         "_node",
         "_num_unsent",
         "_ready",
@@ -167,6 +178,9 @@ class RowOutput:
         self.tokens: list[int] = []
         """all sampled tokens, including a stop token"""
         self._max_tokens = request.max_tokens
+        filters = request.sampling.filters
+        self._min_tokens = 0 if filters is None else filters.min_tokens
+        self._include_stop = request.include_stop
         self._chunk = _chunk_of(request)
         self._stop_ids = stops.ids
         self._automaton = stops.automaton
@@ -189,6 +203,11 @@ class RowOutput:
         """end of the shown text in bytes, after a stop"""
         if request.resumed is not None:
             self._resume(request.resumed)
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The tokens that end the text."""
+        return sorted(self._stop_ids)
 
     @property
     def _length(self) -> int:
@@ -251,7 +270,9 @@ class RowOutput:
             self._logprobs.append((self._length, logprob))
         tokens.append(token)
         self._num_unsent += 1
-        node, found = self._automaton.advance(self._node, text)
+        # The stops of the first tokens are no stops, nor is text that begins with them.
+        is_checked = len(tokens) > self._min_tokens
+        node, found = self._automaton.advance(self._node, text) if is_checked else (self._node, None)
         if found is None and not node.depth and not self._held_text and len(tokens) < self._max_tokens:
             self._node = node
             if text:  # no part of it can belong to a stop
@@ -263,6 +284,8 @@ class RowOutput:
             length = self._length
             self._shown_end = length - len(text) + found
             self._release(len(self._held_text) - (length - self._shown_end))
+            if self._include_stop:
+                self._ready.append(self._automaton.shortest_at_start(self._held_text))
             self._held_text = b""
             return FinishReason.STOP
         if len(tokens) >= self._max_tokens:
@@ -287,6 +310,8 @@ class RowOutput:
         if logprob is not None and token == END_OF_TEXT:
             self._eos_logprob = logprob
         self._release(len(self._held_text))
+        if self._include_stop:
+            self._ready.append(self._byte_table[token])
         return FinishReason.STOP
 
     def _release(self, num_bytes: int) -> None:
@@ -329,7 +354,7 @@ class RowOutput:
         first = bisect_right(self._token_ends, self._shown_end)
         start = self._token_ends[first - 1] if first else 0
         rest = b"".join(self._byte_table[token] for token in self.tokens[first:])[self._shown_end - start :]
-        return min((string for string in strings if rest.startswith(string)), key=len, default=b"")
+        return shortest_start(strings, rest)
 
     def pop_delta(self, finish: Finish | None = None) -> Delta | None:
         """Return the next delta: a full chunk, or everything if `finish` is given."""

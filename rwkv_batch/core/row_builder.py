@@ -58,15 +58,18 @@ class RowBuilder:
         resume = request.session.resume_prompt if request.session else request.prompt
         if not request.prompt or not resume:
             raise ServiceError(ErrorKind.INVALID_FIELD, "a prompt is empty; give at least one token", field="prompt")
-        bias = list(request.sampling.logit_bias)
+        sampling = request.sampling
+        bad_words = () if sampling.filters is None else sampling.filters.bad_words
         named = [
             ("prompt", request.prompt),
             ("session", resume),
             ("stop_tokens", request.stop_ids),
-            ("logit_bias", bias),
+            ("logit_bias", list(sampling.logit_bias)),
             ("resumed", request.resumed.token_ids if request.resumed is not None else []),
         ]
-        for field, ids in [*named, *(("candidates", candidate) for candidate in request.candidates)]:
+        named += [("candidates", candidate) for candidate in request.candidates]
+        named += [("bad_words", list(word)) for word in bad_words]
+        for field, ids in named:
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab:
                 wrong = next(i for i in ids if not 0 <= i < self._vocab)
                 raise ServiceError(

@@ -284,7 +284,7 @@ class Sequence:
         If a row is plain after its first token, it stays plain and keeps its slots while it is in the steps.
         """
         is_alone = self.lease is None and self.shared is None and not self.members and not self.cache_points
-        samples_freely = self.matcher is None and self.request.sampling.top_logprobs is None and not self.sampler
+        samples_freely = self.matcher is None and self.request.sampling.is_fused and not self.sampler
         return is_alone and samples_freely and self.adapter is None and self.spare_slot == NO_SLOT
 
     def assign_slots(self, slot: int, req_slot: int) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from rwkv_batch.ipc.wire import Submit
 from rwkv_batch.request import GenerateRequest, Job
 from sampling.grammar.constraint import Constraint
+from sampling.params import Filters
 
 
 class _Common(NamedTuple):
@@ -22,9 +23,10 @@ class _Common(NamedTuple):
     mixture: list[tuple[str, float]]
     constraint: Constraint | None
     logit_bias: dict[int, float]
+    filters: Filters | None
 
 
-_NOTHING = _Common([], [], [], None, {})
+_NOTHING = _Common([], [], [], None, {}, None)
 
 
 def pack(job: Job) -> Submit:
@@ -50,7 +52,8 @@ def unpack(message: Submit) -> Job:
 
 
 def _common(row: GenerateRequest) -> _Common:
-    return _Common(row.stop_ids, row.stop_strings, row.mixture, row.constraint, row.sampling.logit_bias)
+    sampling = row.sampling
+    return _Common(row.stop_ids, row.stop_strings, row.mixture, row.constraint, sampling.logit_bias, sampling.filters)
 
 
 def _with_common(row: GenerateRequest, common: _Common) -> GenerateRequest:
@@ -60,5 +63,5 @@ def _with_common(row: GenerateRequest, common: _Common) -> GenerateRequest:
         stop_strings=common.stop_strings,
         mixture=common.mixture,
         constraint=common.constraint,
-        sampling=msgspec.structs.replace(row.sampling, logit_bias=common.logit_bias),
+        sampling=msgspec.structs.replace(row.sampling, logit_bias=common.logit_bias, filters=common.filters),
     )

@@ -19,13 +19,19 @@ from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.links import HostCopy, LastTokens, TokenCopy
 from rwkv_batch.runner.prompt_logprobs import InFlightScores
 from rwkv_batch.tokenizer import Tokenizer
+from sampling.cpu import CpuSampler
+from sampling.filtered_sampler import FilteredSampler
 from sampling.grammar.constraint import GrammarError
+from sampling.params import MAX_WINDOW
 from sampling.registry import choose_sampler, order
+from sampling.row_filters import BreakerMasks, RowContext
 from sampling.sampler import Logprobs, Sampler
 
 if TYPE_CHECKING:
     from sampling.grammar.masks import Masks
 
+FILTERING = (CpuSampler, FilteredSampler)
+"""Samplers that apply filters."""
 SampledToken = tuple[int, TokenLogprob | None]
 
 
@@ -114,6 +120,9 @@ class StepSampler:
         self._byte_table = tokenizer.byte_table
         self._penalty_exempt_ids = [i for i in tokenizer.penalty_exempt_ids if i < vocab]
         self._samplers: dict[str, Sampler] = {}
+        self._filtered: dict[str, FilteredSampler] = {}
+        """for rows with filters, by name of the sampler after them"""
+        self._breakers = BreakerMasks(tokenizer.byte_table[:vocab])
         self._masks: Masks | None = None
         self.refusals: dict[str, str] = {}
         """by sampler name"""
@@ -144,9 +153,9 @@ class StepSampler:
         return self._samplers[name]
 
     def fits_graphs(self, sequences: Iterable[Sequence]) -> bool:
-        """Return whether all rows use the first sampler and no log-probabilities. Graphs sample this way."""
+        """Return whether all rows use the first sampler, no log-probabilities and no filters, as graphs sample."""
         for sequence in sequences:
-            if sequence.request.sampling.top_logprobs is not None:
+            if not sequence.request.sampling.is_fused:
                 return False
             name = sequence.job.spec.sampler
             if name and self.sampler(name) is not self.sampler(""):
@@ -161,10 +170,31 @@ class StepSampler:
         """
         for sequence in [row.sequence for row in rows if row.sequence in started] if started else ():
             del started[sequence]
-            sampler, request = self.sampler(sequence.sampler), sequence.request
-            sampler.admit(sequence.req_slot, request.sampling)
+            sampler, request = self._sampler_of(sequence), sequence.request
+            if isinstance(sampler, FILTERING):
+                sampler.admit(sequence.req_slot, request.sampling, self._context(sequence))
+            else:
+                sampler.admit(sequence.req_slot, request.sampling)
             if request.resumed is not None and request.resumed.token_ids:
                 sampler.append_tokens([sequence.req_slot], [request.resumed.token_ids])
+
+    def _sampler_of(self, sequence: Sequence) -> Sampler | FilteredSampler:
+        sampler = self.sampler(sequence.sampler)
+        if sequence.request.sampling.filters is None or isinstance(sampler, FILTERING):
+            return sampler
+        if sampler.name not in self._filtered:
+            self._filtered[sampler.name] = FilteredSampler(
+                sampler, self._num_req_slots, self._vocab, self._device, self._penalty_exempt_ids
+            )
+        return self._filtered[sampler.name]
+
+    def _context(self, sequence: Sequence) -> RowContext:
+        filters = sequence.request.sampling.filters
+        if filters is None:
+            return RowContext()
+        breakers = self._breakers.build(filters.dry_sequence_breakers) if filters.uses_dry else None
+        prompt = sequence.token_ids[: sequence.prompt_end][-MAX_WINDOW:]
+        return RowContext(prompt, sequence.output.stop_ids, breakers)
 
     def sample(self, step: InFlightStep, logits: Tensor, last_tokens: LastTokens) -> None:
         """Sample for rows of logits [R, V] fp32, one group per sampler. Does not wait for the device.
@@ -197,12 +227,12 @@ class StepSampler:
 
     def _append_jump_forward_tokens(self, sequences: list[Sequence]) -> None:
         """Append jump-forward tokens to the samplers' counts."""
-        runs: dict[str, list[Sequence]] = {}
+        runs: dict[Sampler | FilteredSampler, list[Sequence]] = {}
         for sequence in sequences:
             if sequence.uncounted_ids:
-                runs.setdefault(sequence.sampler, []).append(sequence)
-        for name, returned in runs.items():
-            self.sampler(name).append_tokens(
+                runs.setdefault(self._sampler_of(sequence), []).append(sequence)
+        for sampler, returned in runs.items():
+            sampler.append_tokens(
                 [sequence.req_slot for sequence in returned], [sequence.uncounted_ids for sequence in returned]
             )
             for sequence in returned:
@@ -228,16 +258,16 @@ class StepSampler:
 
         masks [m, V/32] int32, in the same order; None: no constraint.
         """
-        groups: dict[str, list[int]] = {}
+        groups: dict[Sampler | FilteredSampler, list[int]] = {}
         for number, i in enumerate(indices):
-            groups.setdefault(step.sampling_rows[i].sequence.sampler, []).append(number)
-        for name, numbers in groups.items():
+            groups.setdefault(self._sampler_of(step.sampling_rows[i].sequence), []).append(number)
+        for sampler, numbers in groups.items():
             picked = _select_rows(logits, [row_indices[number] for number in numbers])
             allowed = None if masks is None else _select_rows(masks, numbers)
             sequences = [step.sampling_rows[indices[number]].sequence for number in numbers]
             req_slots = [sequence.req_slot for sequence in sequences]
             returned = _returned_logits(picked, sequences)
-            sampled = self.sampler(name).sample(picked, req_slots, allowed)
+            sampled = sampler.sample(picked, req_slots, allowed)
             step.tokens_sent = last_tokens.store(req_slots, sampled.token_ids)
             logprobs = sampled.logprobs
             rest = (logprobs.chosen, logprobs.top_ids, logprobs.top) if logprobs is not None else ()

@@ -146,7 +146,8 @@ inline Cut cut_by_radix(const Row& row, const Limits& limits, std::vector<Candid
   int64_t rank = 0;
   double before = 0;
   list.clear();
-  for (int token = 0; token < row.vocab; ++token) list.push_back({row.logits[token], token});
+  for (int token = 0; token < row.vocab; ++token)
+    if ((*row.maxima)[token / kChunk] != kNegativeInfinity) list.push_back({row.logits[token], token});
   for (const int shift : {21, 10, -1}) {
     if (shift < 0 || list.size() <= kMaxSorted) break;
     bins.fill(row, list, shift);

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "filters.h"
 #include "philox.h"
 #include "ranking.h"
 
@@ -12,7 +13,6 @@
 namespace sampling {
 
 enum Kind : int32_t { kGreedy = 0, kTruncated = 1, kUntruncated = 2, kNoise = 3 };
-constexpr float kMaxLogit = 1e30f;
 constexpr float kRoughError = 1e-3f;  // more than twice the error of a rough score
 
 // Mirrored in sampling/cpu.py.
@@ -33,12 +33,14 @@ struct SlotState {
   uint64_t step = 0;
   std::vector<int32_t> bias_tokens, seen;
   std::vector<float> bias_values, counts;
+  std::unique_ptr<RowFilters> filters;  // null: the row has none
 };
 
 // Scratch memory of one thread.
 struct Scratch {
   std::vector<float> maxima, work, scores;
   std::vector<Candidate> list;
+  FilterScratch filters;
 };
 
 struct Sampler {
@@ -48,8 +50,11 @@ struct Sampler {
   std::vector<Scratch> scratch;
 };
 
-void adjust(float* logits, const SlotState& slot) {
+void add_bias(float* logits, const SlotState& slot) {
   for (size_t i = 0; i < slot.bias_tokens.size(); ++i) logits[slot.bias_tokens[i]] += slot.bias_values[i];
+}
+
+void subtract_presence(float* logits, const SlotState& slot) {
   if (!slot.parameters.penalised) return;
   const float presence = slot.parameters.presence, frequency = slot.parameters.frequency;
   for (size_t i = 0; i < slot.seen.size(); ++i) logits[slot.seen[i]] -= slot.counts[i] * frequency + presence;
@@ -226,18 +231,9 @@ int32_t sample_truncated(float* logits, const Row& row, const SlotState& slot, S
   Limits limits{p.top_k, std::numeric_limits<double>::infinity()};
   if (p.top_p < 1) limits.enough = p.top_p * total_mass(row);
   std::vector<Candidate>& list = scratch.list;
-  const int64_t target = std::min<int64_t>(p.top_k, kMaxSorted / 4);
-  const bool is_all = gather_head(row, target, scratch.work, list);
-  if (list.size() <= 4 * kMaxSorted) {
-    std::sort(list.begin(), list.end(), ranks_before);
-    const size_t kept = walk(row, list, limits, 0, 0.0);
-    if (is_all || kept < list.size() || static_cast<int64_t>(list.size()) >= p.top_k) {
-      list.resize(kept);
-      return best_of(row, slot, list);
-    }
-  }
+  Cut cut;
+  if (find_cut(row, limits, scratch.work, list, cut)) return best_of(row, slot, list);
   clear_empty_chunks(logits, row.vocab, *row.maxima);
-  const Cut cut = cut_by_radix(row, limits, list);
   if (cut.kept > 2 * kMaxSorted) return best_of_vocab(row, slot, &cut, scratch);
   list.clear();
   for (int32_t token = 0; token < row.vocab; ++token)
@@ -245,9 +241,20 @@ int32_t sample_truncated(float* logits, const Row& row, const SlotState& slot, S
   return best_of(row, slot, list);
 }
 
-int32_t sample_row(float* logits, const uint32_t* mask, int vocab, const SlotState& slot, Scratch& scratch) {
-  adjust(logits, slot);
-  const float largest = scan(logits, mask, vocab, scratch.maxima);
+// Applies the row's filters and returns the largest logit that they leave.
+float filter(float* logits, int vocab, float largest, SlotState& slot, Scratch& scratch) {
+  clear_empty_chunks(logits, vocab, scratch.maxima);
+  FilteredRow row(logits, vocab, largest, scratch.maxima, *slot.filters, scratch.filters);
+  row.ban(slot.step);
+  row.run(slot.parameters.seed, slot.step, [&](float* s) { subtract_presence(s, slot); });
+  return row.largest();
+}
+
+int32_t sample_row(float* logits, const uint32_t* mask, int vocab, SlotState& slot, Scratch& scratch) {
+  add_bias(logits, slot);
+  if (!slot.filters) subtract_presence(logits, slot);
+  float largest = scan(logits, mask, vocab, scratch.maxima);
+  if (slot.filters) largest = filter(logits, vocab, largest, slot, scratch);
   if (largest == kNegativeInfinity) return 0;
   const Row row{logits, vocab, largest, slot.parameters.scale, &scratch.maxima};
   switch (slot.parameters.kind) {
@@ -265,6 +272,7 @@ int32_t sample_row(float* logits, const uint32_t* mask, int vocab, const SlotSta
 
 void count(SlotState& slot, int32_t token, const std::vector<uint8_t>& penalty_exempt) {
   ++slot.step;
+  if (slot.filters) slot.filters->remember(token);
   if (!slot.parameters.penalised) return;
   size_t at = slot.seen.size();
   for (size_t i = 0; i < slot.seen.size(); ++i) {
@@ -301,6 +309,26 @@ EXPORT void sampler_admit(Sampler* sampler, int64_t slot, const sampling::Parame
   slot_state.counts.clear();
   slot_state.bias_tokens.assign(bias_tokens, bias_tokens + parameters->num_bias);
   slot_state.bias_values.assign(bias_values, bias_values + parameters->num_bias);
+  slot_state.filters.reset();
+}
+
+// Gives the admitted row filters. numbers: one list after the other, each with its size first: steps, prompt, stops, then
+// bad words.
+EXPORT void sampler_set_filters(Sampler* sampler, int64_t slot, const sampling::FilterParameters* parameters,
+                                const int32_t* numbers, int64_t size, const uint8_t* breakers) {
+  auto filters = std::make_unique<sampling::RowFilters>();
+  filters->p = *parameters;
+  filters->breakers = breakers;
+  filters->mu = 2 * parameters->mirostat_tau;
+  const int32_t* end = numbers + size;
+  const auto next = [&] {
+    const int32_t* begin = numbers + 1;
+    numbers = begin + *numbers;
+    return std::vector<int32_t>(begin, numbers);
+  };
+  filters->steps = next(), filters->history = next(), filters->stops = next();
+  while (numbers < end) filters->bad_words.push_back(next());
+  sampler->req_slots[slot].filters = std::move(filters);
 }
 
 // logits [rows, vocab] fp32 (overwritten), masks [rows, ceil(vocab / 32)] or null, req_slots [rows] distinct -> tokens
@@ -314,7 +342,9 @@ EXPORT void sampler_sample(Sampler* sampler, float* logits, const uint32_t* mask
     sampling::SlotState& slot = sampler->req_slots[req_slots[row]];
     sampling::Scratch& scratch = sampler->scratch[omp_get_thread_num()];
     const uint32_t* mask = masks ? masks + row * words : nullptr;
-    const int32_t token = sampling::sample_row(logits + row * sampler->vocab, mask, sampler->vocab, slot, scratch);
+    float* at = logits + row * sampler->vocab;
+    const int32_t token = sampling::sample_row(at, mask, sampler->vocab, slot, scratch);
+    if (slot.filters) slot.filters->learn(at[token], *std::max_element(scratch.maxima.begin(), scratch.maxima.end()));
     sampling::count(slot, token, sampler->penalty_exempt);
     tokens[row] = token;
   }

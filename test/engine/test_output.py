@@ -9,7 +9,7 @@ import pytest
 from rwkv_batch.core.output import RowOutput, StopAutomaton, StopRules, StopRulesCache
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Resumed, TokenLogprob
 from rwkv_batch.tokenizer import Tokenizer
-from sampling.params import SamplingParams
+from sampling.params import Filters, SamplingParams
 
 TOKENIZER = Tokenizer()
 TABLE = TOKENIZER.byte_table
@@ -54,6 +54,24 @@ def test_end_token_always_stops_and_is_never_shown() -> None:
 def test_ignore_eos_also_drops_it_from_the_stop_ids() -> None:
     text, reason, _, _ = run([*spell("ab"), 0, *spell("cd")], ignore_eos=True, stop_ids=[0])
     assert (text, reason) == (b"abcd", None)
+
+
+@pytest.mark.parametrize("chunk_size", [0, 1, 3])
+def test_an_included_stop_ends_the_text_but_not_the_sessions_tokens(chunk_size: int) -> None:
+    fields = {"stop_strings": [b"STOP", b"OPS"], "include_stop": True, "chunk_size": chunk_size}
+    text, reason, output, _ = run(spell("one STOPS two"), **fields)
+    assert (text, reason) == (b"one STOP", FinishReason.STOP)
+    assert output.shown_tokens() == (spell("one "), b"")
+    assert run([*spell("ab"), 24281], stop_ids=[24281], **fields)[0] == b"abUser"
+    assert run([*spell("ab"), 0], **fields)[0] == b"ab"
+    assert run([10000, 28329, 11], stop_ids=[261], include_stop=True)[0].endswith("。\n\n".encode())
+
+
+def test_stops_do_not_end_the_first_tokens() -> None:
+    fields = {"stop_strings": [b"ab"], "sampling": SamplingParams(filters=Filters(min_tokens=4))}
+    assert run(spell("xabyab"), **fields)[:2] == (b"xaby", FinishReason.STOP)
+    assert run(spell("abcabab"), **fields)[0] == b"abcab", "text of the first tokens begins no stop"
+    assert run(spell("abab"), max_tokens=4, **fields)[:2] == (b"abab", FinishReason.LENGTH)
 
 
 def test_stop_id_is_not_shown() -> None:

@@ -19,9 +19,9 @@ def events(text: str) -> list[Any]:
 
 
 def test_a_stream_has_the_text_of_the_whole_answer(fake: Service) -> None:
-    whole = fake.post("/completion", {**SAY, "repeat_penalty": 1.1, "min_p": 0.05, "samplers": ["top_k"]}).json()
+    whole = fake.post("/completion", {**SAY, "repeat_penalty": 1.1, "min_pe": 0.05, "samplers": ["top_k"]}).json()
     assert (whole["content"], whole["stop"], whole["stop_type"]) == ("One.\u2028Two.", True, "eos")
-    assert [one["field"] for one in whole["warnings"]] == ["repeat_penalty", "min_p"]
+    assert [one["field"] for one in whole["warnings"]] == ["min_pe"]
     answer = fake.post("/completion", {**SAY, "stream": True})
     assert "[DONE]" not in answer.text and answer.headers["content-type"].startswith("text/event-stream")
     *parts, last = events(answer.text)

@@ -96,10 +96,10 @@ def test_a_format_constrains_the_answer(service: Service) -> None:
 
 
 def test_lines_are_json_without_blank_ones(fake: Service) -> None:
-    answer = fake.post("/api/chat", {"messages": say("One.\u2028Two."), "options": {"mirostat": 2, "num_ctx": 9}})
+    answer = fake.post("/api/chat", {"messages": say("One.\u2028Two."), "options": {"tfs_z": 0.5, "num_ctx": 9}})
     assert answer.headers["content-type"] == "application/x-ndjson" and answer.text.endswith("}\n")
     first, *others = map(json.loads, answer.text.splitlines())
-    assert [one["field"] for one in first["warnings"]] == ["options.mirostat"]
+    assert [one["field"] for one in first["warnings"]] == ["options.tfs_z"]
     assert not any("warnings" in other for other in others)
     assert "".join(one["message"]["content"] for one in (first, *others)) == "One.\u2028Two."
 
