@@ -33,6 +33,7 @@ COMMANDS = {
     "check": "verify every session of a database",
     "inspect": "describe a model, a tuned state, an adapter or a session file",
     "convert": "write a model as .pth, .safetensors or GGUF",
+    "plan": "say how much memory a model needs, and what fits on a GPU",
     "doctor": "check this machine, the flags and the model",
     "bench": "measure speed; bench alone names its programs",
 }
@@ -73,6 +74,10 @@ def main(arguments: list[str]) -> int:
         from programs.tools import convert
 
         return convert.main(arguments)
+    if name == "plan":
+        from programs.tools import plan
+
+        return plan.main(arguments)
     if name == "doctor":
         from programs.tools import doctor
 

@@ -117,7 +117,7 @@ def build_parser(*, all_flags: bool = False) -> argparse.ArgumentParser:
         usage=f"{program()} [flags]",
         allow_abbrev=False,
         description="RWKV-7 batch inference server. Other commands, each with --help: batch, chat, config, "
-        "backup, restore, check, inspect, convert, doctor, bench.",
+        "backup, restore, check, inspect, convert, plan, doctor, bench.",
         epilog=f"example: {program()} --model-path model.safetensors --port 8000 --max-running 64",
     )
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")

@@ -26,7 +26,15 @@ SLOTS = (1, 32, 320, 960)
 GPUS_GB = {24: "RTX 4090, L4", 48: "L40S, A6000", 80: "A100, H100", 141: "H200"}
 OVERHEAD = 1.1
 """Memory of a GPU relative to weights and states: work space, CUDA graphs, CUDA itself."""
-_GPU_BYTES: Mapping[str, float] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1.1, "int8": 1.05, "int4": 0.6, "w8a8": 1.01}
+BYTES_PER_NUMBER: Mapping[str, float] = {
+    "fp16": 2,
+    "bf16": 2,
+    "fp32": 4,
+    "fp8": 1.1,
+    "int8": 1.05,
+    "int4": 0.6,
+    "w8a8": 1.01,
+}
 """Bytes per number of a large matrix on a GPU, with scales"""
 _ANY_FILE = FileKind(
     "file",
@@ -99,8 +107,8 @@ def _model(weights: Weights) -> Iterator[tuple[str, str]]:
         matrices = [name for name, counter in types.items() if tuple(sorted(counter)) == kinds]
         yield "type", f"{', '.join(kinds)}: {', '.join(matrices)}"
     yield "memory", f"{'--dtype':<9}{'weights':>9}" + "".join(f"{f'{slots} slots':>12}" for slots in SLOTS) + "  fits"
-    for dtype in _GPU_BYTES if shape.version == RWKV7 else ("bf16", "fp32"):
-        size, slot = _weight_bytes(weights, dtype), _slot_bytes(shape, dtype)
+    for dtype in BYTES_PER_NUMBER if shape.version == RWKV7 else ("bf16", "fp32"):
+        size, slot = weight_bytes(weights, dtype), slot_bytes(shape, dtype)
         cells = "".join(f"{(size + slots * slot) / 1e9:>9.2f} GB" for slots in SLOTS)
         needed = (size + 320 * slot) * OVERHEAD / 1e9
         gpu = next((f"{memory} GB ({names})" for memory, names in GPUS_GB.items() if needed <= memory), "several GPUs")
@@ -113,20 +121,22 @@ def _type_name(tensor: Any) -> str:
     return str(name)
 
 
-def _weight_bytes(weights: Weights, dtype: str) -> float:
+def weight_bytes(weights: Weights, dtype: str) -> float:
+    """Return the memory of all weights with a `--dtype`."""
     storage = Format(dtype) if dtype in list(Format) else None
-    plain = _GPU_BYTES[dtype] if storage is None else 2
+    plain = BYTES_PER_NUMBER[dtype] if storage is None else 2
 
     def bytes_per_number(name: str) -> float:
         format_ = None if storage is None else format_for(name, storage)
-        return plain if format_ is None else _GPU_BYTES[format_]
+        return plain if format_ is None else BYTES_PER_NUMBER[format_]
 
     return sum(tensor.numel() * bytes_per_number(name) for name, tensor in weights.tensors.items())
 
 
-def _slot_bytes(shape: ModelShape, dtype: str) -> int:
+def slot_bytes(shape: ModelShape, dtype: str, form: StateFormat | None = None) -> int:
+    """Return the memory of one slot. form: that of the WKV state; by default the one that goes with the type."""
     is_fp32 = dtype in ("fp32", "bf16") or shape.version != RWKV7
-    form = StateFormat.FP32 if is_fp32 else StateFormat.FP16
+    form = form or (StateFormat.FP32 if is_fp32 else StateFormat.FP16)
     return shape.slot_bytes(shape.layers, form, 4 if dtype == "fp32" or shape.version != RWKV7 else 2)
 
 

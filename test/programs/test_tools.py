@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from app import main
 from demo.random_weights import random_weights
+from programs.tools.plan import MEASURED
 from rwkv_batch.model.weights import open_weights
 from test.ray_nodes import free_port
 
@@ -121,3 +123,21 @@ def test_the_doctor_says_what_to_do(rwkv_batch: Run, model: Path) -> None:
     assert bad[0].startswith("bad model     cannot be served; ") and "use 'World' weights" in bad[0]
     assert bad[1].startswith(f"bad port      127.0.0.1:{port} cannot be used (") and "give another --port" in bad[1]
     assert rwkv_batch("doctor", "--no-flag")[0] == 2
+
+
+def test_a_plan_says_what_fits(rwkv_batch: Run, model: Path) -> None:
+    code, said, _ = rwkv_batch("plan", "--model", str(model), "--rows", "32", "--gpu", "24 GB")
+    assert code == 0 and ": fits" in said and "32 rows at once" in said and "speed       not measured" in said
+    most = int(re.search(r"most rows +(\d+)", said)[1])  # type: ignore[index]
+    for rows, fits in ((most, True), (most + most // 100, False)):
+        code, said, _ = rwkv_batch("plan", "--model", str(model), "--rows", str(rows), "--gpu", "24")
+        assert (code == 0) == fits and ("remedy" in said) != fits
+    code, said, _ = rwkv_batch("plan", "--model", str(model), "--gpu", "0.00001")
+    assert code == 1 and "a GPU of 24 GB" in said and "fewer --rows" not in said
+    assert rwkv_batch("plan", "--model", "absent.pth")[0] == 1
+
+
+def test_a_plans_speeds_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    for (weights, states), figures in MEASURED.items():
+        assert f"| {weights}, {states} | {' | '.join(f'{one:,}' for one in figures)} |" in page
