@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": "start the service",
     "batch": "run a file of prompts or of texts to translate",
     "chat": "talk to a model on the terminal",
+    "tune": "make a tuned state or a LoRA from examples",
     "config": "write a file of settings, or show the settings in effect",
     "backup": "write sessions and files into one file, also while the service runs",
     "restore": "put a backup in place",
@@ -58,6 +59,10 @@ def main(arguments: list[str]) -> int:
         from programs.chat import command as console
 
         return console.main(arguments)
+    if name == "tune":
+        from programs import tune
+
+        return tune.main(arguments)
     if name == "config":
         from programs.settings import config_command
 

@@ -110,7 +110,7 @@ def chat(
     messages = _sort_tool_results(messages)
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
     rounds = [
-        f"{_label(message.role, labels)}: {_content(message)}".rstrip(" ")
+        f"{_label(message.role, labels)}: {turn_text(message)}".rstrip(" ")
         + (think_format.hint if i == last_user else "")
         for i, message in enumerate(messages)
     ]
@@ -125,7 +125,8 @@ def chat(
     return TURN_SEPARATOR.join([*(rounds[:-1] if continues else rounds), last])
 
 
-def _content(message: Message) -> str:
+def turn_text(message: Message) -> str:
+    """Return a message as a prompt has it, after its label."""
     text = format_turn(message.text)
     if message.role in _TOOL_ROLES:
         return f"Function output:\n{text}"

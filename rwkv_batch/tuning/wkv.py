@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 16
+"""Tokens of a chunk. Documents begin at multiples of it."""
 
 
 def wkv_chunked(

@@ -1,0 +1,215 @@
+"""The command `tune`: makes a tuned state, a LoRA or a tuned model from a file of examples."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tqdm import tqdm
+
+from native.priority import cores, lower_process_priority
+from programs.settings import SettingsError, parse_settings, program
+from programs.settings.model_file import with_default_model
+from routes.fine_tuning.data import MAX_TOKENS, Data, read_data, split
+from rwkv_batch.errors import StartupError
+from rwkv_batch.tuning import Document
+
+if TYPE_CHECKING:
+    from rwkv_batch.tuning.trainer import Tuning
+
+OK, CANNOT_RUN, BAD_FLAG, STOPPED = 0, 1, 2, 130
+"""Exit codes. STOPPED: by a signal; the same command continues."""
+METHODS = ("state", "lora", "state+lora", "full")
+_MAX_HELD_OUT = 1000
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message}; see {program('tune')} --help")
+
+
+def _between(low: float, high: float, kind: type[int] | type[float] = int) -> Callable[[str], Any]:
+    def parse(text: str) -> float:
+        number = kind(text)
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"must be {low:g} to {high:g}, got {text}")
+        return number
+
+    return parse
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `tune`."""
+    parser = _Parser(
+        prog=program("tune"),
+        allow_abbrev=False,
+        description="Tunes a model on examples: JSON lines of chats (`messages`) or of `prompt` and `completion`, or a "
+        "CSV of pairs. Writes NAME.state.pth for --state, or NAME.lora.pth for --adapter-serve and --adapter.",
+        epilog=f"example: {program('tune')} examples.jsonl -o pirate --model-path model.pth",
+    )
+    number, share = _between, _between(0, 0.5, float)
+    parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl or .csv file")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="NAME", help="start of the results' names")
+    parser.add_argument("--model-path", default="", metavar="FILE", help="the model (default: the demo model)")
+    parser.add_argument("--adapter", action="append", default=[], metavar="FILE", help="adapter to merge first")
+    parser.add_argument("--method", choices=METHODS, default="state", help="what to tune (default: state)")
+    parser.add_argument("--rank", type=number(1, 128), default=16, help="of a LoRA (default: 16)")
+    parser.add_argument("--epochs", type=number(1, 1000), default=0, help="passes over the data (default: by its size)")
+    parser.add_argument("--batch-tokens", type=number(256, 1 << 20), default=0, help="tokens of a step")
+    parser.add_argument("--learning-rate", type=number(1e-7, 10, float), default=0.0, help="peak (default: by method)")
+    parser.add_argument("--rate-multiplier", type=number(1e-3, 1e3, float), default=1.0, help=argparse.SUPPRESS)
+    parser.add_argument("--held-out", type=share, default=0.1, help="share of lines to evaluate with (default: 0.1)")
+    parser.add_argument("--validation", type=Path, metavar="DATA", help="a file of lines to evaluate with instead")
+    parser.add_argument("--max-tokens", type=number(16, 1 << 17), default=MAX_TOKENS, help="of a line (default: 4096)")
+    parser.add_argument("--seed", type=number(0, 2**31 - 1), default=0, help="of the order and the LoRA's start")
+    parser.add_argument("--device", default="auto", help="cpu, cuda:0 ... (default: auto)")
+    parser.add_argument("--threads", type=number(1, 1024), default=0, help="CPU threads (default: all cores)")
+    parser.add_argument("--background", action="store_true", help="low CPU priority, and half of the cores by default")
+    parser.add_argument("--dry-run", action="store_true", help="check the data; print tokens, memory and time")
+    parser.add_argument("--json", action="store_true", help="print progress as JSON lines")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns the exit code."""
+    try:
+        given = build_parser().parse_args(list(arguments))
+        return _Command(given).run()
+    except SettingsError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return BAD_FLAG
+    except (StartupError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return CANNOT_RUN
+
+
+class _Command:
+    """One run: the data, the tuning, and what is printed."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self._given = given
+        self._is_stopped = False
+        self._bar: tqdm | None = None
+        self._reported = 0
+
+    def run(self) -> int:
+        """Tune, and return the exit code. Raises StartupError, OSError."""
+        from rwkv_batch.tuning.run import choose_place, measure_step_s, needed_bytes, open_model, prepare
+        from rwkv_batch.tuning.trainer import TuneOptions
+
+        given = self._given
+        documents, held_out, warnings = self._documents()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        if given.background:
+            lower_process_priority()
+        place = choose_place(given.device, given.threads or (max(1, cores() // 2) if given.background else 0))
+        weights = open_model(self._model_path(), given.adapter)
+        options = TuneOptions(
+            given.method, given.rank, given.epochs, given.batch_tokens, given.learning_rate, given.rate_multiplier,
+            given.seed,
+        )  # fmt: skip
+        checkpoint = given.output.with_name(f"{given.output.name}.checkpoint")
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        tuning = prepare(weights, documents, held_out, options, place, None if given.dry_run else checkpoint)
+        figures = {
+            "lines": len(documents), "held_out_lines": len(held_out), "steps": tuning.steps, "epochs": tuning.epochs,
+            "batch_lines": -(-len(documents) // max(1, tuning.batches_per_epoch)),
+            "tokens": sum(map(len, documents)), "answer_tokens": int(sum(sum(one.weights) for one in documents)),
+        }  # fmt: skip
+        self._report("data", {**figures, "warnings": warnings})
+        if given.dry_run:
+            needed = needed_bytes(weights, tuning.batch_tokens, options, place, tuning.trainer.model.recomputes)
+            seconds = measure_step_s(tuning) * tuning.steps
+            self._report("plan", {"memory_gib": round(needed / 2**30, 2), "minutes": round(seconds / 60, 1)})
+            return OK
+        began = time.monotonic()
+        if not tuning.run(self._on_step):
+            self._close_bar()
+            self._report("stopped", {"step": len(tuning.trainer.losses), "checkpoint": str(checkpoint)})
+            return STOPPED
+        self._close_bar()
+        self._finish(tuning, time.monotonic() - began)
+        checkpoint.unlink(missing_ok=True)
+        return OK
+
+    def _model_path(self) -> str:
+        arguments = ["--model-path", self._given.model_path] if self._given.model_path else []
+        return with_default_model(parse_settings(arguments, os.environ)).engine.model_path
+
+    def _documents(self) -> tuple[list[Document], list[Document], list[str]]:
+        """Return the lines to train on, the held-out ones, and warnings. Raises StartupError for a bad file."""
+        data = self._read(self._given.data)
+        if self._given.validation is not None:
+            return data.examples, self._read(self._given.validation).examples[:_MAX_HELD_OUT], data.warnings
+        documents, held_out = split(data.examples, self._given.held_out)
+        return documents, held_out[:_MAX_HELD_OUT], data.warnings
+
+    def _read(self, path: Path) -> Data:
+        data = read_data(path.read_bytes(), path.name, self._given.max_tokens)
+        if data.problems:
+            shown = "\n".join(f"  {problem}" for problem in data.problems)
+            raise StartupError(f"{path} has errors; correct these lines:\n{shown}")
+        return data
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._is_stopped = True
+
+    def _on_step(self, tuning: Tuning) -> bool:
+        losses = tuning.trainer.losses
+        evaluations = tuning.progress.evaluations
+        if self._given.json:
+            self._report("step", {"step": len(losses), "train_loss": losses[-1]})
+            for step, loss, accuracy in evaluations[self._reported :]:
+                self._report("evaluation", {"step": step, "valid_loss": loss, "valid_mean_token_accuracy": accuracy})
+        else:
+            if self._bar is None:
+                self._bar = tqdm(total=tuning.steps, initial=len(losses) - 1, unit="step", file=sys.stderr)
+            self._bar.set_postfix(loss=f"{losses[-1]:.3f}", held_out=f"{evaluations[-1][1]:.3f}", refresh=False)
+            self._bar.update()
+        self._reported = len(evaluations)
+        return not self._is_stopped
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _finish(self, tuning: Tuning, seconds: float) -> None:
+        """Write the results and report them."""
+        from rwkv_batch.tuning.files import loss_curve, loss_table, sparkline, write_results, write_synced
+
+        losses, evaluations = tuning.trainer.losses, tuning.progress.evaluations
+        paths = write_results(tuning.trainer.model, self._given.output, self._given.method == "full")
+        for suffix, text in ((".csv", loss_table(losses, evaluations)), (".svg", loss_curve(losses, evaluations))):
+            paths.append(self._given.output.with_name(self._given.output.name + suffix))
+            write_synced(paths[-1], lambda file, content=text: file.write(content.encode()))
+        result: dict[str, Any] = {"files": [str(path) for path in paths], "steps": len(losses)}
+        result |= {"trained_tokens": tuning.progress.trained_tokens, "seconds": round(seconds, 1), "warnings": []}
+        if tuning.final is not None:
+            _, before, accuracy = evaluations[0]
+            result["before"] = {"loss": round(before, 4), "token_accuracy": round(accuracy, 4)}
+            result["after"] = {
+                "loss": round(tuning.final.loss, 4), "token_accuracy": round(tuning.final.accuracy, 4)
+            }  # fmt: skip
+            if tuning.final.loss >= before:
+                result["warnings"].append("the held-out lines got no better; give more lines or a lower learning rate")
+        if not self._given.json:
+            sys.stderr.write(f"loss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}\n")
+        self._report("done", result)
+
+    def _report(self, event: str, values: dict[str, Any]) -> None:
+        if self._given.json:
+            sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
+            sys.stdout.flush()
+            return
+        for warning in values.pop("warnings", ()):
+            sys.stderr.write(f"warning: {warning}\n")
+        for name, value in values.items():
+            sys.stdout.write(f"{name.replace('_', ' ')}: {', '.join(value) if isinstance(value, list) else value}\n")

@@ -1,0 +1,250 @@
+"""Data files of a tuning: JSON lines of chats or of prompts with completions, and CSV pairs. Finds errors by line.
+
+A line's texts are tokenised as serving does: each prompt at once, then the answer, the blank line that ends it, and the
+end of text after the last one. Only answers count in the loss.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+from routes.openai.tools import ChatTools, chat_tool_set
+from routes.request import prompts
+from routes.request.bodies import Template
+from routes.request.fields import Fields
+from routes.request.json_body import parse_json, validate
+from routes.request.messages import Message
+from rwkv_batch.errors import ServiceError
+from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+from rwkv_batch.tuning import Document
+
+MAX_ERRORS = 100
+MAX_LINES = 1_000_000
+MAX_TOKENS = 4096
+"""Default of a line's maximum."""
+MIN_DIFFERENT = 20
+"""Fewer different lines are worth a warning."""
+_PROMPT, _COMPLETION = "prompt", "completion"
+_Texts = str | Annotated[list[str], Field(min_length=1, max_length=1024)]
+
+
+class TrainingMessage(Message):
+    """A message of a chat. Answers with weight 0 are read, but not learnt."""
+
+    weight: Literal[0, 1] = 1
+
+
+class DataLine(Fields):
+    """A line of a data file: a chat, or a prompt and its completion. Lists of these have an entry per round."""
+
+    messages: Annotated[list[TrainingMessage], Field(max_length=4096, fail_fast=True)] = []
+    tools: ChatTools = []
+    template: Template | None = None
+    prompt: _Texts = ""
+    completion: _Texts = ""
+
+
+class LineProblem(msgspec.Struct, frozen=True):
+    """An error of a data file."""
+
+    line: int
+    """from 1; 0: of the whole file"""
+    field: str
+    reason: str
+
+    def __str__(self) -> str:
+        """Return the error in one line."""
+        where = f"line {self.line}" if self.line else "the file"
+        return f"{where}: {self.field}: {self.reason}" if self.field else f"{where}: {self.reason}"
+
+
+@dataclass(slots=True)
+class Data:
+    """A data file's examples, or its first errors."""
+
+    examples: list[Document] = field(default_factory=list)
+    problems: list[LineProblem] = field(default_factory=list)
+    num_repeated: int = 0
+    """lines that equal an earlier one"""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(example.ids) for example in self.examples)
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return sum(int(sum(example.weights)) for example in self.examples)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons to expect a bad result."""
+        found = []
+        if self.num_repeated:
+            found.append(f"{self.num_repeated} of {len(self.examples)} lines repeat another one")
+        if (different := len(self.examples) - self.num_repeated) < MIN_DIFFERENT:
+            found.append(f"only {different} lines differ; {MIN_DIFFERENT} or more make a useful result likely")
+        return found
+
+
+def read_data(content: bytes, name: str, max_tokens: int = MAX_TOKENS) -> Data:
+    """Return a data file's examples. `name` decides between CSV and JSON lines; `max_tokens` is a line's limit."""
+    data, tokenizer, seen = Data(), Tokenizer(), set[int]()
+    rows = _csv_rows(content) if name.lower().endswith(".csv") else _json_rows(content, max_tokens)
+    for number, row in rows:
+        try:
+            if isinstance(row, _LineError):
+                raise row
+            example = _tokenised(_segments(row), tokenizer)
+            if len(example) > max_tokens:
+                raise _LineError("", f"has {len(example)} tokens, the limit is {max_tokens}; shorten or split it")
+        except _LineError as error:
+            data.problems.append(LineProblem(number, error.field, error.reason))
+            if len(data.problems) >= MAX_ERRORS:
+                break
+            continue
+        key = hash(tuple(example.ids))
+        data.num_repeated += key in seen
+        seen.add(key)
+        data.examples.append(example)
+    if not data.examples and not data.problems:
+        data.problems.append(LineProblem(0, "", "has no lines"))
+    return data
+
+
+def split(examples: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
+    """Return the examples to train on and the held-out ones, about `share` of those that differ."""
+    different = {tuple(example.ids): example for example in examples}
+    every = max(2, round(1 / share)) if share else len(different) + 1
+    held = dict(itertools.islice(different.items(), every - 1, None, every))
+    return [example for example in examples if tuple(example.ids) not in held], list(held.values())
+
+
+class _LineError(Exception):
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field, self.reason = name, reason
+
+
+_Row = DataLine | _LineError
+_Segment = tuple[str, str, int]
+"""prompt, answer, weight of the answer"""
+
+
+def _json_rows(content: bytes, max_tokens: int) -> Iterator[tuple[int, _Row]]:
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+        if not line.strip():
+            continue
+        if number > MAX_LINES:
+            yield number, _LineError("", f"is beyond the limit of {MAX_LINES} lines; split the file")
+            return
+        try:
+            yield number, validate(DataLine, parse_json(line, max_tokens))
+        except ServiceError as error:
+            name = error.info.field or ""
+            reason = error.info.message.removeprefix(f"{name}: ").replace("the body", "the line")
+            yield number, _LineError(name, reason)
+
+
+def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
+    """Yield a CSV's pairs. Its first row names the columns: prompt and completion, or two languages."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        yield 0, _LineError("", f"is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8")
+        return
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        if len(header) != 2 or not all(header):
+            yield 1, _LineError("", "must name two columns: prompt,completion or two languages like English,Chinese")
+            return
+        for cells in reader:
+            if not any(cells):
+                continue
+            if len(cells) != 2:
+                yield reader.line_num, _LineError("", f"has {len(cells)} cells, the header has 2")
+            elif header == [_PROMPT, _COMPLETION]:
+                yield reader.line_num, DataLine(prompt=cells[0], completion=cells[1])
+            else:
+                asked = f"{header[0]}: {prompts.format_turn(cells[0])}\n\n{header[1]}:"
+                yield reader.line_num, DataLine(prompt=asked, completion=f" {prompts.format_turn(cells[1])}")
+    except csv.Error as error:
+        yield reader.line_num, _LineError("", f"is not CSV: {error}")
+
+
+def _segments(row: DataLine) -> list[_Segment]:
+    """Return a line's rounds. Raises _LineError."""
+    if bool(row.messages) == bool(row.prompt or row.completion):
+        raise _LineError("messages", "give `messages`, or `prompt` and `completion`")
+    if row.messages:
+        return _chat_segments(row)
+    asked = [row.prompt] if isinstance(row.prompt, str) else row.prompt
+    answers = [row.completion] if isinstance(row.completion, str) else row.completion
+    if len(asked) != len(answers):
+        raise _LineError(_COMPLETION, f"has {len(answers)} texts, prompt has {len(asked)}; give one for each")
+    for name, texts in ((_PROMPT, asked), (_COMPLETION, answers)):
+        if not all(texts):
+            raise _LineError(name, "must not be empty")
+    return [(one, other, 1) for one, other in zip(asked, answers, strict=True)]
+
+
+def _chat_segments(row: DataLine) -> list[_Segment]:
+    try:
+        tools = chat_tool_set(row.tools, None, True)
+    except (PydanticCustomError, ValidationError) as error:
+        raise _LineError("tools", str(error)) from error
+    template = row.template or prompts.DEFAULT_TEMPLATE
+    found: list[_Segment] = []
+    asked: list[Message] = []
+    for i, message in enumerate(row.messages):
+        if message.role != "assistant":
+            asked.append(message)
+            continue
+        if not asked:
+            raise _LineError(f"messages[{i}]", "an answer must follow a message of another role")
+        answer = prompts.turn_text(message)
+        if not answer.strip():
+            raise _LineError(f"messages[{i}].content", "must not be empty")
+        listing = tools.listing if tools is not None and not found else ""
+        prompt = prompts.chat(asked, prompts.Think.OFF, template=template, listing=listing)
+        found.append((prompt, _answer_start(template.opening) + answer, message.weight))
+        asked = []
+    if asked or not found:
+        raise _LineError("messages", "the last message must be the assistant's")
+    if not any(weight for *_, weight in found):
+        raise _LineError("messages", "at least one answer must have weight 1")
+    return found
+
+
+def _answer_start(opening: str) -> str:
+    """Return what the model writes between a prompt's opening and the answer."""
+    if opening.endswith("<think></think"):
+        return ">\n"
+    return " " if not opening else "" if opening[-1:].isspace() else "\n"
+
+
+def _tokenised(segments: Sequence[_Segment], tokenizer: Tokenizer) -> Document:
+    ids: list[int] = []
+    weights: list[float] = []
+
+    def add(tokens: list[int], weight: float) -> None:
+        ids.extend(tokens)
+        weights.extend([weight] * len(tokens))
+
+    for prompt, answer, weight in segments:
+        try:
+            add(tokenizer.encode(prompt), 0.0)
+            add([*tokenizer.encode(answer), prompts.BLANK_LINE], float(weight))
+        except UnicodeEncodeError:
+            raise _LineError("", "has a lone surrogate, which has no UTF-8 form") from None
+    add([END_OF_TEXT], float(segments[-1][2]))
+    return Document(ids, weights)

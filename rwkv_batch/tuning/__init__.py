@@ -1,0 +1,18 @@
+"""Tunes RWKV-7: a state, a LoRA or all weights, by gradients in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Token ids, and each one's weight in the loss. The first id is only read."""
+
+    ids: Sequence[int]
+    weights: Sequence[float]
+
+    def __len__(self) -> int:
+        """Return the number of tokens that are read."""
+        return len(self.ids) - 1

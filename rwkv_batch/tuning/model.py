@@ -1,0 +1,273 @@
+"""RWKV-7's forward for training, in plain PyTorch, over the tensors of a weight file.
+
+The formulas are those of `kernels/naive.py`; gradients come from autograd. The residual stream and the WKV state are
+fp32 (or wider); autocast may compute the products in bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from rwkv_batch.model.state import HEAD_SIZE, ModelShape
+from rwkv_batch.model.weights import TABLES, UNUSED_TENSORS, Weights, expected_shapes
+from rwkv_batch.tuning.wkv import CHUNK, wkv_chunked
+
+_DECAY = math.exp(-0.5)
+_LOSS_ROWS = 256
+"""Rows whose logits over the vocabulary are in memory at once."""
+LORA_TARGETS = ("att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value")
+
+
+def shifted(x: Tensor, begins: Tensor) -> Tensor:
+    """Shift x [rows, time, C] by one token. The result is zero where `begins` [rows, time, 1] is set."""
+    return F.pad(x, (0, 0, 1, -1)) * ~begins
+
+
+@dataclass(slots=True)
+class Tunables:
+    """What is added to the weights: initial states and low-rank pairs."""
+
+    states: list[Tensor] = field(default_factory=list)
+    """per layer [H, 64 values, 64 keys]; empty: zero"""
+    pairs: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """weight's name without `.weight` -> A [rank, in], B [out, rank]: W + B A"""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [*self.states, *(one for pair in self.pairs.values() for one in pair)]
+
+
+def new_tunables(shape: ModelShape, method: str, rank: int, device: torch.device, seed: int) -> Tunables:
+    """Return zero states and pairs whose product is zero. `method` names `state` and `lora`; others add nothing."""
+    random = torch.Generator().manual_seed(seed)
+    tunables = Tunables()
+    if "state" in method:
+        tunables.states = [torch.zeros(shape.wkv, device=device, requires_grad=True) for _ in range(shape.layers)]
+    if "lora" in method:
+        sizes = expected_shapes(shape)
+        for name in (f"blocks.{i}.{target}" for i in range(shape.layers) for target in LORA_TARGETS):
+            out, inner = sizes[f"{name}.weight"]
+            a = (torch.randn(rank, inner, generator=random) * inner**-0.5).to(device).requires_grad_()
+            tunables.pairs[name] = a, torch.zeros(out, rank, device=device, requires_grad=True)
+    return tunables
+
+
+class TrainingModel:
+    """Weights by their names in files, and the tunables."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        shape: ModelShape,
+        tunables: Tunables | None = None,
+        head_bias: Tensor | None = None,
+    ) -> None:
+        """`head_bias` [rows of the head]: is added to the logits: the log of how many ids share a row."""
+        self.weights = weights
+        self.shape = shape
+        self.tunables = tunables or Tunables()
+        self.head_bias = head_bias
+        self.row_of_id: Tensor | None = None
+        """[V]: each id's row of the head; None: the id itself"""
+        self.recomputes = False
+        """Whether the backward computes each layer again, which saves memory."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights["emb.weight"].device
+
+    def hidden(self, tokens: Tensor, begins: Tensor) -> Tensor:
+        """Return the head's inputs [rows, time, C] of packed documents.
+
+        tokens [rows, time]. `begins` [rows, time] marks first tokens, at multiples of CHUNK only.
+        """
+        keep, mark = ~begins[:, ::CHUNK], begins[:, :, None]
+        x = self._norm(F.embedding(tokens, self.weights["emb.weight"]).to(self._wide), "blocks.0.ln0")
+        v_first = None
+        for layer in range(self.shape.layers):
+            if self.recomputes and torch.is_grad_enabled():
+                x, v_first = checkpoint(self._layer, layer, x, v_first, mark, keep, use_reentrant=False)
+            else:
+                x, v_first = self._layer(layer, x, v_first, mark, keep)
+        return self._norm(x, "ln_out")
+
+    def loss(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted mean cross-entropy of hidden [N, C], with targets and weights [N].
+
+        A row that several ids share counts once per id.
+        """
+        if self.row_of_id is not None:
+            targets = self.row_of_id[targets]
+        loss: Tensor = _HeadLoss.apply(hidden, self.weights["head.weight"], self.head_bias, targets, weights)
+        return loss
+
+    @torch.no_grad()
+    def scores(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the targets' losses [N], and whether each is the most likely token [N], for hidden [N, C]."""
+        if self.row_of_id is not None:
+            targets = self.row_of_id[targets]
+        found = []
+        for h, t in zip(hidden.split(_LOSS_ROWS), targets.split(_LOSS_ROWS), strict=True):
+            logits = _logits(h, self.weights["head.weight"], None)
+            is_best = logits.argmax(-1) == t
+            biased = logits if self.head_bias is None else logits + self.head_bias
+            found.append((F.cross_entropy(biased, t, reduction="none"), is_best))
+        return torch.cat([loss for loss, _ in found]), torch.cat([one for _, one in found])
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """Dtype of the residual stream."""
+        return torch.promote_types(self.weights["blocks.0.ln1.weight"].dtype, torch.float32)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        weight = self.weights[f"{name}.weight"]
+        y = F.linear(x, weight)
+        if name in self.tunables.pairs:
+            a, b = self.tunables.pairs[name]
+            y = y + F.linear(F.linear(x, a), b)
+        return y
+
+    def _layer(
+        self, layer: int, x: Tensor, v_first: Tensor | None, begins: Tensor, keep: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        y, v_first = self._time_mix(layer, self._norm(x, f"blocks.{layer}.ln1"), v_first, begins, keep)
+        x = x + y
+        h, ffn = self._norm(x, f"blocks.{layer}.ln2"), f"blocks.{layer}.ffn"
+        mixed = h + (shifted(h, begins) - h) * self.weights[f"{ffn}.x_k"]
+        return x + self._linear(torch.relu(self._linear(mixed, f"{ffn}.key")) ** 2, f"{ffn}.value"), v_first
+
+    def _time_mix(
+        self, layer: int, x: Tensor, v_first: Tensor | None, begins: Tensor, keep: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [rows, time, C] and layer 0's values. The letters are those of `model/layer.py`."""
+        att = f"blocks.{layer}.att"
+        p = {name: self.weights[f"{att}.{name}"] for name in _VECTORS}
+        d = shifted(x, begins) - x
+
+        def low_rank(letter: str, between: Any = None) -> Tensor:
+            first = (x + d * self.weights[f"{att}.x_{letter}"]) @ self.weights[f"{att}.{letter}1"]
+            return (first if between is None else between(first)) @ self.weights[f"{att}.{letter}2"]
+
+        def heads(t: Tensor) -> Tensor:
+            return t.to(self._wide).unflatten(-1, (-1, HEAD_SIZE))
+
+        r, k, v = (self._linear(x + d * p[f"x_{letter}"], f"{att}.{name}") for letter, name in _PROJECTIONS)
+        w = p["w0"] + low_rank("w", torch.tanh)
+        a = torch.sigmoid(p["a0"] + low_rank("a"))
+        g = low_rank("g", torch.sigmoid)
+        if v_first is None:
+            v_first = v
+        else:
+            v = v + (v_first - v) * torch.sigmoid(self.weights[f"{att}.v0"] + low_rank("v"))
+        kk = F.normalize(heads(k * p["k_k"]), dim=-1, eps=1e-12)
+        k = k * (1 + (a - 1) * p["k_a"])
+        with torch.autocast(x.device.type, enabled=False):
+            decay = -_DECAY * torch.sigmoid(heads(w))
+            r, k, v_heads = heads(r), heads(k), heads(v)
+            first = self.tunables.states[layer] if self.tunables.states else None
+            y = wkv_chunked(r, decay, k, v_heads, -kk, kk * heads(a), keep, first)
+            norm = self.weights[f"{att}.ln_x.weight"], self.weights[f"{att}.ln_x.bias"]
+            y = F.group_norm(y.flatten(2).flatten(0, 1), y.shape[2], *norm, eps=64e-5).view(y.shape)
+            y = y + (r * k * self.weights[f"{att}.r_k"]).sum(-1, keepdim=True) * v_heads
+        return self._linear(y.flatten(2) * g, f"{att}.output"), v_first
+
+
+_PROJECTIONS = (("r", "receptance"), ("k", "key"), ("v", "value"))
+_VECTORS = ("x_r", "x_k", "x_v", "w0", "a0", "k_k", "k_a")
+
+
+def _logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
+    """Return fp32 (or wider) logits [N, V]."""
+    logits = F.linear(hidden.to(head.dtype), head)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if bias is None else logits + bias
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The head and the weighted mean cross-entropy. Keeps gradients of hidden [N, C] and head, but no logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
+    ) -> Tensor:
+        weights = weights / weights.sum().clamp_min(1e-9)
+        hidden_grad = torch.empty_like(hidden)
+        head_grad = torch.zeros_like(head) if head.requires_grad else None
+        loss = hidden.new_zeros(())
+        for start in range(0, len(hidden), _LOSS_ROWS):
+            rows = slice(start, start + _LOSS_ROWS)
+            logs = F.log_softmax(_logits(hidden[rows], head, bias), -1)
+            loss -= (logs.gather(1, targets[rows, None])[:, 0] * weights[rows]).sum()
+            grad = logs.exp_()
+            grad.scatter_add_(1, targets[rows, None], grad.new_full((len(grad), 1), -1.0))
+            grad = (grad * weights[rows, None]).to(head.dtype)
+            hidden_grad[rows] = grad @ head
+            if head_grad is not None:
+                head_grad.addmm_(grad.T, hidden[rows].to(head.dtype))
+        ctx.save_for_backward(hidden_grad, head_grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, head_grad = ctx.saved_tensors
+        return hidden_grad * grads[0], None if head_grad is None else head_grad * grads[0], None, None, None
+
+
+def load_model(weights: Weights, device: torch.device, dtype: torch.dtype, is_full: bool) -> TrainingModel:
+    """Return a training model of a weight file. Matrices get `dtype`; vectors, and all that `is_full` tunes, fp32.
+
+    Rows of the head that are equal to its last row, as those of ids without a token, become one row.
+    """
+
+    def loaded(name: str) -> Tensor:
+        tensor = weights.tensor(name)
+        is_matrix = tensor.dim() == 2 and not name.endswith("r_k")
+        tensor = tensor if is_matrix else tensor.reshape(-1, HEAD_SIZE) if name.endswith("r_k") else tensor.flatten()
+        copy = torch.empty(tensor.shape, dtype=dtype if is_matrix and not is_full else torch.float32, device=device)
+        return copy.copy_(tensor).requires_grad_(is_full)
+
+    tensors = {name: loaded(name) for name in weights.tensors if name not in UNUSED_TENSORS}
+    model = TrainingModel(tensors, weights.shape)
+    if not is_full:
+        share_equal_rows(model, tensors)
+    return model
+
+
+def share_equal_rows(model: TrainingModel, tensors: dict[str, Tensor]) -> None:
+    """Keep one of the head's rows that equal its last one; `tensors` are the model's weights."""
+    head = tensors[TABLES[1]]
+    is_last = torch.cat([(part == head[-1]).all(1) for part in head.split(1 << 13)])
+    count = int(is_last.sum())
+    if count == 1:
+        return
+    rows = torch.where(is_last, len(head) - count, (~is_last).cumsum(0) - 1)
+    tensors[TABLES[1]] = torch.cat([head[~is_last], head[-1:]])
+    model.row_of_id = rows
+    model.head_bias = torch.zeros(len(head) - count + 1, device=head.device)
+    model.head_bias[-1] = math.log(count)
+
+
+def activation_bytes(shape: ModelShape, recomputes: bool, itemsize: int) -> int:
+    """Estimate the bytes that a training step keeps per token."""
+    one_layer = shape.width * (_FLOATS_PER_CHANNEL * 4 + 12 * itemsize)
+    return one_layer + shape.layers * shape.width * 8 if recomputes else one_layer * shape.layers
+
+
+_FLOATS_PER_CHANNEL = 90
+"""fp32 numbers per channel and token that a layer keeps for its gradients, as measured; most belong to the WKV."""
+
+
+def parameters_of(model: TrainingModel, is_full: bool) -> Iterable[Tensor]:
+    """Return what training changes."""
+    return model.weights.values() if is_full else model.tunables.parameters

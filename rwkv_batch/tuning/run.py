@@ -1,0 +1,125 @@
+"""Prepares a tuning: the model, its memory, and the results before and after."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from native.machine import free_memory
+from native.priority import cores
+from rwkv_batch.errors import StartupError
+from rwkv_batch.model.adapters.files import read_adapter, split_scale
+from rwkv_batch.model.adapters.merge import merge_adapters
+from rwkv_batch.model.state import RWKV7
+from rwkv_batch.model.tensor_files import FileError
+from rwkv_batch.model.weights import Weights, expected_shapes, open_weights
+from rwkv_batch.tuning import Document
+from rwkv_batch.tuning.model import activation_bytes, load_model
+from rwkv_batch.tuning.trainer import BOTH, FULL, LORA, STATE, TuneOptions, Tuning, batch_shape
+
+_ADAM_COPIES = 5
+"""Tuned numbers in memory, fp32 each: themselves, their gradients, two moments, and the best ones so far."""
+_HEAD_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tuning runs."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """of the matrices and their products"""
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Memory that is free there; None: unknown."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_memory()
+
+
+def choose_place(device: str, threads: int) -> Place:
+    """Return the device (auto: the first GPU, else the CPU) and its dtype; set its threads. Raises StartupError."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        found = torch.device(name)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise StartupError(f"--device {device} cannot be used ({str(error).splitlines()[0]}); give cpu or cuda:0") from error
+    torch.set_num_threads(threads or cores())
+    if found.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    return Place(found, torch.bfloat16 if found.type == "cuda" else torch.float32)
+
+
+def open_model(path: str, adapters: Sequence[str]) -> Weights:
+    """Open an RWKV-7 model with adapters merged, each FILE or FILE:SCALE. Raises StartupError."""
+    weights = open_weights(path)
+    if weights.shape.version != RWKV7:
+        raise StartupError(f"{path} is {weights.shape.version}; only RWKV-7 models can be tuned")
+    try:
+        return merge_adapters(weights, [read_adapter(*split_scale(entry)) for entry in adapters])
+    except FileError as error:
+        raise StartupError(str(error)) from error
+
+
+def needed_bytes(weights: Weights, tokens: int, options: TuneOptions, place: Place, recomputes: bool) -> int:
+    """Estimate the memory of a tuning with batches of `tokens` tokens."""
+    shape = weights.shape
+    numbers = sum(math.prod(size) for size in expected_shapes(shape).values())
+    itemsize = 4 if options.method == FULL else place.dtype.itemsize
+    tuned = {
+        STATE: shape.layers * math.prod(shape.wkv),
+        LORA: shape.layers * options.rank * (8 * shape.width + 2 * (shape.width + shape.ffn)),
+        FULL: numbers,
+    }
+    tuned[BOTH] = tuned[STATE] + tuned[LORA]
+    logits = 3 * 4 * _HEAD_ROWS * shape.vocab
+    activations = tokens * activation_bytes(shape, recomputes, place.dtype.itemsize)
+    return numbers * itemsize + tuned[options.method] * 4 * _ADAM_COPIES + activations + logits
+
+
+def prepare(
+    weights: Weights,
+    documents: Sequence[Document],
+    held_out: Sequence[Document],
+    options: TuneOptions,
+    place: Place,
+    checkpoint: Path | None,
+) -> Tuning:
+    """Load the model and the checkpoint, if there is one. Raises StartupError, also if memory is too small."""
+    largest = max(max(one.ids) for one in [*documents, *held_out])
+    if largest >= weights.shape.vocab:
+        raise StartupError(f"the data has token {largest}, the model has {weights.shape.vocab}; use another model")
+    rows, row_tokens = batch_shape(documents, held_out, options, place.device)
+    free = place.free_bytes
+    needed = [needed_bytes(weights, rows * row_tokens, options, place, recomputes) for recomputes in (False, True)]
+    if free is not None and needed[1] > free:
+        raise StartupError(
+            f"the tuning needs about {needed[1] / 2**30:.1f} GiB on {place.device}, {free / 2**30:.1f} GiB are free; "
+            "lower --batch-tokens, shorten the lines, or use a smaller model"
+        )
+    model = load_model(weights, place.device, place.dtype, options.method == FULL)
+    model.recomputes = free is not None and needed[0] > free // 2
+    digest = hashlib.blake2b(digest_size=16)
+    for one in [*documents, *held_out]:
+        digest.update(f"{one.ids}{one.weights};".encode())
+    identity = f"{weights.sample_digest} {weights.adapters} {digest.hexdigest()} {len(held_out)}"
+    return Tuning(model, documents, held_out, options, place.dtype, identity, checkpoint)
+
+
+def measure_step_s(tuning: Tuning) -> float:
+    """Return the seconds of a training step, measured on the first batch. Nothing is trained."""
+    batch = tuning.first_batch()
+    seconds = []
+    for _ in range(2):
+        began = time.monotonic()
+        tuning.trainer.loss(batch).backward()  # type: ignore[no-untyped-call]
+        if tuning.trainer.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.monotonic() - began)
+    return min(seconds)

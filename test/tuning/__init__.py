@@ -1,0 +1,1 @@
+"""Tests of the trainer and of its command."""
