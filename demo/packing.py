@@ -1,12 +1,14 @@
-"""Packs tokenised documents into training batches. Each document begins at a multiple of CHUNK."""
+"""Training batches of sampled documents over the compact vocabulary."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from random import Random
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -14,9 +16,9 @@ from demo import vocabulary
 from demo.corpus import mixture
 from demo.corpus.documents import Document, text_of
 from demo.vocabulary import Compact
-from demo.wkv import CHUNK
+from rwkv_batch.tuning import Document as TokenDocument
+from rwkv_batch.tuning.packing import Batch, pack
 
-Rows = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]
 Source = Callable[[Random], Document]
 UNKNOWN_SHARE = 0.01
 
@@ -54,55 +56,29 @@ def sample(rng: Random, source: Source = mixture.document) -> tuple[list[int], l
     return [*ids, 0], [*weights, 1.0]
 
 
-def batch(seed: int, index: int, compact: Compact, rows: int, time: int, source: Source = mixture.document) -> Rows:
-    """Return inputs, targets, weights and document begins [rows, time]; `seed` and `index` determine them."""
+def batch(seed: int, index: int, compact: Compact, rows: int, time: int) -> Batch:
+    """Return a batch [rows, time] of table rows; `seed` and `index` determine it."""
     rng = Random(f"{seed}/{index}")
+    samples = (sample(rng) for _ in repeat(None))
+    found = next(pack((TokenDocument(compact.of_id[ids].tolist(), weights) for ids, weights in samples), rows, time))
     noise = np.random.default_rng([seed, index])
-    inputs = np.zeros((rows, time), dtype=np.int64)
-    targets = np.zeros((rows, time), dtype=np.int64)
-    weights = np.zeros((rows, time), dtype=np.float32)
-    begins = np.zeros((rows, time), dtype=np.bool_)
-    waiting: list[tuple[list[int], list[float]]] = []
-    for row in range(rows):
-        at = 0
-        begins[row, 0] = True
-        while at < time:
-            while len(waiting) < 24:
-                document = sample(rng, source)
-                if len(document[0]) - 1 <= time:
-                    waiting.append(document)
-            fit = next((i for i, (ids, _) in enumerate(waiting) if len(ids) - 1 <= time - at), None)
-            if fit is None:
-                begins[row, at] = True
-                break
-            ids, weight = waiting.pop(fit)
-            length = len(ids) - 1
-            known = compact.of_id[ids]
-            inputs[row, at : at + length] = known[:-1]
-            targets[row, at : at + length] = known[1:]
-            weights[row, at : at + length] = weight[1:]
-            begins[row, at] = True
-            at += -(-length // CHUNK) * CHUNK
     blank = noise.random((rows, time)) < UNKNOWN_SHARE * (noise.random((rows, 1)) < 0.3)
-    inputs[blank] = compact.unused
-    weights[targets == compact.unused] = 0
-    return inputs, targets, weights, begins
+    found.inputs[torch.from_numpy(blank)] = compact.unused
+    found.weights[found.targets == compact.unused] = 0
+    return found
 
 
-class Batches(IterableDataset[Rows]):
-    """An endless stream of batches from index `first`. It is the same for any number of workers."""
+class Batches(IterableDataset[Batch]):
+    """An endless stream of batches. It is the same for any number of workers."""
 
-    def __init__(
-        self, seed: int, first: int, compact: Compact, rows: int, time: int, source: Source = mixture.document
-    ) -> None:
-        self.seed, self.first, self.compact, self.rows, self.time = seed, first, compact, rows, time
-        self.source = source
+    def __init__(self, seed: int, compact: Compact, rows: int, time: int) -> None:
+        self.seed, self.compact, self.rows, self.time = seed, compact, rows, time
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
-        index, stride = (self.first + info.id, info.num_workers) if info else (self.first, 1)
+        index, stride = (info.id, info.num_workers) if info else (0, 1)
         while True:
-            yield batch(self.seed, index, self.compact, self.rows, self.time, self.source)
+            yield batch(self.seed, index, self.compact, self.rows, self.time)
             index += stride
 
 

@@ -11,7 +11,7 @@ import io
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from pydantic import Field, ValidationError
@@ -46,8 +46,8 @@ class TrainingMessage(Message):
 class DataLine(Fields):
     """A line of a data file: a chat, or a prompt and its completion. Lists of these have an entry per round."""
 
-    messages: Annotated[list[TrainingMessage], Field(max_length=4096, fail_fast=True)] = []
-    tools: ChatTools = []
+    messages: Annotated[list[TrainingMessage], Field(max_length=4096, fail_fast=True)] = Field([])
+    tools: ChatTools = Field([])
     template: Template | None = None
     prompt: _Texts = ""
     completion: _Texts = ""

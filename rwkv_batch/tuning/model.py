@@ -118,8 +118,10 @@ class TrainingModel:
         for h, t in zip(hidden.split(_LOSS_ROWS), targets.split(_LOSS_ROWS), strict=True):
             logits = _logits(h, self.weights["head.weight"], None)
             is_best = logits.argmax(-1) == t
-            biased = logits if self.head_bias is None else logits + self.head_bias
-            found.append((F.cross_entropy(biased, t, reduction="none"), is_best))
+            if self.head_bias is not None:
+                logits += self.head_bias
+            losses = F.cross_entropy(logits, t, reduction="none")
+            found.append((losses if self.head_bias is None else losses + self.head_bias[t], is_best))
         return torch.cat([loss for loss, _ in found]), torch.cat([one for _, one in found])
 
     @property
@@ -208,7 +210,8 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden), _LOSS_ROWS):
             rows = slice(start, start + _LOSS_ROWS)
             logs = F.log_softmax(_logits(hidden[rows], head, bias), -1)
-            loss -= (logs.gather(1, targets[rows, None])[:, 0] * weights[rows]).sum()
+            of_targets = logs.gather(1, targets[rows, None])[:, 0]
+            loss -= ((of_targets if bias is None else of_targets - bias[targets[rows]]) * weights[rows]).sum()
             grad = logs.exp_()
             grad.scatter_add_(1, targets[rows, None], grad.new_full((len(grad), 1), -1.0))
             grad = (grad * weights[rows, None]).to(head.dtype)

@@ -49,7 +49,9 @@ def choose_place(device: str, threads: int) -> Place:
         found = torch.device(name)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
-        raise StartupError(f"--device {device} cannot be used ({str(error).splitlines()[0]}); give cpu or cuda:0") from error
+        raise StartupError(
+            f"--device {device} cannot be used ({str(error).splitlines()[0]}); give cpu or cuda:0"
+        ) from error
     torch.set_num_threads(threads or cores())
     if found.type == "cuda":
         torch.set_float32_matmul_precision("high")

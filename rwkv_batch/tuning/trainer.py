@@ -219,7 +219,7 @@ class Tuning:
                     return False
             state.epoch, state.batch = state.epoch + 1, 0
             self._evaluate()
-            state.is_done = state.epoch >= self.epochs or (bool(self._held_out) and state.stale >= self._options.patience)
+            state.is_done = state.epoch >= self.epochs or state.stale >= self._options.patience
             self.save()
         self._set_parameters([value.bfloat16() for value in self._best])  # as they are written
         self.final = self.trainer.evaluate(self._held_out) if self._held_out else None
@@ -259,8 +259,8 @@ class Tuning:
         found = load_checkpoint(path, self.trainer.model.device)
         if found.get("identity") != self._identity:
             raise StartupError(
-                f"{path} is the checkpoint of a tuning with other data, model or settings; give another name, or delete "
-                "the file to begin anew"
+                f"{path} is the checkpoint of a tuning with other data, model or settings; give another name, or "
+                "delete the file to begin anew"
             )
         self._set_parameters(found["parameters"])
         self._best = found["best"]
