@@ -189,7 +189,7 @@ class _Command:
         paths = write_results(tuning.trainer.model, self._given.output, self._given.method == "full")
         for suffix, text in ((".csv", loss_table(losses, evaluations)), (".svg", loss_curve(losses, evaluations))):
             paths.append(self._given.output.with_name(self._given.output.name + suffix))
-            write_synced(paths[-1], lambda file, content=text: file.write(content.encode()))
+            write_synced(paths[-1], text.encode())
         result: dict[str, Any] = {"files": [str(path) for path in paths], "steps": len(losses)}
         result |= {"trained_tokens": tuning.progress.trained_tokens, "seconds": round(seconds, 1), "warnings": []}
         if tuning.final is not None:

@@ -46,6 +46,7 @@ ROOMS = {
     "rwkv_batch": "",
     "rwkv_batch.core": "rwkv_batch",
     "rwkv_batch.translation": "",
+    "rwkv_batch.tuning": "rwkv_batch rwkv_batch.model rwkv_batch.model.adapters",
     "rwkv_batch.model.quant": "rwkv_batch",
     "rwkv_batch.model.files": "",
     "rwkv_batch.model": "rwkv_batch rwkv_batch.model.files rwkv_batch.model.quant rwkv_batch.model.older",
@@ -91,6 +92,7 @@ ROOMS = {
     "routes.file_store routes.docs",
     "routes.openai": "routes routes.context routes.request_context routes.request routes.response routes.route "
     "routes.file_store",
+    "routes.fine_tuning": "routes.request routes.openai",
     "routes.anthropic": "routes.context routes.request_context routes.request routes.response routes.route "
     "routes.openai",
     "routes.llama_cpp": "routes.context routes.request routes.response routes.route routes.openai",
@@ -111,6 +113,7 @@ ROOMS = {
     "programs.batch": "programs programs.backends programs.settings programs.batch.inputs programs.batch.formats",
     "programs.chat": "programs programs.backends programs.batch programs.settings",
     "programs.library": "programs programs.backends programs.settings",
+    "programs.tune": "programs programs.settings",
     "programs.tools": "programs.settings",
     "programs.serve": "programs programs.settings programs.serve.batches",
     "programs.serve.batches": "programs programs.backends programs.batch programs.batch.inputs programs.batch.formats",

@@ -116,7 +116,7 @@ def build_parser(*, all_flags: bool = False) -> argparse.ArgumentParser:
         prog=program(),
         usage=f"{program()} [flags]",
         allow_abbrev=False,
-        description="RWKV-7 batch inference server. Other commands, each with --help: batch, chat, config, "
+        description="RWKV-7 batch inference server. Other commands, each with --help: batch, chat, tune, config, "
         "backup, restore, check, inspect, convert, plan, doctor, bench.",
         epilog=f"example: {program()} --model-path model.safetensors --port 8000 --max-running 64",
     )

@@ -101,11 +101,7 @@ def read_data(content: bytes, name: str, max_tokens: int = MAX_TOKENS) -> Data:
     rows = _csv_rows(content) if name.lower().endswith(".csv") else _json_rows(content, max_tokens)
     for number, row in rows:
         try:
-            if isinstance(row, _LineError):
-                raise row
-            example = _tokenised(_segments(row), tokenizer)
-            if len(example) > max_tokens:
-                raise _LineError("", f"has {len(example)} tokens, the limit is {max_tokens}; shorten or split it")
+            example = _tokenised(_segments(row), tokenizer, max_tokens)
         except _LineError as error:
             data.problems.append(LineProblem(number, error.field, error.reason))
             if len(data.problems) >= MAX_ERRORS:
@@ -173,16 +169,21 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
             if len(cells) != 2:
                 yield reader.line_num, _LineError("", f"has {len(cells)} cells, the header has 2")
             elif header == [_PROMPT, _COMPLETION]:
-                yield reader.line_num, DataLine(prompt=cells[0], completion=cells[1])
+                yield reader.line_num, validate(DataLine, {_PROMPT: cells[0], _COMPLETION: cells[1]})
             else:
                 asked = f"{header[0]}: {prompts.format_turn(cells[0])}\n\n{header[1]}:"
-                yield reader.line_num, DataLine(prompt=asked, completion=f" {prompts.format_turn(cells[1])}")
+                yield (
+                    reader.line_num,
+                    validate(DataLine, {_PROMPT: asked, _COMPLETION: f" {prompts.format_turn(cells[1])}"}),
+                )
     except csv.Error as error:
         yield reader.line_num, _LineError("", f"is not CSV: {error}")
 
 
-def _segments(row: DataLine) -> list[_Segment]:
+def _segments(row: _Row) -> list[_Segment]:
     """Return a line's rounds. Raises _LineError."""
+    if isinstance(row, _LineError):
+        raise row
     if bool(row.messages) == bool(row.prompt or row.completion):
         raise _LineError("messages", "give `messages`, or `prompt` and `completion`")
     if row.messages:
@@ -232,7 +233,8 @@ def _answer_start(opening: str) -> str:
     return " " if not opening else "" if opening[-1:].isspace() else "\n"
 
 
-def _tokenised(segments: Sequence[_Segment], tokenizer: Tokenizer) -> Document:
+def _tokenised(segments: Sequence[_Segment], tokenizer: Tokenizer, max_tokens: int) -> Document:
+    """Return a line's token ids. Raises _LineError."""
     ids: list[int] = []
     weights: list[float] = []
 
@@ -247,4 +249,6 @@ def _tokenised(segments: Sequence[_Segment], tokenizer: Tokenizer) -> Document:
         except UnicodeEncodeError:
             raise _LineError("", "has a lone surrogate, which has no UTF-8 form") from None
     add([END_OF_TEXT], float(segments[-1][2]))
+    if len(ids) - 1 > max_tokens:
+        raise _LineError("", f"has {len(ids) - 1} tokens, the limit is {max_tokens}; shorten or split it")
     return Document(ids, weights)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ LORA_SCALE = 1
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_synced(path: Path, content: bytes | memoryview) -> None:
     """Write a file that is on disk before it gets its name. Raises OSError."""
     half = path.with_name(f".{path.name}.half")
     with half.open("wb") as file:
-        write(file)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     half.replace(path)
@@ -34,6 +34,13 @@ def write_synced(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def saved(content: object) -> memoryview:
+    """Return what `torch.save` writes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getbuffer()
 
 
 def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
@@ -68,9 +75,7 @@ def write_results(model: TrainingModel, name: Path, is_full: bool) -> list[Path]
     paths = []
     for suffix, tensors in found.items():
         paths.append(name.with_name(name.name + suffix))
-        content = io.BytesIO()
-        torch.save(tensors, content)
-        write_synced(paths[-1], lambda file, data=content: file.write(data.getbuffer()))  # type: ignore[misc]
+        write_synced(paths[-1], saved(tensors))
     return paths
 
 

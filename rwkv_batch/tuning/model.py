@@ -42,6 +42,7 @@ class Tunables:
 
     @property
     def parameters(self) -> list[Tensor]:
+        """All of them, [H, 64, 64], [rank, in] and [out, rank]."""
         return [*self.states, *(one for pair in self.pairs.values() for one in pair)]
 
 
@@ -162,7 +163,7 @@ class TrainingModel:
             return (first if between is None else between(first)) @ self.weights[f"{att}.{letter}2"]
 
         def heads(t: Tensor) -> Tensor:
-            return t.to(self._wide).unflatten(-1, (-1, HEAD_SIZE))
+            return t.to(self._wide).view(*t.shape[:-1], -1, HEAD_SIZE)
 
         r, k, v = (self._linear(x + d * p[f"x_{letter}"], f"{att}.{name}") for letter, name in _PROJECTIONS)
         w = p["w0"] + low_rank("w", torch.tanh)
@@ -248,7 +249,7 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype, is_fu
 
 
 def share_equal_rows(model: TrainingModel, tensors: dict[str, Tensor]) -> None:
-    """Keep one of the head's rows that equal its last one; `tensors` are the model's weights."""
+    """Keep one of the rows of the head [V, C] that equal its last one; `tensors` are the model's weights."""
     head = tensors[TABLES[1]]
     is_last = torch.cat([(part == head[-1]).all(1) for part in head.split(1 << 13)])
     count = int(is_last.sum())
@@ -272,5 +273,5 @@ _FLOATS_PER_CHANNEL = 90
 
 
 def parameters_of(model: TrainingModel, is_full: bool) -> Iterable[Tensor]:
-    """Return what training changes."""
+    """Return what training changes: weights [out, in] and [C], or the tunables."""
     return model.weights.values() if is_full else model.tunables.parameters

@@ -33,7 +33,7 @@ class Batch:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Starts of the documents in the flattened rows, and the end, int32."""
+        """Starts of the documents in the flattened rows, and the end: [documents + 1] int32."""
         starts = self.begins.flatten().nonzero().flatten().tolist()
         return torch.tensor([*starts, self.begins.numel()], dtype=torch.int32)
 

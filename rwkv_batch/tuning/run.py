@@ -120,7 +120,7 @@ def measure_step_s(tuning: Tuning) -> float:
     seconds = []
     for _ in range(2):
         began = time.monotonic()
-        tuning.trainer.loss(batch).backward()  # type: ignore[no-untyped-call]
+        tuning.trainer.loss(batch).backward()
         if tuning.trainer.model.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.monotonic() - began)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rwkv_batch.errors import StartupError
 from rwkv_batch.tuning import Document
-from rwkv_batch.tuning.files import load_checkpoint, write_synced
+from rwkv_batch.tuning.files import load_checkpoint, saved, write_synced
 from rwkv_batch.tuning.model import TrainingModel, Tunables, new_tunables, parameters_of
 from rwkv_batch.tuning.packing import Batch, aligned, pack
 
@@ -71,7 +71,7 @@ class Trainer:
         loss = self.loss(batch)
         if not loss.isfinite():
             raise StartupError(f"the loss of step {len(self.losses) + 1} is {float(loss)}; give a lower learning rate")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -79,8 +79,9 @@ class Trainer:
         return self.losses[-1]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return a batch's loss, with its gradient."""
-        return self._with_counted(batch, self.model.loss)
+        """Return a batch's loss [] with its graph."""
+        loss: Tensor = self._with_counted(batch, self.model.loss)
+        return loss
 
     def _with_counted(self, batch: Batch, function: Callable[..., Any]) -> Any:
         """Call a function with hidden [N, C], targets and weights [N] of the tokens that count in the loss."""
@@ -253,7 +254,7 @@ class Tuning:
             "losses": self.trainer.losses,
             "progress": asdict(self.progress),
         }
-        write_synced(self._checkpoint, lambda file: torch.save(content, file))
+        write_synced(self._checkpoint, saved(content))
 
     def _resume(self, path: Path) -> None:
         found = load_checkpoint(path, self.trainer.model.device)

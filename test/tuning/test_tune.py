@@ -1,0 +1,201 @@
+"""The command `tune`: data files, results, checkpoints and what it prints."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from demo.random_weights import write_random_model
+from programs import tune
+from routes.fine_tuning.data import MAX_ERRORS, read_data, split
+from rwkv_batch.errors import StartupError
+from rwkv_batch.model.adapters.files import read_adapter
+from rwkv_batch.model.adapters.per_row import per_row_adapter
+from rwkv_batch.model.tuned_state import read_tuned_state
+from rwkv_batch.model.weights import open_weights
+from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.tuning.run import Place, open_model, prepare
+from rwkv_batch.tuning.trainer import TuneOptions, Tuning
+
+
+def chat(asked: str, answer: str, **fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], **fields}
+
+
+def as_file(path: Path, lines: Sequence[object]) -> Path:
+    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines), encoding="utf-8")
+    return path
+
+
+TWO = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+LINES = [chat(f"Say {i}.", f"The number is {i}.") for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_model(tmp_path_factory.mktemp("model") / "m.pth", 2, 64)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restores the signal handlers that the command sets."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def run(*arguments: object) -> int:
+    return tune.main([*map(str, arguments), "--threads", "1", "--batch-tokens", "512"])
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_state_and_a_lora_are_tuned_and_load(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = as_file(tmp_path / "d.jsonl", LINES), tmp_path / "out" / "both"
+    assert run(data, "-o", out, "--model-path", model, "--method", "state+lora", "--rank", 4, "--epochs", 3) == tune.OK
+    printed = capsys.readouterr()
+    assert "held out lines: 2" in printed.out and "before: {'loss'" in printed.out and "loss" in printed.err
+    weights = open_weights(model)
+    assert read_tuned_state(Path(f"{out}.state.pth"), weights.shape).wkv.abs().sum() > 0
+    assert per_row_adapter(weights, read_adapter(Path(f"{out}.lora.pth"), 1.0)).rank == 4
+    table = Path(f"{out}.csv").read_text().splitlines()
+    assert table[0].startswith("step,train_loss") and float(table[-1].split(",")[1]) < float(table[1].split(",")[1])
+    assert "<polyline" in Path(f"{out}.svg").read_text() and not list(out.parent.glob("*checkpoint*"))
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = as_file(tmp_path / "d.jsonl", [*LINES[:6], LINES[0]])
+    assert run(data, "-o", tmp_path / "x", "--model-path", model, "--dry-run", "--json") == tune.OK
+    about, plan = map(json.loads, capsys.readouterr().out.splitlines())
+    assert about["lines"] == 7 and about["warnings"] == [
+        "1 of 7 lines repeat another one",
+        "only 6 lines differ; 20 or more make a useful result likely",
+    ]
+    assert plan["memory_gib"] > 0 and list(tmp_path.iterdir()) == [data]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_too_little_memory_and_wrong_flags_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = as_file(tmp_path / "d.jsonl", LINES)
+    monkeypatch.setattr("rwkv_batch.tuning.run.free_memory", lambda: 1 << 20)
+    assert run(data, "-o", tmp_path / "x", "--model-path", model) == tune.CANNOT_RUN
+    assert "GiB are free; lower --batch-tokens" in capsys.readouterr().err
+    assert run(data, "-o", tmp_path / "x", "--rank", 0) == tune.BAD_FLAG
+    assert "must be 1 to 128, got 0" in capsys.readouterr().err
+
+
+BAD = {
+    "not json": "the line is not JSON",
+    "[]": "must be a JSON object",
+    '{"messages": []}': "messages: give `messages`, or `prompt` and `completion`",
+    '{"messages": [{"role": "user", "content": "a"}]}': "the last message must be the assistant's",
+    '{"messages": [{"role": "robot", "content": "a"}]}': "messages[0].role: must be 'system'",
+    json.dumps(chat("a", "")): "messages[1].content: must not be empty",
+    '{"prompt": "a"}': "completion: must not be empty",
+    '{"prompt": ["a", "b"], "completion": ["c"]}': "completion: has 1 texts, prompt has 2",
+    '{"prompt": 1, "completion": "b"}': "prompt",
+    json.dumps(chat("a", "word " * 200)): "tokens, the limit is 100",
+    '{"prompt": "\\ud800", "completion": "b"}': "surrogate",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_line_is_named_with_its_field_and_reason(line: str) -> None:
+    good = json.dumps(LINES[0])
+    found = read_data(f"\ufeff{good}\r\n\r\n{line}\n{good}".encode(), "d.jsonl", max_tokens=100)
+    assert [problem.line for problem in found.problems] == [3] and len(found.examples) == 2
+    assert str(found.problems[0]).startswith("line 3: ") and BAD[line] in str(found.problems[0])
+
+
+def test_the_first_hundred_errors_are_reported(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = as_file(tmp_path / "d.jsonl", ["x"] * 150)
+    assert run(data, "-o", tmp_path / "x", "--model-path", model) == tune.CANNOT_RUN
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == MAX_ERRORS + 1 and lines[-1].startswith("  line 100: ")
+
+
+def test_answers_are_tokenised_as_serving_does_and_alone_count() -> None:
+    tokenizer = Tokenizer()
+    lines = [
+        {"messages": [*TWO, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "weight": 0}]},
+        chat("a", "b", template={"opening": ""}),
+        {"prompt": "English: a\n\nChinese:", "completion": " b"},
+    ]  # fmt: skip
+    examples = read_data("\n".join(map(json.dumps, lines)).encode(), "d.jsonl").examples
+    texts = [tokenizer.decode_bytes(list(one.ids)).decode() for one in examples]
+    assert texts == [
+        "User: a\n\nAssistant: <think>\n</think>\nb\n\nUser: c\n\nAssistant: <think>\n</think>\nd\n\n",
+        "User: a\n\nAssistant: b\n\n",
+        "English: a\n\nChinese: b\n\n",
+    ]
+    counted = [[i for i, weight in zip(one.ids, one.weights, strict=True) if weight] for one in examples]
+    assert [tokenizer.decode_bytes(ids).decode() for ids in counted] == ["\nb\n\n", " b\n\n", " b\n\n"]
+    assert [ids[-1] for ids in counted] == [261, 0, 0]  # the first one's last answer has weight 0
+    csv = 'English,Chinese\r\n"a",你好\r\nb\r\n'.encode()
+    found = read_data(csv, "pairs.CSV")
+    assert tokenizer.decode_bytes(list(found.examples[0].ids)).decode() == "English: a\n\nChinese: 你好\n\n"
+    assert [str(one) for one in found.problems] == ["line 3: has 1 cells, the header has 2"]
+
+
+def test_held_out_lines_are_not_trained_on() -> None:
+    examples = read_data("\n".join(map(json.dumps, [*LINES, *LINES])).encode(), "d.jsonl").examples
+    train, held = split(examples, 0.1)
+    assert len(held) == 2 and not {tuple(one.ids) for one in held} & {tuple(one.ids) for one in train}
+
+
+def tuning(model: Path, checkpoint: Path | None, lines: Sequence[object] = LINES, seed: int = 1) -> Tuning:
+    torch.set_num_threads(1)
+    data = read_data("\n".join(map(json.dumps, lines)).encode(), "d.jsonl").examples
+    options = TuneOptions("state+lora", rank=4, epochs=3, batch_tokens=256, seed=seed)
+    return prepare(
+        open_model(str(model), []), *split(data, 0.1), options, Place(torch.device("cpu"), torch.float32), checkpoint
+    )
+
+
+class _KilledError(Exception):
+    pass
+
+
+def test_a_kill_at_any_step_resumes_to_the_same_bits(model: Path, tmp_path: Path) -> None:
+    undisturbed = tuning(model, None)
+    undisturbed.run(lambda _: True)
+    steps = len(undisturbed.trainer.losses)
+    for number in range(1, steps, 5):
+        path = tmp_path / f"{number}.checkpoint"
+
+        def on_step(one: Tuning, number: int = number) -> bool:
+            done = len(one.trainer.losses)
+            if done == max(1, number - 1):
+                one.save()
+            if done == number:
+                raise _KilledError  # after a step that no checkpoint has
+            return True
+
+        with pytest.raises(_KilledError):
+            tuning(model, path).run(on_step)
+        resumed = tuning(model, path)
+        assert resumed.run(lambda _: True) and resumed.trainer.losses == undisturbed.trainer.losses
+        parameters = undisturbed.trainer.model.tunables.parameters
+        assert all(map(torch.equal, resumed.trainer.model.tunables.parameters, parameters))
+
+
+def test_a_checkpoint_of_other_data_or_a_damaged_one_is_refused(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.checkpoint"
+    tuning(model, path).save()
+    with pytest.raises(StartupError, match="other data, model or settings"):
+        tuning(model, path, LINES[:20])
+    with pytest.raises(StartupError, match="other data, model or settings"):
+        tuning(model, path, seed=2)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(StartupError, match="delete it to begin anew"):
+        tuning(model, path)
