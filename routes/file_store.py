@@ -130,6 +130,10 @@ CREATE TABLE IF NOT EXISTS glossaries (
     PRIMARY KEY (id, version)
 );
 CREATE INDEX IF NOT EXISTS glossaries_by_owner ON glossaries (owner);
+CREATE TABLE IF NOT EXISTS documents (
+    owner TEXT NOT NULL, id TEXT NOT NULL, used REAL NOT NULL, bytes INTEGER NOT NULL, record TEXT NOT NULL,
+    PRIMARY KEY (owner, id)
+);
 """
 
 

@@ -88,6 +88,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     resumed: Resumed | None = None
     """tokens to read after the prompt; the request must have one row"""
     use_prefix_cache: bool = True
+    cached_tokens: int = 0
+    """beginning of the prompt that later prompts share; the prefix cache keeps its state at the first time"""
     constraint: Constraint | None = None
     """grammar of the whole text; complete text ends with STOP, without an end token"""
     mixture: list[tuple[str, float]] = []

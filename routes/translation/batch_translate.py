@@ -15,7 +15,8 @@ from routes.response.response_models import Translations
 from routes.route import Route
 from routes.translation.glossaries import named_glossaries
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
-from rwkv_batch.errors import ErrorKind
+from rwkv_batch.errors import ErrorKind, invalid
+from rwkv_batch.translation.context import ContextMode, page_context
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
@@ -74,6 +75,19 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
     context: ContextText = Field(
         "", description="Text that the model reads before each text, like a page's title. It is not translated."
     )
+    context_mode: ContextMode | None = Field(
+        None,
+        strict=False,
+        description="none: no context. page: `context`, or the beginning of the request's own texts, is read once. "
+        "rolling: also the segments before, with their translations. Default: page with `context` or `document`, "
+        "else none.",
+    )
+    document: str = Field(
+        "",
+        max_length=256,
+        description="Id that the client chooses. Later requests with it continue its context, and with rolling its "
+        "translations. It belongs to the API key.",
+    )
     do_not_translate: KeptTerms = Field([], description="Words that stay as they are, like product names.")
     glossary: GlossaryTerms = Field(
         {},
@@ -101,13 +115,20 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
     report_unknown_languages(
         {"source_lang": body.source_lang, "target_lang": body.target_lang}, context.config.strict_fields
     )
+    has_context = bool(body.context.strip() or body.document)
+    if body.context_mode is ContextMode.NONE and has_context:
+        given = "context" if body.context else "document"
+        raise invalid("context_mode", f"is none, but {given} is given; leave one of them out", "none")
+    is_own_page = body.context_mode is ContextMode.PAGE and not has_context
     request = TranslationRequest(
         texts=body.text_list,
         source=body.source_lang,
         target=body.target_lang,
         split=body.split,
         markers=MarkerOptions(body.format, tuple(body.do_not_translate)),
-        context=body.context,
+        mode=body.context_mode or ContextMode.PAGE,
+        context=page_context(body.text_list) if is_own_page else body.context,
+        document=body.document,
         glossary=Glossary(body.glossary),
     )
     ids = [body.glossary_id] if body.glossary_id else []

@@ -1,4 +1,4 @@
-"""Stored glossaries, in the database of files. Each belongs to an API key and keeps its last versions."""
+"""Glossaries and documents that belong to an API key, in the database of files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Callable
 import msgspec
 
 from routes.file_store import Store, StoreFullError
+from rwkv_batch.translation.context import History
 from rwkv_batch.translation.languages import language_code
 
 _MAX_GLOSSARIES = 1000
 _MAX_BYTES = 64 << 20
 """Of a key's glossaries, with all versions."""
 _VERSIONS = 10
+_MAX_DOCUMENTS, _MAX_DOCUMENT_BYTES = 1000, 64 << 20
+"""Of a key. The least recently used documents are forgotten."""
 
 
 class Dictionary(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,3 +119,42 @@ def _insert(database: sqlite3.Connection, glossary: Glossary) -> None:
         )
     row = (glossary.id, glossary.version, glossary.owner, len(record), record.decode())
     database.execute("INSERT INTO glossaries VALUES (?, ?, ?, ?, ?)", row)
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """What a translation of a client's document continues from."""
+
+    version: int = 0
+    context: str = ""
+    histories: dict[str, History] = {}
+    """By target language."""
+
+
+def find_document(store: Store, owner: str, document_id: str) -> Document:
+    """Return a document. It is empty if it is new."""
+    with store.open() as database:
+        return _read_document(database, owner, document_id)
+
+
+def save_document(store: Store, owner: str, document_id: str, document: Document) -> bool:
+    """Store a document's next version. False: another request has changed it."""
+    with store.open() as database:
+        if _read_document(database, owner, document_id).version != document.version:
+            return False
+        record = msgspec.json.encode(msgspec.structs.replace(document, version=document.version + 1))
+        row = (owner, document_id, time.time(), len(record), record.decode())
+        database.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?)", row)
+        newest = (
+            "SELECT id, ROW_NUMBER() OVER newest AS number, SUM(bytes) OVER newest AS total FROM documents "
+            "WHERE owner = ? WINDOW newest AS (ORDER BY used DESC ROWS UNBOUNDED PRECEDING)"
+        )
+        forgotten = f"SELECT id FROM ({newest}) WHERE number > ? OR total > ?"
+        limits = (owner, owner, _MAX_DOCUMENTS, _MAX_DOCUMENT_BYTES)
+        database.execute(f"DELETE FROM documents WHERE owner = ? AND id IN ({forgotten})", limits)
+    return True
+
+
+def _read_document(database: sqlite3.Connection, owner: str, document_id: str) -> Document:
+    query = "SELECT record FROM documents WHERE owner = ? AND id = ?"
+    row = database.execute(query, (owner, document_id)).fetchone()
+    return Document() if row is None else msgspec.json.decode(row[0], type=Document)

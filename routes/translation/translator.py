@@ -1,26 +1,30 @@
 """Runs a translation on the engine: prompts, rounds of jobs, and warnings. The routes only convert bodies.
 
-A blank line ends a model's answer, so no prompt has one. All prompts of a request begin with its context, so the prefix
-cache reads the context once.
+A blank line ends a model's answer, so no prompt has one. All prompts of a request begin with its context. The engine
+reads it once and keeps its state in the prefix cache, also for the next requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 
 import msgspec
 
 from routes.context import Context
+from routes.openai.files import call_store, get_store
 from routes.request.bodies import PriorityFields, StateFields
 from routes.request.ignored import MAX_WARNINGS, nearest_name, report_unknown
-from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
+from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
 from routes.request.prompts import format_turn
-from routes.request_context import cache_tenant, warn
+from routes.request_context import cache_tenant, current_request, warn
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, finished_rows
+from routes.translation import stored
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import FinishReason, GenerateRequest
+from rwkv_batch.translation.context import ContextMode, History
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, is_known_language, language_name
 from rwkv_batch.translation.markers import MAX_MARKERS, TooManyMarkersError
 from rwkv_batch.translation.plan import (
@@ -60,6 +64,13 @@ async def translate(
     limit, given = context.config.max_contents, len(request.texts)
     if given > limit:
         raise invalid(field, f"has {given} texts, the limit is {limit} (--max-contents); send several requests", given)
+    document = await _document(context, request) if request.document else None
+    if document is not None:
+        request = replace(
+            request,
+            context=request.context or document.context,
+            history=document.histories.get(language_name(request.target), ()) if is_rolling(request) else (),
+        )
     # Translations with a tuned state or an adapter are not cached, because the name may later mean another one.
     is_cacheable = not (body.state or body.adapter)
     cache: TranslationCache = context.shared[CACHE_KEY] if is_cacheable else TranslationCache(0)
@@ -71,10 +82,36 @@ async def translate(
     while queries := (await offload_if_large(characters, plan.missing))[:limit]:
         rows = await offload_if_large(characters, _rows, context, queries, body, field)
         results = await finished_rows(context, make_job(rows, body, label), OutputDecoder(len(rows)))
-        await offload_if_large(characters, _add_answers, plan, queries, results)
+        await offload_if_large(characters, _add_answers, plan, queries[: len(rows)], results)
     translations = await offload_if_large(characters, plan.results)
     _report_problems(translations, field)
+    if document is not None:
+        await _save_document(context, request, document, plan.history)
     return translations
+
+
+def is_rolling(request: TranslationRequest) -> bool:
+    return request.mode is ContextMode.ROLLING
+
+
+async def _document(context: Context, request: TranslationRequest) -> stored.Document:
+    owner = current_request().owner
+    return await call_store(
+        stored.find_document, "the document cannot be read", get_store(context), owner, request.document
+    )
+
+
+async def _save_document(
+    context: Context, request: TranslationRequest, document: stored.Document, history: History
+) -> None:
+    """Store a document's context and history, if they changed."""
+    histories = document.histories | ({language_name(request.target): history} if is_rolling(request) else {})
+    changed = msgspec.structs.replace(document, context=request.context, histories=histories)
+    if changed == document:
+        return
+    owner, message = current_request().owner, "the document cannot be stored"
+    if not await call_store(stored.save_document, message, get_store(context), owner, request.document, changed):
+        warn("document", "document: another request changed it meanwhile; send the requests of a document in order")
 
 
 def make_plan(
@@ -92,21 +129,39 @@ def make_plan(
 
 
 def translation_prompt(query: Query) -> str:
-    """Return `English: …\\n\\nChinese:`, with English language names, after the context."""
-    source, target = language_name(query.source), language_name(query.target)
-    before = f"{format_turn(query.context)}\n\n" if query.context.strip() else ""
-    return f"{before}{source}: {format_turn(query.prompt_text)}\n\n{target}:"
+    """Return `English: …\\n\\nChinese:`, with English language names. `shared_prompt` comes before it."""
+    return f"{language_name(query.source)}: {format_turn(query.prompt_text)}\n\n{language_name(query.target)}:"
+
+
+def shared_prompt(query: Query) -> str:
+    """Return the context and the translations before, which begin the prompts of many texts."""
+    target = language_name(query.target)
+    before = [format_turn(query.context)] if query.context.strip() else []
+    for example in query.history:
+        before += (f"{example.source}: {format_turn(example.text)}", f"{target}: {format_turn(example.translation)}")
+    return "".join(f"{part}\n\n" for part in before)
 
 
 def _rows(context: Context, queries: list[Query], body: TranslationFields, field: str) -> list[GenerateRequest]:
-    rows = []
-    prompts = ((field, translation_prompt(query)) for query in queries)
-    for query, prompt in zip(queries, encode_all(context.tokenizer, prompts, context.config), strict=True):
+    """Return rows of the first queries: as many as fit into a job with their context."""
+    rows: list[GenerateRequest] = []
+    tokenizer, config = context.tokenizer, context.config
+    prompts = encode_all(tokenizer, ((field, translation_prompt(query)) for query in queries), config)
+    shared: dict[tuple[str, History], list[int]] = {}
+    total = 0
+    for query, prompt in zip(queries, prompts, strict=True):
+        key = (query.context, query.history)
+        if key not in shared:
+            before = shared_prompt(query)
+            shared[key] = encode(tokenizer, before, "context", config) if before else []
+        total += len(shared[key]) + len(prompt)
+        if rows and total > config.max_request_tokens:
+            break
         stops = ["\n\n", *(f"\n{language_name(language)}:" for language in (query.source, query.target))]
-        num_tokens = len(context.tokenizer.encode(query.text)) if query.context else len(prompt)
-        max_tokens = min(_MIN_TOKENS + _TOKENS_PER_PROMPT_TOKEN * num_tokens, context.config.max_tokens_limit)
-        row = greedy_row(prompt, max_tokens, stops, body.state, body.adapter)
-        rows.append(msgspec.structs.replace(row, sampling=_sampling(query)) if query.attempt else row)
+        max_tokens = min(_MIN_TOKENS + _TOKENS_PER_PROMPT_TOKEN * len(prompt), config.max_tokens_limit)
+        row = greedy_row([*shared[key], *prompt], max_tokens, stops, body.state, body.adapter)
+        sampling = _sampling(query) if query.attempt else row.sampling
+        rows.append(msgspec.structs.replace(row, sampling=sampling, cached_tokens=len(shared[key])))
     return rows
 
 

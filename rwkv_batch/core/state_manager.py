@@ -208,10 +208,7 @@ class StateManager:
             sequence.spare_slot = spare
 
     def preempt(self, sequence: Sequence) -> None:
-        """Give up the cache points of a paused row.
-
-        Waiting rows read the prefix themselves; this row still offers it.
-        """
+        """Give up a paused row's cache points. Waiting rows read the prefix themselves; this row still offers it."""
         self._abandon_cache_points(sequence)
 
     def _abandon_cache_points(self, sequence: Sequence) -> None:
@@ -223,7 +220,8 @@ class StateManager:
         if hit is not None:
             sequence.shared = SharedSlot(hit.slot, lambda: self.pool.prefixes.unpin(hit))
             sequence.num_computed_tokens = sequence.cached_tokens = hit.num_tokens
-        sequence.cache_points = self.pool.prefixes.cache_points(sequence.token_ids, observed=True, base=sequence.base)
+        wanted, ids = sequence.request.cached_tokens, sequence.token_ids
+        sequence.cache_points = self.pool.prefixes.cache_points(ids, True, sequence.base, wanted)
 
     # Steps ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rwkv_batch.translation.checks import problem
+from rwkv_batch.translation.context import CHUNK_SEGMENTS, ContextMode, Example, History, digest, extended
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.languages import detect_languages, language_code, language_name
 from rwkv_batch.translation.markers import MarkerOptions, Segment
@@ -36,6 +37,8 @@ class Query:
     text: str
     context: str = ""
     """Text that the model reads and does not translate."""
+    history: History = ()
+    """Translations that the model reads after the context."""
     attempt: int = 0
     """0: the most likely translation. An odd one is sampled because the one before it is wrong."""
     terms: tuple[tuple[str, str], ...] = ()
@@ -73,7 +76,7 @@ class TranslationCache:
         self._answers: OrderedDict[tuple[str, Query], Answer] = OrderedDict()
 
     def get(self, tenant: str, query: Query) -> Answer | None:
-        key = (tenant, query)
+        key = (tenant, _short(query))
         with self._lock:
             if key not in self._answers:
                 return None
@@ -82,12 +85,19 @@ class TranslationCache:
 
     def put(self, tenant: str, query: Query, answer: Answer) -> None:
         """Cache a translation, unless it is too long."""
-        if len(query.text) + len(query.context) + len(answer.text) > _MAX_CACHED_CHARACTERS:
+        if len(query.text) + len(answer.text) > _MAX_CACHED_CHARACTERS:
             return
         with self._lock:
-            self._answers[tenant, query] = answer
+            self._answers[tenant, _short(query)] = answer
             while len(self._answers) > self._size:
                 self._answers.popitem(last=False)
+
+
+def _short(query: Query) -> Query:
+    """Return the query with a digest of its context."""
+    if not (query.context or query.history):
+        return query
+    return replace(query, context=digest(query.context, query.history), history=())
 
 
 class TooManySegmentsError(ValueError):
@@ -104,8 +114,13 @@ class TranslationRequest:
     target: str
     split: Split = Split.NEWLINES
     markers: MarkerOptions = field(default_factory=MarkerOptions)
+    mode: ContextMode = ContextMode.PAGE
     context: str = ""
     """Text that the model reads and does not translate."""
+    history: History = ()
+    """Translations of what came before, for ContextMode.ROLLING."""
+    document: str = ""
+    """Id of the client's document, whose context and history are kept."""
     glossary: Glossary = field(default_factory=lambda: Glossary({}))
     glossaries: Mapping[str, Glossary] = field(default_factory=dict)
     """Glossaries by the code of a text's language, which replace `glossary` for it."""
@@ -124,6 +139,25 @@ class Translation:
     """Ends of sentences like "the translation repeats itself", for warnings."""
 
 
+@dataclass(slots=True)
+class _Unit:
+    """A segment of a text."""
+
+    segment: Segment
+    source: str
+    history: History = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A segment's translation."""
+
+    text: str
+    said: str
+    """The model's answer, before the markers were put back."""
+    problems: list[str]
+
+
 class TranslationPlan:
     """The state of one request."""
 
@@ -131,6 +165,8 @@ class TranslationPlan:
         self, request: TranslationRequest, max_segments: int, cache: TranslationCache, tenant: str = ""
     ) -> None:
         """Split the texts. Raises TooManySegmentsError and TooManyMarkersError."""
+        self.history = request.history
+        """The last translations, for the next request of the document."""
         self._request = request
         self._cache = cache
         self._tenant = tenant
@@ -139,27 +175,49 @@ class TranslationPlan:
         texts = request.texts
         is_auto = request.source.lower() == AUTO
         self._sources = [one or AUTO for one in detect_languages(texts)] if is_auto else [request.source] * len(texts)
-        self._pieces: list[list[str | Segment]] = []
+        self._pieces: list[list[str | _Unit]] = []
         segments = 0
         for text, source in zip(texts, self._sources, strict=True):
-            pieces: list[str | Segment] = []
+            pieces: list[str | _Unit] = []
             is_kept = source == AUTO or language_name(source) == language_name(request.target)
             for piece in [text] if is_kept else split_text(text, request.markers, request.split, source):
                 if isinstance(piece, Segment):
                     segments += 1 if len(piece.markers) <= _MAX_MARKERS_IN_PROMPT else len(piece.markers)
                 if segments > max_segments:
                     raise TooManySegmentsError
-                pieces.append(piece)
+                pieces.append(_Unit(piece, source, self.history) if isinstance(piece, Segment) else piece)
             self._pieces.append(pieces)
+        self._units = [piece for pieces in self._pieces for piece in pieces if isinstance(piece, _Unit)]
+        self._num_done = 0
 
     def missing(self) -> list[Query]:
         """Return the texts to translate next, without duplicates. Empty at the end."""
         self._missing = {}
-        for pieces, source in zip(self._pieces, self._sources, strict=True):
-            for piece in pieces:
-                if isinstance(piece, Segment):
-                    self._translated(piece, source)
+        is_rolling = self._request.mode is ContextMode.ROLLING
+        while self._num_done < len(self._units):
+            end = self._num_done + CHUNK_SEGMENTS if is_rolling else len(self._units)
+            chunk = self._units[self._num_done : end]
+            for unit in chunk:
+                unit.history = self.history
+            results = [self._translated(unit) for unit in chunk]
+            if self._missing:
+                break
+            self._num_done += len(chunk)
+            if is_rolling:
+                self._extend_history(chunk, results)
         return list(self._missing)
+
+    def _extend_history(self, units: Sequence[_Unit], results: Sequence[_Result | None]) -> None:
+        """Add the translations without problems to the history."""
+        pairs = zip(units, results, strict=True)
+        self.history = extended(
+            self.history,
+            (
+                Example(language_name(unit.source), unit.segment.shown(), result.said)
+                for unit, result in pairs
+                if result is not None and not result.problems
+            ),
+        )
 
     def add_answers(self, answers: Mapping[Query, str], cut: frozenset[Query] = frozenset()) -> None:
         """Add the model's answers. `cut`: queries whose answers reached the token limit."""
@@ -176,16 +234,20 @@ class TranslationPlan:
             texts: list[str] = []
             problems: list[str] = []
             for piece in pieces:
-                translated = (piece, []) if isinstance(piece, str) else self._translated(piece, source)
+                if isinstance(piece, str):
+                    texts.append(piece)
+                    continue
+                translated = self._translated(piece)
                 assert translated is not None, "a translation is missing"
-                texts.append(translated[0])
-                problems += translated[1]
+                texts.append(translated.text)
+                problems += translated.problems
             found.append(Translation("".join(texts), source, problems))
         return found
 
-    def _translated(self, segment: Segment, source: str) -> tuple[str, list[str]] | None:
-        """Return a segment's translation and its problems. None: texts were added to `_missing`."""
-        whole = Query(source, self._request.target, "", self._request.context, 2 * self._request.variant)
+    def _translated(self, unit: _Unit) -> _Result | None:
+        """Return a segment's translation. None: texts were added to `_missing`."""
+        segment, request = unit.segment, self._request
+        whole = Query(unit.source, request.target, "", request.context, unit.history, 2 * request.variant)
         if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
             return self._split_at_markers(segment, whole)
         whole = self._with_text(whole, segment.shown())
@@ -199,20 +261,21 @@ class TranslationPlan:
         restored = segment.restore(best.text)
         if restored is None:  # the cache had an answer without the markers, or the second answer lacks them
             return self._split_at_markers(segment, whole)
-        return restored, best.problems
+        return _Result(restored, best.text, best.problems)
 
     def _with_text(self, query: Query, text: str) -> Query:
         request = self._request
         glossary = request.glossaries.get(language_code(query.source), request.glossary)
         return replace(query, text=text, terms=tuple(glossary.terms_in(text).items()))
 
-    def _split_at_markers(self, segment: Segment, whole: Query) -> tuple[str, list[str]] | None:
+    def _split_at_markers(self, segment: Segment, whole: Query) -> _Result | None:
         parts = [self._part(part, whole) for part in segment.parts]
         if None in parts:
             return None
         count = len(segment.markers)
         problem_text = f"was split around {count} marker{'s'[: count > 1]} that the model did not keep"
-        return segment.join([part for part in parts if part is not None]), [problem_text]
+        joined = segment.join([part for part in parts if part is not None])
+        return _Result(joined, joined, [problem_text])
 
     def _part(self, text: str, whole: Query) -> str | None:
         """Return the translation of a text between markers.

@@ -193,12 +193,14 @@ class PrefixCache:
         if self.enabled and len(tokens) > MIN_TOKENS:
             self._recent.add(_pack_prompt(tokens, base))
 
-    def cache_points(self, tokens: Sequence[int], observed: bool = False, base: bytes = NO_PREFIX_BASE) -> list[int]:
+    def cache_points(
+        self, tokens: Sequence[int], observed: bool = False, base: bytes = NO_PREFIX_BASE, wanted: int = 0
+    ) -> list[int]:
         """Return the position, if any, where prefill should pause and call `offer`. At most one.
 
-        There the prompt departs from earlier ones. Of several such points, it is the one that would have saved the
-        most tokens. `observed`: the prompt was announced by `observe`. Other rows may wait for this state
-        (`should_wait`), so a row that ends early must call `abandon`.
+        It is `wanted`, or where the prompt departs from earlier ones. Of several such points, it is the one that would
+        have saved the most tokens. `observed`: the prompt was announced by `observe`. Other rows may wait for this
+        state (`should_wait`), so a row that ends early must call `abandon`.
         """
         if not self.enabled or len(tokens) <= MIN_TOKENS:
             return []
@@ -206,14 +208,17 @@ class PrefixCache:
         shared = self._recent.shared_bytes(ids, observed)
         if not observed:
             self._recent.add(ids)
-        cached = max(self._longest(ids), _base_bytes(ids))
-        gains = [((at - cached) * sum(other >= at for other in shared), at) for at in set(shared)]
-        gain, at = max(gains, default=(0, 0))
-        if gain <= 0 or at - cached < _KEY_BYTES:
+        start = _base_bytes(ids)
+        cached = max(self._longest(ids), start)
+        at = start + TOKEN_BYTES * wanted
+        if not cached < at < len(ids):
+            gains = [((at - cached) * sum(other >= at for other in shared), at) for at in set(shared)]
+            at = max(gains, default=(0, 0))[1]
+        if at - cached < _KEY_BYTES:
             return []
         self._in_progress[ids[:at]] = None
         self._wait_decisions.clear()
-        return [(at - _base_bytes(ids)) // TOKEN_BYTES]
+        return [(at - start) // TOKEN_BYTES]
 
     def should_wait(self, tokens: Sequence[int], base: bytes = NO_PREFIX_BASE) -> bool:
         """Whether a longer prefix than the cached one is being computed."""

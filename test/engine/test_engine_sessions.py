@@ -375,3 +375,13 @@ def test_prefix_cache_changes_no_text(model: Path) -> None:
     assert ended[-1].finishes[0].cached_tokens >= 32
     cached = sorted(finish.cached_tokens for finish in together.finishes.values())
     assert cached[0] == 0 and cached[1] >= 32, "rows that arrive together share one prefill of their prefix"
+
+
+def test_a_named_prefix_is_kept_at_its_first_use(model: Path) -> None:
+    page = "A page that every prompt of this test begins with, long enough for the cache." * 3
+    length = len(make_request(page).prompt)
+    with started_engine(model, PoolConfig(state_db="")) as engine:
+        plain = [run(engine, make_request(page + end, use_prefix_cache=False)).texts[0] for end in (" One", " Two")]
+        jobs = [run(engine, make_request(page + end, cached_tokens=length)) for end in (" One", " Two")]
+    assert [job.texts[0] for job in jobs] == plain
+    assert [job.finishes[0].cached_tokens for job in jobs] == [0, length]

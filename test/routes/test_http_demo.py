@@ -86,3 +86,36 @@ def test_unfamiliar_text_ends(demo: Service, tmp_path: Path) -> None:
     choices = demo.post("/v1/chat/completions", body).json()["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["stop"] * len(strange)
     assert all(choice["message"]["content"].strip() for choice in choices)
+
+
+def saved_tokens(demo: Service) -> int:
+    """Prompt tokens that cached prefixes saved."""
+    found = re.search(r"^rwkv_pool_prefix_cache_saved_tokens\S* (\d+)", demo.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def test_a_page_is_read_once_for_many_requests(demo: Service) -> None:
+    page = "This page is about the two cats of a small house and the people who live there. " * 10
+    body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Good morning"], "document": "page 1"}
+    before = saved_tokens(demo)
+    first = demo.post("/translate/v1/batch-translate", {**body, "context": page}).json()
+    assert saved_tokens(demo) == before
+    again = demo.post("/translate/v1/batch-translate", {**body, "text_list": ["Hello world!", "Good morning"]}).json()
+    assert saved_tokens(demo) - before >= 150, "the document's context was read again"
+    assert again["translations"][1] == first["translations"][0]
+
+
+def test_a_document_continues_its_translation(demo: Service) -> None:
+    def sent(**fields: object) -> dict[str, object]:
+        body = {"source_lang": "en", "target_lang": "zh-CN", "context_mode": "rolling", **fields}
+        answer: dict[str, object] = demo.post("/translate/v1/batch-translate", body).json()
+        return answer
+
+    texts = ["I bought two books yesterday.", "She is reading them.", "Good morning"]
+    whole = [sent(text_list=texts[:1], document="book"), sent(text_list=texts[1:], document="book")]
+    repeated = [sent(text_list=texts[:1], document="copy"), sent(text_list=texts[1:], document="copy")]
+    assert whole == repeated and "warnings" not in whole[0]
+    wrong = {"target_lang": "de", "text_list": ["a"], "context_mode": "none", "context": "x"}
+    refused = demo.post("/translate/v1/batch-translate", wrong)
+    assert refused.status_code == 422 and "leave one of them out" in refused.json()["error"]

@@ -69,7 +69,7 @@ def prompts_of(text: str) -> None:
     """Build prompts: a conversation, a gap, a session's turn, a translation."""
     from routes.request import prompts
     from routes.request.messages import Message
-    from routes.translation.translator import translation_prompt
+    from routes.translation.translator import shared_prompt, translation_prompt
     from rwkv_batch.translation.plan import Query
 
     turns = [Message(role=role, content=text) for role in ("system", "user", "tool", "assistant", "user")]  # type: ignore[arg-type]
@@ -77,7 +77,8 @@ def prompts_of(text: str) -> None:
     prompts.new_messages(turns)
     prompts.continuation_prompt(text)
     prompts.fill_in_the_middle(text, text)
-    translation_prompt(Query("en", "zh", text, text))
+    translation_prompt(Query("en", "zh", text))
+    shared_prompt(Query("en", "zh", "", text))
 
 
 def thoughts(text: str) -> None:

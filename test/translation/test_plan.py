@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rwkv_batch.translation.checks import problem
+from rwkv_batch.translation.context import ContextMode
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import (
@@ -102,6 +103,34 @@ def test_answers_are_cached_with_their_problems() -> None:
         texts = ("I see the white dog.", "Go to {x} now")
         found, asked = translated(lambda query: query.text.replace("{x}", ""), *texts, cache=cache)
         assert len(asked) == asked_now and [len(one.problems) for one in found] == [1, 1]
+
+
+def test_a_rolling_translation_reads_what_came_before() -> None:
+    texts = [f"This is sentence number {number} of the book." for number in range(20)]
+    found, asked = translated(upper, *texts, mode=ContextMode.ROLLING, context="A book.")
+    assert [one.text for one in found] == [*map(loud, texts)]
+    assert [len(query.history) for query in asked] == [0] * 8 + [8] * 8 + [16] * 4
+    assert asked[8].history[0] == ("English", texts[0], loud(texts[0])) and asked[8].context == "A book."
+
+
+def test_a_rolling_history_leaves_faulty_translations_out_and_is_bounded() -> None:
+    texts = [f"This is {'a very ' * 40} long sentence number {number}." for number in range(200)]
+
+    def model(query: Query) -> str:
+        return query.text if "number 3." in query.text else upper(query)
+
+    _, asked = translated(model, *texts, mode=ContextMode.ROLLING)
+    histories = {query.history for query in asked}
+    assert all(sum(len(one.text) + len(one.translation) for one in history) <= 6000 for history in histories)
+    assert texts[3] not in {one.text for history in histories for one in history}
+    assert asked[-1].history[-1].text == texts[191]
+
+
+def test_a_cached_answer_belongs_to_its_context() -> None:
+    cache = TranslationCache(9)
+    for context, count in (("A page. " * 2000, 1), ("A page. " * 2000, 0), ("Another page.", 1)):
+        _, asked = translated(upper, "I see the white dog.", cache=cache, context=context)
+        assert len(asked) == count
 
 
 def test_segments_are_counted() -> None:
