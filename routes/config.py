@@ -54,6 +54,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum of `timeout_s`, and the limit of requests without it. 0: one day and no limit."""
     access_log: bool = True
     """One log line per request."""
+    otlp_endpoint: str = ""
+    """URL of an OpenTelemetry collector, for a span per request. "": none."""
     translate_cache: int = 4096
     """Translations cached per HTTP worker. 0: none."""
     share_prefix_cache: bool = False

@@ -49,6 +49,12 @@ class RequestContext:
     completion_tokens: int = 0
     queue_s: float | None = None
     """Longest time that a finished row waited for its request slot."""
+    submitted_s: float = 0.0
+    """Time from the request's arrival to its submission to an engine."""
+    prefill_s: float = 0.0
+    """Longest time from a finished row's request slot to the step that sampled its first token."""
+    traceparent: str = ""
+    """W3C's header, with --otlp-endpoint."""
     first_byte_s: float = 0.0
     """Time from the request's arrival to the answer's first byte. 0 before it."""
     error_kind: str = ""
@@ -67,6 +73,7 @@ class RequestContext:
     def count_job(self, job: Job) -> None:
         """Count a job's rows and prompt tokens."""
         self.rows += job.num_rows
+        self.submitted_s = time.monotonic() - self.started
         self.prompt_tokens += sum(row.num_prompt_tokens for row in job.rows)
 
     def observe(self, events: JobEvents) -> None:
@@ -77,6 +84,7 @@ class RequestContext:
             self.completion_tokens += delta.num_tokens
             if delta.finish is not None:
                 self.queue_s = max(self.queue_s or 0.0, delta.finish.queue_s)
+                self.prefill_s = max(self.prefill_s, delta.finish.prefill_s)
                 if delta.finish.error is not None:
                     self.error_kind = delta.finish.error.kind
 

@@ -246,6 +246,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """prompt tokens that a session's state or a cached prefix already contained"""
     queue_s: float = 0.0
     """seconds from the job's arrival until the row got its slots; 0 if it never did"""
+    prefill_s: float = 0.0
+    """seconds from then until the step that sampled its first token was launched"""
     error: ErrorInfo | None = None
     session_id: str | None = None
     dialogue_idx: int | None = None

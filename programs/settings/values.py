@@ -5,6 +5,7 @@ A strategy is a text of the `rwkv` package, like "cuda fp16 *10 -> cpu fp32".
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import re
 import socket
@@ -21,6 +22,7 @@ Value = TypeVar("Value", int, float)
 _HOST = r"[\w-]+(?:\.[\w-]+)*"
 _HOST_NAME = re.compile(rf"\*|(?:\*\.)?{_HOST}|[0-9a-f:]+", re.ASCII)
 """Also an IPv6 address, without brackets."""
+_HTTP_URL = re.compile(rf"https?://(?:{_HOST}|\[[0-9a-f:]+\])(?::\d+)?(?:/[\w./-]*)?", re.ASCII)
 _ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://(?:{_HOST}|\[[0-9a-f:]+\])(?::\d+)?", re.ASCII)
 
 
@@ -193,6 +195,22 @@ def origins(text: str) -> tuple[str, ...]:
         if name != "*" and not _ORIGIN.fullmatch(name):
             raise SettingsError(f"must list origins like https://a.example,http://localhost:3000, or *, got {name!r}")
     return names
+
+
+def otlp_endpoint(text: str) -> str:
+    """Returns the URL of a collector. Raises SettingsError, also if the exporter is not installed."""
+    if text and not _HTTP_URL.fullmatch(text):
+        raise SettingsError(f"must be a collector's URL like http://localhost:4318, got {text!r}")
+    if text and not all(map(_is_installed, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"))):
+        raise SettingsError("needs: pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http")
+    return text
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def host_names(text: str) -> tuple[str, ...]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from routes.context import Context
 from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import BLANK, ErrorFormat, StreamedResponse, to_json
-from routes.serving.access import CLIENT_DISCONNECTED, DONE, log_access
+from routes.serving.access import CLIENT_DISCONNECTED, DONE, PROBES, log_access
 from routes.serving.connections import Connection
 from routes.serving.stream_guard import StreamGuard
 from routes.serving.thread_states import keep_state
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.ipc.wire import Observe
+
+if TYPE_CHECKING:
+    from routes.serving.tracing import RequestTracer
 
 KEY_REMOVED = ErrorInfo(
     kind=ErrorKind.UNAUTHORIZED,
@@ -23,6 +27,8 @@ _WORKER_LOST = ErrorInfo(
 )
 GUARD_KEY = "stream_guard"
 """Key of the `StreamGuard` in `Context.shared`."""
+TRACER_KEY = "tracer"
+"""Key of the `RequestTracer` in `Context.shared`, with --otlp-endpoint."""
 
 
 class ActiveRequest:
@@ -56,6 +62,9 @@ def report(context: Context, request_context: RequestContext, status: int, outco
     context.engine.observe(Observe(request_context.route, status, seconds, request_context.first_byte_s))
     if context.config.access_log:
         log_access(request_context, status, outcome)
+    if context.config.otlp_endpoint and request_context.route not in PROBES:
+        tracer: RequestTracer = context.shared[TRACER_KEY]
+        tracer.record(request_context, status, outcome)
 
 
 class RobynChunks:

@@ -266,6 +266,8 @@ def wrap(context: Context, route: Route) -> RobynHandler:
         address = identity.client(_peer(request, connection), request.headers.get)
         origin = rules.allowed_origin(request.headers.get, route.allows_any_origin)
         request_context = _start_request(request, route.path, address, origin)
+        if context.config.otlp_endpoint:
+            request_context.traceparent = request.headers.get("traceparent") or ""
         try:
             active_request = ActiveRequest(context, request_context, address, route.is_generation)
         except ServiceError as error:

@@ -38,7 +38,7 @@ from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
 from routes.serving import preload
 from routes.serving.access import ClientIdentity, add_request_ids, anonymous_grant, shows_secret
-from routes.serving.active_requests import GUARD_KEY
+from routes.serving.active_requests import GUARD_KEY, TRACER_KEY
 from routes.serving.connections import cancel_left, identify_connections, known_connections
 from routes.serving.http import register
 from routes.serving.listen_socket import serve
@@ -63,6 +63,8 @@ _TICKS_PER_USE_REPORT = 5
 """Housekeeping ticks between two reports of used models."""
 _MIN_FINISH_S = 4.5
 """Least time to tell clients that their answers end, even if --drain-timeout-s is shorter."""
+_FLUSH_SPANS_S = 1.0
+"""Time to send the last spans to a collector."""
 _FLUSH_S, _FLUSH_TICKS = 0.3, 30
 """Time for Robyn to send its last bytes, split into sleeps. With busy CPUs, each sleep lasts longer."""
 
@@ -179,6 +181,10 @@ def _run(
     os.sched_setaffinity(0, {sorted(cpus)[os.getpid() % len(cpus)]})
     set_up_logging(name, log_config)
     add_request_ids()
+    if config.otlp_endpoint:
+        from routes.serving.tracing import RequestTracer  # loads OpenTelemetry's SDK
+
+        context.shared[TRACER_KEY] = RequestTracer(config.otlp_endpoint)
     fleet.start(name)
     follow_thread = threading.Thread(
         target=_follow_supervisor, args=(context, fleet, supervisor, models), name="supervisor", daemon=True
@@ -305,4 +311,6 @@ def _follow_supervisor(context: Context, fleet: Fleet, supervisor: SupervisorLin
                     time.sleep(0.02)
                 for _ in range(_FLUSH_TICKS):
                     time.sleep(_FLUSH_S / _FLUSH_TICKS)
+                if (tracer := context.shared.get(TRACER_KEY)) is not None:
+                    tracer.close(_FLUSH_SPANS_S)
                 os._exit(0)

@@ -111,6 +111,8 @@ class JobTable:
                     self._report_session(sequence, sequence.lease.num_tokens)
                 self._state_manager.advance(sequence, row.num_tokens)
             if row.samples_token:
+                if not sequence.has_sampled:
+                    sequence.prefill_s = time.monotonic() - sequence.job.submitted_at - sequence.queue_s
                 sequence.token_ids.append(PENDING)
                 sequence.last_sample_step = step
             elif not sequence.may_sample and sequence.num_uncomputed_tokens == 0:

@@ -138,6 +138,8 @@ class Sequence:
     req_slot: int = NO_REQ_SLOT
     queue_s: float = 0.0
     """seconds that it waited for its request slot"""
+    prefill_s: float = 0.0
+    """seconds from then until the step that samples its first token was launched"""
     last_sample_step: int = 0
     """number of the step that samples its last token"""
     shared: SharedSlot | None = None
@@ -313,6 +315,7 @@ class Sequence:
             completion_tokens=len(self.output.tokens),
             cached_tokens=self.cached_tokens,
             queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
             error=error,
             session_id=self.request.session.session_id if self.request.session else None,
             dialogue_idx=self.dialogue_idx,
