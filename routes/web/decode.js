@@ -6,6 +6,12 @@ import { createStore, html, settings, useEffect, useStore } from "./ui.js";
 
 const NAMES = ["temperature", "top_p", "top_k", "alpha_presence", "alpha_frequency", "alpha_decay", "max_tokens", "seed"];
 const SCHEMA = "TurnBody";
+/** Values by name. Other values are kept. */
+const PRESETS = {
+  precise: { temperature: 0.3, top_p: 0.3 },
+  balanced: {},
+  free: { temperature: 1.3, top_p: 0.8 },
+};
 
 function kept() {
   try {
@@ -49,6 +55,10 @@ function change(name, field, text) {
   });
 }
 
+function usePreset(preset) {
+  values.set(({ temperature: _, top_p: __, ...others }) => ({ ...others, ...PRESETS[preset] }));
+}
+
 /** One number input with its description. `prefix` makes its id unique. */
 function Parameter({ name, field, prefix }) {
   const now = useStore(values)[name];
@@ -76,6 +86,7 @@ export function DecodeParameters({ prefix }) {
     ${names.length > 1 && html`<label>${t("decode.model")}
       <select onChange=${(event) => model.set(event.currentTarget.value)}>${names.map((name) => html`<option selected=${name === model.get()}>${name}</option>`)}</select>
     </label>`}
+    <p class="row" role="group" aria-label=${t("decode.presets")}>${Object.keys(PRESETS).map((preset) => html`<button onClick=${() => usePreset(preset)}>${t(`preset.${preset}`)}</button>`)}</p>
     <div class="grid">${Object.entries(fields).map(([name, field]) => html`<${Parameter} key=${name} ...${{ name, field, prefix }} />`)}</div>
     <button onClick=${() => values.set({})} disabled=${!changed}>${t("decode.reset")}</button>
   </details>`;

@@ -13,6 +13,9 @@ const TIMEOUT_MS = 10_000;
  */
 export const service = createStore({ state: "starting", reason: "", status: null, metrics: null, at: 0, restarts: 0 });
 
+/** Where the states of the first tier are: "vram" with a GPU, else "memory". */
+export const firstTier = ({ status }) => (status?.devices?.some((name) => name.startsWith("cuda")) ? "vram" : "memory");
+
 async function poll() {
   const get = (path, options) => request(path, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
   const [status, metrics] = await Promise.all([

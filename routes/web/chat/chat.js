@@ -5,20 +5,28 @@ import { t, useLanguage } from "../i18n.js";
 import { html, settings, useEffect, useLayoutEffect, useRef, useState, useStore } from "../ui.js";
 import * as control from "./controller.js";
 import { pathTo } from "./conversation.js";
+import { Keys } from "./keys.js";
 import { THINK_MODES } from "./prompt.js";
 import { Sessions } from "./sessions.js";
 import { Tree } from "./tree.js";
 import { Turn } from "./turn.js";
+import { Welcome } from "./welcome.js";
 
 const REFRESH_MS = 10_000;
 const AT_END_PX = 80;
 
-function Composer({ conversation, busy }) {
+const keptThink = () => (THINK_MODES.includes(settings.get("think")) ? settings.get("think") : "off");
+
+function Composer({ running, visible }) {
   const [text, setText] = useState("");
-  const [think, setThink] = useState(THINK_MODES.includes(settings.get("think")) ? settings.get("think") : "off");
+  const field = useRef();
+  const [think, setThink] = useState(keptThink());
+  useEffect(() => {
+    if (visible && !matchMedia("(pointer: coarse)").matches) field.current.focus();
+  }, [visible]);
   const submit = (event) => {
     event?.preventDefault();
-    if (!text.trim() || busy) return;
+    if (!text.trim() || running) return;
     setText("");
     control.send(text, think);
   };
@@ -32,15 +40,14 @@ function Composer({ conversation, busy }) {
     setThink(event.currentTarget.value);
     settings.set("think", event.currentTarget.value);
   };
-  const running = busy && conversation.turns.find((turn) => control.isRunning(conversation, turn));
   return html`<form class="composer" onSubmit=${submit}>
-    <textarea id="question" aria-label=${t("chat.question")} placeholder=${t("chat.placeholder")} rows="3" value=${text}
+    <textarea id="question" ref=${field} aria-label=${t("chat.question")} placeholder=${t("chat.placeholder")} rows="3" value=${text}
       onInput=${(event) => setText(event.currentTarget.value)} onKeyDown=${key}></textarea>
     <div class="row">
       <label>${t("think.label")} <select id="think" value=${think} onChange=${choose}>${THINK_MODES.map((mode) => html`<option value=${mode} selected=${mode === think}>${t(`think.${mode}`)}</option>`)}</select></label>
       <span class="space"></span>
       ${running
-        ? html`<button type="button" id="stop" onClick=${() => control.stop(conversation, running)}>${t("chat.stop")}</button>`
+        ? html`<button type="button" id="stop" onClick=${running}>${t("chat.stop")}</button>`
         : html`<button class="main" id="send" disabled=${!text.trim()}>${t("chat.send")}</button>`}
     </div>
   </form>`;
@@ -72,7 +79,7 @@ function Transcript({ conversation, path }) {
     follows.current = true;
   }, [conversation.id, path.length]);
   return html`<div class="transcript" ref=${box} onScroll=${scrolled} tabindex="0" role="log" aria-label=${t("chat.transcript")} aria-live="off">
-    ${path.length === 0 && html`<div class="welcome"><h2>${t("chat.welcome")}</h2><p>${t("chat.about")}</p></div>`}
+    ${path.length === 0 && html`<${Welcome} ask=${(text) => control.send(text, keptThink())} />`}
     ${path.map((turn) => html`<${Turn} key=${`${conversation.id}/${turn.id}`} conversation=${conversation} turn=${turn} />`)}
   </div>`;
 }
@@ -100,7 +107,9 @@ export function Chat({ visible }) {
     return () => clearInterval(timer);
   }, [visible]);
   const path = pathTo(conversation, conversation.current);
-  const busy = conversation.turns.some((turn) => control.isRunning(conversation, turn));
+  const growing = conversation.turns.find((turn) => control.isRunning(conversation, turn));
+  const busy = Boolean(growing);
+  const stop = busy ? () => control.stop(conversation, growing) : null;
   return html`<div class="chat">
     <details class="side left" open=${innerWidth > 900}><summary>${t("sessions.title")}</summary><${Sessions} /></details>
     <div class="middle">
@@ -109,8 +118,9 @@ export function Chat({ visible }) {
       </details><${DecodeParameters} prefix="chat" /><${Exports} conversation=${conversation} path=${path} /></div>
       <${Transcript} conversation=${conversation} path=${path} />
       ${problem && html`<p class="bad" role="alert">${problem === "offline" ? t("notice.offline") : problem}</p>`}
-      <${Composer} conversation=${conversation} busy=${busy} />
+      <${Composer} running=${stop} visible=${visible} />
       <${AnswerAnnouncer} busy=${busy} />
+      <${Keys} active=${visible} stop=${stop ?? (() => {})} />
     </div>
     <details class="side right" open=${innerWidth > 900}><summary>${t("tree.title")}</summary><${Tree} conversation=${conversation} /></details>
   </div>`;

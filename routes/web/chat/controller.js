@@ -154,22 +154,40 @@ function unread(conversation, turn) {
   return { prompt: texts.join("\n\n"), from: path[at] };
 }
 
+/** Tokens, seconds to the first one, and tokens per second after it. */
+function speedOf(tokens, started, first) {
+  return { tokens, first: (first - started) / 1000, perSecond: (tokens - 1) / Math.max(1e-3, (performance.now() - first) / 1000) };
+}
+
 async function streamTurn(conversation, turn, prompt, from, signal) {
   const stops = stopsOf(turn.think);
   const body = { ...decodeFields(), ...chosenModel(), contents: [prompt], session_id: conversation.id };
   if (stops) body.stop_tokens = stops;
+  body.stream_options = { include_usage: true };
+  const started = performance.now();
+  let first = 0;
   if (!conversation.linear) body.dialogue_idx = from?.dialogue ?? ROOT;
   const path = conversation.linear ? "/state/chat/completions" : "/multi_state/chat/completions";
   for await (const event of stream(path, body, signal)) {
     if (event.error) throw new ApiError(event.error, 200, event);
     if (event.dialogue_idx !== undefined) turn.dialogue = event.dialogue_idx;
+    if (event.usage) turn.speed = speedOf(event.usage.completion_tokens, started, first || performance.now());
     for (const choice of event.choices ?? []) {
+      first ||= performance.now();
       grow(turn, choice.delta.content ?? "");
       if (choice.finish_reason) turn.reason = choice.finish_reason;
     }
     rerender();
   }
   if (conversation.linear) turn.dialogue = turn.id;
+}
+
+/** Give a conversation another title. */
+export async function rename(id, title) {
+  const conversation = chat.get().conversations.get(id);
+  if (!conversation || !title.trim()) return;
+  conversation.title = title.trim().slice(0, 80);
+  await keep(conversation);
 }
 
 /** Delete a conversation in this browser and on the service. */

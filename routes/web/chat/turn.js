@@ -1,6 +1,6 @@
 // One visible turn: message, reasoning, answer and buttons.
 
-import { t } from "../i18n.js";
+import { number, t } from "../i18n.js";
 import { html, useState } from "../ui.js";
 import { Answer } from "./answer.js";
 import * as control from "./controller.js";
@@ -65,6 +65,7 @@ export function Turn({ conversation, turn }) {
             <button class="plain" onClick=${() => control.regenerate(turn)}>${t("chat.regenerate")}</button>
             <button class="plain" onClick=${() => setEditing(!editing)}>${t("chat.edit")}</button>`}
             <button class="plain" onClick=${copy}>${t(copied ? "copied" : "copy")}</button>`}
+      ${turn.speed && html`<small class="speed">${t("chat.speed", { tokens: number(turn.speed.tokens), first: number(turn.speed.first, 2), speed: number(turn.speed.perSecond) })}</small>`}
     </div>
   </article>`;
 }

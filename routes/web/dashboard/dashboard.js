@@ -1,7 +1,7 @@
 // The dashboard: /metrics and /status, current and over the last fifteen minutes.
 
 import { number, t, useLanguage } from "../i18n.js";
-import { service } from "../monitor.js";
+import { firstTier, service } from "../monitor.js";
 import { html, useStore } from "../ui.js";
 import { Plot } from "./plot.js";
 import { total } from "./prometheus.js";
@@ -96,7 +96,7 @@ export function Dashboard({ visible }) {
         one("dash.cachedTokens", "rwkv_cached_prompt_tokens_total"), one("dash.running", "rwkv_running_rows"), one("dash.waiting", "rwkv_waiting_rows"),
       ]} />
       <${Figures} title=${t("dash.sessions")} figures=${[
-        one("dash.kept", "rwkv_pool_sessions"), one("dash.vram", "rwkv_pool_l1_sessions"), one("dash.ram", "rwkv_pool_l2_sessions"),
+        one("dash.kept", "rwkv_pool_sessions"), one(firstTier({ status }) === "vram" ? "dash.vram" : "dash.memory", "rwkv_pool_l1_sessions"), one("dash.ram", "rwkv_pool_l2_sessions"),
         one("dash.slotsFree", "rwkv_pool_slots_free"), one("dash.slots", "rwkv_pool_slots_total"),
       ]} />
       <${Figures} title=${t("dash.prefix")} figures=${[

@@ -44,7 +44,7 @@ def test_an_answer_streams_in_and_the_session_remembers(demo: Service, open_page
     answers(page, 1)
     say(page, "What is my name?")
     assert "Anna" in answers(page, 2)[-1]
-    expect(page.locator(".sessions li.shown .tier")).to_have_text(re.compile("VRAM|RAM|disk"))
+    expect(page.locator(".sessions li.shown .tier")).to_have_text(re.compile("memory|RAM|disk"))
     page.screenshot(path=shots / "chat.png")
 
 
@@ -152,3 +152,44 @@ def test_reasoning_is_collapsed(fake: Service, open_page: Opener) -> None:
     expect(thought.locator(".text")).to_be_hidden()
     thought.locator("summary").click()
     expect(thought.locator(".text")).to_have_text("Let me see.")
+
+
+def test_the_first_screen_names_the_model_and_answers_an_example(demo: Service, open_page: Opener, shots: Path) -> None:
+    page = open_page(demo)
+    expect(page.locator("#about-model")).to_contain_text("rwkv7 answers: rwkv7-demo")
+    expect(page.locator(".welcome")).to_contain_text("small demo model")
+    expect(page.locator("#question")).to_be_focused()
+    page.screenshot(path=shots / "first-screen.png")
+    page.locator(".examples button").nth(1).click()
+    answers(page, 1)
+    expect(page.locator(".turn .speed")).to_have_text(re.compile(r"\d+ tokens, first after [\d.]+ s, [\d,]+ tokens/s"))
+
+
+def test_chats_are_renamed_and_searched(demo: Service, open_page: Opener) -> None:
+    page = open_page(demo)
+    say(page, "Hello")
+    answers(page, 1)
+    page.on("dialog", lambda dialog: dialog.accept("My first chat"))
+    page.locator(".sessions li.shown").get_by_role("button", name="Rename").click()
+    expect(page.locator(".sessions li.shown .title")).to_have_text("My first chat")
+    page.fill("#chat-search", "FIRST")
+    expect(page.locator(".sessions li")).to_have_count(1)
+    page.fill("#chat-search", "no such chat")
+    expect(page.locator(".sessions li")).to_have_count(0)
+
+
+def test_keys_stop_an_answer_and_list_themselves(fake: Service, open_page: Opener) -> None:
+    page = open_page(fake)
+    say(page, "word")
+    expect(page.locator(".turn .markdown")).to_contain_text("word")
+    page.keyboard.press("Escape")
+    expect(page.locator(".turn")).to_contain_text("Stopped")
+    page.locator(".transcript").focus()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_contain_text("stop the answer")
+    page.keyboard.press("Escape")
+    page.get_by_text("Parameters").first.click()
+    page.get_by_role("button", name="Precise").first.click()
+    expect(page.locator("#chat-temperature")).to_have_value("0.3")
+    page.get_by_role("button", name="Balanced").first.click()
+    expect(page.locator("#chat-temperature")).to_have_value("")

@@ -20,7 +20,7 @@ from test.serving import ROOT, Service, wait_for
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 WEB = ROOT / "routes" / "web"
-MOST_BYTES = 300_000
+MOST_BYTES = 320_000
 
 
 @pytest.fixture(scope="module")
