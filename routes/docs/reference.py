@@ -244,7 +244,10 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; 
 pre { background: #f2f2f2; padding: .6em; overflow-x: auto; }
 table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: .2em .5em; text-align: left; }
 summary { font-weight: 600; cursor: pointer; padding: .3em 0; }
-@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } pre { background: #262626; } }
+@media (prefers-color-scheme: dark) {
+  body { background: #181818; color: #ddd; } pre { background: #262626; }
+  a { color: #7cb0ff; } a:visited { color: #c3a5ff; }
+}
 """
 
 
@@ -252,7 +255,8 @@ def page(document: dict[str, Any]) -> str:
     """Return the reference as a web page without scripts and network access."""
     body = "".join(map(_html_section, sections(document)))
     body += f"<h2>{ANSWERS}</h2><p>{ABOUT_ANSWERS}</p>{''.join(map(_html_answer_schema, answer_schemas(document)))}"
-    head = f'<meta charset="utf-8"><title>{TITLE}</title><style>{_STYLE}</style>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>{TITLE}</title><style>{_STYLE}</style>"
     rules = "".join(f"<li>{html.escape(rule.replace('**', ''))}</li>" for rule in INTRODUCTION)
     introduction = f'<ul>{rules}</ul><p><a href="/openapi.json">openapi.json</a></p>'
     return f'<!doctype html><html lang="en">{head}<h1>{TITLE}</h1>{introduction}{body}</html>'

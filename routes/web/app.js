@@ -1,5 +1,6 @@
 // The page: header, notices, password dialog and one visible panel. Hidden panels keep running.
 
+import { Admin } from "./admin/admin.js";
 import { password, passwordWanted } from "./api.js";
 import { Batch } from "./batch/batch.js";
 import { Chat } from "./chat/chat.js";
@@ -10,7 +11,9 @@ import { service, startPolling } from "./monitor.js";
 import { Translate } from "./translate/translate.js";
 import { createStore, html, render, settings, useEffect, useRef, useState, useStore } from "./ui.js";
 
-const PANELS = { chat: Chat, batch: Batch, translate: Translate, dashboard: Dashboard };
+const PANELS = { chat: Chat, batch: Batch, translate: Translate, dashboard: Dashboard, admin: Admin };
+/** /status names processes only to administrators. */
+const panelsFor = (status) => Object.keys(PANELS).filter((name) => name !== "admin" || status?.processes);
 const THEMES = ["auto", "light", "dark"];
 
 const shown = createStore(panelOfUrl());
@@ -40,7 +43,7 @@ function Header() {
   return html`<header>
     <div class="brand"><h1>rwkv-batch</h1> <span class="quiet" id="model">${status?.model ?? ""}</span></div>
     <nav aria-label=${t("nav")}>
-      ${Object.keys(PANELS).map(
+      ${panelsFor(status).map(
         (name) => html`<a href="#${name}" aria-current=${panel === name ? "page" : null}>${t(`panel.${name}`)}</a>`,
       )}
     </nav>

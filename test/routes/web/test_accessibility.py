@@ -16,7 +16,7 @@ from test.serving import Service
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 AXE = Path(AXE_FILE_PATH)
-PANELS = ("chat", "batch", "translate", "dashboard")
+PANELS = ("chat", "batch", "translate", "dashboard", "admin")
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True}
 
 

@@ -1,0 +1,117 @@
+// The panel of the administrator: models, tuned states, adapters, engines and sessions of the service.
+
+import { post, request } from "../api.js";
+import { t, useLanguage } from "../i18n.js";
+import { html, useEffect, useState } from "../ui.js";
+
+const PAGE = 50;
+
+const listOf = (path) => async () => (await (await request(path)).json()).data;
+const deleteAt = (path) => (name) => request(`${path}/${encodeURIComponent(name)}`, { method: "DELETE" });
+
+/**
+ * Each kind: `list()` -> entries, `name(entry)`, `about(entry)` -> text, `actions`: name -> act(name), `fields` of the
+ * form that adds one (the file is uploaded), `add(values)`.
+ */
+const KINDS = {
+  models: {
+    list: listOf("/v1/models"),
+    name: (entry) => entry.id,
+    about: (entry) => [entry.status, entry.owned_by].filter(Boolean).join(" · "),
+    actions: { unload: (name) => post("/v1/models/unload", { name }) },
+    fields: ["name", "file"],
+    add: (values) => post("/v1/models/load", values),
+  },
+  states: {
+    list: listOf("/v1/states"),
+    name: (entry) => entry.name,
+    about: (entry) => entry.file ?? "",
+    actions: { remove: deleteAt("/v1/states") },
+    fields: ["name", "upload"],
+    add: ({ name, upload }) => {
+      const form = new FormData();
+      form.set("name", name);
+      form.set("content", upload);
+      return request("/v1/states", { method: "POST", body: form });
+    },
+  },
+  adapters: {
+    list: listOf("/v1/adapters"),
+    name: (entry) => entry.name,
+    about: (entry) => entry.file ?? "",
+    actions: { remove: deleteAt("/v1/adapters") },
+    fields: ["name", "file"],
+    add: (values) => post("/v1/adapters", values),
+  },
+  engines: {
+    list: listOf("/v1/engines"),
+    name: (entry) => entry.id,
+    about: (entry) => [entry.status, ...(entry.devices ?? [])].join(" · "),
+    actions: { restart: (engine) => post("/v1/engines/restart", { engine }) },
+  },
+  sessions: {
+    list: async () => (await post("/state/status", { limit: 10_000 })).sessions,
+    name: (entry) => entry.session_id,
+    about: (entry) => `${new Date(entry.timestamp * 1000).toLocaleString()} · ${entry.cache_level}`,
+    actions: { remove: (id) => post("/state/delete", { session_id: id }) },
+  },
+};
+
+function AddForm({ kind, done }) {
+  const { fields, add } = KINDS[kind];
+  const submit = async (event) => {
+    event.preventDefault();
+    const form = event.currentTarget;
+    if (await done(() => add(Object.fromEntries(new FormData(form))))) form.reset();
+  };
+  return html`<form class="row" onSubmit=${submit}>
+    ${fields.map((field) => html`<label key=${field}>${t(`admin.field.${field}`)}
+      <input name=${field} type=${field === "upload" ? "file" : "text"} required /></label>`)}
+    <button>${t("admin.add")}</button>
+  </form>`;
+}
+
+function Kind({ kind, visible }) {
+  const { list, name, about, actions, fields } = KINDS[kind];
+  const [entries, setEntries] = useState([]);
+  const [wanted, setWanted] = useState("");
+  const [shown, setShown] = useState(PAGE);
+  const [problem, setProblem] = useState("");
+  const [busy, setBusy] = useState(false);
+  const run = async (act) => {
+    setBusy(true);
+    setProblem("");
+    let succeeded = true;
+    try {
+      await act();
+    } catch (error) {
+      setProblem(error.message || t("notice.offline"));
+      succeeded = false;
+    }
+    setBusy(false);
+    if (succeeded) setEntries(await list().catch(() => entries));
+    return succeeded;
+  };
+  useEffect(() => {
+    if (visible) run(async () => {});
+  }, [visible]);
+  const found = entries.filter((entry) => name(entry).toLowerCase().includes(wanted.trim().toLowerCase()));
+  const confirmed = (action, one) => action === "restart" || confirm(t("admin.confirm", { name: one }));
+  return html`<section class="figures-box" aria-label=${t(`admin.${kind}`)} aria-busy=${busy} id="admin-${kind}">
+    <h2>${t(`admin.${kind}`)} (${found.length})</h2>
+    ${entries.length > 5 && html`<input type="search" aria-label=${t("admin.search")} placeholder=${t("admin.search")} value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} />`}
+    <ul class="plainlist">${found.slice(0, shown).map((entry) => html`<li key=${name(entry)} class="row">
+      <b>${name(entry)}</b> <small>${about(entry)}</small><span class="space"></span>
+      ${Object.entries(actions).map(([action, act]) => html`<button disabled=${busy} onClick=${() => confirmed(action, name(entry)) && run(() => act(name(entry)))}
+        aria-label="${t(`admin.do.${action}`)} ${name(entry)}">${t(`admin.do.${action}`)}</button>`)}
+    </li>`)}</ul>
+    ${found.length > shown && html`<button onClick=${() => setShown(shown + PAGE)}>${t("more")}</button>`}
+    ${fields && html`<${AddForm} kind=${kind} done=${run} />`}
+    ${problem && html`<p class="bad" role="alert">${problem}</p>`}
+  </section>`;
+}
+
+export function Admin({ visible }) {
+  useLanguage();
+  return html`<div class="admin">${Object.keys(KINDS).map((kind) => html`<${Kind} key=${kind} kind=${kind} visible=${visible} />`)}</div>`;
+}
