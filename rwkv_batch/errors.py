@@ -28,6 +28,7 @@ class ErrorKind(enum.StrEnum):
     ADAPTER_NOT_FOUND = "adapter_not_found"
     NAME_TAKEN = "name_taken"
     OVERLOADED = "overloaded"
+    STORAGE_FAILED = "storage_failed"
     DRAINING = "draining"
     ENGINE_LOST = "engine_lost"
     TIMEOUT = "timeout"

@@ -99,7 +99,7 @@ class Jsonl:
         if problem := unreadable_reason(line) or self._check(line.data):
             return {}, problem
         try:
-            value = json.loads(line.data)
+            value = json.loads(line.data.decode())  # as bytes they may be UTF-16, which `check` does not read
         except (ValueError, RecursionError) as error:
             return {}, f"is not JSON: {error}"
         if isinstance(value, str):

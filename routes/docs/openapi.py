@@ -32,6 +32,7 @@ _ERRORS = {
     ErrorKind.UNSUPPORTED_MEDIA_TYPE: "A browser sent another content type.",
     ErrorKind.INVALID_FIELD: "A field is invalid.",
     ErrorKind.OVERLOADED: "Overloaded, or an API key's limit is reached. See Retry-After.",
+    ErrorKind.STORAGE_FAILED: "The disk is full or failed. Retry later.",
     ErrorKind.DRAINING: "The service is shutting down.",
     ErrorKind.ENGINE_LOST: "The engine is not available. Retry later.",
     ErrorKind.TIMEOUT: "The time limit was reached.",

@@ -14,7 +14,16 @@ from pydantic import BaseModel, Field
 
 from routes.context import Context
 from routes.file_store import Batch, Status
-from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, list_page, new_id, not_found
+from routes.openai.files import (
+    READ_FAILED,
+    STORE_ERRORS,
+    ListQuery,
+    call_store,
+    get_store,
+    list_page,
+    new_id,
+    not_found,
+)
 from routes.request.bodies import Body, Fields
 from routes.request.fields import IgnoredValue, Pattern
 from routes.request_context import current_request
@@ -224,7 +233,7 @@ ROUTES = (
         "Create a batch from a file of requests.",
         answer=BatchObject,
         error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.OVERLOADED,),
+        errors=STORE_ERRORS,
         example={"input_file_id": "file-019eae3d7d1a", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
     ),
     Route(
@@ -236,7 +245,7 @@ ROUTES = (
         query=ListQuery,
         answer=BatchList,
         error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.OVERLOADED,),
+        errors=STORE_ERRORS,
     ),
     Route(
         "GET",
@@ -247,7 +256,7 @@ ROUTES = (
         query=BatchQuery,
         answer=BatchObject,
         error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
+        errors=(ErrorKind.NOT_FOUND, *STORE_ERRORS),
         example={"batch_id": "batch_019eae3d7d1a"},
     ),
     Route(
@@ -259,7 +268,7 @@ ROUTES = (
         query=CancelQuery,
         answer=BatchObject,
         error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
+        errors=(ErrorKind.NOT_FOUND, *STORE_ERRORS),
         example={"batch_id": "batch_019eae3d7d1a/cancel"},
     ),
 )

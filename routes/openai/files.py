@@ -36,6 +36,7 @@ TTL_S = 30 * 86400
 """Default lifetime of a file."""
 _CONTENT = "/content"
 _RETRY_S = 10.0
+STORE_ERRORS = (ErrorKind.OVERLOADED, ErrorKind.STORAGE_FAILED)
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 _Seconds = Annotated[str, Pattern(r"^[0-9]{1,9}$", "a whole number of seconds below 1000000000")]
@@ -133,10 +134,14 @@ async def call_store(
     except StoreFullError as error:
         raise ServiceError(ErrorKind.OVERLOADED, f"{failure_message}: {error}") from None
     except OSError as error:
-        logger.error("%s: %s", failure_message, error)  # a client does not learn the path
-        reason = error.strerror or error
-        message = f"{failure_message}: {reason}; if the disk of --files-dir is full, free space on it, then retry"
-        raise ServiceError(ErrorKind.OVERLOADED, message, retry_after_s=_RETRY_S) from None
+        raise _disk_error(failure_message, error) from None
+
+
+def _disk_error(failure_message: str, error: OSError) -> ServiceError:
+    logger.error("%s: %s", failure_message, error)  # a client does not learn the path
+    reason = error.strerror or error
+    message = f"{failure_message}: {reason}; if the disk of --files-dir is full, free space on it, then retry"
+    return ServiceError(ErrorKind.STORAGE_FAILED, message, retry_after_s=_RETRY_S)
 
 
 def new_id(prefix: str) -> str:
@@ -227,6 +232,8 @@ async def get_file(context: Context, upload: Upload) -> HandlerResponse:
         content = await asyncio.to_thread(store.content(file.id).open, "rb")
     except FileNotFoundError:
         raise not_found("file", file_id) from None
+    except OSError as error:
+        raise _disk_error(READ_FAILED, error) from None
     try:
         release = context.stored_files.acquire(current_request().client)
     except ServiceError:
@@ -256,7 +263,7 @@ ROUTES = (
         "Upload a file of requests for a batch.",
         answer=FileObject,
         error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.OVERLOADED,),
+        errors=STORE_ERRORS,
         takes_form=True,
         form={"purpose": "batch", "file": "@lines.jsonl"},
     ),
@@ -269,7 +276,7 @@ ROUTES = (
         query=FilesQuery,
         answer=FileList,
         error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.OVERLOADED,),
+        errors=STORE_ERRORS,
     ),
     Route(
         "GET",
@@ -280,7 +287,7 @@ ROUTES = (
         query=FileQuery,
         answer=FileObject,
         error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
+        errors=(ErrorKind.NOT_FOUND, *STORE_ERRORS),
         example=_EXAMPLE,
     ),
     Route(
@@ -292,7 +299,7 @@ ROUTES = (
         query=FileQuery,
         answer=DeletedFile,
         error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED),
+        errors=(ErrorKind.NOT_FOUND, *STORE_ERRORS),
         example=_EXAMPLE,
     ),
 )

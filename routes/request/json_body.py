@@ -22,6 +22,7 @@ OTHER_VALUES = 1 << 16
 """List entries and object members that a body may have besides token ids."""
 MAX_NAMES = 200_000
 """Limit of lists, objects and their keys. As Python objects they take thirty times their size in the body."""
+_HAS_VALUES = re.compile(rb"\s*[\[{]")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
@@ -49,6 +50,8 @@ def parse_json(body: bytes, max_tokens: int) -> object:
 
 def check_num_values(body: bytes, max_tokens: int) -> None:
     """Check the number of values before parsing. Raises ServiceError (body too large)."""
+    if not _HAS_VALUES.match(body):
+        return  # one value at most: what else follows is an error that parsing finds at once
     max_values = max_tokens + OTHER_VALUES
     if body.count(b",") <= max_values and sum(map(body.count, (b"[", b"{", b":"))) <= MAX_NAMES:
         return

@@ -32,6 +32,7 @@ HTTP_STATUS = {
     ErrorKind.ADAPTER_NOT_FOUND: 404,
     ErrorKind.NAME_TAKEN: 409,
     ErrorKind.OVERLOADED: 429,
+    ErrorKind.STORAGE_FAILED: 503,
     ErrorKind.DRAINING: 503,
     ErrorKind.ENGINE_LOST: 503,
     ErrorKind.TIMEOUT: 504,

@@ -24,8 +24,8 @@ TURN = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 PROMPT = {**TURN, "contents": ["User: one"]}
 LINES = 50
 ENDED = ("completed", "failed", "expired", "cancelled")
-PASSING = (400, 429)
-"""400: the rest of a body did not come; 429: the disk of files cannot be used now."""
+PASSING = (400,)
+"""The rest of a body did not come."""
 MORE_DESCRIPTORS = 12
 """Pools that fill on first use and connections that are about to close; a leak of one per try is more."""
 

@@ -157,9 +157,15 @@ class BatchJob:
 
     async def fail(self, message: str, code: str = "internal") -> None:
         """Fail the batch for good. Lines that were answered are its results. Raises OSError."""
-        reasons = [{"code": code, "message": message, "param": None, "line": None}]
-        await self._set_status(Status.FINALIZING, ends_as=Status.FAILED, errors=reasons)
+        await self._set_status(Status.FINALIZING, ends_as=Status.FAILED, errors=_reasons(code, message))
         await self._finalise()
+
+    async def give_up(self, message: str) -> None:
+        """Fail the batch because of its disk, without its results if they cannot be published. Raises OSError."""
+        try:
+            await self.fail(message, "storage_failed")
+        except (RunError, OSError):
+            await self._set_status(Status.FAILED, errors=_reasons("storage_failed", message))
 
     async def _set_status(self, status: Status, **changes: Any) -> None:
         def changed(batch: Batch) -> Batch:
@@ -349,3 +355,7 @@ class BatchJob:
         )
         self._store.add_existing_file(file)
         return file_id
+
+
+def _reasons(code: str, message: str) -> list[dict[str, Any]]:
+    return [{"code": code, "message": message, "param": None, "line": None}]

@@ -19,7 +19,7 @@ from programs.record import RunError
 from programs.serve.batches.job import BatchJob
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
-from routes.file_store import Batch, Status, Store, open_store
+from routes.file_store import Batch, Counts, Status, Store, open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
 from rwkv_batch.fleet.fleet import Fleet
@@ -39,6 +39,8 @@ _POLL_S = 0.5
 _SWEEP_S = 600.0
 _RETRY_S = 10.0
 """Wait before a batch that failed for a passing reason, such as a full disk, is tried again."""
+_GIVE_UP_S = 3600.0
+"""A batch fails for good if its tries fail for this long and no further line is answered."""
 
 
 def run_batches(config: HttpConfig, log_config: LogConfig, name: str, supervisor: Connection) -> None:
@@ -105,6 +107,8 @@ class BatchRunner:
         self._jobs: dict[str, BatchJob] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._retry_at: dict[str, float] = {}
+        self._failing: dict[str, tuple[Counts, float]] = {}
+        """by batch: its lines at its first failed try, and when that was"""
         self._key_names: frozenset[str] | None = None
         self._swept = 0.0
         self._offset = time.time() - time.monotonic()
@@ -179,13 +183,33 @@ class BatchRunner:
         batch_id = job.batch.id
         try:
             await _run_or_fail(job)
-            self._retry_at.pop(batch_id, None)
-            logger.info("batch %s is %s: %s", batch_id, job.batch.status, job.batch.counts)
+            self._report_end(job)
         except (RunError, OSError) as error:
-            logger.error("batch %s cannot continue now: %s", batch_id, error)
-            self._retry_at[batch_id] = time.monotonic() + _RETRY_S
+            try:
+                await self._retry_or_give_up(job, error)
+            except OSError as failure:
+                logger.error("the end of batch %s cannot be stored: %s", batch_id, failure)
         finally:
             del self._jobs[batch_id], self._tasks[batch_id]
+
+    def _report_end(self, job: BatchJob) -> None:
+        for tries in (self._retry_at, self._failing):
+            tries.pop(job.batch.id, None)
+        logger.info("batch %s is %s: %s", job.batch.id, job.batch.status, job.batch.counts)
+
+    async def _retry_or_give_up(self, job: BatchJob, error: RunError | OSError) -> None:
+        """Try the batch again later. Fail it if that did not help for long. Raises OSError."""
+        batch, now = job.batch, time.monotonic()
+        logger.error("batch %s cannot continue now: %s", batch.id, error)
+        self._retry_at[batch.id] = now + _RETRY_S
+        counts, since = self._failing.setdefault(batch.id, (batch.counts, now))
+        if counts != batch.counts:
+            self._failing[batch.id] = batch.counts, now
+        elif now - since >= _GIVE_UP_S:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            reason = reason.replace(f"{self._store.runs.parent}/", "")  # clients do not learn the path
+            await job.give_up(f"the batch could not be processed for {_GIVE_UP_S / 60:g} minutes: {reason}")
+            self._report_end(job)
 
 
 async def _run_or_fail(job: BatchJob) -> None:

@@ -21,7 +21,7 @@ from programs.serve.batches import process as runner_process
 from programs.serve.batches.job import BatchJob
 from programs.serve.batches.process import BatchRunner
 from routes.config import HttpConfig
-from routes.file_store import ACTIVE_STATUSES, Batch, Purpose, Status, Store, StoredFile
+from routes.file_store import ACTIVE_STATUSES, Batch, Purpose, Result, Status, Store, StoredFile
 
 
 class FullDisk(Store):
@@ -122,6 +122,45 @@ def test_a_disk_that_cannot_be_read_now_fails_no_batch(tmp_path: Path, monkeypat
             asyncio.run(job.run())
     stored = store.batch("", batch.id)
     assert stored is not None and stored.status is Status.VALIDATING and not stored.errors
+
+
+@pytest.mark.parametrize("has_results", [True, False])
+def test_a_batch_whose_disk_fails_for_good_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_results: bool
+) -> None:
+    """It was tried again for ever."""
+
+    async def broken(self: BatchJob) -> Status:
+        raise OSError(errno.EIO, "Input/output error", str(self._path(".jsonl")))
+
+    monkeypatch.setattr(BatchJob, "_run_lines", broken)
+    monkeypatch.setattr(runner_process, "_POLL_S", 0.001)
+    monkeypatch.setattr(runner_process, "_RETRY_S", 0.001)
+    monkeypatch.setattr(runner_process, "_GIVE_UP_S", 0.02)
+    store = Store(tmp_path, 1 << 30, 100)
+    batch = faulty_batch(store)
+    if not has_results:
+        store.content(batch.result_id(Result.OUTPUT)).mkdir()  # renaming the results fails
+
+    def is_failed() -> bool:
+        found = store.batch("", batch.id)
+        return found is not None and found.status is Status.FAILED
+
+    async def tried() -> None:
+        context: Any = SimpleNamespace(config=HttpConfig())
+        stop = asyncio.Event()
+        running = asyncio.create_task(BatchRunner(store, context, lambda: None).run(stop))
+        while not is_failed():
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        stop.set()
+        await running
+
+    asyncio.run(asyncio.wait_for(tried(), 60))
+    failed = store.batch("", batch.id)
+    assert failed is not None and failed.errors[0]["code"] == "storage_failed"
+    assert failed.errors[0]["message"].endswith(": Input/output error"), "clients do not learn the path"
+    assert (failed.output_file_id is not None) == has_results
 
 
 def test_a_failed_try_leaves_no_lock_on_the_results(tmp_path: Path) -> None:

@@ -368,6 +368,8 @@ def test_an_unusable_store_is_reported_with_a_remedy(tmp_path: Path, method: str
         asked = validate(route.body, {"content": b"{}", "purpose": "batch", **line})
     answer = asyncio.run(response_or_error(route, route.respond(context, asked)))
     assert isinstance(answer, HttpResponse)
-    message = json.loads(answer.body)["error"]["message"]
-    assert answer.status == 429 and answer.headers["Retry-After"] == "10"
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["type"], error["code"]) == (503, "server_error", "storage_failed")
+    message = error["message"]
+    assert answer.headers["Retry-After"] == "10"
     assert "cannot be " in message and "File exists" in message and "--files-dir" in message
