@@ -62,7 +62,9 @@ class RequestContext:
     refusal: ErrorInfo | None = None
     """The error that refused the request."""
     warnings: list[dict[str, str]] = field(default_factory=list)
-    """Fields of the request that change nothing: {"field", "message"}."""
+    """For the answer: {"field", "message"}."""
+    ignored: list[str] = field(default_factory=list)
+    """Fields of the request that change nothing."""
 
     def check_rows(self, rows: int, states: int = 1) -> None:
         """Check a request's rows against the key's limit. A mixture counts once per state. Raises ServiceError."""
@@ -107,10 +109,15 @@ def set_current_request(request_context: RequestContext) -> None:
     _current.set(request_context)
 
 
-def warn(field: str, message: str) -> None:
-    """Add a warning to the request's answer. Without a request it is dropped."""
+def warn(field: str, message: str, *, is_ignored: bool = True) -> None:
+    """Add a warning to the request's answer. Without a request it is dropped.
+
+    is_ignored: whether the field changes nothing
+    """
     if current_request() is not _NONE:
         current_request().warnings.append({"field": field, "message": message})
+        if is_ignored:
+            current_request().ignored.append(field)
 
 
 def request_id(given: str | None) -> str:

@@ -41,7 +41,7 @@ from rwkv_batch.version import __version__
 LLAMA_ERRORS = ErrorFormat(
     OPENAI_ERRORS.body, OPENAI_ERRORS.statuses, OPENAI_ERRORS.schema, StreamFormat(SSE, sse, end=b"")
 )
-_RENAMED = {"max_tokens": "n_predict", "logprobs": "n_probs"}
+_RENAMED = {"max_tokens": "n_predict", "logprobs": "n_probs", "logit_bias": "logit_bias"}
 """Fields of the OpenAI routes in errors -> the request's."""
 _SAME = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos", "json_schema", "stop")
 _TEMPLATE_TEXT = "{{ messages }}: `System: …`, `User: …` and `Assistant: …`, separated by blank lines"
@@ -212,24 +212,24 @@ def _timings(name: str, tokens: int, seconds: float) -> dict[str, float]:
 
 
 async def _complete(
-    context: Context, body: LlamaFields, prompt: str | list[int], stops: tuple[str, ...], path: str
+    context: Context, body: LlamaFields, prompt: str | list[int], stops: tuple[str, ...], path: str, field: str
 ) -> HandlerResponse:
     raw: LlamaRaw = await with_defaults_applied(context, await offload_if_large(len(prompt), body.raw, prompt))
     with rename_fields(**_RENAMED):
-        rows = await openai_rows(context, raw, [prompt], row_stops(raw, built_in=stops), "prompt")
+        rows = await openai_rows(context, raw, [prompt], row_stops(raw, built_in=stops), field)
     formatter = LlamaFormatter(body, prompt, len(rows[0].prompt))
     return await run(context, make_job(rows, raw, path), formatter, OutputDecoder(1), body.stream)
 
 
 async def completion(context: Context, body: CompletionPrompt) -> HandlerResponse:
     """Continue a raw prompt in llama.cpp's format."""
-    return await _complete(context, body, body.prompt, (), "/completion")
+    return await _complete(context, body, body.prompt, (), "/completion", "prompt")
 
 
 async def infill(context: Context, body: InfillPrompt) -> HandlerResponse:
     """Fill in the middle in llama.cpp's format."""
     prompt = prompts.fill_in_the_middle(body.input_prefix + body.prompt, body.input_suffix)
-    return await _complete(context, body, prompt, (prompts.FIM_STOP,), "/infill")
+    return await _complete(context, body, prompt, (prompts.FIM_STOP,), "/infill", "input_prefix")
 
 
 async def props(context: Context, query: dict[str, str]) -> HandlerResponse:

@@ -199,10 +199,10 @@ async def _generate_rows(
     else:
         new = prompts.chat(request.messages, request.think, template=request.template)
         text, stops = prompts.continuation_prompt(new), request.stops
-    prompt: str | list[int] = text
-    if body.context:
-        prompt = body.context + encode(context.tokenizer, text, "prompt", context.config)
-    return await openai_rows(context, request, [prompt], stops, "prompt")
+    if not body.context:
+        return await openai_rows(context, request, [text], stops, "prompt")
+    prompt = body.context + encode(context.tokenizer, text, "prompt", context.config)
+    return await openai_rows(context, request, [prompt], stops, "context")
 
 
 def _route(path: str, handle: Any, body: type[OllamaBody], answer: Any, example: dict[str, Any]) -> Route:

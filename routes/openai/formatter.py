@@ -78,8 +78,8 @@ def check_logprobs(body: OpenAIBody, rows: int, echoed: int = 0) -> None:
             "logprobs",
             f"{prompt_note}{rows} answers of max_tokens {body.max_tokens} with {1 + body.num_logprobs} "
             f"log-probabilities per token may have {max_entries} entries, the limit is "
-            f"{MAX_UNSTREAMED_LOGPROBS} without a stream; set stream, or lower max_tokens, n or the number of "
-            "log-probabilities",
+            f"{MAX_UNSTREAMED_LOGPROBS} without a stream; set stream, or lower max_tokens or the number of answers "
+            "or log-probabilities",
             body.num_logprobs,
         )
 

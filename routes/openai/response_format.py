@@ -54,7 +54,8 @@ class ResponseFormat(Fields):
             return None
         schema = self.json_schema
         if schema is None:
-            return Constraint(form=Form.JSON_SCHEMA, source='{"type":"object"}', field="response_format", after=after)
+            field = field.partition(".")[0]
+            return Constraint(form=Form.JSON_SCHEMA, source='{"type":"object"}', field=field, after=after)
         return Constraint(
             form=Form.JSON_SCHEMA,
             source=to_json(schema.schema_).decode(),

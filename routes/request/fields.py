@@ -356,16 +356,18 @@ def at_most_one(given: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def rename_fields(**request_names: str) -> Iterator[None]:
-    """Rename the fields in errors to those of the request."""
+    """Rename the fields in errors to those of the request. In a message's text, only names with `_` are fields."""
     try:
         yield
     except ServiceError as error:
-        field = error.info.field or ""
+        field, message = error.info.field or "", error.info.message
         name = request_names.get(re.split(r"[.\[]", field)[0])
-        if name is None:
-            raise
-        message = f"{name}: {error.info.message.removeprefix(f'{field}: ')}"
-        raise ServiceError.from_info(msgspec.structs.replace(error.info, field=name, message=message)) from None
+        if name is not None:
+            message = f"{name}: {message.removeprefix(f'{field}: ')}"
+        words = "|".join(word for word in request_names if "_" in word) or "$."  # matches nothing
+        message = re.sub(rf"(?<![\w.])(?:{words})\b", lambda found: request_names[found[0]], message)
+        renamed = msgspec.structs.replace(error.info, field=name or error.info.field, message=message)
+        raise ServiceError.from_info(renamed) from None
 
 
 def unescaped(field: str, text: str) -> str:

@@ -282,7 +282,12 @@ def build_rows(
     keep = config.max_prompt_tokens - pad_zero if keep == -1 else keep
     sampling = body.row_sampling(tokenizer.encode)
     stop_ids, stop_strings = split_stops(stops)
-    prompts_by_field = ((f"{field}[{index}]", prompt) for index, prompt in enumerate(prompts))
+    prompts_field = getattr(body, field, None)
+    is_list = isinstance(prompts_field, list) and len(prompts_field) == len(
+        prompts
+    )  # else one prompt of messages or of another field
+    names = [f"{field}[{index}]" if is_list else field for index in range(len(prompts))]
+    prompts_by_field = zip(names, prompts, strict=True)
     return [
         GenerateRequest(
             prompt=ids,

@@ -227,6 +227,6 @@ def _fields(request_context: RequestContext, status: int, outcome: str) -> dict[
     if request_context.refusal is not None:
         refusal = request_context.refusal
         fields["refused"] = {"field": refusal.field, "message": refusal.message[:MAX_LOGGED_ERROR]}
-    if request_context.warnings:
-        fields["ignored"] = [warning["field"] for warning in request_context.warnings]
+    if request_context.ignored:
+        fields["ignored"] = request_context.ignored
     return fields

@@ -193,9 +193,9 @@ def _report_problems(translations: list[Translation], field: str) -> None:
     for index, problems in faulty[:MAX_WARNINGS]:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         name = f"{field}[{index}]"
-        warn(name, f"{name}: the translation {problems[0]}{more}")
+        warn(name, f"{name}: the translation {problems[0]}{more}", is_ignored=False)
     if len(faulty) > MAX_WARNINGS:
-        warn(field, f"{field}: {len(faulty) - MAX_WARNINGS} more translations have warnings")
+        warn(field, f"{field}: {len(faulty) - MAX_WARNINGS} more translations have warnings", is_ignored=False)
 
 
 def report_unknown_languages(languages: dict[str, str], is_strict: bool) -> None:

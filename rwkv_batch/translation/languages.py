@@ -165,9 +165,14 @@ def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
     page_scores = {code: math.fsum(scores[code] for scores in own_scores) for code in candidates}
     if "en" in page_scores:
         page_scores["en"] += _ENGLISH_ADVANTAGE
-    highest = max(page_scores.values())
-    shared = {code: max(-_MAX_PAGE_ADVANTAGE, score - highest) for code, score in page_scores.items()}
-    return [max(candidates, key=lambda code: scores[code] + shared[code]) for scores in own_scores]
+    return [_most_likely(scores, page_scores) for scores in own_scores]
+
+
+def _most_likely(scores: dict[str, float], page_scores: dict[str, float]) -> str:
+    """Return the language of one text of a page. Its own score, which the page's contains, counts once."""
+    others = {code: page_scores[code] - score for code, score in scores.items()}
+    highest = max(others.values())
+    return max(scores, key=lambda code: scores[code] + max(-_MAX_PAGE_ADVANTAGE, others[code] - highest))
 
 
 def _log_likelihoods(sample: str, candidates: tuple[str, ...]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -65,14 +66,23 @@ def test_infill(fake: Service) -> None:
     [
         ({"n_predict": 2_000_000}, "n_predict"),
         ({"grammar": "root ::= a"}, "grammar"),
-        ({"logit_bias": [[70_000, 1.0]]}, "logit_bias.70000"),
+        ({"logit_bias": [[70_000, 1.0]]}, "logit_bias"),
+        ({"n_probs": 20, "n_predict": 1_000_000}, "n_probs"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"model": "ft:a"}, "model"),
     ],
 )
 def test_what_is_refused(fake: Service, fields: dict[str, Any], param: str) -> None:
+    """Errors name fields of llama.cpp, not those of the OpenAI routes."""
     refused = fake.post("/completion", {**SAY, **fields})
-    assert refused.status_code in (400, 404) and refused.json()["error"]["param"].startswith(param), refused.text
+    error = refused.json()["error"]
+    assert refused.status_code in (400, 404) and re.split(r"[\[]", error["param"])[0] == param, refused.text
+    assert "max_tokens" not in error["message"]
+
+
+def test_a_gap_that_is_too_long_names_its_field(fake: Service) -> None:
+    refused = fake.post("/infill", {"input_prefix": "a b " * 300_000, "input_suffix": ""})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "input_prefix", refused.text
 
 
 def test_an_error_in_a_stream_is_its_last_event(fake: Service) -> None:

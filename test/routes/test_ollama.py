@@ -11,6 +11,7 @@ import ollama
 import pytest
 
 from routes.ollama.generation import OLLAMA_ERRORS, CallCollector
+from routes.ollama.request import OllamaGenerateBody
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import SseChunks
 from routes.response.tool_call_parser import DeltaToolCall
@@ -215,6 +216,29 @@ def test_what_is_not_supported_is_refused(client: ollama.Client, call: Callable[
     with pytest.raises(ollama.ResponseError, match=r"not supported|not found") as refused:
         call(client)
     assert refused.value.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"context": [1] * 262_144}, "context"),
+        ({"logprobs": True, "top_logprobs": 20, "options": {"num_predict": 1_000_000}}, "logprobs"),
+        ({"format": "json", "options": {"num_predict": 2_000_000}}, "options.num_predict"),
+    ],
+)
+def test_errors_name_fields_of_the_request(fake: Service, fields: dict[str, Any], field: str) -> None:
+    """Not those of the OpenAI routes, also in their texts."""
+    refused = fake.post("/api/generate", {"prompt": "Hi", "stream": False, **fields})
+    assert (refused.status_code, refused.json()["field"]) == (400, field), refused.text
+    assert "max_tokens" not in refused.text
+
+
+def test_a_json_answer_has_the_constraint_of_its_field() -> None:
+    for raw in (False, True):
+        constraint = (
+            OllamaGenerateBody.model_validate({"prompt": "a", "format": "json", "raw": raw}).request().constraint
+        )
+        assert constraint is not None and constraint.field == "format"
 
 
 def test_an_image_is_refused(fake: Service) -> None:

@@ -12,7 +12,7 @@ import pytest
 from routes.translation import translator
 from routes.translation.batch_translate import TranslateBody, batch_translate
 from routes.translation.translator import clean_answer, make_plan
-from rwkv_batch.translation.languages import detect_languages
+from rwkv_batch.translation.languages import detect_languages, language_probabilities
 from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache, TranslationPlan, TranslationRequest
 
 LABELS = {
@@ -49,6 +49,13 @@ def test_a_single_word_gets_the_language_of_its_script() -> None:
     for text in ("Home", "News", "Sports", "Menu", "Pull requests", "Hello <b0>world</b0>", "{1}Code{2}"):
         assert detect_languages([text]) == ["en"], text
     assert detect_languages(["Über uns", "설정", "ひらがな"]) == ["de", "ko", "ja"]
+
+
+@pytest.mark.parametrize("text", ["OK", "NASA", "Oui", "Hello", "Nein", "nem", "szia", "Köszönöm", "gracias"])
+def test_a_text_alone_gets_the_language_that_detection_lists_first(text: str) -> None:
+    """Its own letters counted twice, so that a word of many languages like OK was Hungarian."""
+    probabilities = language_probabilities(text)
+    assert detect_languages([text]) == [max(probabilities, key=probabilities.__getitem__)]
 
 
 def test_text_without_letters_has_no_language() -> None:
