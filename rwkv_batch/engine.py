@@ -143,6 +143,9 @@ class Engine:
         self._grammar_queue.cancel(job_id)
         self._inbox.put(lambda: self.jobs.cancel(job_id))
 
+    def confirm_turn(self, job_id: str) -> None:
+        self._inbox.put(lambda: self.jobs.confirm_turn(job_id))
+
     def call(self, call: calls.EngineCall[calls.Answer], reply: calls.Reply[calls.Answer]) -> None:
         if not self._inbox.put(lambda: self._handle_call(call, reply)):
             reply(self._unavailable_error())

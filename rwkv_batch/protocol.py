@@ -37,6 +37,9 @@ class EngineProtocol(Protocol):
 class ManagedEngine(EngineProtocol, Protocol):
     """An engine with its own thread, as this process runs it."""
 
+    def confirm_turn(self, job_id: str) -> None:
+        """Let a job's turn be stored (`Job.must_confirm`). Unknown ids are ignored."""
+
     def on_delivered(self, callback: Callable[[], None]) -> None:
         """Call `callback` after the sinks of each step, on their thread."""
 

@@ -181,6 +181,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """whether an engine that was lost had admitted it: its client has a reply, so no full queue refuses it"""
     return_token_ids: bool = False
     """whether deltas contain token ids, so that rows can continue on another engine"""
+    must_confirm: bool = False
+    """whether a turn is stored only after `confirm_turn`, which answers the report of its start (`session_tokens`)
+
+    An engine may be lost before its report arrives. Then the turn runs on another engine, and must not be stored yet.
+    """
     limits: ClientLimits | None = None
     """of an API key, which the fleet enforces (`QuotaLedger`)"""
     tenant: str = ""

@@ -257,12 +257,9 @@ def build_rows(
 
     Continuation i of prompt r uses seed + r * n + i, so no two continuations share a seed.
     """
-    if len(prompts) > config.max_contents:
-        limit = config.max_contents
+    if (count := len(prompts)) > (limit := config.max_contents):
         raise invalid(
-            field,
-            f"has {len(prompts)} prompts, the limit is {limit} (--max-contents); send several requests",
-            len(prompts),
+            field, f"has {count} prompts, the limit is {limit} (--max-contents); send several requests", count
         )
     if body.max_tokens > config.max_tokens_limit:
         limit, other_names = config.max_tokens_limit, ("max_completion_tokens", "max_output_tokens")
@@ -282,11 +279,9 @@ def build_rows(
     keep = config.max_prompt_tokens - pad_zero if keep == -1 else keep
     sampling = body.row_sampling(tokenizer.encode)
     stop_ids, stop_strings = split_stops(stops)
-    prompts_field = getattr(body, field, None)
-    is_list = isinstance(prompts_field, list) and len(prompts_field) == len(
-        prompts
-    )  # else one prompt of messages or of another field
-    names = [f"{field}[{index}]" if is_list else field for index in range(len(prompts))]
+    listed = getattr(body, field, None)
+    has_index = isinstance(listed, list) and len(listed) == len(prompts)  # else it has no entry per prompt
+    names = (f"{field}[{index}]" if has_index else field for index in range(len(prompts)))
     prompts_by_field = zip(names, prompts, strict=True)
     return [
         GenerateRequest(

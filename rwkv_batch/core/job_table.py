@@ -5,14 +5,13 @@ Every admitted row sends exactly one Finish. Every job sends exactly one event w
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
 
 import msgspec
 
+from rwkv_batch.core.deadlines import Deadlines
 from rwkv_batch.core.error_mapping import grammar_failure
 from rwkv_batch.core.grammar_compile_queue import Grammars
 from rwkv_batch.core.jump_forward import jump_forward
@@ -27,8 +26,8 @@ from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 from sampling.grammar.constraint import GrammarError
 from sampling.grammar.matcher import Matcher
 
-DEADLINES_KEPT = 64
-"""Deadlines of ended jobs that may stay in the heap."""
+CONFIRM_TIMEOUT_S = 30.0
+"""Seconds that a complete turn waits for `confirm_turn`. Then it ends with TIMEOUT and is not stored."""
 SampledToken = tuple[int, TokenLogprob | None]
 PromptScores = tuple[Sequence, list[TokenLogprob]]
 """A row and the log-probabilities of its prompt's next tokens."""
@@ -43,9 +42,7 @@ class JobTable:
         self._byte_table = tokenizer.byte_table
         self._rows = RowBuilder(scheduler, state_manager.check, tokenizer, vocab)
         self._jobs: dict[str, RunningJob] = {}
-        self._deadlines: list[tuple[float, int, RunningJob]] = []
-        """a heap; `_prune_deadlines` removes ended jobs"""
-        self._tie = itertools.count()
+        self._deadlines = Deadlines(self._jobs)
         self._leased: dict[Sequence, None] = {}
         """rows with a session, from admission to acknowledgement"""
         self._changed: dict[RunningJob, None] = {}
@@ -86,8 +83,7 @@ class JobTable:
         running.live.update(dict.fromkeys(rows))
         self._leased.update(dict.fromkeys(leased))
         if running.deadline is not None:
-            heapq.heappush(self._deadlines, (running.deadline, next(self._tie), running))
-            self._prune_deadlines()
+            self._deadlines.add(running, running.deadline)
         self._scheduler.add(running, rows)
 
     # Steps ---------------------------------------------------------------------------------------------------
@@ -119,10 +115,7 @@ class JobTable:
                 self._prompt_done(sequence)
 
     def _report_session(self, sequence: Sequence, num_tokens: int) -> None:
-        """Report that a turn begins.
-
-        The client learns this before the turn can be recorded. So no turn runs twice.
-        """
+        """Report that a turn begins. No HTTP worker that knows it lets the turn run on two engines."""
         if sequence.job.spec.return_token_ids and sequence in sequence.job.live:
             replayed = sequence.replayed_tokens
             sequence.job.deltas.append(Delta(sequence.row, b"", 0, session_tokens=num_tokens, replayed_tokens=replayed))
@@ -238,17 +231,38 @@ class JobTable:
             return
         self._scheduler.release_req_slot(sequence)
         sequence.phase = Phase.CLOSING
+        self._state_manager.close_turn(sequence)
+        if sequence.job.is_confirmed:
+            self._record(sequence, reason)
+        else:
+            sequence.job.held_reason = reason
+            self._deadlines.add(sequence.job, time.monotonic() + CONFIRM_TIMEOUT_S)
+        if sequence.num_uncomputed_tokens == 0:
+            self._check_in(sequence)
 
+    def confirm_turn(self, job_id: str) -> None:
+        """Store the job's turn as soon as it has ended. Its HTTP worker knows that the turn began."""
+        if (job := self._jobs.get(job_id)) is None:
+            return
+        reason, job.held_reason, job.is_confirmed = job.held_reason, None, True
+        if reason is None:
+            return
+        for sequence in list(job.live):
+            self._record(sequence, reason)
+            if sequence.phase is Phase.ANSWERED:
+                self._state_manager.check_in(sequence)
+
+    def _record(self, sequence: Sequence, reason: FinishReason) -> None:
         def acknowledge(error: ServiceError | None) -> None:
             self._leased.pop(sequence, None)
             self._send_finish(sequence, FinishReason.ERROR if error else reason, error.info if error else None)
 
         self._state_manager.record_turn(sequence, acknowledge)
-        if sequence.num_uncomputed_tokens == 0:
-            self._check_in(sequence)
 
     def _check_in(self, sequence: Sequence) -> None:
-        self._state_manager.check_in(sequence)
+        """Leave the steps. A held turn keeps its slots until it is confirmed."""
+        if sequence.is_recorded:
+            self._state_manager.check_in(sequence)
         self._scheduler.remove(sequence)
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: ErrorInfo | None = None) -> None:
@@ -291,10 +305,8 @@ class JobTable:
 
     def expire(self, now: float) -> None:
         """End jobs past their deadline and rows whose session failed."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, job = heapq.heappop(self._deadlines)
-            if self._jobs.get(job.job_id) is job:
-                self._end_job(job, FinishReason.TIMEOUT)
+        for job in self._deadlines.pop_due(now):
+            self._end_job(job, FinishReason.TIMEOUT)
         for sequence in list(self._leased):
             error = self._state_manager.failure(sequence)
             if error is not None:
@@ -302,25 +314,19 @@ class JobTable:
                     self._scheduler.remove_waiting(sequence.job)
                 self._end(sequence, FinishReason.ERROR, error.info)
 
-    def _prune_deadlines(self) -> None:
-        """Limit the heap to twice the number of jobs."""
-        if len(self._deadlines) > 2 * len(self._jobs) + DEADLINES_KEPT:
-            self._deadlines = [entry for entry in self._deadlines if self._jobs.get(entry[2].job_id) is entry[2]]
-            heapq.heapify(self._deadlines)
-
     def _end_job(self, job: RunningJob, reason: FinishReason) -> None:
-        """End a job's rows. An answered turn is kept and still acknowledged, unless the job was cancelled."""
+        """End a job's rows. A recorded turn is kept and still acknowledged, unless the job was cancelled."""
         self._scheduler.remove_waiting(job)
         for sequence in list(job.live):
-            if not sequence.has_answered:
+            if not sequence.is_recorded:
                 self._end(sequence, reason)
             elif reason is not FinishReason.TIMEOUT:
                 self._send_finish(sequence, reason)
 
     def fail(self, job: RunningJob, error: ErrorInfo) -> None:
-        """End a job because a step failed. For an answered turn, the pool decides whether it is kept."""
+        """End a job because a step failed. For a recorded turn, the pool decides whether it is kept."""
         rows = self._rows_of(job)
-        if not all(sequence.has_answered for sequence in rows):
+        if not all(sequence.is_recorded for sequence in rows):
             self._abort(job, error)
             return
         for sequence in rows:
@@ -361,17 +367,17 @@ class JobTable:
             self.on_delivered()
 
     def fail_all(self, error: ErrorInfo) -> None:
-        """End every job. For answered turns, the pool decides, so poll or close it afterwards."""
+        """End every job. For recorded turns, the pool decides, so poll or close it afterwards."""
         for job in list(self._jobs.values()):
             self.fail(job, error)
         for sequence in list(self._leased):  # answered turns of cancelled jobs
             self._drop(sequence)
 
     def abandon_all(self, error: ErrorInfo) -> None:
-        """End every job when the pool no longer answers. Answered turns may or may not be kept."""
+        """End every job when the pool no longer answers. Recorded turns may or may not be kept."""
         for job in list(self._jobs.values()):
             failure = error
-            if any(sequence.has_answered for sequence in self._rows_of(job)):
+            if any(sequence.is_recorded for sequence in self._rows_of(job)):
                 failure = msgspec.structs.replace(error, message=f"{error.message}; {MAY_BE_KEPT}", retry_after_s=None)
             self._abort(job, failure)
 
@@ -390,7 +396,5 @@ class JobTable:
 
     def check_integrity(self) -> list[str]:
         """Return broken invariants of an idle engine. For tests."""
-        problems: list[str] = []
-        if not self._jobs and (self._leased or self._scheduler.has_work):
-            problems.append("rows are left without a job")
-        return problems
+        has_rows = self._leased or self._scheduler.has_work
+        return ["rows are left without a job"] if has_rows and not self._jobs else []

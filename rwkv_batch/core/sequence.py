@@ -30,7 +30,7 @@ class Phase(enum.Enum):
     CLOSING = enum.auto()
     """has answered; reads the last tokens that its session's state must contain"""
     ANSWERED = enum.auto()
-    """has answered and left the steps; waits until its turn is stored"""
+    """has answered and left the steps; waits until its turn is confirmed and stored"""
     DONE = enum.auto()
     """has ended; nothing of it remains"""
 
@@ -100,9 +100,14 @@ class RunningJob:
     deltas: list[Delta] = field(default_factory=list)
     job_id: str = field(init=False)
     is_batch: bool = field(init=False)
+    is_confirmed: bool = field(init=False)
+    """whether its turn may be stored (`Job.must_confirm`)"""
+    held_reason: FinishReason | None = None
+    """why its turn ended, while the turn is complete and not confirmed"""
 
     def __post_init__(self) -> None:
         self.job_id, self.is_batch = self.spec.job_id, self.spec.is_batch
+        self.is_confirmed = not self.spec.must_confirm
 
     @property
     def client(self) -> str:
@@ -222,8 +227,13 @@ class Sequence:
 
     @property
     def has_answered(self) -> bool:
-        """Whether its turn is recorded: it samples no more."""
+        """Whether its turn is complete: it samples no more."""
         return self.phase in (Phase.CLOSING, Phase.ANSWERED)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its turn is complete and given to the pool. It may be kept whatever happens to the job."""
+        return self.has_answered and self.job.held_reason is None
 
     @property
     def is_in_steps(self) -> bool:

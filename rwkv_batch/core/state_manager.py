@@ -309,27 +309,25 @@ class StateManager:
 
     # Ends ----------------------------------------------------------------------------------------------------
 
-    def record_turn(self, sequence: Sequence, acknowledge: Callable[[ServiceError | None], None]) -> None:
-        """Store a complete turn's tokens, then call `acknowledge`.
-
-        Its argument is the error, if any. Afterwards the row reads `sequence.token_ids` until its slot holds the state
-        right before the stop.
-        """
-        lease = sequence.lease
-        assert lease is not None
-        answer = self._shown_tokens(sequence)
-        token_ids = sequence.token_ids[: sequence.prompt_end] + answer
-
-        def durable(error: Exception | None) -> None:
-            sequence.dialogue_idx = lease.dialogue_idx
-            acknowledge(None if error is None else as_service_error(error, given=_session_of(sequence)))
-
-        self.pool.turns.record(lease, token_ids[sequence.turn_start :], durable)
+    def close_turn(self, sequence: Sequence) -> None:
+        """Drop the tokens after the shown text. The row then reads up to the state right before the stop."""
+        token_ids = sequence.token_ids[: sequence.prompt_end] + self._shown_tokens(sequence)
         if sequence.members:
             self._park_mixture(sequence, token_ids)
             return
         self._rewind(sequence, token_ids)
         sequence.token_ids, sequence.may_sample, sequence.cache_points = token_ids, False, []
+
+    def record_turn(self, sequence: Sequence, acknowledge: Callable[[ServiceError | None], None]) -> None:
+        """Store a closed turn's tokens, then call `acknowledge` with the error, if any."""
+        lease = sequence.lease
+        assert lease is not None
+
+        def durable(error: Exception | None) -> None:
+            sequence.dialogue_idx = lease.dialogue_idx
+            acknowledge(None if error is None else as_service_error(error, given=_session_of(sequence)))
+
+        self.pool.turns.record(lease, sequence.token_ids[sequence.turn_start :], durable)
 
     def _park_mixture(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Park a mixture's slots after its turn. No more steps are needed, because its tokens are kept."""

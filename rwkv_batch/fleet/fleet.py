@@ -251,7 +251,8 @@ class Fleet:
             self.quotas.charge(in_flight_job.job.job_id, events)
         if events.done:
             self._forget(in_flight_job)
-        in_flight_job.forward(events)
+        if in_flight_job.forward(events):
+            attempt.member.client.confirm_turn(attempt.job_id)
 
     def _on_lost(self, in_flight_job: InFlightJob, attempt: Attempt, error: ErrorInfo) -> None:
         """Continue a job on another engine after its engine was lost.

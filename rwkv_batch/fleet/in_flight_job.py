@@ -208,6 +208,7 @@ class InFlightJob:
             limits=None,
             timeout_s=timeout_s,
             return_token_ids=self.can_resume or self.usage is not None,
+            must_confirm=self.can_resume,
         )
 
     def report_admission(self, refusal: ServiceError | None) -> None:
@@ -222,13 +223,14 @@ class InFlightJob:
         self.is_admitted = refusal is None
         self._admitted(refusal)
 
-    def forward(self, events: JobEvents) -> None:
-        """Record events and pass them on."""
+    def forward(self, events: JobEvents) -> bool:
+        """Record events and pass them on. Returns whether they report a turn's start."""
         if self.can_resume:
             events = self._progress.record(events)
-        events = without_turn_starts(events)
-        if events.deltas or events.done:
-            self._sink(events)
+        shown = without_turn_starts(events)
+        if shown.deltas or shown.done:
+            self._sink(shown)
+        return shown is not events
 
     def forward_last(self, events: JobEvents) -> None:
         """Pass on the last deltas of a lost engine, without its error."""

@@ -29,6 +29,7 @@ from rwkv_batch.ipc.wire import (
     Arrived,
     Call,
     Cancel,
+    ConfirmTurn,
     EventBatch,
     Heartbeat,
     Hello,
@@ -197,6 +198,9 @@ class EngineClient:
 
     def cancel(self, job_id: str) -> None:
         self._send(Cancel(job_id))
+
+    def confirm_turn(self, job_id: str) -> None:
+        self._send(ConfirmTurn(job_id))
 
     def call(self, call: EngineCall[AnswerT], reply: Reply[AnswerT]) -> None:
         with self._lock:

@@ -41,6 +41,7 @@ from rwkv_batch.ipc.wire import (
     Arrived,
     Call,
     Cancel,
+    ConfirmTurn,
     EventBatch,
     FrameTooLong,
     Heartbeat,
@@ -58,7 +59,7 @@ from rwkv_batch.ipc.wire import (
     split_frames,
     to_engine_decoder,
 )
-from rwkv_batch.protocol import EngineProtocol, ManagedEngine
+from rwkv_batch.protocol import ManagedEngine
 from rwkv_batch.request import Job, JobEvents, Usage
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Peer:
     """One HTTP worker's connection. Its jobs are cancelled when it closes."""
 
     def __init__(
-        self, link: PeerLink, engine: EngineProtocol, arrivals: Arrivals, metrics: Metrics, ledger: HeldLedger
+        self, link: PeerLink, engine: ManagedEngine, arrivals: Arrivals, metrics: Metrics, ledger: HeldLedger
     ) -> None:
         self.name = "?"
         self.pid = 0
@@ -114,6 +115,8 @@ class Peer:
                 self._submit(unpack(message))
             case Cancel(job_id):
                 self._engine.cancel(job_id)
+            case ConfirmTurn(job_id):
+                self._engine.confirm_turn(job_id)
             case Call(call_id, AcquireQuota(usage)):
                 self._answer(call_id, self._acquire_quota(usage))
             case UsageReport():

@@ -63,6 +63,12 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="c"):
     job_id: str
 
 
+class ConfirmTurn(msgspec.Struct, frozen=True, array_like=True, tag="t"):
+    """The worker knows that the job's turn began: it would not let another engine run a turn that was stored."""
+
+    job_id: str
+
+
 class Call(msgspec.Struct, frozen=True, array_like=True, tag="q"):
     """A call to the engine. The Answer repeats `call_id`."""
 
@@ -100,7 +106,7 @@ class RestoreQuotas(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     """the worker's own"""
 
 
-ToEngine = Hello | Submit | Cancel | Call | Observe | UsageReport | RestoreQuotas
+ToEngine = Hello | Submit | Cancel | ConfirmTurn | Call | Observe | UsageReport | RestoreQuotas
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="a"):

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.job_table import DEADLINES_KEPT
+from rwkv_batch.core.deadlines import DEADLINES_KEPT
+from rwkv_batch.core.job_table import CONFIRM_TIMEOUT_S
 from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorInfo, ErrorKind
@@ -232,6 +233,51 @@ def test_a_kept_turn_is_not_reported_as_timed_out(
         gate.set()
         finish = loop.end(job).finishes[0]
         assert (finish.reason, finish.error) == (FinishReason.LENGTH, None)
+
+
+@pytest.mark.parametrize("durability", ["log", "lazy", "turn", ""])
+@pytest.mark.parametrize("end", ["confirmed", "confirmed early", "cancelled", "never confirmed", "deleted", "stopped"])
+def test_a_turn_is_stored_only_after_its_start_was_confirmed(
+    model: Path, tmp_path: Path, durability: str, end: str
+) -> None:
+    """Else an engine that is lost before its HTTP worker knows of the turn has stored it, and another runs it again."""
+    pool = PoolConfig(state_db=str(tmp_path / "s.db") if durability else "", durability=durability or "log")
+    with stepped(model, pool, overlap_on_cpu=True) as loop:
+        engine, free = loop.engine, loop.free
+
+        def said(session_id: str, prompt: str) -> bytes:
+            job = submit(engine, turn(session_id, prompt, max_tokens=4, ignore_eos=True))
+            return loop.end(job).texts[0]
+
+        job = submit(engine, turn("s", "one", max_tokens=4, ignore_eos=True), must_confirm=True, return_token_ids=True)
+        if end == "confirmed early":
+            loop.until(job.started.is_set, "its start is reported")
+            engine.confirm_turn(job.job.job_id)
+        else:
+            loop.until(lambda: any(row.phase is Phase.ANSWERED for row in engine.jobs._leased), "the turn is complete")
+            loop.step(5)
+            assert not job.finishes and not engine.model_runner.pool.turns.unlogged
+        if end == "confirmed":
+            engine.confirm_turn(job.job.job_id)
+        elif end == "cancelled":
+            loop.cancel(job)
+        elif end == "never confirmed":
+            engine.jobs.expire(time.monotonic() + CONFIRM_TIMEOUT_S)
+        elif end == "deleted":
+            engine.model_runner.pool.turns.delete("s")
+        elif end == "stopped":
+            engine.jobs.fail_all(ErrorInfo(kind=ErrorKind.DRAINING, message="the service stops"))
+        loop.end(job)
+        engine.confirm_turn(job.job.job_id)
+        is_kept = end.startswith("confirmed")
+        assert [finish.reason is FinishReason.LENGTH for finish in job.finishes.values()] == [is_kept] * (
+            end != "stopped"
+        )
+        said("twin", "one") if is_kept else None
+        assert said("s", " two") == said("twin", " two")
+        for name in ("s", "twin"):
+            engine.model_runner.pool.turns.delete(name)
+        loop.check_idle(free)
 
 
 def test_a_turn_that_still_samples_times_out(loop: Stepped) -> None:

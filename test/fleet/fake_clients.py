@@ -30,6 +30,7 @@ class FakeClient:
         self.num_received = 0
         self.jobs: list[tuple[Job, Any]] = []
         self.cancelled: list[str] = []
+        self.confirmed: list[str] = []
         self.refusal_info: ErrorInfo | None = None
         self.reason = LOST
         self.was_dropped = False
@@ -69,6 +70,9 @@ class FakeClient:
 
     def cancel(self, job_id: str) -> None:
         self.cancelled.append(job_id)
+
+    def confirm_turn(self, job_id: str) -> None:
+        self.confirmed.append(job_id)
 
     def send_text(self, text: bytes, ids: list[int], *, ends: bool = False, job: int = -1) -> None:
         """Send text of one of its jobs' rows, by default the latest."""

@@ -99,6 +99,8 @@ class FakeEngine:
             begins = Delta(0, b"", 0, session_tokens=99, replayed_tokens=self.replayed_tokens)
             sink(JobEvents(job_id=job.job_id, deltas=[begins]))
 
+    def confirm_turn(self, job_id: str) -> None: ...
+
     def cancel(self, job_id: str) -> None:
         if job_id in self.jobs:
             self._send(job_id, 0, ends=True)

@@ -75,6 +75,7 @@ def test_a_turn_is_repeated_only_if_its_session_is_unchanged(two_engines: FakeFl
     first = client_with_job(engines)
     first.jobs[0][1](JobEvents(job_id="job", deltas=[Delta(0, b"", 0, session_tokens=12)]))
     assert not running.events, "the caller does not see the session's length"
+    assert first.confirmed == ["job"]
     first.lose()
     (row,) = client_with_job(engines).jobs[0][0].rows
     assert row.session is not None and row.session.expected_tokens == 12 and row.resumed is None

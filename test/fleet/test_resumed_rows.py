@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rwkv_batch.core.sequence import Phase
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ServiceError
+from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.in_flight_job import Progress
+from rwkv_batch.fleet.routing import FleetLimits
+from rwkv_batch.ipc.server import EngineServer
+from rwkv_batch.ipc.wire import EventBatch, SocketLink, to_engine_decoder, to_worker_decoder
 from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLogprobs, Resumed
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import RunningJob, make_request, run, started_engine, tiny_model, turn
+from test.fleet.fake_clients import engine_info
+from test.harness import WAIT_S, RunningJob, eventually_holds, make_request, run, started_engine, tiny_model, turn
+from test.serving import wait_for
 
 PENALISED = SamplingParams(
     presence_penalty=0.9, frequency_penalty=0.4, penalty_decay=0.97, top_p=0.9, seed=11, logit_bias={40: 2.0}
@@ -127,6 +137,56 @@ def test_a_cut_turn_restarts_from_the_state_before_it(engine: Engine) -> None:
     assert begun + resumed.texts[0] == whole.texts[0]
     following = [run(engine, turn(name, " And again?")).texts[0] for name in ("kept", "cut")]
     assert following[0] == following[1]
+
+
+def serve_without_events(engine: str, address: str) -> None:
+    """Connect one HTTP worker to the engine. What the engine generates does not arrive."""
+    listener, to_engine = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
+    listener.bind(address)
+    listener.listen()
+    to_engine.connect(engine)
+
+    def forward(source: Any, target: Any) -> None:
+        for message in source.receive():
+            if not isinstance(message, EventBatch):
+                target.send(message)
+        target.close()
+
+    def serve() -> None:
+        ends: list[Any] = [
+            SocketLink(to_engine, to_worker_decoder, "engine"),
+            SocketLink(listener.accept()[0], to_engine_decoder, "worker"),
+        ]
+        threading.Thread(target=forward, args=ends[::-1], daemon=True).start()
+        forward(*ends)
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def test_a_turn_whose_start_nobody_heard_of_is_stored_once(engine: Engine, tmp_path: Path) -> None:
+    """The link is lost after the engine has generated the turn. The HTTP worker then sends the turn again."""
+    direct, lossy = str(tmp_path / "direct"), str(tmp_path / "lossy")
+    EngineServer(engine).listen(direct)
+    serve_without_events(direct, lossy)
+    fleet = Fleet(FleetLimits(resubmit=2, wait_s=WAIT_S, shares_sessions=True))
+    fleet.update([engine_info(lossy)])
+    fleet.start("http-0")
+    wait_for(lambda: fleet.is_connected, WAIT_S, "the engine is connected")
+    running = RunningJob(Job(job_id="once", rows=[turn("once", "My name is Ada.")]))
+    fleet.submit(running.job, running.sink, running.on_admitted)
+
+    def is_generated() -> bool:
+        rows, sessions = engine.jobs._leased, engine.model_runner.pool._index
+        is_stored = any(one.exists and one.key.session_id == "once" for one in sessions)
+        return is_stored or any(row.phase is Phase.ANSWERED for row in rows)
+
+    assert eventually_holds(engine, is_generated)
+    fleet.update([engine_info(direct)])
+    running.wait()
+    fleet.stop()
+    assert running.texts == run(engine, turn("twin", "My name is Ada.")).texts
+    first, second = (run(engine, turn(name, " And yours?")).finishes[0] for name in ("once", "twin"))
+    assert first.prompt_tokens == second.prompt_tokens
 
 
 def test_invalid_resumed_rows_are_refused(engine: Engine) -> None:

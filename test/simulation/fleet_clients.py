@@ -118,7 +118,7 @@ class FleetClients:
                 self._add_state()
 
     def _session(self, name: str) -> LinearSession:
-        return self.sessions.setdefault(name, LinearSession(self._world.has_link_faults))
+        return self.sessions.setdefault(name, LinearSession())
 
     def _tokens(self, maximum: int) -> list[int]:
         return [self._rng.choice(ALPHABET) for _ in range(self._rng.randint(1, maximum))]

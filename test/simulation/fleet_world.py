@@ -51,7 +51,7 @@ class FleetWorld:
         self.is_calm = more.random() < 0.5
         """whether there are no faults, so that every request is answered and paid for exactly"""
         self.has_link_faults = not self.is_calm and more.random() < 0.5
-        """whether links lose bytes: then a lost engine may have begun a turn of which nobody has heard"""
+        """whether links lose bytes: then nobody may have heard of a turn that a lost engine began"""
         if self.has_link_faults:
             self.network.buffer_bytes = more.choice((300, 5_000, 100_000))
         self._announced: dict[str, Any] = {}

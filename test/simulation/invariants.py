@@ -119,7 +119,7 @@ def _check_slots(engine: Engine, pool: Any) -> None:
     running = _rows(engine)
     owners: Counter[int] = Counter()
     everyone = list(dict.fromkeys([*running, *(row for job in engine.jobs._jobs.values() for row in job.live)]))
-    for row in running:
+    for row in everyone:
         owners.update(slot for slot in (row.slot, row.spare_slot) if slot != NO_SLOT)
         if row.rollback_state is not None:
             owners[row.rollback_state.slot] += 1

@@ -15,10 +15,8 @@ from test.simulation.violation import demand
 Outcome = tuple[bytes, int]
 """A turn's text, and the tokens of its session and its prompt."""
 DELETED: Outcome = (b"", -1)
-MAX_RUNS = 3
-"""Engines that may run a turn, one after the other: two may be lost."""
-_REPEATED = 1_000_000
-"""Between the numbers of two runs of a request."""
+MAX_OPEN = 4
+"""Requests whose outcome may be unknown."""
 
 
 @dataclass(frozen=True)
@@ -36,44 +34,40 @@ class Candidate:
 class LinearSession:
     """A session. A request without an answer may take effect once, at any later time, or never."""
 
-    may_repeat: bool = False
-    """whether a lost link may hide that a turn has begun, so that it runs once more on each of MAX_RUNS engines"""
     requests: dict[int, GenerateRequest | None] = field(default_factory=dict)
-    """by run; None: a delete"""
+    """None: a delete"""
     candidates: set[Candidate] = field(default_factory=lambda: {Candidate()})
     num_waiting: int = 0
 
     @property
     def is_unclear(self) -> bool:
         """Whether too many requests may take effect later."""
-        return any(len(one.open) > MAX_RUNS + 1 for one in self.candidates) or len(self.candidates) > 100
+        return any(len(one.open) > MAX_OPEN for one in self.candidates) or len(self.candidates) > 100
 
     def begin(self, number: int, request: GenerateRequest | None) -> None:
         """A request is sent."""
-        begun = set(_runs(number) if self.may_repeat and request is not None else [number])
-        self.requests.update(dict.fromkeys(begun, request))
+        self.requests[number] = request
         self.num_waiting += 1
-        self.candidates = {Candidate(one.tokens, one.open | begun, one.outcomes) for one in self.candidates}
+        self.candidates = {Candidate(one.tokens, one.open | {number}, one.outcomes) for one in self.candidates}
 
     def answered(self, number: int, outcome: Outcome) -> None:
         """A request has taken effect. Raises Violation if no history explains its answer."""
         self.num_waiting -= 1
-        reachable, runs = self._reachable(), _runs(number)
-        fitting = [one for one in reachable if {(run, outcome) for run in runs} & one.outcomes]
-        fit = {known for one in reachable for at, known in one.outcomes if at in runs}
+        reachable, found = self._reachable(), (number, outcome)
+        fitting = [one for one in reachable if found in one.outcomes]
+        fit = {known for one in reachable for at, known in one.outcomes if at == number}
         demand(fitting, f"request {number} answers {outcome}, which fits no history of the session: {fit}")
-        self.candidates = {Candidate(one.tokens, one.open - {runs[-1]}, _without(one, runs)) for one in fitting}
+        self.candidates = {Candidate(one.tokens, one.open, one.outcomes - {found}) for one in fitting}
 
     def failed(self, number: int, may_be_kept: bool) -> None:
         """A request has failed: it has not taken effect, or perhaps it has or will."""
         self.num_waiting -= 1
         if may_be_kept:
             return
-        runs = set(_runs(number))
         self.candidates = {
-            Candidate(one.tokens, one.open - runs, one.outcomes)
+            Candidate(one.tokens, one.open - {number}, one.outcomes)
             for one in self.candidates
-            if not runs & dict(one.outcomes).keys()
+            if number not in dict(one.outcomes)
         }
         demand(self.candidates, "a turn was kept although its request was refused")
 
@@ -82,8 +76,6 @@ class LinearSession:
         while new:
             one = new.pop()
             for number in one.open:
-                if number - _REPEATED in one.open:
-                    continue  # the runs of a request are alike, so they take effect in order
                 if (after := self._after(one, number)) not in found:
                     found.add(after)
                     new.append(after)
@@ -99,11 +91,3 @@ class LinearSession:
         answer = predict(History([*one.tokens, *prompt]), request)
         outcome = answer.text, len(one.tokens) + len(prompt)
         return Candidate((*one.tokens, *prompt, *answer.kept), is_open, one.outcomes | {(number, outcome)})
-
-
-def _runs(number: int) -> list[int]:
-    return [number + run * _REPEATED for run in range(MAX_RUNS)]
-
-
-def _without(one: Candidate, runs: list[int]) -> frozenset[tuple[int, Outcome]]:
-    return frozenset(known for known in one.outcomes if known[0] not in runs)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rwkv_batch.core.sequence import RunningJob
 from rwkv_batch.fleet.member import Member
 from state_pool.cache.prefix_cache import PrefixCache
 from state_pool.origins import Adapters
@@ -81,6 +82,13 @@ def test_the_worlds_notice_a_prefix_that_was_read_under_another_adapter(monkeypa
     monkeypatch.setattr(Adapters, "base", lambda _self, state, _adapter: state)
     with pytest.raises(WorldFailed):
         for seed in range(0, SEEDS, OWN_WORLDS):
+            run(seed)
+
+
+def test_the_fleets_notice_turns_that_are_stored_before_they_are_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunningJob, "is_confirmed", property(lambda _: True, lambda *_: None))
+    with pytest.raises(WorldFailed, match="fits no history"):
+        for seed in range(FLEET_WORLDS - 1, SEEDS, FLEET_WORLDS):
             run(seed)
 
 
