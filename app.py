@@ -25,6 +25,7 @@ __all__ = ["Supervisor", "log_style", "main", "run", "serve"]
 
 COMMANDS = {
     "serve": "start the service",
+    "translate": "translate a file: a book, a Word file, subtitles, a program's strings",
     "batch": "run a file of prompts or of texts to translate",
     "chat": "talk to a model on the terminal",
     "tune": "make a tuned state or a LoRA from examples",
@@ -51,10 +52,10 @@ def main(arguments: list[str]) -> int:
     """Runs the command that the arguments name, by default the service. Returns the exit code."""
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     arguments = arguments[bool(name) :]
-    if name == "batch":
-        from programs.batch import command
+    if name in ("batch", "translate"):
+        from programs.batch import command, translate
 
-        return command.main(arguments)
+        return (command if name == "batch" else translate).main(arguments)
     if name == "chat":
         from programs.chat import command as console
 

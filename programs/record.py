@@ -32,8 +32,6 @@ class Record:
     """Text to copy unchanged, or None."""
     size: int = 0
     """Size in the input in bytes."""
-    cue_header: str = ""
-    """Number and time line of a subtitle cue."""
 
 
 def json_line(value: Any) -> str:

@@ -114,6 +114,7 @@ SHARING = {
         "programs/batch/test_openai_batches.py",
     ),
     "fake": (
+        "programs/batch/test_translate.py",
         "programs/batch/test_batch_resume.py",
         "programs/batch/test_batch_files.py",
         "programs/batch/test_hostile_inputs.py",

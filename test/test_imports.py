@@ -47,6 +47,7 @@ ROOMS = {
     "rwkv_batch.core": "rwkv_batch",
     "rwkv_batch.translation": "",
     "rwkv_batch.tuning": "rwkv_batch rwkv_batch.model rwkv_batch.model.adapters",
+    "rwkv_batch.translation.documents": "rwkv_batch.translation",
     "rwkv_batch.model.quant": "rwkv_batch",
     "rwkv_batch.model.files": "",
     "rwkv_batch.model": "rwkv_batch rwkv_batch.model.files rwkv_batch.model.quant rwkv_batch.model.older",
@@ -254,6 +255,9 @@ def test_the_engine_names_no_route() -> None:
         for name, file in modules(package):
             nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
             named = {node.value for node in nodes} & routes
+            named -= (
+                {"translate"} if room_of(name) == "rwkv_batch.translation.documents" else set()
+            )  # XLIFF's attribute
             assert not named, f"{name} names {named}"
 
 

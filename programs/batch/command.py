@@ -6,22 +6,20 @@ import asyncio
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from programs.backends.backend import Backend
-from programs.backends.local_engine import LocalEngine
-from programs.backends.remote_service import RemoteService
+from programs.batch.exit_codes import ALL_ANSWERED, SOME_FAILED, run_command
 from programs.batch.files import errors_path, open_files
 from programs.batch.formats import FileFormat, combine_formats, format_of, unknown_format
 from programs.batch.glossary import load_glossary
-from programs.batch.inputs import Input
+from programs.batch.inputs import STDIN, Input
 from programs.batch.lines import LineWorker
 from programs.batch.options import Options, check_settings, flag_of, parse_options
 from programs.batch.outputs import STDOUT, ReorderBuffer
@@ -29,18 +27,19 @@ from programs.batch.progress import Reporter, RunStats
 from programs.batch.run import Run
 from programs.batch.sidecar import Progress
 from programs.batch.tasks import FIM, JSON_TASKS, SCORE, TRANSLATE, Task, TaskRequest, make_task
-from programs.record import LineError, Record, RunError
-from programs.settings import Settings, SettingsError, parse_settings
-from programs.settings.model_file import with_default_model
+from programs.batch.translate import DocumentJob, TranslateOptions, make_backend
+from programs.record import LineError, Record
+from programs.settings import SettingsError, parse_settings
 from routes.request import prompts
 from routes.request.bodies import PromptBody
 from routes.request.jobs import prompts_and_stops
 from routes.request.json_body import validate
 from routes.table import ROUTES
 from routes.translation.translator import translation_prompt
-from rwkv_batch.errors import ServiceError, StartupError
+from rwkv_batch.errors import ServiceError
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
 from rwkv_batch.tokenizer import Tokenizer
+from rwkv_batch.translation.documents.formats import format_of as document_format
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.plan import Query
 
@@ -121,43 +120,39 @@ def _prompt(request: TaskRequest) -> str:
     return prompts_and_stops(validate(PromptBody, request.body))[0][0]
 
 
-ALL_ANSWERED, CANNOT_RUN, BAD_FLAG, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
-"""Exit codes."""
-_SUBTITLES = ("srt", "vtt")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit code."""
-    try:
+
+    def make() -> Coroutine[Any, Any, int]:
         options, rest = parse_options(arguments)
         settings = parse_settings(rest, os.environ)
         check_settings(options.url, rest)
         check_body(options)
+        document = _document_job(options)
         set_up_logging("batch", LogConfig(settings.service.log_format, settings.service.log_level))
-        backend: Backend = _service(options, settings) if options.url else LocalEngine(with_default_model(settings))
-        return asyncio.run(_interruptible(_Command(options, backend).run()))
-    except SettingsError as error:
-        return _print_error(str(error), BAD_FLAG)
-    except (RunError, StartupError) as error:
-        return _print_error(str(error), CANNOT_RUN)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        return _print_error("stopped; give the same command again to resume", INTERRUPTED)
+        return _Command(options, make_backend(options.url, settings), document).run()
+
+    return run_command(make)
 
 
-def _print_error(error: str, code: int) -> int:
-    sys.stderr.write(f"error: {error}\n")
-    return code
-
-
-def _service(options: Options, settings: Settings) -> RemoteService:
-    return RemoteService(options.url, settings.http.password)
-
-
-async def _interruptible(work: Any) -> int:
-    """Stops cleanly at SIGINT and SIGTERM. Finished answers are kept."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return int(await task)
+def _document_job(options: Options) -> DocumentJob | None:
+    """Returns the translation of a document, or None for a file of lines. Raises SettingsError."""
+    task = options.task_options
+    if options.form or format_of(options.input) or options.input == STDIN or document_format(options.input) is None:
+        return None
+    if task.task != "translate":
+        raise SettingsError(f"{options.input} is a document: only --task translate reads it, not {task.task}")
+    for flag, is_given in (
+        ("--template", task.template),
+        ("--shard", options.shard != (1, 1)),
+        ("--order", options.order == "done"),
+        ("--errors", options.errors),
+    ):
+        if is_given:
+            raise SettingsError(f"{flag} is for files of lines, and {options.input} is a document; leave it out")
+    names = ("input", "output", "glossary", "limit", "url", "max_in_flight", "retry", "fresh", "progress")
+    given = {name: getattr(options, name) for name in names}
+    return DocumentJob(TranslateOptions(target_lang=task.target_lang, source_lang=task.source_lang, **given))
 
 
 def check_body(options: Options) -> None:
@@ -189,6 +184,7 @@ class _AnyFields(dict[str, Any]):
 class _Command:
     options: Options
     backend: Backend
+    document: DocumentJob | None = None
 
     async def run(self) -> int:
         """Runs the job and returns the exit code. Raises RunError."""
@@ -199,20 +195,24 @@ class _Command:
 
     async def _run(self) -> int:
         options = self.options
+        if self.document is not None:
+            if options.dry_run:
+                return await self._estimate(self.document.records(), self.document.task)
+            return await self.document.run(self.backend)
         form = _file_format(options)
         glossary = load_glossary(options.glossary) if options.glossary else None
         source = Input(options.input)
         records = _select_records(form.read(source.lines()), options)
-        task = make_task(options.task_options)
+        task = make_task(options.task_options, glossary)
         if options.dry_run:
-            return await self._estimate(records, task, glossary)
+            return await self._estimate(records, task)
         settings = self._settings(glossary, await self.backend.model())
         files = await asyncio.to_thread(open_files, options, source, form, settings)
         try:
             reorder_buffer = ReorderBuffer(options.order == "keep", files.progress)
             stats = RunStats(source.fraction)
             answers = files.sidecar if options.dedupe else None
-            worker = LineWorker(self.backend, task, options.retry, glossary, answers=answers)
+            worker = LineWorker(self.backend, task, options.retry, answers=answers)
             with Reporter(stats, options.progress):
                 await Run(records, worker, files, reorder_buffer, stats, options.max_in_flight).run()
         finally:
@@ -220,11 +220,11 @@ class _Command:
             source.close()
         return self._print_failures(files.progress)
 
-    async def _estimate(self, records: Iterator[Record], task: Task, glossary: Glossary | None) -> int:
+    async def _estimate(self, records: Iterator[Record], task: Task) -> int:
         estimate = Estimate(task)
         await asyncio.to_thread(estimate.count, records)
         await self.backend.open()
-        figures = await estimate.figures(LineWorker(self.backend, task, self.options.retry, glossary))
+        figures = await estimate.figures(LineWorker(self.backend, task, self.options.retry))
         sys.stdout.write(json.dumps(figures) + "\n")
         return ALL_ANSWERED
 
@@ -248,7 +248,6 @@ class _Command:
             "--out-field": options.out_field,
             "--order": options.order,
             "--shard": "/".join(map(str, options.shard)),
-            "--dedupe": "given" if options.dedupe else "",
             "--glossary": hashlib.sha256(terms).hexdigest() if terms else "",
             "--format": options.form,
             "--url": "given" if options.url else "",
@@ -264,8 +263,6 @@ def _file_format(options: Options) -> FileFormat:
     target = source if options.output == STDOUT else format_of(options.output)
     if target is None:
         raise unknown_format(options.output, "give an --output whose name ends like one, or name it by --format")
-    if target in _SUBTITLES and options.order == "done":
-        raise RunError("--order done would shuffle subtitles; leave it out, or write .jsonl")
     return combine_formats(
         source, target, options.task_options.field, options.out_field, options.task_options.task in JSON_TASKS
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from programs.batch.formats import FileFormat, compression_of
@@ -36,6 +36,11 @@ class RunFiles:
     """Progress that is durable."""
     error_line: Callable[[Record, Outcome], str]
     is_compressed: bool = False
+    waiting: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Output and error of records that an earlier run finished, and that waited for earlier ones."""
+
+    def __post_init__(self) -> None:
+        self.waiting = self.sidecar.waiting()
 
     def finished_record(self, record: Record, outcome: Outcome) -> FinishedRecord:
         """Formats a record's lines for the files."""
@@ -66,7 +71,7 @@ class RunFiles:
                 answered=before.answered + batch.answered,
                 failed=before.failed + batch.failed,
             )
-            self.sidecar.commit(progress, batch.answers)
+            self.sidecar.commit(progress, batch.answers, batch.waiting)
         except OSError as error:
             raise RunError(self._write_error_message(error, before.answered + before.failed)) from None
         self.progress = progress
@@ -84,7 +89,7 @@ def errors_path(options: Options) -> str:
     return options.errors or ("" if options.output == STDOUT else options.output + ERRORS_SUFFIX)
 
 
-def _error_line(id_field: str) -> Callable[[Record, Outcome], str]:
+def error_line(id_field: str) -> Callable[[Record, Outcome], str]:
     """Returns a function that formats a record's error line."""
 
     def line(record: Record, outcome: Outcome) -> str:
@@ -119,7 +124,7 @@ def _to_pipe(options: Options, file_format: FileFormat, settings: dict[str, str]
         errors.cut(0)
     sidecar = Sidecar(None)
     return RunFiles(
-        StandardOutput(), errors, sidecar, file_format, sidecar.begin(settings, ""), _error_line(options.id_field)
+        StandardOutput(), errors, sidecar, file_format, sidecar.begin(settings, ""), error_line(options.id_field)
     )
 
 
@@ -149,7 +154,7 @@ def _to_files(
     sync_folder(path.parent)
     output.cut(progress.output_bytes)
     errors.cut(progress.errors_bytes)
-    return RunFiles(output, errors, sidecar, file_format, progress, _error_line(options.id_field), bool(compression))
+    return RunFiles(output, errors, sidecar, file_format, progress, error_line(options.id_field), bool(compression))
 
 
 def _check_paths(options: Options, outputs: list[Path]) -> None:

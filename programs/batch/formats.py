@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from typing import Any, Protocol
@@ -21,10 +20,8 @@ _SUFFIXES = {
     ".tsv": "tsv",
     ".txt": "text",
     ".text": "text",
-    ".srt": "srt",
-    ".vtt": "vtt",
 }
-FORMAT_NAMES = ("jsonl", "csv", "tsv", "text", "srt", "vtt")
+FORMAT_NAMES = ("jsonl", "csv", "tsv", "text")
 
 
 class FileFormat(Protocol):
@@ -253,63 +250,6 @@ class Text:
         return text.replace("\r\n", "\n").replace("\r", "\n").replace("\n", "\\n") + "\n"
 
 
-_ARROW = "-->"
-_BLANK_LINES = re.compile(r"\n\s*\n")
-
-
-class Subtitles:
-    """A FileFormat: cues keep their number and time. A failed cue keeps its text."""
-
-    def __init__(self, field: str, has_header: bool) -> None:
-        self._field = field
-        self._has_header = has_header
-        self._header = ""
-
-    def read(self, lines: Iterable[Line]) -> Iterator[Record]:
-        index = 0
-        for block in _blocks(lines):
-            if self._has_header and not self._header and not any(_ARROW in line.text for line in block):
-                self._header = "\n".join(line.text for line in block) + "\n\n"
-                continue
-            yield self._record(index, block)
-            index += 1
-
-    def _record(self, index: int, block: list[Line]) -> Record:
-        size = sum(line.size for line in block)
-        problem = next(filter(None, map(unreadable_reason, block)), "")
-        lines = [line.data.decode("utf-8", "replace") for line in block]
-        cue_line = next((i for i, line in enumerate(lines[:2]) if _ARROW in line), None)
-        cue_header, said = ([], lines) if cue_line is None else (lines[: cue_line + 1], lines[cue_line + 1 :])
-        if not problem and (cue_line is None or not "".join(said).strip()):
-            return Record(index, block[0].number, verbatim="\n".join(lines), size=size)
-        fields = {self._field: "\n".join(said)}
-        return Record(index, block[0].number, fields, problem, size=size, cue_header="\n".join(cue_header))
-
-    def header(self) -> str:
-        return self._header
-
-    def write(self, record: Record, answer: str | None) -> str:
-        if record.verbatim is not None:
-            return f"{record.verbatim}\n\n"
-        text = answer if answer is not None else str(record.fields.get(self._field, ""))
-        return f"{record.cue_header}\n{_BLANK_LINES.sub(chr(10), text).strip()}\n\n" if record.cue_header else ""
-
-
-def _blocks(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    """Yields blocks of lines between blank lines. MAX_LINE_BYTES bounds a block."""
-    block: list[Line] = []
-    size = 0
-    for line in lines:
-        if block and (not line.data.strip() or size + line.size > MAX_LINE_BYTES):
-            yield block
-            block, size = [], 0
-        if line.data.strip():
-            block.append(line)
-            size += line.size
-    if block:
-        yield block
-
-
 def make_format(name: str, field: str, out_field: str, is_json: bool = False) -> FileFormat:
     """Creates the format of that name. `is_json`: answers are JSON values."""
     match name:
@@ -319,10 +259,8 @@ def make_format(name: str, field: str, out_field: str, is_json: bool = False) ->
             return Delimited(",", field, out_field)
         case "tsv":
             return Delimited("\t", field, out_field)
-        case "text":
-            return Text(field)
         case _:
-            return Subtitles(field, has_header=name == "vtt")
+            return Text(field)
 
 
 def combine_formats(source: str, target: str, field: str, out_field: str, is_json: bool = False) -> FileFormat:
@@ -344,11 +282,7 @@ class _AsJsonl:
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
         """See FileFormat. Verbatim text is dropped."""
         for record in self._source.read(lines):
-            record.fields = {
-                "index": record.index,
-                **({"cue": record.cue_header} if record.cue_header else {}),
-                **record.fields,
-            }
+            record.fields = {"index": record.index, **record.fields}
             yield record
 
     def header(self) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 
 from programs.backends.backend import UNREACHABLE, Backend, Reply
 from programs.batch.sidecar import Sidecar
-from programs.batch.tasks import TRANSLATE, Task, TaskRequest
+from programs.batch.tasks import Task, TaskRequest
 from programs.record import LineError, Record, RunError
-from rwkv_batch.translation.glossary import Glossary
 
 OK = 200
 _BUSY = frozenset({UNREACHABLE, 429, 502, 503})
@@ -48,7 +47,6 @@ class LineWorker:
     backend: Backend
     task: Task
     retry: int
-    glossary: Glossary | None = None
     max_busy_retries: int | None = None
     """Retries while the service is busy or unreachable. None: `retry`."""
     max_refused_s: float = float("inf")
@@ -107,12 +105,6 @@ class LineWorker:
             self.in_progress.pop(key, None)
 
     async def _compute(self, request: TaskRequest) -> Outcome:
-        if self.glossary is not None and request.path == TRANSLATE:
-            terms = self.glossary.terms_in(request.body["text_list"][0])
-            request = TaskRequest(request.path, {**request.body, "glossary": terms})
-        return await self._request_with_retries(request)
-
-    async def _request_with_retries(self, request: TaskRequest) -> Outcome:
         tries, started = 0, time.monotonic()
         while True:
             reply = await self.backend.request(request.path, request.body)

@@ -56,12 +56,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     progress: str = "auto"
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are SettingsErrors."""
+
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message}; see {program('batch')} --help")
+        """Raises SettingsError."""
+        raise SettingsError(f"{message}; see {self.prog} --help")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(text)
@@ -92,13 +95,15 @@ def _template(text: str) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of `batch`. Other flags are the service's."""
-    parser = _Parser(
+    parser = CommandParser(
         prog=program("batch"),
         allow_abbrev=False,
         description="Answer every line of a file. Flags of the engine (--model-path, --pp-devices, --dtype ...) are "
         "the service's. Give the same command again to resume a stopped run.",
     )
-    parser.add_argument("input", help="JSONL, CSV, TSV, text, srt or vtt, also .gz or .zst; -: standard input")
+    parser.add_argument(
+        "input", help="JSONL, CSV, TSV or text, also .gz or .zst, or a document to translate; -: standard input"
+    )
     parser.add_argument(
         "-o", "--output", required=True, help="output file, in the input's format or .jsonl; -: standard output"
     )
@@ -145,15 +150,15 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-in-flight",
-        type=_count,
+        type=count,
         default=0,
         help="requests in flight; 0: 256 to a service, by memory for an engine in this process",
     )
     add("--order", choices=("keep", "done"), default="keep", help="order of the output; done: as lines finish")
-    add("--retry", type=_count, default=8, help="retries while the service is busy or unreachable; default: 8")
+    add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
     add("--errors", default="", help=f"JSON lines of the failures; default: OUTPUT{ERRORS_SUFFIX}")
     add("--dedupe", action="store_true", help="answer equal lines once")
-    add("--limit", type=_count, default=0, help="number of input lines to process")
+    add("--limit", type=count, default=0, help="number of input lines to process")
     add("--shard", type=_shard, default=(1, 1), help="i/n: every n-th line, starting at the i-th")
     add("--dry-run", action="store_true", help="count lines and tokens, and estimate the time from a sample")
     add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT, its error file and OUTPUT{SUFFIX}")
@@ -210,8 +215,6 @@ def _check(given: argparse.Namespace, task_options: TaskOptions) -> None:
     ):
         if is_given and task_options.task not in tasks:
             raise SettingsError(f"{flag} is for {', '.join(tasks)}, not for {task_options.task}; leave it out")
-    if given.form in ("srt", "vtt") and given.order == "done":
-        raise SettingsError("--order done would shuffle subtitles; leave it out")
     if given.errors == "-":
         raise SettingsError(
             "--errors must name a file, got -; with --output - failures go to standard error without it"

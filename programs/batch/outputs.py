@@ -41,6 +41,8 @@ class CommitBatch:
     beyond: list[int]
     answered: int
     failed: int
+    waiting: dict[int, tuple[str, str]]
+    """Output and error of records that finished, and wait for earlier ones, by index."""
 
 
 class ReorderBuffer:
@@ -56,6 +58,8 @@ class ReorderBuffer:
         """Finished records that wait for earlier ones."""
         self._beyond = set(previous.beyond)
         """Written records after the first open one."""
+        self._newly_finished: set[int] = set()
+        """Those that no commit has."""
         self._uncommitted: list[FinishedRecord] = []
         self._end_index = previous.next_index
         self.unfinished = 0
@@ -82,6 +86,7 @@ class ReorderBuffer:
                 self._open.popleft()
             return
         self._finished[index] = record
+        self._newly_finished.add(index)
         while self._open and self._open[0] in self._finished:
             self._write(self._finished.pop(self._open.popleft()))
 
@@ -92,14 +97,15 @@ class ReorderBuffer:
 
     @property
     def has_output(self) -> bool:
-        """Whether there is output since the last commit."""
-        return bool(self._uncommitted)
+        """Whether a record has finished since the last commit."""
+        return bool(self._uncommitted or self._newly_finished)
 
     def take(self) -> CommitBatch:
         """Returns the output since the last commit."""
         pieces, self._uncommitted, self.uncommitted = self._uncommitted, [], 0
         next_index = self._open[0] if self._open else self._end_index
         self._beyond = {index for index in self._beyond if index > next_index}
+        new, self._newly_finished = self._newly_finished & self._finished.keys(), set()
         return CommitBatch(
             output="".join(piece.output for piece in pieces).encode(),
             errors="".join(piece.error for piece in pieces).encode(),
@@ -108,6 +114,7 @@ class ReorderBuffer:
             beyond=sorted(self._beyond),
             answered=sum(not piece.error for piece in pieces),
             failed=sum(bool(piece.error) for piece in pieces),
+            waiting={index: (self._finished[index].output, self._finished[index].error) for index in new},
         )
 
 

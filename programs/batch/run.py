@@ -11,7 +11,7 @@ from typing import Protocol
 
 from programs.batch.files import RunFiles
 from programs.batch.lines import Outcome
-from programs.batch.outputs import ReorderBuffer
+from programs.batch.outputs import FinishedRecord, ReorderBuffer
 from programs.batch.progress import RunStats
 from programs.record import Record, RunError
 
@@ -90,6 +90,7 @@ class Run:
             if not window:
                 break
             slots = self._slots or await self._open()
+            window = [record for record in window if not self._is_finished(record.index)]
             for record in sorted(window, key=lambda record: record.size, reverse=True):
                 await slots.acquire()
                 self._raise_failure()
@@ -98,6 +99,14 @@ class Run:
                 task.add_done_callback(self._on_record_done)
             await self._wait_until(self._can_read_more)
         await self._wait_until(lambda: not self._tasks)
+
+    def _is_finished(self, index: int) -> bool:
+        """Whether an earlier run finished a record that waited for others. It gets its place in the output."""
+        if (texts := self._files.waiting.pop(index, None)) is None:
+            return False
+        self._reorder_buffer.end(index, FinishedRecord(*texts))
+        self._stats.skipped += 1
+        return True
 
     def _can_read_more(self) -> bool:
         """Whether the amount of unsynced records allows reading on."""

@@ -17,6 +17,7 @@ from programs.record import RunError
 
 SUFFIX = ".progress"
 _VERSION = 1
+_WAITING = "CREATE TABLE IF NOT EXISTS waiting (number INTEGER PRIMARY KEY, output TEXT NOT NULL, error TEXT NOT NULL)"
 _SCHEMA = (
     "CREATE TABLE run (version INTEGER NOT NULL, settings TEXT NOT NULL, input TEXT NOT NULL, progress TEXT NOT NULL)",
     "CREATE TABLE answers (key BLOB PRIMARY KEY, answer TEXT NOT NULL) WITHOUT ROWID",
@@ -90,14 +91,32 @@ class Sidecar:
                 self._database.execute(statement)
             self._database.execute("INSERT INTO run VALUES (?, ?, ?, ?)", row)
 
-    def commit(self, progress: Progress, answers: Mapping[bytes, str]) -> None:
-        """Stores the progress. Raises OSError, for example on a full disk."""
+    def waiting(self) -> dict[int, tuple[str, str]]:
+        """Returns the finished records that wait for earlier ones: output and error, by index. Raises RunError."""
+        try:
+            with self._lock:
+                self._database.execute(_WAITING)
+                return {row[0]: (row[1], row[2]) for row in self._database.execute("SELECT * FROM waiting")}
+        except sqlite3.Error as error:
+            raise RunError(f"{self._path} cannot be used now ({error}); try again") from None
+
+    def commit(
+        self, progress: Progress, answers: Mapping[bytes, str], waiting: Mapping[int, tuple[str, str]] | None = None
+    ) -> None:
+        """Stores the progress. Raises OSError, for example on a full disk.
+
+        waiting: records that have finished since the last commit, and wait for earlier ones
+        """
         try:
             with self._lock, self._database:
                 self._database.execute("BEGIN")
                 self._database.execute("UPDATE run SET progress = ?", (msgspec.json.encode(progress).decode(),))
                 if answers:
                     self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", answers.items())
+                if waiting is not None:
+                    rows = ((number, *texts) for number, texts in waiting.items())
+                    self._database.executemany("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?)", rows)
+                    self._database.execute("DELETE FROM waiting WHERE number < ?", (progress.next_index,))
         except sqlite3.Error as error:
             raise OSError(str(error)) from error
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from programs.record import LineError, Record
+from rwkv_batch.translation.glossary import Glossary
 
 TRANSLATE, CHAT, FIM = "/translate/v1/batch-translate", "/v1/chat/completions", "/FIM/v1/batch-FIM"
 SCORE = "/v1/score"
@@ -56,11 +57,11 @@ class Task(Protocol):
         """Returns the answer's text. Raises LineError if the answer is an error."""
 
 
-def make_task(task_options: TaskOptions) -> Task:
+def make_task(task_options: TaskOptions, glossary: Glossary | None = None) -> Task:
     """Creates the task for the options."""
     match task_options.task:
         case "translate":
-            return _Translate(task_options)
+            return _Translate(task_options, glossary)
         case "score":
             return _Score(task_options)
         case _:
@@ -88,11 +89,18 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
     raise LineError(f"field {name!r} must be text, got {type(value).__name__}")
 
 
+def with_terms(body: dict[str, Any], glossary: Glossary | None) -> TaskRequest:
+    """Returns the request to translate a text, with the glossary's terms in it."""
+    terms = glossary.terms_in(body["text_list"][0]) if glossary is not None else {}
+    return TaskRequest(TRANSLATE, {**body, "glossary": terms} if terms else body)
+
+
 class _Translate:
     """A Task: translates a text."""
 
-    def __init__(self, task_options: TaskOptions) -> None:
+    def __init__(self, task_options: TaskOptions, glossary: Glossary | None) -> None:
         self._plan = task_options
+        self._glossary = glossary
 
     def request(self, record: Record) -> TaskRequest:
         task_options = self._plan
@@ -101,8 +109,8 @@ class _Translate:
             if task_options.template
             else _text(record.fields, task_options.field)
         )
-        languages = {"source_lang": task_options.source_lang, "target_lang": task_options.target_lang}
-        return TaskRequest(TRANSLATE, {**languages, "text_list": [text], **task_options.decode})
+        body = {"source_lang": task_options.source_lang, "target_lang": task_options.target_lang, "text_list": [text]}
+        return with_terms(body, self._glossary)
 
     def text(self, answer: Any) -> str:
         return str(answer["translations"][0]["text"])

@@ -96,35 +96,6 @@ def test_line_breaks_in_answers_do_not_make_lines(fake: Service, tmp_path: Path)
     assert target.read_text() == "a\\nb{}a\\nb{}a\\nb{}\n"
 
 
-SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello\nthere\n\n2\n00:00:03,000 --> 00:00:04,500\n{}\n\n"
-VTT = "WEBVTT - film\n\nNOTE kept\nas it is\n\nintro\n00:01.000 --> 00:02.000 align:start\n{}\n\n"
-
-
-def test_subtitles_keep_numbers_times_and_notes(fake: Service, tmp_path: Path) -> None:
-    for name, form in (("a.srt", SRT), ("a.vtt", VTT)):
-        source, target = tmp_path / name, tmp_path / f"out-{name}"
-        source.write_text(form.format("Bye"))
-        assert batch(fake, source, target) == 0
-        terms_in = form.format(fake_answer("Bye")).replace("Hello\nthere", fake_answer("Hello\nthere"))
-        assert target.read_text() == terms_in
-
-
-def test_a_cue_that_fails_keeps_its_text(fake: Service, tmp_path: Path) -> None:
-    source, target = tmp_path / "a.srt", tmp_path / "out.srt"
-    source.write_text(SRT.format("fail@1"))
-    assert batch(fake, source, target, "--retry", "0") == 3
-    assert target.read_text().endswith("00:00:04,500\nfail@1\n\n")
-
-
-def test_a_cue_that_is_not_utf_8_keeps_number_time_and_readable_text(fake: Service, tmp_path: Path) -> None:
-    source, target = tmp_path / "a.srt", tmp_path / "out.srt"
-    source.write_bytes(SRT.format("voilà").encode("latin-1"))
-    assert batch(fake, source, target) == 3
-    assert target.read_text() == SRT.format("voil\ufffd").replace("Hello\nthere", fake_answer("Hello\nthere"))
-    (failed,) = errors_of(target)
-    assert (failed["line"], failed["input"]) == (6, {"text": "voil\ufffd"}) and "UTF-8" in failed["error"]
-
-
 def test_compressed_files_are_read_by_their_bytes_and_written_by_name(fake: Service, tmp_path: Path) -> None:
     lines = b"".join(b'{"text": "n%d"}\n' % i for i in range(100))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines[:500]) + gzip.compress(lines[500:]))

@@ -16,7 +16,6 @@ from test.programs.batch.runs import read_jsonl, write_jsonl
 from test.serving import ROOT, Service
 
 PAGE = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
-SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello.\n\n"
 
 
 def test_commands_run_as_printed(fake: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +25,6 @@ def test_commands_run_as_printed(fake: Service, tmp_path: Path, monkeypatch: pyt
     write_jsonl(tmp_path / "news.jsonl", [{"text": f"Something has happened in town {i}."} for i in range(6)])
     (tmp_path / "questions.csv").write_text("id,question\n1,Why?\n2,How?\n")
     (tmp_path / "lines.txt.gz").write_bytes(gzip.compress(b"One.\nTwo.\nOne.\n"))
-    (tmp_path / "film.srt").write_text(SRT)
     monkeypatch.chdir(tmp_path)
     for command in commands:
         assert command[:3] == ["python", "app.py", "batch"]
@@ -35,7 +33,6 @@ def test_commands_run_as_printed(fake: Service, tmp_path: Path, monkeypatch: pyt
     assert len(read_jsonl(tmp_path / "news.1.jsonl")) == 3
     assert (tmp_path / "answers.csv").read_text().startswith("id,question,answer\n1,Why?,")
     assert gzip.decompress((tmp_path / "lines.fr.txt.gz").read_bytes()).count(b"\n") == 3
-    assert (tmp_path / "film.zh.srt").read_text().startswith("1\n00:00:01,000 --> 00:00:02,000\n")
 
 
 def test_the_sdks_program_runs_as_printed(service: Service, tmp_path: Path) -> None:

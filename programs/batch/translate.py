@@ -1,0 +1,327 @@
+"""The `translate` command: a file in, the same file in another language out.
+
+Each finished text is in the sidecar, by its content. So a stopped run resumes, and a changed file needs only its new
+texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from programs.backends.backend import Backend
+from programs.backends.local_engine import LocalEngine
+from programs.backends.remote_service import RemoteService
+from programs.batch import progress
+from programs.batch.exit_codes import ALL_ANSWERED, SOME_FAILED, run_command
+from programs.batch.files import RunFiles, error_line
+from programs.batch.glossary import load_glossary
+from programs.batch.inputs import STDIN, Line
+from programs.batch.lines import LineWorker
+from programs.batch.options import ERRORS_SUFFIX, CommandParser, check_settings, count
+from programs.batch.outputs import STDOUT, OutputFile, ReorderBuffer, StandardError, StandardOutput, sync_folder
+from programs.batch.progress import Reporter, RunStats
+from programs.batch.run import Run
+from programs.batch.sidecar import SUFFIX, Progress, Sidecar
+from programs.batch.tasks import TaskRequest, with_terms
+from programs.record import Record, RunError
+from programs.settings import Settings, SettingsError, parse_settings, program
+from programs.settings.model_file import with_default_model
+from rwkv_batch.ipc.process import LogConfig, set_up_logging
+from rwkv_batch.translation.documents.document import (
+    MAX_BYTES,
+    Document,
+    DocumentError,
+    DocumentOptions,
+    requests,
+    unit_key,
+)
+from rwkv_batch.translation.documents.formats import FORMATS, check_name, read_document, translated_name
+from rwkv_batch.translation.glossary import Glossary
+from rwkv_batch.translation.plan import AUTO
+
+
+class TranslateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a run."""
+
+    input: str
+    target_lang: str
+    output: str = ""
+    """"": the input's name with the language."""
+    source_lang: str = AUTO
+    form: str = ""
+    """Format. "": by the input's name."""
+    column: str = ""
+    encoding: str = ""
+    bilingual: bool = False
+    glossary: str = ""
+    review: str = ""
+    limit: int = 0
+    url: str = ""
+    max_in_flight: int = 0
+    retry: int = 8
+    fresh: bool = False
+    progress: str = "auto"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of `translate`. Other flags are the service's."""
+    parser = CommandParser(
+        prog=program("translate"),
+        allow_abbrev=False,
+        description="Translate a file. Give the same command again to resume a stopped run. Flags of the engine "
+        "(--model-path, --pp-devices, --dtype ...) are the service's.",
+    )
+    add = parser.add_argument
+    add("input", help=f"a file: {', '.join(FORMATS)}")
+    add("-t", "--target-lang", required=True, help="ISO code or English name of the language to translate into")
+    add("-o", "--output", default="", help="output file; -: standard output; default: book.epub gives book.zh-CN.epub")
+    add("-s", "--source-lang", default=AUTO, help="ISO code or name; default: auto, detected for each text")
+    add("--bilingual", action="store_true", help="keep each text, with its translation after it")
+    add("--column", default="", help="column of a CSV or TSV file; default: text, or the only one")
+    add("--glossary", default="", help="terms and translations: JSON, or CSV or TSV with two columns")
+    add("--review", default="", help="write a CSV with each text, its translation and what may be wrong with it")
+    add("--format", choices=FORMATS, default="", dest="form", help="format, if the name does not show it")
+    add("--encoding", default="", help="encoding of a text file; default: detected")
+    add("--limit", type=count, default=0, help="number of texts to translate; the others stay")
+    add("--url", default="", help="running service to use instead of an engine in this process")
+    add("--max-in-flight", type=count, default=0, help="requests in flight; 0: by the backend")
+    add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
+    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT and OUTPUT{SUFFIX}")
+    add("--progress", choices=progress.PROGRESS_FORMATS, default="auto", help="auto: a bar on a terminal")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return the exit code."""
+
+    def make() -> Coroutine[Any, Any, int]:
+        given, rest = build_parser().parse_known_args(list(arguments))
+        options = TranslateOptions(**vars(given))
+        settings = parse_settings(rest, os.environ)
+        check_settings(options.url, rest)
+        job = DocumentJob(options)
+        set_up_logging("translate", LogConfig(settings.service.log_format, settings.service.log_level))
+        return job.run(make_backend(options.url, settings))
+
+    return run_command(make)
+
+
+def make_backend(url: str, settings: Settings) -> Backend:
+    """Return the service at a URL, or an engine of the settings. Raises SettingsError."""
+    return RemoteService(url, settings.http.password) if url else LocalEngine(with_default_model(settings))
+
+
+class DocumentJob:
+    """The translation of one file."""
+
+    def __init__(self, options: TranslateOptions) -> None:
+        """Read the file. Raises SettingsError for what a flag can mend, else RunError."""
+        self._options = options
+        name = f"x.{'xml' if options.form == 'android' else options.form}" if options.form else options.input
+        if name == STDIN:
+            raise SettingsError("--format must be given for standard input")
+        default = STDOUT if options.input == STDIN else translated_name(options.input, options.target_lang)
+        self._output = options.output or default
+        try:
+            check_name(name)
+            self.document = read_document(_read(options.input), name, self._document_options)
+        except DocumentError as error:
+            raise SettingsError(f"{options.input}: {error}") from None
+        terms = load_glossary(options.glossary) if options.glossary else None
+        self.task = SegmentTask(options.target_lang, terms)
+        notes = [f"{len(self.document.units)} texts", *self.document.notes]
+        sys.stderr.write(f"{options.input}: {', '.join(notes)}\n")
+
+    @property
+    def _document_options(self) -> DocumentOptions:
+        options = self._options
+        return DocumentOptions(
+            target=options.target_lang,
+            source=options.source_lang,
+            column=options.column,
+            encoding=options.encoding,
+            is_bilingual=options.bilingual,
+        )
+
+    def records(self) -> Iterator[Record]:
+        """Yield a record per different text, up to the limit."""
+        bodies = requests(self.document, self._options.source_lang, {"target_lang": self._options.target_lang})
+        for index, (key, body) in enumerate(bodies):
+            if self._options.limit and index >= self._options.limit:
+                return
+            text = body["text_list"][0]
+            yield Record(index, index + 1, {"key": key, "text": text, "body": body}, size=len(text))
+
+    async def run(self, backend: Backend) -> int:
+        """Translate the file and write it. Returns the exit code. Raises RunError."""
+        try:
+            return await self._run(backend)
+        finally:
+            await backend.close()
+
+    async def _run(self, backend: Backend) -> int:
+        options, texts = self._options, _Texts()
+        files = self._open(texts, await backend.model())
+        try:
+            total = len({unit_key(unit) for unit in self.document.units})
+            total = min(total, options.limit or total)
+            stats = RunStats(lambda: (stats.answered + stats.failed) / max(1, total))
+            worker = LineWorker(backend, self.task, options.retry, answers=files.sidecar)
+            with Reporter(stats, options.progress):
+                buffer = ReorderBuffer(keeps_order=False, previous=Progress())
+                await Run(self.records(), worker, files, buffer, stats, options.max_in_flight).run()
+        finally:
+            files.close()
+        await asyncio.to_thread(self._write, texts.answers)
+        return await asyncio.to_thread(self._report, files.progress.failed, total)
+
+    def _report(self, failed: int, total: int) -> int:
+        """Print how many texts failed. Returns the exit code."""
+        errors = Path(self._output + ERRORS_SUFFIX)
+        if not failed:
+            errors.unlink(missing_ok=True)
+            return ALL_ANSWERED
+        where = "above" if self._output == STDOUT else errors
+        sys.stderr.write(f"{failed} of {total} texts failed and stay as they were: see {where}\n")
+        return SOME_FAILED
+
+    def _open(self, texts: _Texts, model: str) -> RunFiles:
+        """Open the sidecar and the error file. Raises RunError."""
+        if self._output == STDOUT:
+            sidecar, errors = Sidecar(None), StandardError()
+            sidecar.begin({}, "")
+            return RunFiles(_NoOutput(), errors, sidecar, texts, Progress(), error_line(""))
+        output, path = Path(self._output), Path(self._output + SUFFIX)
+        if output.resolve() == Path(self._options.input).resolve():
+            raise RunError("the input and the output must be different files; give another --output")
+        if not output.parent.is_dir():
+            raise RunError(f"the folder of {output} does not exist; create it, or give another --output")
+        if self._options.fresh:
+            path.unlink(missing_ok=True)
+        elif output.exists() and not path.exists():
+            raise RunError(f"{output} exists and is not from this command; give --fresh to overwrite it")
+        error_file = OutputFile(Path(self._output + ERRORS_SUFFIX), "")
+        try:
+            error_file.cut(0)
+            sidecar = Sidecar(path)
+            sidecar.begin({"the model": model}, "")
+        except BaseException:
+            error_file.close()
+            raise
+        return RunFiles(_NoOutput(), error_file, sidecar, texts, Progress(), error_line(""))
+
+    def _write(self, answers: dict[str, str]) -> None:
+        """Write the translated file. Raises RunError."""
+        units = self.document.units
+        found: dict[str, tuple[str, list[str]]] = {key: msgspec.json.decode(one) for key, one in answers.items()}
+        results = [found.get(unit_key(unit)) for unit in units]
+        if self._options.review:
+            _write_file(Path(self._options.review), _review(self.document, results))
+        notes = len(self.document.notes)
+        texts = [None if one is None else one[0] for one in results]
+        try:
+            data = self.document.write(texts, is_bilingual=self._options.bilingual)
+        except DocumentError as error:
+            raise RunError(f"{self._output} {error}") from None
+        for note in self.document.notes[notes:]:
+            sys.stderr.write(f"{note}\n")
+        num_warnings = sum(bool(one and one[1]) for one in results)
+        if num_warnings:
+            hint = "" if self._options.review else "; --review FILE lists them"
+            sys.stderr.write(f"{num_warnings} of {len(units)} translations may be wrong{hint}\n")
+        if self._output == STDOUT:
+            StandardOutput().append(data)
+        else:
+            _write_file(Path(self._output), data)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with sys.stdin.buffer if path == STDIN else open(path, "rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RunError(f"the input {path} cannot be read ({error.strerror}); check its name") from None
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    """Replace a file at once: a stopped run leaves the old one. Raises RunError."""
+    half = path.with_name(path.name + ".half")
+    try:
+        with half.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        remedy = "make room and give the same command again: the texts are safe"
+        raise RunError(f"{path} cannot be written ({error.strerror}); {remedy}") from None
+
+
+def _review(document: Document, results: Iterable[tuple[str, list[str]] | None]) -> bytes:
+    out = io.StringIO(newline="")
+    table = csv.writer(out)
+    table.writerow(["source", "translation", "warnings", "note"])
+    for unit, result in zip(document.units, results, strict=True):
+        text, warnings = result or ("", ["was not translated"])
+        table.writerow([unit.text, text, "; ".join(warnings), unit.note])
+    return out.getvalue().encode("utf-8-sig", "replace")
+
+
+class _NoOutput(StandardOutput):
+    """The output of a run whose file is written at its end."""
+
+    def append(self, data: bytes) -> None:
+        """Do nothing."""
+
+
+@dataclass(slots=True)
+class _Texts:
+    """A FileFormat that keeps the answers, by the keys of their texts."""
+
+    answers: dict[str, str] = field(default_factory=dict)
+
+    def read(self, lines: Iterable[Line]) -> Iterator[Record]:
+        """See FileFormat. The document has the records."""
+        return iter(())
+
+    def header(self) -> str:
+        return ""
+
+    def write(self, record: Record, answer: str | None) -> str:
+        """Keep an answer."""
+        if answer is not None:
+            self.answers[record.fields["key"]] = answer
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTask:
+    """A Task: translates a text of a document."""
+
+    target: str
+    glossary: Glossary | None = None
+
+    def request(self, record: Record) -> TaskRequest:
+        """See Task. The request has the glossary's terms of its text, so only their change asks again."""
+        return with_terms(record.fields["body"], self.glossary)
+
+    def text(self, answer: Any) -> str:
+        """Return the translation and its warnings as JSON."""
+        warnings = [
+            one["message"].partition(": the translation ")[2] or one["message"] for one in answer.get("warnings", ())
+        ]
+        return json.dumps([answer["translations"][0]["text"], warnings], ensure_ascii=False)

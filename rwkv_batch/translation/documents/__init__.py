@@ -1,0 +1,1 @@
+"""Documents: files with texts to translate, a module per family of formats. No HTTP, no engine."""

@@ -1,0 +1,109 @@
+"""The formats of documents: how one is chosen, and its reader."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+from rwkv_batch.translation.documents.document import (
+    MAX_BYTES,
+    MAX_UNITS,
+    Document,
+    DocumentError,
+    DocumentOptions,
+)
+from rwkv_batch.translation.markers import TooManyMarkersError
+
+_READERS: dict[str, tuple[str, str, dict[str, str], str]] = {
+    "txt": ("lines", "read_text", {}, "txt text"),
+    "md": ("markup", "read_markdown", {}, "md markdown"),
+    "html": ("markup", "read_html", {}, "html htm xhtml"),
+    "epub": ("office", "read_epub", {}, "epub"),
+    "docx": ("office", "read_office", {"kind": "docx"}, "docx"),
+    "pptx": ("office", "read_office", {"kind": "pptx"}, "pptx"),
+    "xlsx": ("office", "read_office", {"kind": "xlsx"}, "xlsx"),
+    "odt": ("office", "read_office", {"kind": "odt"}, "odt"),
+    "po": ("strings", "read_po", {}, "po pot"),
+    "properties": ("strings", "read_properties", {}, "properties"),
+    "strings": ("strings", "read_apple_strings", {}, "strings"),
+    "xliff": ("interchange", "read_xliff", {}, "xlf xliff"),
+    "tmx": ("interchange", "read_tmx", {}, "tmx"),
+    "android": ("interchange", "read_android", {}, "xml"),
+    "json": ("structured", "read_json", {}, "json"),
+    "arb": ("structured", "read_json", {"kind": "arb"}, "arb"),
+    "xcstrings": ("structured", "read_xcstrings", {}, "xcstrings"),
+    "yaml": ("structured", "read_yaml", {}, "yaml yml"),
+    "srt": ("lines", "read_subtitles", {}, "srt"),
+    "vtt": ("lines", "read_subtitles", {}, "vtt"),
+    "ass": ("lines", "read_ass", {}, "ass ssa"),
+    "csv": ("lines", "read_table", {}, "csv"),
+    "tsv": ("lines", "read_table", {"delimiter": "\t"}, "tsv tab"),
+}
+"""Format -> module, function and arguments of its reader, and the endings of its files' names."""
+FORMATS = tuple(_READERS)
+ENDINGS = {ending: name for name, (*_, endings) in _READERS.items() for ending in endings.split()}
+_BILINGUAL = "txt md html epub docx pptx xlsx odt srt vtt ass csv tsv"
+_ADVICE = {
+    "pdf": "a PDF has lines but no paragraphs; convert it to docx or html, for example with LibreOffice",
+    "doc": "save it as docx",
+    "rtf": "save it as docx",
+    "xls": "save it as xlsx",
+    "ppt": "save it as pptx",
+    "mobi": "convert it to epub, for example with Calibre",
+    "azw3": "convert it to epub, for example with Calibre",
+    "tex": "convert it to md or docx, for example with pandoc",
+    "mo": "use the po file that it was made from",
+}
+
+
+def format_of(name: str) -> str | None:
+    """Return the format of a file's name, or None."""
+    return ENDINGS.get(PurePath(name).suffix.lower().lstrip("."))
+
+
+def check_name(name: str) -> None:
+    """Check that a file's format is known. Raises DocumentError."""
+    if format_of(name) is None:
+        ending = PurePath(name).suffix.lower().lstrip(".")
+        if ending in _ADVICE:
+            raise DocumentError(f"{ending} is not translated: {_ADVICE[ending]}")
+        raise DocumentError(f"is of no known format ({ending or 'no ending'}); the name must end in {_endings()}")
+
+
+def _endings() -> str:
+    return ", ".join(f".{ending}" for ending in ENDINGS)
+
+
+def read_document(data: bytes, name: str, options: DocumentOptions) -> Document:
+    """Read a file. Raises DocumentError."""
+    if data.startswith(b"%PDF-"):
+        raise DocumentError(f"pdf is not translated: {_ADVICE['pdf']}")
+    check_name(name)
+    kind = format_of(name) or ""
+    if len(data) > MAX_BYTES:
+        raise DocumentError(f"has {len(data)} bytes; the limit is {MAX_BYTES}; split it")
+    if options.is_bilingual and kind not in _BILINGUAL.split():
+        raise DocumentError(f"{kind} has no place for two languages; formats that do: {_BILINGUAL}")
+    module, function, arguments, _ = _READERS[kind]
+    package = importlib.import_module(f"{__package__}.{module}")  # lxml and others load with the first file
+    reader: Any = partial(getattr(package, function), **arguments)
+    try:
+        document: Document = reader(data, options)
+    except TooManyMarkersError:
+        raise DocumentError("has too many tags in a text; split it") from None
+    except RecursionError:
+        raise DocumentError("is nested too deep; flatten it") from None
+    num_units = len(document.units)
+    if num_units > MAX_UNITS:
+        raise DocumentError(f"has more than {MAX_UNITS} texts; split it")
+    if not num_units:
+        document.notes.append("there is no text to translate")
+    return document
+
+
+def translated_name(name: str, language: str) -> str:
+    """Return the name of a translation: book.md becomes book.zh-CN.md."""
+    path = PurePath(name)
+    return str(path.with_name(f"{path.stem}.{language}{path.suffix.replace('.pot', '.po')}"))

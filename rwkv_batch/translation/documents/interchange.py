@@ -1,0 +1,211 @@
+"""Translators' XML: XLIFF 1.2 and 2, TMX and Android's strings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+from lxml import etree
+
+from rwkv_batch.translation.documents.document import Document, DocumentError, DocumentOptions, Slot, Unit, slot
+from rwkv_batch.translation.documents.plurals import plural_units
+from rwkv_batch.translation.documents.xml_files import (
+    XML,
+    fill,
+    has_text,
+    inline_text,
+    inline_unit,
+    local,
+    parse_xml,
+    xml_bytes,
+)
+from rwkv_batch.translation.languages import language_name
+from rwkv_batch.translation.segments import Split
+
+_PAIRS = frozenset("g mrk pc hi".split())
+"""Inline elements with text. Others stand for code of another format."""
+_OPEN_STATES = frozenset("new needs-translation needs-adaptation needs-l10n initial".split())
+
+
+def read_xliff(data: bytes, options: DocumentOptions) -> Document:
+    """Read XLIFF 1.2 or 2. Segments without a translation get one; others stay. Raises DocumentError."""
+    tree = parse_xml(data)
+    root = tree.getroot()
+    version = root.get("version", "")
+    if local(root) != "xliff" or version[:2] not in ("1.", "2."):
+        raise DocumentError(f"is not XLIFF 1.2 or 2: its root is {local(root)} {version}; save it as XLIFF")
+    is_new = version.startswith("2")
+    if is_new:
+        root.set("trgLang", options.target)
+    else:
+        for file in root.iter("{*}file"):
+            file.set("target-language", options.target)
+    slots = []
+    for part in root.iter("{*}segment" if is_new else "{*}trans-unit"):
+        source, target = part.find("{*}source"), part.find("{*}target")
+        if source is None or _is_kept(part) or not _is_open(part, source, target):
+            continue
+        segmented = part.find("{*}seg-source")
+        source = source if segmented is None else segmented
+        text, codes = inline_text(
+            source, lambda element: local(element) not in _PAIRS or element.get("translate") == "no"
+        )
+        if has_text(text):
+            notes = [*part.iterchildren("{*}note"), *part.itersiblings("{*}notes", preceding=True)]
+            note = " ".join("".join(one.itertext()).strip() for one in notes)
+            slots.append(slot(inline_unit(text, note), _target_writer(part, source, codes, is_new)))
+    return Document(slots, lambda: xml_bytes(tree, data))
+
+
+def _is_kept(element: Any) -> bool:
+    """Return whether an element or one around it must not be translated."""
+    for one in (element, *element.iterancestors()):
+        if (value := one.get("translate")) is not None:
+            return bool(value == "no")
+    return False
+
+
+def _is_open(part: Any, source: Any, target: Any) -> bool:
+    """Return whether a segment needs a translation."""
+    if part.get("approved") == "yes" or part.get("state") in ("final", "reviewed"):
+        return False
+    text = "" if target is None else "".join(target.itertext()).strip()
+    state = part.get("state") or (None if target is None else target.get("state"))
+    return not text or state in _OPEN_STATES or text == "".join(source.itertext()).strip()
+
+
+def _target_writer(part: Any, source: Any, codes: list[Any], is_new: bool) -> Any:
+    def put(text: str) -> None:
+        target = part.find("{*}target")
+        if target is None:
+            target = etree.Element(f"{{{etree.QName(source).namespace}}}target" if "}" in source.tag else "target")
+            target.tail, last = source.tail, source
+            last.addnext(target)
+        tail = target.tail
+        fill(target, text, [deepcopy(code) for code in codes])
+        target.tail = tail
+        if source.get(f"{XML}space"):
+            target.set(f"{XML}space", source.get(f"{XML}space"))
+        if is_new:
+            part.set("state", "translated")
+        else:
+            target.set("state", "needs-review-translation")
+
+    return put
+
+
+def read_tmx(data: bytes, options: DocumentOptions) -> Document:
+    """Read a translation memory. Each entry without the language gets a translation. Raises DocumentError."""
+    tree = parse_xml(data)
+    root = tree.getroot()
+    if local(root) != "tmx":
+        raise DocumentError(f"is not TMX: its root is {local(root)!r}; save it as TMX")
+    header = root.find("header")
+    source_language = "*all*" if header is None else header.get("srclang", "*all*")
+    slots = []
+    for entry in root.iter("tu"):
+        variants = list(entry.iterchildren("tuv"))
+        languages = [one.get(f"{XML}lang") or one.get("lang") or "" for one in variants]
+        wanted = entry.get("srclang", source_language).lower()
+        index = next((i for i, one in enumerate(languages) if wanted == "*all*" or one.lower() == wanted), None)
+        target = language_name(options.target)
+        if index is None or (segment := variants[index].find("seg")) is None or target in map(language_name, languages):
+            continue
+        text, codes = inline_text(segment, lambda element: local(element) not in _PAIRS)
+        if has_text(text):
+            slots.append(slot(inline_unit(text), _variant_writer(variants[index], codes, options.target)))
+    return Document(slots, lambda: xml_bytes(tree, data))
+
+
+def _variant_writer(source: Any, codes: list[Any], language: str) -> Any:
+    def put(text: str) -> None:
+        made = etree.Element("tuv", {f"{XML}lang": language})
+        fill(etree.SubElement(made, "seg"), text, [deepcopy(code) for code in codes])
+        made.tail = source.tail
+        source.getparent()[-1].addnext(made)
+
+    return put
+
+
+_ANDROID_NUMBER = re.compile(r"%(?:1\$)?d")
+_ANDROID_ESCAPE = re.compile(r"""\\(u[0-9a-fA-F]{4}|.)""", re.DOTALL)
+
+
+def read_android(data: bytes, options: DocumentOptions) -> Document:
+    """Read Android's strings.xml: strings, arrays and plurals of the language. Raises DocumentError."""
+    tree = parse_xml(data)
+    root = tree.getroot()
+    if local(root) != "resources":
+        raise DocumentError(f"is not a file of Android's strings: its root is {local(root)!r}, not resources")
+    slots: list[Slot] = []
+    for element in root:
+        if element.get("translatable") == "false":
+            continue
+        if local(element) == "string":
+            slots += _android_slots(element)
+        elif local(element) == "string-array":
+            for item in element.iterchildren("item"):
+                slots += _android_slots(item)
+        elif local(element) == "plurals":
+            slots += _android_plurals(element, options.target)
+    return Document(slots, lambda: xml_bytes(tree, data))
+
+
+def _android_unit(element: Any) -> tuple[Unit, list[Any]] | None:
+    text, codes = inline_text(element, lambda one: local(one) == "g" or one.get("translatable") == "false")
+    text = _ANDROID_ESCAPE.sub(_android_character, text)
+    if not has_text(text) or text.lstrip().startswith(("@string/", "?attr/")):
+        return None
+    note = element.getprevious()
+    is_note = note is not None and note.tag is etree.Comment
+    return inline_unit(text, (note.text or "").strip() if is_note else element.get("name", ""), Split.NEWLINES), codes
+
+
+def _android_character(found: re.Match[str]) -> str:
+    code = found[1]
+    if len(code) == 5:
+        return chr(int(code[1:], 16))
+    return {"n": "<br/>", "t": "\t"}.get(code, code)
+
+
+def _android_escaped(text: str) -> str:
+    """Escape the text outside of tags as Android requires."""
+    parts = re.split(r"(<[^<>]*>)", text)
+    parts[::2] = [re.sub(r"""(?=['"\\])""", r"\\", part) for part in parts[::2]]
+    return re.sub(r"^([@?])", r"\\\1", "".join(parts)).replace("<br/>", "\\n")
+
+
+def _android_slots(element: Any) -> Iterator[Slot]:
+    if (found := _android_unit(element)) is not None:
+        unit, codes = found
+        yield slot(unit, lambda text: fill(element, _android_escaped(text), codes))
+
+
+def _android_plurals(element: Any, language: str) -> Iterator[Slot]:
+    """Yield the plural's forms. Items of categories that the language lacks are removed."""
+    items = {item.get("quantity"): item for item in element.iterchildren("item")}
+    other = items.get("other")
+    if other is None or (plural := _android_unit(other)) is None:
+        return
+    singular = _android_unit(items.get("one", other)) or plural
+    units, finish = plural_units(singular[0], plural[0], language, _ANDROID_NUMBER)
+
+    def put(texts: Any) -> None:
+        forms = finish(texts)
+        if not forms:
+            return
+        template, tail, end = deepcopy(other), element[0].tail, element[-1].tail
+        for item in items.values():
+            element.remove(item)
+        for category, text in forms.items():
+            item = deepcopy(template)
+            item.set("quantity", category)
+            codes = (singular if category == "one" else plural)[1]
+            fill(item, _android_escaped(text), [deepcopy(code) for code in codes])
+            item.tail = tail
+            element.append(item)
+        element[-1].tail = end
+
+    yield Slot(units, put)
