@@ -220,8 +220,8 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag(
             "model_path",
             str,
-            "weights: .pth, .safetensors, .gguf, a Hugging Face folder, or hf:OWNER/NAME/FILE of the hub; "
-            "default: the demo model",
+            "weights: .pth, .safetensors, .gguf, a Hugging Face folder, hf:OWNER/NAME/FILE of the hub, ollama:NAME of "
+            "ollama's store, or an https URL; default: the demo model",
         ),
         Flag("model_name", str, "name of the model in /v1/models"),
         Flag(

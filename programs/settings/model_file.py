@@ -1,4 +1,4 @@
-"""Chooses the model file: the given one, one of the hub, or the demo model."""
+"""Chooses the model file: the given one, one that a name or URL means, or the demo model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from native.files import VARIABLE, cache_folder
 from programs.settings.config import Settings
-from programs.settings.hub import PREFIX, download
+from programs.settings.model_source import resolve
 from rwkv_batch.errors import StartupError
 
 logger = logging.getLogger(__name__)
@@ -20,11 +20,9 @@ logger = logging.getLogger(__name__)
 def with_default_model(settings: Settings) -> Settings:
     """Fills in the demo model if no file is given.
 
-    Downloads hf:OWNER/NAME. Raises StartupError if the file cannot be downloaded, read or written.
+    Names and URLs: see `model_source`. Raises StartupError if the file cannot be downloaded, read or written.
     """
-    path = settings.engine.model_path
-    if path.startswith(PREFIX):
-        path = download(path)
+    path = resolve(settings.engine.model_path)
     if not path:
         try:
             path = str(_demo_model())
