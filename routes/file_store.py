@@ -130,6 +130,10 @@ CREATE TABLE IF NOT EXISTS glossaries (
     PRIMARY KEY (id, version)
 );
 CREATE INDEX IF NOT EXISTS glossaries_by_owner ON glossaries (owner);
+CREATE TABLE IF NOT EXISTS memory (
+    owner TEXT NOT NULL, source_lang TEXT NOT NULL, target_lang TEXT NOT NULL, source TEXT NOT NULL,
+    target TEXT NOT NULL, PRIMARY KEY (owner, source_lang, target_lang, source)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS documents (
     owner TEXT NOT NULL, id TEXT NOT NULL, used REAL NOT NULL, bytes INTEGER NOT NULL, record TEXT NOT NULL,
     PRIMARY KEY (owner, id)

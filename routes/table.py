@@ -19,12 +19,13 @@ from routes.ollama import generation
 from routes.ollama import models as ollama_models
 from routes.openai import batches, chat, completions, files, responses
 from routes.route import Route
-from routes.translation import batch_translate, deepl, deepl_glossaries, glossaries, libretranslate
+from routes.translation import batch_translate, deepl, deepl_glossaries, glossaries, libretranslate, memory
 
 ROUTES: tuple[Route, ...] = (
     *many_prompts.ROUTES,
     *batch_translate.ROUTES,
     *glossaries.ROUTES,
+    *memory.ROUTES,
     *deepl.ROUTES,
     *deepl_glossaries.ROUTES,
     *libretranslate.ROUTES,

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from routes.docs.openapi import FORM
+from routes.response.http_response import FILE, JSON, XML
 
 SERVER = "http://localhost:8000"
 _SCHEMAS = "#/components/schemas/"
@@ -101,6 +102,10 @@ class AnswerSchema:
     """Name, type and meaning."""
 
 
+_FILES = {FILE: "session.safetensors", XML: "memory.tmx"}
+"""Example files of uploads and downloads."""
+
+
 def sections(document: dict[str, Any]) -> list[Section]:
     """Return one section per operation of an OpenAPI document, in its order."""
     schemas = document["components"]["schemas"]
@@ -130,9 +135,12 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
     good = success.get("content", {})
     if parameters and not in_path:
         query = urlencode({one["name"]: one["example"] for one in parameters if "example" in one})
-        output_option = " -o session.safetensors" if "application/json" not in good else ""
-        file = output_option if method == "GET" else " --data-binary @session.safetensors"
-        command = f"curl{file} '{SERVER}{path}{'?' if query else ''}{query}'"
+        uploads = operation.get("requestBody", {}).get("content", {})
+        if method == "GET":
+            option = "" if JSON in good else f" -o {_FILES[FILE]}"
+        else:
+            option = "".join(f" --data-binary @{_FILES[kind]}" for kind in uploads) or f" -X {method}"
+        command = f"curl{option} '{SERVER}{path}{'?' if query else ''}{query}'"
     answers = [f"{kind} {' or '.join(_names(content))}".rstrip() for kind, content in good.items()]
     return Section(f"{method} {path}", text, fields, answers, errors, command)
 

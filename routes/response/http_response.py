@@ -45,6 +45,7 @@ NO_CONTENT = 204
 JSON = "application/json"
 SSE = "text/event-stream"
 FILE = "application/octet-stream"
+XML = "application/xml"
 NDJSON = "application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": hb\n\n"

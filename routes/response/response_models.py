@@ -183,6 +183,7 @@ class Translation(BaseModel):
 
     detected_source_lang: str = Field(description="ISO code. A given source language is repeated.")
     text: str
+    source: str = Field("", description="memory, cache or model, if the request has `memory` or `cache`.")
 
 
 class DeepLError(BaseModel):

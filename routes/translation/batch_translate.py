@@ -19,6 +19,7 @@ from rwkv_batch.errors import ErrorKind, invalid
 from rwkv_batch.translation.context import ContextMode, page_context
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.markers import Format, MarkerOptions
+from rwkv_batch.translation.memory import CacheUse
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
 from rwkv_batch.translation.segments import Split
 
@@ -98,6 +99,16 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
         "", max_length=80, description="Id of a stored glossary (/translate/v1/glossaries). Terms of `glossary` win."
     )
     glossary_version: int | None = Field(None, ge=1, description="Version of the stored glossary. Default: the last.")
+    memory: bool = Field(
+        False,
+        description="Use the key's approved translations (/translate/v1/memory): those of the same text instead of the "
+        "model, those of similar texts as examples. The answer then has `source` for each text.",
+    )
+    cache: CacheUse = Field(
+        CacheUse.USE,
+        strict=False,
+        description="use, refresh (translate and cache again) or off. If given, the answer has `source` for each text.",
+    )
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
         None, description="Accepted and ignored. Placeholders in texts are kept."
     )
@@ -129,13 +140,21 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
         mode=body.context_mode or ContextMode.PAGE,
         context=page_context(body.text_list) if is_own_page else body.context,
         document=body.document,
+        cache=body.cache,
         glossary=Glossary(body.glossary),
     )
     ids = [body.glossary_id] if body.glossary_id else []
     request = await named_glossaries(context, ids, request, body.glossary_version)
-    translations = await translate(context, request, body, LABEL, "text_list")
+    translations = await translate(context, request, body, LABEL, "text_list", uses_memory=body.memory)
+    shows_origin = body.memory or "cache" in body.model_fields_set
     return json_response(
-        {"translations": [{"detected_source_lang": one.source, "text": one.text} for one in translations]}
+        {
+            "translations": [
+                {"detected_source_lang": one.source, "text": one.text}
+                | ({"source": one.origin} if shows_origin else {})
+                for one in translations
+            ]
+        }
     )
 
 

@@ -132,10 +132,10 @@ def glossary_info(glossary: stored.Glossary, *, has_entries: bool = False) -> di
     }
 
 
-async def call_glossaries(
-    context: Context, function: Callable[..., _Result], *args: Any, action: str = "read"
+async def call_limited(
+    context: Context, field: str, failure: str, function: Callable[..., _Result], *args: Any
 ) -> _Result:
-    """Call a function of `stored` on a thread. Raises ServiceError, of `name` if a limit is reached."""
+    """Call a function of `stored` on a thread. Raises ServiceError, of `field` if a limit is reached."""
 
     def call(store: Store) -> _Result | StoreFullError:
         try:
@@ -143,10 +143,17 @@ async def call_glossaries(
         except StoreFullError as error:
             return error
 
-    result = await call_store(call, f"the glossaries cannot be {action}", get_store(context))
+    result = await call_store(call, failure, get_store(context))
     if isinstance(result, StoreFullError):
-        raise invalid("name", str(result), None)
+        raise invalid(field, str(result), None)
     return result
+
+
+async def call_glossaries(
+    context: Context, function: Callable[..., _Result], *args: Any, action: str = "read"
+) -> _Result:
+    """Call a function of stored glossaries on a thread. Raises ServiceError."""
+    return await call_limited(context, "name", f"the glossaries cannot be {action}", function, *args)
 
 
 def no_glossary(glossary_id: str) -> ServiceError:

@@ -13,9 +13,11 @@ from routes.context import Context
 from routes.request.bodies import Body, Texts
 from routes.response.http_response import HTTP_STATUS, NATIVE_ERRORS, ErrorFormat, HandlerResponse, json_response
 from routes.route import Route
+from routes.translation import stored
 from routes.translation.batch_translate import Language, TargetLanguage
+from routes.translation.memory import MAX_CHARACTERS, add_pairs
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
-from rwkv_batch.errors import ErrorKind
+from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, language_probabilities
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, Translation, TranslationRequest
@@ -36,6 +38,7 @@ _FRONTEND_TIMEOUT_MS = 500
 _MAX_DETECTED, _MIN_PROBABILITY = 3, 0.01
 
 _Code = BeforeValidator(lambda given: _OWN_CODES.get(given, given) if isinstance(given, str) else given)
+_ApprovedText = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 _NotEmpty = Annotated[str, Field(min_length=1)]
 
 
@@ -93,7 +96,7 @@ async def translate_text(context: Context, body: LibreTranslateBody) -> HandlerR
         split=Split.SENTENCES,
         markers=MarkerOptions(Format(body.format)),
     )
-    first = await translate(context, request, body, LABEL, "q")
+    first = await translate(context, request, body, LABEL, "q", uses_memory=_takes_suggestions(context))
     others = [
         await translate(context, replace(request, variant=variant), body, LABEL, "q")
         for variant in range(1, body.alternatives + 1)
@@ -129,6 +132,30 @@ async def detect(context: Context, body: DetectBody) -> HandlerResponse:
     return json_response([_entry(*one) for one in best if one[1] > _MIN_PROBABILITY])
 
 
+class SuggestBody(LibreBody):
+    """A better translation of a text."""
+
+    q: _ApprovedText = Field(description="The text.")
+    s: _ApprovedText = Field(description="Its translation.")
+    source: Annotated[Language, _Code] = Field(description="Code of the text's language.")
+    target: Annotated[TargetLanguage, _Code] = Field(description="Code of the translation's language.")
+
+
+def _takes_suggestions(context: Context) -> bool:
+    """Return whether clients are known. Strangers must not change translations."""
+    return bool(context.config.password or context.keys.is_configured) and context.files is not None
+
+
+async def suggest(context: Context, body: SuggestBody) -> HandlerResponse:
+    """Store an approved translation, if the service has a password or API keys, and stores files."""
+    if not _takes_suggestions(context):
+        message = "suggestions need a service with a password or API keys that stores files (--files-dir)"
+        raise ServiceError(ErrorKind.FORBIDDEN, message)
+    pair = stored.Pair(body.source, body.target, body.q, body.s)
+    await add_pairs(context, [pair], "q")
+    return json_response({"success": True})
+
+
 async def languages(context: Context, _: object) -> HandlerResponse:
     """Return the languages. Each can be translated into each."""
     codes = sorted(_LANGUAGES)
@@ -140,7 +167,7 @@ async def frontend_settings(context: Context, _: object) -> HandlerResponse:
     needs_key = bool(context.config.password or context.keys.is_configured)
     language = {"source": {"code": AUTO, "name": "Auto Detect"}, "target": {"code": "en", "name": "English"}}
     keys = {"apiKeys": needs_key, "keyRequired": needs_key}
-    off = {"suggestions": False, "filesTranslation": False, "supportedFilesFormat": []}
+    off = {"suggestions": _takes_suggestions(context), "filesTranslation": False, "supportedFilesFormat": []}
     limits = {"charLimit": -1, "frontendTimeout": _FRONTEND_TIMEOUT_MS}
     return json_response({**limits, **keys, **off, "language": language})
 
@@ -172,6 +199,18 @@ ROUTES = (
         form_lists=(),
         secret_field="api_key",  # noqa: S106
         example={"q": "Good morning"},
+    ),
+    Route(
+        "POST",
+        "/suggest",
+        suggest,
+        SuggestBody,
+        "LibreTranslate: store a better translation.",
+        allows_any_origin=True,
+        error_format=LIBRE_ERRORS,
+        form_lists=(),
+        secret_field="api_key",  # noqa: S106
+        example={"q": "Good morning", "s": "Guten Morgen", "source": "en", "target": "de"},
     ),
     Route(
         "GET", "/languages", languages, None, "LibreTranslate: the languages.", is_public=True, allows_any_origin=True

@@ -1,16 +1,18 @@
-"""Glossaries and documents that belong to an API key, in the database of files."""
+"""Glossaries, documents and approved translations that belong to an API key, in the database of files."""
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from routes.file_store import Store, StoreFullError
-from rwkv_batch.translation.context import History
-from rwkv_batch.translation.languages import language_code
+from rwkv_batch.translation.context import Example, History
+from rwkv_batch.translation.languages import language_code, language_name
+from rwkv_batch.translation.memory import MAX_FUZZY_TEXTS, MAX_GROWTH, Key, Memory, similar
 
 _MAX_GLOSSARIES = 1000
 _MAX_BYTES = 64 << 20
@@ -18,6 +20,19 @@ _MAX_BYTES = 64 << 20
 _VERSIONS = 10
 _MAX_DOCUMENTS, _MAX_DOCUMENT_BYTES = 1000, 64 << 20
 """Of a key. The least recently used documents are forgotten."""
+
+_MAX_PAIRS, _MAX_MEMORY_CHARACTERS = 100_000, 32 << 20
+"""Approved translations of a key."""
+_MAX_COMPARED = 20_000
+
+
+class Pair(NamedTuple):
+    """An approved translation. Languages are codes or names."""
+
+    source_lang: str
+    target_lang: str
+    source: str
+    target: str
 
 
 class Dictionary(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,10 +152,11 @@ def find_document(store: Store, owner: str, document_id: str) -> Document:
 
 
 def save_document(store: Store, owner: str, document_id: str, document: Document) -> bool:
-    """Store a document's next version. False: another request has changed it."""
+    """Store a document's next version. False: another request has changed it otherwise."""
     with store.open() as database:
-        if _read_document(database, owner, document_id).version != document.version:
-            return False
+        last = _read_document(database, owner, document_id)
+        if last.version != document.version:
+            return msgspec.structs.replace(last, version=document.version) == document
         record = msgspec.json.encode(msgspec.structs.replace(document, version=document.version + 1))
         row = (owner, document_id, time.time(), len(record), record.decode())
         database.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?)", row)
@@ -158,3 +174,60 @@ def _read_document(database: sqlite3.Connection, owner: str, document_id: str) -
     query = "SELECT record FROM documents WHERE owner = ? AND id = ?"
     row = database.execute(query, (owner, document_id)).fetchone()
     return Document() if row is None else msgspec.json.decode(row[0], type=Document)
+
+
+def add_pairs(store: Store, owner: str, pairs: Iterable[Pair]) -> None:
+    """Store approved translations. One of the same text is replaced. Raises StoreFullError, and stores none then."""
+    rows = [(owner, language_name(of), language_name(to), source.strip(), target) for of, to, source, target in pairs]
+    with store.open() as database:
+        database.executemany("INSERT OR REPLACE INTO memory VALUES (?, ?, ?, ?, ?)", rows)
+        query = "SELECT COUNT(*), SUM(LENGTH(source) + LENGTH(target)) FROM memory WHERE owner = ?"
+        count, characters = database.execute(query, (owner,)).fetchone()
+        if count > _MAX_PAIRS or (characters or 0) > _MAX_MEMORY_CHARACTERS:
+            raise StoreFullError(
+                f"the memory would have {count} translations with {characters} characters, the limits are "
+                f"{_MAX_PAIRS} and {_MAX_MEMORY_CHARACTERS}; delete some"
+            )
+
+
+def count_pairs(store: Store, owner: str) -> list[tuple[str, str, int]]:
+    """Return the number of approved translations of each language pair."""
+    query = (
+        "SELECT source_lang, target_lang, COUNT(*) FROM memory WHERE owner = ? GROUP BY source_lang, target_lang "
+        "ORDER BY source_lang, target_lang"
+    )
+    with store.open() as database:
+        return database.execute(query, (owner,)).fetchall()
+
+
+def delete_pairs(store: Store, owner: str, source_lang: str, target_lang: str) -> int:
+    """Delete the approved translations of a language pair. Return how many. "": of any language."""
+    query = "DELETE FROM memory WHERE owner = ? AND (? = '' OR source_lang = ?) AND (? = '' OR target_lang = ?)"
+    source, target = language_name(source_lang), language_name(target_lang)
+    with store.open() as database:
+        return database.execute(query, (owner, source, source, target, target)).rowcount
+
+
+def recall(store: Store, owner: str, keys: Sequence[Key], target: str) -> Memory:
+    """Return the approved translations of these texts and of similar ones."""
+    exact: dict[Key, str] = {}
+    examples: dict[Key, tuple[Example, ...]] = {}
+    to = language_name(target)
+    query = "SELECT target FROM memory WHERE owner = ? AND source_lang = ? AND target_lang = ? AND source = ?"
+    with store.open() as database:
+        for source, text in keys:
+            row = database.execute(query, (owner, language_name(source), to, text)).fetchone()
+            if row is not None:
+                exact[source, text] = row[0]
+        others = [key for key in keys if key not in exact][:MAX_FUZZY_TEXTS]
+        for source in dict.fromkeys(source for source, _ in others):
+            texts = [text for language, text in others if language == source]
+            shortest, longest = min(map(len, texts)) / MAX_GROWTH, max(map(len, texts)) * MAX_GROWTH
+            known = database.execute(
+                "SELECT source, target FROM memory WHERE owner = ? AND source_lang = ? AND target_lang = ? "
+                "AND LENGTH(source) BETWEEN ? AND ? LIMIT ?",
+                (owner, language_name(source), to, shortest, longest, _MAX_COMPARED),
+            ).fetchall()
+            for text, found in zip(texts, similar(texts, [one for one, _ in known]), strict=True):
+                examples[source, text] = tuple(Example(language_name(source), *known[index]) for index in found)
+    return Memory(exact, examples)

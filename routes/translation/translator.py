@@ -24,7 +24,7 @@ from routes.response.generate import RowResult, finished_rows
 from routes.translation import stored
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import FinishReason, GenerateRequest
-from rwkv_batch.translation.context import ContextMode, History
+from rwkv_batch.translation.context import ContextMode, Example, History
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, is_known_language, language_name
 from rwkv_batch.translation.markers import MAX_MARKERS, TooManyMarkersError
 from rwkv_batch.translation.plan import (
@@ -54,12 +54,19 @@ class TranslationFields(PriorityFields, StateFields):
 
 
 async def translate(
-    context: Context, request: TranslationRequest, body: TranslationFields, label: str, field: str
+    context: Context,
+    request: TranslationRequest,
+    body: TranslationFields,
+    label: str,
+    field: str,
+    *,
+    uses_memory: bool = False,
 ) -> list[Translation]:
     """Translate texts, in order. Raises ServiceError.
 
     label: route, for logs
     field: request field of the texts, for errors and warnings
+    uses_memory: whether approved translations of the key are used
     """
     limit, given = context.config.max_contents, len(request.texts)
     if given > limit:
@@ -79,6 +86,10 @@ async def translate(
         plan = await asyncio.to_thread(make_plan, request, limit, cache, tenant, field)
     else:
         plan = await offload_if_large(characters, make_plan, request, limit, cache, tenant, field)
+    if uses_memory:
+        owner, message = current_request().owner, "the memory cannot be read"
+        memory = await call_store(stored.recall, message, get_store(context), owner, plan.keys, request.target)
+        plan.use_memory(memory)
     while queries := (await offload_if_large(characters, plan.missing))[:limit]:
         rows = await offload_if_large(characters, _rows, context, queries, body, field)
         results = await finished_rows(context, make_job(rows, body, label), OutputDecoder(len(rows)))
@@ -130,15 +141,20 @@ def make_plan(
 
 def translation_prompt(query: Query) -> str:
     """Return `English: …\\n\\nChinese:`, with English language names. `shared_prompt` comes before it."""
-    return f"{language_name(query.source)}: {format_turn(query.prompt_text)}\n\n{language_name(query.target)}:"
+    target = language_name(query.target)
+    examples = (turn for example in query.examples for turn in _turns(example, target))
+    return "\n\n".join((*examples, f"{language_name(query.source)}: {format_turn(query.prompt_text)}", f"{target}:"))
+
+
+def _turns(example: Example, target: str) -> tuple[str, str]:
+    return f"{example.source}: {format_turn(example.text)}", f"{target}: {format_turn(example.translation)}"
 
 
 def shared_prompt(query: Query) -> str:
     """Return the context and the translations before, which begin the prompts of many texts."""
-    target = language_name(query.target)
     before = [format_turn(query.context)] if query.context.strip() else []
     for example in query.history:
-        before += (f"{example.source}: {format_turn(example.text)}", f"{target}: {format_turn(example.translation)}")
+        before += _turns(example, language_name(query.target))
     return "".join(f"{part}\n\n" for part in before)
 
 

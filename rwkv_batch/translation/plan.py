@@ -17,6 +17,7 @@ from rwkv_batch.translation.context import CHUNK_SEGMENTS, ContextMode, Example,
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.languages import detect_languages, language_code, language_name
 from rwkv_batch.translation.markers import MarkerOptions, Segment
+from rwkv_batch.translation.memory import CacheUse, Key, Memory, Origin
 from rwkv_batch.translation.segments import Split, has_letters, split_text
 
 CACHE_KEY = "translations"
@@ -39,6 +40,8 @@ class Query:
     """Text that the model reads and does not translate."""
     history: History = ()
     """Translations that the model reads after the context."""
+    examples: tuple[Example, ...] = ()
+    """Approved translations of similar texts, which the model reads after the history."""
     attempt: int = 0
     """0: the most likely translation. An odd one is sampled because the one before it is wrong."""
     terms: tuple[tuple[str, str], ...] = ()
@@ -124,6 +127,7 @@ class TranslationRequest:
     glossary: Glossary = field(default_factory=lambda: Glossary({}))
     glossaries: Mapping[str, Glossary] = field(default_factory=dict)
     """Glossaries by the code of a text's language, which replace `glossary` for it."""
+    cache: CacheUse = CacheUse.USE
     variant: int = 0
     """Number of an alternative translation. 0: the most likely one."""
 
@@ -137,6 +141,8 @@ class Translation:
     """Language of the text."""
     problems: list[str]
     """Ends of sentences like "the translation repeats itself", for warnings."""
+    origin: Origin
+    """MODEL if any segment is from the model, else CACHE if any is from the cache."""
 
 
 @dataclass(slots=True)
@@ -156,6 +162,7 @@ class _Result:
     said: str
     """The model's answer, before the markers were put back."""
     problems: list[str]
+    origin: Origin = Origin.MODEL
 
 
 class TranslationPlan:
@@ -170,6 +177,8 @@ class TranslationPlan:
         self._request = request
         self._cache = cache
         self._tenant = tenant
+        self._memory = Memory()
+        self._from_cache: set[Query] = set()
         self._answers: dict[Query, Answer] = {}
         self._missing: dict[Query, None] = {}
         texts = request.texts
@@ -189,6 +198,15 @@ class TranslationPlan:
             self._pieces.append(pieces)
         self._units = [piece for pieces in self._pieces for piece in pieces if isinstance(piece, _Unit)]
         self._num_done = 0
+
+    @property
+    def keys(self) -> list[Key]:
+        """Source languages and texts of the segments, for the memory."""
+        return list(dict.fromkeys((unit.source, unit.segment.shown()) for unit in self._units))
+
+    def use_memory(self, memory: Memory) -> None:
+        """Use approved translations. Call it before `missing`."""
+        self._memory = memory
 
     def missing(self) -> list[Query]:
         """Return the texts to translate next, without duplicates. Empty at the end."""
@@ -233,6 +251,7 @@ class TranslationPlan:
         for pieces, source in zip(self._pieces, self._sources, strict=True):
             texts: list[str] = []
             problems: list[str] = []
+            origins = {Origin.MEMORY}
             for piece in pieces:
                 if isinstance(piece, str):
                     texts.append(piece)
@@ -241,19 +260,25 @@ class TranslationPlan:
                 assert translated is not None, "a translation is missing"
                 texts.append(translated.text)
                 problems += translated.problems
-            found.append(Translation("".join(texts), source, problems))
+                origins.add(translated.origin)
+            found.append(Translation("".join(texts), source, problems, max(origins, key=list(Origin).index)))
         return found
 
     def _translated(self, unit: _Unit) -> _Result | None:
         """Return a segment's translation. None: texts were added to `_missing`."""
         segment, request = unit.segment, self._request
-        whole = Query(unit.source, request.target, "", request.context, unit.history, 2 * request.variant)
+        shown = segment.shown()
+        approved = self._memory.exact.get((unit.source, shown))
+        if approved is not None and (restored := segment.restore(approved)) is not None:
+            return _Result(restored, approved, [], Origin.MEMORY)
+        examples = self._memory.examples.get((unit.source, shown), ())
+        whole = Query(unit.source, request.target, "", request.context, unit.history, examples, 2 * request.variant)
         if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
             return self._split_at_markers(segment, whole)
-        whole = self._with_text(whole, segment.shown())
+        whole = self._with_text(whole, shown)
         first = self._answers.get(whole) if segment.markers else None
         if first is not None and segment.restore(first.text) is None:
-            self._cache.put(self._tenant, whole, first)
+            self._keep(whole, first)
             return self._split_at_markers(segment, whole)
         best = self._answer(whole)
         if best is None:
@@ -261,7 +286,8 @@ class TranslationPlan:
         restored = segment.restore(best.text)
         if restored is None:  # the cache had an answer without the markers, or the second answer lacks them
             return self._split_at_markers(segment, whole)
-        return _Result(restored, best.text, best.problems)
+        origin = Origin.CACHE if whole in self._from_cache else Origin.MODEL
+        return _Result(restored, best.text, best.problems, origin)
 
     def _with_text(self, query: Query, text: str) -> Query:
         request = self._request
@@ -292,10 +318,12 @@ class TranslationPlan:
         """Return the better one of at most two answers. None: it was added to `_missing`."""
         first = self._answers.get(query)
         if first is None:
-            first = self._cache.get(self._tenant, query)
+            if self._request.cache is CacheUse.USE:
+                first = self._cache.get(self._tenant, query)
             if first is None:
                 self._missing[query] = None
                 return None
+            self._from_cache.add(query)
             self._answers[query] = self._answers[replace(query, attempt=query.attempt + 1)] = first
         again = replace(query, attempt=query.attempt + 1)
         if not first.problems:
@@ -307,5 +335,9 @@ class TranslationPlan:
             best = min(first, second, key=lambda one: (bool(one.missing_terms), bool(one.problem)))
         if not best.text:
             best = replace(best, text=query.text)
-        self._cache.put(self._tenant, query, best)
+        self._keep(query, best)
         return best
+
+    def _keep(self, query: Query, answer: Answer) -> None:
+        if self._request.cache is not CacheUse.OFF:
+            self._cache.put(self._tenant, query, answer)

@@ -27,6 +27,7 @@ from routes.reference import API_PAGE
 from routes.response.http_response import HTTP_STATUS
 from routes.table import ROUTES
 from rwkv_batch.errors import ErrorKind
+from test.routes.test_translation_memory import TMX
 from test.serving import Service
 
 DOCUMENT = openapi_document(ROUTES)
@@ -40,7 +41,7 @@ ANSWER_404 = (
     "POST /api/push", "POST /api/create", "POST /api/copy", "POST /api/embed", "POST /api/embeddings",
     *(f"{method} {path}/glossaries/{{glossary_id}}" for method in ("GET", "DELETE", "PUT", "PATCH")
       for path in ("/translate/v1", "/v2", "/v3")),
-    "DELETE /api/delete", "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
+    "POST /suggest", "DELETE /api/delete", "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
 )  # fmt: skip
 """Routes whose examples need something that is missing: an object, a file, or several engines."""
 EXAMPLES = 200 if os.environ.get("RWKV_LONG_TESTS") else 6
@@ -139,6 +140,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the examples' files."""
     made = tmp_path_factory.mktemp("examples")
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"contents": ["a"]}}
+    (made / "memory.tmx").write_text(TMX, "utf-8")
     (made / "lines.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
     return made
 

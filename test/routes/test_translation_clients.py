@@ -109,4 +109,12 @@ def test_libretranslate_answers_have_the_form_of_their_request(locked: Service) 
         {"q": "42", "source": "en", "target": "de", "api_key": KEY}.items()})  # fmt: skip
     assert form.json() == {"translatedText": "42"}
     settings = httpx.get(f"{locked.url}/frontend/settings").json()
-    assert settings["keyRequired"] is True and settings["filesTranslation"] is False
+    assert settings["keyRequired"] is True and settings["filesTranslation"] is False and settings["suggestions"] is True
+
+
+def test_libretranslate_uses_suggestions(locked: Service) -> None:
+    client = LibreTranslateAPI(locked.url, KEY)
+    suggestion = {"q": "The pool is empty.", "s": "Der Speicher ist leer.", "source": "en", "target": "de"}
+    sent = httpx.post(f"{locked.url}/suggest", data={**suggestion, "api_key": KEY})
+    assert sent.json() == {"success": True}, sent.text
+    assert client.translate("The pool is empty.", "en", "de") == "Der Speicher ist leer."

@@ -1,0 +1,194 @@
+"""`/translate/v1/memory`: approved translations of a key, which requests with `memory` use."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Iterator
+from typing import Annotated
+
+from lxml import etree
+from pydantic import BaseModel, ConfigDict, Field
+
+from routes.context import Context
+from routes.openai.files import call_store, get_store
+from routes.request.bodies import Body
+from routes.request.fields import Fields
+from routes.request_context import current_request
+from routes.response.http_response import XML, HandlerResponse, json_response
+from routes.route import Route, Upload
+from routes.translation import stored
+from routes.translation.glossaries import call_limited
+from rwkv_batch.errors import invalid
+
+PATH = "/translate/v1/memory"
+MAX_CHARACTERS = 4000
+"""Of a text or its translation."""
+_MAX_PAIRS = 100_000
+_XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
+_ANY = "*all*"
+_Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS, pattern=r"\S")]
+_Code = Annotated[str, Field(min_length=1, max_length=64, pattern=r"\S")]
+
+
+class ApprovedPair(Fields):
+    """A text with its approved translation."""
+
+    source: _Text = Field(description="The text.")
+    target: _Text = Field(description="Its translation.")
+
+
+class MemoryBody(Body):
+    """Approved translations of a language pair."""
+
+    source_lang: _Code = Field(description="Code or name of the texts' language.")
+    target_lang: _Code = Field(description="Code or name of the translations' language.")
+    pairs: Annotated[list[ApprovedPair], Field(fail_fast=True)] = Field(
+        min_length=1, max_length=10_000, description="Texts with their translations. They replace earlier ones."
+    )
+
+
+class MemoryQuery(Fields):
+    """Languages of approved translations."""
+
+    model_config = ConfigDict(strict=False)
+
+    source_lang: str = Field("", max_length=64, description="Only texts of this language.")
+    target_lang: str = Field("", max_length=64, description="Only translations into this language.")
+
+
+class StoredPairs(BaseModel):
+    """The number of stored translations."""
+
+    stored: int
+
+
+class DeletedPairs(BaseModel):
+    """The number of deleted translations."""
+
+    deleted: int
+
+
+class MemoryCount(BaseModel):
+    """The number of approved translations of a language pair."""
+
+    source_lang: str
+    target_lang: str
+    count: int
+
+
+class MemoryCounts(BaseModel):
+    """The approved translations of this key."""
+
+    memory: list[MemoryCount]
+
+
+async def add_pairs(context: Context, pairs: list[stored.Pair], field: str) -> None:
+    """Store approved translations of this key. Raises ServiceError."""
+    message = "the translations cannot be stored"
+    await call_limited(context, field, message, stored.add_pairs, current_request().owner, pairs)
+
+
+async def add(context: Context, body: MemoryBody) -> HandlerResponse:
+    """Store approved translations, like those that someone edited."""
+    pairs = [stored.Pair(body.source_lang, body.target_lang, one.source, one.target) for one in body.pairs]
+    await add_pairs(context, pairs, "pairs")
+    return json_response({"stored": len(pairs)})
+
+
+async def import_tmx(context: Context, upload: Upload) -> HandlerResponse:
+    """Store the translations of a TMX file. Its entries must be in the header's source language."""
+    message, owner = "the translations cannot be stored", current_request().owner
+
+    def read_and_store(store: stored.Store) -> int:
+        pairs = list(read_tmx(upload.content, upload.query))
+        stored.add_pairs(store, owner, pairs)
+        return len(pairs)
+
+    return json_response({"stored": await call_limited(context, "content", message, read_and_store)})
+
+
+def read_tmx(content: bytes, query: MemoryQuery) -> Iterator[stored.Pair]:
+    """Yield the translations of a TMX file, of the query's languages. Raises ServiceError."""
+    wanted_from, wanted_to = (stored.base_language(one) for one in (query.source_lang, query.target_lang))
+    source_lang, count = "", 0
+    try:
+        for _, element in etree.iterparse(
+            io.BytesIO(content), tag=("header", "tu"), resolve_entities=False, no_network=True, load_dtd=False
+        ):
+            if element.tag == "header":
+                source_lang = element.get("srclang") or ""
+                continue
+            element_lang = element.get("srclang")
+            texts = [variant for one in element.iterfind("tuv") for variant in _variant(one)]
+            element.clear()
+            while element.getprevious() is not None:
+                del element.getparent()[0]
+            own = element_lang or source_lang
+            for (of, text), (to, translation) in itertools.permutations(texts, 2):
+                if own not in ("", _ANY) and not _is_same(of, own):
+                    continue
+                if _is_same(of, to) or not (_fits(of, wanted_from) and _fits(to, wanted_to)):
+                    continue
+                count += 1
+                if count > _MAX_PAIRS:
+                    raise invalid("content", f"has more than {_MAX_PAIRS} translations; send it in parts", count)
+                yield stored.Pair(of, to, text, translation)
+    except etree.LxmlError as error:
+        raise invalid("content", f"must be a TMX file: {str(error)[:200]}", None) from None
+    if not count:
+        raise invalid(
+            "content", "has no translations of these languages; a TMX file has tu, tuv and seg elements", None
+        )
+
+
+def _variant(tuv: etree._Element) -> Iterator[tuple[str, str]]:
+    """Yield language and text of a variant, unless they are missing or too long."""
+    lang, seg = tuv.get(_XML_LANG) or tuv.get("lang") or "", tuv.find("seg")
+    text = "" if seg is None else "".join(seg.itertext()).strip()
+    if lang and text and len(text) <= MAX_CHARACTERS:
+        yield lang, text
+
+
+def _is_same(one: str, other: str) -> bool:
+    return stored.base_language(one) == stored.base_language(other)
+
+
+def _fits(language: str, wanted: str) -> bool:
+    return not wanted or stored.base_language(language) == wanted
+
+
+async def count(context: Context, _: object) -> HandlerResponse:
+    """Count this key's approved translations."""
+    message = "the translations cannot be counted"
+    found = await call_store(stored.count_pairs, message, get_store(context), current_request().owner)
+    names = ("source_lang", "target_lang", "count")
+    return json_response({"memory": [dict(zip(names, one, strict=True)) for one in found]})
+
+
+async def delete(context: Context, upload: Upload) -> HandlerResponse:
+    """Delete this key's approved translations, all or those of the given languages."""
+    query: MemoryQuery = upload.query
+    message, owner = "the translations cannot be deleted", current_request().owner
+    languages = query.source_lang, query.target_lang
+    return json_response(
+        {"deleted": await call_store(stored.delete_pairs, message, get_store(context), owner, *languages)}
+    )
+
+
+_LANGUAGES = {"source_lang": "en", "target_lang": "de"}
+ROUTES = (
+    Route(
+        "POST", PATH, add, MemoryBody, "Store approved translations.", answer=StoredPairs,
+        example=_LANGUAGES | {"pairs": [{"source": "Good morning", "target": "Guten Morgen"}]},
+    ),
+    Route("GET", PATH, count, None, "Count approved translations.", answer=MemoryCounts),
+    Route(
+        "DELETE", PATH, delete, None, "Delete approved translations.", query=MemoryQuery, answer=DeletedPairs,
+        example=_LANGUAGES,
+    ),
+    Route(
+        "POST", f"{PATH}/tmx", import_tmx, None, "Store the translations of a TMX file.", query=MemoryQuery,
+        uploads=XML, answer=StoredPairs, example=_LANGUAGES,
+    ),
+)  # fmt: skip
