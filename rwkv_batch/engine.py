@@ -144,7 +144,7 @@ class Engine:
         self._inbox.put(lambda: self.jobs.cancel(job_id))
 
     def confirm_turn(self, job_id: str) -> None:
-        self._inbox.put(lambda: self.jobs.confirm_turn(job_id))
+        self._inbox.put(lambda: self.jobs.confirm_turn(job_id), is_arrival=True)  # arrivals behind it must not wait
 
     def call(self, call: calls.EngineCall[calls.Answer], reply: calls.Reply[calls.Answer]) -> None:
         if not self._inbox.put(lambda: self._handle_call(call, reply)):

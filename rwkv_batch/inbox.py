@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Command(NamedTuple):
     action: Callable[[], None]
     is_arrival: bool = False
-    """whether it only adds a job, so that it may run within a step"""
+    """whether it only adds a job or confirms its turn, so that it may run within a step"""
 
 
 class Inbox:
@@ -43,7 +43,7 @@ class Inbox:
             self._commands.popleft().action()
 
     def run_arrivals(self) -> bool:
-        """Run queued commands that only add jobs. Returns whether there were any.
+        """Run queued arrivals. Returns whether there were any.
 
         Stops at the first other command.
         """

@@ -280,6 +280,14 @@ def test_a_turn_is_stored_only_after_its_start_was_confirmed(
         loop.check_idle(free)
 
 
+def test_a_confirmation_does_not_hold_up_the_jobs_behind_it(loop: Stepped) -> None:
+    """Within a long step, only arrivals are admitted. They would wait for its end."""
+    loop.engine.confirm_turn("an earlier job")
+    job = submit(loop.engine, make_request("a", max_tokens=1))
+    assert loop.engine._inbox.run_arrivals() and job.answered.is_set()
+    loop.end(job)
+
+
 def test_a_turn_that_still_samples_times_out(loop: Stepped) -> None:
     free = loop.free
     job = submit(loop.engine, turn("late", "one", **ENDLESS), timeout_s=1000.0)
