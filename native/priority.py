@@ -8,8 +8,11 @@ text passes through several threads, so this matters.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +35,13 @@ def cores() -> int:
     return allowed if quota == "max" else max(1, min(allowed, int(quota) // int(period)))
 
 
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_PR_SET_PDEATHSIG = 1
 NICENESS = 10
 """A tenth of a normal thread's CPU share."""
 T = TypeVar("T")

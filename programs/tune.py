@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
-from native.priority import cores, lower_process_priority
+from native.priority import cores, die_with_parent, lower_process_priority
 from programs.settings import SettingsError, parse_settings, program
 from programs.settings.model_file import with_default_model
 from routes.fine_tuning.data import MAX_TOKENS, Data, read_data, split
@@ -28,6 +28,8 @@ OK, CANNOT_RUN, BAD_FLAG, STOPPED = 0, 1, 2, 130
 """Exit codes. STOPPED: by a signal; the same command continues."""
 METHODS = ("state", "lora", "state+lora", "full")
 _MAX_HELD_OUT = 1000
+_PADDING = 8
+"""Tokens that align a line, about."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=number(1, 128), default=16, help="of a LoRA (default: 16)")
     parser.add_argument("--epochs", type=number(1, 1000), default=0, help="passes over the data (default: by its size)")
     parser.add_argument("--batch-tokens", type=number(256, 1 << 20), default=0, help="tokens of a step")
+    parser.add_argument("--batch-lines", type=number(1, 4096), default=0, help="lines of a step, instead of tokens")
     parser.add_argument("--learning-rate", type=number(1e-7, 10, float), default=0.0, help="peak (default: by method)")
     parser.add_argument("--rate-multiplier", type=number(1e-3, 1e3, float), default=1.0, help=argparse.SUPPRESS)
     parser.add_argument("--held-out", type=share, default=0.1, help="share of lines to evaluate with (default: 0.1)")
@@ -109,11 +112,15 @@ class _Command:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         if given.background:
+            die_with_parent()
             lower_process_priority()
         place = choose_place(given.device, given.threads or (max(1, cores() // 2) if given.background else 0))
         weights = open_model(self._model_path(), given.adapter)
+        batch_tokens = given.batch_tokens
+        if given.batch_lines:
+            batch_tokens = given.batch_lines * (-(-sum(map(len, documents)) // len(documents)) + _PADDING)
         options = TuneOptions(
-            given.method, given.rank, given.epochs, given.batch_tokens, given.learning_rate, given.rate_multiplier,
+            given.method, given.rank, given.epochs, batch_tokens, given.learning_rate, given.rate_multiplier,
             given.seed,
         )  # fmt: skip
         checkpoint = given.output.with_name(f"{given.output.name}.checkpoint")
@@ -141,7 +148,10 @@ class _Command:
         return OK
 
     def _model_path(self) -> str:
-        arguments = ["--model-path", self._given.model_path] if self._given.model_path else []
+        path: str = self._given.model_path
+        if path and Path(path).exists():  # else a name of the hub, or an error
+            return path
+        arguments = ["--model-path", path] if path else []
         return with_default_model(parse_settings(arguments, os.environ)).engine.model_path
 
     def _documents(self) -> tuple[list[Document], list[Document], list[str]]:
@@ -213,3 +223,7 @@ class _Command:
             sys.stderr.write(f"warning: {warning}\n")
         for name, value in values.items():
             sys.stdout.write(f"{name.replace('_', ' ')}: {', '.join(value) if isinstance(value, list) else value}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

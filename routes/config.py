@@ -68,6 +68,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of files and batches. auto: next to the sessions' database, if there is one. none: no files."""
     files_max_gb: float = 10.0
     """Total size of all files."""
+    tune_device: str = "auto"
+    """Device of fine-tuning jobs. auto: the first GPU, else the CPU. none: no jobs."""
     drain_timeout_s: float = 30.0
     model_name: str = "rwkv7"
     models_dir: str = ""

@@ -26,6 +26,8 @@ from routes.config import HttpConfig
 class Purpose(enum.StrEnum):
     BATCH = "batch"
     BATCH_OUTPUT = "batch_output"
+    FINE_TUNE = "fine-tune"
+    FINE_TUNE_RESULTS = "fine-tune-results"
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +124,12 @@ CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, created INTEGER NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
+CREATE TABLE IF NOT EXISTS tunings (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created INTEGER NOT NULL, status TEXT NOT NULL, record TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS tuning_events (
+    job TEXT NOT NULL, number INTEGER NOT NULL, record TEXT NOT NULL, PRIMARY KEY (job, number)
+);
 CREATE TABLE IF NOT EXISTS uploads (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, bytes INTEGER NOT NULL, started REAL NOT NULL
 );
@@ -159,6 +167,10 @@ class Store:
     def runs(self) -> Path:
         """Folder of the runner's unfinished results."""
         return self._folder / "runs"
+
+    def adapter_path(self, name: str) -> Path:
+        """Return the path of an adapter that a fine-tuning job made."""
+        return self._folder / "adapters" / f"{name}.pth"
 
     def content(self, file_id: str) -> Path:
         """Return the path of a stored file's content."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, Field
@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field
 from routes.context import Context
 from routes.request.bodies import Body, Fields, MixedState
 from routes.request.decode_defaults import Defaults, as_defaults
-from routes.request.jobs import adapter_names, state_names
+from routes.request.model_names import TUNED_PREFIX, adapter_names, state_names
+from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.loaded_models import AdapterEntry, AdapterList, TunedStateEntry, TunedStateList
@@ -127,9 +128,17 @@ def _state_entry(context: Context, info: StateInfo) -> dict[str, Any]:
     return entry | {"mixture": [{"name": name, "weight": weight} for name, weight in info.mixture]}
 
 
+Info = TypeVar("Info", StateInfo, AdapterInfo)
+
+
+def _visible(infos: list[Info]) -> list[Info]:
+    """Return the entries without those of fine-tuned models, which only their owners may use, for a key."""
+    return [info for info in infos if not (current_request().owner and info.name.startswith(TUNED_PREFIX))]
+
+
 async def list_states(context: Context, query: dict[str, str]) -> HandlerResponse:
     """List the tuned states, oldest first."""
-    infos = await call_engine(context, ListStates())
+    infos = _visible(await call_engine(context, ListStates()))
     return json_response({"object": "list", "data": [_state_entry(context, info) for info in infos]})
 
 
@@ -185,7 +194,7 @@ def _adapter_entry(context: Context, info: AdapterInfo) -> dict[str, Any]:
 
 async def list_adapters(context: Context, query: dict[str, str]) -> HandlerResponse:
     """List the adapters, oldest first."""
-    infos = await call_engine(context, ListAdapters())
+    infos = _visible(await call_engine(context, ListAdapters()))
     return json_response({"object": "list", "data": [_adapter_entry(context, info) for info in infos]})
 
 

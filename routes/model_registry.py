@@ -16,7 +16,7 @@ import msgspec
 
 from routes.context import Context
 from routes.request.fields import error_value
-from routes.request.jobs import base_name, means_model, model_not_found
+from routes.request.model_names import base_name, means_model, model_not_found
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ModelStatus, ServedModel
 

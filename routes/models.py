@@ -10,10 +10,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from routes.context import Context, Models
+from routes.fine_tuning.store import JobStore
+from routes.openai.files import call_store
 from routes.request.bodies import Body
 from routes.request.decode_defaults import DefaultsFields, as_defaults
 from routes.request.fields import Device, Fields, OneOf
-from routes.request.jobs import LATEST, adapter_names, model_not_found, state_names
+from routes.request.model_names import LATEST, TUNED_PREFIX, adapter_names, model_not_found, parse_model_id, state_names
+from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response, timestamp
 from routes.response.loaded_models import LoadedModel, Model, ModelList
@@ -44,11 +47,17 @@ async def model_names(context: Context) -> dict[str, int]:
             raise
         states, adapters = [], []
     for info in states:
-        if not info.error:
+        if not info.error and not info.name.startswith(TUNED_PREFIX):
             created |= dict.fromkeys(state_names(name, info.name), info.created)
     for adapter in adapters:
-        if not adapter.error:
+        if not adapter.error and not adapter.name.startswith(TUNED_PREFIX):
             created |= dict.fromkeys(adapter_names(name, adapter.name), adapter.created)
+    if context.files is not None:
+        jobs = await call_store(JobStore(context.files).models, "tuned models cannot be read", current_request().owner)
+        mine = {str(job.fine_tuned_model): job.finished_at or 0 for job in jobs if job.model == name}
+        loaded = {state.name for state in states if not state.error}
+        loaded |= {adapter.name for adapter in adapters if not adapter.error}
+        created |= {one: at for one, at in mine.items() if (tuned := parse_model_id(one)) and tuned.name in loaded}
     return created
 
 

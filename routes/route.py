@@ -19,7 +19,8 @@ from routes.request.bodies import Body, Fields, GenerationBody, with_mixture_wei
 from routes.request.decode_defaults import with_defaults
 from routes.request.fields import error_value, has_chat_only_fields
 from routes.request.ignored import validated
-from routes.request.jobs import means_model, model_not_found, offload_if_large, requested_state
+from routes.request.jobs import offload_if_large
+from routes.request.model_names import means_model, model_not_found, requested_state
 from routes.request_context import current_request, warn
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import ResponseFormatter, call_engine, run

@@ -19,8 +19,8 @@ from routes.models import LoadBody, loaded_models, model_spec
 from routes.openai import chat
 from routes.request.bodies import Body, Weights
 from routes.request.fields import Number, rename_fields, unescaped
-from routes.request.jobs import base_name, sanitize_name, state_names
 from routes.request.json_body import validate
+from routes.request.model_names import base_name, sanitize_name, state_names
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import RwkvInferDone, RwkvInferHealth

@@ -13,15 +13,8 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request.bodies import ModelFields, PrefixCacheFields, PriorityFields, Texts
 from routes.request.fields import FixedSamplingFields
-from routes.request.jobs import (
-    encode,
-    encode_all,
-    greedy_row,
-    make_job,
-    offload_if_large,
-    requested_adapter,
-    requested_state,
-)
+from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
+from routes.request.model_names import requested_adapter, requested_state
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, run_full
 from routes.response.http_response import HandlerResponse

@@ -14,6 +14,7 @@ from routes import (
     web_page,
 )
 from routes.anthropic import messages
+from routes.fine_tuning import jobs
 from routes.llama_cpp import completion, tokens
 from routes.ollama import generation
 from routes.ollama import models as ollama_models
@@ -43,6 +44,7 @@ ROUTES: tuple[Route, ...] = (
     *rwkv_infer.ROUTES,
     *files.ROUTES,
     *batches.ROUTES,
+    *jobs.ROUTES,
     *completion.ROUTES,
     *tokens.ROUTES,
     *system.ROUTES,

@@ -190,6 +190,8 @@ class AddAdapter(EngineCall[AdapterInfo], tag="adapter_add", frozen=True, array_
     """within the models folder"""
     scale: float | None = None
     """None: from the file"""
+    is_own: bool = False
+    """whether `file` is an absolute path of the service's own; no request's"""
 
 
 class RemoveAdapter(EngineCall[AdapterInfo], tag="adapter_remove", frozen=True, array_like=True):

@@ -16,6 +16,7 @@ LONGEST = (
     "routes/test_routes_openapi.py",
     "programs/batch/test_batch_resume.py",
     "routes/test_http_lifecycle.py",
+    "routes/test_http_fine_tuning.py",
     "routes/web/test_chat.py",
     "engine/test_prompt_scoring.py",
     "fleet/test_actors.py",

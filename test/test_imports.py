@@ -90,10 +90,11 @@ ROOMS = {
     "routes.file_store",
     "routes.route": "routes.context routes.request routes.response routes.request_context",
     "routes": "routes.context routes.request_context routes.request routes.response routes.route routes.openai "
-    "routes.file_store routes.docs",
+    "routes.file_store routes.fine_tuning routes.docs",
     "routes.openai": "routes routes.context routes.request_context routes.request routes.response routes.route "
-    "routes.file_store",
-    "routes.fine_tuning": "routes.request routes.openai",
+    "routes.file_store routes.fine_tuning",
+    "routes.fine_tuning": "routes.context routes.request_context routes.request routes.response routes.route "
+    "routes.openai routes.file_store",
     "routes.anthropic": "routes.context routes.request_context routes.request routes.response routes.route "
     "routes.openai",
     "routes.llama_cpp": "routes.context routes.request routes.response routes.route routes.openai",
@@ -102,7 +103,7 @@ ROOMS = {
     "routes.openai routes.file_store",
     "routes.docs": "routes.context routes.request routes.response routes.route",
     "routes.table": "routes routes.route routes.openai routes.ollama routes.anthropic routes.llama_cpp "
-    "routes.translation",
+    "routes.translation routes.fine_tuning",
     "routes.reference": "routes.docs routes.table",
     # Programs and the library.
     "programs": "",

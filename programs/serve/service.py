@@ -102,7 +102,9 @@ class Supervisor:
             self._nginx = Child("nginx", spawn, nginx_process, (config, self._listeners.front, log_config))
         self._batches: Child | None = None
         if has_store(settings.http):
-            self._batches = Child("batches", self._http_forks, batches_process, (settings.http, log_config))
+            self._batches = Child(
+                "batches", self._http_forks, batches_process, (settings.http, settings.engine, log_config)
+            )
         self._has_logged_serving = False
         self._wake_read, self._wake_write = os.pipe()
         self._sent_to_batches: tuple[object, ...] = ()

@@ -214,6 +214,11 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "OpenTelemetry collector for a span per request (OTLP over HTTP), like http://localhost:4318",
         ),
         Flag("files_dir", str, "folder of uploaded files and batches; auto: next to --state-db; none: no files"),
+        Flag(
+            "tune_device",
+            str,
+            "device of fine-tuning jobs, cpu or cuda:1; auto: the first GPU, else the CPU; none: no jobs",
+        ),
         Flag("files_max_gb", decimal(0.001, 1e6), "maximum size of all files in GiB"),
     ),
     EngineConfig: (

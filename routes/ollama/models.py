@@ -15,7 +15,7 @@ from routes.ollama.answers import OllamaModelList, OllamaShown, OllamaStatus, Ol
 from routes.ollama.generation import OLLAMA_ERRORS
 from routes.request.bodies import Body, SamplingBody
 from routes.request.fields import IgnoredValue, Repeated
-from routes.request.jobs import LATEST, model_not_found
+from routes.request.model_names import LATEST, model_not_found
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response, timestamp
 from routes.route import Route

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from routes.context import Context
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
+from routes.fine_tuning.data import read_data
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern
 from routes.request_context import current_request
@@ -34,6 +35,8 @@ PATH = "/openai/v1/files"
 READ_FAILED = "the file cannot be read"
 TTL_S = 30 * 86400
 """Default lifetime of a file."""
+MIN_LINES = 10
+"""of a file of examples, as in OpenAI's API"""
 _CONTENT = "/content"
 _RETRY_S = 10.0
 STORE_ERRORS = (ErrorKind.OVERLOADED, ErrorKind.STORAGE_FAILED)
@@ -47,7 +50,9 @@ class FileBody(Body):
 
     content: bytes = Field(b"", description="The file, in the form's part `file`.")
     filename: str = Field("", max_length=1024, description="The file's name, from the same part.")
-    purpose: str = Field(description="batch: a file of requests for /openai/v1/batches.")
+    purpose: str = Field(
+        description="batch: a file of requests for /openai/v1/batches. fine-tune: examples for a fine-tuning job."
+    )
     expires_after: _Seconds | None = Field(
         None, alias="expires_after[seconds]", description="Seconds until the file is deleted. Default: 30 days."
     )
@@ -184,15 +189,18 @@ def not_found(kind: str, name: str) -> ServiceError:
 
 
 async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
-    """Upload a file of requests for a batch.
+    """Upload a file of requests for a batch, or of examples for a fine-tuning job.
 
-    It has JSON lines, each `{"custom_id", "method": "POST", "url", "body"}`.
+    A batch has JSON lines, each `{"custom_id", "method": "POST", "url", "body"}`. Examples are JSON lines with
+    `messages`, or with `prompt` and `completion`, or CSV pairs; the error of a bad file has the first 100 bad lines.
     """
     store = get_store(context)
-    if body.purpose != Purpose.BATCH:
-        raise invalid("purpose", f"must be 'batch', got {body.purpose!r}", body.purpose)
+    if body.purpose not in (Purpose.BATCH, Purpose.FINE_TUNE):
+        raise invalid("purpose", f"must be 'batch' or 'fine-tune', got {body.purpose!r}", body.purpose)
     if not body.content:
         raise invalid("file", "must be a part of a form (multipart/form-data), and must not be empty", "")
+    if body.purpose == Purpose.FINE_TUNE:
+        await asyncio.to_thread(_check_examples, body.content, body.filename)
     created = int(time.time())
     file = StoredFile(
         id=new_id("file-"),
@@ -200,11 +208,20 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
         bytes=len(body.content),
         created_at=created,
         filename=body.filename or "upload.jsonl",
-        purpose=Purpose.BATCH,
+        purpose=Purpose(body.purpose),
         expires_at=created + (int(body.expires_after) if body.expires_after else TTL_S),
     )
     await call_store(store.add_file, "the file cannot be stored", file, body.content)
     return json_response(file_object(file))
+
+
+def _check_examples(content: bytes, filename: str) -> None:
+    """Check a file of examples. Raises ServiceError with its first errors."""
+    data = read_data(content, filename)
+    if data.problems:
+        raise invalid("file", "has errors:\n" + "\n".join(map(str, data.problems)), filename)
+    if len(data.examples) < MIN_LINES:
+        raise invalid("file", f"has {len(data.examples)} lines; give at least {MIN_LINES}", filename)
 
 
 async def list_files(context: Context, upload: Upload) -> HandlerResponse:
@@ -260,7 +277,7 @@ ROUTES = (
         PATH,
         upload_file,
         FileBody,
-        "Upload a file of requests for a batch.",
+        "Upload a file of requests for a batch, or of examples for a fine-tuning job.",
         answer=FileObject,
         error_format=OPENAI_ERRORS,
         errors=STORE_ERRORS,

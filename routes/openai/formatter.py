@@ -13,8 +13,9 @@ from routes.context import Context
 from routes.openai.request import ConversationBody, OpenAIBody
 from routes.request import prompts
 from routes.request.bodies import Template
-from routes.request.jobs import as_turn, build_rows, offload_if_large, requested_adapter
+from routes.request.jobs import as_turn, build_rows, offload_if_large
 from routes.request.messages import Message
+from routes.request.model_names import requested_adapter
 from routes.request.tools import FENCE, ToolSet, begins_with_call
 from routes.response.batch_formatter import usage
 from routes.response.event_stream import RowUpdate

@@ -1,14 +1,11 @@
 """Turns validated bodies into the engine's rows and jobs: model names, tokens, stops, sampling and sessions.
 
-Checks the limits set by flags. Model names are `<model>:<state>`, `<model>+<adapter>` and
-`<model>+<adapter>:<state>`. Older clients write a space instead of the colon. A name may end
-with Ollama's tag `:latest`.
+Checks the limits set by flags.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,98 +20,19 @@ from routes.request.bodies import (
     DEFAULT_STOPS,
     BatchBody,
     GenerationBody,
-    ModelFields,
     PrefixCacheFields,
     PriorityFields,
     PromptBody,
 )
-from routes.request.fields import error_value
+from routes.request.model_names import requested_adapter, requested_state
 from routes.request_context import current_request
-from rwkv_batch.errors import ErrorKind, ServiceError, invalid
-from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME
+from rwkv_batch.errors import invalid
 from rwkv_batch.request import GenerateRequest, Job, SessionTurn
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 from sampling.params import SamplingParams
 
-STATE_SEPARATORS = (":", " ")
-ADAPTER_SEPARATOR = "+"
 BIG_BATCH_LABEL = "big_batch"
 """Label of the jobs of `/big_batch` in the engine's counters."""
-LATEST = ":latest"
-"""Ollama's tag of names without one. It names no state."""
-_INVALID_CHARACTER = re.compile(r"[^A-Za-z0-9._-]")
-
-
-def sanitize_name(name: str) -> str:
-    """Replace characters that names here cannot have by "-". RWKV-Infer allows any character."""
-    return _INVALID_CHARACTER.sub("-", name)
-
-
-def state_names(model: str, state: str) -> list[str]:
-    """Return the names of a tuned state in the list of models."""
-    return [f"{model}{separator}{state}" for separator in STATE_SEPARATORS]
-
-
-def adapter_names(model: str, adapter: str) -> list[str]:
-    """Return the names of an adapter in the list of models."""
-    return [f"{model}{ADAPTER_SEPARATOR}{adapter}"]
-
-
-def requested_adapter(body: ModelFields, config: HttpConfig) -> str:
-    """Return the adapter that a body names, "" for none. Raises ServiceError if it names two."""
-    named, _ = _parse_model_name(body.model, config.model_name)
-    if body.adapter and named and body.adapter != named:
-        message = f"adapter: model {body.model!r} names adapter {named!r}, field adapter another one; give one of them"
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="adapter", given=body.adapter)
-    return body.adapter or named
-
-
-def requested_state(body: ModelFields, config: HttpConfig) -> str:
-    """Return the tuned state that a body names, "" for none. Raises ServiceError if it names two."""
-    _, named = _parse_model_name(body.model, config.model_name)
-    if body.state and named and body.state != named:
-        message = f"state: model {body.model!r} names tuned state {named!r}, field state another one; give one of them"
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="state", given=body.state)
-    return body.state or named
-
-
-def base_name(requested: str, served: str) -> str | None:
-    """Return `served` if the request names that model, else None.
-
-    The name may have an adapter or a state.
-    """
-    name, suffix = requested[: len(served)], requested[len(served) :]
-    return (
-        served
-        if served in (name, sanitize_name(name)) and (not suffix or suffix[0] in (*STATE_SEPARATORS, ADAPTER_SEPARATOR))
-        else None
-    )
-
-
-def means_model(requested: str, served: str) -> bool:
-    """Return whether a name means the service's own model.
-
-    That model has the name `served` and the default name.
-    """
-    return requested.removesuffix(LATEST) in ("", DEFAULT_MODEL_NAME) or base_name(requested, served) is not None
-
-
-def model_not_found(requested: str, available: Iterable[str], remedy: str = "") -> ServiceError:
-    """Return the error for a model that is not served. Ollama's programs search it for "not found"."""
-    given, names = error_value(requested), ", ".join(map(repr, available))
-    message = f"model: model {given!r} not found; available: {names}{remedy}"
-    return ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
-
-
-def _parse_model_name(requested: str, served: str) -> tuple[str, str]:
-    """Return (adapter, tuned state) of a model name. A missing one is ""."""
-    requested = requested.removesuffix(LATEST)
-    suffix = requested[len(served) :] if base_name(requested, served) is not None else ""
-    adapter = ""
-    if suffix.startswith(ADAPTER_SEPARATOR):
-        adapter = re.split("[: ]", suffix[1:], maxsplit=1)[0]
-        suffix = suffix[1 + len(adapter) :]
-    return adapter, sanitize_name(suffix[1:])
 
 
 Parameters = ParamSpec("Parameters")

@@ -157,7 +157,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             if call.name in self._infos:
                 raise NameTaken("an adapter", call.name)
             self._adapters.check_new(call.name)
-            path = path_within(self._config.models_dir, call.file, "file")
+            path = Path(call.file) if call.is_own else path_within(self._config.models_dir, call.file, "file")
         except (PoolError, ServiceError) as error:
             reply(self._to_service_error(error))
             return
@@ -170,7 +170,8 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
 
         Raises ServiceError for a file outside --models-dir, FileError.
         """
-        check_adapter_within(self._config.models_dir, path, "file")
+        if not call.is_own:
+            check_adapter_within(self._config.models_dir, path, "file")
         with with_requested_name(path, call.file):
             return self._read(path, call.scale)
 

@@ -11,7 +11,8 @@ import pytest
 from routes.config import HttpConfig
 from routes.request import jobs
 from routes.request.bodies import MixedState, ModelFields, PromptBody
-from routes.request.jobs import as_turn, base_name, build_rows, encode, encode_all, make_job, native_job
+from routes.request.jobs import as_turn, build_rows, encode, encode_all, make_job, native_job
+from routes.request.model_names import adapter_names, base_name, sanitize_name, state_names
 from routes.request_context import RequestContext, set_current_request
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import ClientLimits, GenerateRequest, Priority
@@ -179,11 +180,11 @@ def test_two_different_names_are_refused() -> None:
 
 
 def test_names_in_the_list_of_models_are_understood() -> None:
-    assert jobs.state_names("m", "poet") == ["m:poet", "m poet"] and jobs.adapter_names("m", "formal") == ["m+formal"]
+    assert state_names("m", "poet") == ["m:poet", "m poet"] and adapter_names("m", "formal") == ["m+formal"]
     assert [base_name(name, "m-1") for name in ("m-1", "m 1", "m-1:x", "m-1+x", "m-12", "m")] == [
         "m-1", "m-1", "m-1", "m-1", None, None,
     ]  # fmt: skip
-    assert jobs.sanitize_name("A z/0._-é") == "A-z-0._--"
+    assert sanitize_name("A z/0._-é") == "A-z-0._--"
 
 
 def test_a_greedy_row_is_whole_and_greedy() -> None:

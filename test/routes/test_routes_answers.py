@@ -127,6 +127,8 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/removemodel", {}),
     ("/openai/v1/files", None),
     ("/openai/v1/batches", None),
+    ("/openai/v1/fine_tuning/jobs", None),
+    ("/openai/v1/fine_tuning/jobs/{job_id}", {"job_id": "ftjob-none"}),
     ("/openai/v1/files/{file_id}", {"file_id": "file-none"}),
     ("/openai/v1/batches/{batch_id}", {"batch_id": "batch_none"}),
     ("/v1/tokens/count", {"text": "Hello"}),

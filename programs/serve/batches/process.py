@@ -1,4 +1,4 @@
-"""The process that runs batches: one for the service, started and watched by the supervisor.
+"""The process that runs batches, and starts tunings: one for the service, started and watched by the supervisor.
 
 It reads the active batches from the store's database twice per second. So HTTP workers need no link to it, and batches
 continue after a restart. The supervisor sends the API keys and the engines.
@@ -17,11 +17,13 @@ from multiprocessing.connection import Connection
 
 from programs.record import RunError
 from programs.serve.batches.job import BatchJob
+from programs.serve.batches.tunings import TuningRunner
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Batch, Counts, Status, Store, open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
+from rwkv_batch.config import EngineConfig
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.process import LogConfig, become_child
@@ -43,7 +45,9 @@ _GIVE_UP_S = 3600.0
 """A batch fails for good if its tries fail for this long and no further line is answered."""
 
 
-def run_batches(config: HttpConfig, log_config: LogConfig, name: str, supervisor: Connection) -> None:
+def run_batches(
+    config: HttpConfig, engine: EngineConfig, log_config: LogConfig, name: str, supervisor: Connection
+) -> None:
     """Main function of the process.
 
     It sends the supervisor ("started", None) and ("used", names of the models that lines named). The supervisor sends
@@ -68,10 +72,13 @@ def run_batches(config: HttpConfig, log_config: LogConfig, name: str, supervisor
         if used := models.pop_used():
             supervisor.send(("used", used))
 
-    asyncio.run(_run_until_drain(BatchRunner(store, context, report_used), models, supervisor))
+    tunings = TuningRunner(store, context, engine)
+    asyncio.run(_run_until_drain(BatchRunner(store, context, report_used), tunings, models, supervisor))
 
 
-async def _run_until_drain(runner: BatchRunner, models: ModelRegistry, supervisor: Connection) -> None:
+async def _run_until_drain(
+    runner: BatchRunner, tunings: TuningRunner, models: ModelRegistry, supervisor: Connection
+) -> None:
     """Run until the supervisor sends "drain" or ends.
 
     First waits for the supervisor's first list of engines.
@@ -85,6 +92,7 @@ async def _run_until_drain(runner: BatchRunner, models: ModelRegistry, superviso
                 match message:
                     case ("keys", names):
                         loop.call_soon_threadsafe(runner.set_key_names, names)
+                        loop.call_soon_threadsafe(tunings.set_key_names, names)
                     case ("models", table):
                         models.update(table)
                         loop.call_soon_threadsafe(has_models.set)
@@ -93,7 +101,7 @@ async def _run_until_drain(runner: BatchRunner, models: ModelRegistry, superviso
 
     threading.Thread(target=listen, name="supervisor", daemon=True).start()
     await has_models.wait()
-    await runner.run(stop)
+    await asyncio.gather(runner.run(stop), tunings.run(stop))
 
 
 class BatchRunner:

@@ -1,0 +1,290 @@
+"""Runs fine-tuning jobs, one at a time, each as a process of `rwkv-batch tune`. Loads the results into the engine.
+
+The process has low priority and half of the cores. Its checkpoints are in the store's folder of runs, so a job that was
+paused, or lost its process or its service, continues from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from native.files import write_private
+from routes.context import Context
+from routes.file_store import Purpose, Store, StoredFile, StoreFullError
+from routes.fine_tuning.store import ENDED, Job, JobStatus, JobStore, make_event
+from routes.openai.files import TTL_S, new_id
+from routes.request.model_names import parse_model_id
+from routes.response.generate import call_engine
+from rwkv_batch.calls import AddAdapter, AddState, EngineCall
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import ErrorKind, ServiceError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_RETRY_S = 10.0
+_MAX_KILLS = 3
+"""A job whose process was killed more often fails: it needs too much memory."""
+_MAX_METRICS = 200
+"""Events with losses of a job, about."""
+_MAX_LINE_BYTES = 1 << 20
+_MODULE = "programs.tune"
+_DONE = "done.json"
+"""File with the last report of a process that succeeded."""
+_STOPPED = 130
+"""Exit code of `tune` after a signal."""
+
+
+class TuningRunner:
+    """Starts the next job's process and follows it. One event loop."""
+
+    def __init__(self, store: Store, context: Context, engine: EngineConfig) -> None:
+        self._store, self._jobs, self._context, self._engine = store, JobStore(store), context, engine
+        self._key_names: frozenset[str] | None = None
+        self._kills: dict[str, int] = {}
+
+    def set_key_names(self, names: frozenset[str] | None) -> None:
+        """Set the names of the valid API keys. None: not known. Jobs of other keys fail."""
+        self._key_names = names
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run jobs until `stop`. The current one continues at the next start."""
+        wait_s = _POLL_S
+        while not stop.is_set():
+            try:
+                active = await asyncio.to_thread(self._active_jobs)
+                if active:
+                    await self._run_job(active[0], stop)
+                wait_s = _POLL_S
+            except (OSError, StoreFullError, ServiceError) as error:  # a full disk, or an engine that is away
+                logger.error("fine-tuning jobs wait: %s", error)
+                wait_s = _RETRY_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), wait_s)
+
+    def _active_jobs(self) -> list[Job]:
+        """Return the jobs to run, after the folders of ended ones were removed."""
+        if not self._store.runs.exists():  # no file was uploaded yet
+            return []
+        for folder in self._store.runs.glob("ftjob-*"):
+            job = self._jobs.job("", folder.name)
+            if job is None or job.status in ENDED:
+                shutil.rmtree(folder, ignore_errors=True)
+        return self._jobs.active()
+
+    def _folder(self, job: Job) -> Path:
+        return self._store.runs / job.id
+
+    async def _update(self, job: Job, *events: dict[str, Any], **changes: Any) -> Job:
+        """Change a job that is still active, and add events."""
+
+        def changed(one: Job) -> Job:
+            is_active = one.status in (JobStatus.QUEUED, JobStatus.RUNNING)
+            return msgspec.structs.replace(one, **changes) if is_active else one
+
+        return await asyncio.to_thread(self._jobs.update, job.id, changed, *events)
+
+    async def _fail(self, job: Job, code: str, message: str, param: str | None = None) -> None:
+        error = {"code": code, "message": message, "param": param}
+        now = int(time.time())
+        await self._update(
+            job, make_event(message, "error"), status=JobStatus.FAILED, error=error, finished_at=now,
+            estimated_finish=None,
+        )  # fmt: skip
+
+    async def _run_job(self, job: Job, stop: asyncio.Event) -> None:
+        """Run a job until it ends or is stopped. Raises OSError, StoreFullError or ServiceError for a later try."""
+        if job.owner and self._key_names is not None and job.owner not in self._key_names:
+            await self._fail(job, "api_key_removed", f"the API key {job.owner} was removed from --keys-file")
+            return
+        done = self._folder(job) / _DONE
+        if done.exists():  # the engine was away when the training ended
+            await self._succeed(job, msgspec.json.decode(await asyncio.to_thread(done.read_bytes)))
+            return
+        command = [sys.executable, "-m", _MODULE]
+        for option, file_id in (("", job.training_file), ("--validation", job.validation_file)):
+            if file_id is None:
+                continue
+            path = await asyncio.to_thread(self._as_named_file, job, file_id)
+            if path is None:
+                param = "validation_file" if option else "training_file"
+                await self._fail(job, f"invalid_{param}", f"the file {file_id} was deleted", param)
+                return
+            command += [option, str(path)] if option else [str(path)]
+        command += self._options(job)
+        job = await self._update(job, make_event("The job is running"), status=JobStatus.RUNNING)
+        if job.status is not JobStatus.RUNNING:
+            return
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            limit=_MAX_LINE_BYTES,
+        )  # fmt: skip
+        watcher = asyncio.create_task(self._stop_when_asked(job, process, stop))
+        errors = asyncio.create_task(_last_lines(process))
+        try:
+            result = await self._follow(job, process)
+            code = await process.wait()
+        finally:
+            watcher.cancel()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await self._end(job, code, result, await errors)
+
+    def _options(self, job: Job) -> list[str]:
+        options = ["-o", str(self._folder(job) / "result"), "--model-path", self._engine.model_path]
+        options += ["--method", job.tuning, "--rank", str(job.rank), "--seed", str(job.seed)]
+        options += ["--device", self._context.config.tune_device, "--background", "--json"]
+        options += ["--epochs", str(job.epochs)] if job.epochs else []
+        options += ["--batch-lines", str(job.batch_size)] if job.batch_size else []
+        options += ["--rate-multiplier", str(job.multiplier)] if job.multiplier else []
+        return [*options, *(part for adapter in self._engine.adapters for part in ("--adapter", adapter))]
+
+    def _as_named_file(self, job: Job, file_id: str) -> Path | None:
+        """Return a link to a file's content with the ending of its name. None if it was deleted."""
+        file = self._store.file(job.owner, file_id)
+        if file is None or not self._store.content(file_id).exists():
+            return None
+        folder = self._folder(job)
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{file_id}{'.csv' if file.filename.lower().endswith('.csv') else '.jsonl'}"
+        if not path.exists():  # it stays when the file is deleted meanwhile
+            os.link(self._store.content(file_id), path)
+        return path
+
+    async def _stop_when_asked(self, job: Job, process: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
+        """End the process when the job is cancelled, paused or its key removed, or the service stops."""
+        while True:  # until it ends: while it starts, it ignores signals
+            await asyncio.sleep(_POLL_S)
+            is_removed = bool(job.owner) and self._key_names is not None and job.owner not in self._key_names
+            current = None
+            with contextlib.suppress(OSError):  # tried again at the next poll
+                current = await asyncio.to_thread(self._jobs.job, "", job.id)
+            is_wanted = current is None or current.status is JobStatus.RUNNING
+            if stop.is_set() or is_removed or not is_wanted:
+                is_lost = current is not None and current.status is JobStatus.CANCELLED
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGKILL if is_lost else signal.SIGTERM)
+
+    async def _follow(self, job: Job, process: asyncio.subprocess.Process) -> dict[str, Any]:
+        """Record the process's progress; return its last report, {} without one."""
+        assert process.stdout is not None
+        result: dict[str, Any] = {}
+        steps, began, first = 1, time.monotonic(), 0
+        while line := await process.stdout.readline():
+            report = msgspec.json.decode(line)
+            match report.pop("event"):
+                case "data":
+                    steps = max(1, report["steps"])
+                    warnings = [make_event(text, "warn") for text in report["warnings"]]
+                    message = f"{report['lines']} lines to train on, {report['held_out_lines']} held out, " + (
+                        f"{report['answer_tokens']} of {report['tokens']} tokens are in answers; {steps} steps"
+                    )
+                    await self._update(
+                        job, *warnings, make_event(message), epochs=report["epochs"],
+                        batch_size=report["batch_lines"], multiplier=job.multiplier or 1.0,
+                    )  # fmt: skip
+                case "step":
+                    step = report["step"]
+                    first = first or step
+                    if step == first or step % max(1, steps // _MAX_METRICS) == 0:
+                        left_s = (time.monotonic() - began) / max(1, step - first) * (steps - step)
+                        event = make_event(f"Step {step}/{steps}: loss {report['train_loss']:.4f}", data=report)
+                        finish = int(time.time() + left_s) if step > first else None
+                        await self._update(job, event, estimated_finish=finish)
+                case "evaluation":
+                    message = f"Step {report['step']}: held-out loss {report['valid_loss']:.4f}"
+                    await self._update(job, make_event(message, data=report))
+                case "done":
+                    result = report
+        return result
+
+    async def _end(self, job: Job, code: int, result: dict[str, Any], errors: str) -> None:
+        """Record how a process ended."""
+        current = await asyncio.to_thread(self._jobs.job, "", job.id)
+        if current is None or current.status is not JobStatus.RUNNING:
+            return
+        if code == 0 and result:
+            await asyncio.to_thread(write_private, self._folder(job) / _DONE, msgspec.json.encode(result))
+            await self._succeed(job, result)
+        elif code == _STOPPED:
+            return  # it continues at the next start
+        elif code < 0:
+            kills = self._kills[job.id] = self._kills.get(job.id, 0) + 1
+            text = f"the training process was killed by {signal.Signals(-code).name}"
+            if kills > _MAX_KILLS:
+                await self._fail(job, "process_killed", f"{text} {kills} times; the memory may be too small")
+            else:
+                await self._update(job, make_event(f"{text}; it continues from its checkpoint", "warn"))
+        else:
+            await self._fail(job, "invalid_training_file" if "line " in errors else "training_failed", errors)
+
+    async def _succeed(self, job: Job, result: dict[str, Any]) -> None:
+        """Load the results into the engine, then name the model. Raises OSError, StoreFullError or ServiceError."""
+        tuned = parse_model_id(job.model_id)
+        assert tuned is not None, "a job's model has a valid name"
+        path = self._folder(job) / "result"
+        if tuned.has_state:
+            content = await asyncio.to_thread(path.with_name("result.state.pth").read_bytes)
+            await self._load(AddState(tuned.name, content=content))
+        if tuned.has_adapter:
+            adapter = self._store.adapter_path(tuned.name)
+            await asyncio.to_thread(_move, path.with_name("result.lora.pth"), adapter)
+            await self._load(AddAdapter(tuned.name, str(adapter), 1.0, is_own=True))
+        files = [await self._add_result(job, Path(one)) for one in result["files"] if one.endswith(".csv")]
+        metrics = {"step": result["steps"]}
+        for name, when in (("valid_loss_before", "before"), ("valid_loss", "after")):
+            metrics |= {name: result[when]["loss"]} if when in result else {}
+        events = [make_event(text, "warn") for text in result["warnings"]]
+        if "after" in result:
+            before, after = result["before"]["loss"], result["after"]["loss"]
+            events.append(make_event(f"The held-out loss went from {before} to {after}", data=metrics))
+        events.append(make_event(f"The job has succeeded; the model is {job.model_id}"))
+        await self._update(
+            job, *events, status=JobStatus.SUCCEEDED, fine_tuned_model=job.model_id, finished_at=int(time.time()),
+            estimated_finish=None, result_files=files, trained_tokens=result["trained_tokens"], metrics=metrics,
+        )  # fmt: skip
+
+    async def _load(self, call: EngineCall[Any]) -> None:
+        """Load a result into the engine, if it is not there. Raises ServiceError."""
+        try:
+            await call_engine(self._context, call)
+        except ServiceError as error:  # an earlier process may have loaded it, and then ended
+            if error.info.kind is not ErrorKind.NAME_TAKEN:
+                raise
+
+    async def _add_result(self, job: Job, path: Path) -> str:
+        content = await asyncio.to_thread(path.read_bytes)
+        created = int(time.time())
+        file = StoredFile(
+            id=new_id("file-"), owner=job.owner, bytes=len(content), created_at=created, filename="step_metrics.csv",
+            purpose=Purpose.FINE_TUNE_RESULTS, expires_at=created + TTL_S,
+        )  # fmt: skip
+        await asyncio.to_thread(self._store.add_file, file, content)
+        return file.id
+
+
+def _move(source: Path, target: Path) -> None:
+    """Give a file its place. An earlier try may have done it."""
+    target.parent.mkdir(exist_ok=True)
+    if source.exists():
+        source.replace(target)
+
+
+async def _last_lines(process: asyncio.subprocess.Process, limit: int = 16_384) -> str:
+    """Return the end of what a process writes to stderr, without `error: `."""
+    assert process.stderr is not None
+    tail = b""
+    while part := await process.stderr.read(4096):
+        tail = (tail + part)[-limit:]
+    return tail.decode("utf-8", "replace").rpartition("error: ")[2].strip() or "the training process failed"

@@ -1,0 +1,328 @@
+"""`/openai/v1/fine_tuning/jobs`: states and LoRAs tuned from files of examples, in OpenAI's format.
+
+These routes only store and show jobs. `programs/serve/batches/tunings.py` runs them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from routes.context import Context
+from routes.fine_tuning.store import ENDED, MAX_MODELS_PER_OWNER, Job, JobStatus, JobStore, make_event
+from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, new_id, not_found
+from routes.request.bodies import Body, Fields
+from routes.request.fields import Pattern, Unsupported
+from routes.request.model_names import means_model, model_not_found, parse_model_id
+from routes.request_context import current_request
+from routes.response.generate import call_engine
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
+from routes.route import Route, Upload
+from rwkv_batch.calls import EngineCall, RemoveAdapter, RemoveState
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+
+PATH = "/openai/v1/fine_tuning/jobs"
+FINE_TUNE = "fine-tune"
+_READ_FAILED, _UPDATE_FAILED = "the job cannot be read", "the job cannot be changed"
+_EVENTS, _CHECKPOINTS = "/events", "/checkpoints"
+_ACTION = r"^.+/(cancel|pause|resume)$"
+_AUTO = "auto"
+_Auto = Literal["auto"]
+_NO_JOBS = "none"
+_Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class HyperparametersFields(Fields):
+    """Numbers of a tuning, or auto."""
+
+    n_epochs: _Auto | Annotated[int, Field(ge=1, le=1000)] = Field("auto", description="Passes over the data.")
+    batch_size: _Auto | Annotated[int, Field(ge=1, le=4096)] = Field(
+        "auto", description="Examples of a step, about: short ones are packed together."
+    )
+    learning_rate_multiplier: _Auto | Annotated[float, Field(ge=0.001, le=1000, strict=False)] = Field(
+        "auto", description="Factor on the learning rate of the tuning."
+    )
+
+
+class SupervisedFields(Fields):
+    """Settings of supervised tuning."""
+
+    hyperparameters: HyperparametersFields = Field(HyperparametersFields.model_validate({}))
+
+
+class MethodFields(Fields):
+    """How to tune."""
+
+    type: Literal["supervised"] = Field("supervised", description="Only supervised tuning is supported.")
+    supervised: SupervisedFields = Field(SupervisedFields.model_validate({}))
+
+
+class JobBody(Body):
+    """A fine-tuning job to create."""
+
+    model: str = Field(min_length=1, max_length=128, description="The service's model.")
+    training_file: str = Field(max_length=80, description="An uploaded file of purpose fine-tune.")
+    validation_file: str | None = Field(
+        None, max_length=80, description="A file to evaluate with. Default: a tenth of the lines."
+    )
+    method: MethodFields | None = None
+    hyperparameters: HyperparametersFields | None = Field(None, description="The older place of hyperparameters.")
+    suffix: str = Field("", max_length=64, description="Part of the tuned model's name.")
+    seed: int | None = Field(None, ge=0, lt=2**31, description="Of the order of lines. Default: random.")
+    metadata: _Metadata | None = Field(None, description="Repeated in the job object.")
+    integrations: Unsupported = Field(None, description="Not supported; refused.")
+    tuning: Literal["state", "lora", "state+lora"] = Field(
+        "state", description="What to tune: an initial state, a LoRA, or both. Not in OpenAI's API."
+    )
+    rank: int = Field(16, ge=1, le=128, description="Rank of a LoRA. Not in OpenAI's API.")
+
+
+class JobsQuery(ListQuery):
+    """A page of jobs."""
+
+    limit: int = Field(20, ge=1, le=1000, description="Maximum number of entries.")
+
+
+class JobQuery(JobsQuery):
+    """The job to return."""
+
+    job_id: str = Field(
+        min_length=1, max_length=100, description="The job's id. Add `/events` or `/checkpoints` for a list of these."
+    )
+
+
+class ActionQuery(Fields):
+    """The job to change."""
+
+    job_id: Annotated[str, Pattern(_ACTION, "a job's id, and /cancel, /pause or /resume")] = Field(
+        min_length=1, max_length=100, description="The job's id, followed by `/cancel`, `/pause` or `/resume`."
+    )
+
+
+class ModelQuery(Fields):
+    """The tuned model to delete."""
+
+    model: str = Field(min_length=1, max_length=400, description="The model's name, `ft:...`.")
+
+
+class JobObject(BaseModel):
+    """A fine-tuning job."""
+
+    id: str
+    object: Literal["fine_tuning.job"]
+    created_at: int
+    error: dict[str, Any] | None
+    fine_tuned_model: str | None
+    finished_at: int | None
+    estimated_finish: int | None
+    hyperparameters: dict[str, Any]
+    method: dict[str, Any]
+    model: str
+    organization_id: str
+    result_files: list[str]
+    seed: int
+    status: str
+    trained_tokens: int | None
+    training_file: str
+    validation_file: str | None
+    metadata: dict[str, str] | None
+    integrations: list[Any]
+    tuning: str
+    rank: int
+
+
+class JobList(BaseModel):
+    """A page of jobs, or of a job's events or checkpoints."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    has_more: bool
+
+
+class DeletedModel(BaseModel):
+    """A deleted model."""
+
+    id: str
+    object: Literal["model"]
+    deleted: bool
+
+
+def job_object(job: Job) -> dict[str, Any]:
+    numbers = {
+        "n_epochs": job.epochs or _AUTO,
+        "batch_size": job.batch_size or _AUTO,
+        "learning_rate_multiplier": job.multiplier or _AUTO,
+    }
+    return {
+        "id": job.id, "object": "fine_tuning.job", "created_at": job.created_at, "error": job.error,
+        "fine_tuned_model": job.fine_tuned_model, "finished_at": job.finished_at,
+        "estimated_finish": job.estimated_finish, "hyperparameters": numbers,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": numbers}}, "model": job.model,
+        "organization_id": job.owner, "result_files": job.result_files, "seed": job.seed, "status": job.status,
+        "trained_tokens": job.trained_tokens, "training_file": job.training_file,
+        "validation_file": job.validation_file, "metadata": job.metadata, "integrations": [], "tuning": job.tuning,
+        "rank": job.rank,
+    }  # fmt: skip
+
+
+def _page(entries: list[dict[str, Any]], limit: int) -> HandlerResponse:
+    return json_response({"object": "list", "data": entries[:limit], "has_more": len(entries) > limit})
+
+
+async def create_job(context: Context, body: JobBody) -> HandlerResponse:
+    """Create a job that tunes the model on a file. The tuned model serves this key only."""
+    store, request_context = get_store(context), current_request()
+    if context.config.tune_device == _NO_JOBS:
+        raise ServiceError(ErrorKind.FORBIDDEN, "this service tunes no models; its operator set --tune-device none")
+    if not means_model(body.model, context.config.model_name) or parse_model_id(body.model):
+        raise model_not_found(body.model, [context.config.model_name], "; only the service's own model can be tuned")
+    for field, file_id in (("training_file", body.training_file), ("validation_file", body.validation_file)):
+        if file_id is None:
+            continue
+        file = await call_store(store.file, READ_FAILED, request_context.owner, file_id)
+        if file is None or file.purpose != FINE_TUNE:
+            raise invalid(field, f"no file of purpose fine-tune has the id {file_id!r}; upload one first", file_id)
+    numbers = body.method.supervised.hyperparameters if body.method is not None else body.hyperparameters
+    numbers = numbers or HyperparametersFields.model_validate({})
+    jobs = JobStore(store)
+    if len(await call_store(jobs.models, _READ_FAILED, request_context.owner)) >= MAX_MODELS_PER_OWNER:
+        raise ServiceError(
+            ErrorKind.OVERLOADED, f"there are {MAX_MODELS_PER_OWNER} tuned models, the limit; delete some with DELETE"
+        )
+    job = Job(
+        id=new_id("ftjob-"),
+        owner=request_context.owner,
+        model=context.config.model_name,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        tuning=body.tuning,
+        rank=body.rank,
+        epochs=0 if numbers.n_epochs == _AUTO else int(numbers.n_epochs),
+        batch_size=0 if numbers.batch_size == _AUTO else int(numbers.batch_size),
+        multiplier=0.0 if numbers.learning_rate_multiplier == _AUTO else float(numbers.learning_rate_multiplier),
+        seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
+        suffix=body.suffix,
+        metadata=body.metadata,
+        created_at=int(time.time()),
+    )
+    await call_store(jobs.add, "the job cannot be created", job)
+    created = make_event(f"Created fine-tuning job: {job.id}")
+    await call_store(jobs.update, _UPDATE_FAILED, job.id, lambda one: one, created)
+    return json_response(job_object(job))
+
+
+async def list_jobs(context: Context, upload: Upload) -> HandlerResponse:
+    """List this key's jobs, newest first."""
+    query: JobsQuery = upload.query
+    jobs = JobStore(get_store(context)).jobs
+    found = await call_store(jobs, _READ_FAILED, current_request().owner, query.after, query.limit + 1)
+    return _page([job_object(job) for job in found], query.limit)
+
+
+async def _job(context: Context, job_id: str) -> Job:
+    job = await call_store(JobStore(get_store(context)).job, _READ_FAILED, current_request().owner, job_id)
+    if job is None:
+        raise not_found("job", job_id)
+    return job
+
+
+async def get_job(context: Context, upload: Upload) -> HandlerResponse:
+    """Return a job, or a page of its events or checkpoints."""
+    query: JobQuery = upload.query
+    name = query.job_id
+    job = await _job(context, name.removesuffix(_EVENTS).removesuffix(_CHECKPOINTS))
+    if name.endswith(_EVENTS):
+        events = JobStore(get_store(context)).events
+        return _page(await call_store(events, _READ_FAILED, job.id, query.after, query.limit + 1), query.limit)
+    if not name.endswith(_CHECKPOINTS):
+        return json_response(job_object(job))
+    best = {
+        "id": f"ftckpt-{job.id.removeprefix('ftjob-')}", "object": "fine_tuning.job.checkpoint",
+        "created_at": job.finished_at, "fine_tuned_model_checkpoint": job.fine_tuned_model,
+        "fine_tuning_job_id": job.id, "metrics": job.metrics, "step_number": job.metrics.get("step", 0),
+    }  # fmt: skip
+    return _page([best] if job.fine_tuned_model and not query.after else [], query.limit)
+
+
+_CHANGES = {
+    "cancel": (JobStatus.CANCELLED, (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED)),
+    "pause": (JobStatus.PAUSED, (JobStatus.QUEUED, JobStatus.RUNNING)),
+    "resume": (JobStatus.QUEUED, (JobStatus.PAUSED,)),
+}
+"""Action -> the new status, and the statuses that allow it."""
+
+
+async def change_job(context: Context, upload: Upload) -> HandlerResponse:
+    """Cancel, pause or resume a job."""
+    name, _, action = upload.query.job_id.rpartition("/")
+    job = await _job(context, name)
+    status, allowed = _CHANGES[action]
+
+    def changed(one: Job) -> Job:
+        if one.status not in allowed:
+            message = f"the job {name} is {one.status}; {action} needs one that is {' or '.join(allowed)}"
+            raise ServiceError(ErrorKind.INVALID_FIELD, message, field="job_id", given=name)
+        ended = int(time.time()) if status in ENDED else None
+        return msgspec.structs.replace(one, status=status, finished_at=ended, estimated_finish=None)
+
+    update, event = JobStore(get_store(context)).update, make_event(f"The job is {status}")
+    return json_response(job_object(await call_store(update, _UPDATE_FAILED, job.id, changed, event)))
+
+
+async def delete_model(context: Context, upload: Upload) -> HandlerResponse:
+    """Delete a tuned model. Admitted rows and existing sessions keep it."""
+    name: str = upload.query.model
+    jobs = JobStore(get_store(context))
+    owned = await call_store(jobs.models, _READ_FAILED, current_request().owner)
+    job = next((one for one in owned if one.fine_tuned_model == name), None)
+    tuned = parse_model_id(name)
+    if job is None or tuned is None:
+        raise model_not_found(name, [str(one.fine_tuned_model) for one in owned], "; only tuned models can be deleted")
+    calls: list[EngineCall[Any]] = [RemoveState(tuned.name)] if tuned.has_state else []
+    calls += [RemoveAdapter(tuned.name)] if tuned.has_adapter else []
+    for call in calls:
+        try:
+            await call_engine(context, call)
+        except ServiceError as error:  # an administrator may have removed it
+            if error.info.kind not in (ErrorKind.STATE_NOT_FOUND, ErrorKind.ADAPTER_NOT_FOUND):
+                raise
+    await call_store(get_store(context).adapter_path(tuned.name).unlink, _UPDATE_FAILED, missing_ok=True)
+    await call_store(jobs.update, _UPDATE_FAILED, job.id, lambda one: msgspec.structs.replace(one, is_deleted=True))
+    return json_response({"id": name, "object": "model", "deleted": True})
+
+
+def _route(method: str, path: str, handle: Any, summary: str, **fields: Any) -> Route:
+    return Route(
+        method, path, handle, fields.pop("body", None), summary, error_format=OPENAI_ERRORS,
+        errors=(ErrorKind.OVERLOADED, ErrorKind.NOT_FOUND, *fields.pop("errors", ())), **fields,
+    )  # fmt: skip
+
+
+_EXAMPLE = {"job_id": "ftjob-019eae3d7d1a"}
+ROUTES = (
+    _route(
+        "POST", PATH, create_job, "Create a fine-tuning job.", body=JobBody, answer=JobObject, is_about_models=True,
+        errors=(ErrorKind.MODEL_NOT_FOUND, ErrorKind.FORBIDDEN),
+        example={"model": "rwkv7", "training_file": "file-019eae3d7d1a", "suffix": "pirate"},
+    ),
+    _route("GET", PATH, list_jobs, "List fine-tuning jobs.", query=JobsQuery, answer=JobList),
+    _route(
+        "GET", f"{PATH}/{{job_id}}", get_job, "Get a fine-tuning job, or its `/events` or `/checkpoints`.",
+        query=JobQuery, answer=JobObject, example=_EXAMPLE,
+    ),
+    _route(
+        "POST", f"{PATH}/{{job_id}}", change_job, "Cancel, pause or resume a job: its id, followed by the action.",
+        query=ActionQuery, answer=JobObject, example={"job_id": "ftjob-019eae3d7d1a/cancel"},
+    ),
+    _route(
+        "DELETE", "/openai/v1/models/{model}", delete_model, "Delete a tuned model.", query=ModelQuery,
+        answer=DeletedModel, is_about_models=True, errors=(ErrorKind.MODEL_NOT_FOUND, ErrorKind.ENGINE_LOST),
+        example={"model": "ft:rwkv7::pirate:s019eae3d7d1a"}, waits_for_engine=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,161 @@
+"""Records of fine-tuning jobs and their events, in the database of files."""
+
+from __future__ import annotations
+
+import enum
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from routes.file_store import Store, StoreFullError
+
+MAX_ACTIVE, MAX_ACTIVE_PER_OWNER = 64, 8
+"""Jobs that wait or run, of all keys and of one."""
+MAX_MODELS_PER_OWNER = 64
+"""Tuned models of a key that are not deleted."""
+_INVALID = re.compile(r"[^A-Za-z0-9._-]")
+
+
+class JobStatus(enum.StrEnum):
+    """Status of a job, in OpenAI's words."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A fine-tuning job."""
+
+    id: str
+    owner: str
+    """Name of the API key; "": none."""
+    model: str
+    training_file: str
+    validation_file: str | None = None
+    tuning: str
+    """"state", "lora" or "state+lora"."""
+    rank: int
+    epochs: int
+    """0: automatic, like the next two; the runner writes what was chosen"""
+    batch_size: int
+    multiplier: float
+    seed: int
+    suffix: str = ""
+    metadata: dict[str, str] | None = None
+    status: JobStatus = JobStatus.QUEUED
+    created_at: int
+    finished_at: int | None = None
+    estimated_finish: int | None = None
+    fine_tuned_model: str | None = None
+    is_deleted: bool = False
+    """whether the model was deleted"""
+    error: dict[str, Any] | None = None
+    result_files: list[str] = []
+    trained_tokens: int | None = None
+    metrics: dict[str, Any] = {}
+    """of the best checkpoint: step, losses"""
+
+    @property
+    def model_id(self) -> str:
+        """The model's name after success: `ft:BASE:ORG:SUFFIX:ID`; its last part begins with the tuning's letter."""
+        letter = {"state": "s", "lora": "l"}.get(self.tuning, "b")
+        parts = (_INVALID.sub("-", part) for part in (self.model, self.owner, self.suffix))
+        return f"ft:{':'.join(parts)}:{letter}{self.id.removeprefix('ftjob-')}"
+
+
+class JobStore:
+    """Jobs and their events. Safe for threads and processes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def add(self, job: Job) -> None:
+        """Add a job. Raises StoreFullError, OSError."""
+        with self._store.open() as database:
+            active = "SELECT COUNT(*), COALESCE(SUM(owner = ?), 0) FROM tunings WHERE status IN (?, ?, ?)"
+            states = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED)
+            count, own = database.execute(active, (job.owner, *states)).fetchone()
+            if count >= MAX_ACTIVE or own >= MAX_ACTIVE_PER_OWNER:
+                raise StoreFullError(
+                    f"{own} jobs of this key and {count} of all wait or run, the limits are {MAX_ACTIVE_PER_OWNER} and "
+                    f"{MAX_ACTIVE}; wait or cancel some"
+                )
+            row = (job.id, job.owner, job.created_at, job.status, _to_json(job))
+            database.execute("INSERT INTO tunings VALUES (?, ?, ?, ?, ?)", row)
+
+    def job(self, owner: str, job_id: str) -> Job | None:
+        """Return a job if the owner may see it. Owner "" sees all."""
+        with self._store.open() as database:
+            query = "SELECT record FROM tunings WHERE id = ? AND (? = '' OR owner = ?)"
+            row = database.execute(query, (job_id, owner, owner)).fetchone()
+        return None if row is None else msgspec.json.decode(row[0], type=Job)
+
+    def jobs(self, owner: str, after: str = "", limit: int = 1 << 30) -> list[Job]:
+        """Return a page of the jobs that the owner may see. The newest come first."""
+        query = (
+            "SELECT record FROM tunings WHERE (? = '' OR owner = ?) AND (? = '' OR "
+            "(created, id) < (SELECT created, id FROM tunings WHERE id = ?)) ORDER BY created DESC, id DESC LIMIT ?"
+        )
+        with self._store.open() as database:
+            rows = database.execute(query, (owner, owner, after, after, limit)).fetchall()
+        return [msgspec.json.decode(row[0], type=Job) for row in rows]
+
+    def active(self) -> list[Job]:
+        """Return the jobs that wait or run, oldest first; the running one is the first."""
+        query = "SELECT record FROM tunings WHERE status IN (?, ?) ORDER BY status = ?, created, id"
+        with self._store.open() as database:
+            rows = database.execute(query, (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.QUEUED)).fetchall()
+        return [msgspec.json.decode(row[0], type=Job) for row in rows]
+
+    def models(self, owner: str) -> list[Job]:
+        """Return the jobs whose models the owner may use."""
+        query = "SELECT record FROM tunings WHERE status = ? AND (? = '' OR owner = ?) ORDER BY created, id"
+        with self._store.open() as database:
+            rows = database.execute(query, (JobStatus.SUCCEEDED, owner, owner)).fetchall()
+        found = [msgspec.json.decode(row[0], type=Job) for row in rows]
+        return [job for job in found if not job.is_deleted]
+
+    def update(self, job_id: str, change: Callable[[Job], Job], *events: dict[str, Any]) -> Job:
+        """Change a job in one transaction and add events. Raises KeyError if it does not exist."""
+        with self._store.open() as database:
+            row = database.execute("SELECT record FROM tunings WHERE id = ?", (job_id,)).fetchone()
+            if row is None:
+                raise KeyError(job_id)
+            job = change(msgspec.json.decode(row[0], type=Job))
+            values = (job.status, _to_json(job), job_id)
+            database.execute("UPDATE tunings SET status = ?, record = ? WHERE id = ?", values)
+            for one in events:
+                query = "INSERT INTO tuning_events SELECT ?, COALESCE(MAX(number), 0) + 1, ? FROM tuning_events"
+                database.execute(f"{query} WHERE job = ?", (job_id, msgspec.json.encode(one).decode(), job_id))
+        return job
+
+    def events(self, job_id: str, after: str, limit: int) -> list[dict[str, Any]]:
+        """Return a page of a job's events, newest first. `after`: the last entry of the previous page."""
+        before = int(tail) if (tail := after.rpartition("-")[2]).isdecimal() else 1 << 62
+        query = "SELECT number, record FROM tuning_events WHERE job = ? AND number < ? ORDER BY number DESC LIMIT ?"
+        with self._store.open() as database:
+            rows = database.execute(query, (job_id, min(before, 1 << 62), limit)).fetchall()
+        return [{"id": f"ftevent-{number:06}", **msgspec.json.decode(record)} for number, record in rows]
+
+
+def make_event(message: str, level: str = "info", data: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return an event in OpenAI's form, without its id."""
+    kind = "message" if data is None else "metrics"
+    return {
+        "object": "fine_tuning.job.event", "created_at": int(time.time()), "level": level, "message": message,
+        "type": kind, "data": data or {},
+    }  # fmt: skip
+
+
+def _to_json(job: Job) -> str:
+    return msgspec.json.encode(job).decode()

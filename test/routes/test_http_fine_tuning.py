@@ -1,0 +1,201 @@
+"""OpenAI's fine-tuning API with the official SDK: from upload to answer, stops, kills and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from test.serving import Service, wait_for
+
+ALICE, BOB = "key-of-alice", "key-of-bob"
+KEYS = f'[[key]]\nname = "alice"\nkey = "{ALICE}"\n[[key]]\nname = "bob"\nkey = "{BOB}"\n'
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+class _Folder:
+    """Starts services over one database."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder, self._model = folder, model
+        (folder / "keys.toml").write_text(KEYS)
+
+    def start(self) -> Service:
+        arguments = ("--model-path", str(self._model), "--keys-file", str(self._folder / "keys.toml"))
+        arguments += ("--threads", "1", "--http-workers", "1")
+        running = Service(self._folder, *arguments, state_db=self._folder / "sessions.db")
+        running.headers = {"Authorization": f"Bearer {ALICE}"}
+        return running.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> _Folder:
+    return _Folder(tmp_path_factory.mktemp("tuned"), tiny_model)
+
+
+@pytest.fixture(scope="module")
+def served(folder: _Folder) -> Iterator[Service]:
+    running = folder.start()
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def client_of(service: Service, key: str = ALICE) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key=key, max_retries=0)
+
+
+def uploaded(client: openai.OpenAI, lines: Sequence[object]) -> str:
+    content = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines).encode()
+    file = client.files.create(file=("examples.jsonl", content), purpose="fine-tune")
+    assert file.purpose == "fine-tune" and file.status == "processed"
+    return file.id
+
+
+def chat(asked: str, answer: str) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+
+SHORT = [chat(f"Say {word}", "yes yes") for word in "one two three four five six seven eight nine ten".split()]
+LONG = [chat(f"Number {i}", f"It is {i * 7919 % 1000}") for i in range(300)]
+
+
+def wait_for_status(client: openai.OpenAI, job_id: str, *statuses: str) -> Any:
+    def look() -> Any:
+        job = client.fine_tuning.jobs.retrieve(job_id)
+        assert job.status in statuses or job.status not in ENDED, job
+        return job if job.status in statuses else None
+
+    return wait_for(look, 60, f"the job is {' or '.join(statuses)}")
+
+
+def said(client: openai.OpenAI, model: str) -> str | None:
+    asked: Any = [{"role": "user", "content": "Say four"}]
+    answer = client.chat.completions.create(model=model, messages=asked, temperature=0, max_tokens=8)
+    return answer.choices[0].message.content
+
+
+def messages_of(client: openai.OpenAI, job_id: str) -> list[str]:
+    return [event.message for event in client.fine_tuning.jobs.list_events(job_id, limit=100)]
+
+
+def training_processes(service: Service) -> list[int]:
+    """The processes of `tune` below a service."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            try:
+                line = (process / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"programs.tune" in line and str(service.state_db).encode() in line:
+                found.append(int(process.name))
+    return found
+
+
+def test_from_upload_to_answer(served: Service) -> None:
+    client, other = client_of(served), client_of(served, BOB)
+    method: Any = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 40, "batch_size": "auto"}}}
+    job = client.fine_tuning.jobs.create(
+        model="rwkv7", training_file=uploaded(client, SHORT), validation_file=uploaded(client, SHORT), method=method,
+        suffix="yes", seed=3, metadata={"for": "a test"}, extra_body={"tuning": "state+lora"},
+    )  # fmt: skip
+    assert job.status in ("queued", "running") and job.fine_tuned_model is None and job.metadata == {"for": "a test"}
+    done = wait_for_status(client, job.id, "succeeded")
+    name = done.fine_tuned_model
+    assert name.startswith("ft:rwkv7:alice:yes:") and done.seed == 3 and done.trained_tokens > 100
+    assert done.hyperparameters.n_epochs == 40 and done.hyperparameters.batch_size == 10
+    events = messages_of(client, job.id)
+    assert events[0] == f"The job has succeeded; the model is {name}" and "The held-out loss went from" in events[1]
+    assert f"Created fine-tuning job: {job.id}" in events and any("only 10 lines differ" in one for one in events)
+    (checkpoint,) = client.fine_tuning.jobs.checkpoints.list(job.id).data
+    assert checkpoint.fine_tuned_model_checkpoint == name and checkpoint.step_number == 40
+    table = client.files.content(done.result_files[0]).text.splitlines()
+    assert table[0].startswith("step,train_loss") and len(table) == 41
+    assert [one.id for one in client.fine_tuning.jobs.list(limit=1)][:1] == [job.id]
+
+    assert said(client, name) == "yes yes" != said(client, "rwkv7")
+    assert client.completions.create(model=name, prompt="User: Say four\n\nAssistant:", max_tokens=3).model == name
+    assert name in [model.id for model in client.models.list()] and client.models.retrieve(name).id == name
+    assert not [model.id for model in other.models.list() if "ft" in model.id]
+    for stranger in (lambda: said(other, name), lambda: other.models.delete(name), lambda: other.models.retrieve(name)):
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            stranger()
+    with pytest.raises(openai.NotFoundError):
+        other.fine_tuning.jobs.retrieve(job.id)
+    assert client.models.delete(name).deleted
+    with pytest.raises(openai.NotFoundError):
+        said(client, name)
+    assert name not in [model.id for model in client.models.list()]
+
+
+def test_bad_files_and_settings_are_refused_by_name(served: Service) -> None:
+    client, other = client_of(served), client_of(served, BOB)
+    bad = [*SHORT, "{", chat("a", "")]
+    with pytest.raises(openai.BadRequestError, match=r"line 11: .*\n.*line 12: messages\[1\].content") as refused:
+        uploaded(client, bad)
+    assert refused.value.param == "file"
+    with pytest.raises(openai.BadRequestError, match="has 9 lines; give at least 10"):
+        uploaded(client, SHORT[:9])
+    file = uploaded(client, SHORT)
+    create: Any = client.fine_tuning.jobs.create
+    for fields, message in (
+        ({"training_file": "file-x"}, "no file of purpose fine-tune has the id 'file-x'"),
+        ({"validation_file": "file-x"}, "validation_file"),
+        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
+        ({"method": {"type": "dpo"}}, "method.type"),
+        ({"hyperparameters": {"n_epochs": 0}}, "n_epochs"),
+        ({"suffix": "x" * 65}, "suffix"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            create(**{"model": "rwkv7", "training_file": file, **fields})
+    with pytest.raises(openai.NotFoundError, match="'gpt-4o' not found"):
+        create(model="gpt-4o", training_file=file)
+    with pytest.raises(openai.BadRequestError, match="training_file"):
+        other.fine_tuning.jobs.create(model="rwkv7", training_file=file)
+
+
+def test_a_job_pauses_continues_after_a_kill_and_a_restart_and_is_cancelled(folder: _Folder, served: Service) -> None:
+    client = client_of(served)
+    numbers: Any = {"n_epochs": 100, "batch_size": 1}
+    job = client.fine_tuning.jobs.create(model="rwkv7", training_file=uploaded(client, LONG), hyperparameters=numbers)
+    waiting = client.fine_tuning.jobs.create(model="rwkv7", training_file=uploaded(client, SHORT))
+
+    def has_step() -> bool:
+        return any(one.startswith("Step ") and "loss" in one for one in messages_of(client, job.id))
+
+    wait_for(has_step, 60, "the job makes steps")
+    assert client.fine_tuning.jobs.retrieve(waiting.id).status == "queued"
+    assert client.fine_tuning.jobs.pause(job.id).status == "paused"
+    with pytest.raises(openai.BadRequestError, match="pause needs one that is queued or running"):
+        client.fine_tuning.jobs.pause(job.id)
+    wait_for_status(client, waiting.id, "succeeded")  # the paused one makes room
+    client.fine_tuning.jobs.resume(job.id)
+    wait_for_status(client, job.id, "running")
+    (process,) = wait_for(lambda: training_processes(served), 30, "the process runs")
+    os.kill(process, signal.SIGKILL)
+    wait_for(lambda: any("killed by SIGKILL" in one for one in messages_of(client, job.id)), 30, "the kill is noticed")
+    wait_for(lambda: set(training_processes(served)) - {process}, 30, "another process continues")
+    assert served.terminate() == 0
+    wait_for(lambda: not training_processes(served), 30, "the process ends with the service")
+    again = folder.start()
+    try:
+        client = client_of(again)
+        wait_for_status(client, job.id, "running")
+        wait_for(lambda: training_processes(again), 30, "it continues")
+        done = client.fine_tuning.jobs.cancel(job.id)
+        assert done.status == "cancelled" and done.finished_at
+        wait_for(lambda: not training_processes(again), 30, "the process has ended")
+        with pytest.raises(openai.BadRequestError, match="is cancelled"):
+            client.fine_tuning.jobs.cancel(job.id)
+        name = client.fine_tuning.jobs.retrieve(waiting.id).fine_tuned_model
+        assert name is not None and said(client, name)  # the finished job's model is kept
+    finally:
+        again.close()
