@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -52,6 +54,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time limit of requests without `timeout_s`. 0: none."""
     max_timeout_s: float = 0.0
     """Maximum of `timeout_s`, and the limit of requests without it. 0: one day and no limit."""
+    generation_config: str = "auto"
+    """File of default decode parameters. auto: next to the model; none: no file."""
+    defaults: dict[str, Any] = {}
+    """Its decode parameters: `DecodeDefaults` as a dict."""
     access_log: bool = True
     """One log line per request."""
     otlp_endpoint: str = ""

@@ -26,6 +26,10 @@ class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     alpha_decay: float | None = None
     max_tokens: int | None = None
     stop_tokens: tuple[int | str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    """in addition to the others"""
+    filters: dict[str, float] = {}
+    """numbers of `sampling.params.Filters`"""
     template: dict[str, str] | None = None
     """words for system, user and assistant, and the start of an answer"""
 
@@ -33,7 +37,7 @@ class DecodeDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def given(self) -> dict[str, Any]:
         """The fields that are set, as JSON values."""
         values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
-        return values
+        return {**values.pop("filters", {}), **values}
 
 
 Answer = TypeVar("Answer")

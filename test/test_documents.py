@@ -28,7 +28,12 @@ RECORD = re.compile(r"`(?:bench/results/)?([\w*][\w.*-]*\.json)`")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 CONFLICT = re.compile(r"^(?:<{7}|={7}|>{7})(?: |$)", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-NO_RECORDS = {"model.safetensors.index.json", "adapter_config.json", "rwkv_sessions.db.adapters.json"}
+NO_RECORDS = {
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "adapter_config.json",
+    "rwkv_sessions.db.adapters.json",
+}
 OTHERS = {"pytest", "venv", "pip"}
 """Programs that are not ours."""
 

@@ -13,7 +13,7 @@ from programs.backends.handlers import call_handler
 from programs.record import RunError
 from programs.settings import Settings
 from routes.context import Context, Readiness, RequestLimiter
-from rwkv_batch.calls import Answer, EngineCall
+from rwkv_batch.calls import Answer, DecodeDefaults, EngineCall
 from rwkv_batch.calls import Reply as ResultCallback
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.wire import Observe
@@ -56,7 +56,8 @@ class LocalEngine:
         except StartupError as error:
             raise RunError(str(error)) from None
         config = self._settings.http
-        self._context = Context(self._engine, config, RequestLimiter(1), Readiness(0))
+        defaults = msgspec.convert(config.defaults, DecodeDefaults)
+        self._context = Context(self._engine, config, RequestLimiter(1), Readiness(0), defaults=defaults)
         self._context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
         return min(_MAX_IN_FLIGHT, self._engine.max_running * _REQUESTS_PER_SLOT)
 

@@ -207,6 +207,12 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             decimal(0, 86400),
             "largest timeout_s, and the default without --default-timeout-s; 0: one day, and no default",
         ),
+        Flag(
+            "generation_config",
+            str,
+            "file with the decode parameters of requests that give none, in Hugging Face's format; auto: "
+            "generation_config.json next to the model; none: no file",
+        ),
         Flag("access_log", boolean, "log one line per request"),
         Flag(
             "otlp_endpoint",

@@ -21,7 +21,7 @@ _ENDPOINT = "https://huggingface.co"
 _PART = r"[A-Za-z0-9][\w.-]{0,95}"
 _NAME = re.compile(rf"hf:(?P<repository>{_PART}/{_PART})(?:/(?P<file>[\w][\w./-]{{0,255}}))?")
 _MODELS = (".pth", ".gguf", ".st")
-_FOLDER = ("*.safetensors", "*.safetensors.index.json", "config.json")
+_FOLDER = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 _SHOWN = 8
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from native.files import VARIABLE, cache_folder
 from programs.settings.config import Settings
+from programs.settings.generation_config import read_defaults
 from programs.settings.model_source import resolve
 from rwkv_batch.errors import StartupError
 
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_default_model(settings: Settings) -> Settings:
-    """Fills in the demo model if no file is given.
+    """Fills in the model's file and its default decode parameters. Without a file, uses the demo model.
 
     Names and URLs: see `model_source`. Raises StartupError if the file cannot be downloaded, read or written.
     """
@@ -37,7 +38,12 @@ def with_default_model(settings: Settings) -> Settings:
                 pass
     except OSError as error:
         raise StartupError(f"model file {path} cannot be read ({error.strerror}); check --model-path") from None
-    return msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, model_path=path))
+    http = settings.http
+    return msgspec.structs.replace(
+        settings,
+        engine=msgspec.structs.replace(settings.engine, model_path=path),
+        http=msgspec.structs.replace(http, defaults=msgspec.to_builtins(read_defaults(http.generation_config, path))),
+    )
 
 
 def _demo_model() -> Path:

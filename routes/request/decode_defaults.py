@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 from pydantic_core import from_json
 
 from routes.config import HttpConfig
@@ -13,14 +13,29 @@ from routes.request.bodies import GenerationBody, StopTokens, Template
 from routes.request.fields import (
     Fields,
 )
+from routes.request.sampler_fields import number_fields
 from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.errors import invalid
+from sampling.params import Filters
 
-_ALIASES = {"alpha_presence": "presence_penalty", "alpha_frequency": "frequency_penalty"}
+_ALIASES = {
+    "alpha_presence": "presence_penalty",
+    "alpha_frequency": "frequency_penalty",
+    "repetition_penalty": "repeat_penalty",
+}
 """Fields of two names: if a request gives either, the default does not apply."""
 
 
-class DefaultsFields(Fields):
+if TYPE_CHECKING:
+    _Numbers = Fields
+else:
+    _Numbers = create_model("_Numbers", __base__=Fields, **number_fields(is_optional=True))
+
+
+_ENDS = ("stop_tokens", "stop_token_ids", "min_tokens")
+
+
+class DefaultsFields(_Numbers):
     """Default decode parameters, with the same limits as the requests' fields."""
 
     temperature: float | None = Field(None, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
@@ -53,7 +68,9 @@ def as_defaults(fields: DefaultsFields | None, config: HttpConfig) -> DecodeDefa
     limit = config.max_tokens_limit
     if fields.max_tokens is not None and fields.max_tokens > limit:
         raise invalid("defaults.max_tokens", f"must be at most {limit} (--max-tokens-limit)", fields.max_tokens)
-    return msgspec.convert(fields.model_dump(exclude_none=True), DecodeDefaults)
+    given = fields.model_dump(exclude_none=True)
+    given["filters"] = {name: given.pop(name) for name in Filters.__struct_fields__ if name in given}
+    return msgspec.convert(given, DecodeDefaults)
 
 
 def with_defaults(body: GenerationBody, defaults: DecodeDefaults, model_defaults: DecodeDefaults) -> GenerationBody:
@@ -63,8 +80,8 @@ def with_defaults(body: GenerationBody, defaults: DecodeDefaults, model_defaults
         for name, value in (model_defaults.given | defaults.given).items()
         if name in type(body).model_fields and not {name, _ALIASES.get(name, name)} & body.model_fields_set
     }
-    if "stop_tokens" in filled and body.constraint is not None:  # a constraint defines where the text ends
-        del filled["stop_tokens"]
+    if body.constraint is not None:  # it defines where the text ends
+        filled = {name: value for name, value in filled.items() if name not in _ENDS}
     if "template" in filled:
         filled["template"] = Template.model_validate(filled["template"])
     return body.model_copy(update=filled) if filled else body

@@ -50,8 +50,11 @@ def _breaker(value: Any) -> Any:
     return value
 
 
-def _number_fields() -> dict[str, Any]:
-    """Return the fields of all numbers: name -> type and field, as `create_model` takes them."""
+def number_fields(is_optional: bool = False) -> dict[str, Any]:
+    """Return the fields of all numbers: name -> type and field, as `create_model` takes them.
+
+    is_optional: their default is None
+    """
     made = {}
     defaults = {field.name: field.default for field in msgspec.structs.fields(Filters)}
     for name, hint in get_type_hints(Filters, include_extras=True).items():
@@ -60,7 +63,8 @@ def _number_fields() -> dict[str, Any]:
             limits = {
                 limit: value for meta in metas for limit in _LIMITS if (value := getattr(meta, limit)) is not None
             }
-            made[name] = (kind, Field(defaults[name], **limits))
+            default = None if is_optional else defaults[name]
+            made[name] = (kind | None if is_optional else kind, Field(default, **limits))
     return made
 
 
@@ -70,7 +74,7 @@ if TYPE_CHECKING:
         min_tokens: int = 0
 
 else:
-    _NumberFields = create_model("_NumberFields", __base__=Fields, **_number_fields())
+    _NumberFields = create_model("_NumberFields", __base__=Fields, **number_fields())
 
 
 class SamplerFields(_NumberFields):

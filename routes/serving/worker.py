@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from robyn import Headers, Robyn, robyn
 
 from native.heap import mmap_large_blocks
@@ -46,6 +47,7 @@ from routes.serving.stream_guard import StreamGuard
 from routes.serving.thread_states import drop_ended
 from routes.serving.upload_guard import UploadGuard
 from routes.table import ROUTES
+from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.process import LogConfig, become_child, set_up_logging
@@ -202,7 +204,7 @@ def _run(
 def _context(fleet: Fleet, config: HttpConfig, readiness: Readiness) -> Context:
     limiter = RequestLimiter(config.max_streams, config.max_streams_per_client)
     context = Context(fleet, config, limiter, readiness, KeyRing(bool(config.keys_file)), tokenizer=preload.TOKENIZER)
-    context.files = open_store(config)
+    context.files, context.defaults = open_store(config), msgspec.convert(config.defaults, DecodeDefaults)
     context.shared[system.OPENAPI_KEY] = preload.OPENAPI_DOCUMENT
     context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
     context.shared[web_page.FILES_KEY] = preload.WEB_FILES

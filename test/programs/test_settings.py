@@ -27,6 +27,7 @@ from sampling.registry import SAMPLERS
 from state_pool.config import PoolConfig
 
 DERIVED = {
+    "defaults",
     "proxy_key",
     "pool",
     "drain_timeout_s",

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
+import msgspec
+
 from programs.record import RunError
 from programs.serve.batches.job import BatchJob
 from programs.serve.batches.tunings import TuningRunner
@@ -23,6 +25,7 @@ from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Batch, Counts, Status, Store, open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
+from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
@@ -57,7 +60,8 @@ def run_batches(
     store = open_store(config)
     assert store is not None
     fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions))
-    context = Context(fleet, config, RequestLimiter(1), Readiness(0), files=store)  # both serve HTTP requests only
+    limits = RequestLimiter(1), Readiness(0)  # both serve HTTP requests only
+    context = Context(fleet, config, *limits, files=store, defaults=msgspec.convert(config.defaults, DecodeDefaults))
     context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
     models = ModelRegistry(
         send_command=lambda _: None,  # batches load no models
