@@ -16,6 +16,8 @@ const TEMPLATES = {
 };
 const ROUTES = ["/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions"];
 const COUNT_MS = 200;
+/** States of rows that the wall can show alone. */
+const FILTERS = ["all", "running", "stop", "length", "stopped", "error"];
 const CHUNK_TOKENS = 2;
 
 /** Input of the rows: text or a file. */
@@ -100,6 +102,7 @@ export function Batch() {
   const source = useSource();
   const [run, setRun] = useState(null);
   const [chosen, setChosen] = useState(null);
+  const [filter, setFilter] = useState(FILTERS[0]);
   const place = useRef();
   const grid = useRef();
   useEffect(() => {
@@ -136,8 +139,9 @@ export function Batch() {
           <button onClick=${() => download("results.csv", resultsAsCsv(run.rows), "text/csv;charset=utf-8")}>CSV ↓</button>`}</p>
       </div>
     </div>
-    ${run && html`<${Figures} run=${run} />`}
-    <div class="wall" ref=${place} role="group" aria-label=${t("batch.results")}></div>
+    ${run && html`<${Figures} run=${run} />
+      <label>${t("batch.show")} <select id="batch-filter" value=${filter} onChange=${(event) => setFilter(event.currentTarget.value)}>${FILTERS.map((one) => html`<option value=${one} selected=${one === filter}>${t(`filter.${one}`)}</option>`)}</select></label>`}
+    <div class="wall" data-filter=${filter} ref=${place} role="group" aria-label=${t("batch.results")}></div>
     <${Whole} row=${chosen} close=${() => setChosen(null)} />
   </div>`;
 }

@@ -8,6 +8,7 @@ function makeCard(row, choose) {
   const card = document.createElement("button");
   card.className = "card";
   card.type = "button";
+  card.dataset.state = "running";
   const head = document.createElement("span");
   head.className = "card-head";
   head.textContent = `${row.index + 1} · ${Object.values(row.values).join(" · ").slice(0, 80)}`;

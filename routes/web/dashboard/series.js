@@ -1,10 +1,10 @@
-// Time series of the last fifteen minutes: one point per sample of /metrics.
+// Time series of the last hour: one point per sample of /metrics.
 
 import { INTERVAL_MS, service } from "../monitor.js";
 import { createStore } from "../ui.js";
 import { buckets, quantile, total } from "./prometheus.js";
 
-const KEPT = (15 * 60 * 1000) / INTERVAL_MS;
+const KEPT = (60 * 60 * 1000) / INTERVAL_MS;
 const SHARES = { p50: 0.5, p95: 0.95 };
 /** Window of the percentiles in seconds. */
 const WINDOW_S = 30;

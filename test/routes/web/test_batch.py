@@ -77,6 +77,18 @@ def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page
     expect(page.locator("dialog[open]")).to_have_count(0)
 
 
+def test_rows_are_shown_by_their_state(fake: Service, open_page: Opener) -> None:
+    page = open_page(fake, "batch")
+    page.fill("#batch-template", "{line}")
+    page.fill("#batch-lines", "one\ntwo")
+    page.fill("#batch-most", "3")
+    page.click("#batch-start")
+    expect(page.locator('.card[data-state="length"]')).to_have_count(2)
+    for state, count in (("error", 0), ("length", 2), ("stop", 0), ("all", 2)):
+        page.select_option("#batch-filter", state)
+        expect(page.locator(".card:visible")).to_have_count(count)
+
+
 def test_many_rows_of_a_real_model(demo: Service, open_page: Opener, shots: Path) -> None:
     page = open_page(demo, "batch")
     page.click("text=Translation")
