@@ -40,6 +40,7 @@ from rwkv_batch.runner.model_files import ModelChecks
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.state_library import StateLibrary
 from rwkv_batch.runner.step_sampling import InFlightStep, Step
+from sampling.grammar.required_text import RequiredTexts
 
 if TYPE_CHECKING:
     from sampling.grammar.compiler import GrammarCompiler
@@ -74,7 +75,7 @@ class Engine:
             self._process_outputs,
         )
         self._session_transfer = SessionTransfer(self._inbox.put, self._unavailable_error)
-        self._grammar_queue = GrammarCompileQueue(self._make_grammar_compiler, self._unavailable_error)
+        self._grammar_queue = GrammarCompileQueue(self._make_compiler, self._make_texts, self._unavailable_error)
         self._user_files = UserFiles(
             StateLibrary(config, self._inbox.put, self._unavailable_error),
             AdapterLibrary(config, self._inbox.put, self._unavailable_error),
@@ -207,7 +208,10 @@ class Engine:
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
         self.jobs = JobTable(self.scheduler, self.state_manager, runner.tokenizer, runner.vocab)
 
-    def _make_grammar_compiler(self) -> GrammarCompiler:
+    def _make_texts(self) -> RequiredTexts:
+        return RequiredTexts(self.model_runner.tokenizer, self.model_runner.vocab)
+
+    def _make_compiler(self) -> GrammarCompiler:
         from sampling.grammar.compile_sandbox import CompileSandbox
         from sampling.grammar.compiler import GrammarCompiler
         from sampling.grammar.masks import mask_threads

@@ -259,6 +259,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """number of the dialogue that a branching turn created"""
     stop_string: bytes = b""
     """the stop string that ended the text; b"": something else did"""
+    was_completed: bool = False
+    """whether its `RequiredText` was incomplete when the model ended it, and the rest was added"""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):

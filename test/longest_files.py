@@ -30,6 +30,7 @@ LONGEST = (
     "simulation/test_simulation.py",
     "engine/test_engine.py",
     "engine/test_mixtures.py",
+    "sampling/test_marker_cases.py",
     "engine/test_constraints.py",
     "engine/test_engine_sessions.py",
     "state_pool/test_pool_crash.py",

@@ -37,6 +37,7 @@ from rwkv_batch.translation.plan import (
     TranslationPlan,
     TranslationRequest,
 )
+from sampling.grammar.constraint import Constraint, Form, RequiredText
 from sampling.params import SamplingParams
 
 _LABELS = ("User", "Assistant", "System", "Traditional Chinese", *LANGUAGE_NAMES.values())
@@ -177,8 +178,16 @@ def _rows(context: Context, queries: list[Query], body: TranslationFields, field
         max_tokens = min(_MIN_TOKENS + _TOKENS_PER_PROMPT_TOKEN * len(prompt), config.max_tokens_limit)
         row = greedy_row([*shared[key], *prompt], max_tokens, stops, body.state, body.adapter)
         sampling = _sampling(query) if query.attempt else row.sampling
-        rows.append(msgspec.structs.replace(row, sampling=sampling, cached_tokens=len(shared[key])))
+        ends = stops if "\n" in query.text else ["\n"]
+        constraint = None if query.required is None else _constraint(query.required, ends)
+        changes = {"sampling": sampling, "cached_tokens": len(shared[key]), "constraint": constraint}
+        rows.append(msgspec.structs.replace(row, **changes))
     return rows
+
+
+def _constraint(required: RequiredText, ends: list[str]) -> Constraint:
+    source = msgspec.json.encode(msgspec.structs.replace(required, ends=tuple(ends)))
+    return Constraint(form=Form.REQUIRED_TEXT, source=source.decode())
 
 
 def _sampling(query: Query) -> SamplingParams:
@@ -186,7 +195,7 @@ def _sampling(query: Query) -> SamplingParams:
 
 
 def _add_answers(plan: TranslationPlan, queries: list[Query], results: list[RowResult]) -> None:
-    answers, cut = {}, set()
+    answers, cut, completed = {}, set(), set()
     for query, row in zip(queries, results, strict=True):
         if row.finish is None or row.finish.reason in _UNFINISHED:
             message = "a translation did not end in time; send fewer texts per request, or raise timeout_s"
@@ -194,13 +203,15 @@ def _add_answers(plan: TranslationPlan, queries: list[Query], results: list[RowR
         answers[query] = clean_answer(row.text, is_line="\n" not in query.text)
         if row.finish.reason is FinishReason.LENGTH:
             cut.add(query)
-    plan.add_answers(answers, frozenset(cut))
+        if row.finish.was_completed:
+            completed.add(query)
+    plan.add_answers(answers, frozenset(cut), frozenset(completed))
 
 
 def clean_answer(text: str, *, is_line: bool = False) -> str:
     """Return the answer up to the next label, without surrounding white space. `is_line`: only its first line."""
     answer = _NEXT_LABEL.split(text, maxsplit=1)[0].strip()
-    return answer.splitlines()[0].rstrip() if is_line and answer else answer
+    return answer.partition("\n")[0].rstrip() if is_line else answer
 
 
 def _report_problems(translations: list[Translation], field: str) -> None:

@@ -19,14 +19,17 @@ from rwkv_batch.protocol import OnAdmitted
 from rwkv_batch.request import Job
 from sampling.grammar.constraint import Constraint, Form, GrammarError
 from sampling.grammar.error_location import schema_at
+from sampling.grammar.required_text import RequiredTextGrammar
 
 if TYPE_CHECKING:
     from sampling.grammar.compiler import GrammarCompiler
     from sampling.grammar.matcher import Grammar
+    from sampling.grammar.required_text import AnyGrammar, RequiredTexts
 
 _to_service_error = error_translator("the grammar could not be compiled")
 
-Grammars = Mapping[Constraint, "Grammar"]
+Grammars = Mapping[Constraint, "AnyGrammar"]
+_Compiled = Mapping[Constraint, "Grammar"]
 THREADS = 2
 MAX_WAITING_GROUPS = 256
 """Groups that wait to be compiled. The jobs of a group have one client, hence one tenant, and the same constraints."""
@@ -52,12 +55,20 @@ _ClientQueue = dict[frozenset[Constraint], list[_WaitingJob]]
 class GrammarCompileQueue:
     """Compiles one group of each client in turn. Loads llguidance at the first constraint."""
 
-    def __init__(self, make_compiler: Callable[[], GrammarCompiler], closed_error: Callable[[], ServiceError]) -> None:
+    def __init__(
+        self,
+        make_compiler: Callable[[], GrammarCompiler],
+        make_required_texts: Callable[[], RequiredTexts],
+        closed_error: Callable[[], ServiceError],
+    ) -> None:
         """
-        make_compiler: called once, with the first constraint
+        make_compiler: called once, with the first constraint that must be compiled
+        make_required_texts: called once, with the first `RequiredText`
         closed_error: returns the error for jobs after `close`
         """
         self._make_compiler = make_compiler
+        self._make_required_texts = make_required_texts
+        self._required_texts: RequiredTexts | None = None
         self._closed_error = closed_error
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
@@ -72,6 +83,13 @@ class GrammarCompileQueue:
         `then` may run on another thread and must not block.
         """
         constraints = frozenset(row.constraint for row in job.rows if row.constraint is not None)
+        required = self._required_grammars(constraints)
+        if required:  # they need no compilation
+            constraints, put = constraints - required.keys(), then
+
+            def then(grammars: Grammars) -> None:
+                put({**grammars, **required})
+
         cached = self._cached_grammars(constraints, job.tenant)
         if len(cached) == len(constraints):
             self._add_lexers_later(job, cached)
@@ -92,6 +110,14 @@ class GrammarCompileQueue:
             self._threads.submit(self._serve_next)
         except RuntimeError:  # closed
             self._refuse_waiting()
+
+    def _required_grammars(self, constraints: frozenset[Constraint]) -> dict[Constraint, RequiredTextGrammar]:
+        required = [one for one in constraints if one.form is Form.REQUIRED_TEXT]
+        if required and self._required_texts is None:
+            texts = self._make_required_texts()
+            with self._lock:
+                self._required_texts = self._required_texts or texts
+        return {one: RequiredTextGrammar(self._required_texts, one) for one in required if self._required_texts}
 
     def _queue_full_error(self, job: Job, queue: _ClientQueue, is_new: bool) -> ServiceError | None:
         """Return why a job may not wait. A job that another engine has admitted always may."""
@@ -167,14 +193,14 @@ class GrammarCompileQueue:
                 raise _compile_error(constraint, error) from error
         return grammars
 
-    def _add_lexers_later(self, job: Job, grammars: Grammars) -> None:
+    def _add_lexers_later(self, job: Job, grammars: _Compiled) -> None:
         """Add lexers in the background: later masks of these grammars are computed in parallel."""
         compiler, rows = self._compiler, _rows_of([job])
         if compiler is not None and any(compiler.needs_lexers(grammars[one], rows[one]) for one in grammars):
             with contextlib.suppress(RuntimeError):  # closed
                 self._threads.submit(self._add_lexers, grammars, rows)
 
-    def _add_lexers(self, grammars: Grammars, rows: Counter[Constraint]) -> None:
+    def _add_lexers(self, grammars: _Compiled, rows: Counter[Constraint]) -> None:
         compiler = self._get_compiler()
         for constraint, grammar in grammars.items():
             compiler.add_lexers(constraint, grammar, rows[constraint])

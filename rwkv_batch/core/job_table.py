@@ -24,7 +24,7 @@ from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, FinishReason, Job, JobEvents, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 from sampling.grammar.constraint import GrammarError
-from sampling.grammar.matcher import Matcher
+from sampling.grammar.required_text import AnyMatcher
 
 CONFIRM_TIMEOUT_S = 30.0
 """Seconds that a complete turn waits for `confirm_turn`. Then it ends with TIMEOUT and is not stored."""
@@ -171,13 +171,13 @@ class JobTable:
                 self._changed[job] = None
 
     def _process_constrained_token(
-        self, sequence: Sequence, matcher: Matcher, token: int, logprob: TokenLogprob | None
+        self, sequence: Sequence, matcher: AnyMatcher, token: int, logprob: TokenLogprob | None
     ) -> FinishReason | Delta | None:
         """Process a token sampled under a grammar.
 
         Returns as `RowOutput.process_token`, or None if the grammar failed.
         """
-        output = sequence.output
+        output, token = sequence.output, matcher.resolve(token)
         at = sequence.prompt_end + len(output.tokens)
         reason = output.append_token(token, logprob)
         if reason is None:
@@ -191,7 +191,7 @@ class JobTable:
         return output.pop_delta() if reason is None else reason
 
     def _advance_grammar(
-        self, sequence: Sequence, matcher: Matcher, token: int, reason: FinishReason | None
+        self, sequence: Sequence, matcher: AnyMatcher, token: int, reason: FinishReason | None
     ) -> FinishReason | None:
         """Advance the grammar by a sampled token, then jump forward. Returns why the row ends, if it does.
 

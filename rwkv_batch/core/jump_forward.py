@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from rwkv_batch.core.sequence import PENDING, Sequence
 from rwkv_batch.request import FinishReason, TokenLogprob
-from sampling.grammar.matcher import Matcher
+from sampling.grammar.required_text import AnyMatcher
 
 
-def jump_forward(sequence: Sequence, matcher: Matcher, byte_table: list[bytes]) -> FinishReason | None:
+def jump_forward(sequence: Sequence, matcher: AnyMatcher, byte_table: list[bytes]) -> FinishReason | None:
     """Append the tokens that the grammar determines. Returns why the row ends, if it does.
 
     Raises GrammarError if the grammar cannot continue.

@@ -12,7 +12,6 @@ from rwkv_batch.core.sequence import NOTHING_SCORED, RunningJob, Sequence
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest, Job
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
-from sampling.grammar.matcher import Matcher
 
 
 class RowBuilder:
@@ -124,7 +123,7 @@ class RowBuilder:
         prompt_tokens = len(request.prompt)
         sequence = Sequence(job, row, request, token_ids, output, may_sample=may_sample, prompt_tokens=prompt_tokens)
         if request.constraint is not None and may_sample:
-            sequence.matcher = Matcher(job.grammars[request.constraint])
+            sequence.matcher = job.grammars[request.constraint].matcher(request.max_tokens)
             for token in request.resumed.token_ids if request.resumed is not None else ():
                 sequence.matcher.advance(token)
         return sequence

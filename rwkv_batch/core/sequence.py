@@ -16,7 +16,7 @@ from rwkv_batch.core.output import RowOutput
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Job
-from sampling.grammar.matcher import Matcher
+from sampling.grammar.required_text import AnyMatcher
 from state_pool.layout import ZERO_SLOT
 from state_pool.origins import NO_PREFIX_BASE, LoadedAdapter, TunedState
 from state_pool.sessions import Lease
@@ -180,7 +180,7 @@ class Sequence:
     """positions in `token_ids`, ascending, at which the prefix cache gets its state: a prefill chunk ends there"""
     dialogue_idx: int | None = None
     """number of the dialogue that a branching turn created"""
-    matcher: Matcher | None = None
+    matcher: AnyMatcher | None = None
     """its grammar's matcher, which has taken all tokens that the host knows"""
     uncounted_ids: list[int] = field(default_factory=list)
     """tokens appended without sampling that its sampler has not counted yet"""
@@ -320,6 +320,7 @@ class Sequence:
 
     def finish(self, reason: FinishReason, error: ErrorInfo | None = None) -> Finish:
         return Finish(
+            was_completed=self.matcher is not None and self.matcher.was_completed,
             reason=reason,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=len(self.output.tokens),

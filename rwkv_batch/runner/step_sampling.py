@@ -21,7 +21,7 @@ from rwkv_batch.runner.prompt_logprobs import InFlightScores
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.cpu import CpuSampler
 from sampling.filtered_sampler import FilteredSampler
-from sampling.grammar.constraint import GrammarError
+from sampling.grammar.constraint import EARLY_ENDS, GrammarError
 from sampling.params import MAX_WINDOW
 from sampling.registry import choose_sampler, order
 from sampling.row_filters import BreakerMasks, RowContext
@@ -220,8 +220,10 @@ class StepSampler:
         if not indices:
             return []
         self._append_jump_forward_tokens(sequences)
-        masks, errors = self._mask_memory().fill([s.matcher for s in sequences if s.matcher is not None])
-        self._sample_rows(step, indices, deferred.logits, row_indices, last_tokens, masks)
+        matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
+        masks, errors = self._mask_memory().fill(matchers)
+        replacements = [matcher.replacement for matcher in matchers]
+        self._sample_rows(step, indices, deferred.logits, row_indices, last_tokens, masks, replacements)
         step.constrained_sample_s = time.perf_counter() - started
         return [(sequence, error) for sequence, error in zip(sequences, errors, strict=True) if error is not None]
 
@@ -253,10 +255,12 @@ class StepSampler:
         row_indices: list[int],
         last_tokens: LastTokens,
         masks: Tensor | None = None,
+        replacements: Numbers[int] = (),
     ) -> None:
         """Sample for these sampling rows; their logits are at `row_indices` of logits [R, V].
 
         masks [m, V/32] int32, in the same order; None: no constraint.
+        replacements: per row the token that the model reads instead of one in `EARLY_ENDS`, or -1
         """
         groups: dict[Sampler | FilteredSampler, list[int]] = {}
         for number, i in enumerate(indices):
@@ -268,7 +272,10 @@ class StepSampler:
             req_slots = [sequence.req_slot for sequence in sequences]
             returned = _returned_logits(picked, sequences)
             sampled = sampler.sample(picked, req_slots, allowed)
-            step.tokens_sent = last_tokens.store(req_slots, sampled.token_ids)
+            tokens = sampled.token_ids
+            if any(replacements[number] >= 0 for number in numbers if replacements):
+                tokens = _replace_ends(tokens, [replacements[number] for number in numbers])
+            step.tokens_sent = last_tokens.store(req_slots, tokens)
             logprobs = sampled.logprobs
             rest = (logprobs.chosen, logprobs.top_ids, logprobs.top) if logprobs is not None else ()
             sampled_tokens = [indices[number] for number in numbers]
@@ -332,6 +339,13 @@ def _returned_logits(logits: Tensor, sequences: list[Sequence]) -> HostCopy | No
     requests = enumerate(sequence.request for sequence in sequences)
     rows = [row for row, r in requests if r.return_logits and r.sampling.top_logprobs is not None]
     return HostCopy(logits[on_device(rows, torch.int64, logits.device)].float()) if rows else None
+
+
+def _replace_ends(tokens: Tensor, replacements: list[int]) -> Tensor:
+    """Replace tokens [R] int64 that end a text, where there is a replacement."""
+    others = on_device(replacements, torch.int64, tokens.device)
+    is_end = (tokens == EARLY_ENDS[0]) | (tokens == EARLY_ENDS[1])
+    return torch.where(is_end & (others >= 0), others, tokens)
 
 
 def _select_rows(tensor: Tensor, rows: list[int]) -> Tensor:

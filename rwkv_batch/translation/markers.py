@@ -23,12 +23,15 @@ from rwkv_batch.translation.elements import (
     structural_tags,
     tag_name,
 )
+from sampling.grammar.constraint import UNSPACED, RequiredText
 
 MARK, BREAK = "\ufffc", "\u2029"
 MAX_MARKERS = 100_000
 """Per text."""
 _MAX_SHOWN = 64
 """A longer marker is shown to the model as a short tag."""
+_LEADS = ("<", "{", "$", "%")
+"""First characters of markers that the model sees. The sampler allows no other use of them."""
 _MAX_ICU = 10_000
 
 
@@ -59,8 +62,9 @@ _PLACEHOLDERS = "|".join(
     )
 )
 _MARKUP = r"(?P<markup><!--(?s:.*?)(?:-->|\Z)|<!\[CDATA\[(?s:.*?)(?:\]\]>|\Z)|<[?!][^<>]*+>)"
-_WORD_START = r"(?:(?<!\w)(?=[A-Za-z0-9])|(?![A-Za-z0-9]))"
-"""A word of a script that separates words begins here, or another character follows."""
+_LETTER = rf"(?-i:[^\W{UNSPACED}])"
+"""A letter or digit of a script that separates words."""
+_WORD_BOUNDARY = f"(?!(?<={_LETTER}){_LETTER})"
 _UNNUMBERED = re.compile(r"%[^(\d]")
 """The beginning of a printf placeholder whose argument depends on its position."""
 
@@ -70,6 +74,8 @@ class Marker:
     raw: str
     tag: str = ""
     """Name of the tag. "": no tag."""
+    is_word: bool = False
+    """Whether it is a term that is not translated."""
 
     @property
     def closes(self) -> bool:
@@ -99,7 +105,7 @@ class MarkerOptions:
     @property
     def scanner(self) -> re.Pattern[str]:
         """The pattern of all markers. Terms that are kept come first."""
-        terms = [pattern_of(self.keep)] if self.keep else []
+        terms = [f"(?P<kept>{pattern_of(self.keep)})"] if self.keep else []
         return re.compile("|".join((*terms, *([] if self.format is Format.TEXT else [_MARKUP]), _PLACEHOLDERS)))
 
 
@@ -108,22 +114,19 @@ def pattern_of(terms: Iterable[str]) -> str:
 
     It nests as deep as the longest term.
     """
-    return _WORD_START + _any_of([*terms])
+    return _WORD_BOUNDARY + _any_of([*terms]) + _WORD_BOUNDARY
 
 
-def _any_of(terms: Sequence[str], last: str = "") -> str:
-    """Compares a common beginning once, as in a trie.
-
-    `last`: the character before, if the terms are ends of longer ones.
-    """
+def _any_of(terms: Sequence[str]) -> str:
+    """Compares a common beginning once, as in a trie."""
     options = []
     for _, same in itertools.groupby(sorted({term for term in terms if term}), key=lambda term: term[0]):
         group = list(same)
         pairs = zip(group[0], group[-1], strict=False)  # of the first and the last in order, so of all
         start = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        options.append(re.escape(start) + _any_of([term[len(start) :] for term in group], start[-1]))
+        options.append(re.escape(start) + _any_of([term[len(start) :] for term in group]))
     if "" in terms:
-        options.append(r"\b" if last.isascii() and last.isalnum() else "")
+        options.append("")
     return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
 
@@ -132,20 +135,17 @@ def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:
     out: list[str] = []
     markers: list[Marker] = []
     at = 0
-    for start, end, tag, is_break in _find_markers(text, options):
+    for start, end, kind, tag, is_break in _find_markers(text, options):
         if len(markers) == MAX_MARKERS:
             raise TooManyMarkersError
         out += (text[at:start], BREAK if is_break else MARK)
-        markers.append(Marker(text[start:end], tag))
+        markers.append(Marker(text[start:end], tag, is_word=kind == "kept"))
         at = end
     return "".join((*out, text[at:])), markers
 
 
-def _find_markers(text: str, options: MarkerOptions) -> Iterator[tuple[int, int, str, bool]]:
-    """Yield start, end and tag name of each marker.
-
-    The fourth value is whether the marker ends a segment.
-    """
+def _find_markers(text: str, options: MarkerOptions) -> Iterator[tuple[int, int, str | None, str, bool]]:
+    """Yield start, end, the pattern's group and tag name of each marker, and whether it ends a segment."""
     scanner = options.scanner
     is_outlined = options.format is Format.XML and options.detects_outline
     structural = structural_tags(text) if is_outlined else frozenset()
@@ -166,7 +166,7 @@ def _find_markers(text: str, options: MarkerOptions) -> Iterator[tuple[int, int,
                 is_break = (is_break or name in options.splitting_tags) and name not in options.non_splitting_tags
                 if _is_verbatim(raw, name, options):
                     at, name = element_end(text, at, raw), ""
-        yield start, at, name, is_break
+        yield start, at, found.lastgroup, name, is_break
 
 
 def _is_verbatim(tag: str, name: str, options: MarkerOptions) -> bool:
@@ -221,24 +221,70 @@ class Segment:
         return [self._plain(part) for part in self.text.split(MARK)]
 
     def shown(self) -> str:
-        """Return the text for the model: tags are `<1>` and `</1>`, other markers themselves."""
-        return interleave(self.parts, self._names())
+        """Return the text for the model: tags are `<1>` and `</1>`, placeholders and kept terms themselves."""
+        return interleave(self.parts, self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """The markers as the model sees them."""
+        names: list[str] = []
+        for index, (marker, other) in enumerate(zip(self.markers, partners(self.markers), strict=True)):
+            if self._is_shown(marker):
+                names.append(self._plain(marker.raw) if marker.is_word else marker.raw)
+            elif other is None:
+                names.append(f"<{index}/>")
+            else:
+                names.append(f"<{index}>" if other > index else f"</{other}>")
+        return names
+
+    def _is_shown(self, marker: Marker) -> bool:
+        """Return whether the model sees the marker itself. Other text must not look like it."""
+        raw = marker.raw
+        if marker.tag or len(raw) > _MAX_SHOWN or "\n" in raw:
+            return False
+        if marker.is_word:
+            return not any(lead in raw for lead in _LEADS)
+        return raw[0] in _LEADS[1:] and not any(raw[0] in part for part in self.parts)
+
+    def required(self) -> RequiredText | None:
+        """Return what the sampler keeps in an answer. None: nothing, or the text has `<`, which begins markers."""
+        indices = [index for index, marker in enumerate(self.markers) if not self._is_kept(marker)]
+        place_of = {index: place for place, index in enumerate(indices)}
+        if not self.markers or (indices and any("<" in part for part in self.parts)):
+            return None
+        names, others = self.names, partners(self.markers)
+        words = Counter(name for name, marker in zip(names, self.markers, strict=True) if self._is_kept(marker))
+        unused = [lead for lead in _LEADS[:2] if not any(lead in part for part in self.parts)]
+        return RequiredText(
+            markers=tuple(names[index] for index in indices),
+            partners=tuple(-1 if (other := others[index]) is None else place_of[other] for index in indices),
+            ordered=tuple(place_of[index] for index in indices if _UNNUMBERED.match(self.markers[index].raw)),
+            leads="".join(sorted({*unused, *(names[index][0] for index in indices)})) if indices else "",
+            words=tuple(((word,), count) for word, count in words.items()),
+        )
+
+    def _is_kept(self, marker: Marker) -> bool:
+        return marker.is_word and self._is_shown(marker)
 
     def restore(self, answer: str) -> str | None:
         """Put the markers back into the answer. None: one is lost, added or misplaced."""
-        names = self._names()
+        names = self.names
         if not names:
             return self.escape(answer)
-        known = "|".join(map(re.escape, sorted({*names}, key=len, reverse=True)))
-        scanner = re.compile(f"{known}|{_PLACEHOLDERS}")
-        found = [one.group() for one in scanner.finditer(answer)]
-        if Counter(found) != Counter(names) or not _is_nested(found):
-            return None
-        if [one for one in found if _UNNUMBERED.match(one)] != [one for one in names if _UNNUMBERED.match(one)]:
+        words = [name for name, marker in zip(names, self.markers, strict=True) if self._is_kept(marker)]
+        others = sorted((Counter(names) - Counter(words)).elements())
+        known = "|".join(
+            [*map(re.escape, sorted({*others}, key=len, reverse=True)), *([pattern_of(words)] if words else [])]
+        )
+        found = [one.group() for one in re.finditer(f"{known}|{_PLACEHOLDERS}", answer)]
+        markers = [one for one in found if one not in words]
+        if sorted(markers) != others or Counter(words) - Counter(found) or not _is_nested(markers):
             return None
         raws = dict(zip(names, (marker.raw for marker in self.markers), strict=True))
-        texts = re.split(known, answer)
-        return interleave([self.escape(text) for text in texts], [raws[name] for name in found])
+        restored = [raws[name] for name in found]
+        if list(filter(_UNNUMBERED.match, restored)) != [m.raw for m in self.markers if _UNNUMBERED.match(m.raw)]:
+            return None
+        return interleave([self.escape(text) for text in re.split(known, answer)], restored)
 
     def join(self, translations: Sequence[str]) -> str:
         """Return the translations of `parts` with the markers between them."""
@@ -250,17 +296,6 @@ class Segment:
     def _plain(self, text: str) -> str:
         text = html.unescape(text) if self.is_markup else text
         return re.sub(r"\s+", " ", text) if self.is_wrapped else text
-
-    def _names(self) -> list[str]:
-        names: list[str] = []
-        for index, (marker, other) in enumerate(zip(self.markers, partners(self.markers), strict=True)):
-            if not marker.tag and len(marker.raw) <= _MAX_SHOWN and "\n" not in marker.raw:
-                names.append(marker.raw)
-            elif other is None:
-                names.append(f"<{index}/>")
-            else:
-                names.append(f"<{index}>" if other > index else f"</{other}>")
-        return names
 
 
 def interleave(texts: Sequence[str], between: Sequence[str]) -> str:

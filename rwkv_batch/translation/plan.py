@@ -1,8 +1,8 @@
 """A request for translations: its segments, the texts that a model must translate, and the results.
 
 A caller translates the texts of `missing` and passes the answers to `add_answers`, until nothing is missing. A text
-with markers is translated as a whole first. If the answer lacks a marker, the texts around the markers are translated
-instead. A wrong translation is sampled once more.
+with markers is translated as a whole first, and the sampler keeps the markers. If the model ended its answer without
+them, the texts around the markers are translated instead. A wrong translation is sampled once more.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rwkv_batch.translation.languages import detect_languages, language_code, la
 from rwkv_batch.translation.markers import MarkerOptions, Segment
 from rwkv_batch.translation.memory import CacheUse, Key, Memory, Origin
 from rwkv_batch.translation.segments import Split, has_letters, split_text
+from sampling.grammar.constraint import RequiredText
 
 CACHE_KEY = "translations"
 """Key of the cache in `Context.shared`."""
@@ -46,6 +47,8 @@ class Query:
     """0: the most likely translation. An odd one is sampled because the one before it is wrong."""
     terms: tuple[tuple[str, str], ...] = ()
     """Terms in the text, and the translations that the answer must have."""
+    required: RequiredText | None = None
+    """What the sampler keeps in the answer."""
 
     @property
     def prompt_text(self) -> str:
@@ -62,6 +65,8 @@ class Answer:
     """What is wrong with it."""
     missing_terms: str = ""
     """Terms whose translation is missing."""
+    was_completed: bool = False
+    """Whether the sampler added required markers or terms at its end."""
 
     @property
     def problems(self) -> list[str]:
@@ -237,13 +242,23 @@ class TranslationPlan:
             ),
         )
 
-    def add_answers(self, answers: Mapping[Query, str], cut: frozenset[Query] = frozenset()) -> None:
-        """Add the model's answers. `cut`: queries whose answers reached the token limit."""
+    def add_answers(
+        self,
+        answers: Mapping[Query, str],
+        cut: frozenset[Query] = frozenset(),
+        completed: frozenset[Query] = frozenset(),
+    ) -> None:
+        """Add the model's answers.
+
+        cut: queries whose answers reached the token limit
+        completed: queries whose answers ended without required markers or terms, which the sampler then added
+        """
         for query, text in answers.items():
             is_cut = query in cut
             wrong = problem(query.text, text, query.source, query.target, is_cut=is_cut)
             missing = Glossary(dict(query.terms)).missing(query.text, text) if query.terms else {}
-            self._answers[query] = Answer(text, wrong, ", ".join(f"{term} = {to}" for term, to in missing.items()))
+            terms = ", ".join(f"{term} = {to}" for term, to in missing.items())
+            self._answers[query] = Answer(text, wrong, terms, query in completed)
 
     def results(self) -> list[Translation]:
         """Return the translations. Call it when nothing is missing."""
@@ -275,24 +290,24 @@ class TranslationPlan:
         whole = Query(unit.source, request.target, "", request.context, unit.history, examples, 2 * request.variant)
         if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
             return self._split_at_markers(segment, whole)
-        whole = self._with_text(whole, shown)
+        whole = self._with_text(whole, shown, segment.required())
         first = self._answers.get(whole) if segment.markers else None
-        if first is not None and segment.restore(first.text) is None:
+        if first is not None and _restored(segment, first) is None:
             self._keep(whole, first)
             return self._split_at_markers(segment, whole)
         best = self._answer(whole)
         if best is None:
             return None
-        restored = segment.restore(best.text)
+        restored = _restored(segment, best)
         if restored is None:  # the cache had an answer without the markers, or the second answer lacks them
             return self._split_at_markers(segment, whole)
         origin = Origin.CACHE if whole in self._from_cache else Origin.MODEL
         return _Result(restored, best.text, best.problems, origin)
 
-    def _with_text(self, query: Query, text: str) -> Query:
+    def _with_text(self, query: Query, text: str, required: RequiredText | None = None) -> Query:
         request = self._request
         glossary = request.glossaries.get(language_code(query.source), request.glossary)
-        return replace(query, text=text, terms=tuple(glossary.terms_in(text).items()))
+        return replace(query, text=text, terms=tuple(glossary.terms_in(text).items()), required=required)
 
     def _split_at_markers(self, segment: Segment, whole: Query) -> _Result | None:
         parts = [self._part(part, whole) for part in segment.parts]
@@ -341,3 +356,8 @@ class TranslationPlan:
     def _keep(self, query: Query, answer: Answer) -> None:
         if self._request.cache is not CacheUse.OFF:
             self._cache.put(self._tenant, query, answer)
+
+
+def _restored(segment: Segment, answer: Answer) -> str | None:
+    """Return the answer with its markers. None: the model lost or misplaced one."""
+    return None if segment.markers and answer.was_completed else segment.restore(answer.text)

@@ -17,12 +17,11 @@ from sampling.grammar.constraint import MAX_SOURCE_CHARACTERS, Constraint, Form,
 from sampling.grammar.error_location import locate_error
 from sampling.grammar.matcher import Grammar
 from sampling.grammar.schema_restrictions import check_numbers, check_terminates, narrow
+from sampling.grammar.token_index import END
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-END = 0
-"""Id of the token that ends a text; it has no bytes."""
 _INSIDE_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = (
     r"[\x20\x0A\x0D\x09]+",
@@ -221,6 +220,8 @@ def _as_llguidance(constraint: Constraint) -> str:
                 grammar = matcher.grammar_from_regex("|".join(map(_escaped, json.loads(constraint.source))))
             case Form.JSON_SCHEMA:
                 grammar = _json_grammar(constraint.source, constraint.strict)
+            case Form.REQUIRED_TEXT:
+                raise GrammarError("is not a grammar")
     except ValueError as error:
         raise GrammarError(in_one_line(str(error))) from error
     return grammar if not constraint.after else _after_text(constraint, grammar)

@@ -10,6 +10,18 @@ import msgspec
 MAX_SOURCE_CHARACTERS = 131_072
 """Limit for a grammar, a regular expression, a schema, or all choices together."""
 MAX_CHOICES = 1024
+EARLY_ENDS = (0, 261)
+"""Tokens that end a translation: the end of the text and a blank line, ids of the World tokenizer.
+
+If one is sampled before a `RequiredText` is complete, the model reads a part of what is missing instead.
+"""
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\U00020000-\U0003ffff"
+"""Characters of scripts whose words have no spaces between them: Thai, Lao, Burmese, Khmer, Japanese, Chinese, Korean.
+
+Korean has spaces, but its words are followed by particles.
+"""
+RESERVE = 4
+"""A `RequiredText` is completed when its row has only so many more tokens left than that needs."""
 
 
 class Form(enum.StrEnum):
@@ -20,6 +32,25 @@ class Form(enum.StrEnum):
     CHOICE = "choice"
     JSON_SCHEMA = "json_schema"
     """A JSON value that is valid under a schema."""
+    REQUIRED_TEXT = "required_text"
+    """A `RequiredText` as JSON. Only the service's own routes make it."""
+
+
+class RequiredText(msgspec.Struct, frozen=True, kw_only=True):
+    """Markers that a text must have exactly once, and words that it must have at least once."""
+
+    markers: tuple[str, ...] = ()
+    """None is the beginning of another. Equal ones are needed as often as they are here."""
+    partners: tuple[int, ...] = ()
+    """Per marker the index of its closing or opening tag, or -1. These pairs nest."""
+    ordered: tuple[int, ...] = ()
+    """Indices of markers that keep their order."""
+    leads: str = ""
+    """ASCII characters that begin markers. No other text has them."""
+    words: tuple[tuple[tuple[str, ...], int], ...] = ()
+    """Forms of a word, one of which is needed, and how often. Whole words, in any case."""
+    ends: tuple[str, ...] = ()
+    """Strings that end the text."""
 
 
 class SchemaRule(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from torch import Tensor
 from native.priority import cores
 from sampling.grammar.constraint import GrammarError, in_one_line
 from sampling.grammar.matcher import Matcher
+from sampling.grammar.required_text import AnyMatcher
 
 SLOW_STEP_S = 0.05
 """After a slower step, the next masks are timed one by one, to find the slow grammar."""
@@ -38,7 +39,7 @@ class Masks:
         self._ring_index = 0
         self._timed_steps = 0
 
-    def fill(self, matchers: Sequence[Matcher]) -> tuple[Tensor, list[GrammarError | None]]:
+    def fill(self, matchers: Sequence[AnyMatcher]) -> tuple[Tensor, list[GrammarError | None]]:
         """Compute masks [m, V/32] int32 and an error or None per matcher.
 
         The masks are on the device. The mask of a matcher with an error allows all tokens. Valid until the next call.
@@ -48,23 +49,30 @@ class Masks:
         staging = self._ring[self._ring_index]
         host = staging.host(len(matchers), self._words)
         address, size = host.data_ptr(), 4 * self._words
+        grammars = [(index, one) for index, one in enumerate(matchers) if isinstance(one, Matcher)]
+        if len(grammars) < len(matchers):
+            rows = host.numpy()
+            for index, one in enumerate(matchers):
+                if not isinstance(one, Matcher):
+                    rows[index] = one.mask()
         started = time.perf_counter()
         if self._timed_steps:
             self._timed_steps -= 1
-            self._fill_timed(matchers, address, size)
-        else:
-            self._threads.unsafe_compute_mask_ptr(_by_lexer(matchers), address, size, len(matchers))
+            self._fill_timed(grammars, address, size)
+        elif grammars:
+            self._threads.unsafe_compute_mask_ptr(_by_lexer(grammars), address, size, len(matchers))
             if time.perf_counter() - started > SLOW_STEP_S:
                 self._timed_steps = TIMED_STEPS
-        errors = [_error(matcher) for matcher in matchers]
-        for index, error in enumerate(errors):
+        errors: list[GrammarError | None] = [None] * len(matchers)
+        for index, matcher in grammars:
+            errors[index] = error = _error(matcher)
             if error is not None:
                 host[index] = -1
         return staging.on_device(host), errors
 
     @staticmethod
-    def _fill_timed(matchers: Sequence[Matcher], address: int, size: int) -> None:
-        for index, matcher in enumerate(matchers):
+    def _fill_timed(matchers: Sequence[tuple[int, Matcher]], address: int, size: int) -> None:
+        for index, matcher in matchers:
             grammar = matcher.grammar
             if grammar.is_too_slow:
                 continue
@@ -74,14 +82,13 @@ class Masks:
             grammar.masks += 1
 
 
-def _by_lexer(matchers: Sequence[Matcher]) -> list[tuple[llguidance.LLMatcher, int]]:
+def _by_lexer(matchers: Sequence[tuple[int, Matcher]]) -> list[tuple[llguidance.LLMatcher, int]]:
     """Return the matchers' states and mask indices, sorted by lexer.
 
     A thread takes a run of them, and threads with the same lexer wait for each other.
     """
-    states = [matcher.state for matcher in matchers]
-    lexers = [(id(matcher.grammar), matcher.template_index) for matcher in matchers]
-    return [(states[index], index) for index in sorted(range(len(matchers)), key=lexers.__getitem__)]
+    states = [(matcher.state, index, (id(matcher.grammar), matcher.template_index)) for index, matcher in matchers]
+    return [(state, index) for state, index, _ in sorted(states, key=lambda one: one[2])]
 
 
 def _error(matcher: Matcher) -> GrammarError | None:

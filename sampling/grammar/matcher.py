@@ -43,6 +43,10 @@ class Grammar:
         """Return the index of the next row's template. Rows copy the templates in turn."""
         return next(self._next_template) % len(self.templates)
 
+    def matcher(self, max_tokens: int) -> Matcher:
+        """Return a new row's matcher."""
+        return Matcher(self)
+
     @property
     def is_too_slow(self) -> bool:
         """Return whether its masks delay every step."""
@@ -53,6 +57,9 @@ class Matcher:
     """Matches one row's tokens. Engine thread."""
 
     __slots__ = ("__weakref__", "_state", "grammar", "template_index")
+    replacement = -1
+    was_completed = False
+    """See RequiredTextMatcher."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
@@ -82,6 +89,10 @@ class Matcher:
                 raise TooComplexError(why)
             raise NoTokenLeftError(f"no sampled token matches the grammar: {why}")
         return bool(state.is_stopped())
+
+    def resolve(self, token: int) -> int:
+        """Return the token that a sampled one stands for."""
+        return token
 
     def jump_forward_tokens(self) -> list[int]:
         """Return the tokens that must come next: each is the only one that its mask allows.

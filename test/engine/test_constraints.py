@@ -79,7 +79,22 @@ def mixed_rows() -> list[GenerateRequest]:
         make_request("By noise", sampling=SamplingParams(method=Method.NOISE, noise=2.0, seed=3)),
         make_request("A sum:", constraint=lark('start: N ("+" N)+ "="\nN: /[0-9]{1,3}/'), **samples),
         make_request("As simple", constraint=choice("0", "1"), sampling=SamplingParams(method=Method.NOISE, noise=2.0)),
+        make_request("With markers", constraint=MARKED, **samples),
+        make_request("Which ends early", constraint=MARKED, **ends_early()),
+        make_request("Too late", constraint=MARKED, max_tokens=14, sampling=SamplingParams(seed=2)),
     ]
+
+
+MARKED = Constraint(
+    form=Form.REQUIRED_TEXT,
+    source=json.dumps(
+        {"markers": ["<0>", "{x}", "</0>"], "partners": [2, -1, 0], "leads": "<{", "words": [[["tea", "teas"], 1]]}
+    ),
+)
+
+
+def ends_early() -> dict[str, Any]:
+    return {"ignore_eos": False, "sampling": SamplingParams(seed=4, logit_bias={0: 100.0})}
 
 
 def by_row(running: RunningJob) -> list[tuple[bytes, FinishReason, int]]:
@@ -105,6 +120,13 @@ def test_rows_give_the_same_text_alone_and_batched_in_every_loop_and_sampler(
     assert together[2][0].decode() in ("yes", "no", "no | yes?\n")
     assert together[4][0][:3].isdigit() and together[4][0][3:] in (b"-foo", b"-bar")
     assert together[7][0] in (b"0", b"1")
+    assert together[9][:2] == (b"<0></0>{x} tea", FinishReason.STOP)
+    assert together[10][0].endswith(b"<0></0>{x} tea")
+
+
+def test_a_text_that_the_constraint_completes_says_so(engine: Engine) -> None:
+    ended = run(engine, make_request("Which ends early", constraint=MARKED, **ends_early()), make_request("Free"))
+    assert [ended.finishes[row].was_completed for row in range(2)] == [True, False]
 
 
 def test_a_complete_text_ends_without_an_end_token(engine: Engine) -> None:

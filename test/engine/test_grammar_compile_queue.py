@@ -49,7 +49,7 @@ class Clients:
     """Submits jobs to a queue and collects the replies."""
 
     def __init__(self, compiler: Any) -> None:
-        self.queue = GrammarCompileQueue(lambda: compiler, lambda: SHUTTING_DOWN)
+        self.queue = GrammarCompileQueue(lambda: compiler, pytest.fail, lambda: SHUTTING_DOWN)
         self.received: dict[str, Any] = {}
         self._changed = threading.Condition()
 

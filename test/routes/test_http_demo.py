@@ -65,6 +65,21 @@ def test_texts_are_translated_in_both_directions(demo: Service) -> None:
     assert translated(demo, "auto", "zh-CN", ["I bought two books yesterday."]) == ["我昨天买了两本书。"]
 
 
+MARKED = [
+    "Hello {name}, good morning!", "I bought <b>two books</b> yesterday.", "You have %d new messages from %s.",
+    "Visit https://example.org/a?b=1 today.", "My name is ${user}.", "Write to me@example.org.", "Run `ls -l` first.",
+    "<p>I like <a href='x.html'>the black cat</a> and the <i>white dog</i>.</p>", "%s is <b>very</b> good, {name}.",
+    "I see %1$s and %2$s.", "<0>Good</0> morning", "Hello {{ user.name }}!", "50% of {x} < 3", "{a}{ab} {a}",
+]  # fmt: skip
+
+
+def test_markers_are_kept(demo: Service) -> None:
+    for text, answer in zip(MARKED, translated(demo, "en", "zh-CN", MARKED), strict=True):
+        markers = re.findall(r"<[^ ][^>]*>|%\S*[sd]|\$?\{+[^}]*\}+|https\S+|\S+@[a-z.]+[a-z]|`.*`", text)
+        found = [(answer.count(one), one) for one in markers]
+        assert markers and found == [(text.count(one), one) for one in markers], answer
+
+
 def test_text_in_the_target_language_is_returned_unchanged(demo: Service) -> None:
     assert translated(demo, "auto", "zh-CN", ["早上好", "Good morning"]) == ["早上好", "早上好"]
 

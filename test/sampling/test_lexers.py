@@ -110,7 +110,7 @@ def test_jobs_of_many_rows_get_lexers_for_later_rows_too(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compile_queue, "THREADS", 1)
-    desk = GrammarCompileQueue(lambda: compiler, lambda: ServiceError(ErrorKind.DRAINING, "it ends"))
+    desk = GrammarCompileQueue(lambda: compiler, pytest.fail, lambda: ServiceError(ErrorKind.DRAINING, "it ends"))
     found: list[Grammar] = []
     reported = threading.Event()
 

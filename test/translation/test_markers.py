@@ -35,8 +35,8 @@ def test_terms_that_are_not_translated_are_markers() -> None:
 
 
 def bounded(term: str) -> str:
-    left, right = (r"\b" if one.isascii() and one.isalnum() else "" for one in (term[0], term[-1]))
-    return left + re.escape(term) + right
+    left, right = ("" if one in "中 -" else "[abcé1]" for one in (term[0], term[-1]))
+    return f"{left and f'(?<!{left})'}{re.escape(term)}{right and f'(?!{right})'}"
 
 
 def test_the_pattern_of_terms_finds_what_an_alternation_finds() -> None:
@@ -45,7 +45,7 @@ def test_the_pattern_of_terms_finds_what_an_alternation_finds() -> None:
     def word(longest: int) -> str:
         return "".join(dice.choices("ab c中é1-", k=dice.randint(1, longest)))
 
-    for _ in range(2000):
+    for _ in range(200):
         terms = {word(4) for _ in range(5)}
         text = word(40)
         plain = re.compile("|".join(map(bounded, sorted(terms, key=len, reverse=True))))

@@ -1,0 +1,397 @@
+"""Keeps a text's markers and words: masks from an automaton on the bytes of tokens.
+
+A marker, like `{name}`, begins with a lead byte. After it, only tokens are allowed that continue a marker. Each marker
+comes exactly once, pairs of tags nest, and the text may end only after all markers and words.
+
+Masks depend on the automaton's state only, and rows with equal markers share an automaton. So most masks are computed
+once and copied.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sampling.grammar.constraint import EARLY_ENDS, RESERVE, UNSPACED, Constraint, NoTokenLeftError, RequiredText
+from sampling.grammar.matcher import MAX_JUMP_FORWARD, Grammar, Matcher
+from sampling.grammar.token_index import END, TokenIndex, put, starting
+
+_MAX_AUTOMATA = 256
+_MAX_MASKS = 4096
+"""8 KiB each with 65,536 tokens."""
+_MAX_ALLOWED = 4096
+_LETTERS = re.compile(rf"[^\W{UNSPACED}]{{2}}")
+Mask = NDArray[np.int32]
+
+
+class State(NamedTuple):
+    """What the text so far means for the next token."""
+
+    prefix: bytes = b""
+    """The marker that has begun."""
+    given: int = 0
+    """Bit set of the markers in the text."""
+    opened: tuple[int, ...] = ()
+    """Opening tags whose closing tags are missing."""
+    tail: bytes = b""
+    """The last bytes, if an end may continue them."""
+
+
+_ENDED = State(given=-1)
+
+
+class MarkerAutomaton:
+    """Which tokens may follow, given the markers so far. One thread."""
+
+    def __init__(self, text: RequiredText, index: TokenIndex) -> None:
+        self.names = [name.encode() for name in text.markers]
+        self.all_given = (1 << len(self.names)) - 1
+        self._partners, self._ordered = text.partners, text.ordered
+        self._index = index
+        self._leads = text.leads.encode()
+        self._find_lead = re.compile(b"[%s]" % re.escape(self._leads) if self._leads else b"(?!)").search
+        self._ends = [end.encode() for end in text.ends]
+        self._barred = bytes(sorted({end[0] for end in self._ends}))
+        self._longest_end = max(map(len, self._ends), default=1)
+        self._special = self._leads + self._barred
+        self.is_special = index.with_any(self._special)
+        """Per token, whether it may change the state outside a marker."""
+        self._early_ends = [END] if any(end not in b"\n\n" for end in self._ends) else EARLY_ENDS
+        self._allowed: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+
+    def allowed(self, given: int, opened: tuple[int, ...]) -> list[int]:
+        """Return the markers that may come next, without duplicates."""
+        found = self._allowed.get((given, opened))
+        if found is None:
+            first = next((i for i in self._ordered if not given >> i & 1), -1)
+            names: dict[bytes, int] = {}
+            for i, (name, partner) in enumerate(zip(self.names, self._partners, strict=True)):
+                if given >> i & 1 or (i in self._ordered and i != first):
+                    continue
+                if not 0 <= partner < i or (opened and opened[-1] == partner):
+                    names.setdefault(name, i)
+            found = list(names.values())
+            put(self._allowed, (given, opened), found, _MAX_ALLOWED)
+        return found
+
+    def add(self, state: State, marker: int) -> State:
+        """Return the state after a marker."""
+        partner = self._partners[marker]
+        opened = state.opened if partner < 0 else state.opened[:-1] if partner < marker else (*state.opened, marker)
+        return State(given=state.given | 1 << marker, opened=opened)
+
+    def walk(self, state: State, data: bytes, has_words: bool) -> State | None:
+        """Return the state after some bytes. None: they are not allowed."""
+        at = 0
+        while at < len(data):
+            if not state.prefix:
+                lead = self._find_lead(data, at)
+                text = state.tail + data[at : lead.start() if lead else len(data)]
+                if any(end in text for end in self._ends):
+                    return _ENDED if self.may_end(state, has_words) else None
+                if lead is None:
+                    return state._replace(tail=self._tail(text))
+                at, state = lead.start(), state._replace(tail=b"")
+            begun = state.prefix + data[at:]
+            for marker in self.allowed(state.given, state.opened):
+                name = self.names[marker]
+                if begun.startswith(name):
+                    at += len(name) - len(state.prefix)
+                    state = self.add(state, marker)
+                    break
+                if name.startswith(begun):
+                    return state._replace(prefix=begun)
+            else:
+                return None
+        return state
+
+    def _tail(self, text: bytes) -> bytes:
+        for at in range(max(0, len(text) - self._longest_end + 1), len(text)):
+            if text[at] in self._barred and any(end.startswith(text[at:]) for end in self._ends):
+                return text[at:]
+        return b""
+
+    def may_end(self, state: State, has_words: bool) -> bool:
+        """Return whether the text may end here."""
+        return has_words and not state.prefix and state.given == self.all_given
+
+    def mask(self, state: State, has_words: bool) -> Mask:
+        """Return the allowed tokens [V/32], as bits."""
+        is_allowed = np.zeros(len(self._index.table), np.bool_)
+        if state.prefix:
+            for marker in self.allowed(state.given, state.opened):
+                if self.names[marker].startswith(state.prefix):
+                    self._allow_rest(is_allowed, state, self.names[marker][len(state.prefix) :], has_words)
+        else:
+            self._allow_text(is_allowed, state, has_words)
+        if not state.prefix:
+            is_allowed[list(self._early_ends)] = True
+        padding = np.zeros(-len(is_allowed) % 32, np.bool_)
+        return np.packbits(np.concatenate((is_allowed, padding)), bitorder="little").view(np.int32)
+
+    def _allow_rest(self, is_allowed: NDArray[np.bool_], state: State, rest: bytes, has_words: bool) -> None:
+        """Allow the tokens that continue a marker whose `rest` is missing."""
+        for length in range(1, len(rest)):
+            if (number := self._index.id_of.get(rest[:length])) is not None:
+                is_allowed[number] = True
+        plain, special = self._index.split_after(rest, self._special)
+        is_allowed[plain] = True
+        for number, token in special:
+            is_allowed[number] = self.walk(state, token, has_words) is not None
+
+    def _allow_text(self, is_allowed: NDArray[np.bool_], state: State, has_words: bool) -> None:
+        index = self._index
+        is_allowed[:] = index.has_bytes & ~index.with_any(self._leads)
+        if not self.may_end(state, has_words):
+            for end in self._ends:
+                is_allowed &= ~(index.with_text(end) if len(end) > 1 else index.with_any(end))
+                for begun in range(1, len(state.tail) + 1):
+                    if end.startswith(state.tail[-begun:]):
+                        is_allowed[[index.id_of[token] for token in index.starting_with(end[begun:])]] = False
+        suffixes = index.suffixes(self._leads, self._barred)
+        for marker in self.allowed(state.given, state.opened):
+            name = self.names[marker]
+            for length in range(1, len(name)):
+                if (ids := suffixes.tokens.get(name[:length])) is not None:
+                    is_allowed[ids] = True
+            for suffix in starting(suffixes.order, name):
+                if self.walk(state, suffix, has_words) is not None:
+                    is_allowed[suffixes.tokens[suffix]] = True
+
+    def next_marker(self, state: State) -> int:
+        """Return a missing marker: the one that has begun, else the closing tag of the last opened one."""
+        names = [i for i in self.allowed(state.given, state.opened) if self.names[i].startswith(state.prefix)]
+        return next((i for i in names if 0 <= self._partners[i] < i), names[0])
+
+    def closing(self, state: State) -> bytes:
+        """Return the shortest text with the missing markers."""
+        text = b""
+        while state.given != self.all_given:
+            marker = self.next_marker(state)
+            text += self.names[marker][len(state.prefix) :]
+            state = self.add(state, marker)
+        return text
+
+
+class WordCounter:
+    """Counts the words that a text still needs, as its characters come."""
+
+    def __init__(self, text: RequiredText) -> None:
+        forms = {form for word_forms, _ in text.words for form in word_forms}
+        self._find = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), re.IGNORECASE)
+        self._first_forms = [forms[0] for forms, _ in text.words]
+        self._words: dict[str, set[int]] = {}
+        for number, (word_forms, _) in enumerate(text.words):
+            for form in word_forms:
+                self._words.setdefault(form.casefold(), set()).add(number)
+        self._longest = max(map(len, forms))
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text, self._at = "", 0
+        self._needed = [count for _, count in text.words]
+        """How often each word is needed after `_at`."""
+        self.missing = [*self._needed]
+        """How often each word is missing. More text may change it: "cat" becomes "catalogue"."""
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether no word is missing, with any further text."""
+        return max(self._needed) <= 0
+
+    @property
+    def has_all(self) -> bool:
+        return max(self.missing) <= 0
+
+    def add(self, data: bytes) -> None:
+        """Read the next bytes."""
+        self._text += self._decoder.decode(data)
+        self.missing = [*self._needed]
+        for found in self._find.finditer(self._text, self._at):
+            if _is_inside_word(self._text, found.start()) or _is_inside_word(self._text, found.end()):
+                continue
+            is_final = found.start() + self._longest < len(self._text)
+            if is_final:
+                self._at = found.end()
+            for number in self._words.get(found.group().casefold(), ()):
+                self.missing[number] -= 1
+                self._needed[number] -= is_final
+        self._at = max(self._at, len(self._text) - self._longest)
+        if self._at > 2 * self._longest + 256:
+            self._text, self._at = self._text[self._at - 1 :], 1  # with the character before a word
+
+    def closing(self) -> list[bytes]:
+        """Return the missing words, each after a space."""
+        pairs = zip(self._first_forms, self.missing, strict=True)
+        return [f" {form}".encode() for form, count in pairs for _ in range(count)]
+
+
+def _is_inside_word(text: str, at: int) -> bool:
+    """Return whether there are letters on both sides, of a script that separates words."""
+    return 0 < at < len(text) and _LETTERS.match(text, at - 1) is not None
+
+
+class RequiredTextMatcher:
+    """Matches one row's tokens, as `Matcher` does. Engine thread."""
+
+    def __init__(self, texts: RequiredTexts, text: RequiredText, max_tokens: int) -> None:
+        self._texts, self._automaton = texts, texts.automaton(text)
+        self._words = WordCounter(text) if text.words else None
+        self._has_words = not text.words
+        self._state = State()
+        self._tokens_left = max_tokens
+        self._closing: list[int] = []
+        """Tokens that must come next."""
+        self.was_completed = False
+        """Whether markers or words were added that the model did not choose. Closing tags do not count."""
+        self._mask: Mask | None = None
+        self._max_closing = len(self._closing_tokens()) + 2 * RESERVE
+        self._force_late()
+
+    def mask(self) -> Mask:
+        """Return the allowed tokens [V/32], as bits. Callers do not change it."""
+        if self._mask is None and self._closing:
+            self._mask = np.zeros(-(-len(self._texts.index.table) // 32), np.int32)
+            self._mask.view(np.uint32)[self._closing[0] >> 5] = 1 << (self._closing[0] & 31)
+        elif self._mask is None:
+            self._mask = self._texts.mask(self._automaton, self._state, self._has_words)
+        return self._mask
+
+    def advance(self, token: int) -> bool:
+        """Add a token; return whether the text is complete and nothing may follow.
+
+        Raises NoTokenLeftError for a token that the mask forbids.
+        """
+        state, data = self._state, self._texts.index.table[token]
+        self._tokens_left -= 1
+        if token == END and (self._closing == [END] or self._automaton.may_end(state, self._has_words)):
+            return True
+        if not data:
+            raise NoTokenLeftError("no sampled token may follow: the text lacks markers or words")
+        if state.prefix or state.tail or self._automaton.is_special[token]:
+            found = self._automaton.walk(state, data, self._has_words)
+            if found is None:
+                raise NoTokenLeftError(f"no sampled token may follow: {data!r} breaks a marker")
+            if found is _ENDED:
+                return True
+            self._state, self._mask = found, None
+        if self._words is not None:
+            self._words.add(data)
+            if self._words.has_all != self._has_words:
+                self._has_words, self._mask = self._words.has_all, None
+            if self._words.is_final:
+                self._words = None
+        if self._closing:
+            self._closing, self._mask = self._closing[1:], None
+        else:
+            self._force_late()
+        return False
+
+    @property
+    def replacement(self) -> int:
+        """The token to read if one of `EARLY_ENDS` is sampled, or -1."""
+        may_end = self._closing or self._state.prefix or self._automaton.may_end(self._state, self._has_words)
+        return -1 if may_end else self._next_required()[0]
+
+    def resolve(self, token: int) -> int:
+        """Return the token that a sampled one stands for.
+
+        An early end stands for the first token of what is missing. The rest of that marker or word must follow.
+        """
+        if token not in EARLY_ENDS or self.replacement < 0:
+            return token
+        self._closing = list(self._next_required())
+        self._mask = None
+        self.was_completed |= not self._state.opened
+        return self._closing[0]
+
+    def jump_forward_tokens(self) -> list[int]:
+        """Return the tokens that must come next."""
+        return [token for token in self._closing[:MAX_JUMP_FORWARD] if token != END]
+
+    def _next_required(self) -> tuple[int, ...]:
+        """Return the tokens of a missing marker, or else of a missing word."""
+        automaton, state = self._automaton, self._state
+        if state.given != automaton.all_given:
+            return self._texts.encoded(automaton.names[automaton.next_marker(state)])
+        assert self._words is not None
+        return self._texts.encoded(self._words.closing()[0])
+
+    def _force_late(self) -> None:
+        """Begin to force what is missing if only as many tokens are left as it needs."""
+        if self._tokens_left <= self._max_closing:
+            tokens = self._closing_tokens()
+            if tokens and self._tokens_left <= len(tokens) + RESERVE:
+                self._closing, self._mask = [*tokens, END], None
+                self.was_completed = True
+
+    def _closing_tokens(self) -> list[int]:
+        words = [] if self._words is None else self._words.closing()
+        return self._texts.encode(b"".join((self._automaton.closing(self._state), *words)))
+
+
+class RequiredTextGrammar(NamedTuple):
+    """A `RequiredText` with the vocabulary, shared by all rows with the same constraint."""
+
+    texts: RequiredTexts
+    constraint: Constraint
+
+    def matcher(self, max_tokens: int) -> RequiredTextMatcher:
+        """Return a new row's matcher. Engine thread."""
+        return RequiredTextMatcher(
+            self.texts, msgspec.json.decode(self.constraint.source, type=RequiredText), max_tokens
+        )
+
+
+class ByteTokenizer(Protocol):
+    """A tokenizer of bytes."""
+
+    @property
+    def byte_table(self) -> list[bytes]: ...
+
+    def encode_bytes(self, data: bytes) -> list[int]: ...
+
+
+class RequiredTexts:
+    """Automata and masks of one vocabulary, the latest of them cached."""
+
+    def __init__(self, tokenizer: ByteTokenizer, vocab: int) -> None:
+        """vocab: number of logits"""
+        self.index = TokenIndex(tokenizer.byte_table, vocab)
+        self.encode = tokenizer.encode_bytes
+        self._encoded: dict[bytes, tuple[int, ...]] = {}
+        self._automata: dict[RequiredText, MarkerAutomaton] = {}
+        self._masks: dict[tuple[MarkerAutomaton, State, bool], Mask] = {}
+
+    def automaton(self, text: RequiredText) -> MarkerAutomaton:
+        """Return the automaton of the markers. Texts with other words share it."""
+        key = msgspec.structs.replace(text, words=())
+        found = self._automata.get(key)
+        if found is None:
+            found = MarkerAutomaton(key, self.index)
+            put(self._automata, key, found, _MAX_AUTOMATA)
+        return found
+
+    def encoded(self, text: bytes) -> tuple[int, ...]:
+        """Return the tokens of a short text."""
+        found = self._encoded.get(text)
+        if found is None:
+            found = tuple(self.encode(text))
+            put(self._encoded, text, found)
+        return found
+
+    def mask(self, automaton: MarkerAutomaton, state: State, has_words: bool) -> Mask:
+        """Return the allowed tokens [V/32], as bits. Callers do not change it."""
+        key = (automaton, state, has_words)
+        found = self._masks.get(key)
+        if found is None:
+            found = automaton.mask(state, has_words)
+            put(self._masks, key, found, _MAX_MASKS)
+        return found
+
+
+AnyGrammar = Grammar | RequiredTextGrammar
+AnyMatcher = Matcher | RequiredTextMatcher
