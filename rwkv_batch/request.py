@@ -185,6 +185,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """whether a turn is stored only after `confirm_turn`, which answers the report of its start (`session_tokens`)
 
     An engine may be lost before its report arrives. Then the turn runs on another engine, and must not be stored yet.
+    The length of its session does not show whether a branch was stored, so its end is confirmed in place of its start.
     """
     limits: ClientLimits | None = None
     """of an API key, which the fleet enforces (`QuotaLedger`)"""
@@ -284,6 +285,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """length of the session before its turn, sent when the turn begins, with `Job.return_token_ids`"""
     replayed_tokens: int = 0
     """sent with it: tokens of the session that are read again, because no stored state contains them"""
+    is_complete_branch: bool = False
+    """sent with `session_tokens` once more when a branch is complete: once confirmed, it may be stored"""
 
 
 class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -104,7 +104,7 @@ class JobTable:
             else:
                 if sequence.lease is not None and not sequence.session_reported:
                     sequence.session_reported = True
-                    self._report_session(sequence, sequence.lease.num_tokens)
+                    self._report_session(sequence, sequence.lease.num_tokens, sequence.replayed_tokens)
                 self._state_manager.advance(sequence, row.num_tokens)
             if row.samples_token:
                 if not sequence.has_sampled:
@@ -114,11 +114,11 @@ class JobTable:
             elif not sequence.may_sample and sequence.num_uncomputed_tokens == 0:
                 self._prompt_done(sequence)
 
-    def _report_session(self, sequence: Sequence, num_tokens: int) -> None:
-        """Report that a turn begins. No HTTP worker that knows it lets the turn run on two engines."""
+    def _report_session(self, sequence: Sequence, num_tokens: int, replayed: int, is_complete: bool = False) -> None:
+        """Report that a turn begins, or that a branch is complete. See `Job.must_confirm`."""
         if sequence.job.spec.return_token_ids and sequence in sequence.job.live:
-            replayed = sequence.replayed_tokens
-            sequence.job.deltas.append(Delta(sequence.row, b"", 0, session_tokens=num_tokens, replayed_tokens=replayed))
+            report = Delta(sequence.row, b"", 0, None, None, None, [], num_tokens, replayed, is_complete)
+            sequence.job.deltas.append(report)
             self._changed[sequence.job] = None
             self._has_turn_starts = True
 
@@ -236,6 +236,8 @@ class JobTable:
             self._record(sequence, reason)
         else:
             sequence.job.held_reason = reason
+            if sequence.lease.branch:
+                self._report_session(sequence, sequence.lease.num_tokens, 0, is_complete=True)
             self._deadlines.add(sequence.job, time.monotonic() + CONFIRM_TIMEOUT_S)
         if sequence.num_uncomputed_tokens == 0:
             self._check_in(sequence)
@@ -292,8 +294,7 @@ class JobTable:
         self._changed[job] = None
 
     def cancel(self, job_id: str) -> None:
-        job = self._jobs.get(job_id)
-        if job is not None:
+        if (job := self._jobs.get(job_id)) is not None:
             self._end_job(job, FinishReason.CANCELLED)
 
     def cancel_label(self, label: str, client: str = "") -> int:
@@ -308,8 +309,7 @@ class JobTable:
         for job in self._deadlines.pop_due(now):
             self._end_job(job, FinishReason.TIMEOUT)
         for sequence in list(self._leased):
-            error = self._state_manager.failure(sequence)
-            if error is not None:
+            if (error := self._state_manager.failure(sequence)) is not None:
                 if sequence.phase is Phase.WAITING:
                     self._scheduler.remove_waiting(sequence.job)
                 self._end(sequence, FinishReason.ERROR, error.info)

@@ -275,6 +275,9 @@ class Fleet:
                 else error,
             )
             return
+        if in_flight_job.may_be_stored:
+            self._fail(in_flight_job, in_flight_job.lost_error(error.message))
+            return
         logger.info("job %s leaves engine %s", attempt.job_id, attempt.member.name)
         self._dispatch(in_flight_job, error)
 

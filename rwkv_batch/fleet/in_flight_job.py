@@ -36,6 +36,8 @@ class RowProgress:
     """the same for its prompt"""
     session_tokens: int | None = None
     """length of its session before the turn; None: the turn has not begun"""
+    is_complete_branch: bool = False
+    """whether it is a branch that its engine may have stored"""
     has_ended: bool = False
 
     @property
@@ -50,6 +52,7 @@ class RowProgress:
         self.prompt_logprobs += len(delta.prompt_logprobs or ())
         if delta.session_tokens is not None:
             self.session_tokens = delta.session_tokens
+            self.is_complete_branch = delta.is_complete_branch
         self.has_ended = delta.finish is not None
 
 
@@ -68,6 +71,10 @@ class Progress:
         self._rows = [RowProgress() for _ in range(job.num_rows)]
         self._numbers: list[int] | None = None
         """None: unchanged"""
+
+    @property
+    def has_complete_branch(self) -> bool:
+        return any(row.is_complete_branch for row in self._rows)
 
     def record(self, events: JobEvents) -> JobEvents:
         """Returns the events with the original row numbers."""
@@ -171,19 +178,19 @@ class InFlightJob:
             f"the request ran on {self.losses} engines that were lost, --resubmit allows {self.losses - 1}; it may be "
             f"the cause and is not sent to another engine. Last error: {last.message}"
         )
-        return self._lost_error(message)
+        return self.lost_error(message)
 
     def final_refusal(self, refusal: ServiceError) -> ServiceError:
         """Return the refusal to report. A turn that was sent to a lost engine may be kept, so it is not refused."""
         if not self.losses or not self._is_turn:
             return refusal
-        return ServiceError.from_info(self._lost_error(f"the engine was lost, and another refused: {refusal}"))
+        return ServiceError.from_info(self.lost_error(f"the engine was lost, and another refused: {refusal}"))
 
     @property
     def _is_turn(self) -> bool:
         return any(row.session is not None for row in self.job.rows)
 
-    def _lost_error(self, message: str) -> ErrorInfo:
+    def lost_error(self, message: str) -> ErrorInfo:
         if self._is_turn and MAY_BE_KEPT not in message:
             message = f"{message}; {MAY_BE_KEPT}"
         return ErrorInfo(kind=ErrorKind.ENGINE_LOST, message=message)
@@ -224,13 +231,22 @@ class InFlightJob:
         self._admitted(refusal)
 
     def forward(self, events: JobEvents) -> bool:
-        """Record events and pass them on. Returns whether they report a turn's start."""
+        """Record events and pass them on. Returns whether the turn must be confirmed (`Job.must_confirm`)."""
         if self.can_resume:
             events = self._progress.record(events)
         shown = without_turn_starts(events)
         if shown.deltas or shown.done:
             self._sink(shown)
-        return shown is not events
+        return shown is not events and (self.may_be_stored or not self._is_branch)
+
+    @property
+    def _is_branch(self) -> bool:
+        return any(row.session is not None and row.session.branch_from is not None for row in self.job.rows)
+
+    @property
+    def may_be_stored(self) -> bool:
+        """Whether it is a branch that a lost engine may have stored, so that it must not run again."""
+        return self._progress.has_complete_branch
 
     def forward_last(self, events: JobEvents) -> None:
         """Pass on the last deltas of a lost engine, without its error."""

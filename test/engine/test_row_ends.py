@@ -280,6 +280,18 @@ def test_a_turn_is_stored_only_after_its_start_was_confirmed(
         loop.check_idle(free)
 
 
+def test_a_branch_is_confirmed_when_it_is_complete(loop: Stepped) -> None:
+    request = turn("tree", "one", branch_from=0, max_tokens=4, ignore_eos=True, chunk_size=1)
+    job = submit(loop.engine, request, must_confirm=True, return_token_ids=True)
+    loop.until(lambda: any(row.phase is Phase.ANSWERED for row in loop.engine.jobs._leased), "the turn is complete")
+    loop.step()
+    reports = [delta for events in job.events for delta in events.deltas if delta.session_tokens is not None]
+    assert [one.is_complete_branch for one in reports] == [False, True] and not job.finishes
+    loop.engine.confirm_turn(job.job.job_id)
+    assert loop.end(job).finishes[0].dialogue_idx == 1
+    assert loop.engine.model_runner.pool.turns.delete("tree") == 1
+
+
 def test_a_confirmation_does_not_hold_up_the_jobs_behind_it(loop: Stepped) -> None:
     """Within a long step, only arrivals are admitted. They would wait for its end."""
     loop.engine.confirm_turn("an earlier job")

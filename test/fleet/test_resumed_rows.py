@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from rwkv_batch.core.sequence import Phase
 from rwkv_batch.engine import Engine
-from rwkv_batch.errors import ServiceError
+from rwkv_batch.errors import MAY_BE_KEPT, ServiceError
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.in_flight_job import Progress
 from rwkv_batch.fleet.routing import FleetLimits
@@ -139,8 +140,8 @@ def test_a_cut_turn_restarts_from_the_state_before_it(engine: Engine) -> None:
     assert following[0] == following[1]
 
 
-def serve_without_events(engine: str, address: str) -> None:
-    """Connect one HTTP worker to the engine. What the engine generates does not arrive."""
+def serve_without(is_lost: Callable[[Delta], bool], engine: str, address: str) -> None:
+    """Connect one HTTP worker to the engine. Events with such a delta do not arrive."""
     listener, to_engine = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
     listener.bind(address)
     listener.listen()
@@ -148,7 +149,7 @@ def serve_without_events(engine: str, address: str) -> None:
 
     def forward(source: Any, target: Any) -> None:
         for message in source.receive():
-            if not isinstance(message, EventBatch):
+            if not (isinstance(message, EventBatch) and any(is_lost(one) for e in message.events for one in e.deltas)):
                 target.send(message)
         target.close()
 
@@ -163,30 +164,51 @@ def serve_without_events(engine: str, address: str) -> None:
     threading.Thread(target=serve, daemon=True).start()
 
 
-def test_a_turn_whose_start_nobody_heard_of_is_stored_once(engine: Engine, tmp_path: Path) -> None:
-    """The link is lost after the engine has generated the turn. The HTTP worker then sends the turn again."""
-    direct, lossy = str(tmp_path / "direct"), str(tmp_path / "lossy")
+@contextmanager
+def lossy_fleet(engine: Engine, folder: Path, is_lost: Callable[[Delta], bool]) -> Iterator[tuple[Fleet, str]]:
+    """A fleet whose link to the engine loses events with such a delta. Yields it, and the address of a good link."""
+    direct, lossy = str(folder / "direct"), str(folder / "lossy")
     EngineServer(engine).listen(direct)
-    serve_without_events(direct, lossy)
+    serve_without(is_lost, direct, lossy)
     fleet = Fleet(FleetLimits(resubmit=2, wait_s=WAIT_S, shares_sessions=True))
     fleet.update([engine_info(lossy)])
     fleet.start("http-0")
     wait_for(lambda: fleet.is_connected, WAIT_S, "the engine is connected")
-    running = RunningJob(Job(job_id="once", rows=[turn("once", "My name is Ada.")]))
-    fleet.submit(running.job, running.sink, running.on_admitted)
-
-    def is_generated() -> bool:
-        rows, sessions = engine.jobs._leased, engine.model_runner.pool._index
-        is_stored = any(one.exists and one.key.session_id == "once" for one in sessions)
-        return is_stored or any(row.phase is Phase.ANSWERED for row in rows)
-
-    assert eventually_holds(engine, is_generated)
-    fleet.update([engine_info(direct)])
-    running.wait()
+    yield fleet, direct
     fleet.stop()
+
+
+def num_stored(engine: Engine, session_id: str) -> int:
+    return sum(one.exists and one.key.session_id == session_id for one in engine.model_runner.pool._index)
+
+
+def test_a_turn_whose_start_nobody_heard_of_is_stored_once(engine: Engine, tmp_path: Path) -> None:
+    """The link is lost after the engine has generated the turn. The HTTP worker then sends the turn again."""
+    running = RunningJob(Job(job_id="once", rows=[turn("once", "My name is Ada.")]))
+    with lossy_fleet(engine, tmp_path, lambda delta: True) as (fleet, direct):
+        fleet.submit(running.job, running.sink, running.on_admitted)
+
+        def is_generated() -> bool:
+            return bool(num_stored(engine, "once") or any(row.phase is Phase.ANSWERED for row in engine.jobs._leased))
+
+        assert eventually_holds(engine, is_generated)
+        fleet.update([engine_info(direct)])
+        running.wait()
     assert running.texts == run(engine, turn("twin", "My name is Ada.")).texts
     first, second = (run(engine, turn(name, " And yours?")).finishes[0] for name in ("once", "twin"))
     assert first.prompt_tokens == second.prompt_tokens
+
+
+def test_a_branch_whose_end_nobody_heard_of_is_stored_once(engine: Engine, tmp_path: Path) -> None:
+    """It is a new dialogue: the length of its parent does not show whether it was stored."""
+    running = RunningJob(Job(job_id="branch", rows=[turn("tree", "My name is Ada.", branch_from=0)]))
+    with lossy_fleet(engine, tmp_path, lambda delta: delta.finish is not None) as (fleet, direct):
+        fleet.submit(running.job, running.sink, running.on_admitted)
+        assert eventually_holds(engine, lambda: num_stored(engine, "tree") > 0)
+        fleet.update([engine_info(direct)])
+        running.wait()
+    error = running.events[-1].error
+    assert num_stored(engine, "tree") == 1 and error is not None and MAY_BE_KEPT in error.message
 
 
 def test_invalid_resumed_rows_are_refused(engine: Engine) -> None:
