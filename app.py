@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
@@ -39,6 +40,18 @@ COMMANDS = {
     "doctor": "check this machine, the flags and the model",
     "bench": "measure speed; bench alone names its programs",
 }
+_MODULES = {
+    "batch": "programs.batch.command",
+    "translate": "programs.batch.translate",
+    "chat": "programs.chat.command",
+    "tune": "programs.tune",
+    "config": "programs.settings.config_command",
+    "inspect": "programs.tools.inspect_file",
+    "convert": "programs.tools.convert",
+    "plan": "programs.tools.plan",
+    "doctor": "programs.tools.doctor",
+}
+"""Module of each command with `main(arguments) -> exit code`. Imported when needed, as some import torch."""
 _NOT_INSTALLED = "test"
 """Package of test helpers that some benches need. The wheel does not contain it."""
 
@@ -52,42 +65,12 @@ def main(arguments: list[str]) -> int:
     """Runs the command that the arguments name, by default the service. Returns the exit code."""
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     arguments = arguments[bool(name) :]
-    if name in ("batch", "translate"):
-        from programs.batch import command, translate
-
-        return (command if name == "batch" else translate).main(arguments)
-    if name == "chat":
-        from programs.chat import command as console
-
-        return console.main(arguments)
-    if name == "tune":
-        from programs import tune
-
-        return tune.main(arguments)
-    if name == "config":
-        from programs.settings import config_command
-
-        return config_command.main(arguments)
+    if name in _MODULES:
+        return int(importlib.import_module(_MODULES[name]).main(arguments))
     if name in ("backup", "restore", "check"):
         from programs import backup
 
         return backup.main(name, arguments)
-    if name == "inspect":
-        from programs.tools import inspect_file
-
-        return inspect_file.main(arguments)
-    if name == "convert":
-        from programs.tools import convert
-
-        return convert.main(arguments)
-    if name == "plan":
-        from programs.tools import plan
-
-        return plan.main(arguments)
-    if name == "doctor":
-        from programs.tools import doctor
-
-        return doctor.main(arguments)
     if name == "bench":
         return bench(arguments)
     if name not in ("", "serve"):

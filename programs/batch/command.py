@@ -202,7 +202,7 @@ class _Command:
         form = _file_format(options)
         glossary = load_glossary(options.glossary) if options.glossary else None
         source = Input(options.input)
-        records = _select_records(form.read(source.lines()), options)
+        records = Selection(form.read(source.lines()), options.limit, options.shard)
         task = make_task(options.task_options, glossary)
         if options.dry_run:
             return await self._estimate(records, task)
@@ -210,7 +210,7 @@ class _Command:
         files = await asyncio.to_thread(open_files, options, source, form, settings)
         try:
             reorder_buffer = ReorderBuffer(options.order == "keep", files.progress)
-            stats = RunStats(source.fraction)
+            stats = RunStats(lambda: records.fraction(source.fraction()))
             answers = files.sidecar if options.dedupe else None
             worker = LineWorker(self.backend, task, options.retry, answers=answers)
             with Reporter(stats, options.progress):
@@ -268,8 +268,27 @@ def _file_format(options: Options) -> FileFormat:
     )
 
 
-def _select_records(records: Iterator[Record], options: Options) -> Iterator[Record]:
-    """Yields the records of the shard, up to the limit."""
-    part, parts = options.shard
-    limited = islice(records, options.limit) if options.limit else records
-    return (record for record in limited if record.index % parts == part - 1)
+class Selection:
+    """The records of a shard, up to a limit of the input's records. An iterator."""
+
+    def __init__(self, records: Iterator[Record], limit: int, shard: tuple[int, int]) -> None:
+        """limit: 0 for none"""
+        self._limit, self._taken = limit, 0
+        part, parts = shard
+        limited = islice(records, limit) if limit else records
+        self._records = (record for record in self._counted(limited) if record.index % parts == part - 1)
+
+    def _counted(self, records: Iterator[Record]) -> Iterator[Record]:
+        for record in records:
+            self._taken += 1
+            yield record
+
+    def __iter__(self) -> Iterator[Record]:
+        return self._records
+
+    def __next__(self) -> Record:
+        return next(self._records)
+
+    def fraction(self, of_input: float | None) -> float | None:
+        """Return the share of the selected records that were read. of_input: the share of the input's bytes."""
+        return max(of_input or 0.0, self._taken / self._limit) if self._limit else of_input

@@ -90,9 +90,13 @@ class Reporter:
     ) -> None:
         self._stopped.set()
         self._thread.join()
-        self._write()
+        if self._format == "json":
+            self._write()
+            return
         if self._bar is not None:
+            self._write()
             self._bar.close()
+        sys.stderr.write(summary(self._stats.figures()))
 
     def _run(self) -> None:
         while not self._stopped.wait(_PLAIN_S if self._bar is None else _BAR_S):
@@ -121,3 +125,13 @@ def as_text(figures: dict[str, float | int | None]) -> str:
     if figures["eta_s"]:
         parts.append(f"{time.strftime('%H:%M:%S', time.gmtime(figures['eta_s']))} left")
     return ", ".join(parts)
+
+
+def summary(figures: dict[str, float | int | None]) -> str:
+    """Formats the counters of a finished run: three lines."""
+    before = f", {figures['resumed']} of them before" if figures["resumed"] else ""
+    return (
+        f"lines   {figures['lines']:,}{before}; {figures['failed']:,} failed\n"
+        f"tokens  {figures['prompt_tokens']:,} read, {figures['completion_tokens']:,} new\n"
+        f"time    {figures['seconds']:,} s: {figures['lines_per_s']:,} lines/s, {figures['tokens_per_s']:,} tokens/s\n"
+    )

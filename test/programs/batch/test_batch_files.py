@@ -14,6 +14,8 @@ import pytest
 import zstandard
 
 from app import main
+from programs.batch.command import Selection
+from programs.record import Record
 from test.programs.batch.runs import batch, errors_of, read_jsonl, started, write_jsonl
 from test.serving import Service, wait_for
 
@@ -131,7 +133,7 @@ def test_standard_input_and_output(fake: Service, tmp_path: Path) -> None:
     process = started(fake, Path("-"), Path("-"), "--format", "text", stdin=-1, stdout=-1)
     output, errors = process.communicate(b"eins\nzwei\n", timeout=60)
     assert (process.returncode, output.decode()) == (0, f"{fake_answer('eins')}\n{fake_answer('zwei')}\n"), errors
-    assert b"2 lines" in errors
+    assert b"lines   2; 0 failed\ntokens  " in errors and b" tokens/s\n" in errors
 
 
 def test_shards_and_limits_share_a_file(fake: Service, tmp_path: Path) -> None:
@@ -220,3 +222,11 @@ def test_a_dry_run_counts_and_writes_nothing(fake: Service, tmp_path: Path, caps
     assert (figures["lines"], figures["unreadable"]) == (201, 1)
     assert figures["prompt_tokens"] >= 400 and figures["seconds"] > 0
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_progress_with_a_limit_ends_at_the_whole() -> None:
+    records = Selection(iter([Record(index, index + 1) for index in range(100)]), limit=10, shard=(1, 2))
+    assert records.fraction(0.02) == 0.02 and records.fraction(None) == 0.0
+    assert len(list(records)) == 5 and records.fraction(0.1) == 1.0
+    everything = Selection(iter([]), limit=0, shard=(1, 1))
+    assert everything.fraction(0.3) == 0.3 and everything.fraction(None) is None
