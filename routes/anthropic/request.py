@@ -143,7 +143,7 @@ class Thinking(Fields):
     """`thinking` of a request."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: IgnoredValue = Field(None, description="Accepted and ignored. See `output_config.effort`.")
+    budget_tokens: int | None = Field(None, ge=1, description="Maximum tokens of the reasoning.")
     display: Repeated = None
 
 
@@ -208,6 +208,7 @@ class MessagesPrompt(Body):
         if self.thinking is not None and self.thinking.type != "disabled":
             effort = self.output_config.effort
             fields |= {"enable_think": True} if effort is None else {"reasoning_effort": _EFFORTS.get(effort, effort)}
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
         if self.output_config.format is not None:
             schema = {"name": "answer", "schema": self.output_config.format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -13,13 +13,13 @@ from routes.openai.response_format import SCHEMA_FIELD, ResponseFormat
 from routes.openai.tools import PARAMETERS_FIELD, ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Messages, SamplingBody, SessionFields, StopTokens, TemplateFields, Texts
-from routes.request.fields import THINK_END, Fields, UnsupportedOpenAIFields, at_most_one
+from routes.request.fields import Fields, UnsupportedOpenAIFields, at_most_one
 from routes.request.jobs import row_stops
 from routes.request.messages import Message
 from routes.request.tools import ToolSet, begins_with_call, tool_call_constraint
 from routes.response.answer_parser import AnswerFormat
 from rwkv_batch.tokenizer import VOCAB_SIZE
-from sampling.grammar.constraint import Constraint
+from sampling.grammar.constraint import THINK_END, Constraint, Form
 from sampling.params import SamplingParams
 
 MAX_N = 128
@@ -99,6 +99,18 @@ class TemplateArguments(Fields):
 
 class ConversationBody(OpenAIBody, TemplateFields):
     """A conversation to answer, in any format."""
+
+    thinking_token_budget: int | None = Field(
+        None, ge=1, description="vLLM's field: maximum tokens of the reasoning. Then its end is forced."
+    )
+
+    @property
+    def row_constraint(self) -> Constraint | None:
+        budget, constraint = self.thinking_token_budget, self.constraint
+        if budget is None or not self.thinks or budget >= self.max_tokens:
+            return constraint
+        free = Constraint(form=Form.REGEX, source="(?s:.*)", field="thinking_token_budget", after=THINK_END)
+        return msgspec.structs.replace(constraint or free, thought_tokens=budget)
 
     @property
     def conversation(self) -> list[Message]:

@@ -12,7 +12,6 @@ from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import MAX_TOOLS, FunctionFields, FunctionName, Mode, build_tool_set
 from routes.request import prompts
 from routes.request.fields import (
-    THINK_END,
     UNSUPPORTED_VERBOSITY,
     Fields,
     Ignored,
@@ -22,7 +21,7 @@ from routes.request.fields import (
 )
 from routes.request.messages import Message
 from routes.request.tools import ToolSet
-from sampling.grammar.constraint import Constraint
+from sampling.grammar.constraint import THINK_END, Constraint
 
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"

@@ -27,6 +27,7 @@ from routes.request.sampler_fields import SamplerFields, with_texts
 from rwkv_batch.errors import invalid
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE
+from sampling.grammar.constraint import Constraint
 from sampling.params import SamplingParams
 
 StopToken = (
@@ -203,6 +204,11 @@ class GenerationBody(
     def row_sampling(self, encode: Callable[[str], list[int]]) -> SamplingParams:
         """Return the parameters with seed 0 and all texts as tokens. Raises ServiceError."""
         return self.sampling(0)
+
+    @property
+    def row_constraint(self) -> Constraint | None:
+        """The constraint of the rows, with limits that the text's end does not follow from."""
+        return self.constraint
 
     @property
     def more_stops(self) -> list[int | str]:

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticSerializationError, core_schema, to_json
 
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
-from sampling.grammar.constraint import MAX_CHOICES, MAX_SOURCE_CHARACTERS, Constraint, Form
+from sampling.grammar.constraint import MAX_CHOICES, MAX_SOURCE_CHARACTERS, THINK_END, Constraint, Form
 
 _CHARACTERS = 200
 _NAME_CHARACTERS = 64
@@ -287,8 +287,6 @@ class FixedSamplingFields(Fields):
     json_schema: _NoConstraint = Field(None, description="Refused.")
 
 
-THINK_END = "</think>"
-"""End of a thought. The constraint applies to the text after it."""
 Choice = Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_CHARACTERS)]
 
 

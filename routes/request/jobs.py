@@ -190,7 +190,7 @@ def build_rows(
     state = "" if mixture else requested_state(body, config)
     adapter = requested_adapter(body, config)
     pad_zero = body.pad_zero and (not (state or mixture) or "pad_zero" in body.model_fields_set)
-    constraint = body.constraint
+    constraint = body.row_constraint
     keep = body.truncate_prompt_tokens
     if keep is not None and getattr(body, "session_id", None) is not None:
         raise invalid("truncate_prompt_tokens", "cannot be combined with session_id; leave one of them out", keep)

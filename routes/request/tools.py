@@ -7,8 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from routes.request.fields import THINK_END
-from sampling.grammar.constraint import Constraint, Form, SchemaRule
+from sampling.grammar.constraint import THINK_END, Constraint, Form, SchemaRule
 
 _MAX_PARTS = 2000
 """Per signature. References can expand a small schema into a large text."""

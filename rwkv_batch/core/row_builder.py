@@ -12,6 +12,8 @@ from rwkv_batch.core.sequence import NOTHING_SCORED, RunningJob, Sequence
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import GenerateRequest, Job
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+from sampling.grammar.constraint import THINK_END, Constraint
+from sampling.grammar.matcher import Matcher, ThoughtBudget
 
 
 class RowBuilder:
@@ -23,6 +25,7 @@ class RowBuilder:
         self._scheduler = scheduler
         self._check_states = check_states
         self._byte_table = tokenizer.byte_table
+        self._thought_end = tokenizer.encode(f"\n{THINK_END}")
         self._stop_rules = StopRulesCache(tokenizer.byte_table)
         self._vocab = vocab
 
@@ -124,9 +127,14 @@ class RowBuilder:
         sequence = Sequence(job, row, request, token_ids, output, may_sample=may_sample, prompt_tokens=prompt_tokens)
         if request.constraint is not None and may_sample:
             sequence.matcher = job.grammars[request.constraint].matcher(request.max_tokens)
+            self._limit_thought(sequence.matcher, request.constraint)
             for token in request.resumed.token_ids if request.resumed is not None else ():
                 sequence.matcher.advance(token)
         return sequence
+
+    def _limit_thought(self, matcher: object, constraint: Constraint) -> None:
+        if constraint.thought_tokens is not None and isinstance(matcher, Matcher):
+            matcher.budget = ThoughtBudget(constraint.thought_tokens, self._thought_end, self._byte_table)
 
 
 def check_resumed(request: GenerateRequest) -> None:

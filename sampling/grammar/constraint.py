@@ -22,6 +22,8 @@ Korean has spaces, but its words are followed by particles.
 """
 RESERVE = 4
 """A `RequiredText` is completed when its row has only so many more tokens left than that needs."""
+THINK_END = "</think>"
+"""End of a thought. A constraint may apply to the text after it."""
 
 
 class Form(enum.StrEnum):
@@ -79,6 +81,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """of a Lark grammar"""
     after: str = ""
     """Text that precedes the constrained part, after any other text: the end of the reasoning"""
+    thought_tokens: int | None = None
+    """maximum tokens of the reasoning, after which THINK_END is forced; None: no limit"""
 
     @property
     def key(self) -> tuple[object, ...]:

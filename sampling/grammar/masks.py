@@ -28,6 +28,10 @@ def mask_threads(device: torch.device) -> int:
     return max(1, min(_MAX_THREADS, threads))
 
 
+_BITS = [1 << bit if bit < 31 else -(1 << 31) for bit in range(32)]
+"""Mask words with one token."""
+
+
 class Masks:
     """Mask buffers on the host and on the samplers' device. Engine thread."""
 
@@ -68,6 +72,9 @@ class Masks:
             errors[index] = error = _error(matcher)
             if error is not None:
                 host[index] = -1
+            elif (token := matcher.forced_token) is not None:
+                host[index] = 0
+                host[index, token // 32] = _BITS[token % 32]
         return staging.on_device(host), errors
 
     @staticmethod

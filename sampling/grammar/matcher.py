@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sampling.grammar.constraint import NoTokenLeftError, TooComplexError, exceeds_limit, in_one_line
+from sampling.grammar.constraint import THINK_END, NoTokenLeftError, TooComplexError, exceeds_limit, in_one_line
 
 if TYPE_CHECKING:
     import llguidance
 
+_THINK_END = THINK_END.encode()
 MEAN_MASK_S = 0.005
 SLOW_S = 0.25
 """A grammar is too slow if its masks took SLOW_S in total and MEAN_MASK_S on average."""
@@ -53,16 +56,45 @@ class Grammar:
         return self.mask_s > SLOW_S and self.mask_s > MEAN_MASK_S * self.masks
 
 
+class ThoughtBudget:
+    """Counts the tokens of a row's thought, and forces its end when they are used up."""
+
+    __slots__ = ("_byte_table", "_decoder", "_end", "_left", "_tail", "forced", "is_over")
+
+    def __init__(self, tokens: int, end: list[int], byte_table: Sequence[bytes]) -> None:
+        """end: token ids of a line break and THINK_END"""
+        self._left, self._end, self._byte_table = tokens, end, byte_table
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._tail = b""
+        self.forced: list[int] = []
+        """the next tokens, if they are forced"""
+        self.is_over = False
+
+    def advance(self, token: int) -> None:
+        if self.forced:
+            self.forced = self.forced[1:]
+            self.is_over = not self.forced
+            return
+        text = self._byte_table[token]
+        self._decoder.decode(text)
+        self._left -= 1
+        self._tail = (self._tail + text)[-len(text) - len(_THINK_END) :]
+        self.is_over = _THINK_END in self._tail
+        if self._left <= 0 and not self.is_over and not self._decoder.getstate()[0]:  # not inside a character
+            self.forced = self._end
+
+
 class Matcher:
     """Matches one row's tokens. Engine thread."""
 
-    __slots__ = ("__weakref__", "_state", "grammar", "template_index")
+    __slots__ = ("__weakref__", "_state", "budget", "grammar", "template_index")
     replacement = -1
     was_completed = False
     """See RequiredTextMatcher."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
+        self.budget: ThoughtBudget | None = None
         self.template_index = -1
         """index of the template that it copied"""
         self._state: llguidance.LLMatcher | None = None
@@ -88,7 +120,16 @@ class Matcher:
             if exceeds_limit(why):
                 raise TooComplexError(why)
             raise NoTokenLeftError(f"no sampled token matches the grammar: {why}")
+        if self.budget is not None:
+            self.budget.advance(token)
+            if self.budget.is_over:
+                self.budget = None
         return bool(state.is_stopped())
+
+    @property
+    def forced_token(self) -> int | None:
+        """The next token, if the end of a thought forces it."""
+        return self.budget.forced[0] if self.budget is not None and self.budget.forced else None
 
     def resolve(self, token: int) -> int:
         """Return the token that a sampled one stands for."""
@@ -100,4 +141,6 @@ class Matcher:
         The tokens are those that the tokenizer makes of the text. The last ones are omitted if a longer token might
         extend beyond the text.
         """
+        if self.budget is not None and self.budget.forced:
+            return list(self.budget.forced)
         return self.state.compute_ff_tokens()[:MAX_JUMP_FORWARD]

@@ -83,9 +83,6 @@ def test_thoughts_text_and_calls_are_blocks(client: Anthropic, stream: bool) -> 
         ("tool_use", "weather", {"place": "Rome"})
     ] * 2
     assert one.id != other.id and message.stop_reason == "tool_use" and message.stop_sequence is None
-    assert message.warnings == [
-        {"field": "thinking.budget_tokens", "message": "thinking.budget_tokens: is accepted and ignored"}
-    ]
     assert client.messages.create(**{**ask, "messages": [*say("x"), message_of(message), *results(one, other)]})
 
 

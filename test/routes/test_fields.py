@@ -9,12 +9,12 @@ import pytest
 from routes.config import HttpConfig
 from routes.openai.request import ChatBody
 from routes.request.bodies import BatchBody, MixedState, PromptBody, with_mixture_weights
-from routes.request.fields import THINK_END, unescaped
+from routes.request.fields import unescaped
 from routes.request.ignored import MAX_WARNINGS, validated
 from routes.request.json_body import validate
 from routes.request_context import RequestContext, cache_tenant, own_id, reachable_ids, set_current_request
 from rwkv_batch.errors import ErrorKind, ServiceError
-from sampling.grammar.constraint import Constraint, Form
+from sampling.grammar.constraint import THINK_END, Constraint, Form
 from sampling.params import SamplingParams
 
 CONTENTS: dict[str, Any] = {"contents": ["a"]}

@@ -138,3 +138,13 @@ def test_what_cannot_be_combined_is_refused(service: Service) -> None:
     }.items():
         refused = service.post("/openai/v1/completions", {"prompt": "a", "max_tokens": 1, **more})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == field
+
+
+def test_a_thought_has_at_most_its_budget(service: Service) -> None:
+    ask = {**CHAT, "max_tokens": 40, "enable_think": True, "seed": 3, "thinking_token_budget": 5}
+    answer = service.post("/openai/v1/chat/completions", ask).json()["choices"][0]
+    assert answer["finish_reason"] == "length" and answer["message"]["content"]
+    assert len(TOKENIZER.encode(answer["message"]["reasoning_content"])) <= 8
+    message = {**CHAT, "model": "rwkv7", "max_tokens": 40, "thinking": {"type": "enabled", "budget_tokens": 5}}
+    content = service.post("/v1/messages", message, headers={"anthropic-version": "2023-06-01"}).json()["content"]
+    assert [block["type"] for block in content] == ["thinking", "text"]
