@@ -28,6 +28,7 @@ class Purpose(enum.StrEnum):
     BATCH_OUTPUT = "batch_output"
     FINE_TUNE = "fine-tune"
     FINE_TUNE_RESULTS = "fine-tune-results"
+    DOCUMENT = "document"
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,9 +306,9 @@ class Store:
         return None if row is None else msgspec.json.decode(row[0], type=Batch)
 
     def batches(self, owner: str, after: str, limit: int) -> list[Batch]:
-        """Return a page of the batches that the owner may see. The newest come first."""
+        """Return a page of the batches that the owner may see. The newest come first. Documents are left out."""
         query = (
-            "SELECT record FROM batches WHERE (? = '' OR owner = ?) AND (? = '' OR "
+            "SELECT record FROM batches WHERE id LIKE 'batch%' AND (? = '' OR owner = ?) AND (? = '' OR "
             "(created, id) < (SELECT created, id FROM batches WHERE id = ?)) ORDER BY created DESC, id DESC LIMIT ?"
         )
         with self.open() as database:

@@ -25,6 +25,8 @@ _VALID_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 class RequestContext:
     request_id: str = ""
     method: str = ""
+    base_url: str = ""
+    """Scheme and host as the client sees them."""
     route: str = ""
     """Path of the route, with its parameters' names."""
     client: str = ""

@@ -20,7 +20,16 @@ from routes.ollama import generation
 from routes.ollama import models as ollama_models
 from routes.openai import batches, chat, completions, files, responses
 from routes.route import Route
-from routes.translation import batch_translate, deepl, deepl_glossaries, glossaries, libretranslate, memory
+from routes.translation import (
+    batch_translate,
+    deepl,
+    deepl_glossaries,
+    document_clients,
+    documents,
+    glossaries,
+    libretranslate,
+    memory,
+)
 
 ROUTES: tuple[Route, ...] = (
     *many_prompts.ROUTES,
@@ -30,6 +39,8 @@ ROUTES: tuple[Route, ...] = (
     *deepl.ROUTES,
     *deepl_glossaries.ROUTES,
     *libretranslate.ROUTES,
+    *documents.ROUTES,
+    *document_clients.ROUTES,
     *state.ROUTES,
     *loaded.ROUTES,
     *chat.ROUTES,

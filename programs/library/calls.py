@@ -26,7 +26,7 @@ from routes.context import Context
 from routes.response.generate import call_engine
 from routes.score import PATH as SCORE
 from routes.state import CACHE_LEVELS
-from routes.translation.batch_translate import LABEL as TRANSLATE
+from routes.translation.languages import LABEL as TRANSLATE
 from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession, ListSessions
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import END_OF_TEXT

@@ -156,31 +156,40 @@ def _window_s(text: str) -> int:
     return seconds
 
 
+def new_batch(
+    batch_id: str, endpoint: str, file_id: str, window_s: int, metadata: dict[str, str] | None = None
+) -> Batch:
+    """Return a batch of the current request's client."""
+    request_context, created = current_request(), int(time.time())
+    return Batch(
+        id=batch_id,
+        owner=request_context.owner,
+        client=request_context.client,
+        key=request_context.client if request_context.key_digest else "",
+        limits=None if request_context.limits is None else msgspec.to_builtins(request_context.limits),
+        endpoint=endpoint,
+        input_file_id=file_id,
+        completion_window=f"{window_s // _HOUR_S}h",
+        created_at=created,
+        expires_at=created + window_s,
+        metadata=metadata,
+    )
+
+
 async def create_batch(context: Context, body: BatchesBody) -> HandlerResponse:
     """Create a batch that answers the lines of a file. Its rows have batch priority."""
     store, request_context = get_store(context), current_request()
     if body.endpoint not in ENDPOINTS:
         raise invalid("endpoint", f"must be one of {', '.join(ENDPOINTS)}, got {body.endpoint!r}", body.endpoint)
-    window_s, created = _window_s(body.completion_window), int(time.time())
+    window_s = _window_s(body.completion_window)
     if await call_store(store.file, READ_FAILED, request_context.owner, body.input_file_id) is None:
         raise invalid(
             "input_file_id",
             f"no such file: {body.input_file_id!r}; upload it to /openai/v1/files first",
             body.input_file_id,
         )
-    batch = Batch(
-        id=new_id("batch_"),
-        owner=request_context.owner,
-        client=request_context.client,
-        key=request_context.client if request_context.key_digest else "",
-        limits=None if request_context.limits is None else msgspec.to_builtins(request_context.limits),
-        endpoint=body.endpoint,
-        input_file_id=body.input_file_id,
-        completion_window=body.completion_window,
-        created_at=created,
-        expires_at=created + window_s,
-        metadata=body.metadata,
-    )
+    batch = new_batch(new_id("batch_"), body.endpoint, body.input_file_id, window_s, body.metadata)
+    batch = msgspec.structs.replace(batch, completion_window=body.completion_window)
     await call_store(store.add_batch, "the batch cannot be created", batch)
     return json_response(batch_object(batch))
 

@@ -306,7 +306,9 @@ def _peer(request: Request, connection: Connection | None) -> str | None:
 def _start_request(request: Request, route: str, client: str, allowed_origin: str) -> RequestContext:
     """Create the request's context and make it the current one."""
     name = request_id(request.headers.get(REQUEST_ID.lower()))
-    request_context = RequestContext(name, request.method, route, client, allowed_origin=allowed_origin)
+    scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else "http"
+    base_url = f"{scheme}://{request.headers.get('host') or 'localhost'}"
+    request_context = RequestContext(name, request.method, base_url, route, client, allowed_origin=allowed_origin)
     set_current_request(request_context)
     return request_context
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import Texts
@@ -14,6 +13,7 @@ from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import Translations
 from routes.route import Route
 from routes.translation.glossaries import named_glossaries
+from routes.translation.languages import LABEL, Language, TargetLanguage
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
 from rwkv_batch.translation.context import ContextMode, page_context
@@ -23,24 +23,6 @@ from rwkv_batch.translation.memory import CacheUse
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
 from rwkv_batch.translation.segments import Split
 
-LABEL = "/translate/v1/batch-translate"
-
-
-def _one_line(name: str) -> str:
-    if not name.strip() or name.splitlines() != [name]:
-        raise PydanticCustomError("language", "must be one line with a language's code or name, like zh-TW or Klingon")
-    return name
-
-
-def _not_auto(name: str) -> str:
-    if name.lower() == AUTO:
-        raise PydanticCustomError("language", "must be the language to translate into; only source_lang may be auto")
-    return name
-
-
-Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_one_line)]
-"""A language code or name. The prompt uses the English name of a known language, and any other text unchanged."""
-TargetLanguage = Annotated[Language, AfterValidator(_not_auto)]
 ContextText = Annotated[str, Field(max_length=100_000)]
 KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=256, fail_fast=True)]
 

@@ -13,8 +13,9 @@ from routes.request.fields import Fields, IgnoredValue, reject_values
 from routes.response.generate import with_early_head
 from routes.response.http_response import DEEPL_ERRORS, HandlerResponse, HttpResponse, json_response
 from routes.route import Route, Upload
-from routes.translation.batch_translate import ContextText, Language, TargetLanguage
+from routes.translation.batch_translate import ContextText
 from routes.translation.glossaries import GlossaryId, named_glossaries
+from routes.translation.languages import HEAD_AFTER_S, NO_FORMALITY, Language, TargetLanguage
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
 from rwkv_batch.translation.languages import LANGUAGE_NAMES
@@ -22,8 +23,6 @@ from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
 from rwkv_batch.translation.segments import Split
 
-HEAD_AFTER_S = 2.0
-"""DeepL's Node client sends the same request again if it has no head after 5 s, the Python client after 10 s."""
 NO_LIMIT = 1_000_000_000_000
 """The `character_limit` of DeepL's accounts without a limit."""
 SPLITS = {"0": Split.NONE, "1": Split.SENTENCES, "nonewlines": Split.WRAPPED}
@@ -32,7 +31,6 @@ _VARIANTS = {
     "PT-BR": "Portuguese (Brazilian)", "PT-PT": "Portuguese (European)", "ZH-HANS": "Chinese (simplified)",
     "ZH-HANT": "Chinese (traditional)",
 }  # fmt: skip
-_NO_FORMALITY = "is not supported: this service has no formality; use default, prefer_more or prefer_less"
 
 
 def _tags(given: Any) -> Any:
@@ -70,7 +68,7 @@ class DeepLBody(TranslationFields):
     model_type: Literal["quality_optimized", "prefer_quality_optimized", "latency_optimized"] | None = Field(
         None, description="There is one model. The answer has `model_type_used`."
     )
-    formality: Annotated[str, reject_values(_NO_FORMALITY, "default", "prefer_more", "prefer_less")] = Field(
+    formality: Annotated[str, reject_values(NO_FORMALITY, "default", "prefer_more", "prefer_less")] = Field(
         "default", description="prefer_more and prefer_less change nothing. more and less are refused."
     )
     glossary_id: GlossaryId = Field("", description="Id of a stored glossary. It needs source_lang.")

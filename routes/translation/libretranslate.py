@@ -7,29 +7,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from routes.context import Context
-from routes.request.bodies import Body, Texts
-from routes.response.http_response import HTTP_STATUS, NATIVE_ERRORS, ErrorFormat, HandlerResponse, json_response
+from routes.request.bodies import Texts
+from routes.response.http_response import HandlerResponse, json_response
 from routes.route import Route
 from routes.translation import stored
-from routes.translation.batch_translate import Language, TargetLanguage
+from routes.translation.languages import LANGUAGE_CODE, LIBRE_ERRORS, Language, LibreBody, TargetLanguage
 from routes.translation.memory import MAX_CHARACTERS, add_pairs
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.translation.documents.formats import ENDINGS
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, language_probabilities
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, Translation, TranslationRequest
 from rwkv_batch.translation.segments import Split
 
-LIBRE_ERRORS = ErrorFormat(
-    NATIVE_ERRORS.body,
-    HTTP_STATUS | {ErrorKind.UNAUTHORIZED: 403, ErrorKind.INVALID_FIELD: 400},
-    NATIVE_ERRORS.schema,
-)
-_OWN_CODES = {"zt": "zh-TW", "pb": "pt-BR"}
-"""LibreTranslate's codes that other services do not have."""
 _SHOWN_CODES = {"zh-CN": "zh-Hans", "zh-TW": "zh-Hant", AUTO: "en"}
 _LANGUAGES = {code: name for code, name in LANGUAGE_NAMES.items() if code not in ("zh", "pt")} | {
     "pt": "Portuguese", "pt-BR": "Portuguese (Brazil)", "zh-Hans": "Chinese", "zh-Hant": "Chinese (traditional)",
@@ -37,25 +31,16 @@ _LANGUAGES = {code: name for code, name in LANGUAGE_NAMES.items() if code not in
 _FRONTEND_TIMEOUT_MS = 500
 _MAX_DETECTED, _MIN_PROBABILITY = 3, 0.01
 
-_Code = BeforeValidator(lambda given: _OWN_CODES.get(given, given) if isinstance(given, str) else given)
 _ApprovedText = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 _NotEmpty = Annotated[str, Field(min_length=1)]
-
-
-class LibreBody(Body):
-    """A body as JSON or as a form."""
-
-    model_config = ConfigDict(strict=False)
-
-    api_key: str = Field("", description="The service's password or an API key, if the service requires one.")
 
 
 class LibreTranslateBody(TranslationFields, LibreBody):
     """Body of a translation."""
 
     q: _NotEmpty | Annotated[Texts, Field(min_length=1)] = Field(description="A text or a list of texts.")
-    source: Annotated[Language, _Code] = Field(AUTO, description="Code of the language, or auto.")
-    target: Annotated[TargetLanguage, _Code] = Field(description="Code of the language to translate into.")
+    source: Annotated[Language, LANGUAGE_CODE] = Field(AUTO, description="Code of the language, or auto.")
+    target: Annotated[TargetLanguage, LANGUAGE_CODE] = Field(description="Code of the language to translate into.")
     format: Annotated[str, Field(pattern="^(text|html)$")] = Field("text", description="text or html.")
     alternatives: int = Field(0, ge=0, le=8, description="Number of other translations.")
 
@@ -137,8 +122,8 @@ class SuggestBody(LibreBody):
 
     q: _ApprovedText = Field(description="The text.")
     s: _ApprovedText = Field(description="Its translation.")
-    source: Annotated[Language, _Code] = Field(description="Code of the text's language.")
-    target: Annotated[TargetLanguage, _Code] = Field(description="Code of the translation's language.")
+    source: Annotated[Language, LANGUAGE_CODE] = Field(description="Code of the text's language.")
+    target: Annotated[TargetLanguage, LANGUAGE_CODE] = Field(description="Code of the translation's language.")
 
 
 def _takes_suggestions(context: Context) -> bool:
@@ -167,7 +152,9 @@ async def frontend_settings(context: Context, _: object) -> HandlerResponse:
     needs_key = bool(context.config.password or context.keys.is_configured)
     language = {"source": {"code": AUTO, "name": "Auto Detect"}, "target": {"code": "en", "name": "English"}}
     keys = {"apiKeys": needs_key, "keyRequired": needs_key}
-    off = {"suggestions": _takes_suggestions(context), "filesTranslation": False, "supportedFilesFormat": []}
+    has_files = context.files is not None
+    endings = [f".{ending}" for ending in ENDINGS] if has_files else []
+    off = {"suggestions": _takes_suggestions(context), "filesTranslation": has_files, "supportedFilesFormat": endings}
     limits = {"charLimit": -1, "frontendTimeout": _FRONTEND_TIMEOUT_MS}
     return json_response({**limits, **keys, **off, "language": language})
 

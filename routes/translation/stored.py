@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from routes.file_store import Store, StoreFullError
+from routes.file_store import Batch, Result, Store, StoreFullError
 from rwkv_batch.translation.context import Example, History
 from rwkv_batch.translation.languages import language_code, language_name
 from rwkv_batch.translation.memory import MAX_FUZZY_TEXTS, MAX_GROWTH, Key, Memory, similar
@@ -33,6 +33,10 @@ class Pair(NamedTuple):
     target_lang: str
     source: str
     target: str
+
+
+FILE_KEY, DELETED_KEY = "file", "deleted"
+"""Metadata of a document: the id of its file, and whether it is deleted when its batch has ended."""
 
 
 class Dictionary(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,3 +235,11 @@ def recall(store: Store, owner: str, keys: Sequence[Key], target: str) -> Memory
             for text, found in zip(texts, similar(texts, [one for one, _ in known]), strict=True):
                 examples[source, text] = tuple(Example(language_name(source), *known[index]) for index in found)
     return Memory(exact, examples)
+
+
+def delete_document(store: Store, batch: Batch) -> None:
+    """Delete a document that is not translated any more, with its files."""
+    for name in ((batch.metadata or {}).get(FILE_KEY, ""), batch.input_file_id, *map(batch.result_id, Result)):
+        store.delete_file("", name)
+    with store.open() as database:
+        database.execute("DELETE FROM batches WHERE id = ?", (batch.id,))

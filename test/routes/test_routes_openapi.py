@@ -41,7 +41,10 @@ ANSWER_404 = (
     "POST /api/push", "POST /api/create", "POST /api/copy", "POST /api/embed", "POST /api/embeddings",
     *(f"{method} {path}/glossaries/{{glossary_id}}" for method in ("GET", "DELETE", "PUT", "PATCH")
       for path in ("/translate/v1", "/v2", "/v3")),
-    "POST /suggest", "DELETE /api/delete", "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
+    "POST /suggest",
+    *(f"{method} /translate/v1/documents/{{document_id}}" for method in ("GET", "DELETE")),
+    "PUT /translate/v1/documents/{filename}", "POST /v2/document/{document_id}", "GET /download_file/{document_id}",
+    "DELETE /api/delete", "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
 )  # fmt: skip
 """Routes whose examples need something that is missing: an object, a file, or several engines."""
 EXAMPLES = 200 if os.environ.get("RWKV_LONG_TESTS") else 6
@@ -142,6 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"contents": ["a"]}}
     (made / "memory.tmx").write_text(TMX, "utf-8")
     (made / "lines.jsonl").write_text(json.dumps(line) + "\n", "utf-8")
+    (made / "film.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nHello\n", "utf-8")
     return made
 
 

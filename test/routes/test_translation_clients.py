@@ -109,7 +109,7 @@ def test_libretranslate_answers_have_the_form_of_their_request(locked: Service) 
         {"q": "42", "source": "en", "target": "de", "api_key": KEY}.items()})  # fmt: skip
     assert form.json() == {"translatedText": "42"}
     settings = httpx.get(f"{locked.url}/frontend/settings").json()
-    assert settings["keyRequired"] is True and settings["filesTranslation"] is False and settings["suggestions"] is True
+    assert settings["keyRequired"] is True and settings["filesTranslation"] is True and settings["suggestions"] is True
 
 
 def test_libretranslate_uses_suggestions(locked: Service) -> None:

@@ -26,6 +26,7 @@ from programs.record import Record, RunError
 from programs.serve.batches.batch_format import MAX_LINES, BatchFormat, BatchTask, validate_lines
 from routes.context import Context
 from routes.file_store import (
+    ACTIVE_STATUSES,
     Batch,
     Counts,
     Purpose,
@@ -34,6 +35,7 @@ from routes.file_store import (
     Store,
     StoredFile,
 )
+from routes.translation import stored
 from rwkv_batch.request import ClientLimits
 
 IN_FLIGHT = 512
@@ -134,6 +136,8 @@ class BatchJob:
         """Run the batch until it ends. Raises RunError for a failure that a later try may mend."""
         try:
             await self._run_steps()
+            if stored.DELETED_KEY in (self.batch.metadata or {}) and self.batch.status not in ACTIVE_STATUSES:
+                await asyncio.to_thread(stored.delete_document, self._store, self.batch)
         except _InputError as error:
             await self.fail(str(error), "invalid_file")
         except _KeyRemovedError:

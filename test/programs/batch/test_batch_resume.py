@@ -198,9 +198,9 @@ def test_the_sidecar_is_behind_the_output_at_every_call(
         if str(self._path) == str(target):
             synced.append(self.length)
 
-    def committed(self: Sidecar, progress: Any, answers: Any) -> None:
+    def committed(self: Sidecar, progress: Any, *more: Any) -> None:
         assert progress.output_bytes == synced[-1] == target.stat().st_size
-        commit(self, progress, answers)
+        commit(self, progress, *more)
 
     monkeypatch.setattr(OutputFile, "append", appended)
     monkeypatch.setattr(Sidecar, "commit", committed)

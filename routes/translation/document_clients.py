@@ -1,0 +1,205 @@
+"""Files over DeepL's `/v2/document` and LibreTranslate's `/translate_file`."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from pathlib import PurePath
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from routes.context import Context
+from routes.file_store import ACTIVE_STATUSES
+from routes.openai.files import not_found
+from routes.request.bodies import Body
+from routes.request.fields import Pattern, reject_values
+from routes.request_context import current_request
+from routes.response.generate import with_early_head
+from routes.response.http_response import DEEPL_ERRORS, FILE, HandlerResponse, HttpResponse, json_response
+from routes.route import Route, Upload
+from routes.translation.documents import (
+    DocumentFields,
+    DocumentQuery,
+    FileName,
+    create_document,
+    delete_document,
+    document_status,
+    error_of,
+    find_document,
+    meta_of,
+    translated_content,
+)
+from routes.translation.glossaries import GlossaryId
+from routes.translation.languages import (
+    HEAD_AFTER_S,
+    LANGUAGE_CODE,
+    LIBRE_ERRORS,
+    NO_FORMALITY,
+    Language,
+    LibreBody,
+    TargetLanguage,
+)
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from rwkv_batch.translation.plan import AUTO
+
+_RESULT = "/result"
+_POLL_S = 0.3
+
+
+class DeepLDocumentBody(Body):
+    """A form (multipart/form-data) with a file."""
+
+    model_config = ConfigDict(strict=False)
+
+    content: bytes = Field(b"", description="The file, in the form's part `file`.")
+    filename: FileName = Field("", description="The file's name, from the same part.")
+    target_lang: TargetLanguage = Field(description="Code of a language in any case, like DE or ZH-HANT.")
+    source_lang: Language = Field(AUTO, description="Code of the file's language. Default: detected for each text.")
+    output_format: str = Field("", max_length=16, description="The ending of the file's name; no other is written.")
+    glossary_id: GlossaryId = Field("", description="Id of a stored glossary.")
+    formality: Annotated[str, reject_values(NO_FORMALITY, "default", "prefer_more", "prefer_less")] = Field(
+        "default", description="prefer_more and prefer_less change nothing. more and less are refused."
+    )
+
+
+class DeepLDocumentKey(Body):
+    """A document and its key."""
+
+    document_key: str = Field(min_length=1, max_length=128, description="The key from the upload.")
+    document_id: Annotated[str, Pattern("^.+$", "a document's id")] = Field(
+        max_length=80, description="The id, from the path. `/result` after it returns the translated file."
+    )
+
+
+class DeepLDocument(BaseModel):
+    """An uploaded document."""
+
+    document_id: str
+    document_key: str
+
+
+async def deepl_upload(context: Context, body: DeepLDocumentBody) -> HandlerResponse:
+    """Translate a file as DeepL does."""
+    ending = PurePath(body.filename).suffix.lstrip(".").lower()
+    if body.output_format and body.output_format.lower() != ending:
+        message = f"must be {ending!r} or left out: the output has the file's format, got {body.output_format!r}"
+        raise invalid("output_format", message, body.output_format)
+    fields = DocumentFields.model_validate(
+        {"target_lang": body.target_lang, "source_lang": body.source_lang, "glossary_id": body.glossary_id}
+    )
+    batch, _ = await create_document(context, body.content, body.filename, fields)
+    return json_response({"document_id": batch.id, "document_key": meta_of(batch)["key"]})
+
+
+async def deepl_document(context: Context, body: DeepLDocumentKey) -> HandlerResponse:
+    """Return a document's status, or the translated file."""
+    name = body.document_id
+    batch = await find_document(context, name.removesuffix(_RESULT))
+    if not hmac.compare_digest(meta_of(batch)["key"].encode(), body.document_key.encode()):
+        raise not_found("document", name)
+    if name.endswith(_RESULT):
+        return await translated_content(context, batch)
+    status = {"document_id": batch.id, "status": document_status(batch)}
+    if status["status"] == "done":
+        return json_response({**status, "billed_characters": int(meta_of(batch)["characters"])})
+    return json_response({**status, "error_message": error_of(batch)} if status["status"] == "error" else status)
+
+
+class LibreFileBody(LibreBody):
+    """A form (multipart/form-data) with a file."""
+
+    content: bytes = Field(b"", description="The file, in the form's part `file`.")
+    filename: FileName = Field("", description="The file's name, from the same part.")
+    source: Annotated[Language, LANGUAGE_CODE] = Field(AUTO, description="Code of the language, or auto.")
+    target: Annotated[TargetLanguage, LANGUAGE_CODE] = Field(description="Code of the language to translate into.")
+
+
+class LibreFile(BaseModel):
+    """Where the translated file is."""
+
+    translatedFileUrl: str  # noqa: N815 - LibreTranslate's name
+
+
+async def libre_upload(context: Context, body: LibreFileBody) -> HandlerResponse:
+    """Translate a file as LibreTranslate does: the answer comes when it is done."""
+    fields = DocumentFields.model_validate({"target_lang": body.target, "source_lang": body.source})
+    batch, _ = await create_document(context, body.content, body.filename, fields)
+    base = current_request().base_url
+
+    async def answer() -> HttpResponse:
+        found = batch
+        try:
+            while found.status in ACTIVE_STATUSES:
+                await asyncio.sleep(_POLL_S)
+                found = await find_document(context, batch.id)
+        except asyncio.CancelledError:  # the client left
+            await asyncio.shield(delete_document(context, batch))
+            raise
+        if document_status(found) == "error":
+            raise ServiceError(ErrorKind.INTERNAL, f"the file was not translated: {error_of(found)}")
+        return json_response({"translatedFileUrl": f"{base}/download_file/{batch.id}"})
+
+    return await with_early_head(answer(), LIBRE_ERRORS, HEAD_AFTER_S)
+
+
+async def libre_download(context: Context, upload: Upload) -> HandlerResponse:
+    """Return a translated file. Its id is the permission."""
+    return await translated_content(context, await find_document(context, upload.query.document_id, owner=""))
+
+
+_FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)
+_EXAMPLE = {"document_id": "doc_019eae3d7d1a"}
+ROUTES = (
+    Route(
+        "POST",
+        "/v2/document",
+        deepl_upload,
+        DeepLDocumentBody,
+        "DeepL: translate a file.",
+        takes_form=True,
+        answer=DeepLDocument,
+        error_format=DEEPL_ERRORS,
+        errors=(ErrorKind.OVERLOADED,),
+        form={"target_lang": "ZH", "file": "@film.srt"},
+    ),
+    Route(
+        "POST",
+        "/v2/document/{document_id}",
+        deepl_document,
+        DeepLDocumentKey,
+        "DeepL: a document's status, or the translated file with `/result` after its id.",
+        error_format=DEEPL_ERRORS,
+        errors=_FAILS,
+        form_lists=(),
+        example={**_EXAMPLE, "document_key": "0123456789abcdef"},
+    ),
+    Route(
+        "POST",
+        "/translate_file",
+        libre_upload,
+        LibreFileBody,
+        "LibreTranslate: translate a file.",
+        takes_form=True,
+        allows_any_origin=True,
+        secret_field="api_key",  # noqa: S106 - a name
+        answer=LibreFile,
+        error_format=LIBRE_ERRORS,
+        errors=(ErrorKind.OVERLOADED,),
+        form={"source": "en", "target": "zh", "file": "@film.srt"},
+    ),
+    Route(
+        "GET",
+        "/download_file/{document_id}",
+        libre_download,
+        None,
+        "LibreTranslate: a translated file.",
+        query=DocumentQuery,
+        is_public=True,
+        allows_any_origin=True,
+        content_type=FILE,
+        error_format=LIBRE_ERRORS,
+        errors=_FAILS,
+        example=_EXAMPLE,
+    ),
+)

@@ -1,0 +1,368 @@
+"""Documents: files that are translated in the background. A document is a batch with a line per text.
+
+`/translate/v1/documents` has the native routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from routes.context import Context
+from routes.file_store import ACTIVE_STATUSES, Batch, Counts, Purpose, Status, StoredFile
+from routes.openai.batches import new_batch
+from routes.openai.files import READ_FAILED, call_store, get_store, new_id, not_found
+from routes.request.bodies import Body
+from routes.request.fields import Fields
+from routes.request_context import current_request
+from routes.response.http_response import FILE, HandlerResponse, HttpResponse, json_response
+from routes.route import Route, Upload
+from routes.translation import stored
+from routes.translation.glossaries import GlossaryId
+from routes.translation.languages import LABEL, Language, TargetLanguage
+from routes.translation.translator import report_unknown_languages
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from rwkv_batch.translation.documents.document import Document, DocumentError, DocumentOptions, requests, unit_key
+from rwkv_batch.translation.documents.formats import ENDINGS, check_name, read_document, translated_name
+from rwkv_batch.translation.plan import AUTO
+
+PATH = "/translate/v1/documents"
+_CONTENT = "/content"
+_TTL_S = 7 * 86400
+_PREFIX = "doc_"
+_CANNOT_STORE, _CANNOT_DELETE = "the document cannot be stored", "the document cannot be deleted"
+
+
+def _file_name(name: str) -> str:
+    return PurePath(name.replace("\\", "/")).name or "document"
+
+
+FileName = Annotated[str, Field(max_length=255), AfterValidator(_file_name)]
+_OneLine = Annotated[str, Field(max_length=256)]
+
+
+class DocumentFields(Fields):
+    """What a translation of a file can be asked for."""
+
+    model_config = ConfigDict(strict=False)
+
+    target_lang: TargetLanguage = Field(description="ISO code or English name.")
+    source_lang: Language = Field(AUTO, description="ISO code, or auto to detect each text.")
+    column: _OneLine = Field("", description="Column of a CSV or TSV file. Default: text, or the only one.")
+    encoding: _OneLine = Field("", description="Encoding of a text file. Default: detected.")
+    bilingual: bool = Field(False, description="Keep each text, with its translation after it.")
+    glossary_id: GlossaryId = Field("", description="Id of a stored glossary.")
+
+
+class DocumentBody(DocumentFields, Body):
+    """A form (multipart/form-data) with a file."""
+
+    model_config = ConfigDict(strict=False)
+
+    content: bytes = Field(b"", description="The file, in the form's part `file`.")
+    filename: FileName = Field("", description="The file's name, from the same part. Its ending names the format.")
+    password: str = Field("", description="The password or an API key, if the service requires one.")
+
+
+class DocumentUpload(DocumentFields):
+    """A file as the request's body."""
+
+    filename: FileName = Field(min_length=1, description="The file's name. Its ending names the format.")
+
+
+class DocumentQuery(Fields):
+    """The document to return."""
+
+    document_id: str = Field(min_length=1, max_length=80, description="The id. Add `/content` for the translation.")
+
+
+class DocumentObject(BaseModel):
+    """A document that is translated."""
+
+    id: str
+    filename: str = Field(description="Name of the translated file.")
+    status: Literal["queued", "translating", "done", "error"]
+    texts: int = Field(description="Number of different texts.")
+    translated: int
+    failed: int = Field(description="Texts that could not be translated. They stay as they are.")
+    created_at: int
+    error: str = ""
+    notes: list[str] = Field([], description="What was found in the file, like its encoding.")
+
+
+class DeletedDocument(BaseModel):
+    """A deleted document."""
+
+    id: str
+    deleted: bool
+
+
+_STATUS = dict.fromkeys(Status, "error") | {
+    Status.VALIDATING: "queued",
+    Status.IN_PROGRESS: "translating",
+    Status.FINALIZING: "translating",
+    Status.COMPLETED: "done",
+}
+
+
+def document_status(batch: Batch) -> str:
+    return "error" if batch.ends_as is not Status.COMPLETED else _STATUS[batch.status]
+
+
+def meta_of(batch: Batch) -> dict[str, str]:
+    return batch.metadata or {}
+
+
+def error_of(batch: Batch) -> str:
+    if document_status(batch) != "error":
+        return ""
+    return batch.errors[0]["message"] if batch.errors else f"the translation was {batch.status}; send the file again"
+
+
+def document_object(batch: Batch, notes: Iterable[str] = ()) -> dict[str, Any]:
+    return {
+        "id": batch.id,
+        "filename": meta_of(batch)["result"],
+        "status": document_status(batch),
+        "texts": batch.counts.total,
+        "translated": batch.counts.completed,
+        "failed": batch.counts.failed,
+        "created_at": batch.created_at,
+        "error": error_of(batch),
+        "notes": list(notes),
+    }
+
+
+def _lines(document: Document, fields: DocumentFields) -> tuple[bytes, int]:
+    """Return the lines of the batch that translates a document, and their number."""
+    more = {"target_lang": fields.target_lang, **({"glossary_id": fields.glossary_id} if fields.glossary_id else {})}
+    lines = [
+        msgspec.json.encode({"custom_id": key, "method": "POST", "url": LABEL, "body": body})
+        for key, body in requests(document, fields.source_lang, more)
+    ]
+    return b"\n".join(lines), len(lines)
+
+
+def _options(fields: DocumentFields) -> DocumentOptions:
+    return DocumentOptions(
+        target=fields.target_lang,
+        source=fields.source_lang,
+        column=fields.column,
+        encoding=fields.encoding,
+        is_bilingual=fields.bilingual,
+    )
+
+
+def _read(content: bytes, name: str, options: DocumentOptions) -> Document:
+    """Read a file. Raises ServiceError."""
+    try:
+        check_name(name)
+        document = read_document(content, name, options)
+    except DocumentError as error:
+        field = "column" if "column" in str(error) else "file"
+        raise invalid(field, f"{name} {error}", options.column if field == "column" else name) from None
+    if not document.units:
+        raise invalid("file", f"{name} has no text to translate", name)
+    return document
+
+
+async def create_document(
+    context: Context, content: bytes, name: str, fields: DocumentFields
+) -> tuple[Batch, list[str]]:
+    """Store a file and begin its translation. Returns what was found in it too. Raises ServiceError."""
+    report_unknown_languages(
+        {"source_lang": fields.source_lang, "target_lang": fields.target_lang}, context.config.strict_fields
+    )
+    if not content:
+        raise invalid("file", "must be a part of a form (multipart/form-data), and must not be empty", "")
+    store, request_context = get_store(context), current_request()
+    with contextlib.closing(_Release(context.stored_files.acquire(request_context.client))):
+        document = await asyncio.to_thread(_read, content, name, _options(fields))
+        lines, count = await asyncio.to_thread(_lines, document, fields)
+    original, requested = (_stored(request_context.owner, name, len(data)) for data in (content, lines))
+    given = fields.model_dump(include=set(DocumentFields.model_fields))
+    metadata = {key: str(value) for key, value in given.items()} | {
+        stored.FILE_KEY: original.id,
+        "name": name,
+        "key": secrets.token_hex(16),
+        "result": translated_name(name, fields.target_lang)[:255],
+        "characters": str(sum(len(unit.text) for unit in document.units)),
+    }
+    batch = msgspec.structs.replace(
+        new_batch(new_id(_PREFIX), LABEL, requested.id, _TTL_S, metadata), counts=Counts(total=count)
+    )
+    await call_store(store.add_file, _CANNOT_STORE, original, content)
+    try:
+        await call_store(store.add_file, _CANNOT_STORE, requested, lines)
+        await call_store(store.add_batch, _CANNOT_STORE, batch)
+    except BaseException:
+        await asyncio.shield(asyncio.to_thread(stored.delete_document, store, batch))
+        raise
+    return batch, document.notes
+
+
+class _Release:
+    """Frees a place at `close`."""
+
+    def __init__(self, release: Any) -> None:
+        self.close = release
+
+
+def _stored(owner: str, name: str, size: int) -> StoredFile:
+    created = int(time.time())
+    return StoredFile(
+        id=new_id("file-"),
+        owner=owner,
+        bytes=size,
+        created_at=created,
+        filename=name,
+        purpose=Purpose.DOCUMENT,
+        expires_at=created + _TTL_S,
+    )
+
+
+async def find_document(context: Context, name: str, owner: str | None = None) -> Batch:
+    """Return a document of this key. `owner`: another one. Raises ServiceError."""
+    owner = current_request().owner if owner is None else owner
+    batch = await call_store(get_store(context).batch, READ_FAILED, owner, name)
+    if batch is None or not batch.id.startswith(_PREFIX) or stored.DELETED_KEY in meta_of(batch):
+        raise not_found("document", name)
+    return batch
+
+
+async def translated_content(context: Context, batch: Batch) -> HttpResponse:
+    """Return the translated file. Raises ServiceError if it is not ready."""
+    if document_status(batch) == "error":
+        raise ServiceError(ErrorKind.NOT_FOUND, f"there is no translation: {error_of(batch)}", field="document_id")
+    if batch.status is not Status.COMPLETED:
+        done = f"{batch.counts.completed} of {batch.counts.total} texts are translated"
+        raise ServiceError(ErrorKind.OVERLOADED, f"the document is not ready: {done}; try again", retry_after_s=1.0)
+    with contextlib.closing(_Release(context.stored_files.acquire(current_request().client))):
+        data = await asyncio.to_thread(_assembled, context, batch)
+    name = quote(meta_of(batch)["result"])
+    return HttpResponse(data, 200, FILE, {"Content-Disposition": f"attachment; filename*=UTF-8''{name}"})
+
+
+def _assembled(context: Context, batch: Batch) -> bytes:
+    """Return the file with the answers of its batch. Raises ServiceError if its files have expired."""
+    store, meta = get_store(context), meta_of(batch)
+    try:
+        content = store.content(meta[stored.FILE_KEY]).read_bytes()
+        answered = store.content(batch.output_file_id).read_bytes() if batch.output_file_id else b""
+    except FileNotFoundError:
+        raise not_found("document", batch.id) from None
+    fields = DocumentFields.model_validate({name: meta[name] for name in DocumentFields.model_fields})
+    document = _read(content, meta["name"], _options(fields))
+    texts: dict[str, str] = {}
+    for line in answered.splitlines():
+        answer = msgspec.json.decode(line)
+        texts[answer["custom_id"]] = answer["response"]["body"]["translations"][0]["text"]
+    try:
+        return document.write([texts.get(unit_key(unit)) for unit in document.units], is_bilingual=fields.bilingual)
+    except DocumentError as error:
+        raise invalid("document_id", f"the translation of {meta['name']} {error}", batch.id) from None
+
+
+async def delete_document(context: Context, batch: Batch) -> None:
+    """Stop a translation and delete its files. Raises ServiceError."""
+
+    def deleted(batch: Batch) -> Batch:
+        batch = msgspec.structs.replace(batch, metadata={**meta_of(batch), stored.DELETED_KEY: "yes"})
+        if batch.status not in (Status.VALIDATING, Status.IN_PROGRESS):
+            return batch
+        return batch.with_status(Status.CANCELLING, int(time.time()))
+
+    store = get_store(context)
+    batch = await call_store(store.update, _CANNOT_DELETE, batch.id, deleted)
+    if batch.status not in ACTIVE_STATUSES:  # else its runner deletes it
+        await call_store(stored.delete_document, _CANNOT_DELETE, store, batch)
+
+
+async def upload_form(context: Context, body: DocumentBody) -> HandlerResponse:
+    """Translate a file, sent as a form. The answer has an id for its status and its result."""
+    batch, notes = await create_document(context, body.content, body.filename, body)
+    return json_response(document_object(batch, notes))
+
+
+async def upload_file(context: Context, upload: Upload) -> HandlerResponse:
+    """Translate a file that is the request's body, as of `curl -T book.epub`."""
+    batch, notes = await create_document(context, upload.content, upload.query.filename, upload.query)
+    return json_response(document_object(batch, notes))
+
+
+async def get_document(context: Context, upload: Upload) -> HandlerResponse:
+    """Return a document's status, or the translated file with `/content` after its id."""
+    name: str = upload.query.document_id
+    batch = await find_document(context, name.removesuffix(_CONTENT))
+    if not name.endswith(_CONTENT):
+        return json_response(document_object(batch))
+    return await translated_content(context, batch)
+
+
+async def remove_document(context: Context, upload: Upload) -> HandlerResponse:
+    """Stop a translation, and delete its files."""
+    batch = await find_document(context, upload.query.document_id)
+    await delete_document(context, batch)
+    return json_response({"id": batch.id, "deleted": True})
+
+
+_ITEM = f"{PATH}/{{document_id}}"
+_FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)
+_EXAMPLE = {"document_id": "doc_019eae3d7d1a"}
+_ENDINGS = ", ".join(ENDINGS)
+ROUTES = (
+    Route(
+        "POST",
+        PATH,
+        upload_form,
+        DocumentBody,
+        f"Translate a file: {_ENDINGS}.",
+        takes_form=True,
+        answer=DocumentObject,
+        errors=(ErrorKind.OVERLOADED,),
+        form={"target_lang": "zh-CN", "file": "@film.srt"},
+    ),
+    Route(
+        "PUT",
+        f"{PATH}/{{filename}}",
+        upload_file,
+        None,
+        "Translate a file that is the request's body.",
+        query=DocumentUpload,
+        uploads=FILE,
+        answer=DocumentObject,
+        errors=(ErrorKind.OVERLOADED,),
+        example={"filename": "book.epub", "target_lang": "zh-CN"},
+    ),
+    Route(
+        "GET",
+        _ITEM,
+        get_document,
+        None,
+        "Get a document's status, or the translated file with `/content` after its id.",
+        query=DocumentQuery,
+        answer=DocumentObject,
+        errors=_FAILS,
+        example=_EXAMPLE,
+    ),
+    Route(
+        "DELETE",
+        _ITEM,
+        remove_document,
+        None,
+        "Stop a document's translation, and delete its files.",
+        query=DocumentQuery,
+        answer=DeletedDocument,
+        errors=_FAILS,
+        example=_EXAMPLE,
+    ),
+)

@@ -1,0 +1,54 @@
+"""What the bodies of several translation routes share: languages, and what is DeepL's and LibreTranslate's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from routes.request.bodies import Body
+from routes.response.http_response import HTTP_STATUS, NATIVE_ERRORS, ErrorFormat
+from rwkv_batch.errors import ErrorKind
+from rwkv_batch.translation.plan import AUTO
+
+LABEL = "/translate/v1/batch-translate"
+
+
+def _one_line(name: str) -> str:
+    if not name.strip() or name.splitlines() != [name]:
+        raise PydanticCustomError("language", "must be one line with a language's code or name, like zh-TW or Klingon")
+    return name
+
+
+def _not_auto(name: str) -> str:
+    if name.lower() == AUTO:
+        raise PydanticCustomError("language", "must be the language to translate into; only source_lang may be auto")
+    return name
+
+
+Language = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_one_line)]
+"""A language code or name. The prompt uses the English name of a known language, and any other text unchanged."""
+TargetLanguage = Annotated[Language, AfterValidator(_not_auto)]
+
+LIBRE_ERRORS = ErrorFormat(
+    NATIVE_ERRORS.body,
+    HTTP_STATUS | {ErrorKind.UNAUTHORIZED: 403, ErrorKind.INVALID_FIELD: 400},
+    NATIVE_ERRORS.schema,
+)
+_OWN_CODES = {"zt": "zh-TW", "pb": "pt-BR"}
+"""LibreTranslate's codes that other services do not have."""
+LANGUAGE_CODE = BeforeValidator(lambda given: _OWN_CODES.get(given, given) if isinstance(given, str) else given)
+
+
+class LibreBody(Body):
+    """A body as JSON or as a form."""
+
+    model_config = ConfigDict(strict=False)
+
+    api_key: str = Field("", description="The service's password or an API key, if the service requires one.")
+
+
+HEAD_AFTER_S = 2.0
+"""DeepL's Node client sends the same request again if it has no head after 5 s, the Python client after 10 s."""
+NO_FORMALITY = "is not supported: this service has no formality; use default, prefer_more or prefer_less"

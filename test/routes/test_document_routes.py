@@ -1,0 +1,170 @@
+"""Files over HTTP: the native routes, DeepL's `translate_document` and LibreTranslate's `/translate_file`."""
+
+from __future__ import annotations
+
+import io
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepl
+import httpx
+import pytest
+
+from test.programs.batch.runs import fake_service
+from test.serving import Service, wait_for
+from test.translation.documents import docx, epub
+
+PATH = "/translate/v1/documents"
+KEY = "a secret"
+SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello\n\n2\n00:00:03,000 --> 00:00:04,500\nBye\n"
+KEYS = '[[key]]\nname = "one"\nkey = "rwkv-one-key-of-a-client-1234567890"\n\n[[key]]\nname = "two"\nkey = "rwkv-two-key-of-a-client-1234567890"\n'  # noqa: E501
+ONE, TWO = ({"Authorization": f"Bearer rwkv-{name}-key-of-a-client-1234567890"} for name in ("one", "two"))
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with a password."""
+    running = fake_service(tmp_path_factory.mktemp("locked"), "--password", KEY, password=KEY)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def send(service: Service, name: str, content: bytes, **fields: str) -> httpx.Response:
+    """Upload a file as a form."""
+    form = {"target_lang": "de", "source_lang": "en", **fields}
+    return httpx.post(service.url + PATH, headers=service.headers, data=form, files={"file": (name, content)})
+
+
+def get(service: Service, path: str) -> httpx.Response:
+    return httpx.get(f"{service.url}{PATH}/{path}", headers=service.headers)
+
+
+def finished(service: Service, document: dict[str, Any]) -> dict[str, Any]:
+    """Wait until a document is translated."""
+
+    def ended() -> Any:
+        found = get(service, document["id"]).json()
+        return found if found["status"] in ("done", "error") else None
+
+    return dict(wait_for(ended, 120, "the document"))
+
+
+def test_a_file_is_translated_in_the_background(locked: Service) -> None:
+    sent = send(locked, "film.srt", SRT.encode())
+    assert sent.status_code == 200, sent.text
+    document = sent.json()
+    assert (document["filename"], document["texts"], document["status"]) == ("film.de.srt", 2, "queued")
+    assert finished(locked, document) | {"created_at": 0} == {
+        "id": document["id"], "filename": "film.de.srt", "status": "done", "texts": 2, "translated": 2, "failed": 0,
+        "created_at": 0, "error": "", "notes": [],
+    }  # fmt: skip
+    result = get(locked, f"{document['id']}/content")
+    assert "film.de.srt" in result.headers["Content-Disposition"]
+    assert result.text.startswith("1\n00:00:01,000 --> 00:00:02,000\n") and "Hello" in result.text
+    assert get(locked, f"{document['id']}/content").content == result.content
+    assert httpx.delete(f"{locked.url}{PATH}/{document['id']}", headers=locked.headers).json()["deleted"]
+    assert get(locked, document["id"]).status_code == get(locked, f"{document['id']}/content").status_code == 404
+    assert httpx.get(locked.url + "/openai/v1/batches", headers=locked.headers).json()["data"] == []
+    assert httpx.get(locked.url + "/openai/v1/files", headers=locked.headers).json()["data"] == []
+
+
+def test_the_body_may_be_the_file(locked: Service) -> None:
+    url = f"{locked.url}{PATH}/word%20file.docx"
+    content = docx("<w:p><w:r><w:t>Hello</w:t></w:r></w:p>")
+    sent = httpx.put(url, params={"target_lang": "de", "bilingual": "true"}, content=content, headers=locked.headers)
+    assert sent.status_code == 200, sent.text
+    assert finished(locked, sent.json())["status"] == "done"
+    result = get(locked, f"{sent.json()['id']}/content").content
+    assert (
+        "Hello</w:t></w:r><w:r><w:br/></w:r>" in zipfile.ZipFile(io.BytesIO(result)).read("word/document.xml").decode()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fields", "field", "message"),
+    [
+        ("a.csv", b"id,body\n1,x\n", {"column": "text"}, "column", "name one of 'id', 'body'"),
+        ("a.pdf", b"%PDF-1.7", {}, "file", "convert it to docx or html"),
+        ("a.docx", b"PK", {}, "file", "is not a ZIP file"),
+        ("a.docx", docx("x" * (20 << 20)), {}, "file", "expands to"),
+        ("a.foo", b"x", {}, "file", "the name must end in .txt"),
+        ("a.txt", b"12", {}, "file", "no text to translate"),
+        ("a.txt", b"", {}, "file", "must not be empty"),
+        ("a.txt", b"x", {"target_lang": "auto"}, "target_lang", "must be the language to translate into"),
+        ("a.po", b'msgid "a"\nmsgstr ""\n', {"bilingual": "1"}, "file", "po has no place for two languages"),
+        ("a.xlf", b'<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><xliff>&e;</xliff>', {}, "file", "entities"),
+    ],
+)
+def test_wrong_files_are_refused_at_once(
+    locked: Service, name: str, content: bytes, fields: dict[str, str], field: str, message: str
+) -> None:
+    answer = send(locked, name, content, **fields)
+    assert answer.status_code == 400 or answer.status_code == 422, answer.text
+    error = answer.json()
+    assert message in str(error) and field in str(error)
+    assert "/etc" not in str(error)
+
+
+def test_nobody_without_the_password_sends_or_reads_files(locked: Service) -> None:
+    document = send(locked, "a.txt", b"Hello you").json()
+    stranger = {"url": f"{locked.url}{PATH}/{document['id']}"}
+    assert httpx.get(**stranger).status_code == httpx.delete(**stranger).status_code == 401
+    assert httpx.post(locked.url + PATH, data={"target_lang": "de"}, files={"file": ("a.txt", b"x")}).status_code == 401
+    assert get(locked, "doc_unknown").status_code == get(locked, "batch_unknown").status_code == 404
+
+
+def test_a_key_sees_its_own_documents_and_a_running_one_is_stopped_by_delete(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    service = fake_service(tmp_path, "--keys-file", str(tmp_path / "keys.toml"))
+    try:
+        service.headers = ONE
+        content = b"".join(b"line %d of a long text\n" % i for i in range(3000))
+        document = send(service, "a.txt", content).json()
+        assert get(service, f"{document['id']}/content").status_code == 429
+        service.headers = TWO
+        assert get(service, document["id"]).status_code == 404
+        assert httpx.delete(f"{service.url}{PATH}/{document['id']}", headers=TWO).status_code == 404
+        service.headers = ONE
+        assert httpx.delete(f"{service.url}{PATH}/{document['id']}", headers=ONE).status_code == 200
+        assert get(service, document["id"]).status_code == 404
+        files = lambda: httpx.get(service.url + "/openai/v1/files", headers=ONE).json()["data"]  # noqa: E731
+        wait_for(lambda: not files(), 120, "the deletion of the files")
+    finally:
+        service.close()
+
+
+def test_deepls_client_translates_a_document(locked: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.2)))
+    client = deepl.DeepLClient(KEY, server_url=locked.url)
+    out = io.BytesIO()
+    page = '<html xmlns="http://www.w3.org/1999/xhtml"><body><p>Hello</p></body></html>'
+    status = client.translate_document(epub(page), out, target_lang="DE", filename="book.epub")
+    assert status.done and status.billed_characters == len("A small book") + len("First chapter") + len("Hello")
+    assert zipfile.ZipFile(out).namelist()[0] == "mimetype"
+    handle = client.translate_document_upload(b"Hello you", target_lang="DE", filename="a.txt")
+    wrong = deepl.DocumentHandle(handle.document_id, "x" * 32)
+    with pytest.raises(deepl.DeepLException, match="no such document"):
+        client.translate_document_get_status(wrong)
+    with pytest.raises(deepl.DeepLException, match="output_format"):
+        client.translate_document_upload(b"Hello", target_lang="DE", filename="a.txt", output_format="docx")
+    with pytest.raises(deepl.DeepLException, match="Bad request"):
+        client.translate_document_upload(b"%PDF-1.7", target_lang="DE", filename="a.pdf")
+
+
+def test_libretranslates_files(locked: Service) -> None:
+    settings = httpx.get(locked.url + "/frontend/settings").json()
+    assert settings["filesTranslation"] and {".docx", ".epub", ".srt"} <= set(settings["supportedFilesFormat"])
+    form = {"source": "en", "target": "zt", "api_key": KEY}
+    answer = httpx.post(locked.url + "/translate_file", data=form, files={"file": ("a.txt", b"Hello you\n")})
+    url = answer.json()["translatedFileUrl"]
+    assert url.startswith(f"{locked.url}/download_file/doc_")
+    result = httpx.get(url)
+    assert result.status_code == 200 and "a.zh-TW.txt" in result.headers["Content-Disposition"] and result.content
+    assert httpx.get(f"{locked.url}/download_file/doc_unknown").status_code == 404
+    refused = httpx.post(locked.url + "/translate_file", data={**form, "api_key": "x"}, files={"file": ("a.txt", b"x")})
+    assert refused.status_code == 403
