@@ -39,9 +39,10 @@ struct RowFilters {
     history.push_back(token);
   }
 
+  bool is_mirostat() const { return !steps.empty() && steps.back() == kMirostat; }
+
   // Mirostat: moves the bound by the surprise of the sampled token, whose logit is given.
   void learn(float logit, float largest) {
-    if (steps.empty() || steps.back() != kMirostat) return;
     const double error = (log_total - (logit - largest)) / kLog2 - p.mirostat_tau;
     if (std::isfinite(error)) mu -= p.mirostat_eta * error;
   }
@@ -63,7 +64,7 @@ struct Typical {
 
 struct FilterScratch {
   std::vector<float> work;
-  std::vector<uint8_t> seen;
+  std::vector<uint8_t> seen, touched;  // by token, by chunk
   std::vector<Typical> typical;
   std::vector<Candidate> list;
 };
@@ -85,35 +86,48 @@ inline bool find_cut(const Row& row, const Limits& limits, std::vector<float>& w
   return false;
 }
 
-// A row that filters change. `maxima` has an upper bound of each chunk, -inf exactly if nothing is left of it.
+// Sums over the tokens that are left: of m(token), of m(token) * (s - largest), and their number.
+struct Sums {
+  double total = 0, weighted = 0;
+  int64_t count = 0;
+};
+
+// A row that filters change. A chunk whose maximum is -inf is empty: its logits are not read.
 class FilteredRow {
  public:
   FilteredRow(float* logits, int vocab, float largest, std::vector<float>& maxima, RowFilters& filters, FilterScratch& scratch)
-      : s_(logits), vocab_(vocab), largest_(largest), maxima_(maxima), filters_(filters), p_(filters.p), scratch_(scratch) {}
+      : s_(logits), vocab_(vocab), largest_(largest), maxima_(maxima), filters_(filters), p_(filters.p), scratch_(scratch) {
+    scratch_.touched.assign(maxima.size(), 0);
+  }
 
   float largest() const { return largest_; }
 
   void ban(uint64_t step) {
     if (static_cast<double>(step) < p_.min_tokens)
-      for (const int32_t token : filters_.stops) s_[token] = kNegativeInfinity;
+      for (const int32_t token : filters_.stops) change(token, kNegativeInfinity);
     const std::vector<int32_t>& history = filters_.history;
     for (const std::vector<int32_t>& word : filters_.bad_words) {
       const size_t before = word.size() - 1;
       if (before <= history.size() && std::equal(word.begin(), word.end() - 1, history.end() - before))
-        s_[word.back()] = kNegativeInfinity;
+        change(word.back(), kNegativeInfinity);
     }
-    rescan();
+    refresh();
   }
 
-  template <class Presence>
-  void run(uint64_t seed, uint64_t step, const Presence& subtract_presence) {
+  // each_presence(visit) calls visit(token, penalty) for the tokens with presence and frequency penalties.
+  template <class EachPresence>
+  void run(uint64_t seed, uint64_t step, const EachPresence& each_presence) {
     for (const int32_t name : filters_.steps) {
       if (largest_ == kNegativeInfinity) return;
       switch (name) {
-        case kPenalties: penalise_repetition(), subtract_presence(s_), rescan(); break;
-        case kDry: dry(), rescan(); break;
+        case kPenalties:
+          penalise_repetition();
+          each_presence([&](int32_t token, float penalty) { change(token, s_[token] - penalty); });
+          refresh();
+          break;
+        case kDry: dry(), refresh(); break;
         case kTemperature: scale(); break;
-        case kTopNSigma: keep_from(sigma_floor()); break;
+        case kTopNSigma: keep_from_sigma(); break;
         case kMinP: keep_near(static_cast<float>(std::log(p_.min_p))); break;
         case kTypP: typical(); break;
         case kTopP: truncate({vocab_, p_.top_p * total_mass(row())}); break;
@@ -127,55 +141,56 @@ class FilteredRow {
  private:
   Row row() const { return Row{s_, vocab_, largest_, 1.0f, &maxima_}; }
 
-  void rescan() {
+  // Changes one logit; `refresh` then updates its chunk.
+  void change(int32_t token, float value) {
+    s_[token] = std::min(value, kMaxLogit);
+    scratch_.touched[token / kChunk] = 1;
+  }
+
+  void refresh() {
     for (size_t chunk = 0; chunk < maxima_.size(); ++chunk) {
+      if (!scratch_.touched[chunk]) continue;
+      scratch_.touched[chunk] = 0;
+      if (maxima_[chunk] == kNegativeInfinity) continue;
       const int begin = static_cast<int>(chunk) * kChunk, end = std::min(begin + kChunk, vocab_);
-      float highest = kNegativeInfinity;
-      for (int token = begin; token < end; ++token) {
-        s_[token] = std::min(s_[token], kMaxLogit);
-        highest = s_[token] > highest ? s_[token] : highest;
-      }
-      maxima_[chunk] = highest;
+      maxima_[chunk] = *std::max_element(s_ + begin, s_ + end);
     }
     largest_ = *std::max_element(maxima_.begin(), maxima_.end());
   }
 
-  // Calls visit(token) for the tokens of chunks with anything left whose maximum is at least `floor`.
+  // Calls visit(begin, end) for each chunk with anything left whose maximum is at least `floor`.
   template <class Visit>
-  void each(float floor, Visit visit) {
+  void each_chunk(float floor, Visit visit) const {
     for (size_t chunk = 0; chunk < maxima_.size(); ++chunk) {
       if (maxima_[chunk] == kNegativeInfinity || !(maxima_[chunk] >= floor)) continue;
-      const int begin = static_cast<int>(chunk) * kChunk, end = std::min(begin + kChunk, vocab_);
-      for (int token = begin; token < end; ++token) visit(token);
+      const int begin = static_cast<int>(chunk) * kChunk;
+      visit(begin, std::min(begin + kChunk, vocab_));
     }
   }
 
-  // Removes the tokens that `is_kept` refuses, and whole chunks where nothing can be kept.
+  // Removes the tokens that `is_kept` refuses. No token below `floor` may be kept.
   template <class IsKept>
   void keep_if(float floor, IsKept is_kept) {
     for (size_t chunk = 0; chunk < maxima_.size(); ++chunk) {
       if (maxima_[chunk] == kNegativeInfinity) continue;
-      const int begin = static_cast<int>(chunk) * kChunk, end = std::min(begin + kChunk, vocab_);
       float highest = kNegativeInfinity;
+      const int begin = static_cast<int>(chunk) * kChunk, end = std::min(begin + kChunk, vocab_);
       if (maxima_[chunk] >= floor)
         for (int token = begin; token < end; ++token) {
           s_[token] = is_kept(token) ? s_[token] : kNegativeInfinity;
           highest = s_[token] > highest ? s_[token] : highest;
         }
-      else
-        std::fill(s_ + begin, s_ + end, kNegativeInfinity);
       maxima_[chunk] = highest;
     }
     largest_ = *std::max_element(maxima_.begin(), maxima_.end());
   }
 
-  void keep_from(double floor) {
-    keep_if(static_cast<float>(floor) - std::fabs(static_cast<float>(floor)) * 1e-6f, [&](int token) { return s_[token] >= floor; });
-  }
+  // A bound just below a value, for chunks; the exact comparison follows.
+  static float just_below(double value) { return static_cast<float>(value - std::fabs(value) * 1e-6 - 1e-30); }
 
   void keep_near(float distance) {
     const float largest = largest_;
-    keep_if(largest + distance - std::fabs(largest + distance) * 1e-6f, [&](int token) { return s_[token] - largest >= distance; });
+    keep_if(just_below(largest + distance), [&](int token) { return s_[token] - largest >= distance; });
   }
 
   void penalise_repetition() {
@@ -185,8 +200,8 @@ class FilteredRow {
     const int32_t* last = filters_.window(p_.repeat_last_n, size);
     scratch_.seen.resize(vocab_);
     for (int i = 0; i < size; ++i) {
-      float& value = s_[last[i]];
-      if (!scratch_.seen[last[i]]) value = value > 0 ? value / factor : value * factor;
+      const float value = s_[last[i]];
+      if (!scratch_.seen[last[i]]) change(last[i], value > 0 ? value / factor : value * factor);
       scratch_.seen[last[i]] = 1;
     }
     for (int i = 0; i < size; ++i) scratch_.seen[last[i]] = 0;
@@ -207,92 +222,126 @@ class FilteredRow {
     }
     for (const auto& [token, length] : longest) {
       const double penalty = p_.dry_multiplier * std::pow(p_.dry_base, length - p_.dry_allowed_length);
-      s_[token] -= static_cast<float>(std::min<double>(penalty, kMaxLogit));
+      change(token, s_[token] - static_cast<float>(std::min<double>(penalty, kMaxLogit)));
     }
   }
 
-  // The sum of m(token) * (s - largest), and the number of tokens that are left.
-  double weighted_sum(int64_t& count) {
-    double sum = 0;
-    count = 0;
-    each(kNegativeInfinity, [&](int token) {
-      const float distance = s_[token] - largest_;
-      const float mass = exp_nonpositive(distance);
-      count += s_[token] > kNegativeInfinity;
-      sum += mass > 0 ? static_cast<double>(mass) * distance : 0.0;
+  Sums sums() const {
+    constexpr int kLanes = 16;
+    double totals[kLanes] = {}, weighted[kLanes] = {};
+    int32_t counts[kLanes] = {};
+    const float largest = largest_;
+    Sums sums;
+    each_chunk(kNegativeInfinity, [&](int begin, int end) {
+      if (end - begin == kChunk) {
+        for (int at = begin; at < begin + kChunk; at += kLanes)
+          for (int lane = 0; lane < kLanes; ++lane) {
+            const float distance = s_[at + lane] - largest, mass = exp_nonpositive(distance);
+            totals[lane] += mass;
+            weighted[lane] += mass > 0 ? mass * distance : 0.0f;
+            counts[lane] += s_[at + lane] > kNegativeInfinity;
+          }
+        return;
+      }
+      for (int token = begin; token < end; ++token) {
+        const float distance = s_[token] - largest, mass = exp_nonpositive(distance);
+        sums.total += mass;
+        sums.weighted += mass > 0 ? mass * distance : 0.0f;
+        sums.count += s_[token] > kNegativeInfinity;
+      }
     });
-    return sum;
-  }
-
-  double entropy(double& log_total, int64_t& count) {
-    const double total = total_mass(row());
-    log_total = std::log(total);
-    return log_total - weighted_sum(count) / total;
+    for (int lane = 0; lane < kLanes; ++lane)
+      sums.total += totals[lane], sums.weighted += weighted[lane], sums.count += counts[lane];
+    return sums;
   }
 
   void scale() {
     double temperature = p_.temperature;
     if (p_.dynatemp_range > 0) {
-      double log_total;
-      int64_t count;
-      const double disorder = entropy(log_total, count), most = std::log(static_cast<double>(count));
-      const double share = std::pow(most > 0 ? std::min(std::max(disorder / most, 0.0), 1.0) : 0.0, p_.dynatemp_exponent);
+      const Sums all = sums();
+      const double entropy = std::log(all.total) - all.weighted / all.total, most = std::log(static_cast<double>(all.count));
+      const double share = std::pow(most > 0 ? std::min(std::max(entropy / most, 0.0), 1.0) : 0.0, p_.dynatemp_exponent);
       const double low = std::max(temperature - p_.dynatemp_range, 0.0);
       temperature = low + (temperature + p_.dynatemp_range - low) * share;
     }
     const float factor = static_cast<float>(1 / std::max(temperature, 1e-8));
-    each(kNegativeInfinity, [&](int token) { s_[token] *= factor; });
+    each_chunk(kNegativeInfinity, [&](int begin, int end) {
+      for (int token = begin; token < end; ++token) s_[token] *= factor;
+    });
     for (float& maximum : maxima_) maximum *= factor;
     largest_ *= factor;
   }
 
-  double sigma_floor() {
-    double sum = 0, squares = 0;
+  void keep_from_sigma() {
+    constexpr int kLanes = 16;
+    double sum[kLanes] = {}, squares[kLanes] = {};
     int64_t count = 0;
-    each(kNegativeInfinity, [&](int token) {
+    const auto add = [&](int token, int lane) {
       const bool is_left = s_[token] > kNegativeInfinity;
-      sum += is_left ? s_[token] : 0.0;
-      count += is_left;
+      const double distance = is_left ? static_cast<double>(s_[token]) - largest_ : 0.0;
+      sum[lane] += distance, squares[lane] += distance * distance, count += is_left;
+    };
+    each_chunk(kNegativeInfinity, [&](int begin, int end) {
+      if (end - begin == kChunk)
+        for (int at = begin; at < begin + kChunk; at += kLanes)
+          for (int lane = 0; lane < kLanes; ++lane) add(at + lane, lane);
+      else
+        for (int token = begin; token < end; ++token) add(token, 0);
     });
-    const double mean = sum / static_cast<double>(count);
-    each(kNegativeInfinity, [&](int token) {
-      const double distance = s_[token] - mean;
-      squares += s_[token] > kNegativeInfinity ? distance * distance : 0.0;
-    });
-    return largest_ - p_.top_n_sigma * std::sqrt(squares / static_cast<double>(count));
+    for (int lane = 1; lane < kLanes; ++lane) sum[0] += sum[lane], squares[0] += squares[lane];
+    const double mean = sum[0] / static_cast<double>(count), variance = squares[0] / static_cast<double>(count) - mean * mean;
+    const double floor = largest_ - p_.top_n_sigma * std::sqrt(std::max(variance, 0.0));
+    keep_if(just_below(floor), [&](int token) { return s_[token] >= floor; });
   }
 
   void typical() {
-    double log_total;
-    int64_t count;
-    const double disorder = entropy(log_total, count);
+    const Sums all = sums();
+    const double log_total = std::log(all.total), entropy = log_total - all.weighted / all.total;
+    const double enough = p_.typical_p * all.total;
     std::vector<Typical>& found = scratch_.typical;
-    found.clear();
-    double total = 0;
-    each(kNegativeInfinity, [&](int token) {
-      if (s_[token] == kNegativeInfinity) return;
-      const float distance = s_[token] - largest_, mass = exp_nonpositive(distance);
-      found.push_back({std::fabs(log_total - distance - disorder), token, s_[token]});
-      total += mass;
-    });
+    // Tokens within a distance of the entropy; the distance grows until their mass is enough.
+    for (double within = 1;; within *= 4) {
+      found.clear();
+      double mass = 0;
+      const double lowest = largest_ + log_total - entropy - within;
+      each_chunk(just_below(lowest), [&](int begin, int end) {
+        for (int token = begin; token < end; ++token) {
+          if (s_[token] == kNegativeInfinity) continue;
+          const float distance = s_[token] - largest_;
+          const double from_entropy = std::fabs(log_total - distance - entropy);
+          if (from_entropy > within) continue;
+          found.push_back({from_entropy, token, s_[token]});
+          mass += exp_nonpositive(distance);
+        }
+      });
+      if (mass >= enough || static_cast<int64_t>(found.size()) == all.count) break;
+    }
     const auto before = [](const Typical& a, const Typical& b) {
       return a.distance < b.distance || (a.distance == b.distance && a.token < b.token);
     };
-    const double enough = p_.typical_p * total;
+    // Halves the range in which the mass becomes enough; only its last part is sorted.
+    size_t first = 0, end = found.size();
     double mass = 0;
-    size_t kept = 0;
-    for (size_t sorted = 0; kept == sorted && sorted < found.size();) {  // sorts only as many as needed
-      const size_t end = std::min(found.size(), std::max<size_t>(256, 4 * sorted));
-      std::nth_element(found.begin() + sorted, found.begin() + (end - 1), found.end(), before);
-      std::sort(found.begin() + sorted, found.begin() + end, before);
-      for (sorted = end; kept < end && (kept == 0 || mass < enough); ++kept) mass += exp_nonpositive(found[kept].logit - largest_);
+    while (end - first > 64) {
+      const size_t middle = first + (end - first) / 2;
+      std::nth_element(found.begin() + first, found.begin() + middle, found.begin() + end, before);
+      double more = 0;
+      for (size_t i = first; i < middle; ++i) more += exp_nonpositive(found[i].logit - largest_);
+      if (mass + more >= enough)
+        end = middle;
+      else
+        mass += more, first = middle;
     }
-    std::fill(s_, s_ + vocab_, kNegativeInfinity);
+    std::sort(found.begin() + first, found.begin() + end, before);
+    size_t kept = first;
+    for (; kept < end && (kept == 0 || mass < enough); ++kept) mass += exp_nonpositive(found[kept].logit - largest_);
     std::fill(maxima_.begin(), maxima_.end(), kNegativeInfinity);
     for (size_t i = 0; i < kept; ++i) {
-      const Typical& one = found[i];
-      s_[one.token] = one.logit;
-      maxima_[one.token / kChunk] = std::max(maxima_[one.token / kChunk], one.logit);
+      const int chunk = found[i].token / kChunk;
+      if (maxima_[chunk] == kNegativeInfinity)
+        std::fill(s_ + chunk * kChunk, s_ + std::min((chunk + 1) * kChunk, vocab_), kNegativeInfinity);
+      s_[found[i].token] = found[i].logit;
+      maxima_[chunk] = std::max(maxima_[chunk], found[i].logit);
     }
     largest_ = *std::max_element(maxima_.begin(), maxima_.end());
   }
@@ -306,15 +355,16 @@ class FilteredRow {
   void xtc(uint64_t seed, uint64_t step) {
     if (!(to_uniform(words_of_block(seed, step, 0, kDomainXtc).at[0]) < p_.xtc_probability)) return;
     const double enough = p_.xtc_threshold * total_mass(row());
+    const float floor = enough > 0 ? just_below(largest_ + std::log(enough) - 1e-5) : kNegativeInfinity, largest = largest_;
     Candidate least{std::numeric_limits<float>::infinity(), -1};
-    const auto is_above = [&](int token) { return s_[token] > kNegativeInfinity && exp_nonpositive(s_[token] - largest_) >= enough; };
-    each(kNegativeInfinity, [&](int token) {
-      if (is_above(token) && s_[token] <= least.logit) least = {s_[token], token};
+    each_chunk(floor, [&](int begin, int end) {
+      for (int token = begin; token < end; ++token)
+        if (s_[token] > kNegativeInfinity && s_[token] <= least.logit && exp_nonpositive(s_[token] - largest) >= enough)
+          least = {s_[token], token};
     });
     if (least.token < 0) return;
-    const float largest = largest_;
     keep_if(kNegativeInfinity, [&](int token) {
-      return token == least.token || !(exp_nonpositive(s_[token] - largest) >= enough);
+      return token == least.token || s_[token] < floor || !(exp_nonpositive(s_[token] - largest) >= enough);
     });
   }
 
@@ -324,11 +374,11 @@ class FilteredRow {
     } else {
       const double log_total = std::log(total_mass(row())), mu = filters_.mu;
       const float largest = largest_;
-      int32_t best = 0;
+      const auto chunk = std::find(maxima_.begin(), maxima_.end(), largest) - maxima_.begin();
+      int32_t best = static_cast<int32_t>(chunk) * kChunk;
       while (s_[best] != largest) ++best;
-      keep_if(kNegativeInfinity, [&](int token) {
-        return token == best || (log_total - (s_[token] - largest)) / kLog2 <= mu;
-      });
+      const float floor = std::min(just_below(largest + log_total - mu * kLog2 - 1e-5), largest);
+      keep_if(floor, [&](int token) { return token == best || (log_total - (s_[token] - largest)) / kLog2 <= mu; });
     }
     filters_.log_total = std::log(total_mass(row()));
   }

@@ -54,10 +54,12 @@ void add_bias(float* logits, const SlotState& slot) {
   for (size_t i = 0; i < slot.bias_tokens.size(); ++i) logits[slot.bias_tokens[i]] += slot.bias_values[i];
 }
 
-void subtract_presence(float* logits, const SlotState& slot) {
+// Calls visit(token, penalty) for the tokens with presence and frequency penalties.
+template <class Visit>
+void each_presence(const SlotState& slot, Visit visit) {
   if (!slot.parameters.penalised) return;
   const float presence = slot.parameters.presence, frequency = slot.parameters.frequency;
-  for (size_t i = 0; i < slot.seen.size(); ++i) logits[slot.seen[i]] -= slot.counts[i] * frequency + presence;
+  for (size_t i = 0; i < slot.seen.size(); ++i) visit(slot.seen[i], slot.counts[i] * frequency + presence);
 }
 
 // Returns the largest of kSize logits without NaN; sets `nans` if there are any. The constant size vectorises.
@@ -243,16 +245,15 @@ int32_t sample_truncated(float* logits, const Row& row, const SlotState& slot, S
 
 // Applies the row's filters and returns the largest logit that they leave.
 float filter(float* logits, int vocab, float largest, SlotState& slot, Scratch& scratch) {
-  clear_empty_chunks(logits, vocab, scratch.maxima);
   FilteredRow row(logits, vocab, largest, scratch.maxima, *slot.filters, scratch.filters);
   row.ban(slot.step);
-  row.run(slot.parameters.seed, slot.step, [&](float* s) { subtract_presence(s, slot); });
+  row.run(slot.parameters.seed, slot.step, [&](auto visit) { each_presence(slot, visit); });
   return row.largest();
 }
 
 int32_t sample_row(float* logits, const uint32_t* mask, int vocab, SlotState& slot, Scratch& scratch) {
   add_bias(logits, slot);
-  if (!slot.filters) subtract_presence(logits, slot);
+  if (!slot.filters) each_presence(slot, [&](int32_t token, float penalty) { logits[token] -= penalty; });
   float largest = scan(logits, mask, vocab, scratch.maxima);
   if (slot.filters) largest = filter(logits, vocab, largest, slot, scratch);
   if (largest == kNegativeInfinity) return 0;
@@ -344,7 +345,8 @@ EXPORT void sampler_sample(Sampler* sampler, float* logits, const uint32_t* mask
     const uint32_t* mask = masks ? masks + row * words : nullptr;
     float* at = logits + row * sampler->vocab;
     const int32_t token = sampling::sample_row(at, mask, sampler->vocab, slot, scratch);
-    if (slot.filters) slot.filters->learn(at[token], *std::max_element(scratch.maxima.begin(), scratch.maxima.end()));
+    if (slot.filters && slot.filters->is_mirostat())
+      slot.filters->learn(at[token], *std::max_element(scratch.maxima.begin(), scratch.maxima.end()));
     sampling::count(slot, token, sampler->penalty_exempt);
     tokens[row] = token;
   }
