@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from demo.corpus import chat, structured, tools, translation
+from demo.corpus import chat, pages, structured, tools, translation
 from demo.corpus.documents import PROMPT_WEIGHT, Document, Segment, dialogue, rounds
 from demo.corpus.grammar import expand, invented, pick
 from demo.corpus.words import phrase_table
@@ -56,7 +56,8 @@ def repetition(rng: Random) -> Document:
 
 
 SHARES = {
-    translation.document: 0.65,
+    translation.document: 0.52,
+    pages.document: 0.13,
     chat.document: 0.16,
     tools.document: 0.06,
     structured.document: 0.045,

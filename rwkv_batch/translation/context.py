@@ -14,7 +14,10 @@ from typing import NamedTuple
 PAGE_CHARACTERS = 6000
 """Characters of a page that serve as context if the request has none."""
 CHUNK_SEGMENTS = 8
-"""Segments of a rolling translation that run together. They have the same context."""
+"""Most segments of a rolling translation that run together, with the same context.
+
+At first they are as many as the segments before, so short documents have a context too.
+"""
 _MAX_CHARACTERS, _KEPT_CHARACTERS = 6000, 2000
 """A longer history is cut. In between it only grows, so each chunk's context begins with that of the chunk before."""
 

@@ -218,8 +218,8 @@ class TranslationPlan:
         self._missing = {}
         is_rolling = self._request.mode is ContextMode.ROLLING
         while self._num_done < len(self._units):
-            end = self._num_done + CHUNK_SEGMENTS if is_rolling else len(self._units)
-            chunk = self._units[self._num_done : end]
+            size = min(CHUNK_SEGMENTS, max(1, self._num_done)) if is_rolling else len(self._units)
+            chunk = self._units[self._num_done : self._num_done + size]
             for unit in chunk:
                 unit.history = self.history
             results = [self._translated(unit) for unit in chunk]

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from demo.corpus import chat, grammar, mixture, structured, tools, translation, tuning, words
+from demo.corpus import chat, grammar, mixture, pages, structured, tools, translation, tuning, words
 from demo.corpus.documents import Document, held_out, text_of
 from demo.evaluate import held_pairs
 
@@ -79,6 +79,29 @@ def test_translation_documents_have_the_public_form() -> None:
             r"English: .+\n\n(Chinese|German|Japanese): .+\n\n|(Chinese|German|Japanese): .+\n\nEnglish: .+\n\n", text
         )
         assert text.endswith("\n\n") and "\n\n\n" not in text
+
+
+@pytest.mark.parametrize("skill", pages.SKILLS)
+def test_pages_decide_the_translation(skill: Callable[..., pages.Case]) -> None:
+    rng = Random(4)
+    for held in (False, True):
+        for case in (skill(rng, held=held) for _ in range(20)):
+            assert all(case.target.count(part) >= 1 for part in case.expected)
+            if case.skill in ("markers", "inserted terms"):
+                assert all(part in case.source for part in case.expected)
+                continue
+            before = "\n".join((pages.page(rng, case), *(f"{en}\n{zh}" for en, zh in case.history)))
+            assert case.source not in before and before.strip()
+            if case.skill == "terms":
+                assert f"{case.terms[0][0]} = {case.terms[0][1]}" in before
+
+
+def test_pages_of_the_evaluation_are_not_trained_on() -> None:
+    rng = Random(6)
+    held = {skill(rng, held=True).source for skill in (pages.address, pages.pronouns) for _ in range(20)}
+    assert not held & {pages.address(rng).source for _ in range(100)} and all(map(held_out, held))
+    text = text_of(pages.document(rng))
+    assert "English: " in text and "\n\nChinese: " in text and text.endswith("\n\n")
 
 
 def test_chats_are_rounds_of_user_and_assistant() -> None:

@@ -109,7 +109,7 @@ def test_a_rolling_translation_reads_what_came_before() -> None:
     texts = [f"This is sentence number {number} of the book." for number in range(20)]
     found, asked = translated(upper, *texts, mode=ContextMode.ROLLING, context="A book.")
     assert [one.text for one in found] == [*map(loud, texts)]
-    assert [len(query.history) for query in asked] == [0] * 8 + [8] * 8 + [16] * 4
+    assert [len(query.history) for query in asked] == [0, 1, 2, 2, *[4] * 4, *[8] * 8, *[16] * 4]
     assert asked[8].history[0] == ("English", texts[0], loud(texts[0])) and asked[8].context == "A book."
 
 

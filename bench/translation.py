@@ -1,0 +1,210 @@
+"""Context in translations: what the model makes of it, what the service keeps, and what a page costs.
+
+    python -m bench.translation                              # the demo model, on this machine's CPU
+    python -m bench.translation --model-path FILE --cases 500 --out FILE
+
+- skills: held-out sentences of demo/corpus/pages.py, from English to Chinese. `right`: the translation has the term,
+  the pronoun, the form of address or the markers of its page. `exact`: it is the whole expected translation. `alone`:
+  the same sentences without what comes before them. Prompts are those of the service.
+- kept: the same sentences with markers, and texts of many lines, through the service's own route. `markers`: all are in
+  the answer in order; `split`: the text was split around markers that the model lost; `lines`: equal numbers of lines.
+- page: time of 200 paragraphs of 40 to 80 tokens without context, with a context of 1,500 tokens that is read once
+  (`page`), and with the context in each prompt, with and without the prefix cache. `plugin`: the same as fifty requests
+  of four paragraphs. All rows sample 60 tokens, so the times are comparable. Medians of --rounds rounds, in seconds
+  (`wall`) and in seconds of CPU (`cpu`), which other programs disturb less. `ratio` is a paragraph's time over one's
+  without context, of `cpu` on a CPU. Without the prefix cache only a tenth of the paragraphs run.
+
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import re
+import statistics
+import threading
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from bench.tools.origin import origin
+from demo import vocabulary
+from demo.corpus import pages
+from demo.corpus.translation import fresh_pair
+from demo.engine_client import EngineClient, open_engine
+from demo.files import MODEL, ensure_model
+from programs.backends.local_engine import LocalEngine
+from programs.settings.command_line import parse_settings
+from routes.translation.translator import shared_prompt, translation_prompt
+from rwkv_batch.engine import Engine
+from rwkv_batch.request import GenerateRequest, Job, JobEvents
+from rwkv_batch.translation.context import Example
+from rwkv_batch.translation.plan import Query
+from sampling.params import SamplingParams
+
+PATH = "/translate/v1/batch-translate"
+PARAGRAPHS, CONTEXT_TOKENS, ANSWER_TOKENS = 200, 1500, 60
+PLUGIN_TEXTS = 4
+_MARKER = re.compile(r"\$?\{+\w+\}+|%\d*\$?s|</?\d+/?>")
+_numbers = itertools.count()
+_SKILLS = (pages.pronouns, pages.terms, pages.inserted_terms, pages.rolling_terms, pages.address, pages.markers)
+
+
+def _prompt(case: pages.Case, context: str, *, alone: bool) -> str:
+    history = () if alone else tuple(Example("English", *pair) for pair in case.history)
+    query = Query("en", "zh", case.source, "" if alone else context, history)
+    return shared_prompt(query) + translation_prompt(query)
+
+
+def skills(client: EngineClient, cases: int, seed: int) -> dict[str, Any]:
+    """Return the share of right and exact translations of each skill, with and without what comes before."""
+    found = {}
+    for skill in _SKILLS:
+        rng = Random(f"{skill.__name__}/{seed}")
+        sampled = [skill(rng, held=True) for _ in range(cases)]
+        contexts = [pages.page(rng, case) for case in sampled]
+        figures = {}
+        for alone in (False, True):
+            prompts = [_prompt(*one, alone=alone) for one in zip(sampled, contexts, strict=True)]
+            answers = [answer.strip() for answer in client.complete(prompts, 160)]
+            both = list(zip(sampled, answers, strict=True))
+            end = "_alone" if alone else ""
+            figures[f"right{end}"] = sum(all(one in answer for one in case.expected) for case, answer in both) / cases
+            figures[f"exact{end}"] = sum(case.target == answer for case, answer in both) / cases
+        found[skill.__name__] = {name: round(value, 4) for name, value in figures.items()}
+    return found
+
+
+async def kept(model: Path, cases: int, seed: int) -> dict[str, float]:
+    """Return the share of texts whose markers and lines the service keeps."""
+    backend = LocalEngine(parse_settings(["--model-path", str(model)], {}))
+    await backend.open()
+    rng = Random(f"kept/{seed}")
+    marked = [pages.markers(rng, held=True).source for _ in range(cases)]
+    lines = ["\n".join(fresh_pair(rng, held=True).en for _ in range(20)) for _ in range(max(cases // 20, 1))]
+    body = {"source_lang": "en", "target_lang": "zh-CN", "cache": "off", "text_list": [*marked, *lines]}
+    try:
+        reply = await backend.request(PATH, body)
+    finally:
+        await backend.close()
+    if reply.status != 200:
+        raise SystemExit(f"the route answered {reply.status}: {reply.reason}")
+    answers = [entry["text"] for entry in reply.value["translations"]]
+    pairs = zip(marked, answers[:cases], strict=True)
+    same = [sorted(_MARKER.findall(one)) == sorted(_MARKER.findall(other)) for one, other in pairs]
+    counts = [one.count("\n") == other.count("\n") for one, other in zip(lines, answers[cases:], strict=True)]
+    warned = [warning["message"] for warning in reply.value.get("warnings", ())]
+    more = sum(int(found[1]) for one in warned if (found := re.search(r": (\d+) more translations", one)))
+    split = sum("was split around" in one for one in warned)
+    return {
+        "markers": round(sum(same) / cases, 4),
+        "lines": round(sum(counts) / len(counts), 4),
+        "split_at_least": round(split / cases, 4),
+        "more_with_warnings": round(more / cases, 4),
+    }
+
+
+def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> tuple[float, float, int]:
+    """Run jobs that arrive together. Return seconds, seconds of CPU, and the number of cached tokens."""
+    done, cached = threading.Semaphore(0), [0]
+
+    def sink(events: JobEvents) -> None:
+        cached[0] += sum(delta.finish.cached_tokens for delta in events.deltas if delta.finish is not None)
+        if events.done:
+            done.release()
+
+    started, cpu_started = time.perf_counter(), time.process_time()
+    for rows in jobs:
+        engine.submit(Job(job_id=f"bench-{next(_numbers)}", rows=rows), sink, lambda refusal: None)
+    for _ in jobs:
+        done.acquire()
+    return time.perf_counter() - started, time.process_time() - cpu_started, cached[0]
+
+
+def _texts(rng: Random, low: int, high: int) -> list[int]:
+    """Sample the tokens of a text of `low` to `high` tokens."""
+    length, ids = rng.randint(low, high), list[int]()
+    while len(ids) < length:
+        ids += vocabulary.encode(fresh_pair(rng).en + " ")
+    return ids[:length]
+
+
+def page_cost(engine: Engine, rounds: int, paragraphs: int) -> dict[str, Any]:
+    """Return the times of a page's paragraphs, by how they get their context."""
+    rng = Random(0)
+    texts = [_texts(rng, 40, 80) for _ in range(paragraphs)]
+    found: dict[str, list[tuple[float, float, int]]] = {}
+    counts: dict[str, int] = {}
+    for _ in range(rounds):
+        context = _texts(rng, CONTEXT_TOKENS, CONTEXT_TOKENS)
+        ways = {
+            "no_context": ([], False, False),
+            "page": (context, True, True),
+            "in_each_prompt_cached": ([*context[1:], context[0]], True, False),
+            "in_each_prompt": (context, False, False),
+        }
+        for size, name in ((paragraphs, "page"), (PLUGIN_TEXTS, "plugin")):
+            for way, (ids, uses_cache, is_named) in ways.items():
+                part = texts if uses_cache or not ids else texts[: max(paragraphs // 10, PLUGIN_TEXTS)]
+                before = ids if name == "page" else [*ids[7:], *ids[:7]]  # no state of the other page fits
+                rows = [
+                    GenerateRequest(
+                        prompt=[*before, *text],
+                        max_tokens=ANSWER_TOKENS,
+                        sampling=SamplingParams(temperature=0.0),
+                        ignore_eos=True,
+                        chunk_size=0,
+                        use_prefix_cache=uses_cache,
+                        cached_tokens=len(before) if is_named else 0,
+                    )
+                    for text in part
+                ]
+                jobs = [rows[start : start + size] for start in range(0, len(rows), size)]
+                found.setdefault(f"{name}: {way}", []).append(_run(engine, jobs))
+                counts[f"{name}: {way}"] = len(rows)
+    on_cpu = engine.model_runner.device.type == "cpu"
+    figures = {}
+    for way, runs in found.items():
+        wall, cpu, cached = (statistics.median(values) for values in zip(*runs, strict=True))
+        figures[way] = {"wall": round(wall, 2), "cpu": round(cpu, 2), "cached_tokens": int(cached)}
+    measure = "cpu" if on_cpu else "wall"
+    for way, values in figures.items():
+        base = figures[f"{way.partition(':')[0]}: no_context"]
+        values["ratio"] = round(values[measure] / counts[way] / base[measure] * paragraphs, 3)
+        values["paragraphs"] = counts[way]
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", type=Path, help="a model file or a compact file; default: the demo model")
+    parser.add_argument("--cases", type=int, default=200, help="held-out sentences of each skill")
+    parser.add_argument("--paragraphs", type=int, default=PARAGRAPHS)
+    parser.add_argument("--rounds", type=int, default=3, help="of the page's cost; 0: none")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    given = arguments.model_path or MODEL
+    model = ensure_model(source=given) if given.suffix == MODEL.suffix else given
+    result: dict[str, Any] = {"program": "bench.translation", "model": model.name, **origin()}
+    with open_engine(model, device=arguments.device, dtype=arguments.dtype) as client:
+        if arguments.cases:
+            result["skills"] = skills(client, arguments.cases, arguments.seed)
+        if arguments.rounds:
+            result["page"] = page_cost(client.engine, arguments.rounds, arguments.paragraphs)
+    if arguments.cases:
+        result["kept"] = asyncio.run(kept(model, arguments.cases, arguments.seed))
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
