@@ -13,8 +13,8 @@ malformed packets. In the quiet part it does not. It counts:
 * slots, leases, rows and jobs in use without a request, before and after the quiet part;
 * threads and descriptors that an idle process gained in the quiet part, beyond a few of lazily filled pools;
 * growth of memory, threads and descriptors of each process, and of the number of files, in the last three quarters of
-  the quiet part. The upper bound is 1 % per hour (`slope.py`). The caches are full by then. Pages of files (code,
-  embedding rows) do not count.
+  the quiet part. The upper bound is 1 % per hour (`slope.py`). Files and descriptors come and go with requests, so
+  their lowest numbers count. The caches are full by then. Pages of files (code, embedding rows) do not count.
 * acknowledged turns that were lost or changed. All sessions run a second time on an undisturbed service
   (`bench/chaos/crash.py`).
 
@@ -166,12 +166,12 @@ def wait(seconds: float, findings: Findings) -> None:
 
 def slopes_since(sampler: Sampler, since: float, names: dict[int, str]) -> dict[str, Slope]:
     """Return the slopes after `since` by name. Processes that started later have not warmed up and are left out."""
-    found = {"files": slope([(at, float(count)) for at, count in sampler.files if at > since])}
+    found = {"files": slope([(at, float(count)) for at, count in sampler.files if at > since], has_floor=True)}
     for pid, samples in sampler.samples.items():
         if pid in names and samples[0][0] <= since:
             for what in ("anonymous", "threads", "descriptors"):
                 points = [(at, float(getattr(figures, what))) for at, figures in samples if at > since]
-                found[f"{what} of {pid} {names[pid]}"] = slope(points)
+                found[f"{what} of {pid} {names[pid]}"] = slope(points, has_floor=what == "descriptors")
     return {what: one for what, one in found.items() if one is not None}
 
 

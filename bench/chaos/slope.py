@@ -36,18 +36,23 @@ class Slope:
         return (self.high if self.seconds >= LONG_S else self.low) > FLAT
 
 
-def medians(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return (mean time, median) of each block of (seconds, figure) samples; [] if there are too few."""
+def medians(samples: list[tuple[float, float]], has_floor: bool = False) -> list[tuple[float, float]]:
+    """Return (mean time, median) of each block of (seconds, figure) samples; [] if there are too few.
+
+    has_floor: return the lowest figure in place of the median. Files and descriptors come and go with requests, so
+    only their lowest number shows what is left behind.
+    """
     if len(samples) < 2 * BLOCKS:
         return []
     cuts = [len(samples) * number // BLOCKS for number in range(BLOCKS + 1)]
     blocks = [samples[first:end] for first, end in itertools.pairwise(cuts)]
-    return [(statistics.fmean(at for at, _ in block), statistics.median(y for _, y in block)) for block in blocks]
+    reduce = min if has_floor else statistics.median
+    return [(statistics.fmean(at for at, _ in block), reduce(y for _, y in block)) for block in blocks]
 
 
-def slope(samples: list[tuple[float, float]]) -> Slope | None:
-    """Return the slope of (seconds, figure) samples in time order; None if there are too few."""
-    points = medians(samples)
+def slope(samples: list[tuple[float, float]], has_floor: bool = False) -> Slope | None:
+    """Return the slope of (seconds, figure) samples in time order; None if there are too few. `has_floor`: `medians`"""
+    points = medians(samples, has_floor)
     if not points:
         return None
     slopes = sorted((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2))

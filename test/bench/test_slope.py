@@ -44,5 +44,14 @@ def test_a_short_run_needs_a_significant_slope() -> None:
     assert found is not None and found.grows
 
 
+@pytest.mark.parametrize("left_an_hour", [0, 12])
+def test_files_that_come_and_go_are_flat_unless_some_stay(left_an_hour: int) -> None:
+    """Busy clients have up to seven files for a while. The medians of such numbers grew by a third in an hour."""
+    rng = random.Random(1)
+    samples = [(2.0 * i, 20.0 + int(i * left_an_hour / 1800) + rng.choice((0, 0, 1, 4, 7))) for i in range(1350)]
+    found = slope(samples, has_floor=True)
+    assert found is not None and found.grows == (left_an_hour > 0)
+
+
 def test_too_few_samples_give_no_slope() -> None:
     assert slope(memory(0.5, seconds=30)) is None
