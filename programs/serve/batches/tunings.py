@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _RETRY_S = 10.0
+_MAX_TRIES = 30
+"""A job fails after so many errors of the engine or the disk, and others run."""
 _MAX_KILLS = 3
 """A job whose process was killed more often fails: it needs too much memory."""
 _MAX_METRICS = 200
@@ -53,6 +55,7 @@ class TuningRunner:
         self._store, self._jobs, self._context, self._engine = store, JobStore(store), context, engine
         self._key_names: frozenset[str] | None = None
         self._kills: dict[str, int] = {}
+        self._tries: dict[str, int] = {}
 
     def set_key_names(self, names: frozenset[str] | None) -> None:
         """Set the names of the valid API keys. None: not known. Jobs of other keys fail."""
@@ -65,7 +68,7 @@ class TuningRunner:
             try:
                 active = await asyncio.to_thread(self._active_jobs)
                 if active:
-                    await self._run_job(active[0], stop)
+                    await self._run_or_fail(active[0], stop)
                 wait_s = _POLL_S
             except (OSError, StoreFullError, ServiceError) as error:  # a full disk, or an engine that is away
                 logger.error("fine-tuning jobs wait: %s", error)
@@ -103,6 +106,19 @@ class TuningRunner:
             estimated_finish=None,
         )  # fmt: skip
 
+    async def _run_or_fail(self, job: Job, stop: asyncio.Event) -> None:
+        """Run a job until it ends or is stopped. Raises OSError, StoreFullError or ServiceError for a later try."""
+        try:
+            await self._run_job(job, stop)
+        except (OSError, StoreFullError, ServiceError) as error:
+            tries = self._tries[job.id] = self._tries.get(job.id, 0) + 1
+            if tries < _MAX_TRIES:
+                raise
+            await self._fail(job, "not_loaded", f"the result could not be loaded and stored: {error}")
+        except Exception as error:  # a bug: its owner gets the error, other jobs continue
+            logger.exception("fine-tuning job %s failed", job.id)
+            await self._fail(job, "internal", f"the job failed: {type(error).__name__}: {error}")
+
     async def _run_job(self, job: Job, stop: asyncio.Event) -> None:
         """Run a job until it ends or is stopped. Raises OSError, StoreFullError or ServiceError for a later try."""
         if job.owner and self._key_names is not None and job.owner not in self._key_names:
@@ -112,7 +128,7 @@ class TuningRunner:
         if done.exists():  # the engine was away when the training ended
             await self._succeed(job, msgspec.json.decode(await asyncio.to_thread(done.read_bytes)))
             return
-        command = [sys.executable, "-m", _MODULE]
+        command = [sys.executable, "-P", "-m", _MODULE]
         for option, file_id in (("", job.training_file), ("--validation", job.validation_file)):
             if file_id is None:
                 continue
@@ -211,11 +227,12 @@ class TuningRunner:
 
     async def _end(self, job: Job, code: int, result: dict[str, Any], errors: str) -> None:
         """Record how a process ended."""
+        if code == 0 and result:  # also of a job that was paused just now
+            await asyncio.to_thread(write_private, self._folder(job) / _DONE, msgspec.json.encode(result))
         current = await asyncio.to_thread(self._jobs.job, "", job.id)
         if current is None or current.status is not JobStatus.RUNNING:
             return
         if code == 0 and result:
-            await asyncio.to_thread(write_private, self._folder(job) / _DONE, msgspec.json.encode(result))
             await self._succeed(job, result)
         elif code == _STOPPED:
             return  # it continues at the next start
@@ -227,7 +244,8 @@ class TuningRunner:
             else:
                 await self._update(job, make_event(f"{text}; it continues from its checkpoint", "warn"))
         else:
-            await self._fail(job, "invalid_training_file" if "line " in errors else "training_failed", errors)
+            is_bad_file = "has errors; correct" in errors
+            await self._fail(job, "invalid_training_file" if is_bad_file else "training_failed", errors)
 
     async def _succeed(self, job: Job, result: dict[str, Any]) -> None:
         """Load the results into the engine, then name the model. Raises OSError, StoreFullError or ServiceError."""

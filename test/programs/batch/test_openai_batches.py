@@ -157,7 +157,7 @@ def test_files_are_listed_read_and_deleted(fake: Service) -> None:
     for name in ("../batches.db", "..%2fbatches.db", "file-x/../../batches.db"):
         assert fake.get(f"/openai/v1/files/{name}/content").status_code == 404
     with pytest.raises(openai.BadRequestError, match="purpose"):
-        client.files.create(file=("f.jsonl", b"x"), purpose="fine-tune")
+        client.files.create(file=("f.jsonl", b"x"), purpose="assistants")
 
 
 def test_errors_in_a_file_name_the_line(fake: Service) -> None:

@@ -1,0 +1,95 @@
+"""Jobs that cannot succeed: they fail with their reason, and the next one runs. Limits of jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from programs.serve.batches.tunings import TuningRunner
+from routes.config import HttpConfig
+from routes.context import Context, Readiness, RequestLimiter
+from routes.file_store import Purpose, Store, StoredFile, StoreFullError
+from routes.fine_tuning.jobs import JobBody, create_job
+from routes.fine_tuning.store import MAX_ACTIVE_PER_OWNER, Job, JobStatus, JobStore
+from routes.request.json_body import validate
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.errors import ErrorKind, ServiceError
+from test.serving import ROOT
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store with one file of examples, `file-1`."""
+    made = Store(tmp_path / "files", 1 << 30, 100)
+    content = "\n".join(json.dumps({"prompt": f"{i}", "completion": f"{i}"}) for i in range(10)).encode()
+    about = {"id": "file-1", "owner": "", "created_at": 1, "filename": "a.jsonl", "purpose": Purpose.FINE_TUNE}
+    made.add_file(StoredFile(bytes=len(content), **about), content)  # type: ignore[arg-type]
+    return made
+
+
+def job(number: int, file: str = "file-1", owner: str = "") -> Job:
+    return Job(
+        id=f"ftjob-{number}", owner=owner, model="rwkv7", training_file=file, tuning="state", rank=4, epochs=1,
+        batch_size=0, multiplier=0.0, seed=1, created_at=number,
+    )  # fmt: skip
+
+
+def context_of(store: Store, tune_device: str = "cpu") -> Context:
+    context = Context(None, HttpConfig(tune_device=tune_device), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
+    context.files = store
+    return context
+
+
+def test_jobs_that_cannot_run_fail_with_the_reason_and_others_follow(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as the supervisor does
+    jobs = JobStore(store)
+    for one in (job(1), job(2, "file-gone"), job(3, owner="removed"), job(4)):
+        jobs.add(one)
+    runner = TuningRunner(store, context_of(store), EngineConfig(model_path=str(tmp_path / "none.pth")))
+    runner.set_key_names(frozenset({"other"}))
+    options = runner._options
+
+    def broken(one: Job) -> list[str]:
+        if one.id == "ftjob-4":
+            raise ValueError("a bug")
+        return options(one)
+
+    monkeypatch.setattr(runner, "_options", broken)
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        task = asyncio.create_task(runner.run(stop))
+        deadline = time.monotonic() + 240
+        while jobs.active() and time.monotonic() < deadline:  # noqa: ASYNC110 - the runner polls the same records
+            await asyncio.sleep(0.1)
+        stop.set()
+        await task
+
+    asyncio.run(run())
+    ended = {one.id: one for one in jobs.jobs("")}
+    assert {one.status for one in ended.values()} == {JobStatus.FAILED}
+    errors = {name: one.error or {} for name, one in ended.items()}
+    assert "none.pth" in errors["ftjob-1"]["message"] and errors["ftjob-1"]["code"] == "training_failed"
+    assert errors["ftjob-2"]["param"] == "training_file" and "file-gone was deleted" in errors["ftjob-2"]["message"]
+    assert errors["ftjob-3"]["code"] == "api_key_removed"
+    assert errors["ftjob-4"]["message"] == "the job failed: ValueError: a bug"
+    assert jobs.events("ftjob-1", "", 1)[0]["level"] == "error"
+
+
+def test_jobs_of_a_key_and_of_a_service_without_tuning_are_limited(store: Store) -> None:
+    jobs = JobStore(store)
+    for number in range(MAX_ACTIVE_PER_OWNER):
+        jobs.add(job(number, owner="anna"))
+    with pytest.raises(StoreFullError, match="8 jobs of this key"):
+        jobs.add(job(99, owner="anna"))
+    jobs.add(job(100, owner="bert"))
+    body = validate(JobBody, {"model": "rwkv7", "training_file": "file-1"})
+    with pytest.raises(ServiceError, match="--tune-device none") as refused:
+        asyncio.run(create_job(context_of(store, "none"), body))
+    assert refused.value.info.kind is ErrorKind.FORBIDDEN
