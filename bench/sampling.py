@@ -24,8 +24,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from sampling.params import Method, SamplingParams
+from sampling.cpu import CpuSampler
+from sampling.filtered_sampler import FilteredSampler
+from sampling.params import Filters, Method, SamplingParams
 from sampling.registry import SAMPLERS, sampler_class
+from sampling.row_filters import RowContext
 from sampling.sampler import Sampler
 
 VOCAB = 65536
@@ -39,6 +42,21 @@ CASES = {
     "top_k500": [SamplingParams(top_k=500)],
     "top_p0.9": [SamplingParams(top_p=0.9)],
     "top_p0.9_flat": [SamplingParams(top_p=0.9, temperature=5.0)],
+    "all_samplers": [
+        msgspec.structs.replace(
+            PENALTIES,
+            temperature=0.9,
+            filters=Filters(
+                min_p=0.02,
+                typical_p=0.95,
+                top_n_sigma=3.0,
+                xtc_probability=0.3,
+                repetition_penalty=1.1,
+                dry_multiplier=0.8,
+                dynatemp_range=0.2,
+            ),
+        )
+    ],
     "mixed": [PENALTIES, SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams()],
 }
 HISTORY = 300
@@ -110,15 +128,23 @@ def graphed(sampler: Sampler, sets: list[Tensor], rows: int) -> Callable[[], obj
 
 def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, object]:
     device, choice = setting.device, CASES[case]
-    sampler = sampler_class(name)(rows, VOCAB, device, [])
+    plain = sampler_class(name)(rows, VOCAB, device, [])
+    has_filters = any(params.filters is not None for params in choice)
+    sampler: Sampler | FilteredSampler = plain
+    if has_filters and not isinstance(plain, CpuSampler):
+        sampler = FilteredSampler(plain, rows, VOCAB, device, [])
     for req_slot in range(rows):
-        sampler.admit(req_slot, msgspec.structs.replace(choice[req_slot % len(choice)], seed=req_slot))
+        params = msgspec.structs.replace(choice[req_slot % len(choice)], seed=req_slot)
+        if isinstance(sampler, FilteredSampler):
+            sampler.admit(req_slot, params, RowContext())
+        else:
+            sampler.admit(req_slot, params)
     sets, req_slots = logits_sets(rows, device), list(range(rows))
     history = HISTORY if any(params.has_penalties for params in choice) and device.type == "cuda" else 2
     for step in range(history):
         sampler.sample(sets[step % len(sets)].clone(), req_slots)
-    if name == "rapid":
-        seconds = event_seconds(graphed(sampler, sets, rows), 20) / len(sets)
+    if name == "rapid" and not has_filters:
+        seconds = event_seconds(graphed(plain, sets, rows), 20) / len(sets)
     else:
         clock = event_seconds if device.type == "cuda" else host_seconds
         # Samplers overwrite the logits. A copy would be timed too, and greedy and penalised rows stay so without it.

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from programs.library.arguments import library_message
-from routes.openai.request import ChatBody, CompletionBody
+from routes.openai.request import ChatBody, CompletionBody, OpenAIBody
 from routes.request.json_body import validate
 from routes.response.http_response import HTTP_STATUS
 from rwkv_batch.errors import ErrorInfo, ServiceError
@@ -96,8 +96,10 @@ def merge_params(params: SamplingParams | None, given: dict[str, Any]) -> Sampli
     return params
 
 
-def _fields(params: SamplingParams, first: int, streams: bool) -> dict[str, Any]:
-    """Return the fields of both bodies."""
+def _fields(params: SamplingParams, first: int, streams: bool, body: type[OpenAIBody]) -> dict[str, Any]:
+    """Return the fields of both bodies. Raises TypeError for an unknown one in `extra_args`."""
+    if unknown := params.extra_args.keys() - body.model_fields.keys():
+        raise TypeError(f"extra_args: {', '.join(sorted(unknown))} are no fields of a request; remove them")
     fields: dict[str, Any] = {
         "n": params.n,
         "max_tokens": params.max_tokens,
@@ -136,7 +138,7 @@ def completion_body(
 ) -> CompletionBody:
     """Return the body for prompts; `first` is the index of the first one. Raises ServiceError."""
     own = {"prompt": prompts, "logprobs": params.logprobs, "session_id": session_id}
-    body: CompletionBody = validate(CompletionBody, _fields(params, first, streams) | own)
+    body: CompletionBody = validate(CompletionBody, _fields(params, first, streams, CompletionBody) | own)
     return body
 
 
@@ -146,5 +148,5 @@ def chat_body(
     """Return the body for conversation number `first` of a call. Raises ServiceError."""
     logprobs = {"logprobs": params.logprobs is not None, "top_logprobs": params.logprobs}
     own = {"messages": messages, "session_id": session_id, **logprobs, **more}
-    body: ChatBody = validate(ChatBody, _fields(params, first, streams) | own)
+    body: ChatBody = validate(ChatBody, _fields(params, first, streams, ChatBody) | own)
     return body

@@ -8,6 +8,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
+from programs.library.params import SamplingParams as LibraryParams
+from programs.library.params import chat_body, completion_body
 from routes.llama_cpp.completion import CompletionPrompt
 from routes.ollama.request import OllamaChatBody, OllamaGenerateBody
 from routes.openai.request import ChatBody, CompletionBody
@@ -71,6 +73,17 @@ def test_llama_cpps_name_and_window_of_the_repetition_penalty() -> None:
         assert filters is not None and (filters.repetition_penalty, filters.repeat_last_n) == (1.3, window), name
     both = by_dialect(repeat_penalty=1.3, repetition_penalty=1.1)["chat"].filters
     assert both is not None and both.repetition_penalty == 1.1
+
+
+def test_the_librarys_parameters_become_fields() -> None:
+    extra = {"xtc_probability": 0.5, "samplers": "xt"}
+    params = LibraryParams(min_p=0.1, min_tokens=2, bad_words=["zqj"], truncate_prompt_tokens=3, extra_args=extra)
+    for body in (completion_body(["a"], params, 0, None, False), chat_body(CHAT["messages"], params, 0, None, False)):
+        filters = body.row_sampling(TOKENIZER.encode).filters
+        assert filters is not None and (filters.min_p, filters.min_tokens, filters.xtc_probability) == (0.1, 2, 0.5)
+        assert filters.samplers == ("xtc", "temperature") and filters.bad_words and body.truncate_prompt_tokens == 3
+    with pytest.raises(TypeError, match="extra_args: xtc_probabilty are no fields of a request"):
+        completion_body(["a"], LibraryParams(extra_args={"xtc_probabilty": 1}), 0, None, False)
 
 
 def test_letters_are_names_of_samplers() -> None:
