@@ -159,6 +159,7 @@ export default {
   "translate.warnings": "Warnings: {count}",
   "translate.paragraphs": "{done} of {count} segments",
   "translate.detected": "Detected language:",
+  "translate.failed": "{count} segments could not be translated and stay as they were.",
   "translate.stopped": "Stopped.",
   "plugin.title": "Settings for immersive-translate",
   "plugin.about":

@@ -152,6 +152,7 @@ export default {
   "translate.warnings": "警告：{count} 条",
   "translate.paragraphs": "{done} / {count} 段",
   "translate.detected": "检测到：",
+  "translate.failed": "{count} 段未能翻译，保持原文。",
   "translate.stopped": "已停止。",
   "plugin.title": "沉浸式翻译的设置",
   "plugin.about": "在沉浸式翻译的设置中添加翻译服务“自定义 API”，并填入以下内容。",

@@ -3,8 +3,7 @@
 import { address, password } from "../api.js";
 import { number, t, useLanguage } from "../i18n.js";
 import { download, html, oncePerFrame, settings, useRef, useState } from "../ui.js";
-import { ENDINGS, nameOfTranslation, plain, takeApart } from "./formats.js";
-import { checkRoute, translateTexts } from "./work.js";
+import { checkRoute, translateFile, translateTexts } from "./work.js";
 
 const LANGUAGES = {
   "zh-CN": "简体中文", "zh-TW": "繁體中文", en: "English", ja: "日本語", ko: "한국어", fr: "Français", de: "Deutsch",
@@ -12,6 +11,12 @@ const LANGUAGES = {
   th: "ไทย", id: "Bahasa Indonesia", tr: "Türkçe", pl: "Polski", nl: "Nederlands", uk: "Українська",
 };
 const AUTO = "auto";
+const BINARY = ["docx", "pptx", "xlsx", "odt", "epub"];
+const ENDINGS = [
+  ...BINARY, "txt", "md", "html", "srt", "vtt", "ass", "po", "pot", "xlf", "xliff", "tmx", "json", "arb", "yaml", "yml",
+  "xml", "xcstrings", "properties", "strings", "csv", "tsv",
+];
+const isBinary = (file) => BINARY.includes(file.name.slice(file.name.lastIndexOf(".") + 1).toLowerCase());
 const MAX_WARNINGS = 200;
 
 function LanguageChoice({ id, label, value, choose, auto }) {
@@ -21,28 +26,58 @@ function LanguageChoice({ id, label, value, choose, auto }) {
   </select></label>`;
 }
 
-/** A running translation: splits a text, counts the progress and joins the result. */
+/** Lines of a text. White space between them is kept. */
+function linesOf(text) {
+  const pieces = text.split(/(\r?\n)/);
+  const places = pieces.map((_, at) => at).filter((at) => at % 2 === 0 && pieces[at].trim() !== "");
+  const assemble = (translations) => {
+    const all = [...pieces];
+    for (const [index, at] of places.entries()) all[at] = translations[index];
+    return all.join("");
+  };
+  return { texts: places.map((at) => pieces[at]), assemble };
+}
+
+/** A running translation of a text or a file, with its progress. */
 function useTranslation() {
   const [state, setState] = useState(null);
-  const start = async (made, source, target, name = "") => {
+  const run = async (name, target, count, work) => {
     const control = new AbortController();
-    const now = { name, target, done: 0, count: made.texts.length, translations: made.texts.map(() => ""), languages: new Map(), warnings: [], ended: false, problem: "", control };
-    const show = oncePerFrame(() => setState({ ...now, text: (made.preview ?? made.assemble)(now.translations), whole: () => made.assemble(now.translations) }));
+    const now = { name, target, done: 0, count, text: "", languages: new Map(), warnings: [], ended: false, problem: "", control };
+    const show = oncePerFrame(() => setState({ ...now }));
     show();
     try {
-      await translateTexts(made.texts, source, target, control.signal, (at, text, language) => {
-        now.translations[at] = text;
-        now.done += 1;
-        now.languages.set(language, (now.languages.get(language) ?? 0) + 1);
-        show();
-      }, (at, message) => now.warnings.push({ at, message }));
+      await work(now, show);
     } catch (error) {
       now.problem = error.name === "AbortError" ? t("translate.stopped") : error.message || t("notice.offline");
     }
     now.ended = true;
     show();
+    return now;
   };
-  return [state, start];
+  const startText = (text, source, target) => {
+    const { texts, assemble } = linesOf(text);
+    const translations = texts.map(() => "");
+    return run("", target, texts.length, async (now, show) => {
+      now.text = assemble(translations);
+      await translateTexts(texts, source, target, now.control.signal, (at, translation, language) => {
+        translations[at] = translation;
+        now.text = assemble(translations);
+        now.done += 1;
+        now.languages.set(language, (now.languages.get(language) ?? 0) + 1);
+        show();
+      }, (at, message) => now.warnings.push({ at, message }));
+    });
+  };
+  const startFile = (file, source, target) => run(file.name, target, 0, async (now, show) => {
+    const { content, filename, failed } = await translateFile(file, source, target, now.control.signal, (found) => {
+      Object.assign(now, { done: found.translated + found.failed, count: found.texts });
+      show();
+    });
+    if (failed) now.problem = t("translate.failed", { count: number(failed) });
+    Object.assign(now, { name: filename, content, text: isBinary(file) ? filename : await content.text() });
+  });
+  return [state, startText, startFile];
 }
 
 /** The detected languages, most frequent first. */
@@ -81,7 +116,7 @@ function Panes({ text, setText, state, begin, take }) {
     <div class="pane">
       <textarea id="translate-target" aria-label=${t("translate.target")} readonly value=${state?.text ?? ""} lang=${state?.target}></textarea>
       <p class="row"><button onClick=${copy} disabled=${!state?.ended}>${t(copied ? "copied" : "copy")}</button>
-        <button id="translate-download" disabled=${!state?.ended} onClick=${() => download(state.name ? nameOfTranslation(state.name, state.target) : `translation.${state.target}.txt`, state.whole())}>${t("translate.download")}</button></p>
+        <button id="translate-download" disabled=${!state?.ended || (state.name && !state.content)} onClick=${() => download(state.name || `translation.${state.target}.txt`, state.content ?? state.text)}>${t("translate.download")}</button></p>
     </div>
   </div>`;
 }
@@ -121,25 +156,21 @@ export function Translate() {
   const [target, setTarget] = useState(LANGUAGES[settings.get("target")] ? settings.get("target") : language === "zh" ? "en" : "zh-CN");
   const [text, setText] = useState("");
   const [problem, setProblem] = useState("");
-  const [state, start] = useTranslation();
+  const [state, startText, startFile] = useTranslation();
   const choose = (code) => {
     setTarget(code);
     settings.set("target", code);
   };
   const take = async (file) => {
-    try {
-      const made = await takeApart(file, target);
-      setText(made.source);
-      setProblem("");
-      await start(made, source, target, file.name);
-    } catch (error) {
-      setProblem(`${file.name}: ${error.message}`);
-    }
+    setProblem("");
+    setText(isBinary(file) ? "" : await file.text());
+    const { content, problem: reason } = await startFile(file, source, target);
+    if (!content) setProblem(`${file.name}: ${reason}`);
   };
   return html`<div class="translate">
     <p class="row"><${LanguageChoice} id="source-language" label=${t("translate.from")} value=${source} choose=${setSource} auto=${true} />
       <${LanguageChoice} id="target-language" label=${t("translate.to")} value=${target} choose=${choose} /></p>
-    <${Panes} ...${{ text, setText, state, take }} begin=${() => start(plain(text), source, target)} />
+    <${Panes} ...${{ text, setText, state, take }} begin=${() => startText(text, source, target)} />
     ${problem && html`<p class="bad" role="alert">${problem}</p>`}
     <${Progress} state=${state} />
     <${ImmersiveTranslate} />

@@ -1,8 +1,10 @@
-// Sends texts to the translation route in batches.
+// Sends texts to the translation route in batches, and files to the route of documents.
 
-import { post } from "../api.js";
+import { post, request } from "../api.js";
 
 const PATH = "/translate/v1/batch-translate";
+const DOCUMENTS = "/translate/v1/documents";
+const POLL_MS = 500;
 const TEXTS_PER_REQUEST = 32;
 const REQUESTS_AT_ONCE = 3;
 
@@ -25,6 +27,30 @@ export async function translateTexts(texts, source, target, signal, arrived, war
     }
   };
   await Promise.all(Array.from({ length: REQUESTS_AT_ONCE }, work));
+}
+
+/**
+ * Translate a File. Calls `progress(document)`, and returns the document with its translation as `content`, a Blob.
+ * Throws ApiError, or AbortError after `signal`, which stops the translation.
+ */
+export async function translateFile(file, source, target, signal, progress) {
+  const query = new URLSearchParams({ source_lang: source, target_lang: target });
+  const upload = { method: "PUT", body: file, type: "application/octet-stream", signal };
+  const json = async (path, options) => (await request(path, options)).json();
+  let found = await json(`${DOCUMENTS}/${encodeURIComponent(file.name)}?${query}`, upload);
+  const path = `${DOCUMENTS}/${found.id}`;
+  try {
+    while (found.status === "queued" || found.status === "translating") {
+      progress(found);
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+      found = await json(path, { signal });
+    }
+    if (found.status === "error") throw new Error(found.error);
+    progress(found);
+    return { ...found, content: await (await request(`${path}/content`, { signal })).blob() };
+  } finally {
+    request(path, { method: "DELETE" }).catch(() => {});
+  }
 }
 
 /** Test a request like immersive-translate's. Throws ApiError or Error. */

@@ -11,6 +11,7 @@ from playwright.sync_api import Page, expect
 
 from test.routes.web.conftest import WAIT_MS, Opener
 from test.serving import Service
+from test.translation.documents import epub
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -57,27 +58,17 @@ FILES_KEY = {
     ),
     "texts.json": (
         json.dumps({"greeting": "Good morning", "n": 3, "more": [{"ask": "How are you?"}]}),
-        json.dumps({"greeting": "早上好", "n": 3, "more": [{"ask": "你好吗？"}]}, indent=2, ensure_ascii=False) + "\n",
+        json.dumps({"greeting": "早上好", "n": 3, "more": [{"ask": "你好吗？"}]}, ensure_ascii=False),
     ),
     "page.xliff": (
         '<?xml version="1.0"?>\n<xliff version="1.2"><file source-language="en"><body><trans-unit id="a">'
         "<source>Good morning</source></trans-unit></body></file></xliff>",
-        '<?xml version="1.0"?>\n<xliff version="1.2"><file source-language="en" target-language="zh-CN"><body>'
-        '<trans-unit id="a"><source>Good morning</source>\n'
-        "<target>早上好</target></trans-unit></body></file></xliff>\n",
+        "<?xml version='1.0' encoding='UTF-8'?>\n"
+        '<xliff version="1.2"><file source-language="en" target-language="zh-CN"><body><trans-unit id="a">'
+        '<source>Good morning</source><target state="needs-review-translation">早上好</target></trans-unit></body>'
+        "</file></xliff>",
     ),
 }
-
-
-def write_book(path: Path) -> None:
-    """Write a one-chapter EPUB with the parts that matter for translation."""
-    chapter = (
-        '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>Good <i>morning</i></h1><p>How are you?</p></body></html>'
-    )
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as book:
-        book.writestr("mimetype", "application/epub+zip", zipfile.ZIP_STORED)
-        book.writestr("chapter.xhtml", chapter)
-        book.writestr("style.css", "p {}" * 100)
 
 
 def test_files_are_translated_and_keep_their_format(demo: Service, open_page: Opener, tmp_path: Path) -> None:
@@ -94,17 +85,17 @@ def test_files_are_translated_and_keep_their_format(demo: Service, open_page: Op
         assert waiting.value.suggested_filename == f"{file.stem}.zh-CN{file.suffix}"
         assert Path(waiting.value.path()).read_text("utf-8") == translation
     book = tmp_path / "book.epub"
-    write_book(book)
+    chapter = '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>Good morning</h1><p>How are you?</p></body></html>'
+    book.write_bytes(epub(chapter, **{"style.css": "p {}" * 100}))
     page.set_input_files("#translate-file", book)
-    expect(page.locator("#translate-target")).to_have_value("早上好\n\n你好吗？")
+    expect(page.locator("#translate-target")).to_have_value("book.zh-CN.epub")
     ended(page)
     with page.expect_download() as waiting:
         page.click("#translate-download")
     assert waiting.value.suggested_filename == "book.zh-CN.epub"
     with zipfile.ZipFile(waiting.value.path()) as translated:
-        assert translated.testzip() is None
-        assert translated.namelist() == ["mimetype", "chapter.xhtml", "style.css"]
-        assert "<h1>早上好</h1><p>你好吗？</p>" in translated.read("chapter.xhtml").decode()
+        assert translated.testzip() is None and translated.namelist()[0] == "mimetype"
+        assert "<h1>早上好</h1><p>你好吗？</p>" in translated.read("OEBPS/text 1.xhtml").decode()
         assert translated.read("style.css") == b"p {}" * 100
     broken = tmp_path / "broken.json"
     broken.write_text("{", "utf-8")
