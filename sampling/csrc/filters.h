@@ -275,11 +275,12 @@ class FilteredRow {
   void keep_from_sigma() {
     constexpr int kLanes = 16;
     double sum[kLanes] = {}, squares[kLanes] = {};
-    int64_t count = 0;
+    int32_t counts[kLanes] = {};
+    const double largest = largest_;
     const auto add = [&](int token, int lane) {
-      const bool is_left = s_[token] > kNegativeInfinity;
-      const double distance = is_left ? static_cast<double>(s_[token]) - largest_ : 0.0;
-      sum[lane] += distance, squares[lane] += distance * distance, count += is_left;
+      const float value = s_[token];
+      const double distance = value > kNegativeInfinity ? value - largest : 0.0;
+      sum[lane] += distance, squares[lane] += distance * distance, counts[lane] += value > kNegativeInfinity;
     };
     each_chunk(kNegativeInfinity, [&](int begin, int end) {
       if (end - begin == kChunk)
@@ -288,8 +289,9 @@ class FilteredRow {
       else
         for (int token = begin; token < end; ++token) add(token, 0);
     });
-    for (int lane = 1; lane < kLanes; ++lane) sum[0] += sum[lane], squares[0] += squares[lane];
-    const double mean = sum[0] / static_cast<double>(count), variance = squares[0] / static_cast<double>(count) - mean * mean;
+    for (int lane = 1; lane < kLanes; ++lane)
+      sum[0] += sum[lane], squares[0] += squares[lane], counts[0] += counts[lane];
+    const double mean = sum[0] / counts[0], variance = squares[0] / counts[0] - mean * mean;
     const double floor = largest_ - p_.top_n_sigma * std::sqrt(std::max(variance, 0.0));
     keep_if(just_below(floor), [&](int token) { return s_[token] >= floor; });
   }
