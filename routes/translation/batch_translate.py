@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from routes.context import Context
 from routes.request.bodies import Texts
@@ -17,7 +17,7 @@ from routes.translation.languages import LABEL, Language, TargetLanguage
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
 from rwkv_batch.translation.context import ContextMode, page_context
-from rwkv_batch.translation.glossary import Glossary
+from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.memory import CacheUse
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
@@ -26,8 +26,21 @@ from rwkv_batch.translation.segments import Split
 ContextText = Annotated[str, Field(max_length=100_000)]
 KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=256, fail_fast=True)]
 
+StyleText = Annotated[str, Field(max_length=1000)]
+
+
+def _is_text(given: Any) -> bool:
+    return isinstance(given, str)
+
+
 _Term = Annotated[str, Field(max_length=100, pattern=r"\S")]
-_TranslatedTerm = Annotated[str, Field(max_length=1024, pattern=r"\S")]
+_TranslatedTerm = Annotated[
+    str,
+    Field(max_length=1024, pattern=r"\S"),
+    BeforeValidator(
+        lambda given: " | ".join(given) if isinstance(given, list) and all(map(_is_text, given)) else given
+    ),
+]
 GlossaryTerms = Annotated[dict[_Term, _TranslatedTerm], Field(max_length=10_000)]
 
 
@@ -74,9 +87,21 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
     do_not_translate: KeptTerms = Field([], description="Words that stay as they are, like product names.")
     glossary: GlossaryTerms = Field(
         {},
-        description='Terms and translations: {"state pool": "状态池"}. A text whose translation lacks one is '
-        "translated again, with the translations in the text. `warnings` names terms that are still missing.",
+        description='Terms and translations: {"state pool": "状态池"}, or forms: "Katze | Katzen", or a list. A text '
+        "whose translation lacks one is translated again, with the translations in the text. `warnings` names terms "
+        "that are still missing.",
     )
+    glossary_mode: GlossaryMode = Field(
+        GlossaryMode.CHECK,
+        strict=False,
+        description="hint: the prompt has the translations. check: as `glossary` says. enforce: the sampler ends no "
+        "text without a form of each translation; the model chooses its place.",
+    )
+    instruction: StyleText = Field("", description='Instruction in plain words, like "Use short sentences."')
+    formality: Literal["default", "more", "less"] = Field(
+        "default", description="more or less formal. It is an instruction, which a model may ignore."
+    )
+    audience: StyleText = Field("", description='The readers, like "children". It is an instruction too.')
     glossary_id: str = Field(
         "", max_length=80, description="Id of a stored glossary (/translate/v1/glossaries). Terms of `glossary` win."
     )
@@ -97,6 +122,12 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
     timeout_s: float | None = Field(
         None, gt=0, le=86400, description="Time limit in seconds. After it the answer is 504."
     )
+
+
+def _style(body: TranslateBody) -> str:
+    formality = {"more": "Use formal, polite language.", "less": "Use informal language."}.get(body.formality, "")
+    audience = f"The readers are {body.audience.strip()}." if body.audience.strip() else ""
+    return "\n".join(filter(None, (body.instruction.strip(), formality, audience)))
 
 
 async def batch_translate(context: Context, body: TranslateBody) -> HandlerResponse:
@@ -124,6 +155,8 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
         document=body.document,
         cache=body.cache,
         glossary=Glossary(body.glossary),
+        glossary_mode=body.glossary_mode,
+        style=_style(body),
     )
     ids = [body.glossary_id] if body.glossary_id else []
     request = await named_glossaries(context, ids, request, body.glossary_version)

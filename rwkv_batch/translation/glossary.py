@@ -1,15 +1,32 @@
 """Terms with a required translation.
 
-If an answer lacks a term, the text is translated again with the translations inserted. A model that reads "the 状态池
-keeps" mostly keeps the word.
+The translations are inserted into the text of the prompt. A model that reads "the 状态池 keeps" mostly keeps the word.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+import msgspec
 
 from rwkv_batch.translation.markers import pattern_of
+from sampling.grammar.constraint import RequiredText
+
+_MAX_ENFORCED = 64
+"""Terms per text."""
+
+
+class GlossaryMode(StrEnum):
+    """What is done about a glossary's terms."""
+
+    HINT = "hint"
+    """The prompt has the translations."""
+    CHECK = "check"
+    """A text whose translation lacks one is translated again, with the translations in the prompt."""
+    ENFORCE = "enforce"
+    """The prompt has the translations, and the sampler ends no text without them."""
 
 
 class Glossary:
@@ -36,10 +53,26 @@ class Glossary:
     def missing(self, text: str, answer: str) -> dict[str, str]:
         """Return the terms whose translation is missing in the answer. Ignores case."""
         answer_text = answer.casefold()
-        return {term: target for term, target in self.terms_in(text).items() if target.casefold() not in answer_text}
+        terms = self.terms_in(text).items()
+        return {term: to for term, to in terms if not any(form.casefold() in answer_text for form in forms_of(to))}
 
     def apply(self, text: str) -> str:
-        """Return the text with its terms replaced by their translations."""
+        """Return the text with its terms replaced by the first forms of their translations."""
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda found: self._target(found.group()) or found.group(), text)
+        return self._pattern.sub(lambda found: forms_of(self._target(found.group()) or found.group())[0], text)
+
+
+def forms_of(target: str) -> tuple[str, ...]:
+    """Return the forms of a translation like `Katze | Katzen`."""
+    return tuple(form for part in target.split(" | ") if (form := part.strip())) or (target,)
+
+
+def enforced(required: RequiredText | None, targets: Iterable[str]) -> RequiredText | None:
+    """Add translations that an answer must have. Forms with characters of markers are left out."""
+    required = required or RequiredText()
+    barred = {*required.leads, "\n"}
+    words = (tuple(form for form in forms_of(target) if barred.isdisjoint(form)) for target in targets)
+    added = [(forms, 1) for forms in words if forms][:_MAX_ENFORCED]
+    found = msgspec.structs.replace(required, words=(*required.words, *added))
+    return found if found != RequiredText() else None

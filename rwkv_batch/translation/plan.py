@@ -7,6 +7,7 @@ them, the texts around the markers are translated instead. A wrong translation i
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.context import CHUNK_SEGMENTS, ContextMode, Example, History, digest, extended
-from rwkv_batch.translation.glossary import Glossary
+from rwkv_batch.translation.glossary import Glossary, GlossaryMode, enforced
 from rwkv_batch.translation.languages import detect_languages, language_code, language_name
-from rwkv_batch.translation.markers import MarkerOptions, Segment
+from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment
 from rwkv_batch.translation.memory import CacheUse, Key, Memory, Origin
 from rwkv_batch.translation.segments import Split, has_letters, split_text
 from sampling.grammar.constraint import RequiredText
@@ -50,10 +51,17 @@ class Query:
     required: RequiredText | None = None
     """What the sampler keeps in the answer."""
 
+    mode: GlossaryMode = GlossaryMode.CHECK
+
     @property
     def prompt_text(self) -> str:
-        """The text for the prompt. A second attempt has the translations of its terms."""
-        return Glossary(dict(self.terms)).apply(self.text) if self.attempt % 2 else self.text
+        """The text for the prompt, with the translations of its terms unless it is checked without them first."""
+        if not self.terms or (self.mode is GlossaryMode.CHECK and not self.attempt % 2):
+            return self.text
+        markers = self.required.markers if self.required is not None else ()
+        parts = re.split(f"({'|'.join(map(re.escape, markers))})", self.text) if markers else [self.text]
+        parts[::2] = map(Glossary(dict(self.terms)).apply, parts[::2])
+        return "".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +138,9 @@ class TranslationRequest:
     document: str = ""
     """Id of the client's document, whose context and history are kept."""
     glossary: Glossary = field(default_factory=lambda: Glossary({}))
+    glossary_mode: GlossaryMode = GlossaryMode.CHECK
+    style: str = ""
+    """Instructions for the model, before the context."""
     glossaries: Mapping[str, Glossary] = field(default_factory=dict)
     """Glossaries by the code of a text's language, which replace `glossary` for it."""
     cache: CacheUse = CacheUse.USE
@@ -256,7 +267,10 @@ class TranslationPlan:
         for query, text in answers.items():
             is_cut = query in cut
             wrong = problem(query.text, text, query.source, query.target, is_cut=is_cut)
-            missing = Glossary(dict(query.terms)).missing(query.text, text) if query.terms else {}
+            is_checked = query.terms and query.mode is not GlossaryMode.HINT
+            missing = Glossary(dict(query.terms)).missing(query.text, text) if is_checked else {}
+            if query in completed and query.required is not None and not query.required.markers:
+                wrong = wrong or "has terms that were added at its end"
             terms = ", ".join(f"{term} = {to}" for term, to in missing.items())
             self._answers[query] = Answer(text, wrong, terms, query in completed)
 
@@ -287,7 +301,8 @@ class TranslationPlan:
         if approved is not None and (restored := segment.restore(approved)) is not None:
             return _Result(restored, approved, [], Origin.MEMORY)
         examples = self._memory.examples.get((unit.source, shown), ())
-        whole = Query(unit.source, request.target, "", request.context, unit.history, examples, 2 * request.variant)
+        context = "\n".join(filter(None, (request.style, request.context)))
+        whole = Query(unit.source, request.target, "", context, unit.history, examples, 2 * request.variant)
         if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
             return self._split_at_markers(segment, whole)
         whole = self._with_text(whole, shown, segment.required())
@@ -307,7 +322,13 @@ class TranslationPlan:
     def _with_text(self, query: Query, text: str, required: RequiredText | None = None) -> Query:
         request = self._request
         glossary = request.glossaries.get(language_code(query.source), request.glossary)
-        return replace(query, text=text, terms=tuple(glossary.terms_in(text).items()), required=required)
+        plain = text
+        for name in required.markers if required is not None else ():
+            plain = plain.replace(name, MARK)
+        terms = glossary.terms_in(plain)
+        if request.glossary_mode is GlossaryMode.ENFORCE:
+            required = enforced(required, terms.values())
+        return replace(query, text=text, terms=tuple(terms.items()), required=required, mode=request.glossary_mode)
 
     def _split_at_markers(self, segment: Segment, whole: Query) -> _Result | None:
         parts = [self._part(part, whole) for part in segment.parts]

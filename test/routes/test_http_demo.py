@@ -80,6 +80,25 @@ def test_markers_are_kept(demo: Service) -> None:
         assert markers and found == [(text.count(one), one) for one in markers], answer
 
 
+def test_enforced_terms_are_in_the_translation(demo: Service) -> None:
+    body = {
+        "source_lang": "en",
+        "target_lang": "zh-CN",
+        "text_list": ["Good morning", "I bought two books yesterday.", "The black cat and {name}"],
+        "glossary": {"morning": ["清晨", "晨间"], "books": "典籍", "cat": "猫咪 | 猫儿", "black": "{x}"},
+        "glossary_mode": "enforce",
+        "instruction": "Use short sentences.",
+        "formality": "more",
+        "audience": "children",
+    }
+    answer = demo.post("/translate/v1/batch-translate", body)
+    answer.raise_for_status()
+    found = [one["text"] for one in answer.json()["translations"]]
+    for forms, text in zip((["清晨", "晨间"], ["典籍"], ["猫咪", "猫儿"]), found, strict=True):
+        assert any(form in text for form in forms), text
+    assert found[2].count("{name}") == 1
+
+
 def test_text_in_the_target_language_is_returned_unchanged(demo: Service) -> None:
     assert translated(demo, "auto", "zh-CN", ["早上好", "Good morning"]) == ["早上好", "早上好"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.context import ContextMode
-from rwkv_batch.translation.glossary import Glossary
+from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import (
     Query,
@@ -95,6 +95,31 @@ def test_terms_are_inserted_and_missing_ones_reported() -> None:
     found, asked = translated(model, "The State Pool holds it.", "It is a row.", "No term.", glossary=glossary)
     assert [one.text for one in found] == ["The Zustandsspeicher holds it.", "ETWAS", "ETWAS"]
     assert [one.problems for one in found] == [[], ["lacks the terms row = Zeile"], []] and len(asked) == 5
+
+
+def test_modes_of_a_glossary() -> None:
+    glossary = Glossary({"row": "Zeile | Zeilen", "name": "Name", "pool": "<0>"})
+    text = "The row of the pool is {name}."
+    asked = {mode: translated(upper, text, glossary=glossary, glossary_mode=mode)[1] for mode in GlossaryMode}
+    hinted = "The Zeile of the <0> is {name}."
+    prompts = {mode: queries[0].prompt_text for mode, queries in asked.items()}
+    assert prompts == {GlossaryMode.HINT: hinted, GlossaryMode.CHECK: text, GlossaryMode.ENFORCE: hinted}
+    words = {mode: queries[0].required.words for mode, queries in asked.items() if queries[0].required}
+    assert words[GlossaryMode.ENFORCE] == ((("Zeile", "Zeilen"), 1),) and not words[GlossaryMode.HINT]
+
+
+def test_terms_that_the_sampler_added_are_reported() -> None:
+    request = TranslationRequest(
+        texts=["A row."],
+        source="en",
+        target="de",
+        glossary=Glossary({"row": "Zeile"}),
+        glossary_mode=GlossaryMode.ENFORCE,
+    )
+    plan = TranslationPlan(request, 10, TranslationCache(0))
+    while queries := plan.missing():
+        plan.add_answers(dict.fromkeys(queries, "Eine. Zeile"), completed=frozenset(queries))
+    assert plan.results()[0].problems == ["has terms that were added at its end"]
 
 
 def test_answers_are_cached_with_their_problems() -> None:
