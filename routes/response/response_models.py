@@ -184,6 +184,10 @@ class Translation(BaseModel):
     detected_source_lang: str = Field(description="ISO code. A given source language is repeated.")
     text: str
     source: str = Field("", description="memory, cache or model, if the request has `memory` or `cache`.")
+    score: float = Field(0.0, description="Mean log-probability per token, with `scores`.")
+    confidence: float = Field(0.0, description="The same of the text after its translation, with `scores`.")
+    review: bool = Field(False, description="Whether the confidence is one of the ten lowest, with `scores`.")
+    alternatives: list[dict[str, Any]] = Field([], description="`text` and `score` of others, with `alternatives`.")
 
 
 class DeepLError(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -14,13 +15,14 @@ from routes.response.response_models import Translations
 from routes.route import Route
 from routes.translation.glossaries import named_glossaries
 from routes.translation.languages import LABEL, Language, TargetLanguage
-from routes.translation.translator import TranslationFields, report_unknown_languages, translate
+from routes.translation.scores import Scored, mark_for_review, mean_logprobs
+from routes.translation.translator import TranslationFields, report_unknown_languages, translate, translation_prompt
 from rwkv_batch.errors import ErrorKind, invalid
 from rwkv_batch.translation.context import ContextMode, page_context
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.memory import CacheUse
-from rwkv_batch.translation.plan import AUTO, TranslationRequest
+from rwkv_batch.translation.plan import AUTO, Query, TranslationRequest
 from rwkv_batch.translation.segments import Split
 
 ContextText = Annotated[str, Field(max_length=100_000)]
@@ -116,6 +118,14 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
         strict=False,
         description="use, refresh (translate and cache again) or off. If given, the answer has `source` for each text.",
     )
+    alternatives: int = Field(
+        0, ge=0, le=8, description="Number of other translations of each text, the most likely one first."
+    )
+    scores: bool = Field(
+        False,
+        description="Add `score` and `confidence` to each text: mean log-probabilities per token of the translation "
+        "after the text, and of the text after the translation. The ten lowest confidences have `review`.",
+    )
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
         None, description="Accepted and ignored. Placeholders in texts are kept."
     )
@@ -160,17 +170,63 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
     )
     ids = [body.glossary_id] if body.glossary_id else []
     request = await named_glossaries(context, ids, request, body.glossary_version)
+    limit, rows = context.config.max_contents, (1 + body.alternatives) * len(body.text_list)
+    if body.alternatives and rows > limit:
+        message = f"make {rows} translations, the limit is {limit} (--max-contents); send fewer texts or alternatives"
+        raise invalid("alternatives", message, body.alternatives)
     translations = await translate(context, request, body, LABEL, "text_list", uses_memory=body.memory)
     shows_origin = body.memory or "cache" in body.model_fields_set
-    return json_response(
-        {
-            "translations": [
-                {"detected_source_lang": one.source, "text": one.text}
-                | ({"source": one.origin} if shows_origin else {})
-                for one in translations
-            ]
-        }
-    )
+    entries: list[dict[str, Any]] = [
+        {"detected_source_lang": one.source, "text": one.text} | ({"source": one.origin} if shows_origin else {})
+        for one in translations
+    ]
+    if body.scores:
+        await _add_scores(context, body, entries)
+    if body.alternatives:
+        await _add_alternatives(context, body, request, entries)
+    return json_response({"translations": entries})
+
+
+def _scored(source: str, target: str, text: str, translation: str) -> Scored:
+    return Scored(translation_prompt(Query(source, target, text)), translation)
+
+
+def _origin(body: TranslateBody) -> tuple[str, str]:
+    return body.state or "", body.adapter or ""
+
+
+async def _add_scores(context: Context, body: TranslateBody, entries: list[dict[str, Any]]) -> None:
+    pairs = list(zip(body.text_list, entries, strict=True))
+    target = body.target_lang
+    forward = [_scored(one["detected_source_lang"], target, text, one["text"]) for text, one in pairs]
+    reverse = [_scored(target, one["detected_source_lang"], one["text"], text) for text, one in pairs]
+    found = await mean_logprobs(context, [*forward, *reverse], body, _origin(body), LABEL, "text_list")
+    for entry, score, confidence in zip(entries, found, found[len(entries) :], strict=False):
+        entry |= {"score": score, "confidence": confidence}
+    mark_for_review(entries)
+
+
+async def _add_alternatives(
+    context: Context, body: TranslateBody, request: TranslationRequest, entries: list[dict[str, Any]]
+) -> None:
+    """Add the texts of other samples to each entry, without repeated ones."""
+    variants = [
+        await translate(context, dataclasses.replace(request, variant=variant), body, LABEL, "text_list")
+        for variant in range(1, body.alternatives + 1)
+    ]
+    others = [
+        [text for text in dict.fromkeys(one[index].text for one in variants) if text != entry["text"]]
+        for index, entry in enumerate(entries)
+    ]
+    scored = [
+        _scored(entry["detected_source_lang"], body.target_lang, text, other)
+        for text, entry, found in zip(body.text_list, entries, others, strict=True)
+        for other in found
+    ]
+    scores = iter(await mean_logprobs(context, scored, body, _origin(body), LABEL, "text_list"))
+    for entry, found in zip(entries, others, strict=True):
+        alternatives = [{"text": other, "score": next(scores)} for other in found]
+        entry["alternatives"] = sorted(alternatives, key=lambda one: -one["score"])
 
 
 EXAMPLE = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Hello world!", "Good morning"]}

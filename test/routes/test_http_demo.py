@@ -153,3 +153,16 @@ def test_a_document_continues_its_translation(demo: Service) -> None:
     wrong = {"target_lang": "de", "text_list": ["a"], "context_mode": "none", "context": "x"}
     refused = demo.post("/translate/v1/batch-translate", wrong)
     assert refused.status_code == 422 and "leave one of them out" in refused.json()["error"]
+
+
+def test_translations_have_scores_and_alternatives(demo: Service) -> None:
+    texts = ["Good morning", "Xqz vbnk wrtp.", *(f"I bought {number} books yesterday." for number in range(3, 13))]
+    body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": texts, "scores": True, "alternatives": 2}
+    answer = demo.post("/translate/v1/batch-translate", body).json()
+    good, odd, *others = answer["translations"]
+    assert odd["score"] < good["score"] <= 0 and odd["confidence"] < good["confidence"] <= 0 and odd["review"]
+    assert sum(one.get("review", False) for one in (good, odd, *others)) == 10
+    for one in (good, odd, *others):
+        scores = [other["score"] for other in one["alternatives"]]
+        assert len(scores) <= 2 and scores == sorted(scores, reverse=True)
+        assert one["text"] not in [other["text"] for other in one["alternatives"]]

@@ -1,0 +1,76 @@
+"""Scores of translations: how likely the model finds them, and their texts after them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from routes.context import Context
+from routes.request.bodies import PriorityFields
+from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
+from routes.response.event_stream import OutputDecoder
+from routes.response.generate import RowResult, finished_rows
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs
+
+MIN_LOGPROB = -9999.0
+REVIEWED = 10
+"""Translations of a request that are marked for review: those with the lowest confidence."""
+_DECIMALS = 4
+
+
+class Scored(NamedTuple):
+    """A text whose log-probability is wanted, after its prompt."""
+
+    prompt: str
+    text: str
+
+
+async def mean_logprobs(
+    context: Context, scored: Sequence[Scored], body: PriorityFields, origin: tuple[str, str], label: str, field: str
+) -> list[float]:
+    """Return each text's mean log-probability per token. Raises ServiceError.
+
+    origin: names of a tuned state and an adapter
+    field: request field of the texts, for errors
+    """
+    if not scored:
+        return []
+    characters = sum(len(one.prompt) + len(one.text) for one in scored)
+    rows = await offload_if_large(characters, _rows, context, scored, origin, field)
+    results = await finished_rows(context, make_job(rows, body, label), OutputDecoder(len(rows)))
+    return [_mean(result) for result in results]
+
+
+def _rows(context: Context, scored: Sequence[Scored], origin: tuple[str, str], field: str) -> list[GenerateRequest]:
+    def texts() -> Iterator[tuple[str, str]]:
+        for one in scored:
+            yield field, one.prompt
+            yield field, f" {one.text.strip()}"
+
+    ids = encode_all(context.tokenizer, texts(), context.config)
+    rows = []
+    for prompt, text in zip(ids, ids, strict=True):
+        row = greedy_row([*prompt, *text], 0, (), *origin)
+        rows.append(msgspec.structs.replace(row, prompt_logprobs=PromptLogprobs(start=len(prompt))))
+    return rows
+
+
+def _mean(result: RowResult) -> float:
+    finish = result.finish
+    if finish is not None and finish.error is not None:
+        raise ServiceError.from_info(finish.error)
+    if finish is None or finish.reason is not FinishReason.LENGTH:
+        message = "not every translation was scored in time; send fewer texts per request, or raise timeout_s"
+        raise ServiceError(ErrorKind.TIMEOUT, message)
+    values = [max(token.logprob, MIN_LOGPROB) for token in result.prompt_logprobs]
+    return round(sum(values) / max(len(values), 1), _DECIMALS)
+
+
+def mark_for_review(entries: Sequence[dict[str, Any]]) -> None:
+    """Mark the entries with the lowest confidence."""
+    for entry in heapq.nsmallest(REVIEWED, entries, key=lambda entry: float(entry["confidence"])):
+        entry["review"] = True
