@@ -71,7 +71,7 @@ class JobBody(Body):
     validation_file: str | None = Field(
         None, max_length=80, description="A file to evaluate with. Default: a tenth of the lines."
     )
-    method: MethodFields | None = None
+    method: MethodFields | None = Field(None, description="How to tune. Default: supervised.")
     hyperparameters: HyperparametersFields | None = Field(None, description="The older place of hyperparameters.")
     suffix: str = Field("", max_length=64, description="Part of the tuned model's name.")
     seed: int | None = Field(None, ge=0, lt=2**31, description="Of the order of lines. Default: random.")

@@ -131,6 +131,12 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/openai/v1/fine_tuning/jobs/{job_id}", {"job_id": "ftjob-none"}),
     ("/openai/v1/files/{file_id}", {"file_id": "file-none"}),
     ("/openai/v1/batches/{batch_id}", {"batch_id": "batch_none"}),
+    ("/suggest", {"q": "a", "s": "b", "source": "en", "target": "zh"}),
+    ("/translate/v1/documents/{document_id}", {"document_id": "doc-none"}),
+    ("/translate/v1/glossaries/{glossary_id}", {"glossary_id": "none"}),
+    ("/v2/glossaries/{glossary_id}", {"glossary_id": "none"}),
+    ("/v3/glossaries/{glossary_id}", {"glossary_id": "none"}),
+    ("/download_file/{document_id}", {"document_id": "none"}),
     ("/v1/tokens/count", {"text": "Hello"}),
     ("/v1/tokens/count", {}),
     ("/healthz", None),
@@ -145,7 +151,9 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
 ]
 CARRIED = {
     "/state/export", "/state/import", "/state/delete", "/v1/states", "/v1/states/{name}", "/v1/adapters/{name}",
-    "/web/{file}", "/api/delete",
+    "/web/{file}", "/api/delete", "/translate/v1/documents", "/translate/v1/documents/{filename}", "/translate_file",
+    "/v2/document", "/v2/document/{document_id}", "/translate/v1/glossaries", "/translate/v1/memory",
+    "/translate/v1/memory/tmx",
 }  # fmt: skip
 """Routes that are called in sequence, in their own test."""
 

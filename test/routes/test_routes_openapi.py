@@ -41,7 +41,8 @@ ANSWER_404 = (
     "POST /api/push", "POST /api/create", "POST /api/copy", "POST /api/embed", "POST /api/embeddings",
     *(f"{method} {path}/glossaries/{{glossary_id}}" for method in ("GET", "DELETE", "PUT", "PATCH")
       for path in ("/translate/v1", "/v2", "/v3")),
-    "POST /suggest",
+    "POST /suggest", "POST /openai/v1/fine_tuning/jobs", "DELETE /openai/v1/models/{model}",
+    *(f"{method} /openai/v1/fine_tuning/jobs/{{job_id}}" for method in ("GET", "POST")),
     *(f"{method} /translate/v1/documents/{{document_id}}" for method in ("GET", "DELETE")),
     "PUT /translate/v1/documents/{filename}", "POST /v2/document/{document_id}", "GET /download_file/{document_id}",
     "DELETE /api/delete", "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",

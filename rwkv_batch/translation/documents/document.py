@@ -175,13 +175,18 @@ def decode(data: bytes, encoding: str = "", declared: str = "") -> Source:
     return _decoded(data, found)
 
 
+_NO_ENCODINGS = {"idna", "punycode", "unicode-escape", "raw-unicode-escape", "undefined"}
+"""Codecs of Python that turn text into bytes and are no encodings of files."""
+
+
 def _decoded(data: bytes, encoding: str, bom: bytes = b"") -> Source:
     try:
         text = data[len(bom) :].decode(encoding)
-        codecs.lookup(encoding).encode("")
+        codec = codecs.lookup(encoding)
+        codec.encode("")
     except (LookupError, ValueError, TypeError) as error:
         raise DocumentError(f"is not {encoding}: {error}; convert it to UTF-8, or name its encoding") from None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or codec.name in _NO_ENCODINGS:
         raise DocumentError(f"{encoding} is not an encoding of text; name another one")
     name = encoding.replace("_", "-")
     note = f"encoding {name}{' with a BOM' if bom else ''}"
