@@ -1,4 +1,4 @@
-"""Counts random loads under which a text's bits differ from those of the text alone.
+"""Counts random loads that change a text's bits.
 
     python -m bench.batch_invariance --dtype w8a8 --cases 300   # the demo model on a CPU
     python -m bench.batch_invariance --device cuda:0 --size 7.2b --layers 2 --dtype w8a8 fp16 --out FILE
@@ -118,7 +118,7 @@ def _forward(stage: Stage, inputs: StepInputs) -> Tensor:
 
 
 def cases(stage: Stage, number: int, most_rows: int, vocab: int, seed: int) -> Iterator[tuple[Load, Result, Result]]:
-    """Yield each case's load, its result, and the result of its text alone."""
+    """Yield each case's load, its result, and the text's alone."""
     stage.allocate_slots(FIRST_SLOT + most_rows + 1)
     for case in range(number):
         rng = Random(f"{seed} {case}")
@@ -132,7 +132,10 @@ def cases(stage: Stage, number: int, most_rows: int, vocab: int, seed: int) -> I
 
 
 def count_differences(stage: Stage, number: int, most_rows: int, vocab: int, seed: int = 0) -> dict[str, Any]:
-    """Return how many of `number` cases differ, in what, and by which cut; the first examples."""
+    """Return how many of `number` cases differ, and in what.
+
+    Also by which cut, and the first examples.
+    """
     counts: Counter[str] = Counter()
     total: Counter[str] = Counter()
     examples: list[dict[str, Any]] = []

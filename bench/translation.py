@@ -61,7 +61,10 @@ def _prompt(case: pages.Case, context: str, *, alone: bool) -> str:
 
 
 def skills(client: EngineClient, cases: int, seed: int) -> dict[str, Any]:
-    """Return the share of right and exact translations of each skill, with and without what comes before."""
+    """Return each skill's right and exact translations, as shares.
+
+    With and without what comes before.
+    """
     found = {}
     for skill in _SKILLS:
         rng = Random(f"{skill.__name__}/{seed}")
@@ -134,7 +137,7 @@ def _texts(rng: Random, low: int, high: int) -> list[int]:
 
 
 def page_cost(engine: Engine, rounds: int, paragraphs: int) -> dict[str, Any]:
-    """Return the times of a page's paragraphs, by how they get their context."""
+    """Return a page's times by how it gets its context."""
     rng = Random(0)
     texts = [_texts(rng, 40, 80) for _ in range(paragraphs)]
     found: dict[str, list[tuple[float, float, int]]] = {}

@@ -28,7 +28,10 @@ WARM_UP, PLATEAU = 100, 0.3
 
 
 def trainer_of(model: TrainingModel, steps: int, peak: float, dtype: torch.dtype = torch.float32) -> Trainer:
-    """Return the trainer of all weights, with weight decay on the large matrices only."""
+    """Return the trainer of all weights.
+
+    Only large matrices have weight decay.
+    """
     large = {name for name, one in model.weights.items() if one.dim() == 2 and name.endswith(".weight")}
     large.discard("emb.weight")
     groups: list[dict[str, Any]] = [

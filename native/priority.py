@@ -36,7 +36,10 @@ def cores() -> int:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends. Linux only."""
+    """Let the kernel kill this process when its parent thread ends.
+
+    Linux only.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

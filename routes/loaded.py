@@ -132,7 +132,10 @@ Info = TypeVar("Info", StateInfo, AdapterInfo)
 
 
 def _visible(infos: list[Info]) -> list[Info]:
-    """Return the entries without those of fine-tuned models, which only their owners may use, for a key."""
+    """Return the entries that a key may see.
+
+    Only owners may use fine-tuned models.
+    """
     return [info for info in infos if not (current_request().owner and info.name.startswith(TUNED_PREFIX))]
 
 

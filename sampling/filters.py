@@ -79,7 +79,7 @@ class Group:
         return self._columns[name]
 
     def windows(self, name: str) -> Tensor:
-        """Return the number of last tokens in a window of each row, [g, 1] int64."""
+        """Return how many last tokens each window has [g, 1] int64."""
         key = f"window of {name}"
         if key not in self._columns:
             values = [window(getattr(one, name)) for one in self.filters]
@@ -156,14 +156,20 @@ class _Bans:
 
 
 def masses(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest value of each row [g, 1], m [g, V] fp32 and M [g, 1] fp64."""
+    """Return m [g, V] fp32 and M [g, 1] fp64.
+
+    M is the largest value of each row, [g, 1] too.
+    """
     largest = s.amax(dim=1, keepdim=True).clamp_(min=LOWEST)
     m = (s - largest).exp_()
     return largest, m, m.sum(dim=1, keepdim=True, dtype=torch.float64)
 
 
 def _log_probs(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p [g, V] fp64 (-inf if removed), the entropy [g, 1] and m [g, V] fp32."""
+    """Return log p [g, V], entropy [g, 1], m [g, V].
+
+    log p is -inf if removed; m is fp32.
+    """
     largest, m, total = masses(s)
     log_p = (s - largest).double().sub_(total.log())
     entropy = -(m.double() / total * log_p).nan_to_num_(nan=0.0).sum(dim=1, keepdim=True)
@@ -177,7 +183,10 @@ def _keep_ranked(s: Tensor, order: Tensor, kept: Tensor) -> Tensor:
 
 
 def _within_mass(m: Tensor, order: Tensor, share: Tensor) -> Tensor:
-    """Return which ranked tokens [g, V] have less than `share` of the mass ranked before them."""
+    """Return the ranked tokens [g, V] within a share of mass.
+
+    They have less than `share` of the mass before them.
+    """
     ranked = m.gather(1, order).double()
     total = ranked.sum(dim=1, keepdim=True)
     return ranked.cumsum(dim=1).sub_(ranked) < share * total
@@ -250,7 +259,10 @@ def temperature(s: Tensor, group: Group) -> Tensor:
 
 
 def top_n_sigma(s: Tensor, group: Group) -> Tensor:
-    """Keep logits of s [g, V] fp32 within n standard deviations of the largest."""
+    """Keep s [g, V] near the largest logit.
+
+    Within n standard deviations. s is fp32.
+    """
     wide, alive = s.double(), s > -_INFINITY
     count = alive.sum(dim=1, keepdim=True)
     mean = wide.masked_fill(~alive, 0).sum(dim=1, keepdim=True) / count
@@ -260,7 +272,9 @@ def top_n_sigma(s: Tensor, group: Group) -> Tensor:
 
 
 def typ_p(s: Tensor, group: Group) -> Tensor:
-    """Keep the tokens of s [g, V] fp32 with the most typical surprise, up to a mass of typical_p.
+    """Keep s [g, V] with the most typical surprise.
+
+    Up to a mass of typical_p. s is fp32.
 
     The surprise nearest to the entropy is the most typical one.
     """
@@ -270,14 +284,17 @@ def typ_p(s: Tensor, group: Group) -> Tensor:
 
 
 def min_p(s: Tensor, group: Group) -> Tensor:
-    """Keep tokens of s [g, V] fp32 with at least min_p times the largest probability."""
+    """Keep s [g, V] from min_p of the largest probability on."""
     floor = group.column("min_p").log().float()
     largest = s.amax(dim=1, keepdim=True).clamp_(min=LOWEST)
     return s.masked_fill_(s - largest < floor, -_INFINITY)
 
 
 def top_p(s: Tensor, group: Group) -> Tensor:
-    """Keep the most probable tokens of s [g, V] fp32, up to a mass of top_p."""
+    """Keep the most probable s [g, V], up to top_p.
+
+    s is fp32.
+    """
     order = s.sort(dim=1, descending=True, stable=True).indices
     share = torch.where(group.column("top_p") < 1, group.column("top_p"), _INFINITY)
     return _keep_ranked(s, order, _within_mass(masses(s)[1], order, share))
@@ -291,7 +308,9 @@ def top_k(s: Tensor, group: Group) -> Tensor:
 
 
 def xtc(s: Tensor, group: Group) -> Tensor:
-    """With a probability, remove all probable tokens but the least probable of them: s [g, V] fp32.
+    """Sometimes remove probable tokens of s [g, V] but the last.
+
+    With a probability, only the least probable one of them stays. s is fp32.
 
     Probable are those of at least xtc_threshold.
     """
@@ -307,7 +326,7 @@ def xtc(s: Tensor, group: Group) -> Tensor:
 
 
 def mirostat(s: Tensor, group: Group) -> Tensor:
-    """Keep tokens of s [g, V] fp32 by the bound mu of their surprise.
+    """Keep s [g, V] by the bound mu of their surprise.
 
     Version 2 keeps those below it, version 1 as many as Zipf's law gives for it (Basu et al., 2021).
     """
@@ -339,7 +358,7 @@ FILTERS: dict[str, Callable[[Tensor, Group], Tensor]] = {
 
 
 def apply_filters(s: Tensor, group: Group) -> Tensor:
-    """Return the logits [g, V] fp32 after the filters of a group's rows. May overwrite s."""
+    """Return filtered logits [g, V] fp32. May overwrite s."""
     if group.biased is not None:
         group.state.table.add_bias(s, *group.biased)
     s = s.nan_to_num_(nan=-_INFINITY, posinf=MAX_LOGIT, neginf=-_INFINITY).clamp_(max=MAX_LOGIT)

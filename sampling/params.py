@@ -152,7 +152,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_fused(self) -> bool:
-        """Whether one launch of a sampler applies all of it, as in CUDA graphs."""
+        """Whether one launch of a sampler applies all of it.
+
+        Graphs need this.
+        """
         return self.top_logprobs is None and self.filters is None
 
     @property

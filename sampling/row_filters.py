@@ -34,7 +34,7 @@ class BreakerMasks:
 
     @cached_property
     def _text(self) -> tuple[Tensor, Tensor]:
-        """All tokens' bytes one after the other [B] uint8, and the token of each byte [B] int64."""
+        """All tokens' bytes [B] uint8, and each byte's token [B]."""
         lengths = torch.tensor([len(token) for token in self._byte_table])
         text = torch.frombuffer(bytearray(b"".join(self._byte_table)), dtype=torch.uint8)
         return text, torch.repeat_interleave(torch.arange(len(lengths)), lengths)
@@ -61,7 +61,7 @@ class BreakerMasks:
 
 
 def split(params: SamplingParams, vocab: int) -> tuple[tuple[str, ...], SamplingParams]:
-    """Return the active filters of a row in order, and the parameters of the sampler after them."""
+    """Return a row's active filters, and the sampler's parameters after."""
     assert params.filters is not None
     filters, seed = params.filters, params.seed
     names = filters.samplers

@@ -60,7 +60,10 @@ def _names() -> dict[str, str]:
 
 
 def _sentence(rng: Random, pattern: str, chinese: str, held: bool) -> Pair:
-    """Sample a sentence whose English has the pattern and whose Chinese has the text once."""
+    """Sample a sentence with the English pattern and Chinese text.
+
+    The text is there once.
+    """
     while True:
         pair = fresh_pair(rng, held=held)
         if re.search(pattern, pair.en) and pair.zh.count(chinese) == 1:
@@ -81,7 +84,10 @@ def _word_in(rng: Random, words: dict[str, str], held: bool) -> tuple[Pair, str,
 
 
 def pronouns(rng: Random, *, held: bool = False) -> Case:
-    """Sample a sentence with "they" whose Chinese depends on who was named before."""
+    """Sample a sentence with a "they" that needs context.
+
+    Its Chinese depends on who was named before.
+    """
     pair = _sentence(rng, r"\b[Tt]hey\b", "他们", held)
     group, pronoun = pick(rng, _GROUPS)
     two = rng.sample(tables()[group], 2)
@@ -106,7 +112,7 @@ def _other_term(rng: Random, chinese: str) -> str:
 
 
 def terms(rng: Random, *, held: bool = False) -> Case:
-    """Sample a sentence with a word that has another translation on its page."""
+    """Sample a sentence with a word that its page translates differently."""
     pair, word, chinese = _word_in(rng, _nouns(), held)
     term = _other_term(rng, chinese)
     others = rng.sample(sorted(_nouns()), rng.randint(0, _MAX_TERMS))
@@ -126,7 +132,7 @@ def inserted_terms(rng: Random, *, held: bool = False) -> Case:
 
 
 def rolling_terms(rng: Random, *, held: bool = False) -> Case:
-    """Sample a sentence with a word whose translation stands in the sentence before."""
+    """Sample a sentence with a word translated in the previous sentence."""
     case = terms(rng, held=held)
     ((word, term),) = case.terms
     before = (f"This is the {word}.", f"这是{term}。")
@@ -144,7 +150,10 @@ def address(rng: Random, *, held: bool = False) -> Case:
 
 
 def markers(rng: Random, *, held: bool = False) -> Case:
-    """Sample a sentence with a placeholder instead of a name, or with tags around a word."""
+    """Sample a sentence with a placeholder or with tags.
+
+    The placeholder replaces a name; tags enclose a word.
+    """
     if rng.random() < 0.5:
         pair, name, chinese = _word_in(rng, _names(), held)
         marker = pick(rng, PLACEHOLDERS)
@@ -176,7 +185,10 @@ def page(rng: Random, case: Case) -> str:
 
 
 def document(rng: Random) -> Document:
-    """Sample a sentence with its page or what came before, sometimes a page with nothing that matters."""
+    """Sample a sentence with its page or with earlier text.
+
+    Sometimes nothing on the page matters.
+    """
     case = rng.choices(list(SKILLS), list(SKILLS.values()))[0](rng)
     context = page(rng, case)
     if not context and rng.random() < 0.3:

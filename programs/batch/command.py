@@ -136,7 +136,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _document_job(options: Options) -> DocumentJob | None:
-    """Returns the translation of a document, or None for a file of lines. Raises SettingsError."""
+    """Returns the translation of a document, None for lines.
+
+    Raises SettingsError.
+    """
     task = options.task_options
     if options.form or format_of(options.input) or options.input == STDIN or document_format(options.input) is None:
         return None
@@ -269,7 +272,7 @@ def _file_format(options: Options) -> FileFormat:
 
 
 class Selection:
-    """The records of a shard, up to a limit of the input's records. An iterator."""
+    """The records of a shard, up to a limit. An iterator."""
 
     def __init__(self, records: Iterator[Record], limit: int, shard: tuple[int, int]) -> None:
         """limit: 0 for none"""

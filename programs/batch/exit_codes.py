@@ -1,4 +1,4 @@
-"""Runs a command that stops cleanly, and turns its errors into exit codes."""
+"""Runs a command, stops it cleanly, and returns exit codes."""
 
 from __future__ import annotations
 

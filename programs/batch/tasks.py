@@ -90,7 +90,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def with_terms(body: dict[str, Any], glossary: Glossary | None) -> TaskRequest:
-    """Returns the request to translate a text, with the glossary's terms in it."""
+    """Returns the request to translate a text with its terms."""
     terms = glossary.terms_in(body["text_list"][0]) if glossary is not None else {}
     return TaskRequest(TRANSLATE, {**body, "glossary": terms} if terms else body)
 

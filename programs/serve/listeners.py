@@ -75,7 +75,10 @@ def open_listeners(host: str, port: int, count: int, stall_timeout_s: float, *, 
 
 
 def _owner(port: int) -> str:
-    """Returns "NAME (process ID)" of the process that listens on a port, or "" if this user may not see it."""
+    """Returns "NAME (process ID)" of the process on a port.
+
+    "" if this user may not see it.
+    """
     inodes = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         with contextlib.suppress(OSError):
@@ -90,7 +93,7 @@ def _owner(port: int) -> str:
 
 
 def _free_port(host: str, port: int) -> int | None:
-    """Returns the next higher port that is free, if one of the next ones is."""
+    """Returns the next higher free port, if it is near."""
     for candidate in range(port + 1, min(port + _NEXT_PORTS, _MAX_PORT) + 1):
         with contextlib.suppress(OSError):
             _bind(host, candidate).close()

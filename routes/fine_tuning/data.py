@@ -117,7 +117,10 @@ def read_data(content: bytes, name: str, max_tokens: int = MAX_TOKENS) -> Data:
 
 
 def split(examples: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
-    """Return the examples to train on and the held-out ones, about `share` of those that differ."""
+    """Return the examples to train on and the held-out ones.
+
+    About `share` of the different examples are held out.
+    """
     different = {tuple(example.ids): example for example in examples}
     every = max(2, round(1 / share)) if share else len(different) + 1
     held = dict(itertools.islice(different.items(), every - 1, None, every))

@@ -189,7 +189,7 @@ def not_found(kind: str, name: str) -> ServiceError:
 
 
 async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
-    """Upload a file of requests for a batch, or of examples for a fine-tuning job.
+    """Upload a file for a batch or for a fine-tuning job.
 
     A batch has JSON lines, each `{"custom_id", "method": "POST", "url", "body"}`. Examples are JSON lines with
     `messages`, or with `prompt` and `completion`, or CSV pairs; the error of a bad file has the first 100 bad lines.

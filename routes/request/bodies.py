@@ -207,7 +207,7 @@ class GenerationBody(
 
     @property
     def row_constraint(self) -> Constraint | None:
-        """The constraint of the rows, with limits that the text's end does not follow from."""
+        """The rows' constraint, and limits that are independent of it."""
         return self.constraint
 
     @property

@@ -65,7 +65,10 @@ def adapter_names(model: str, adapter: str) -> list[str]:
 
 
 def _without_alias(requested: str) -> str:
-    """Return the name with the state and the adapter that a tuned model's name `ft:...` stands for."""
+    """Return the model's name with its tuned state and adapter.
+
+    A tuned model's name `ft:...` stands for these.
+    """
     tuned = parse_model_id(requested)
     if tuned is None:
         return requested

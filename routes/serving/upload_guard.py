@@ -55,7 +55,7 @@ class UploadGuard:
 
 
 def _unanswered(connections: Iterable[Connection]) -> dict[Connection, int]:
-    """Return the bytes that each client has sent after its last answered request."""
+    """Return each client's sent bytes since its last answered request."""
     return {one: one.received_bytes() - one.handled_bytes for one in connections}
 
 

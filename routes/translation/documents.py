@@ -143,7 +143,7 @@ def document_object(batch: Batch, notes: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _lines(document: Document, fields: DocumentFields) -> tuple[bytes, int]:
-    """Return the lines of the batch that translates a document, and their number."""
+    """Return the lines of a document's batch, and their number."""
     more = {"target_lang": fields.target_lang, **({"glossary_id": fields.glossary_id} if fields.glossary_id else {})}
     lines = [
         msgspec.json.encode({"custom_id": key, "method": "POST", "url": LABEL, "body": body})
@@ -294,13 +294,13 @@ async def upload_form(context: Context, body: DocumentBody) -> HandlerResponse:
 
 
 async def upload_file(context: Context, upload: Upload) -> HandlerResponse:
-    """Translate a file that is the request's body, as of `curl -T book.epub`."""
+    """Translate a file in the body, as `curl -T` sends it."""
     batch, notes = await create_document(context, upload.content, upload.query.filename, upload.query)
     return json_response(document_object(batch, notes))
 
 
 async def get_document(context: Context, upload: Upload) -> HandlerResponse:
-    """Return a document's status, or the translated file with `/content` after its id."""
+    """Return a document's status, or with `/content` the translated file."""
     name: str = upload.query.document_id
     batch = await find_document(context, name.removesuffix(_CONTENT))
     if not name.endswith(_CONTENT):

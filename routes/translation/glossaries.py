@@ -157,7 +157,7 @@ async def call_glossaries(
 
 
 def no_glossary(glossary_id: str) -> ServiceError:
-    """Return the error for a glossary that does not exist, or belongs to another key."""
+    """Return the error for a glossary that this key lacks."""
     message = f"glossary_id: no such glossary: {glossary_id[:80]!r}; GET {PATH} lists them"
     return ServiceError(ErrorKind.NOT_FOUND, message, field="glossary_id", given=glossary_id[:80])
 

@@ -132,7 +132,10 @@ def _takes_suggestions(context: Context) -> bool:
 
 
 async def suggest(context: Context, body: SuggestBody) -> HandlerResponse:
-    """Store an approved translation, if the service has a password or API keys, and stores files."""
+    """Store an approved translation.
+
+    The service needs a folder of files, and a password or API keys.
+    """
     if not _takes_suggestions(context):
         message = "suggestions need a service with a password or API keys that stores files (--files-dir)"
         raise ServiceError(ErrorKind.FORBIDDEN, message)

@@ -25,6 +25,8 @@ PATH = "/translate/v1/memory"
 MAX_CHARACTERS = 4000
 """Of a text or its translation."""
 _MAX_PAIRS = 100_000
+_MAX_VARIANTS = 100
+"""Variants of a TMX entry. Each pair of them is compared."""
 _XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
 _ANY = "*all*"
 _Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS, pattern=r"\S")]
@@ -121,6 +123,8 @@ def read_tmx(content: bytes, query: MemoryQuery) -> Iterator[stored.Pair]:
                 continue
             element_lang = element.get("srclang")
             texts = [variant for one in element.iterfind("tuv") for variant in _variant(one)]
+            if len(texts) > _MAX_VARIANTS:
+                raise invalid("content", f"has an entry of more than {_MAX_VARIANTS} variants; split it", len(texts))
             element.clear()
             while element.getprevious() is not None:
                 del element.getparent()[0]
@@ -143,7 +147,7 @@ def read_tmx(content: bytes, query: MemoryQuery) -> Iterator[stored.Pair]:
 
 
 def _variant(tuv: etree._Element) -> Iterator[tuple[str, str]]:
-    """Yield language and text of a variant, unless they are missing or too long."""
+    """Yield language and text of a variant, if they are valid."""
     lang, seg = tuv.get(_XML_LANG) or tuv.get("lang") or "", tuv.find("seg")
     text = "" if seg is None else "".join(seg.itertext()).strip()
     if lang and text and len(text) <= MAX_CHARACTERS:

@@ -1,4 +1,7 @@
-"""Glossaries, documents and approved translations that belong to an API key, in the database of files."""
+"""What a key stores for translation, in the database of files.
+
+These are glossaries, documents and approved translations.
+"""
 
 from __future__ import annotations
 

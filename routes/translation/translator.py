@@ -152,7 +152,7 @@ def _turns(example: Example, target: str) -> tuple[str, str]:
 
 
 def shared_prompt(query: Query) -> str:
-    """Return the context and the translations before, which begin the prompts of many texts."""
+    """Return context and earlier translations: the beginning of many prompts."""
     before = [format_turn(query.context)] if query.context.strip() else []
     for example in query.history:
         before += _turns(example, language_name(query.target))
@@ -160,7 +160,7 @@ def shared_prompt(query: Query) -> str:
 
 
 def _rows(context: Context, queries: list[Query], body: TranslationFields, field: str) -> list[GenerateRequest]:
-    """Return rows of the first queries: as many as fit into a job with their context."""
+    """Return rows of the first queries that fit into a job with their context."""
     rows: list[GenerateRequest] = []
     tokenizer, config = context.tokenizer, context.config
     prompts = encode_all(tokenizer, ((field, translation_prompt(query)) for query in queries), config)

@@ -85,7 +85,7 @@ class GrammarCompileQueue:
         constraints = frozenset(row.constraint for row in job.rows if row.constraint is not None)
         required = self._required_grammars(constraints)
         if required:  # they need no compilation
-            constraints, put = constraints - required.keys(), then
+            constraints, put = constraints.difference(required), then
 
             def then(grammars: Grammars) -> None:
                 put({**grammars, **required})

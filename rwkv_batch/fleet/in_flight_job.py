@@ -245,7 +245,10 @@ class InFlightJob:
 
     @property
     def may_be_stored(self) -> bool:
-        """Whether it is a branch that a lost engine may have stored, so that it must not run again."""
+        """Whether a lost engine may have stored this branch.
+
+        Then it must not run again.
+        """
         return self._progress.has_complete_branch
 
     def forward_last(self, events: JobEvents) -> None:

@@ -153,7 +153,10 @@ class StepSampler:
         return self._samplers[name]
 
     def fits_graphs(self, sequences: Iterable[Sequence]) -> bool:
-        """Return whether all rows use the first sampler, no log-probabilities and no filters, as graphs sample."""
+        """Return whether a graph can sample all rows.
+
+        That is with the first sampler, without log-probabilities and filters.
+        """
         for sequence in sequences:
             if not sequence.request.sampling.is_fused:
                 return False
@@ -342,7 +345,7 @@ def _returned_logits(logits: Tensor, sequences: list[Sequence]) -> HostCopy | No
 
 
 def _replace_ends(tokens: Tensor, replacements: list[int]) -> Tensor:
-    """Replace tokens [R] int64 that end a text, where there is a replacement."""
+    """Replace tokens [R] int64 that end a text too early."""
     others = on_device(replacements, torch.int64, tokens.device)
     is_end = (tokens == EARLY_ENDS[0]) | (tokens == EARLY_ENDS[1])
     return torch.where(is_end & (others >= 0), others, tokens)

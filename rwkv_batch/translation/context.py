@@ -16,7 +16,7 @@ PAGE_CHARACTERS = 6000
 CHUNK_SEGMENTS = 8
 """Most segments of a rolling translation that run together, with the same context.
 
-At first they are as many as the segments before, so short documents have a context too.
+At first each doubles the segments before, so short documents have a context too.
 """
 _MAX_CHARACTERS, _KEPT_CHARACTERS = 6000, 2000
 """A longer history is cut. In between it only grows, so each chunk's context begins with that of the chunk before."""

@@ -57,7 +57,7 @@ class Glossary:
         return {term: to for term, to in terms if not any(form.casefold() in answer_text for form in forms_of(to))}
 
     def apply(self, text: str) -> str:
-        """Return the text with its terms replaced by the first forms of their translations."""
+        """Return the text with terms replaced by their first translations."""
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda found: forms_of(self._target(found.group()) or found.group())[0], text)

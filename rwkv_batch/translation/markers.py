@@ -145,7 +145,10 @@ def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:
 
 
 def _find_markers(text: str, options: MarkerOptions) -> Iterator[tuple[int, int, str | None, str, bool]]:
-    """Yield start, end, the pattern's group and tag name of each marker, and whether it ends a segment."""
+    """Yield each marker's start, end, group, tag name and kind.
+
+    The last value says whether it ends a segment.
+    """
     scanner = options.scanner
     is_outlined = options.format is Format.XML and options.detects_outline
     structural = structural_tags(text) if is_outlined else frozenset()

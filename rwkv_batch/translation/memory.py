@@ -48,7 +48,7 @@ class Memory:
 
 
 def similar(texts: Sequence[str], others: Sequence[str]) -> list[list[int]]:
-    """Return for each text the indices of the most similar others, the best one last."""
+    """Return each text's most similar others by index, best last."""
     if not texts or not others:
         return [[] for _ in texts]
     scores = cdist(texts, others, scorer=ratio, score_cutoff=_MIN_SIMILARITY, dtype=np.uint8)

@@ -55,7 +55,10 @@ class Query:
 
     @property
     def prompt_text(self) -> str:
-        """The text for the prompt, with the translations of its terms unless it is checked without them first."""
+        """The prompt's text, with the translations of its terms.
+
+        Without them first, if the terms are only checked.
+        """
         if not self.terms or (self.mode is GlossaryMode.CHECK and not self.attempt % 2):
             return self.text
         markers = self.required.markers if self.required is not None else ()

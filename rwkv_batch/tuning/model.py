@@ -1,4 +1,6 @@
-"""RWKV-7's forward for training, in plain PyTorch, over the tensors of a weight file.
+"""RWKV-7's forward for training, in plain PyTorch.
+
+It works on the tensors of a weight file.
 
 The formulas are those of `kernels/naive.py`; gradients come from autograd. The residual stream and the WKV state are
 fp32 (or wider); autocast may compute the products in bf16.
@@ -101,7 +103,9 @@ class TrainingModel:
         return self._norm(x, "ln_out")
 
     def loss(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted mean cross-entropy of hidden [N, C], with targets and weights [N].
+        """Return the weighted mean cross-entropy of hidden [N, C].
+
+        targets, weights: [N]
 
         A row that several ids share counts once per id.
         """
@@ -112,7 +116,10 @@ class TrainingModel:
 
     @torch.no_grad()
     def scores(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the targets' losses [N], and whether each is the most likely token [N], for hidden [N, C]."""
+        """Return losses [N] and whether targets are most likely [N].
+
+        hidden: [N, C]
+        """
         if self.row_of_id is not None:
             targets = self.row_of_id[targets]
         found = []
@@ -249,7 +256,10 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype, is_fu
 
 
 def share_equal_rows(model: TrainingModel, tensors: dict[str, Tensor]) -> None:
-    """Keep one of the rows of the head [V, C] that equal its last one; `tensors` are the model's weights."""
+    """Keep one of the head's equal rows [V, C].
+
+    They equal its last row; `tensors` are the model's weights.
+    """
     head = tensors[TABLES[1]]
     is_last = torch.cat([(part == head[-1]).all(1) for part in head.split(1 << 13)])
     count = int(is_last.sum())

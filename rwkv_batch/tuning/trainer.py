@@ -1,4 +1,7 @@
-"""Training steps, evaluation and the tuning of documents, with checkpoints that continue to the same bits on a CPU."""
+"""Trains and evaluates on documents, with checkpoints.
+
+On a CPU, a run that continues from one gives the same bits.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,10 @@ class Trainer:
         return loss
 
     def _with_counted(self, batch: Batch, function: Callable[..., Any]) -> Any:
-        """Call a function with hidden [N, C], targets and weights [N] of the tokens that count in the loss."""
+        """Call a function with the tokens that count in the loss.
+
+        It gets hidden [N, C], targets [N] and weights [N].
+        """
         batch = batch.to(self.model.device)
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self._dtype is torch.bfloat16):
             hidden = self.model.hidden(batch.inputs, batch.begins)
@@ -93,7 +99,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        """Return the loss of batches, and the share of tokens that greedy sampling would get right."""
+        """Return the loss of batches, and the share of right tokens.
+
+        A token is right if greedy sampling would choose it.
+        """
         losses, right, total = 0.0, 0.0, 0.0
         for batch in batches:
 
@@ -202,7 +211,10 @@ class Tuning:
         return pack(order, self._rows, self._time)
 
     def run(self, on_step: Callable[[Tuning], bool]) -> bool:
-        """Train until the end or until `on_step`, called after each step, returns False. Returns whether it ended."""
+        """Train to the end. Returns whether it was reached.
+
+        `on_step` is called after each step; False stops the training.
+        """
         state = self.progress
         if not state.evaluations:
             self._evaluate()
@@ -286,7 +298,7 @@ def auto_epochs(batches: int) -> int:
 
 
 def _groups(model: TrainingModel, options: TuneOptions, parameters: list[Tensor]) -> list[dict[str, Any]]:
-    """Return AdamW's groups with the peak learning rate of each kind of parameter."""
+    """Return AdamW's groups with their peak learning rates."""
     width = model.shape.width
 
     def group(params: list[Tensor], rate: float, decay: float = 0.01) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Form(enum.StrEnum):
 
 
 class RequiredText(msgspec.Struct, frozen=True, kw_only=True):
-    """Markers that a text must have exactly once, and words that it must have at least once."""
+    """Markers that a text needs once, and words it needs."""
 
     markers: tuple[str, ...] = ()
     """None is the beginning of another. Equal ones are needed as often as they are here."""

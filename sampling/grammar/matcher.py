@@ -57,7 +57,7 @@ class Grammar:
 
 
 class ThoughtBudget:
-    """Counts the tokens of a row's thought, and forces its end when they are used up."""
+    """Counts a thought's tokens, and forces its end."""
 
     __slots__ = ("_byte_table", "_decoder", "_end", "_left", "_tail", "forced", "is_over")
 

@@ -230,7 +230,10 @@ class WordCounter:
 
 
 def _is_inside_word(text: str, at: int) -> bool:
-    """Return whether there are letters on both sides, of a script that separates words."""
+    """Return whether a word continues on both sides.
+
+    Both are letters of a script that separates words.
+    """
     return 0 < at < len(text) and _LETTERS.match(text, at - 1) is not None
 
 
@@ -313,7 +316,7 @@ class RequiredTextMatcher:
         return [token for token in self._closing[:MAX_JUMP_FORWARD] if token != END]
 
     def _next_required(self) -> tuple[int, ...]:
-        """Return the tokens of a missing marker, or else of a missing word."""
+        """Return a missing marker's tokens, else a missing word's."""
         automaton, state = self._automaton, self._state
         if state.given != automaton.all_given:
             return self._texts.encoded(automaton.names[automaton.next_marker(state)])
@@ -321,7 +324,7 @@ class RequiredTextMatcher:
         return self._texts.encoded(self._words.closing()[0])
 
     def _force_late(self) -> None:
-        """Begin to force what is missing if only as many tokens are left as it needs."""
+        """Begin to force what is missing before the tokens run out."""
         if self._tokens_left <= self._max_closing:
             tokens = self._closing_tokens()
             if tokens and self._tokens_left <= len(tokens) + RESERVE:
@@ -334,7 +337,7 @@ class RequiredTextMatcher:
 
 
 class RequiredTextGrammar(NamedTuple):
-    """A `RequiredText` with the vocabulary, shared by all rows with the same constraint."""
+    """A `RequiredText` with the vocabulary, shared by equal rows."""
 
     texts: RequiredTexts
     constraint: Constraint

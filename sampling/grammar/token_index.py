@@ -1,4 +1,4 @@
-"""Finds the tokens that have given bytes, without a loop over the vocabulary per question."""
+"""Finds tokens by their bytes, without a loop over the vocabulary."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TokenIndex:
         return found
 
     def suffixes(self, leads: bytes, barred: bytes) -> Suffixes:
-        """Return the tokens with a lead byte, by their bytes from the first one on.
+        """Return a lead byte's tokens, by their bytes from the first.
 
         Tokens with a barred byte before it are left out.
         """

@@ -55,7 +55,7 @@ class Answer:
 
 
 def random_turns(seed: int) -> list[list[GenerateRequest]]:
-    """Return each session's turns, with sampling of all kinds and the logits of each token."""
+    """Return each session's turns, with all samplers and logits."""
     rng = Random(seed)
 
     def request(session: int, number: int) -> GenerateRequest:
@@ -94,7 +94,10 @@ def others(rng: Random, count: int) -> list[GenerateRequest]:
 
 
 def check_engine(model: Path, folder: Path, seed: int, **fields: Any) -> None:
-    """Compare turns alone with turns in company, with other pieces of prompts, and resumed from every tier."""
+    """Compare turns alone with turns under load.
+
+    In company, with other pieces of prompts, and resumed from every tier.
+    """
     turns = random_turns(seed)
     rng = Random(seed)
     in_slots = PoolConfig(state_db="", l1_sessions=16)

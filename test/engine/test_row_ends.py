@@ -240,7 +240,10 @@ def test_a_kept_turn_is_not_reported_as_timed_out(
 def test_a_turn_is_stored_only_after_its_start_was_confirmed(
     model: Path, tmp_path: Path, durability: str, end: str
 ) -> None:
-    """Else an engine that is lost before its HTTP worker knows of the turn has stored it, and another runs it again."""
+    """Else a lost engine has stored it, and another repeats it.
+
+    The HTTP worker did not know of the turn when its engine was lost.
+    """
     pool = PoolConfig(state_db=str(tmp_path / "s.db") if durability else "", durability=durability or "log")
     with stepped(model, pool, overlap_on_cpu=True) as loop:
         engine, free = loop.engine, loop.free

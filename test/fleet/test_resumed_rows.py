@@ -166,7 +166,10 @@ def serve_without(is_lost: Callable[[Delta], bool], engine: str, address: str) -
 
 @contextmanager
 def lossy_fleet(engine: Engine, folder: Path, is_lost: Callable[[Delta], bool]) -> Iterator[tuple[Fleet, str]]:
-    """A fleet whose link to the engine loses events with such a delta. Yields it, and the address of a good link."""
+    """A fleet whose link to the engine loses some events.
+
+    Those with such a delta. Yields it, and the address of a good link.
+    """
     direct, lossy = str(folder / "direct"), str(folder / "lossy")
     EngineServer(engine).listen(direct)
     serve_without(is_lost, direct, lossy)

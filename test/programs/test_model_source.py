@@ -1,4 +1,4 @@
-"""`--model-path` with a URL, from a small server on this machine, and with `ollama:NAME`."""
+"""`--model-path` with a URL of a local server and with `ollama:NAME`."""
 
 from __future__ import annotations
 

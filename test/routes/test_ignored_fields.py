@@ -20,7 +20,7 @@ from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.translation import translator
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.translation.plan import Translation
+from rwkv_batch.translation.plan import Origin, Translation
 from test.programs.batch.runs import fake_service
 from test.programs.batch.test_openai_batches import begun, chat_line, ended, lines_of
 from test.serving import Service, sse_data, wait_for
@@ -279,7 +279,9 @@ def test_warnings_are_bounded() -> None:
 def test_a_suspicious_translation_is_not_logged_as_ignored() -> None:
     request = RequestContext()
     set_current_request(request)
-    translator._report_problems([Translation("a", "en", ["repeats itself"])] * (MAX_WARNINGS + 1), "text_list")
+    translator._report_problems(
+        [Translation("a", "en", ["repeats itself"], Origin.MODEL)] * (MAX_WARNINGS + 1), "text_list"
+    )
     assert request.warnings[0] == {"field": "text_list[0]", "message": "text_list[0]: the translation repeats itself"}
     assert len(request.warnings) == MAX_WARNINGS + 1 and request.ignored == []
 

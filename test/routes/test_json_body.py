@@ -56,7 +56,10 @@ def test_a_body_may_have_exactly_the_limits(small_limits: None, body: Any, what:
 
 
 def test_a_text_is_not_searched_for_values() -> None:
-    """Counting marks outside of its quotes takes a second for 8 MB, and its first character shows the error."""
+    """The first character shows the error, so nothing is counted.
+
+    Counting marks outside of quotes takes a second for 8 MB.
+    """
     info = error_of(parse_json, b'Chapter 1. "A, b": c, ' * 100_000, 9)
     assert info.kind is ErrorKind.NOT_JSON and "column 1" in info.message
 
@@ -122,7 +125,7 @@ def test_errors_repeat_at_most_200_characters() -> None:
          "regex and choice exclude each other", '["b"]'),
         (PromptBody, {"contents": ["a"], "session_id": ""}, "session_id",
          "session_id: must have at least 1 character, got an empty text", ""),
-        (ChatBody, {"messages": [{"role": "user"}], "logit_bias": {"x": 1}}, "logit_bias.x", None, "x"),
+        (ChatBody, {"messages": [{"role": "user"}], "logit_bias": {"x": "y"}}, "logit_bias.x", None, "y"),
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type",
          None, "image"),
     ],

@@ -133,7 +133,7 @@ def tool(name: str, **parameters: Any) -> dict[str, Any]:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"65536": 1}}, "logit_bias.65536"),
-        ({"logit_bias": {"cat": 1}}, "logit_bias.cat"),
+        ({"logit_bias": {"cat": "x"}}, "logit_bias.cat"),
         ({"logit_bias": {"1": 101}}, "logit_bias.1"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),

@@ -30,9 +30,9 @@ MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
         (PromptBody, MESSAGES | {"template": {"user": "a:b"}}, "template.user", "must be a label of one line without"),
         (
             ChatBody,
-            MESSAGES | {"logit_bias": {"a": 1}},
-            "logit_bias.a",
-            "must be a token id of at most five digits, got a",
+            MESSAGES | {"logit_bias": {"1": "a"}},
+            "logit_bias.1",
+            "must be a valid number, got a",
         ),
         (
             ChatBody,

@@ -259,10 +259,13 @@ def test_any_mix_of_knobs_samples_the_same_in_both(logits: list[float], factor: 
 
 @pytest.mark.parametrize("is_kernel", [True, False])
 def test_repeated_sequences_are_penalised_up_to_a_breaker(is_kernel: bool) -> None:
-    """Of 1 2 3 4 … 1 2 3, the 4 is penalised by base^(3 - 2), until the breaker 7 divides the sequence."""
+    """The 4 is penalised by base^(3 - 2), until a breaker.
+
+    The sequence is 1 2 3 4 … 1 2 3; the breaker 7 divides it.
+    """
 
     def penalty(prompt: list[int]) -> float:
-        """Return by how much the 4 must be above the 20 to be sampled."""
+        """Return how far above 20 the 4 is sampled."""
         params = SamplingParams(temperature=0.0, filters=Filters(dry_multiplier=1.0, dry_base=2.0))
         sampler = make(64, [params], is_kernel)
         logits = torch.zeros(1, 64)

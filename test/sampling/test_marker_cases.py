@@ -1,4 +1,4 @@
-"""Ten thousand texts with markers, written by a random model under the masks."""
+"""Ten thousand texts with markers by a random model under masks."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def marked(text: str) -> str:
 
 
 def translated(unit: Unit) -> str:
-    """Return the translation of a text by the core, whose model marks each word."""
+    """Return the core's translation of a text; each word is marked."""
     body = unit.body
     request = TranslationRequest(
         texts=[unit.text],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gettext
 import io
@@ -550,3 +551,39 @@ def test_hostile_texts_take_linear_time(ending: str, data: bytes) -> None:
     except DocumentError:
         return
     document.write([unit.text for unit in document.units])
+
+
+@pytest.mark.parametrize("ending", ["srt", "vtt"])
+def test_subtitles_with_windows_line_breaks(ending: str) -> None:
+    head = "WEBVTT\n\n" if ending == "vtt" else ""
+    text = f"{head}1\n00:00:01.000 --> 00:00:02.000\nHello\n\n2\n00:00:03.000 --> 00:00:04.000\nBye\n".replace(
+        "\n", "\r\n"
+    )
+    document = read(text.replace(".0", ",0").encode() if ending == "srt" else text.encode(), f"a.{ending}")
+    assert [one.text for one in document.units] == ["Hello", "Bye"]
+    without_blank = "1\n00:00:01,000 --> 00:00:02,000\nHello\n2\n00:00:03,000 --> 00:00:04,000\nBye\n"
+    assert [one.text for one in read(without_blank.encode(), "a.srt").units] == ["Hello", "Bye"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.strings", b"a" * 200_000),
+        ("a.strings", b'\\"' * 100_000),
+        ("a.json", b'"\\' * 100_000),
+        ("a.strings", b"/*" * 200_000),
+    ],
+)
+def test_long_tokens_take_linear_time(name: str, content: bytes) -> None:
+    with contextlib.suppress(DocumentError):
+        read(content, name)
+
+
+def test_other_compressions_are_refused() -> None:
+    """Python decompresses them without a limit: 469 bytes took 800 MB."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("word/document.xml", bytes(1_000_000))
+    with pytest.raises(DocumentError, match="other means than deflate"):
+        read(file.getvalue(), "a.docx")

@@ -53,7 +53,7 @@ def test_a_single_word_gets_the_language_of_its_script() -> None:
 
 @pytest.mark.parametrize("text", ["OK", "NASA", "Oui", "Hello", "Nein", "nem", "szia", "Köszönöm", "gracias"])
 def test_a_text_alone_gets_the_language_that_detection_lists_first(text: str) -> None:
-    """Its own letters counted twice, so that a word of many languages like OK was Hungarian."""
+    """OK is a word of many languages, not only of Hungarian."""
     probabilities = language_probabilities(text)
     assert detect_languages([text]) == [max(probabilities, key=probabilities.__getitem__)]
 

@@ -108,7 +108,7 @@ def tunables(dtype: torch.dtype) -> Tunables:
     [(torch.float32, 1e-4, False), (torch.float32, 1e-4, True), (torch.bfloat16, 2e-2, False)],
 )
 def test_gradients_are_those_of_the_plain_reference(dtype: torch.dtype, limit: float, recomputes: bool) -> None:
-    """Four documents packed into three rows, against each alone, token by token in fp64."""
+    """Four documents in three rows, against each alone in fp64."""
     packed = documents((37, 20, 9, 50))
     plain, plain_added = weights(torch.float64), tunables(torch.float64)
     total = sum(sum(one.weights[1:]) for one in packed)
@@ -137,7 +137,10 @@ def test_gradients_are_those_of_the_plain_reference(dtype: torch.dtype, limit: f
 
 
 def wkv_inputs(rows: int, time: int, heads: int = 2) -> list[Tensor]:
-    """r, log decay, k, v, -kk and kk*a of random tokens, [rows, time, heads, 64] each."""
+    """r, log decay, k, v, -kk and kk*a, random.
+
+    Each is [rows, time, heads, 64].
+    """
     torch.manual_seed(1)
     size = (rows, time, heads, 64)
     r, k, v = (torch.randn(size) for _ in range(3))
@@ -146,7 +149,10 @@ def wkv_inputs(rows: int, time: int, heads: int = 2) -> list[Tensor]:
 
 
 def wkv_loop(r: Tensor, decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> Tensor:
-    """S <- S*w + (S a) b^T + v k^T, y = S r, token by token."""
+    """The recurrence of S, and y = S r.
+
+    Token by token.
+    """
     ys = []
     for t in range(r.shape[1]):
         removed = (state @ a[:, t, :, :, None]) * b[:, t, :, None, :]

@@ -165,7 +165,10 @@ class BatchJob:
         await self._finalise()
 
     async def give_up(self, message: str) -> None:
-        """Fail the batch because of its disk, without its results if they cannot be published. Raises OSError."""
+        """Fail the batch because of its disk.
+
+        Without results if they cannot be published. Raises OSError.
+        """
         try:
             await self.fail(message, "storage_failed")
         except (RunError, OSError):

@@ -1,4 +1,6 @@
-"""Runs fine-tuning jobs, one at a time, each as a process of `rwkv-batch tune`. Loads the results into the engine.
+"""Runs fine-tuning jobs, one at a time.
+
+Each is a process of `rwkv-batch tune`. Its result is loaded into the engine.
 
 The process has low priority and half of the cores. Its checkpoints are in the store's folder of runs, so a job that was
 paused, or lost its process or its service, continues from there.
@@ -77,7 +79,7 @@ class TuningRunner:
                 await asyncio.wait_for(stop.wait(), wait_s)
 
     def _active_jobs(self) -> list[Job]:
-        """Return the jobs to run, after the folders of ended ones were removed."""
+        """Remove the folders of ended jobs. Return the jobs to run."""
         if not self._store.runs.exists():  # no file was uploaded yet
             return []
         for folder in self._store.runs.glob("ftjob-*"):
@@ -167,7 +169,10 @@ class TuningRunner:
         return [*options, *(part for adapter in self._engine.adapters for part in ("--adapter", adapter))]
 
     def _as_named_file(self, job: Job, file_id: str) -> Path | None:
-        """Return a link to a file's content with the ending of its name. None if it was deleted."""
+        """Return a link to a file's content. None if it was deleted.
+
+        The link has the ending of the file's name.
+        """
         file = self._store.file(job.owner, file_id)
         if file is None or not self._store.content(file_id).exists():
             return None
@@ -179,7 +184,10 @@ class TuningRunner:
         return path
 
     async def _stop_when_asked(self, job: Job, process: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
-        """End the process when the job is cancelled, paused or its key removed, or the service stops."""
+        """End the process when its job must not run.
+
+        That is if the job is cancelled or paused, its key is removed, or the service stops.
+        """
         while True:  # until it ends: while it starts, it ignores signals
             await asyncio.sleep(_POLL_S)
             is_removed = bool(job.owner) and self._key_names is not None and job.owner not in self._key_names

@@ -122,7 +122,10 @@ def quantise_rows(x: Tensor, transform: InputTransform, unsigned: bool = False, 
 
 
 def product(x: Codes, w: Codes, bits: int = 8) -> Tensor:
-    """Multiply [T, K], of so many bits, and [n, K] -> y [T, n] fp32. Sums are whole numbers in fp64, below 2^53."""
+    """Multiply codes [T, K] and [n, K] -> y [T, n] fp32.
+
+    bits: of the first codes. Sums are whole numbers in fp64, below 2^53.
+    """
     a, b = x.codes.double(), w.codes.double()
     large, rest = a[:, :LARGE_CHANNELS] @ b[:, :LARGE_CHANNELS].T, a[:, LARGE_CHANNELS:] @ b[:, LARGE_CHANNELS:].T
     sums = (large * (x.ratios.double()[:, None] * w.ratios.double()) / 256).floor() + rest

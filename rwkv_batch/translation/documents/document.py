@@ -138,7 +138,7 @@ class Source:
     """What happens to characters that the encoding lacks, see `str.encode`."""
 
     def encode(self, text: str) -> bytes:
-        """Return the text in the file's encoding, or in UTF-8 if it lacks a character."""
+        """Return the text's bytes, in UTF-8 if a character is missing."""
         text = text.encode("utf-8", "replace").decode()
         try:
             return self.bom + text.encode(self.encoding, self.errors)

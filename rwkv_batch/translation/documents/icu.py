@@ -18,7 +18,7 @@ _MAX_TEXTS = 64
 
 
 def is_icu(text: str) -> bool:
-    """Return whether a text has an ICU plural or choice that can be translated."""
+    """Return whether a text has a translatable ICU plural or choice."""
     return len(text) <= _MAX_MESSAGE and _CHOICE.search(text) is not None and _parsed(text) is not None
 
 
@@ -32,7 +32,7 @@ class _Choice:
 
 
 def _parsed(text: str) -> _Choice | None:
-    """Return the first choice of a message, or None if its braces do not close."""
+    """Return a message's first choice. None if braces do not close."""
     found = _CHOICE.search(text)
     if found is None:
         return None

@@ -27,9 +27,9 @@ _MAX_LINE = 42
 _MAX_CUE_LINES = 3
 _GAP = re.compile(r"\s(?![^<>]{0,64}>)|(?<=[，。！？、；：])")
 _LINE = re.compile(r"[^\r\n]+")
-_CUE_TIME = re.compile(r"^[^\r\n]*-->[^\r\n]*$", re.MULTILINE)
-_BLANK_LINE = re.compile(r"(?:\r\n?|\n)[^\S\r\n]*(?:\r\n?|\n)")
-_NUMBER_LINE = re.compile(r"(?:\r\n?|\n)[^\S\r\n]*\d+[^\S\r\n]*\Z")
+_CUE_TIME = re.compile(r"^[^\r\n]*-->[^\r\n]*(?=[\r\n]|\Z)", re.MULTILINE)
+_BLANK_LINE = re.compile(r"(?>\r\n?|\n)[^\S\r\n]*(?:\r\n?|\n)")
+_NUMBER_LINE = re.compile(r"(?>\r\n?|\n)[^\S\r\n]*\d+[^\S\r\n]*(?>\r\n?|\n)?\Z")
 _ASS_EVENT = re.compile(r"^(?:Dialogue|Comment)\s*:[^\r\n]*", re.MULTILINE)
 _ASS_FORMAT = re.compile(r"^\[Events\][^\[]*?^Format\s*:([^\r\n]*)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
@@ -83,7 +83,7 @@ def _no_blank_lines(text: str) -> list[str]:
 
 
 def _cue_lines(text: str, count: int) -> list[str]:
-    """Return a cue's lines: as many as before if the text is long."""
+    """Return a cue's lines: the same number as before if the text is long."""
     found: list[str] = []
     for line in _no_blank_lines(text):
         found += _balanced(line, count) if count > 1 and len(line) > _MAX_LINE // 2 else [line]

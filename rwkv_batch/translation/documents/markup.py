@@ -102,7 +102,7 @@ def _escaped(text: str) -> str:
 
 
 def _add_block(edits: TextEdits, start: int, end: int, attributes: list[_Attribute]) -> None:
-    """Add the text between two block tags, and the texts of the tags in it."""
+    """Add the text between two block tags, and its tags' texts."""
     raw = edits.text[start:end]
     if not has_letters(html.unescape(_ONE_TAG.sub("", raw))):
         for attribute in attributes:
@@ -248,7 +248,10 @@ def _add_lines(edits: TextEdits, contents: list[str], lines: list[int], first: i
 
 
 def _with_tags(text: str) -> tuple[str, list[str]]:
-    """Return the text with numbered tags for its links and emphasis, and what the tags stand for."""
+    """Return the text with numbered tags, and what they stand for.
+
+    The tags stand for links and emphasis.
+    """
     tags: list[str] = []
     opened: list[tuple[str, int, int]] = []
     out: list[str] = []

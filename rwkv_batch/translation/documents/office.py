@@ -83,7 +83,7 @@ def _filler(paragraph: Any, codes: list[Any], line_break: str) -> Any:
 
 
 def _run_paragraphs(root: Any) -> list[Slot]:
-    """Return the paragraphs of Word and PowerPoint, and the texts of Excel's cells."""
+    """Return paragraphs of Word and PowerPoint, or cells of Excel."""
     paragraphs = [_Paragraph(one) for one in root.iter("{*}p", "{*}si", "{*}is")]
     return [slot(inline_unit(one.text), one.put) for one in paragraphs if has_text(one.text)]
 
@@ -236,7 +236,10 @@ class _Paragraph:
         self._element.extend(one for one in properties if local(one) != "pPr")
 
     def _whole(self, code: Any, is_first: bool) -> Any:
-        """Return an element as it was, or a copy if it stands in the text twice. A tuple: a part of a run."""
+        """Return an element, or a copy if it was taken before.
+
+        A tuple: a part of a run.
+        """
         run, element = code if isinstance(code, tuple) else (None, code)
         element = element if is_first else deepcopy(element)
         element.tail = None

@@ -1,4 +1,4 @@
-"""Plural forms of languages, and the texts of a plural that are translated.
+"""Plural forms of languages, and the texts to translate for them.
 
 A form is translated with a number that takes it, so "%d files" becomes "2 files" for the Russian form of 2 to 4.
 """
@@ -48,7 +48,9 @@ Finish = Callable[[Texts], dict[str, str]]
 def plural_units(
     singular: Unit, plural: Unit, language: str, placeholder: re.Pattern[str]
 ) -> tuple[tuple[Unit, ...], Finish]:
-    """Return the texts to translate, and a function that returns the forms of their translations by category.
+    """Return the texts to translate, and a function for the result.
+
+    The function returns the forms of their translations by category.
 
     placeholder: finds the number's place in a text
     """

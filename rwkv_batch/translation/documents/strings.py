@@ -129,9 +129,12 @@ def _ascii_property(text: str) -> str:
     return "".join(chr(code) if code < 128 else f"\\u{code:04X}" for code in codes)
 
 
+_APPLE_TEXT = r'(?:[^"\\]++|\\[\s\S])*+'
 _APPLE = re.compile(
-    r'/\*(?P<comment>(?s:.*?))\*/|//[^\n]*|(?P<key>"(?:[^"\\]|\\[\s\S])*"|[\w.-]+)\s*=\s*"(?P<value>(?:[^"\\]|\\[\s\S])*)"\s*;'
+    rf'/\*(?P<comment>(?s:.*?))(?:\*/|\Z)|//[^\n]*|(?P<key>"{_APPLE_TEXT}"|(?<![\w.-])[\w.-]++)\s*+=\s*+'
+    rf'"(?P<value>{_APPLE_TEXT})"\s*+;|"{_APPLE_TEXT}(?:"|\Z)'
 )
+"""The last form takes other texts whole, so that no search begins within one: the time is linear."""
 _APPLE_ESCAPE = re.compile(r"\\(U[0-9a-fA-F]{4}|[\s\S])")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +34,16 @@ _MAX_YAML_BYTES = 8 << 20
 
 
 def _json_strings(text: str) -> Iterator[tuple[tuple[str, ...], int, int, int]]:
-    """Yield path, start and end of each value that is a string, and the start of its key. Raises DocumentError."""
+    """Yield path, start, end and key's start of each string.
+
+    Raises DocumentError.
+    """
+    try:
+        json.loads(text)  # the tokens of other text could take quadratic time
+    except RecursionError:
+        pass  # the depth is named below
+    except ValueError as error:
+        raise DocumentError(f"is not JSON: {error}; repair it") from None
     path: list[str] = []
     kinds: list[str] = []
     is_key, key_start = False, 0

@@ -1,4 +1,4 @@
-"""XML without its dangers, texts with inline elements, and ZIP files of bounded size."""
+"""Safe XML, texts with inline elements, and bounded ZIP files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def local(element: Any) -> str:
 
 
 def inline_text(element: Any, is_opaque: Callable[[Any], bool]) -> tuple[str, list[Any]]:
-    """Return the content of an element as text with numbered tags, and the elements that they stand for.
+    """Return an element's content as text, and its inline elements.
+
+    Numbered tags stand for the elements.
 
     is_opaque: whether an element's content is not translated
     """
@@ -103,7 +105,10 @@ class Codes:
         self._used: set[int] = set()
 
     def take(self, number: int) -> Any:
-        """Return an element itself, so that texts within it are translated, and a copy if it was taken already."""
+        """Return an element, or a copy if it was taken before.
+
+        Texts within the element itself are translated.
+        """
         if number >= len(self._elements):
             return None
         element = self._elements[number] if number not in self._used else deepcopy(self._elements[number])
@@ -112,7 +117,10 @@ class Codes:
 
 
 def fill(element: Any, text: str, elements: list[Any]) -> None:
-    """Replace the content of an element by a text with numbered tags, see `inline_text`."""
+    """Replace an element's content by a text with numbered tags.
+
+    See `inline_text`.
+    """
     codes = Codes(elements)
     for child in list(element):
         element.remove(child)
@@ -149,7 +157,7 @@ def has_text(text: str) -> bool:
 
 
 class Archive:
-    """A ZIP file whose parts are read one by one, and written in their order."""
+    """A ZIP file that is read and written part by part."""
 
     def __init__(self, data: bytes) -> None:
         """Raises DocumentError, also if it expands to too much."""
@@ -166,6 +174,9 @@ class Archive:
         self.names = [one.filename for one in infos]
         if len(set(self.names)) != len(self.names):
             raise DocumentError("has two parts of the same name; save it again")
+        if any(one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for one in infos):
+            # Python decompresses these without a limit, whatever size they name.
+            raise DocumentError("has parts that are compressed by other means than deflate; save it again")
         if any(one.flag_bits & 1 for one in infos):
             raise DocumentError("is encrypted; save it without a password")
         self._changed: dict[str, Callable[[], bytes]] = {}
@@ -181,7 +192,7 @@ class Archive:
         return self._content(info)
 
     def tree(self, name: str) -> Any:
-        """Return the tree of an XML part, which is written with its changes. Raises DocumentError."""
+        """Return a part's tree, whose changes are written. Raises DocumentError."""
         data = self.read(name)
         tree = parse_xml(data, name)
         self._changed[name] = lambda: xml_bytes(tree, data)

@@ -119,7 +119,7 @@ def test_files_are_uploaded_with_openais_client(proxied: Service) -> None:
     file = client.files.create(file=("lines.jsonl", content), purpose="batch")
     assert client.files.content(file.id).content == content
     with pytest.raises(openai.BadRequestError, match="purpose"):
-        client.files.create(file=("lines.jsonl", content), purpose="fine-tune")
+        client.files.create(file=("lines.jsonl", content), purpose="vision")
 
 
 def test_nginx_passes_the_forms_of_every_route_that_takes_one() -> None:
