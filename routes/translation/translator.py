@@ -160,7 +160,7 @@ def shared_prompt(query: Query) -> str:
 
 
 def _rows(context: Context, queries: list[Query], body: TranslationFields, field: str) -> list[GenerateRequest]:
-    """Return rows of the first queries that fit into a job with their context."""
+    """Return the rows of the first queries that fit into a job."""
     rows: list[GenerateRequest] = []
     tokenizer, config = context.tokenizer, context.config
     prompts = encode_all(tokenizer, ((field, translation_prompt(query)) for query in queries), config)
