@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,7 +38,7 @@ def _json_strings(text: str) -> Iterator[tuple[tuple[str, ...], int, int, int]]:
     Raises DocumentError.
     """
     try:
-        json.loads(text)  # the tokens of other text could take quadratic time
+        msgspec.json.decode(text.encode("utf-8", "surrogatepass"))  # the tokens of other text could take quadratic time
     except RecursionError:
         pass  # the depth is named below
     except ValueError as error:
