@@ -219,6 +219,7 @@ def recall(store: Store, owner: str, keys: Sequence[Key], target: str) -> Memory
     """Return the approved translations of these texts and of similar ones."""
     exact: dict[Key, str] = {}
     examples: dict[Key, tuple[Example, ...]] = {}
+    candidates: list[tuple[str, list[str], list[tuple[str, str]]]] = []
     to = language_name(target)
     query = "SELECT target FROM memory WHERE owner = ? AND source_lang = ? AND target_lang = ? AND source = ?"
     with store.open() as database:
@@ -235,8 +236,10 @@ def recall(store: Store, owner: str, keys: Sequence[Key], target: str) -> Memory
                 "AND LENGTH(source) BETWEEN ? AND ? LIMIT ?",
                 (owner, language_name(source), to, shortest, longest, _MAX_COMPARED),
             ).fetchall()
-            for text, found in zip(texts, similar(texts, [one for one, _ in known]), strict=True):
-                examples[source, text] = tuple(Example(language_name(source), *known[index]) for index in found)
+            candidates.append((source, texts, known))
+    for source, texts, known in candidates:  # takes long, and the transaction would make others wait
+        for text, found in zip(texts, similar(texts, [one for one, _ in known]), strict=True):
+            examples[source, text] = tuple(Example(language_name(source), *known[index]) for index in found)
     return Memory(exact, examples)
 
 
