@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from routes.context import Context
-from routes.file_store import ACTIVE_STATUSES
+from routes.file_store import ACTIVE_STATUSES, Batch
 from routes.openai.files import not_found
 from routes.request.bodies import Body
 from routes.request.fields import Pattern, reject_values
@@ -44,6 +44,8 @@ from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.plan import AUTO
 
 _RESULT = "/result"
+_KEY_MARK = "."
+"""Between id and key in the address of a translated file."""
 _POLL_S = 0.3
 
 
@@ -92,12 +94,17 @@ async def deepl_upload(context: Context, body: DeepLDocumentBody) -> HandlerResp
     return json_response({"document_id": batch.id, "document_key": meta_of(batch)["key"]})
 
 
+def _check_key(batch: Batch, given: str, name: str) -> None:
+    """Raise ServiceError unless the document's key was given."""
+    if not hmac.compare_digest(meta_of(batch)["key"].encode(), given.encode()):
+        raise not_found("document", name)
+
+
 async def deepl_document(context: Context, body: DeepLDocumentKey) -> HandlerResponse:
     """Return a document's status, or the translated file."""
     name = body.document_id
     batch = await find_document(context, name.removesuffix(_RESULT))
-    if not hmac.compare_digest(meta_of(batch)["key"].encode(), body.document_key.encode()):
-        raise not_found("document", name)
+    _check_key(batch, body.document_key, name)
     if name.endswith(_RESULT):
         return await translated_content(context, batch)
     status = {"document_id": batch.id, "status": document_status(batch)}
@@ -138,14 +145,18 @@ async def libre_upload(context: Context, body: LibreFileBody) -> HandlerResponse
             raise
         if document_status(found) == "error":
             raise ServiceError(ErrorKind.INTERNAL, f"the file was not translated: {error_of(found)}")
-        return json_response({"translatedFileUrl": f"{base}/download_file/{batch.id}"})
+        name = f"{batch.id}{_KEY_MARK}{meta_of(batch)['key']}"
+        return json_response({"translatedFileUrl": f"{base}/download_file/{name}"})
 
     return await with_early_head(answer(), LIBRE_ERRORS, HEAD_AFTER_S)
 
 
 async def libre_download(context: Context, upload: Upload) -> HandlerResponse:
-    """Return a translated file. Its id is the permission."""
-    return await translated_content(context, await find_document(context, upload.query.document_id, owner=""))
+    """Return a translated file. The key in its address is the permission."""
+    name, _, key = upload.query.document_id.partition(_KEY_MARK)
+    batch = await find_document(context, name, owner="")
+    _check_key(batch, key, name)
+    return await translated_content(context, batch)
 
 
 _FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)

@@ -166,5 +166,7 @@ def test_libretranslates_files(locked: Service) -> None:
     result = httpx.get(url)
     assert result.status_code == 200 and "a.zh-TW.txt" in result.headers["Content-Disposition"] and result.content
     assert httpx.get(f"{locked.url}/download_file/doc_unknown").status_code == 404
+    for wrong in (url.rpartition(".")[0], f"{url}0"):
+        assert httpx.get(wrong).status_code == 404, "the id alone opens no file"
     refused = httpx.post(locked.url + "/translate_file", data={**form, "api_key": "x"}, files={"file": ("a.txt", b"x")})
     assert refused.status_code == 403
