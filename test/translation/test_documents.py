@@ -21,6 +21,7 @@ import yaml
 from lxml import etree
 
 from rwkv_batch.translation.documents.document import DocumentError, decode, requests
+from rwkv_batch.translation.documents.formats import translated_name
 from rwkv_batch.translation.documents.plurals import plural_forms
 from test.translation.documents import archive, docx, epub, read, round_trip
 
@@ -587,3 +588,7 @@ def test_other_compressions_are_refused() -> None:
         archive.writestr("word/document.xml", bytes(1_000_000))
     with pytest.raises(DocumentError, match="other means than deflate"):
         read(file.getvalue(), "a.docx")
+
+
+def test_a_language_is_no_part_of_a_path() -> None:
+    assert translated_name("book.md", "../../x") == "book...-..-x.md" and translated_name("a.pot", "de") == "a.de.po"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -103,7 +104,12 @@ def read_document(data: bytes, name: str, options: DocumentOptions) -> Document:
     return document
 
 
+_NO_NAME = re.compile(r"[^\w.-]+")
+"""Characters of an unknown language's name that a file's name does not get."""
+
+
 def translated_name(name: str, language: str) -> str:
     """Return the name of a translation: book.md becomes book.zh-CN.md."""
     path = PurePath(name)
+    language = _NO_NAME.sub("-", language)
     return str(path.with_name(f"{path.stem}.{language}{path.suffix.replace('.pot', '.po')}"))
