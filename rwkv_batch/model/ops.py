@@ -128,6 +128,13 @@ class RunsLayers(Protocol):
         """Return whether it supports this state format; else layers run operation by operation."""
         ...
 
+    def reserve(self, layers: Sequence[Layer], width: int, tokens: int) -> None:
+        """Allocate the calling thread's work memory for steps of up to so many tokens.
+
+        Otherwise the process grows with each step that is larger than all earlier ones. Raises MemoryError.
+        """
+        ...
+
     def run_layers(
         self,
         layers: Sequence[Layer],

@@ -142,6 +142,17 @@ def allocate_slots(pipeline: Pipeline, num_slots: int) -> None:
         ) from error
 
 
+def reserve_work_memory(pipeline: Pipeline, limits: Limits) -> None:
+    """Allocate the calling thread's memory for the largest step. Raises StartupError if it does not fit."""
+    try:
+        pipeline.reserve(limits.prefill_tokens_per_step + limits.rows_in_step)
+    except MemoryError as error:
+        raise StartupError(
+            f"Out of memory: {error}. Lower --max-running (now {limits.max_running}) or --prefill-tokens-per-step "
+            f"(now {limits.prefill_tokens_per_step})."
+        ) from error
+
+
 def run_all_prompt_sizes(pipeline: Pipeline, limits: Limits, logits: Tensor | None, decode_tokens: int) -> None:
     """Run a step of every size. Raises StartupError if one does not fit.
 

@@ -21,7 +21,7 @@ from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.step import LaunchGroups, StepGraphs, are_all_plain, split_prefill_decode
 from rwkv_batch.runner.links import LastTokens, TokenCopies
 from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads, threads_per_replica
-from rwkv_batch.runner.memory import Memory, allocate_slots, log_sizes, run_all_prompt_sizes
+from rwkv_batch.runner.memory import Memory, allocate_slots, log_sizes, reserve_work_memory, run_all_prompt_sizes
 from rwkv_batch.runner.model_files import load_pipeline
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
 from rwkv_batch.runner.row_inputs import RowInputs, mix_logits, read_slots, slots_of, write_slots
@@ -77,9 +77,8 @@ class ModelRunner:
         # One spare slot keeps the state from before a session's turn. With overlap, a second one keeps the state from
         # before the last token.
         self._num_slots = memory.num_slots(self.limits.max_running, session_slots=2 if self.overlaps else 1)
-        yields_cores = (
-            config.loads_at_low_priority and not self._gpus
-        )  # a GPU's memory must be allocated on the thread with its streams
+        # A GPU's memory must be allocated on the thread with its streams.
+        yields_cores = config.loads_at_low_priority and not self._gpus
         allocate = partial(allocate_slots, self.pipeline, self._num_slots)
         low_priority(allocate) if yields_cores else allocate()
         try:
@@ -108,7 +107,7 @@ class ModelRunner:
         """number of the `send` of the last step that the host has read"""
         self._logits = decode.logits if decode is not None else self._make_logits()
         """[rows, V]: the logits of steps; None: each step allocates its own"""
-        if config.warmup and self.device.type == "cuda":
+        if config.warmup:
             self._warm_up()
         log_sizes(config.model_name, self.pipeline, self.weights.shape, self.limits.max_running, self._num_slots)
 
@@ -150,7 +149,10 @@ class ModelRunner:
             raise StartupError(f"batch_step_layers {layers} {needs}: {reason}; leave it out")
 
     def _warm_up(self) -> None:
-        """Run every kind of step once. So no request waits for a capture, a compile or an allocation."""
+        """Prepare for every kind of step. So no request waits for a capture, a compile or an allocation."""
+        reserve_work_memory(self.pipeline, self.limits)
+        if self.device.type != "cuda":
+            return
         started = time.perf_counter()
         for name in COMPILED_ON_FIRST_USE:
             self.step_sampler.sampler(name)

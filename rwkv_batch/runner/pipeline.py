@@ -125,6 +125,14 @@ class Stage:
             int(self.cuts.begins_within),
         )
 
+    def reserve(self, tokens: int) -> None:
+        """See `Pipeline.reserve`."""
+        assert self.state is not None, "call allocate_slots first"
+        if self.shape.version != RWKV7 or any(self.cuts):
+            return
+        if isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):
+            self.ops.reserve(cast(Sequence[Layer], self.layers), self.width, tokens)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Map token ids [T] to the residual stream [T, C]."""
         assert self.embedding is not None, "only the first stage embeds"
@@ -276,6 +284,14 @@ class Pipeline:
         """Remove an adapter that no running row uses."""
         for stage in self.stages:
             stage.adapters.drop(number)
+
+    def reserve(self, tokens: int) -> None:
+        """Allocate the calling thread's work memory on a CPU, for steps of up to so many tokens.
+
+        Raises MemoryError.
+        """
+        for stage in self.stages:
+            stage.reserve(tokens)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, out: Tensor | None = None) -> Tensor:

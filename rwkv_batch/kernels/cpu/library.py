@@ -118,6 +118,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rwkv_pack_w8a8": (None, [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_linear": (ctypes.c_int64, [ctypes.c_void_p, *[ctypes.c_int64] * 3]),
     "rwkv_layers": (ctypes.c_int64, [ctypes.c_void_p]),
+    "rwkv_reserve": (ctypes.c_int64, [ctypes.c_void_p]),
 }
 
 

@@ -162,6 +162,13 @@ class CpuOps(PackedOps):
 
     make_adapter_table = staticmethod(partial(CpuAdapterTable, make_linear=CpuLinear))
 
+    @staticmethod
+    def reserve(layers: Sequence[Layer], width: int, tokens: int) -> None:
+        """See ops.RunsLayers."""
+        args = StepArgs(_layers_args(layers), len(layers), tokens=tokens, width=width)
+        if library().rwkv_reserve(ctypes.byref(args)) == StepFailure.NO_MEMORY:
+            raise MemoryError(f"no memory for a step over {tokens} tokens")
+
     def run_layers(
         self,
         layers: Sequence[Layer],
@@ -174,21 +181,25 @@ class CpuOps(PackedOps):
         """See ops.RunsLayers. Raises ValueError, IndexError (rows that do not fit the slots) and MemoryError."""
         if not self.can_run_layers(state):
             raise ValueError(f"the cpu kernels run layers over fp32 states, not {state.form}")
-        prepared = [layer.args for layer in layers if isinstance(layer, CpuLayer)]
-        assert len(prepared) == len(layers), "prepare_layer comes first"
         x = x.to(torch.float32).contiguous()
         tokens, width = x.shape
         out = torch.empty_like(x)
         first = torch.empty_like(x) if v_first is None else v_first.to(torch.float32).contiguous()
         own = adapters.addresses(inputs) if isinstance(adapters, CpuAdapterTable) else None
         args = StepArgs(
-            (LayerArgs * len(layers))(*prepared), len(layers),
+            _layers_args(layers), len(layers),
             x.data_ptr(), out.data_ptr(), first.data_ptr(), state.wkv.data_ptr(), state.shift.data_ptr(),
             *_rows(inputs), inputs.read_slots.numel(), tokens, state.num_slots, width, torch.get_num_threads(),
             None if own is None else own.data_ptr(),
         )  # fmt: skip
         _check_status(library().rwkv_layers(ctypes.byref(args)), inputs, state)
         return out, first
+
+
+def _layers_args(layers: Sequence[Layer]) -> ctypes.Array[LayerArgs]:
+    prepared = [layer.args for layer in layers if isinstance(layer, CpuLayer)]
+    assert len(prepared) == len(layers), "prepare_layer comes first"
+    return (LayerArgs * len(layers))(*prepared)
 
 
 def _layer_args(layer: Layer) -> LayerArgs:

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <initializer_list>
 #include <numeric>
 #include <vector>
@@ -283,18 +284,34 @@ class Scratch {
 
 thread_local Scratch scratch;
 
+// Bytes of the step's activations and packed inputs.
+size_t scratch_bytes(const Step& s, const Buffers& sizes, bool adapters) {
+  int64_t elements = 0;
+  for (int64_t i = 0; i < s.num_layers; ++i) {
+    elements = std::max(elements, Phases(s.layers[i], sizes, nullptr, 0, adapters).packed(s.rows.tokens));
+  }
+  return sizes.floats * 4 + elements * 2;
+}
+
 }  // namespace
+
+// Allocates and touches the calling thread's memory for steps of up to s.rows.tokens tokens.
+EXPORT int64_t rwkv_reserve(const Step* step) {
+  const Step& s = *step;
+  const Buffers sizes(s, nullptr);
+  const size_t bytes = std::max(scratch_bytes(s, sizes, false), scratch_bytes(s, sizes, true));
+  void* memory = scratch.take(bytes);
+  if (!memory) return NO_MEMORY;
+  std::memset(memory, 0, bytes);
+  return DONE;
+}
 
 // Runs the layers and updates their states in place. Does nothing if it fails.
 EXPORT int64_t rwkv_layers(const Step* step) {
   const Step& s = *step;
   if (!rows_fit(s.rows)) return ROWS_DO_NOT_FIT;
   const Buffers sizes(s, nullptr);
-  int64_t elements = 0;
-  for (int64_t i = 0; i < s.num_layers; ++i) {
-    elements = std::max(elements, Phases(s.layers[i], sizes, nullptr, 0, s.adapters).packed(s.rows.tokens));
-  }
-  float* memory = static_cast<float*>(scratch.take(sizes.floats * 4 + elements * 2));
+  float* memory = static_cast<float*>(scratch.take(scratch_bytes(s, sizes, s.adapters)));
   if (!memory) return NO_MEMORY;
   const Buffers buffers(s, memory);
   uint16_t* packed = reinterpret_cast<uint16_t*>(memory + buffers.floats);
