@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from routes.context import Context
 from routes.docs.reference import page
 from routes.models import model_entry
@@ -14,7 +16,7 @@ from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, HttpResponse, json_response
 from routes.response.response_models import Health, Status, Version
 from routes.route import Route
-from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus
+from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus, ListRequests
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
 from rwkv_batch.ipc.served_model import ServedModel
@@ -43,6 +45,33 @@ _LEGACY_METRIC = """\
 # TYPE rwkv_big_batch_jobs gauge
 rwkv_big_batch_jobs {}
 """
+
+
+class RequestEntry(BaseModel):
+    """A finished request in the access log."""
+
+    model_config = ConfigDict(extra="allow")
+
+    at: float = Field(description="Unix time in seconds of its end.")
+    request_id: str
+    client: str = Field(description="Name of the API key, else the address.")
+    method: str
+    route: str
+    status: int
+    outcome: str = Field(description="`done`, `client_left` or the kind of the error.")
+    total_s: float
+    rows: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float | None = Field(None, description="Seconds to the first byte of a stream.")
+    refused: dict[str, Any] | None = Field(None, description="Field and message of the error.")
+
+
+class RecentRequests(BaseModel):
+    """The last requests, newest first."""
+
+    logged: bool = Field(description="False with --access-log 0: nothing is listed.")
+    requests: list[RequestEntry]
 
 
 async def healthz(context: Context, query: dict[str, str]) -> HandlerResponse:
@@ -121,6 +150,11 @@ async def metrics(context: Context, query: dict[str, str]) -> HandlerResponse:
     )
 
 
+async def requests(context: Context, query: dict[str, str]) -> HandlerResponse:
+    """Return the access log's last requests, newest first. Successful reads are left out."""
+    return json_response({"logged": context.config.access_log, "requests": await call_engine(context, ListRequests())})
+
+
 async def openapi(context: Context, query: dict[str, str]) -> HandlerResponse:
     """Return the OpenAPI document of this API."""
     document: dict[str, Any] = context.shared[OPENAPI_KEY]
@@ -190,6 +224,16 @@ ROUTES = (
         None,
         "Metrics for Prometheus.",
         content_type="text/plain",
+        errors=_ENGINE_ERRORS,
+        is_admin=True,
+    ),
+    Route(
+        "GET",
+        "/v1/requests",
+        requests,
+        None,
+        "The last 500 requests of the access log.",
+        answer=RecentRequests,
         errors=_ENGINE_ERRORS,
         is_admin=True,
     ),

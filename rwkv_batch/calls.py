@@ -72,6 +72,10 @@ class GetMetrics(EngineCall[str], tag="metrics", frozen=True, array_like=True):
     """The metrics of all processes in Prometheus' text format. Answered by the engine's process."""
 
 
+class ListRequests(EngineCall[list[Stats]], tag="requests", frozen=True, array_like=True):
+    """The access log's fields of the last requests, newest first. Answered by the engine's process."""
+
+
 class ListSessions(EngineCall[SessionPage], tag="session_status", frozen=True, array_like=True):
     """Requests a page of sessions, newest first."""
 
@@ -244,6 +248,7 @@ class AcquireQuota(EngineCall[bool], tag="enter_client", frozen=True, array_like
 AnyCall = (
     GetStatus
     | GetMetrics
+    | ListRequests
     | ListSessions
     | FindSession
     | DeleteSessions

@@ -180,6 +180,9 @@ MAX_LOGGED_ERROR = 300
 """Characters of an error's message in the log."""
 PROBES = frozenset({"/healthz", "/readyz", "/health", "/metrics", "/authz"})
 """Sent often by other programs, so they are logged at level debug."""
+_POLLED = frozenset({"/state/status", "/v1/tokens/count"})
+"""Sent often by the page. Like reads, they would push other requests out of /v1/requests."""
+_FIRST_ERROR = 400
 
 
 class RequestIds(logging.Filter):
@@ -196,12 +199,19 @@ def add_request_ids() -> None:
         handler.addFilter(RequestIds())
 
 
-def log_access(request_context: RequestContext, status: int, outcome: str) -> None:
-    """Log a finished request. `outcome` is DONE, CLIENT_DISCONNECTED or the error kind."""
+def log_access(request_context: RequestContext, status: int, outcome: str) -> dict[str, Any]:
+    """Log a finished request and return its entry of /v1/requests, which may be empty.
+
+    outcome: DONE, CLIENT_DISCONNECTED or the error kind
+    """
     level = logging.DEBUG if request_context.route in PROBES else logging.INFO
-    if logger.isEnabledFor(level):
-        extra = {"fields": _fields(request_context, status, outcome)}
-        logger.log(level, "%s %s %d", request_context.method, request_context.route, status, extra=extra)
+    is_change = request_context.method != "GET" and request_context.route not in _POLLED
+    is_listed = request_context.route not in PROBES and (is_change or status >= _FIRST_ERROR)
+    if not is_listed and not logger.isEnabledFor(level):
+        return {}
+    fields = _fields(request_context, status, outcome)
+    logger.log(level, "%s %s %d", request_context.method, request_context.route, status, extra={"fields": fields})
+    return {"at": round(time.time(), 3), **fields} if is_listed else {}
 
 
 def _fields(request_context: RequestContext, status: int, outcome: str) -> dict[str, Any]:

@@ -59,9 +59,8 @@ class ActiveRequest:
 
 def report(context: Context, request_context: RequestContext, status: int, outcome: str) -> None:
     seconds = time.monotonic() - request_context.started
-    context.engine.observe(Observe(request_context.route, status, seconds, request_context.first_byte_s))
-    if context.config.access_log:
-        log_access(request_context, status, outcome)
+    entry = log_access(request_context, status, outcome) if context.config.access_log else {}
+    context.engine.observe(Observe(request_context.route, status, seconds, request_context.first_byte_s, entry))
     if context.config.otlp_endpoint and request_context.route not in PROBES:
         tracer: RequestTracer = context.shared[TRACER_KEY]
         tracer.record(request_context, status, outcome)

@@ -152,6 +152,8 @@ def gather(
             _call_members(call, reply, members, lambda answers: merged_status(answers, list_members()))
         case calls.GetMetrics():
             _call_members(call, reply, members, merged_metrics)
+        case calls.ListRequests():
+            _call_members(call, reply, members, _newest_requests)
         case calls.ListSessions(limit, offset) if shares_sessions and len(members) > 1:
             _call_members(call, reply, members, _page(limit, 0, shared=True))
         case calls.ListSessions(limit, offset) if len(members) > 1:
@@ -279,6 +281,11 @@ def _missing_error(names: list[str]) -> ServiceError:
 
 def _first(answers: list[tuple[Member, Any]]) -> Any:
     return answers[0][1]
+
+
+def _newest_requests(answers: list[tuple[Member, list[calls.Stats]]]) -> list[calls.Stats]:
+    """Return one list. An engine gets a request's entry while it is the first that is connected."""
+    return sorted((entry for _, listed in answers for entry in listed), key=lambda entry: -entry["at"])
 
 
 def _first_found(session_ids: tuple[str, ...], answers: list[tuple[Member, Any]]) -> str | None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.request import JobEvents
 
 _FRESH_S = 1.0
+RECENT_REQUESTS = 500
+"""Requests of the access log that are kept in memory."""
 
 
 class DeviceStats(NamedTuple):
@@ -252,6 +255,7 @@ class Metrics:
         self._times = TokenLatency()
         self._registry.register(self._times)
         self._gauges: dict[str, Gauge] = {}
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_REQUESTS)
         self._rendering = threading.Lock()
 
     def observe_arrival(self, job_id: str) -> None:
@@ -269,6 +273,12 @@ class Metrics:
         self._seconds.labels(seen.route).observe(seen.seconds)
         if seen.first_byte_s > 0:
             self._first_byte.labels(seen.route).observe(seen.first_byte_s)
+        if seen.entry:
+            self._recent.append(seen.entry)
+
+    def recent_requests(self) -> list[dict[str, Any]]:
+        """Return the access log's fields of the last requests, newest first."""
+        return list(reversed(self._recent.copy()))
 
     def observe_client_request(self, client: str, prompt_tokens: int, is_refused: bool) -> None:
         self._client_requests.labels(client, "refused" if is_refused else "taken").inc()

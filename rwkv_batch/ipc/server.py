@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from native.priority import at_low_priority, lower_process_priority
-from rwkv_batch.calls import AcquireQuota, EngineCall, GetMetrics, GetStatus
+from rwkv_batch.calls import AcquireQuota, EngineCall, GetMetrics, GetStatus, ListRequests
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc.held_ledger import Arrivals, HeldLedger
@@ -253,6 +253,8 @@ class EngineServer:
         match call:
             case GetMetrics():
                 self._engine.call(GetStatus(), lambda value: reply(_unless_failed(value, self._metrics.render)))
+            case ListRequests():
+                reply(self._metrics.recent_requests())
             case GetStatus():
                 self._engine.call(call, lambda value: reply(_unless_failed(value, self._with_processes)))
             case _:

@@ -83,6 +83,8 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag="o"):
     status: int
     seconds: float
     first_byte_s: float
+    entry: dict[str, Any] = {}
+    """the request's fields of the access log; empty: it is not listed"""
 
 
 class UsageReport(msgspec.Struct, frozen=True, array_like=True, tag="u"):

@@ -29,6 +29,7 @@ ANSWERS: dict[str, tuple[Any, Any]] = {
     for call, answer in [
         (calls.GetStatus(), {"running_rows": 0, "jobs": {"/v1": 2}}),
         (calls.GetMetrics(), 'rwkv_jobs{label="/v1"} 2.0'),
+        (calls.ListRequests(), []),
         (calls.ListSessions(10, 0), PAGE),
         (calls.FindSession(("owner=anna/s", "s")), "s"),
         (calls.DeleteSessions("s", True), 3),

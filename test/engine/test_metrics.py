@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.ipc.metrics import DeviceMonitor, DeviceStats, Metrics, TokenLatency
+from rwkv_batch.ipc.metrics import RECENT_REQUESTS, DeviceMonitor, DeviceStats, Metrics, TokenLatency
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents
 
@@ -122,6 +122,14 @@ def test_every_metric_is_counted_under_its_name_and_labels() -> None:
     meanings = re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE)
     assert len(meanings) == 18
     assert [name for name, meaning in meanings if not re.fullmatch(r"[A-Z][a-zPT' ].*\.", meaning)] == []
+
+
+def test_the_last_requests_are_kept_newest_first() -> None:
+    metrics = Metrics()
+    for number in range(RECENT_REQUESTS + 2):
+        metrics.observe_request(Observe("/r", 200, 0.1, 0.0, {"at": number} if number != 3 else {}))
+    recent = metrics.recent_requests()
+    assert [recent[0], recent[-1], len(recent)] == [{"at": RECENT_REQUESTS + 1}, {"at": 1}, RECENT_REQUESTS]
 
 
 def test_visible_devices_are_numbered_as_cuda_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:

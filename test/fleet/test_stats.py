@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rwkv_batch.calls import CountJobs
+from rwkv_batch.calls import CountJobs, ListRequests
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet.gather import gather, merged_metrics
 
@@ -56,3 +56,14 @@ def test_a_lost_or_draining_engine_does_not_decide_the_answer(away: ErrorKind) -
         members = [member(answer) for answer in answers]
         gather(CountJobs("v1"), replies.append, members, members.copy, lambda session: None, True)
         assert replies == [right]
+
+
+def test_requests_of_all_engines_are_one_list_newest_first() -> None:
+    def member(*times: float) -> Any:
+        entries = [{"at": at} for at in times]
+        return SimpleNamespace(client=SimpleNamespace(call=lambda call, reply: reply(entries)))
+
+    replies: list[Any] = []
+    members = [member(5.0, 1.0), member(7.0, 2.0)]
+    gather(ListRequests(), replies.append, members, members.copy, lambda session: None, True)
+    assert replies == [[{"at": 7.0}, {"at": 5.0}, {"at": 2.0}, {"at": 1.0}]]

@@ -309,7 +309,7 @@ def test_names_counts_and_paths_need_admin_rights(keyed: Service) -> None:
     assert keyed.post(CHAT, body, headers=bearer(NARROW)).status_code == 200
     figures, status = (keyed.request("GET", path, headers=bearer(CHIEF)) for path in ("/metrics", "/status"))
     assert 'client="narrow"' in figures.text and "processes" in status.json()
-    for path in ("/metrics", "/status"):
+    for path in ("/metrics", "/status", "/v1/requests"):
         shown = keyed.get(path)
         for secret in ("narrow", "chief", str(keyed.state_db.parent), '"pid"', "rows"):
             assert secret not in shown.text.replace("max_running", ""), (path, secret)

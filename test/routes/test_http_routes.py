@@ -246,6 +246,24 @@ def test_metrics_are_the_same_from_every_worker(service: Service) -> None:
     assert len(figures) == 1
 
 
+def test_the_last_requests_are_listed_with_the_reasons_of_errors(service: Service) -> None:
+    assert service.post(CHAT, {**GREEDY, "contents": ["listed"]}).status_code == 200
+    assert service.post(CHAT, {"contents": [], "max_tokens": 1}).status_code == 422
+    assert service.get("/v1/models").status_code == 200
+
+    def newest() -> list[dict[str, Any]]:
+        answer = service.get("/v1/requests").json()
+        assert answer["logged"] is True
+        found: list[dict[str, Any]] = answer["requests"]
+        return found
+
+    wait_for(lambda: newest()[0]["status"] == 422 and newest()[1]["status"] == 200, 20, "both are reported")
+    refused, done = newest()[:2]
+    assert (refused["route"], refused["outcome"], refused["refused"]["field"]) == (CHAT, "invalid_field", "contents")
+    assert (done["outcome"], done["rows"]) == ("done", 1) and done["completion_tokens"] > 0 and done["at"] > 1e9
+    assert not [entry for entry in newest() if entry["method"] == "GET" and entry["status"] < 400]
+
+
 def test_preflights_of_every_route(service: Service) -> None:
     paths = service.get("/openapi.json").json()["paths"]
     for path, operations in paths.items():

@@ -145,6 +145,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/health", None),
     ("/status", None),
     ("/metrics", None),
+    ("/v1/requests", None),
     ("/openapi.json", None),
     ("/docs", None),
     ("/", None),

@@ -116,7 +116,7 @@ def test_every_route_is_described() -> None:
         "/models", "/loadmodel", "/removemodel", "/loadstatemodel", "/mrss_loadstatemodel", "/mrss_set_gatingweight",
         "/removestatemodel", "/healthcheck", "/chat/completions",
         "/v1/states", "/v1/states/{name}", "/v1/tokens/count", "/healthz", "/readyz", "/health", "/v1/responses",
-        "/status", "/metrics", "/docs", "/openapi.json",
+        "/status", "/metrics", "/v1/requests", "/docs", "/openapi.json",
     ):  # fmt: skip
         assert path in DOCUMENT["paths"]
 

@@ -1,10 +1,11 @@
-// The dashboard: /metrics and /status, current and over the last fifteen minutes.
+// The dashboard: /metrics and /status, current and over the last hour, and the last requests.
 
 import { number, t, useLanguage } from "../i18n.js";
 import { firstTier, service } from "../monitor.js";
 import { html, useStore } from "../ui.js";
 import { Plot } from "./plot.js";
 import { total } from "./prometheus.js";
+import { Requests } from "./requests.js";
 
 const MIB = 1024 * 1024;
 
@@ -21,6 +22,26 @@ function requestFigures(metrics) {
   const by = new Map();
   for (const { labels, value } of metrics.get("rwkv_http_requests_total") ?? []) by.set(labels.status, (by.get(labels.status) ?? 0) + value);
   return [...by].sort().map(([status, count]) => [`HTTP ${status}`, count, `rwkv_http_requests_total:${status}`]);
+}
+
+/** A tier's sessions with the size of their states. */
+function tier(metrics, level, label) {
+  const [sessions, bytes] = ["sessions", "bytes"].map((unit) => total(metrics, `rwkv_pool_${level}_${unit}`));
+  return [
+    [label, sessions, `rwkv_pool_${level}_sessions`],
+    [`${label}, MiB`, bytes === undefined ? bytes : bytes / MIB, `rwkv_pool_${level}_bytes`],
+  ];
+}
+
+function diskMib(metrics) {
+  const bytes = total(metrics, "rwkv_pool_database_used_bytes");
+  return bytes === undefined ? bytes : bytes / MIB;
+}
+
+/** Share of prompts that began with a cached prefix. undefined without prompts. */
+function hitRate(metrics) {
+  const [hits, misses] = ["hits", "misses"].map((name) => total(metrics, `rwkv_pool_prefix_cache_${name}`) ?? 0);
+  return hits + misses ? `${number((100 * hits) / (hits + misses))} %` : undefined;
 }
 
 /** Values by a label, summed over all engines. */
@@ -96,12 +117,12 @@ export function Dashboard({ visible }) {
         one("dash.cachedTokens", "rwkv_cached_prompt_tokens_total"), one("dash.running", "rwkv_running_rows"), one("dash.waiting", "rwkv_waiting_rows"),
       ]} />
       <${Figures} title=${t("dash.sessions")} figures=${[
-        one("dash.kept", "rwkv_pool_sessions"), one(firstTier({ status }) === "vram" ? "dash.vram" : "dash.memory", "rwkv_pool_l1_sessions"), one("dash.ram", "rwkv_pool_l2_sessions"),
-        one("dash.slotsFree", "rwkv_pool_slots_free"), one("dash.slots", "rwkv_pool_slots_total"),
+        one("dash.kept", "rwkv_pool_sessions"), ...tier(metrics, "l1", t(firstTier({ status }) === "vram" ? "dash.vram" : "dash.memory")), ...tier(metrics, "l2", t("dash.ram")),
+        [t("dash.disk"), diskMib(metrics), "rwkv_pool_database_used_bytes"], one("dash.slotsFree", "rwkv_pool_slots_free"), one("dash.slots", "rwkv_pool_slots_total"),
       ]} />
       <${Figures} title=${t("dash.prefix")} figures=${[
         one("dash.hits", "rwkv_pool_prefix_cache_hits"), one("dash.misses", "rwkv_pool_prefix_cache_misses"),
-        one("dash.saved", "rwkv_pool_prefix_cache_saved_tokens"),
+        [t("dash.hitRate"), hitRate(metrics), "hit-rate"], one("dash.saved", "rwkv_pool_prefix_cache_saved_tokens"),
       ]} />
       <${Figures} title=${t("dash.devices")} figures=${deviceFigures(metrics)} />
       <${Figures} title=${t("dash.requests")} figures=${requestFigures(metrics)} />
@@ -110,6 +131,7 @@ export function Dashboard({ visible }) {
         ...labelled(metrics, "rwkv_jobs_refused_total", "kind", (kind) => t("dash.refused", { kind })),
       ]} />
     </div>`}
+    ${status?.processes && html`<${Requests} visible=${visible} />`}
     ${status?.engines?.length > 1 && html`<${Engines} engines=${status.engines} />`}
     ${status && html`<${Machine} status=${status} />`}
     ${status && !status.processes && html`<p>${t("dash.admin")}</p>`}

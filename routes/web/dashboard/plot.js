@@ -1,4 +1,4 @@
-// A plot of series over the last fifteen minutes.
+// A plot of series over the last hour.
 
 import "../vendor/uplot.js";
 import { number } from "../i18n.js";
@@ -33,8 +33,13 @@ function makePlot(place, names, labels, digits) {
   );
 }
 
-/** `names`: series; `labels`: their labels; `unit`: unit of the last values. */
-export function Plot({ title, names, labels, unit, digits = 0, visible }) {
+/** `names`: series; `labels`: their labels; `unit`: unit of the last values. Nothing is shown without a value. */
+export function Plot(props) {
+  const { values } = useStore(series);
+  return props.names.some((name) => values[name]?.some((value) => value !== null)) ? html`<${Shown} ...${props} />` : null;
+}
+
+function Shown({ title, names, labels, unit, digits = 0, visible }) {
   const place = useRef();
   const plot = useRef();
   const { times, values } = useStore(series);

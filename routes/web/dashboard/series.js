@@ -5,6 +5,7 @@ import { createStore } from "../ui.js";
 import { buckets, quantile, total } from "./prometheus.js";
 
 const KEPT = (60 * 60 * 1000) / INTERVAL_MS;
+const STORED = "rwkv.series";
 const SHARES = { p50: 0.5, p95: 0.95 };
 /** Window of the percentiles in seconds. */
 const WINDOW_S = 30;
@@ -19,7 +20,27 @@ const GAUGES = { running: "rwkv_running_rows", waiting: "rwkv_waiting_rows" };
 const HISTOGRAMS = { first: "rwkv_first_token_seconds", between: "rwkv_inter_token_seconds" };
 
 /** Times (Unix seconds) and, by name, one value per time. null: no value. */
-export const series = createStore({ times: [], values: {} });
+export const series = createStore(kept());
+
+/** The series that this tab had before it was reloaded, without points that are too old. */
+function kept() {
+  try {
+    const { times, values } = JSON.parse(sessionStorage.getItem(STORED));
+    const from = times.findIndex((time) => time > Date.now() / 1000 - (KEPT * INTERVAL_MS) / 1000);
+    if (from < 0) return { times: [], values: {} };
+    return { times: times.slice(from), values: Object.fromEntries(Object.entries(values).map(([name, list]) => [name, list.slice(from)])) };
+  } catch {
+    return { times: [], values: {} };
+  }
+}
+
+addEventListener("pagehide", () => {
+  try {
+    sessionStorage.setItem(STORED, JSON.stringify(series.get()));
+  } catch {
+    // without storage, the series begin again
+  }
+});
 
 function ratesOf(before, now) {
   const seconds = before ? (now.at - before.at) / 1000 : 0;
