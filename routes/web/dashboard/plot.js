@@ -25,7 +25,7 @@ function makePlot(place, names, labels, digits) {
       legend: { show: false },
       cursor: { show: false },
       scales: { x: { time: true, range: (_, low, high) => [Math.min(low ?? 0, (high ?? 1) - LEAST_SPAN_S), high ?? 1] }, y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1) * 1.1] } },
-      axes: [{ ...axis, space: 90, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 60, values: (_, ticks) => ticks.map((tick) => number(tick, tick % 1 ? 1 : 0)) }],
+      axes: [{ ...axis, size: 28, space: 90, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 60, values: (_, ticks) => ticks.map((tick) => number(tick, tick % 1 ? 1 : 0)) }],
       series: [{}, ...names.map((name, at) => ({ label: labels[at], stroke: COLORS[at], width: 2, points: { show: false }, spanGaps: false }))],
     },
     [[], ...names.map(() => [])],
