@@ -1,4 +1,4 @@
-"""The batch panel with hundreds of rows."""
+"""The batch panel with a thousand rows, and runs in the background."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test.serving import Service
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
-ROWS = 200
+ROWS = 1000
 FRAMES = 30
 WHO = ("I", "You", "We", "They", "The teacher", "My brother", "Her mother", "Our friends")
 WHAT = (
@@ -36,19 +36,25 @@ COUNT_FRAMES = """([most, rows]) => new Promise(resolve => {
 })"""
 
 
-def test_two_hundred_rows_stream_together(fake: Service, open_page: Opener) -> None:
+def test_a_thousand_rows_stream_together(fake: Service, open_page: Opener) -> None:
     page = open_page(fake, "batch")
     page.fill("#batch-template", "Row {line} says something. ")
     page.fill("#batch-lines", "\n".join(f"number {index}" for index in range(ROWS)))
     page.fill("#batch-most", "100000")
     page.click("#batch-start")
-    expect(page.locator(".card")).to_have_count(ROWS)
-    expect(page.locator('.card[data-state="running"]')).to_have_count(ROWS)
-    seen = page.evaluate(COUNT_FRAMES, [FRAMES, ROWS])  # until the rows have grown too
-    assert seen["written"] <= ROWS * (seen["frames"] + 1), "each is written once a frame, however much comes"
+    expect(page.locator(".wall")).to_have_attribute("data-rows", str(ROWS))
+    expect(page.locator('.card[data-state="running"]').first).to_be_visible()
+    cards = page.locator(".card").count()
+    assert cards < 100, "only the cards in view exist"
+    seen = page.evaluate(COUNT_FRAMES, [FRAMES, cards])  # until the rows have grown too
+    assert seen["written"] <= cards * (seen["frames"] + 1), "each is written once a frame, however much comes"
     expect(page.locator("#batch-rate")).not_to_have_text("–")
     page.click("#batch-stop")
-    expect(page.locator('.card[data-state="stopped"]')).to_have_count(ROWS)
+    expect(page.locator("#batch-figures")).to_have_attribute("data-ended", "true")
+    page.select_option("#batch-filter", "stopped")
+    expect(page.locator(".wall")).to_have_attribute("data-rows", str(ROWS))
+    page.select_option("#batch-filter", "error")
+    expect(page.locator(".card")).to_have_count(0)
 
 
 def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page: Opener, tmp_path: Path) -> None:
@@ -89,6 +95,41 @@ def test_rows_are_shown_by_their_state(fake: Service, open_page: Opener) -> None
         expect(page.locator(".card:visible")).to_have_count(count)
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_background_run_is_found_again_after_a_reload(demo: Service, open_page: Opener, width: int) -> None:
+    page = open_page(demo, "batch", viewport={"width": width, "height": 800})
+    page.click("text=Translation")
+    page.fill("#batch-lines", "Good morning\nHow are you?\nHello world")
+    page.select_option("#batch-way", "background")
+    page.click("#batch-start")
+    expect(page.locator("#batch-figures")).to_be_visible()
+    page.reload()
+    expect(page.locator("#batch-figures")).to_have_attribute("data-ended", "true")
+    expect(page.locator(".card")).to_have_count(3)
+    page.select_option("#batch-sort", "longest")
+    texts = page.locator(".card-body").all_inner_texts()
+    assert [len(text) for text in texts] == sorted((len(text) for text in texts), reverse=True) and "早上好" in texts[1:][0] + texts[2]
+    with page.expect_download() as waiting:
+        page.click("#batch-csv")
+    lines = Path(waiting.value.path()).read_text("utf-8").splitlines()
+    assert lines[0] == "line,output,finish_reason" and lines[1].startswith("Good morning,")
+    page.locator("#batch-runs summary").click()
+    expect(page.locator("#batch-runs li").first).to_contain_text("complete · 3 / 3")
+
+
+def test_a_background_run_is_cancelled(demo: Service, open_page: Opener) -> None:
+    page = open_page(demo, "batch")
+    page.fill("#batch-template", "{line}")
+    page.fill("#batch-lines", "\n".join(f"number {index}" for index in range(ROWS)))
+    page.fill("#batch-most", "2000")
+    page.select_option("#batch-way", "background")
+    page.click("#batch-start")
+    page.locator("#batch-runs summary").click()
+    page.locator("#batch-runs").get_by_role("button", name="Cancel").click()
+    expect(page.locator("#batch-figures")).to_have_attribute("data-ended", "true")
+    expect(page.locator("#batch-runs li").first).to_contain_text("stopped")
+
+
 def test_many_rows_of_a_real_model(demo: Service, open_page: Opener, shots: Path) -> None:
     page = open_page(demo, "batch")
     page.click("text=Translation")
@@ -96,6 +137,7 @@ def test_many_rows_of_a_real_model(demo: Service, open_page: Opener, shots: Path
     page.fill("#batch-lines", "\n".join(lines))
     page.click("#batch-start")
     expect(page.locator("#batch-figures")).to_have_attribute("data-done", str(len(lines)))
-    assert page.locator('.card[data-state="stop"]').count() > len(lines) * 0.9
+    page.select_option("#batch-filter", "stop")
+    assert int(page.locator(".wall").get_attribute("data-rows") or 0) > len(lines) * 0.9
     expect(page.locator("#batch-rate")).to_have_text(re.compile(r"^[\d,]+$"))
     page.screenshot(path=shots / "batch.png")
