@@ -39,11 +39,11 @@ from demo.engine_client import EngineClient, open_engine
 from demo.files import MODEL, ensure_model
 from programs.backends.local_engine import LocalEngine
 from programs.settings.command_line import parse_settings
-from routes.translation.translator import shared_prompt, translation_prompt
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
 from rwkv_batch.translation.context import Example
 from rwkv_batch.translation.plan import Query
+from rwkv_batch.translation.prompts import shared_prompt, translation_prompt
 from sampling.params import SamplingParams
 
 PATH = "/translate/v1/batch-translate"

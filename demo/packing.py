@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from multiprocessing import Pool
 from random import Random
 
 import numpy as np
@@ -21,6 +22,9 @@ from rwkv_batch.tuning.packing import Batch, pack
 
 Source = Callable[[Random], Document]
 UNKNOWN_SHARE = 0.01
+MAX_IDS = 9_650
+"""Ids with a row of their own. The size of the shipped file depends on it."""
+_COUNTED_TOGETHER = 1000
 
 
 def tokenised(document: Document, *, joint: bool) -> tuple[list[int], list[float]]:
@@ -82,11 +86,26 @@ class Batches(IterableDataset[Batch]):
             index += stride
 
 
-def used_ids(seed: int, documents: int) -> NDArray[np.int64]:
-    """Return the stop ids and ids frequent enough in sampled documents."""
-    rng = Random(f"vocabulary/{seed}")
+def used_ids(seed: int, documents: int, workers: int = 0) -> NDArray[np.int64]:
+    """Return the stop ids and the most frequent ids of sampled documents, at most MAX_IDS."""
     seen: Counter[int] = Counter()
-    for _ in range(documents):
+    parts = [f"vocabulary/{seed}/{start}" for start in range(0, documents, _COUNTED_TOGETHER)]
+    if workers:
+        with Pool(workers) as pool:
+            counts = pool.map(_seen, parts)
+    else:
+        counts = [*map(_seen, parts)]
+    for count in counts:
+        seen.update(count)
+    frequent = [token for token, count in seen.most_common() if count > documents // 30_000]
+    known = sorted({*vocabulary.STOPS, *frequent[: MAX_IDS - len(vocabulary.STOPS)]})
+    return np.array(known, dtype=np.int64)
+
+
+def _seen(name: str) -> Counter[int]:
+    """Count the documents of each id, in a sample."""
+    rng = Random(name)
+    seen: Counter[int] = Counter()
+    for _ in range(_COUNTED_TOGETHER):
         seen.update(set(sample(rng)[0]))
-    known = vocabulary.STOPS | {token for token, count in seen.items() if count > documents // 30_000}
-    return np.array(sorted(known), dtype=np.int64)
+    return seen

@@ -56,13 +56,13 @@ def repetition(rng: Random) -> Document:
 
 
 SHARES = {
-    translation.document: 0.52,
-    pages.document: 0.13,
-    chat.document: 0.16,
-    tools.document: 0.06,
+    translation.document: 0.41,
+    pages.document: 0.29,
+    chat.document: 0.13,
+    tools.document: 0.055,
     structured.document: 0.045,
-    arithmetic: 0.035,
-    infill: 0.03,
+    arithmetic: 0.025,
+    infill: 0.025,
     repetition: 0.02,
 }
 

@@ -1,6 +1,6 @@
 """Translations that need more than their sentence: a page around it, terms, a form of address, markers, what came before.
 
-The parts of a page are lines of the prompt before the text, as the service puts `context` there.
+The prompts are those of the service (`rwkv_batch.translation.prompts`), so the model reads what the service writes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
-from demo.corpus.documents import PROMPT_WEIGHT, STOP, Document, Segment, rounds
+from demo.corpus.documents import PROMPT_WEIGHT, Document, Segment, rounds
 from demo.corpus.grammar import pick
-from demo.corpus.translation import Pair, fresh_pair, prompt
+from demo.corpus.translation import Pair, fresh_pair
 from demo.corpus.words import tables
+from rwkv_batch.translation.context import Example
+from rwkv_batch.translation.glossary import GlossaryMode
+from rwkv_batch.translation.languages import language_name
+from rwkv_batch.translation.plan import Query
+from rwkv_batch.translation.prompts import FORMALITIES, PromptForm, shared_prompt, term_line, translation_prompt
 
-TERMS, POLITE, PLAIN = "Terms: ", "Style: polite", "Style: plain"
-"""Lines of a page."""
-PLACEHOLDERS = ("{name}", "{0}", "{{user}}", "${x}", "%s", "%1$s", "{count}", "<0/>")
+POLITE, PLAIN = FORMALITIES["more"], FORMALITIES["less"]
+PLACEHOLDERS = ("{name}", "{0}", "{1}", "{{user}}", "${x}", "%s", "%1$s", "%2$s", "{count}", "{city}", "%(name)s")
 _GROUPS = (("name-m", "他们"), ("name-f", "她们"), ("animal", "它们"))
 _INTRODUCTIONS = (
     ("{0} and {1} live here", "{0}和{1}住在这里。"),
@@ -37,19 +41,27 @@ class Case:
     target: str
     expected: tuple[str, ...]
     """Parts of the translation that the skill is about."""
+    style: str = ""
+    """Lines before the page."""
     context: str = ""
+    """The line of the page that matters."""
     history: tuple[tuple[str, str], ...] = ()
     """Sentences before, with their translations."""
     terms: tuple[tuple[str, str], ...] = ()
+    listed: tuple[tuple[str, str], ...] = ()
+    """Terms directly before the sentence."""
+    english: bool = True
+    """Whether the source is English."""
 
 
 @cache
 def _nouns() -> dict[str, str]:
-    """Return Chinese by English of nouns with at least two Chinese characters."""
+    """Return Chinese by English of nouns that are no verbs, with at least two Chinese characters."""
+    verbs = {entry["en"] for name, table in tables().items() if name.startswith("verb") for entry in table}
     found = {}
     for name in ("animal", "fruit", "snack", "thing", "furniture", "clothes", "vehicle", "plant", "tool", "job"):
         for entry in tables()[name]:
-            if len(entry["zh"]) > 1:
+            if len(entry["zh"]) > 1 and entry["en"] not in verbs:
                 found[entry["en"]] = entry["zh"]
     return found
 
@@ -70,16 +82,18 @@ def _sentence(rng: Random, pattern: str, chinese: str, held: bool) -> Pair:
             return pair
 
 
+def _words_once(pair: Pair, words: dict[str, str]) -> list[tuple[str, str]]:
+    """Return the words that occur once in both texts, in English and Chinese."""
+    english = re.findall(r"[A-Za-z]+|\d+", pair.en)
+    known = [(word, words[word]) for word in english if word in words]
+    return [(en, zh) for en, zh in known if english.count(en) == 1 and pair.zh.count(zh) == 1]
+
+
 def _word_in(rng: Random, words: dict[str, str], held: bool) -> tuple[Pair, str, str]:
-    """Sample a sentence with exactly one occurrence of one of the words. Return it with English and Chinese."""
+    """Sample a sentence with one of the words. Return it with the word in English and Chinese."""
     while True:
         pair = fresh_pair(rng, held=held)
-        found = [
-            (word, words[word])
-            for word in re.findall(r"[A-Za-z]+", pair.en)
-            if word in words and pair.zh.count(words[word]) == 1 and len(re.findall(rf"\b{word}\b", pair.en)) == 1
-        ]
-        if found:
+        if found := _words_once(pair, words):
             return pair, *pick(rng, tuple(found))
 
 
@@ -102,41 +116,47 @@ def pronouns(rng: Random, *, held: bool = False) -> Case:
     return replace(case, context=said)
 
 
+@cache
+def _term_characters() -> tuple[str, ...]:
+    return tuple("".join(_nouns().values()))
+
+
 def _other_term(rng: Random, chinese: str) -> str:
-    """Return a term that is no translation of the word: other characters."""
-    pool = "".join(_nouns().values())
+    """Return a term without the characters of a text, so it is no translation of its words."""
     while True:
-        term = "".join(pick(rng, tuple(pool)) for _ in range(rng.randint(2, 3)))
+        term = "".join(pick(rng, _term_characters()) for _ in range(rng.randint(2, 3)))
         if not set(term) & set(chinese):
             return term
 
 
 def terms(rng: Random, *, held: bool = False) -> Case:
-    """Sample a sentence with a word that its page translates differently."""
-    pair, word, chinese = _word_in(rng, _nouns(), held)
-    term = _other_term(rng, chinese)
-    others = rng.sample(sorted(_nouns()), rng.randint(0, _MAX_TERMS))
-    pairs = [(word, term), *((other, _other_term(rng, _nouns()[other])) for other in others if other != word)]
-    rng.shuffle(pairs)
-    line = TERMS + "; ".join(f"{one} = {other}" for one, other in pairs)
-    target = pair.zh.replace(chinese, term)
-    return Case("terms", pair.en, target, (term,), context=line, terms=((word, term),))
+    """Sample a sentence with one or two words that a list of terms translates differently."""
+    pair, *found = _word_in(rng, _nouns(), held)
+    words = [(found[0], found[1])]
+    if rng.random() < 0.3:
+        words += [one for one in _words_once(pair, _nouns()) if one[0] != found[0]][:1]
+    target, pairs = pair.zh, list[tuple[str, str]]()
+    for word, chinese in words:
+        pairs.append((word, _other_term(rng, pair.zh)))
+        target = target.replace(chinese, pairs[-1][1])
+    others = [one for one in rng.sample([*_nouns()], rng.randint(0, _MAX_TERMS)) if one not in dict(words)]
+    lines = [*pairs, *((other, _other_term(rng, _nouns()[other])) for other in others)]
+    rng.shuffle(lines)
+    expected = tuple(term for _, term in pairs)
+    return Case("terms", pair.en, target, expected, style=term_line(lines), terms=tuple(pairs))
 
 
-def inserted_terms(rng: Random, *, held: bool = False) -> Case:
-    """Sample a sentence with the translation of a term in its place."""
+def listed_terms(rng: Random, *, held: bool = False) -> Case:
+    """Sample a sentence with its own list of terms, as the service writes a glossary's."""
     case = terms(rng, held=held)
-    ((word, term),) = case.terms
-    source = re.sub(rf"\b{word}\b", term, case.source)
-    return replace(case, skill="inserted terms", source=source, context="")
+    return replace(case, skill="listed terms", style="", listed=case.terms)
 
 
 def rolling_terms(rng: Random, *, held: bool = False) -> Case:
     """Sample a sentence with a word translated in the previous sentence."""
     case = terms(rng, held=held)
-    ((word, term),) = case.terms
-    before = (f"This is the {word}.", f"这是{term}。")
-    return replace(case, skill="rolling", context="", history=(before,))
+    before = tuple((f"This is the {word}.", f"这是{term}。") for word, term in case.terms)
+    return replace(case, skill="rolling", style="", history=before)
 
 
 def address(rng: Random, *, held: bool = False) -> Case:
@@ -146,55 +166,120 @@ def address(rng: Random, *, held: bool = False) -> Case:
         pair = _sentence(rng, r"\b[Yy]ou\b", "你", held)
     is_polite = rng.random() < 0.5
     word = "您" if is_polite else "你"
-    return Case("address", pair.en, pair.zh.replace("你", word), (word,), context=POLITE if is_polite else PLAIN)
+    return Case("address", pair.en, pair.zh.replace("你", word), (word,), style=POLITE if is_polite else PLAIN)
+
+
+_OPENING, _CLOSING, _SINGLE = "<>", "</>", "</ >"
+"""Kinds of tags until their order, and so their numbers, are known."""
 
 
 def markers(rng: Random, *, held: bool = False) -> Case:
-    """Sample a sentence with a placeholder or with tags.
+    """Sample a sentence with placeholders or tags, as the service shows them to the model."""
+    kinds: dict[str, str] = {}
+    while not kinds:
+        english, chinese, kinds = _marked(rng, fresh_pair(rng, held=held))
+    is_english = rng.random() < 0.65
+    source, target = (english, chinese) if is_english else (chinese, english)
+    found = [character for character in source if character in kinds]
+    names: dict[str, str] = {}
+    for index, character in enumerate(found):
+        kind = kinds[character]
+        opening = found.index(chr(ord(character) - 1)) if kind == _CLOSING else index
+        tags = {_OPENING: f"<{index}>", _CLOSING: f"</{opening}>", _SINGLE: f"<{index}/>"}
+        names[character] = tags.get(kind, kind)
+    source, target = ("".join(names.get(one, one) for one in text) for text in (source, target))
+    return Case("markers", source, target, tuple(names.values()), english=is_english)
 
-    The placeholder replaces a name; tags enclose a word.
+
+def _marked(rng: Random, pair: Pair) -> tuple[str, str, dict[str, str]]:
+    """Return both texts with private characters as markers, and the kinds of these.
+
+    A placeholder replaces a name or a number. Tags enclose a word or the sentence.
     """
-    if rng.random() < 0.5:
-        pair, name, chinese = _word_in(rng, _names(), held)
-        marker = pick(rng, PLACEHOLDERS)
-        return Case("markers", pair.en.replace(name, marker), pair.zh.replace(chinese, marker), (marker,))
-    pair, word, chinese = _word_in(rng, _names() | _nouns(), held)
-    number = rng.randint(0, 3)
-    opening, closing = f"<{number}>", f"</{number}>"
-    return Case(
-        "markers",
-        re.sub(rf"\b{word}\b", f"{opening}{word}{closing}", pair.en),
-        pair.zh.replace(chinese, f"{opening}{chinese}{closing}"),
-        (opening, closing),
-    )
+    english, chinese = pair.en, pair.zh
+    digits = {one: one for one in re.findall(r"\d+", english)}
+    once = [one for words in (_names(), _nouns(), digits) for one in _words_once(pair, words)]
+    chosen = rng.sample(once, min(len(once), rng.choices((1, 2, 3), (60, 28, 12))[0]))
+    placeholders = rng.sample(PLACEHOLDERS, 3)
+    kinds: dict[str, str] = {}
+    for number, (en, zh) in enumerate(chosen):
+        first, last = chr(0xE000 + 2 * number), chr(0xE001 + 2 * number)
+        if en not in _nouns() and rng.random() < 0.65:
+            kinds[first] = _SINGLE if rng.random() < 0.2 else placeholders[number]
+            new_en = new_zh = first
+        else:
+            kinds |= {first: _OPENING, last: _CLOSING}
+            new_en, new_zh = (f"{first}{one}{last}" for one in (en, zh))
+        english, chinese = re.sub(rf"\b{en}\b", new_en, english), chinese.replace(zh, new_zh)
+    share, first, last = rng.random(), "\ue010", "\ue011"
+    if share < 0.08:
+        kinds |= {first: _OPENING, last: _CLOSING}
+        english, chinese = f"{first}{english}{last}", f"{first}{chinese}{last}"
+    elif share < 0.16:
+        kinds[first] = _SINGLE
+        english, chinese = (f"{first} {one}" if share < 0.12 else f"{one} {first}" for one in (english, chinese))
+    return english, chinese, kinds
 
 
-SKILLS = {pronouns: 0.25, terms: 0.2, inserted_terms: 0.1, rolling_terms: 0.1, address: 0.15, markers: 0.2}
+SKILLS = {pronouns: 0.2, terms: 0.22, listed_terms: 0.14, rolling_terms: 0.12, address: 0.12, markers: 0.2}
 
 
-def page(rng: Random, case: Case) -> str:
-    """Return the case's context among other lines of a page."""
-    if not case.context:
+def _page(rng: Random, case: Case) -> str:
+    """Return lines of a page, with the case's context among them. Sometimes nothing on the page matters."""
+    if not case.context and rng.random() < 0.6:
         return ""
-    lines = [fresh_pair(rng).en for _ in range(rng.randint(0, 6))]
-    if case.skill != "pronouns":
-        return "\n".join([case.context, *lines])
-    lines = [line for line in lines if "hey" not in line]
-    lines.insert(rng.randint(0, len(lines)), case.context)
+    count = rng.randint(*rng.choices(((0, 6), (7, 12), (13, 20)), (75, 17, 8))[0])
+    lines = [fresh_pair(rng).en for _ in range(count)]
+    if rng.random() < 0.2:  # the service takes a request's own texts as its page
+        lines.insert(rng.randint(0, len(lines)), case.source)
+    if case.skill in ("pronouns", "rolling"):
+        lines = [line for line in lines if "hey" not in line]
+    if case.context:
+        lines.insert(rng.randint(0, len(lines)), case.context)
     return "\n".join(lines)
 
 
-def document(rng: Random) -> Document:
-    """Sample a sentence with its page or with earlier text.
+def _history(rng: Random, case: Case) -> tuple[tuple[str, str], ...]:
+    """Return the case's earlier translations among others."""
+    if not case.history:
+        return ()
+    pairs = [fresh_pair(rng) for _ in range(rng.choices((0, 1, 2, 4, 7), (40, 20, 20, 12, 8))[0])]
+    history = [(pair.en, pair.zh) for pair in pairs if "hey" not in pair.en and not _has_term(case, pair.en)]
+    for one in case.history:
+        history.insert(rng.randint(0, len(history)), one)
+    return tuple(history)
 
-    Sometimes nothing on the page matters.
-    """
-    case = rng.choices(list(SKILLS), list(SKILLS.values()))[0](rng)
-    context = page(rng, case)
-    if not context and rng.random() < 0.3:
-        context = "\n".join(fresh_pair(rng).en for _ in range(rng.randint(1, 5)))
-    turns = [
-        (prompt(source, english=True), f" {target}") for source, target in (*case.history, (case.source, case.target))
-    ]
-    before = (Segment(context + STOP, PROMPT_WEIGHT),) if context else ()
-    return (*before, *rounds(turns))
+
+def _has_term(case: Case, text: str) -> bool:
+    return any(re.search(rf"\b{word}\b", text) for word, _ in case.terms)
+
+
+def styled(rng: Random, case: Case) -> Case:
+    """Return the case, sometimes with a form of address that its target then has."""
+    if case.style or rng.random() > 0.15 or "你们" in case.target:
+        return case
+    is_polite = rng.random() < 0.5
+    target = case.target.replace("你", "您") if is_polite else case.target
+    return replace(case, style=POLITE if is_polite else PLAIN, target=target)
+
+
+def query(rng: Random, case: Case) -> Query:
+    """Return what the service would translate: the sentence with its style, a page and earlier translations."""
+    source, target = ("en", "zh") if case.english else ("zh", "en")
+    history = tuple(Example(language_name(source), *pair) for pair in _history(rng, case))
+    context = "\n".join(filter(None, (case.style, _page(rng, case))))
+    return Query(source, target, case.source, context, history, terms=case.listed, mode=GlossaryMode.HINT)
+
+
+def prompt_of(asked: Query) -> str:
+    """Return the prompt after `shared_prompt`."""
+    return translation_prompt(asked, PromptForm.TERM_LIST)
+
+
+def document(rng: Random) -> Document:
+    """Sample a case as the service sends it."""
+    case = styled(rng, rng.choices(list(SKILLS), list(SKILLS.values()))[0](rng))
+    asked = query(rng, case)
+    shared = shared_prompt(asked)
+    before = (Segment(shared, PROMPT_WEIGHT),) if shared else ()
+    return (*before, *rounds([(prompt_of(asked), f" {case.target}")]))

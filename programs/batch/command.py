@@ -35,13 +35,13 @@ from routes.request.bodies import PromptBody
 from routes.request.jobs import prompts_and_stops
 from routes.request.json_body import validate
 from routes.table import ROUTES
-from routes.translation.translator import translation_prompt
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
 from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.translation.documents.formats import format_of as document_format
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.plan import Query
+from rwkv_batch.translation.prompts import translation_prompt
 
 SAMPLE = 64
 """Lines that are answered, spread over the input."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, groupby
@@ -11,13 +10,13 @@ from itertools import dropwhile, groupby
 from routes.request.bodies import DEFAULT_STOPS, Template
 from routes.request.messages import Message
 from routes.request.tools import call_text
+from rwkv_batch.translation.prompts import collapse_newlines, format_turn
 
 FIM_STOP = "✿"
 END_OF_TEXT, BLANK_LINE = 0, 261
 """Token ids."""
 TURN_SEPARATOR = "\n\n"
 THINK_START = "<think"
-_NEWLINES = re.compile(r"\n{2,}")
 DEFAULT_TEMPLATE = Template.model_validate({"opening": "<think>\n</think>"})
 """The format that the weights were trained on."""
 _SYSTEM_ROLES = ("system", "developer")
@@ -80,15 +79,6 @@ def think_mode(enable_think: bool) -> Think:
     return Think.ON if enable_think else Think.OFF
 
 
-def format_turn(text: str) -> str:
-    """Return the text of a turn. Newlines are collapsed, because a blank line ends a turn."""
-    return _collapse_newlines(text).strip("\n")
-
-
-def _collapse_newlines(text: str) -> str:
-    return _NEWLINES.sub("\n", text.replace("\r\n", "\n").replace("\r", "\n"))
-
-
 def chat(
     messages: Sequence[Message],
     think: Think,
@@ -120,7 +110,7 @@ def chat(
         rounds.insert(0, f"{labels.system}: {listing}")
     answer_prefix = think_format.opening if opening is None else opening
     if continues:
-        answer_prefix = _collapse_newlines(messages[-1].text).lstrip()
+        answer_prefix = collapse_newlines(messages[-1].text).lstrip()
     last = f"{labels.assistant}: {answer_prefix}" if answer_prefix else f"{labels.assistant}:"
     return TURN_SEPARATOR.join([*(rounds[:-1] if continues else rounds), last])
 

@@ -16,13 +16,14 @@ from routes.route import Route
 from routes.translation.glossaries import named_glossaries
 from routes.translation.languages import LABEL, Language, TargetLanguage
 from routes.translation.scores import Scored, mark_for_review, mean_logprobs
-from routes.translation.translator import TranslationFields, report_unknown_languages, translate, translation_prompt
+from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
 from rwkv_batch.translation.context import ContextMode, page_context
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.memory import CacheUse
 from rwkv_batch.translation.plan import AUTO, Query, TranslationRequest
+from rwkv_batch.translation.prompts import style_lines, translation_prompt
 from rwkv_batch.translation.segments import Split
 
 ContextText = Annotated[str, Field(max_length=100_000)]
@@ -134,12 +135,6 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
     )
 
 
-def _style(body: TranslateBody) -> str:
-    formality = {"more": "Use formal, polite language.", "less": "Use informal language."}.get(body.formality, "")
-    audience = f"The readers are {body.audience.strip()}." if body.audience.strip() else ""
-    return "\n".join(filter(None, (body.instruction.strip(), formality, audience)))
-
-
 async def batch_translate(context: Context, body: TranslateBody) -> HandlerResponse:
     """Translate every text, in order. White space, placeholders and tags are kept.
 
@@ -166,7 +161,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
         cache=body.cache,
         glossary=Glossary(body.glossary),
         glossary_mode=body.glossary_mode,
-        style=_style(body),
+        style=style_lines(body.instruction, body.formality, body.audience),
     )
     ids = [body.glossary_id] if body.glossary_id else []
     request = await named_glossaries(context, ids, request, body.glossary_version)

@@ -1,7 +1,7 @@
 """Runs a translation on the engine: prompts, rounds of jobs, and warnings. The routes only convert bodies.
 
-A blank line ends a model's answer, so no prompt has one. All prompts of a request begin with its context. The engine
-reads it once and keeps its state in the prefix cache, also for the next requests.
+All prompts of a request begin with its context. The engine reads it once and keeps its state in the prefix cache, also
+for the next requests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from routes.openai.files import call_store, get_store
 from routes.request.bodies import PriorityFields, StateFields
 from routes.request.ignored import MAX_WARNINGS, nearest_name, report_unknown
 from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
-from routes.request.prompts import format_turn
 from routes.request_context import cache_tenant, current_request, warn
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, finished_rows
 from routes.translation import stored
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import FinishReason, GenerateRequest
-from rwkv_batch.translation.context import ContextMode, Example, History
+from rwkv_batch.translation.context import ContextMode, History
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, is_known_language, language_name
 from rwkv_batch.translation.markers import MAX_MARKERS, TooManyMarkersError
 from rwkv_batch.translation.plan import (
@@ -37,6 +36,7 @@ from rwkv_batch.translation.plan import (
     TranslationPlan,
     TranslationRequest,
 )
+from rwkv_batch.translation.prompts import shared_prompt, translation_prompt
 from sampling.grammar.constraint import Constraint, Form, RequiredText
 from sampling.params import SamplingParams
 
@@ -138,25 +138,6 @@ def make_plan(
     except TooManyMarkersError:
         message = f"has a text with more than {MAX_MARKERS} placeholders and tags; send it in parts"
         raise invalid(field, message, MAX_MARKERS + 1) from None
-
-
-def translation_prompt(query: Query) -> str:
-    """Return `English: …\\n\\nChinese:`, with English language names. `shared_prompt` comes before it."""
-    target = language_name(query.target)
-    examples = (turn for example in query.examples for turn in _turns(example, target))
-    return "\n\n".join((*examples, f"{language_name(query.source)}: {format_turn(query.prompt_text)}", f"{target}:"))
-
-
-def _turns(example: Example, target: str) -> tuple[str, str]:
-    return f"{example.source}: {format_turn(example.text)}", f"{target}: {format_turn(example.translation)}"
-
-
-def shared_prompt(query: Query) -> str:
-    """Return context and earlier translations: the beginning of many prompts."""
-    before = [format_turn(query.context)] if query.context.strip() else []
-    for example in query.history:
-        before += _turns(example, language_name(query.target))
-    return "".join(f"{part}\n\n" for part in before)
 
 
 def _rows(context: Context, queries: list[Query], body: TranslationFields, field: str) -> list[GenerateRequest]:

@@ -54,12 +54,14 @@ class Query:
     mode: GlossaryMode = GlossaryMode.CHECK
 
     @property
-    def prompt_text(self) -> str:
-        """The prompt's text, with the translations of its terms.
+    def prompt_terms(self) -> tuple[tuple[str, str], ...]:
+        """Terms whose translations the prompt has. At first none, if the terms are only checked."""
+        return () if self.mode is GlossaryMode.CHECK and not self.attempt % 2 else self.terms
 
-        Without them first, if the terms are only checked.
-        """
-        if not self.terms or (self.mode is GlossaryMode.CHECK and not self.attempt % 2):
+    @property
+    def text_with_terms(self) -> str:
+        """The text with the translations of `prompt_terms` in their places."""
+        if not self.prompt_terms:
             return self.text
         markers = self.required.markers if self.required is not None else ()
         parts = re.split(f"({'|'.join(map(re.escape, markers))})", self.text) if markers else [self.text]

@@ -10,9 +10,9 @@ from routes.request import prompts
 from routes.request.bodies import Template
 from routes.request.messages import Message
 from routes.request.prompts import Think
-from routes.translation.translator import translation_prompt
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, language_name
 from rwkv_batch.translation.plan import Query
+from rwkv_batch.translation.prompts import translation_prompt
 
 
 def talk(*turns: tuple[str, str]) -> list[Message]:

@@ -69,8 +69,8 @@ def prompts_of(text: str) -> None:
     """Build prompts: a conversation, a gap, a session's turn, a translation."""
     from routes.request import prompts
     from routes.request.messages import Message
-    from routes.translation.translator import shared_prompt, translation_prompt
     from rwkv_batch.translation.plan import Query
+    from rwkv_batch.translation.prompts import shared_prompt, translation_prompt
 
     turns = [Message(role=role, content=text) for role in ("system", "user", "tool", "assistant", "user")]  # type: ignore[arg-type]
     prompts.chat(turns, prompts.Think.LONG)
