@@ -27,6 +27,7 @@ import re
 import statistics
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,9 +42,8 @@ from programs.backends.local_engine import LocalEngine
 from programs.settings.command_line import parse_settings
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
-from rwkv_batch.translation.context import Example
 from rwkv_batch.translation.plan import Query
-from rwkv_batch.translation.prompts import shared_prompt, translation_prompt
+from rwkv_batch.translation.prompts import shared_prompt
 from sampling.params import SamplingParams
 
 PATH = "/translate/v1/batch-translate"
@@ -51,13 +51,11 @@ PARAGRAPHS, CONTEXT_TOKENS, ANSWER_TOKENS = 200, 1500, 60
 PLUGIN_TEXTS = 4
 _MARKER = re.compile(r"\$?\{+\w+\}+|%\d*\$?s|</?\d+/?>")
 _numbers = itertools.count()
-_SKILLS = (pages.pronouns, pages.terms, pages.inserted_terms, pages.rolling_terms, pages.address, pages.markers)
 
 
-def _prompt(case: pages.Case, context: str, *, alone: bool) -> str:
-    history = () if alone else tuple(Example("English", *pair) for pair in case.history)
-    query = Query("en", "zh", case.source, "" if alone else context, history)
-    return shared_prompt(query) + translation_prompt(query)
+def _prompt(query: Query, *, alone: bool) -> str:
+    asked = replace(query, context="", history=(), terms=()) if alone else query
+    return shared_prompt(asked) + pages.prompt_of(asked)
 
 
 def skills(client: EngineClient, cases: int, seed: int) -> dict[str, Any]:
@@ -66,13 +64,13 @@ def skills(client: EngineClient, cases: int, seed: int) -> dict[str, Any]:
     With and without what comes before.
     """
     found = {}
-    for skill in _SKILLS:
+    for skill in pages.SKILLS:
         rng = Random(f"{skill.__name__}/{seed}")
         sampled = [skill(rng, held=True) for _ in range(cases)]
-        contexts = [pages.page(rng, case) for case in sampled]
+        queries = [pages.query(rng, case) for case in sampled]
         figures = {}
         for alone in (False, True):
-            prompts = [_prompt(*one, alone=alone) for one in zip(sampled, contexts, strict=True)]
+            prompts = [_prompt(query, alone=alone) for query in queries]
             answers = [answer.strip() for answer in client.complete(prompts, 160)]
             both = list(zip(sampled, answers, strict=True))
             end = "_alone" if alone else ""

@@ -14,11 +14,13 @@ from demo.corpus.documents import PROMPT_WEIGHT, Document, Segment, rounds
 from demo.corpus.grammar import pick
 from demo.corpus.translation import Pair, fresh_pair
 from demo.corpus.words import tables
+from rwkv_batch.translation import markers as shown
 from rwkv_batch.translation.context import Example
 from rwkv_batch.translation.glossary import GlossaryMode
 from rwkv_batch.translation.languages import language_name
 from rwkv_batch.translation.plan import Query
 from rwkv_batch.translation.prompts import FORMALITIES, PromptForm, shared_prompt, term_line, translation_prompt
+from rwkv_batch.translation.segments import Split, split_text
 
 POLITE, PLAIN = FORMALITIES["more"], FORMALITIES["less"]
 PLACEHOLDERS = ("{name}", "{0}", "{1}", "{{user}}", "${x}", "%s", "%1$s", "%2$s", "{count}", "{city}", "%(name)s")
@@ -175,11 +177,18 @@ _OPENING, _CLOSING, _SINGLE = "<>", "</>", "</ >"
 
 def markers(rng: Random, *, held: bool = False) -> Case:
     """Sample a sentence with placeholders or tags, as the service shows them to the model."""
-    kinds: dict[str, str] = {}
-    while not kinds:
+    while True:
         english, chinese, kinds = _marked(rng, fresh_pair(rng, held=held))
-    is_english = rng.random() < 0.65
-    source, target = (english, chinese) if is_english else (chinese, english)
+        is_english = rng.random() < 0.65
+        source, target = (english, chinese) if is_english else (chinese, english)
+        names = _names_of_markers(source, kinds)
+        source, target = ("".join(names.get(one, one) for one in text) for text in (source, target))
+        segments = [*split_text(source, shown.MarkerOptions(), Split.NONE, "en" if is_english else "zh")]
+        if [one.shown() for one in segments if isinstance(one, shown.Segment) and one.markers] == [source]:
+            return Case("markers", source, target, tuple(names.values()), english=is_english)
+
+
+def _names_of_markers(source: str, kinds: dict[str, str]) -> dict[str, str]:
     found = [character for character in source if character in kinds]
     names: dict[str, str] = {}
     for index, character in enumerate(found):
@@ -187,14 +196,13 @@ def markers(rng: Random, *, held: bool = False) -> Case:
         opening = found.index(chr(ord(character) - 1)) if kind == _CLOSING else index
         tags = {_OPENING: f"<{index}>", _CLOSING: f"</{opening}>", _SINGLE: f"<{index}/>"}
         names[character] = tags.get(kind, kind)
-    source, target = ("".join(names.get(one, one) for one in text) for text in (source, target))
-    return Case("markers", source, target, tuple(names.values()), english=is_english)
+    return names
 
 
 def _marked(rng: Random, pair: Pair) -> tuple[str, str, dict[str, str]]:
     """Return both texts with private characters as markers, and the kinds of these.
 
-    A placeholder replaces a name or a number. Tags enclose a word or the sentence.
+    A placeholder replaces a name or a number. Tags enclose a word.
     """
     english, chinese = pair.en, pair.zh
     digits = {one: one for one in re.findall(r"\d+", english)}
@@ -211,13 +219,6 @@ def _marked(rng: Random, pair: Pair) -> tuple[str, str, dict[str, str]]:
             kinds |= {first: _OPENING, last: _CLOSING}
             new_en, new_zh = (f"{first}{one}{last}" for one in (en, zh))
         english, chinese = re.sub(rf"\b{en}\b", new_en, english), chinese.replace(zh, new_zh)
-    share, first, last = rng.random(), "\ue010", "\ue011"
-    if share < 0.08:
-        kinds |= {first: _OPENING, last: _CLOSING}
-        english, chinese = f"{first}{english}{last}", f"{first}{chinese}{last}"
-    elif share < 0.16:
-        kinds[first] = _SINGLE
-        english, chinese = (f"{first} {one}" if share < 0.12 else f"{one} {first}" for one in (english, chinese))
     return english, chinese, kinds
 
 

@@ -12,6 +12,9 @@ import pytest
 from demo.corpus import chat, grammar, mixture, pages, structured, tools, translation, tuning, words
 from demo.corpus.documents import Document, held_out, text_of
 from demo.evaluate import held_pairs
+from rwkv_batch.translation.markers import MarkerOptions, Segment
+from rwkv_batch.translation.prompts import shared_prompt
+from rwkv_batch.translation.segments import Split, split_text
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 
@@ -86,14 +89,29 @@ def test_pages_decide_the_translation(skill: Callable[..., pages.Case]) -> None:
     rng = Random(4)
     for held in (False, True):
         for case in (skill(rng, held=held) for _ in range(20)):
-            assert all(case.target.count(part) >= 1 for part in case.expected)
-            if case.skill in ("markers", "inserted terms"):
+            assert case.expected and all(part in case.target for part in case.expected)
+            asked = pages.query(rng, case)
+            prompt = shared_prompt(asked) + pages.prompt_of(asked)
+            if case.skill == "markers":
                 assert all(part in case.source for part in case.expected)
-                continue
-            before = "\n".join((pages.page(rng, case), *(f"{en}\n{zh}" for en, zh in case.history)))
-            assert case.source not in before and before.strip()
-            if case.skill == "terms":
-                assert f"{case.terms[0][0]} = {case.terms[0][1]}" in before
+            elif case.skill == "address":
+                assert (pages.POLITE if case.expected == ("您",) else pages.PLAIN) in prompt
+            else:
+                assert prompt.startswith(("English: ", "Terms: ")) or asked.context
+            assert case.target not in prompt
+            for word, term in case.terms:
+                before = prompt.rpartition("English: ")[0]
+                assert word in before and term in before
+
+
+def test_the_model_reads_markers_as_the_service_shows_them() -> None:
+    rng = Random(8)
+    for case in (pages.markers(rng) for _ in range(200)):
+        (segment,) = split_text(case.source, MarkerOptions(), Split.NONE, "en" if case.english else "zh")
+        assert isinstance(segment, Segment) and segment.shown() == case.source
+        assert segment.restore(case.target) == case.target, case
+        required = segment.required()
+        assert required is not None and set(required.markers) == set(case.expected)
 
 
 def test_pages_of_the_evaluation_are_not_trained_on() -> None:
@@ -101,7 +119,7 @@ def test_pages_of_the_evaluation_are_not_trained_on() -> None:
     held = {skill(rng, held=True).source for skill in (pages.address, pages.pronouns) for _ in range(20)}
     assert not held & {pages.address(rng).source for _ in range(100)} and all(map(held_out, held))
     text = text_of(pages.document(rng))
-    assert "English: " in text and "\n\nChinese: " in text and text.endswith("\n\n")
+    assert "English: " in text and "Chinese: " in text and text.endswith("\n\n")
 
 
 def test_chats_are_rounds_of_user_and_assistant() -> None:

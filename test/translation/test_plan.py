@@ -90,7 +90,7 @@ def test_terms_are_inserted_and_missing_ones_reported() -> None:
     glossary = Glossary({"state pool": "Zustandsspeicher", "row": "Zeile"})
 
     def model(query: Query) -> str:
-        return query.prompt_text if "Pool" in query.text else "ETWAS"
+        return query.text_with_terms if "Pool" in query.text else "ETWAS"
 
     found, asked = translated(model, "The State Pool holds it.", "It is a row.", "No term.", glossary=glossary)
     assert [one.text for one in found] == ["The Zustandsspeicher holds it.", "ETWAS", "ETWAS"]
@@ -102,7 +102,7 @@ def test_modes_of_a_glossary() -> None:
     text = "The row of the pool is {name}."
     asked = {mode: translated(upper, text, glossary=glossary, glossary_mode=mode)[1] for mode in GlossaryMode}
     hinted = "The Zeile of the <0> is {name}."
-    prompts = {mode: queries[0].prompt_text for mode, queries in asked.items()}
+    prompts = {mode: queries[0].text_with_terms for mode, queries in asked.items()}
     assert prompts == {GlossaryMode.HINT: hinted, GlossaryMode.CHECK: text, GlossaryMode.ENFORCE: hinted}
     words = {mode: queries[0].required.words for mode, queries in asked.items() if queries[0].required}
     assert words[GlossaryMode.ENFORCE] == ((("Zeile", "Zeilen"), 1),) and not words[GlossaryMode.HINT]
