@@ -26,6 +26,7 @@ from routes.request.messages import Message
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 from rwkv_batch.tuning import Document
+from rwkv_batch.turn_text import format_turn
 
 MAX_ERRORS = 100
 MAX_LINES = 1_000_000
@@ -174,10 +175,10 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
             elif header == [_PROMPT, _COMPLETION]:
                 yield reader.line_num, validate(DataLine, {_PROMPT: cells[0], _COMPLETION: cells[1]})
             else:
-                asked = f"{header[0]}: {prompts.format_turn(cells[0])}\n\n{header[1]}:"
+                asked = f"{header[0]}: {format_turn(cells[0])}\n\n{header[1]}:"
                 yield (
                     reader.line_num,
-                    validate(DataLine, {_PROMPT: asked, _COMPLETION: f" {prompts.format_turn(cells[1])}"}),
+                    validate(DataLine, {_PROMPT: asked, _COMPLETION: f" {format_turn(cells[1])}"}),
                 )
     except csv.Error as error:
         yield reader.line_num, _LineError("", f"is not CSV: {error}")

@@ -10,7 +10,7 @@ from itertools import dropwhile, groupby
 from routes.request.bodies import DEFAULT_STOPS, Template
 from routes.request.messages import Message
 from routes.request.tools import call_text
-from rwkv_batch.translation.prompts import collapse_newlines, format_turn
+from rwkv_batch.turn_text import collapse_newlines, format_turn
 
 FIM_STOP = "✿"
 END_OF_TEXT, BLANK_LINE = 0, 261

@@ -5,7 +5,6 @@ A blank line ends a model's answer, so no turn has one. All prompts of a request
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -13,6 +12,7 @@ from rwkv_batch.translation.context import Example
 from rwkv_batch.translation.glossary import forms_of
 from rwkv_batch.translation.languages import language_name
 from rwkv_batch.translation.plan import Query
+from rwkv_batch.turn_text import format_turn
 
 
 class PromptForm(StrEnum):
@@ -25,16 +25,6 @@ class PromptForm(StrEnum):
 
 
 FORMALITIES = {"default": "", "more": "Use formal, polite language.", "less": "Use informal language."}
-_NEWLINES = re.compile(r"\n{2,}")
-
-
-def collapse_newlines(text: str) -> str:
-    return _NEWLINES.sub("\n", text.replace("\r\n", "\n").replace("\r", "\n"))
-
-
-def format_turn(text: str) -> str:
-    """Return the text of a turn. Newlines are collapsed, because a blank line ends a turn."""
-    return collapse_newlines(text).strip("\n")
 
 
 def style_lines(instruction: str, formality: str, audience: str) -> str:
