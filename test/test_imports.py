@@ -45,7 +45,7 @@ ROOMS = {
     # The engine. Files in no folder are shared types: requests, calls, errors, settings, the tokenizer.
     "rwkv_batch": "",
     "rwkv_batch.core": "rwkv_batch",
-    "rwkv_batch.translation": "",
+    "rwkv_batch.translation": "rwkv_batch",
     "rwkv_batch.tuning": "rwkv_batch rwkv_batch.model rwkv_batch.model.adapters",
     "rwkv_batch.translation.documents": "rwkv_batch.translation",
     "rwkv_batch.model.quant": "rwkv_batch",
