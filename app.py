@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import runpy
@@ -12,8 +13,10 @@ from typing import NoReturn
 _OWN_PACKAGES = {"programs", "routes", "rwkv_batch", "sampling", "state_pool", "native", "demo"}
 try:
     from programs.serve.service import Supervisor, listen
-    from programs.settings import Settings, SettingsError, parse_settings, program
+    from programs.settings import CommandParser, Settings, SettingsError, parse_settings, program
+    from programs.settings.command_line import build_parser as build_serve_parser
     from programs.settings.model_file import with_default_model
+    from programs.settings.parser import VERBOSE
     from rwkv_batch.errors import StartupError
     from rwkv_batch.ipc.process import LogConfig, set_up_logging
 except ImportError as missing:  # e.g. after an update of the code alone
@@ -26,20 +29,23 @@ __all__ = ["Supervisor", "log_style", "main", "run", "serve"]
 
 COMMANDS = {
     "serve": "start the service",
+    "chat": "talk to a model on the terminal",
     "translate": "translate a file: a book, a Word file, subtitles, a program's strings",
     "batch": "run a file of prompts or of texts to translate",
-    "chat": "talk to a model on the terminal",
+    "doctor": "check this machine, the flags and the model",
+    "inspect": "describe a model, a tuned state, an adapter or a session file",
+    "plan": "say how much memory a model needs, and what fits on a GPU",
+    "convert": "write a model as .pth, .safetensors or GGUF",
     "tune": "make a tuned state or a LoRA from examples",
     "config": "write a file of settings, or show the settings in effect",
     "backup": "write sessions and files into one file, also while the service runs",
     "restore": "put a backup in place",
     "check": "verify every session of a database",
-    "inspect": "describe a model, a tuned state, an adapter or a session file",
-    "convert": "write a model as .pth, .safetensors or GGUF",
-    "plan": "say how much memory a model needs, and what fits on a GPU",
-    "doctor": "check this machine, the flags and the model",
+    "completion": "print a script that completes commands and flags in bash, zsh or fish",
     "bench": "measure speed; bench alone names its programs",
 }
+_FIRST = 5
+"""Commands that are shown without arguments."""
 _MODULES = {
     "batch": "programs.batch.command",
     "translate": "programs.batch.translate",
@@ -51,7 +57,12 @@ _MODULES = {
     "plan": "programs.tools.plan",
     "doctor": "programs.tools.doctor",
 }
-"""Module of each command with `main(arguments) -> exit code`. Imported when needed, as some import torch."""
+"""Module of each command with `build_parser()` and `main(arguments) -> exit code`.
+
+They are imported when needed, as some import torch.
+"""
+_BACKUP = ("backup", "restore", "check")
+_LEVEL_VARIABLE = "RWKV_LOG_LEVEL"
 _NOT_INSTALLED = "test"
 """Package of test helpers that some benches need. The wheel does not contain it."""
 
@@ -63,26 +74,67 @@ def log_style(settings: Settings) -> LogConfig:
 
 def main(arguments: list[str]) -> int:
     """Runs the command that the arguments name, by default the service. Returns the exit code."""
+    if VERBOSE not in arguments:
+        return _main(arguments)
+    os.environ[_LEVEL_VARIABLE] = "debug"
+    return _main([argument for argument in arguments if argument != VERBOSE], is_verbose=True)
+
+
+def _main(arguments: list[str], *, is_verbose: bool = False) -> int:
+    """Runs the command. An unexpected error is one line, or its traceback."""
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    arguments = arguments[bool(name) :]
+    try:
+        return _run_command(name, arguments[bool(name) :])
+    except Exception as error:  # a defect, which ends the program either way
+        if is_verbose:
+            raise
+        sys.stderr.write(
+            f"error: {type(error).__name__}: {error}; this is a defect of rwkv-batch: give {VERBOSE} too for the "
+            "traceback, and report it\n"
+        )
+        return 1
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
     if name in _MODULES:
         return int(importlib.import_module(_MODULES[name]).main(arguments))
-    if name in ("backup", "restore", "check"):
+    if name in _BACKUP:
         from programs import backup
 
         return backup.main(name, arguments)
+    if name == "completion":
+        return completion(arguments)
     if name == "bench":
         return bench(arguments)
     if name not in ("", "serve"):
-        sys.stderr.write(f"error: unknown command {name!r}; the commands are {', '.join(COMMANDS)}\n")
+        nearest = difflib.get_close_matches(name, COMMANDS, 1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"the commands are {', '.join(COMMANDS)}"
+        sys.stderr.write(f"error: there is no command {name!r}; {remedy}\n")
         return 2
+    if not name and arguments[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(overview(len(COMMANDS)))
+        return 0
     return serve(arguments)
 
 
-def overview() -> str:
-    """Returns one line per command."""
-    lines = [f"  {program(name):<{len(program()) + 8}} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["Commands, each with its own --help:", *lines, f"Example: {program('serve')} --port 8000", ""])
+def overview(count: int = _FIRST) -> str:
+    """Returns one line for each of the first commands, and the names of the others."""
+    shown = list(COMMANDS.items())[:count]
+    width = len(program()) + 1 + max(len(name) for name, _ in shown)
+    lines = [f"  {program(name):<{width}}  {text}" for name, text in shown]
+    others = list(COMMANDS)[count:]
+    more = [f"More: {', '.join(others)}; {program('--help')} describes them."] if others else []
+    return "\n".join(
+        [
+            f"usage: {program('COMMAND')} [flags]",
+            "",
+            *lines,
+            "",
+            *more,
+            f"Each command has --help, as {program('serve --help')}.",
+            "",
+        ]
+    )
 
 
 def run() -> NoReturn:
@@ -91,6 +143,39 @@ def run() -> NoReturn:
         sys.stdout.write(overview())
         sys.exit(0)
     sys.exit(main(sys.argv[1:]))
+
+
+def completion(arguments: list[str]) -> int:
+    """Prints the completion script of a shell. Returns the exit code."""
+    from programs.tools.completion import build_parser, script
+
+    try:
+        shell = build_parser().parse(arguments)[0].shell
+    except SettingsError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write(script(shell, {name: (text, parser_of(name)) for name, text in COMMANDS.items()}))
+    return 0
+
+
+def parser_of(name: str) -> CommandParser:
+    """Returns the parser of a command."""
+    if name in _MODULES:
+        parser: CommandParser = importlib.import_module(_MODULES[name]).build_parser()
+        return parser
+    if name in _BACKUP:
+        from programs import backup
+
+        return backup.build_parser(name)
+    if name == "completion":
+        from programs.tools.completion import build_parser
+
+        return build_parser()
+    if name == "bench":
+        bench_parser = CommandParser("bench", "Runs a program that measures.", "cpu --help")
+        bench_parser.add_argument("program", choices=bench_programs(Path(__file__).parent / "bench"))
+        return bench_parser
+    return build_serve_parser()
 
 
 def bench_programs(folder: Path) -> list[str]:
@@ -107,6 +192,9 @@ def bench_programs(folder: Path) -> list[str]:
 def bench(arguments: list[str]) -> int:
     """Like `python -m bench.NAME`. Returns the exit code."""
     names = bench_programs(Path(__file__).parent / "bench")
+    if arguments[:1] in (["-h"], ["--help"]):
+        parser_of("bench").print_help()
+        return 0
     if not arguments or arguments[0] not in names:
         sys.stderr.write(f"error: bench needs the name of a program: {', '.join(names)}\n")
         return 2

@@ -6,7 +6,6 @@ A service may run during `backup`. Each database is copied whole, in one transac
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from native.files import FILE_MODE, FOLDER_MODE, make_private_folder, open_private
-from programs.settings import Settings, SettingsError, parse_settings, program
+from programs.settings import CommandParser, Settings, SettingsError, parse_settings
 from state_pool.disk.copies import copy_file
 from state_pool.disk.process_lock import ProcessLock
 from state_pool.disk.recover import verify_sessions
@@ -165,17 +164,23 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def main(name: str, arguments: Sequence[str]) -> int:
-    """Run the command of this name. Returns the exit code: 1 if it failed or found damage, 2 for a wrong flag."""
-    parser = argparse.ArgumentParser(prog=program(name), description=_DESCRIPTIONS[name], epilog=_EPILOG)
+def build_parser(name: str) -> CommandParser:
+    """Returns the parser of one of the commands."""
+    description, example = _COMMANDS[name]
+    parser = CommandParser(name, f"{description} {_EPILOG}", example, takes_settings=True)
     if name == "check":
-        parser.add_argument("database", type=Path, nargs="?")
+        parser.add_argument("database", type=Path, nargs="?", metavar="DATABASE", help="default: the one of --state-db")
     else:
-        parser.add_argument("file", type=Path)
+        parser.add_argument("file", type=Path, metavar="FILE", help="the backup, a tar file")
     if name == "restore":
         parser.add_argument("--replace", action="store_true", help="rename what is there to NAME.replaced-1")
-    chosen, flags = parser.parse_known_args(arguments)
+    return parser
+
+
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Run the command of this name. Returns the exit code: 1 if it failed or found damage, 2 for a wrong flag."""
     try:
+        chosen, flags = build_parser(name).parse(arguments)
         settings = parse_settings(flags, os.environ)
         if name == "check":
             text, damaged = check(chosen.database or Path(settings.engine.pool.state_db))
@@ -196,9 +201,16 @@ def main(name: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-_DESCRIPTIONS = {
-    "backup": "Writes sessions, tuned states, adapters and files into one new FILE, also while the service runs.",
-    "restore": "Puts a backup in place. The service must not run.",
-    "check": "Verifies the checksums of all sessions and logs of a database, also while the service runs.",
+_COMMANDS = {
+    "backup": (
+        "Writes sessions, tuned states, adapters and files into one new FILE, also while the service runs.",
+        "backup.tar --state-db rwkv_sessions.db",
+    ),
+    "restore": ("Puts a backup in place. The service must not run.", "backup.tar --state-db rwkv_sessions.db"),
+    "check": (
+        "Verifies the checksums of all sessions and logs of a database, also while the service runs.",
+        "rwkv_sessions.db",
+    ),
 }
+"""Command -> its description and an example."""
 _EPILOG = "Flags of serve such as --state-db and --config, and its environment variables, name the database."

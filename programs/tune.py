@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from native.priority import cores, die_with_parent, lower_process_priority
-from programs.settings import SettingsError, parse_settings, program
+from programs.settings import CommandParser, SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
 from routes.fine_tuning.data import MAX_TOKENS, Data, read_data, split
 from rwkv_batch.errors import StartupError
@@ -32,11 +32,6 @@ _PADDING = 8
 """Tokens that align a line, about."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message}; see {program('tune')} --help")
-
-
 def _between(low: float, high: float, kind: type[int] | type[float] = int) -> Callable[[str], Any]:
     def parse(text: str) -> float:
         number = kind(text)
@@ -47,14 +42,13 @@ def _between(low: float, high: float, kind: type[int] | type[float] = int) -> Ca
     return parse
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Returns the parser of `tune`."""
-    parser = _Parser(
-        prog=program("tune"),
-        allow_abbrev=False,
-        description="Tunes a model on examples: JSON lines of chats (`messages`) or of `prompt` and `completion`, or a "
+    parser = CommandParser(
+        "tune",
+        "Tunes a model on examples: JSON lines of chats (`messages`) or of `prompt` and `completion`, or a "
         "CSV of pairs. Writes NAME.state.pth for --state, or NAME.lora.pth for --adapter-serve and --adapter.",
-        epilog=f"example: {program('tune')} examples.jsonl -o pirate --model-path model.pth",
+        "examples.jsonl -o pirate --model-path model.pth",
     )
     number, share = _between, _between(0, 0.5, float)
     parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl or .csv file")
@@ -77,13 +71,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--background", action="store_true", help="low CPU priority, and half of the cores by default")
     parser.add_argument("--dry-run", action="store_true", help="check the data; print tokens, memory and time")
     parser.add_argument("--json", action="store_true", help="print progress as JSON lines")
+    parser.hide("--adapter", "--batch-tokens", "--batch-lines", "--validation", "--max-tokens", "--seed", "--threads")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit code."""
     try:
-        given = build_parser().parse_args(list(arguments))
+        given, _ = build_parser().parse(arguments)
         return _Command(given).run()
     except SettingsError as error:
         sys.stderr.write(f"error: {error}\n")

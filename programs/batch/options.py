@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -12,7 +12,7 @@ from programs.batch import progress
 from programs.batch.formats import FORMAT_NAMES
 from programs.batch.sidecar import SUFFIX
 from programs.batch.tasks import OUT_FIELDS, TASKS, TaskOptions
-from programs.settings import SettingsError, program
+from programs.settings import CommandParser, SettingsError
 
 ERRORS_SUFFIX = ".errors.jsonl"
 _DECODE: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -27,6 +27,12 @@ _DECODE: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 """Body fields. docs/api.md has their limits and defaults."""
 _FLAGS = {"stop_tokens": "--stop", "enable_think": "--think"}
+_RARE = (
+    *("--out-field", "--id-field", "--format", "--top-k", "--top-p", "--alpha-presence", "--alpha-frequency"),
+    *("--alpha-decay", "--seed", "--stop", "--order", "--retry", "--errors", "--dedupe", "--shard", "--progress"),
+    *("--max-in-flight", "--think", "--source-lang", "--fresh", "--glossary"),
+)
+"""Flags that only --help-all shows."""
 _SERVICE_FLAGS = ("--password", "--password-file", "--log-format", "--log-level")
 """Settings that are allowed with --url."""
 
@@ -54,14 +60,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: bool = False
     fresh: bool = False
     progress: str = "auto"
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are SettingsErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises SettingsError."""
-        raise SettingsError(f"{message}; see {self.prog} --help")
 
 
 def count(text: str) -> int:
@@ -93,23 +91,31 @@ def _template(text: str) -> str:
         raise argparse.ArgumentTypeError(f"cannot be read: {error}") from None
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Returns the parser of `batch`. Other flags are the service's."""
     parser = CommandParser(
-        prog=program("batch"),
-        allow_abbrev=False,
-        description="Answer every line of a file. Flags of the engine (--model-path, --pp-devices, --dtype ...) are "
-        "the service's. Give the same command again to resume a stopped run.",
+        "batch",
+        "Answers every line of a file. Give the same command again to resume a stopped run. Takes the engine's flags "
+        "of serve too: --model-path, --pp-devices, --dtype ...",
+        "lines.txt -o lines.zh.txt --target-lang zh\nquestions.csv -o answers.csv --task chat --field question",
+        takes_settings=True,
     )
     parser.add_argument(
-        "input", help="JSONL, CSV, TSV or text, also .gz or .zst, or a document to translate; -: standard input"
+        "input",
+        metavar="INPUT",
+        help="JSONL, CSV, TSV or text, also .gz or .zst, or a document to translate; -: standard input",
     )
     parser.add_argument(
-        "-o", "--output", required=True, help="output file, in the input's format or .jsonl; -: standard output"
+        "-o",
+        "--output",
+        required=True,
+        metavar="OUTPUT",
+        help="output file, in the input's format or .jsonl; -: standard output",
     )
     _add_task(parser)
     _add_decoding(parser)
     _add_running(parser)
+    parser.hide(*_RARE)
     return parser
 
 
@@ -127,8 +133,15 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
         default="",
         help="prompt with fields, e.g. 'Summarise: {text}'; @FILE reads a file",
     )
-    add("--format", choices=FORMAT_NAMES, default="", dest="form", help="input format, if the name does not show it")
-    add("--glossary", default="", help="terms and translations: JSON, or CSV or TSV with two columns")
+    add(
+        "--format",
+        choices=FORMAT_NAMES,
+        default="",
+        dest="form",
+        metavar="FORMAT",
+        help="input format, if the name does not show it",
+    )
+    add("--glossary", default="", metavar="FILE", help="terms and translations: JSON, or CSV or TSV with two columns")
 
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +169,7 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
     )
     add("--order", choices=("keep", "done"), default="keep", help="order of the output; done: as lines finish")
     add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
-    add("--errors", default="", help=f"JSON lines of the failures; default: OUTPUT{ERRORS_SUFFIX}")
+    add("--errors", default="", metavar="FILE", help=f"JSON lines of the failures; default: OUTPUT{ERRORS_SUFFIX}")
     add("--dedupe", action="store_true", help="answer equal lines once")
     add("--limit", type=count, default=0, help="number of input lines to process")
     add("--shard", type=_shard, default=(1, 1), help="i/n: every n-th line, starting at the i-th")
@@ -177,7 +190,7 @@ def flag_of(name: str) -> str:
 
 def parse_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns the options and the arguments that are service settings. Raises SettingsError."""
-    given, rest = build_parser().parse_known_args(list(arguments))
+    given, rest = build_parser().parse(arguments)
     decode = {name: value for name in _DECODE if (value := getattr(given, name)) is not None}
     if given.stop:
         decode["stop_tokens"] = [0, *given.stop]

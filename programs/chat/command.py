@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from typing import NoReturn
 
 from programs.backends.local_engine import LocalEngine
 from programs.batch.options import check_settings
@@ -18,7 +16,7 @@ from programs.chat.commands import NAMES, SETTABLE, Console
 from programs.chat.conversation import ConsoleError, Piece
 from programs.chat.terminal import Output, ReadLine, open_terminal, printable
 from programs.record import RunError
-from programs.settings import SettingsError, parse_settings, program
+from programs.settings import CommandParser, SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
@@ -27,30 +25,28 @@ OK, CANNOT_RUN, BAD_FLAG, INTERRUPTED = 0, 1, 2, 130
 _HISTORY = "~/.rwkv_chat_history"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message}; see {program('chat')} --help")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Returns the parser of `chat`. Other flags are the service's."""
-    parser = _Parser(
-        prog=program("chat"),
-        allow_abbrev=False,
-        description="Talk to the model on a terminal; /help there lists the commands. Flags of the engine "
-        "(--model-path, --pp-devices, --dtype ...) are the service's.",
+    parser = CommandParser(
+        "chat",
+        "Talks to the model on a terminal; /help there lists the commands. Piped lines are messages too. Takes the "
+        "engine's flags of serve: --model-path, --pp-devices, --dtype ...",
+        "--model-path model.gguf --set temperature 0.5\n--url http://127.0.0.1:8000 --load talk.json",
+        takes_settings=True,
     )
     parser.add_argument("--url", default="", help="running service to use instead of an engine in this process")
     parser.add_argument("--load", default="", metavar="FILE", help="conversation file written by /save")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="as /set does")
-    parser.add_argument("--history", default=_HISTORY, help=f"history file of the typed lines; default: {_HISTORY}")
+    parser.add_argument(
+        "--history", default=_HISTORY, metavar="FILE", help=f"history file of the typed lines; default: {_HISTORY}"
+    )
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit code."""
     try:
-        given, rest = build_parser().parse_known_args(list(arguments))
+        given, rest = build_parser().parse(arguments)
         settings = parse_settings(rest, os.environ)
         check_settings(given.url, rest)
         set_up_logging("chat", LogConfig(settings.service.log_format, "warning"))

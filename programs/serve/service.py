@@ -229,7 +229,8 @@ class Supervisor:
         if self._engines.is_up and not self._has_logged_serving:
             self._has_logged_serving = True
             http = self._settings.http
-            logger.info("serving %s on http://%s:%d", http.model_name, _url_host(http.host), http.port)
+            headline = {"is_headline": True}
+            logger.info("serving %s on http://%s:%d", http.model_name, _url_host(http.host), http.port, extra=headline)
             logger.info("Ctrl-C stops it: running requests get %.0f s", self._settings.engine.drain_timeout_s)
 
     def _drain(self) -> None:

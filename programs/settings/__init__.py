@@ -4,9 +4,10 @@ A flag `--max-running` is also read from `RWKV_MAX_RUNNING`; the command line wi
 HttpConfig, EngineConfig and PoolConfig, which is where the values end up.
 """
 
-from programs.settings.command_line import parse_settings, program
+from programs.settings.command_line import parse_settings
 from programs.settings.config import Settings
 from programs.settings.flags import FLAGS
+from programs.settings.parser import CommandParser, program
 from programs.settings.values import SettingsError
 
-__all__ = ["FLAGS", "Settings", "SettingsError", "parse_settings", "program"]
+__all__ = ["FLAGS", "CommandParser", "Settings", "SettingsError", "parse_settings", "program"]

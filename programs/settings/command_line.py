@@ -21,6 +21,7 @@ from native.nvcc import torch_cuda
 from programs.settings.config import ServiceConfig, Settings
 from programs.settings.config_file import CONFIG_FILE, file_values
 from programs.settings.flags import COMMON, FLAGS, HEADINGS, PASSWORD_FILE, REMOVED, Flag, default_text
+from programs.settings.parser import CommandParser
 from programs.settings.values import SettingsError, boolean, database, parse_strategy
 from routes.config import HttpConfig
 from rwkv_batch.config import EngineConfig
@@ -67,20 +68,9 @@ _OTHER_VARIABLES = (
     *("RWKV_V7_ON", "RWKV_JIT_ON", "RWKV_CUDA_ON"),
 )
 """Variables of other parts of the program, and of the package rwkv."""
-
-
-def program(command: str = "") -> str:
-    """Return the command that the user typed, for messages."""
-    name = Path(sys.argv[0]).name
-    return f"{name if name == 'rwkv-batch' else 'python app.py'} {command}".rstrip()
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        unknown = re.search(r"unrecognized arguments:.*?(--[^\s=]+)", message)
-        nearest = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
-        guess = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise SettingsError(f"{message}{guess}; see {program()} --help")
+_FILE_FLAGS = dict.fromkeys(("model_path", "keys_file", "state_db"), "FILE")
+_UNSAID = ("", "0", "auto")
+"""Defaults that --help leaves out."""
 
 
 class _Repeated(argparse.Action):
@@ -99,44 +89,45 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _HelpAll(argparse.Action):
-    """Prints the help with all flags and exits."""
-
-    def __call__(self, *_: Any) -> NoReturn:
-        build_parser(all_flags=True).print_help()
-        sys.exit(0)
-
-
-def build_parser(*, all_flags: bool = False) -> argparse.ArgumentParser:
-    """Return the parser. Values stay text (None: not given); one place reads flag and environment.
-
-    Its help shows the common flags, or all.
-    """
-    parser = _Parser(
-        prog=program(),
-        usage=f"{program()} [flags]",
-        allow_abbrev=False,
-        description="RWKV-7 batch inference server. Other commands, each with --help: batch, chat, tune, config, "
-        "backup, restore, check, inspect, convert, plan, doctor, bench.",
-        epilog=f"example: {program()} --model-path model.safetensors --port 8000 --max-running 64",
+def build_parser() -> CommandParser:
+    """Return the parser. Values stay text (None: not given); one place reads flag and environment."""
+    parser = CommandParser(
+        "serve",
+        "Starts the service. Each flag is also an environment variable, and a line of the file of --config.",
+        "--model-path model.gguf --port 8080\n--host 0.0.0.0 --password-file password.txt --dtype int8",
     )
-    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
     parser.add_argument(CONFIG_FILE[0], dest=CONFIG_FILE[1], metavar="FILE", help="TOML file of settings")
-    for section, flags in FLAGS.items():
-        group = parser.add_argument_group(HEADINGS[section])
-        for flag in flags:
-            text = f"{flag.help} (default: {default_text(section, flag)}; {flag.variable})".replace("%", "%%")
-            action = _Repeated if flag.repeats else "store"
-            shown = text if all_flags or flag.field in COMMON else argparse.SUPPRESS
-            bare: dict[str, Any] = {"nargs": "?", "const": "yes"} if flag.parse is boolean else {}
-            group.add_argument(*flag.options, dest=flag.variable, metavar="X", help=shown, action=action, **bare)
     parser.add_argument(
         PASSWORD_FILE[0], dest=PASSWORD_FILE[1], metavar="FILE", help="file whose first line is the password"
     )
+    for section, flags in FLAGS.items():
+        group = parser.add_argument_group(HEADINGS[section])
+        for flag in flags:
+            default = default_text(section, flag)
+            known = f"default: {default}; {flag.variable}" if default else flag.variable
+            action = _Repeated if flag.repeats else "store"
+            bare: dict[str, Any] = {"nargs": "?", "const": "yes"} if flag.parse is boolean else {}
+            added = group.add_argument(
+                *flag.options,
+                dest=flag.variable,
+                metavar=_FILE_FLAGS.get(flag.field, "X"),
+                help=_escaped(f"{flag.help} ({known})"),
+                action=action,
+                **bare,
+            )
+            if flag.field in COMMON:
+                shown = "" if default in _UNSAID else f"; default: {default}"
+                parser.short_help[added] = _escaped(COMMON[flag.field] + shown)
+            else:
+                parser.hide(flag.option)
     for option in REMOVED:
         parser.add_argument(option, dest=_variable(option), help=argparse.SUPPRESS)
     return parser
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
 
 
 def _variable(option: str) -> str:
@@ -162,7 +153,7 @@ def _warn_of_unknown(environment: Mapping[str, str]) -> None:
 
 def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> Settings:
     """Return the settings. Raises SettingsError with a one-line message."""
-    cli_values = vars(build_parser().parse_args(list(arguments)))
+    cli_values = vars(build_parser().parse(arguments)[0])
     source = {**environment, **{name: text for name, text in cli_values.items() if text is not None}}
     origins = {name: name for name in environment}
     if path := source.get(CONFIG_FILE[1]):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from programs.settings.command_line import build_parser, parse_settings, program
+from programs.settings.command_line import build_parser as build_serve_parser
+from programs.settings.command_line import parse_settings
 from programs.settings.config_file import CONFIG_FILE, file_values
 from programs.settings.flags import FLAGS, HEADINGS, default_text, field_default
+from programs.settings.parser import CommandParser, program
 from programs.settings.values import SettingsError
 
 _SECRET_FIELDS = {"password", "state_db", "checkpoint_store"}
@@ -34,7 +35,7 @@ def in_effect(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return one line per setting: name, value and origin. Raises SettingsError."""
     parse_settings(arguments, environment)
     flags_given = {
-        name: text for name, text in vars(build_parser().parse_args(list(arguments))).items() if text is not None
+        name: text for name, text in vars(build_serve_parser().parse(arguments)[0]).items() if text is not None
     }
     path = {**environment, **flags_given}.get(CONFIG_FILE[1], "")
     origins: dict[str, Mapping[str, Any]] = {"flag": flags_given, "environment": environment}
@@ -54,20 +55,25 @@ def in_effect(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     return "".join(lines)
 
 
+def build_parser() -> CommandParser:
+    """Returns the parser of `config`."""
+    parser = CommandParser(
+        "config",
+        "Prints a file of settings with comments. With --show, prints the settings in effect and their origins: "
+        "a flag wins over an environment variable, a variable over the file, and the file over the default.",
+        f"> rwkv.toml\n--show {CONFIG_FILE[0]} rwkv.toml --port 8080",
+        takes_settings=True,
+    )
+    parser.add_argument("--show", action="store_true", help="print each setting's value and origin")
+    return parser
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the template, or the settings in effect. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=program("config"),
-        description="Prints a file of settings with comments. With --show, prints the settings in effect instead.",
-        epilog=f"example: {program('config')} > rwkv.toml; {program('serve')} {CONFIG_FILE[0]} rwkv.toml",
-    )
-    parser.add_argument(
-        "--show", action="store_true", help="print each setting's value and origin; takes all flags of serve"
-    )
-    chosen, flags = parser.parse_known_args(arguments)
-    if flags and not chosen.show:
-        parser.error(f"{flags[0]} is a flag of serve; give --show too")
     try:
+        chosen, flags = build_parser().parse(arguments)
+        if flags and not chosen.show:
+            raise SettingsError(f"{flags[0]} is a flag of serve; give {program('config --show')} {flags[0]}")
         sys.stdout.write(in_effect(flags, os.environ) if chosen.show else template())
     except SettingsError as error:
         sys.stderr.write(f"error: {error}\n")

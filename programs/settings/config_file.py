@@ -25,7 +25,7 @@ def file_values(path: str) -> dict[str, str]:
         table = tomllib.loads(content.decode())
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{where} cannot be read as TOML: {error}") from None
-    variables = {option.removeprefix("--"): name for option, name in _options().items()}
+    variables = {option.removeprefix("--"): name for option, name in options().items()}
     values = {}
     for key, value in table.items():
         name = key.replace("_", "-")
@@ -39,7 +39,7 @@ def file_values(path: str) -> dict[str, str]:
     return values
 
 
-def _options() -> dict[str, str]:
+def options() -> dict[str, str]:
     """Flag -> variable, with older names."""
     pairs = [
         pair for flags in FLAGS.values() for flag in flags for pair in zip(flag.options, flag.variables, strict=True)

@@ -385,7 +385,15 @@ HEADINGS: dict[Section, str] = {
     PoolConfig: "Sessions and cached prefixes",
 }
 COMMON = {
-    *("model_path", "model_name", "dtype", "devices", "strategy", "max_running", "gpu_memory_utilization"),
-    *("host", "port", "password", "keys_file", "state_db", "session_ttl", "replicas", "log_level", "log_format"),
+    "host": "address to listen on",
+    "port": "port to listen on",
+    "keys_file": "TOML file of API keys with names and limits",
+    "model_path": "weights: a file, a Hugging Face folder, hf:OWNER/NAME/FILE, ollama:NAME or an https URL",
+    "model_name": "name of the model in /v1/models",
+    "dtype": "type of the weights: fp32, bf16, fp16, fp8, int8, int4 or w8a8",
+    "devices": "devices, one per pipeline stage: 0,1 or cuda:0,cpu",
+    "max_running": "maximum rows that decode at a time; 0: by memory",
+    "gpu_memory_utilization": "share of the GPU memory to use",
+    "state_db": "SQLite file of the sessions, or postgresql://...",
 }
-"""Fields whose flags `--help` shows. `--help-all` shows all."""
+"""Field -> text in `--help`. `--help-all` shows all flags."""

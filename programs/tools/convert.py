@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from programs.settings import program
+from programs.settings import CommandParser, SettingsError
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.export import DTYPES, SUFFIXES, default_dtype, write_model
 from rwkv_batch.model.weights import open_weights
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Convert a model. Returns the exit code: 2 for a wrong flag, 1 if it cannot be converted."""
-    parser = argparse.ArgumentParser(
-        prog=program("convert"),
-        description="Writes a model in the format of the new file's name.",
-        epilog=f"example: {program('convert')} model.pth model.gguf --dtype q8_0",
+def build_parser() -> CommandParser:
+    """Returns the parser of `convert`."""
+    parser = CommandParser(
+        "convert",
+        "Writes a model in the format of the new file's name.",
+        "model.pth model.gguf --dtype q8_0",
     )
     parser.add_argument("source", type=Path, metavar="IN", help="a .pth, .safetensors or .gguf file, or a folder")
     parser.add_argument("target", type=Path, metavar="OUT", help=f"a new file that ends in {', '.join(SUFFIXES)}")
@@ -27,11 +26,19 @@ def main(arguments: Sequence[str]) -> int:
         choices=sorted(DTYPES),
         help="type of the matrices; q8_0 is for .gguf (default: the source's; bf16 for quantised ones)",
     )
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert a model. Returns the exit code: 2 for a wrong flag, 1 if it cannot be converted."""
     try:
+        given, _ = build_parser().parse(arguments)
         weights = open_weights(given.source)
         dtype = given.dtype or default_dtype(weights)
         write_model(weights, given.target, dtype)
+    except SettingsError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     except (StartupError, ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from native import machine
 from native.files import VARIABLE, cache_folder
 from native.nvcc import torch_cuda
-from programs.settings import Settings, SettingsError, parse_settings, program
+from programs.settings import CommandParser, Settings, SettingsError, parse_settings
 from programs.settings.command_line import gpu_names
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
@@ -35,16 +35,22 @@ class Finding(NamedTuple):
     """what to do; "": all is well"""
 
 
+def build_parser() -> CommandParser:
+    """Returns the parser of `doctor`."""
+    return CommandParser(
+        "doctor",
+        "Checks Python, packages, GPUs, compilers, CPU, memory, disk, ports and the model. Each line is ok, or "
+        "says what to do. The exit code is 0 if all lines are ok. Takes all flags of serve.",
+        "--model-path model.pth --port 8000",
+        takes_settings=True,
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print one line per check. Returns 0 if all are well, 1 if one is not, 2 for a wrong flag."""
-    if "--help" in arguments or "-h" in arguments:
-        sys.stdout.write(
-            f"usage: {program('doctor')} [flags of serve]\n\nChecks Python, packages, GPUs, compilers, CPU, memory, "
-            "disk, ports and the model.\nEach line is ok, or says what to do. The exit code is 0 if all lines are ok.\n"
-        )
-        return 0
     try:
-        settings = parse_settings(arguments, os.environ)
+        _, flags = build_parser().parse(arguments)
+        settings = parse_settings(flags, os.environ)
     except SettingsError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

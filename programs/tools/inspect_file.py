@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from programs.settings import program
+from programs.settings import CommandParser, SettingsError
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import Adapter, read_adapter
 from rwkv_batch.model.adapters.merge import kind_of
@@ -51,21 +50,27 @@ _MAX_TEXT = 80
 _PIECE = 1 << 20
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Describe a file. Returns the exit code: 2 for a wrong flag, 1 for a file that cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog=program("inspect"),
-        description="Describes a model, a tuned state, an adapter or a session file.",
-        epilog=f"example: {program('inspect')} model.gguf --checksum",
+def build_parser() -> CommandParser:
+    """Returns the parser of `inspect`."""
+    parser = CommandParser(
+        "inspect", "Describes a model, a tuned state, an adapter or a session file.", "model.gguf --checksum"
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="the file, or a Hugging Face or PEFT folder")
     parser.add_argument("--checksum", action="store_true", help="also print the SHA-256 of each file")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Describe a file. Returns the exit code: 2 for a wrong flag, 1 for a file that cannot be read."""
     try:
+        given, _ = build_parser().parse(arguments)
         for name, text in _described(given.file):
             sys.stdout.write(f"{name:<12}{text}\n")
         for file in files_of(given.file) if given.checksum else ():
             sys.stdout.write(f"{'sha256':<12}{_checksum(file)}  {file.name}\n")
+    except SettingsError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     except (StartupError, FileError, InvalidSessionFile, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

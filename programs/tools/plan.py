@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from programs.settings import program
+from programs.settings import CommandParser, SettingsError
 from programs.tools.inspect_file import BYTES_PER_NUMBER, GPUS_GB, OVERHEAD, slot_bytes, weight_bytes
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.state import RWKV7, StateFormat
@@ -31,25 +31,33 @@ _MAX_GB, _MAX_ROWS = 10_000, 1_000_000
 
 def main(arguments: Sequence[str]) -> int:
     """Print the memory by part. Returns the exit code: 2 for a wrong flag, 1 if it does not fit."""
-    parser = argparse.ArgumentParser(
-        prog=program("plan"),
-        description="Says how much memory a model needs, and what fits on a GPU. No GPU is needed.",
-        epilog=f"example: {program('plan')} --model model.pth --gpu 24GB --rows 320 --dtype fp8 --wkv-state int8",
-    )
-    parser.add_argument("--model", type=Path, required=True, metavar="FILE", help="the model's file or folder")
-    parser.add_argument("--gpu", type=_gigabytes, default=24.0, metavar="SIZE", help="memory, as 24GB; default: 24GB")
-    parser.add_argument("--rows", type=_rows, default=320, metavar="N", help="--max-running; default: 320")
-    parser.add_argument("--dtype", choices=[*BYTES_PER_NUMBER], default="fp16", help="default: fp16")
-    parser.add_argument("--wkv-state", choices=["fp32", "fp16", "int8"], default="fp16", help="default: fp16")
-    given = parser.parse_args(arguments)
     try:
+        given, _ = build_parser().parse(arguments)
         weights = open_weights(given.model)
+    except SettingsError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     except (StartupError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     lines, fits = plan(weights, given.gpu, given.rows, given.dtype, StateFormat(given.wkv_state))
     sys.stdout.writelines(f"{name:<12}{text}\n" for name, text in lines)
     return 0 if fits else 1
+
+
+def build_parser() -> CommandParser:
+    """Returns the parser of `plan`."""
+    parser = CommandParser(
+        "plan",
+        "Says how much memory a model needs, and what fits on a GPU. No GPU is needed.",
+        "--model model.pth --gpu 24GB --rows 320 --dtype fp8 --wkv-state int8",
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="FILE", help="the model's file or folder")
+    parser.add_argument("--gpu", type=_gigabytes, default=24.0, metavar="SIZE", help="memory, as 24GB; default: 24GB")
+    parser.add_argument("--rows", type=_rows, default=320, metavar="N", help="--max-running; default: 320")
+    parser.add_argument("--dtype", choices=[*BYTES_PER_NUMBER], default="fp16", help="default: fp16")
+    parser.add_argument("--wkv-state", choices=["fp32", "fp16", "int8"], default="fp16", help="default: fp16")
+    return parser
 
 
 def plan(

@@ -35,7 +35,7 @@ _GARBAGE_OBJECTS = 100_000
 """Threshold of the youngest generation. Steps reach Python's default of 700 several times each."""
 
 
-_RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
+_RED, _YELLOW, _GREEN, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[32m", "\x1b[0m"
 """Escape sequences of a terminal."""
 
 
@@ -45,7 +45,7 @@ class LogConfig(msgspec.Struct, frozen=True):
 
 
 class _Text(logging.Formatter):
-    """The message, then the record's `fields` as name=value. On a terminal, problems are coloured."""
+    """The message, then the record's `fields` as name=value. On a terminal, problems and headlines are coloured."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d {process:<10} %(levelname)-7s %(message)s", "%H:%M:%S")
@@ -54,9 +54,15 @@ class _Text(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         fields: dict[str, object] = getattr(record, "fields", {})
         line = super().formatMessage(record) + "".join(f" {name}={value}" for name, value in fields.items())
-        if self._has_colours and record.levelno >= logging.WARNING:
-            line = f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_PLAIN}"
+        if self._has_colours and (colour := self._colour(record)):
+            return f"{colour}{line}{_PLAIN}"
         return line
+
+    @staticmethod
+    def _colour(record: logging.LogRecord) -> str:
+        if record.levelno >= logging.WARNING:
+            return _RED if record.levelno >= logging.ERROR else _YELLOW
+        return _GREEN if getattr(record, "is_headline", False) else ""
 
 
 class _Json(logging.Formatter):

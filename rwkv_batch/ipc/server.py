@@ -295,7 +295,7 @@ def started_engine(config: EngineConfig, factory: str) -> ManagedEngine:
     except Exception as error:  # files, compilers and drivers raise any exception; the supervisor needs one line
         logger.debug("the engine did not start", exc_info=True)
         reason = f"the engine did not start: {type(error).__name__}: {error}"
-        raise StartupError(f"{reason}; --log-level debug shows the traceback") from error
+        raise StartupError(f"{reason}; --verbose shows the traceback") from error
     freeze_garbage_collector()
     return engine
 
@@ -344,8 +344,13 @@ def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: 
             monitor()
         match supervisor.recv():
             case "drain":
+                if rows := engine.load.rows:
+                    logger.info("finishing %d rows, for at most %.0f s", rows, config.drain_timeout_s)
                 engine.drain(config.drain_timeout_s)
+                if rows := engine.load.rows:
+                    logger.warning("%.0f s are over (--drain-timeout-s): %d rows are cut", config.drain_timeout_s, rows)
                 engine.stop()
+                logger.info("all sessions are stored")
                 supervisor.send(("drained", None))
                 supervisor.recv()
                 return

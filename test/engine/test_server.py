@@ -285,7 +285,7 @@ def test_a_hanging_loop_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> Non
     assert reasons == ["stacks", ("the engine's loop has hung for %g s (step_timeout_s); ending the process", 0.5)]
 
 
-HINT = "; --log-level debug shows the traceback"
+HINT = "; --verbose shows the traceback"
 
 
 @pytest.mark.parametrize(

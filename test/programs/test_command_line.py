@@ -1,0 +1,148 @@
+"""The command line of every command: help, unknown flags, completion, unexpected errors."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import app
+from app import COMMANDS, main, overview, parser_of
+from programs.settings.flags import FLAGS
+from programs.tools.completion import SHELLS
+
+ROWS, COLUMNS = 40, 80
+"""A screen."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_screen_and_ends_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    try:
+        main([name, "--help"])
+    except SystemExit as ended:
+        assert not ended.code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: ") and f" {name} " in lines[0]
+    assert len(lines) <= ROWS and max(map(len, lines[:3])) <= COLUMNS
+    assert any(line.startswith("example") for line in lines[-5:])
+
+
+def test_help_all_shows_what_help_hides(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        parser = parser_of(name)
+        short, full = parser.format_help(), parser.full_help()
+        hidden = [action for action, text in parser.short_help.items() if text == argparse.SUPPRESS]
+        for action in hidden:
+            option = action.option_strings[-1]
+            assert f"{option} " not in short and option in full
+        assert ("--help-all" in short) == bool(hidden)
+    with pytest.raises(SystemExit):
+        main(["serve", "--help-all"])
+    assert "--prefix-cache-slots" in capsys.readouterr().out
+
+
+def test_five_commands_are_shown_first() -> None:
+    lines = [line for line in overview().splitlines() if line.startswith("  ")]
+    assert [
+        line.split()[-1 - len(COMMANDS[name].split())] for line, name in zip(lines, COMMANDS, strict=False)
+    ] == list(COMMANDS)[:5]
+    assert all(name in overview() and COMMANDS[name] in overview(len(COMMANDS)) for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["serve", "--modle-path=x"], "--model-path"),
+        (["chat", "--ulr", "x"], "--url"),
+        (["chat", "--dtpye", "int8"], "--dtype"),
+        (["batch", "--tsak", "chat"], "--task"),
+        (["translate", "a.txt", "--target-lagn", "zh"], "--target-lang"),
+        (["tune", "a.jsonl", "--epoch", "2"], "--epochs"),
+        (["plan", "--modl", "x"], "--model"),
+        (["inspect", "x", "--checksums"], "--checksum"),
+        (["convert", "x", "y", "--dtypes", "f16"], "--dtype"),
+        (["doctor", "--prot", "1"], "--port"),
+        (["restore", "x.tar", "--replaced"], "--replace"),
+        (["config", "--shwo"], "--show"),
+        (["comletion"], "completion"),
+    ],
+)
+def test_the_nearest_flag_is_named(arguments: list[str], nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f"did you mean {nearest}?" in error and error.count("\n") == 1
+
+
+def test_an_unexpected_error_is_one_line_and_a_traceback_on_request(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise KeyError(arguments)
+
+    monkeypatch.setattr(app, "serve", fail)
+    monkeypatch.setenv("RWKV_LOG_LEVEL", "info")
+    assert main(["serve", "--port", "1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: KeyError: ['--port', '1']; ") and "--verbose" in error and error.count("\n") == 1
+    with pytest.raises(KeyError):
+        main(["--verbose", "serve"])
+
+
+def completed(shell: str, script: Path, words: list[str]) -> set[str]:
+    """Returns what a shell offers for the last word."""
+    if shell == "bash":
+        program = (
+            'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; '
+            "$(complete -p rwkv-batch | sed 's/.*-F \\([^ ]*\\).*/\\1/') rwkv-batch \"${@: -1}\"; "
+            'printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        command = ["bash", "-c", program, "-", str(script), *words]
+    else:
+        command = ["fish", "--no-config", "-c", f"source {script}; complete -C '{' '.join(words)}'"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=script.parent)
+    return {line.split("\t")[0].strip() for line in done.stdout.splitlines()}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_completes_commands_flags_choices_and_files(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    script = tmp_path / "script"
+    script.write_text(text)
+    for name in (*COMMANDS, *(flag.option.removeprefix("--") for flags in FLAGS.values() for flag in flags)):
+        assert name in text
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed; the script was made, but not run")
+    assert subprocess.run([shell, "-n", str(script)]).returncode == 0
+    if shell == "zsh":
+        return  # completes on a terminal only
+    (tmp_path / "weights.gguf").touch()
+    for words, wanted in (
+        (["rwkv-batch", "trans"], "translate"),
+        (["rwkv-batch", "serve", "--model-p"], "--model-path"),
+        (["rwkv-batch", "chat", "--model-p"], "--model-path"),
+        (["rwkv-batch", "serve", "--model-path", "weig"], "weights.gguf"),
+        (["rwkv-batch", "convert", "weig"], "weights.gguf"),
+        (["rwkv-batch", "tune", "x", "--method", "stat"], "state+lora"),
+    ):
+        assert wanted in completed(shell, script, words), words
+
+
+def test_every_module_of_a_command_has_a_parser() -> None:
+    for module in app._MODULES.values():
+        assert importlib.import_module(module).build_parser().prog.startswith(("python app.py", "rwkv-batch"))
+
+
+def test_the_command_line_does_not_import_torch() -> None:
+    program = "import sys, app; app.main(['--help']); app.main(['config', '--show']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
