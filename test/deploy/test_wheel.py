@@ -272,6 +272,6 @@ def test_programs_that_measure_are_run_by_name(installed: Installed) -> None:
 
 def test_messages_name_the_command_that_was_typed(installed: Installed) -> None:
     served = installed.run(installed.command, "serve", "--port")
-    assert served.returncode == 2 and "see rwkv-batch --help" in served.stderr, served.stderr
+    assert served.returncode == 2 and "see rwkv-batch serve --help" in served.stderr, served.stderr
     talked = installed.run(installed.command, "chat", "--set", "temperature")
     assert talked.returncode == 2 and "see rwkv-batch chat --help" in talked.stderr, talked.stderr

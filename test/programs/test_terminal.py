@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pexpect
 import pytest
 
@@ -55,6 +56,23 @@ def test_a_start_says_what_is_served_where_and_how_to_stop(tiny_model: Path) -> 
     screen.close()
     taken.close()
     assert (screen.exitstatus, taken.exitstatus) == (0, 1)
+
+
+def test_control_c_says_what_it_finishes_and_twice_cuts_it(tiny_model: Path) -> None:
+    port = free_port()
+    screen = terminal("--model-path", str(tiny_model), "--port", str(port), "--state-db", "")
+    screen.expect("Ctrl-C stops it")
+    body = {"contents": ["x"], "max_tokens": 8000, "ignore_eos": True, "stop_tokens": [], "stream": True}
+    with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        screen.sendintr()
+        screen.expect("finishing 1 rows, for at most 30 s")
+        screen.sendintr()
+        assert any("error" in line for line in lines)
+    screen.expect(pexpect.EOF)
+    screen.close()
+    assert screen.exitstatus == 0
 
 
 def test_a_log_that_is_no_terminal_has_no_colours(tiny_model: Path) -> None:
