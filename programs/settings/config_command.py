@@ -12,7 +12,7 @@ from programs.settings.command_line import build_parser as build_serve_parser
 from programs.settings.command_line import parse_settings
 from programs.settings.config_file import CONFIG_FILE, file_values
 from programs.settings.flags import FLAGS, HEADINGS, default_text, field_default
-from programs.settings.parser import CommandParser, program
+from programs.settings.parser import CommandParser
 from programs.settings.values import SettingsError
 
 _SECRET_FIELDS = {"password", "state_db", "checkpoint_store"}
@@ -71,9 +71,10 @@ def build_parser() -> CommandParser:
 def main(arguments: Sequence[str]) -> int:
     """Print the template, or the settings in effect. Returns the exit code."""
     try:
-        chosen, flags = build_parser().parse(arguments)
+        parser = build_parser()
+        chosen, flags = parser.parse(arguments)
         if flags and not chosen.show:
-            raise SettingsError(f"{flags[0]} is a flag of serve; give {program('config --show')} {flags[0]}")
+            parser.error(f"{flags[0]} is a flag of serve; give --show too")
         sys.stdout.write(in_effect(flags, os.environ) if chosen.show else template())
     except SettingsError as error:
         sys.stderr.write(f"error: {error}\n")
