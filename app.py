@@ -74,28 +74,13 @@ def log_style(settings: Settings) -> LogConfig:
 
 def main(arguments: list[str]) -> int:
     """Runs the command that the arguments name, by default the service. Returns the exit code."""
-    if VERBOSE not in arguments:
-        return _main(arguments)
-    os.environ[_LEVEL_VARIABLE] = "debug"
-    return _main([argument for argument in arguments if argument != VERBOSE], is_verbose=True)
-
-
-def _main(arguments: list[str], *, is_verbose: bool = False) -> int:
-    """Runs the command. An unexpected error is one line, or its traceback."""
+    sys.excepthook = report_defect
+    if VERBOSE in arguments:
+        sys.excepthook = sys.__excepthook__
+        os.environ[_LEVEL_VARIABLE] = "debug"
+        arguments = [argument for argument in arguments if argument != VERBOSE]
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
-    try:
-        return _run_command(name, arguments[bool(name) :])
-    except Exception as error:  # a defect, which ends the program either way
-        if is_verbose:
-            raise
-        sys.stderr.write(
-            f"error: {type(error).__name__}: {error}; this is a defect of rwkv-batch: give {VERBOSE} too for the "
-            "traceback, and report it\n"
-        )
-        return 1
-
-
-def _run_command(name: str, arguments: list[str]) -> int:
+    arguments = arguments[bool(name) :]
     if name in _MODULES:
         return int(importlib.import_module(_MODULES[name]).main(arguments))
     if name in _BACKUP:
@@ -115,6 +100,16 @@ def _run_command(name: str, arguments: list[str]) -> int:
         sys.stdout.write(overview(len(COMMANDS)))
         return 0
     return serve(arguments)
+
+
+def report_defect(kind: type[BaseException], error: BaseException, traceback: object) -> None:
+    """Writes an unexpected error as one line. For `sys.excepthook`."""
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    sys.stderr.write(
+        f"error: {kind.__name__}: {error}; this is a defect of rwkv-batch: give {VERBOSE} too for the traceback, and "
+        "report it\n"
+    )
 
 
 def overview(count: int = _FIRST) -> str:

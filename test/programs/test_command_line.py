@@ -81,19 +81,17 @@ def test_the_nearest_flag_is_named(arguments: list[str], nearest: str, capsys: p
     assert f"did you mean {nearest}?" in error and error.count("\n") == 1
 
 
-def test_an_unexpected_error_is_one_line_and_a_traceback_on_request(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(arguments: list[str]) -> int:
-        raise KeyError(arguments)
-
-    monkeypatch.setattr(app, "serve", fail)
-    monkeypatch.setenv("RWKV_LOG_LEVEL", "info")
-    assert main(["serve", "--port", "1"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: KeyError: ['--port', '1']; ") and "--verbose" in error and error.count("\n") == 1
-    with pytest.raises(KeyError):
-        main(["--verbose", "serve"])
+@pytest.mark.parametrize("flag", [(), ("--verbose",)])
+def test_an_unexpected_error_is_one_line_and_a_traceback_on_request(flag: tuple[str, ...]) -> None:
+    program = "import app, sys; app.serve = {}.__getitem__; app.main(sys.argv[1:])"
+    command = [sys.executable, "-c", program, *flag, "serve"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    if flag:
+        assert "Traceback" in done.stderr and "TypeError" in done.stderr
+    else:
+        assert done.stderr.startswith("error: TypeError: ") and "--verbose" in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 def completed(shell: str, script: Path, words: list[str]) -> set[str]:
