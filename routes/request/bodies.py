@@ -21,6 +21,7 @@ from routes.request.fields import (
     Number,
     Pattern,
     SessionId,
+    list_default,
 )
 from routes.request.messages import Message
 from routes.request.sampler_fields import SamplerFields, with_texts
@@ -170,7 +171,8 @@ class GenerationBody(
 
     max_tokens: int = Field(8192, ge=1, description="Maximum number of generated tokens per row.")
     stop_tokens: StopTokens = Field(
-        list(DEFAULT_STOPS), description="Token ids and strings that end a row. The answer does not include them."
+        list_default(DEFAULT_STOPS),
+        description="Token ids and strings that end a row. The answer does not include them.",
     )
     temperature: float = Field(1.0, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
     max_completion_tokens: int | None = Field(

@@ -144,6 +144,11 @@ NO_NUL = Pattern(r"^[^\x00]*$", "a name without the character U+0000")
 SessionId = Annotated[str, Field(min_length=1, max_length=256), NO_NUL]
 
 
+def list_default(values: tuple[Any, ...]) -> Any:
+    """Return a list field's default. A list would be copied deeply for each request."""
+    return values
+
+
 class Fields(BaseModel):
     """Base of all request models: strict, but treats null as missing. `ignored.py` finds unknown fields."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
@@ -10,7 +11,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, create_model
 from pydantic_core import PydanticCustomError
 
-from routes.request.fields import Fields
+from routes.request.fields import Fields, list_default
 from rwkv_batch.errors import invalid
 from sampling.params import (
     MAX_BAD_WORD_TOKENS,
@@ -84,13 +85,13 @@ class SamplerFields(_NumberFields):
         None, ge=0.01, le=100, description="llama.cpp's name of repetition_penalty, which takes precedence."
     )
     samplers: Annotated[list[SamplerName], Field(max_length=16), BeforeValidator(_names)] = Field(
-        ["penalties", "dry", "temperature", "top_n_sigma", "min_p", "typ_p", "top_p", "top_k", "xtc"],
+        list_default(get_args(SamplerName)),
         description="The samplers in use, in order: names, or llama.cpp's letters in a text.",
     )
     dry_sequence_breakers: Annotated[
         list[Annotated[str, BeforeValidator(_breaker)]], Field(max_length=MAX_BREAKERS, fail_fast=True)
     ] = Field(
-        list(Filters().dry_sequence_breakers),
+        list_default(Filters().dry_sequence_breakers),
         description="Texts of at most 32 bytes. No sequence that DRY finds has a token with one of them.",
     )
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] = Field(
@@ -110,12 +111,24 @@ class SamplerFields(_NumberFields):
     @property
     def filters(self) -> Filters | None:
         """The parameters of the samplers, without `bad_words`. None: all are off."""
-        given = {name: value for name, value in self if name in Filters.__struct_fields__ and name != "bad_words"}
+        if self.model_fields_set.isdisjoint(SamplerFields.model_fields):
+            return _default_filters(type(self))
+        return self.make_filters()
+
+    def make_filters(self) -> Filters | None:
+        """Return the parameters without looking at what was given."""
+        given = {name: getattr(self, name) for name in Filters.__struct_fields__ if name != "bad_words"}
         if self.repeat_penalty is not None and "repetition_penalty" not in self.model_fields_set:
             given["repetition_penalty"] = self.repeat_penalty
         given |= {name: tuple(given[name]) for name in ("samplers", "dry_sequence_breakers")}
         filters = Filters(**given)
         return filters if filters.is_active else None
+
+
+@functools.cache
+def _default_filters(model: type[SamplerFields]) -> Filters | None:
+    """Return the filters of a body without any of the fields, as most are."""
+    return model.model_construct().make_filters()
 
 
 def with_texts(

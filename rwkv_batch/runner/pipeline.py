@@ -65,6 +65,9 @@ class Stage:
         self._device = torch.cuda.device(precision.device if precision.device.type == "cuda" else -1)
         """The device context of kernel launches, which go to the current device's stream. -1: does nothing."""
         self.ops = ops
+        # Such a check takes 10 us.
+        self._layer_runner = ops if isinstance(ops, RunsLayers) and not any(cuts) else None
+        self._row_norms = ops if isinstance(ops, NormsRows) else None
         self.shape = shape
         self.width = shape.width
         layers: Iterator[LayerBase]
@@ -128,10 +131,8 @@ class Stage:
     def reserve(self, tokens: int) -> None:
         """See `Pipeline.reserve`."""
         assert self.state is not None, "call allocate_slots first"
-        if self.shape.version != RWKV7 or any(self.cuts):
-            return
-        if isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):
-            self.ops.reserve(cast(Sequence[Layer], self.layers), self.width, tokens)
+        if self.shape.version == RWKV7 and self._layer_runner and self._layer_runner.can_run_layers(self.state):
+            self._layer_runner.reserve(cast(Sequence[Layer], self.layers), self.width, tokens)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Map token ids [T] to the residual stream [T, C]."""
@@ -157,9 +158,8 @@ class Stage:
             if self.shape.version != RWKV7:
                 return forward_older_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
             layers = cast(Sequence[Layer], self.layers)
-            is_whole = not any(self.cuts)
-            if is_whole and isinstance(self.ops, RunsLayers) and self.ops.can_run_layers(self.state):
-                return self.ops.run_layers(layers, x, v_first, self.state, inputs, self.adapters)
+            if self._layer_runner is not None and self._layer_runner.can_run_layers(self.state):
+                return self._layer_runner.run_layers(layers, x, v_first, self.state, inputs, self.adapters)
             added = self.adapters.for_step(inputs)
             return forward_layers(layers, x, v_first, self.state, inputs, self.ops, added, cuts=self.cuts)
 
@@ -177,8 +177,8 @@ class Stage:
         """
         assert self.head is not None, "only the last stage computes logits"
         with self._device:
-            if isinstance(self.ops, NormsRows):
-                rows = self.ops.norm_rows(x, tokens, self.head.ln_out)
+            if self._row_norms is not None:
+                rows = self._row_norms.norm_rows(x, tokens, self.head.ln_out)
             else:
                 rows = layer_norm(x[tokens], self.head.ln_out).to(self.precision.activations)
             return self.head.linear.to_fp32(rows, None if out is None else out[: len(rows)])

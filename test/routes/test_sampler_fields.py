@@ -161,3 +161,13 @@ def test_a_thought_has_at_most_its_budget(service: Service) -> None:
     message = {**CHAT, "model": "rwkv7", "max_tokens": 40, "thinking": {"type": "enabled", "budget_tokens": 5}}
     content = service.post("/v1/messages", message, headers={"anthropic-version": "2023-06-01"}).json()["content"]
     assert [block["type"] for block in content] == ["thinking", "text"]
+
+
+def test_bodies_without_samplers_share_their_defaults() -> None:
+    """Each body without the fields would build the filters and copy every list, a third of its handling."""
+    for model in (PromptBody, ChatBody, CompletionBody):
+        first, second = (model.model_validate(CHAT if model is not CompletionBody else {"prompt": "a"}) for _ in "ab")
+        assert first.filters == first.make_filters()
+        assert first.dry_sequence_breakers is second.dry_sequence_breakers
+    given = PromptBody.model_validate({**CHAT, "repeat_penalty": 1.3})
+    assert given.filters is not None and given.filters.repetition_penalty == 1.3
