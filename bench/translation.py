@@ -6,8 +6,9 @@
 - skills: held-out sentences of demo/corpus/pages.py, from English to Chinese. `right`: the translation has the term,
   the pronoun, the form of address or the markers of its page. `exact`: it is the whole expected translation. `alone`:
   the same sentences without what comes before them. Prompts are those of the service.
-- kept: the same sentences with markers, and texts of many lines, through the service's own route. `markers`: all are in
-  the answer in order; `split`: the text was split around markers that the model lost; `lines`: equal numbers of lines.
+- kept: held-out sentences through the service's own route. `markers`: all are in the answer; `markers_split`: the text
+  was split around markers that the model lost; `lines`: equal numbers of lines; `enforced`: all terms of a glossary
+  with the mode `enforce` are in the answer; `_exact`: it is the whole expected translation.
 - page: time of 200 paragraphs of 40 to 80 tokens without context, with a context of 1,500 tokens that is read once
   (`page`), and with the context in each prompt, with and without the prefix cache. `plugin`: the same as fifty requests
   of four paragraphs. All rows sample 60 tokens, so the times are comparable. Medians of --rounds rounds, in seconds
@@ -27,10 +28,11 @@ import re
 import statistics
 import threading
 import time
+from collections.abc import Awaitable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from bench.tools.origin import origin
 from demo import vocabulary
@@ -40,12 +42,15 @@ from demo.engine_client import EngineClient, open_engine
 from demo.files import MODEL, ensure_model
 from programs.backends.local_engine import LocalEngine
 from programs.settings.command_line import parse_settings
+from programs.settings.model_file import with_default_model
+from routes.request.ignored import MAX_WARNINGS
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
 from rwkv_batch.translation.plan import Query
 from rwkv_batch.translation.prompts import shared_prompt
 from sampling.params import SamplingParams
 
+T = TypeVar("T")
 PATH = "/translate/v1/batch-translate"
 PARAGRAPHS, CONTEXT_TOKENS, ANSWER_TOKENS = 200, 1500, 60
 PLUGIN_TEXTS = 4
@@ -80,33 +85,75 @@ def skills(client: EngineClient, cases: int, seed: int) -> dict[str, Any]:
     return found
 
 
-async def kept(model: Path, cases: int, seed: int) -> dict[str, float]:
-    """Return the share of texts whose markers and lines the service keeps."""
-    backend = LocalEngine(parse_settings(["--model-path", str(model)], {}))
+async def kept(flags: list[str], cases: int, seed: int) -> dict[str, float]:
+    """Return the share of texts whose markers, lines and enforced terms the service keeps."""
+    backend = LocalEngine(with_default_model(parse_settings(flags, {})))
     await backend.open()
     rng = Random(f"kept/{seed}")
-    marked = [pages.markers(rng, held=True).source for _ in range(cases)]
+    marked = [pages.markers(rng, held=True) for _ in range(cases)]
     lines = ["\n".join(fresh_pair(rng, held=True).en for _ in range(20)) for _ in range(max(cases // 20, 1))]
-    body = {"source_lang": "en", "target_lang": "zh-CN", "cache": "off", "text_list": [*marked, *lines]}
+    termed = [pages.listed_terms(rng, held=True) for _ in range(cases)]
+    found = dict[str, float]()
     try:
-        reply = await backend.request(PATH, body)
+        english = [case.source for case in marked if case.english]
+        chinese = [case.source for case in marked if not case.english]
+        answers = [*await _translated(backend, english, "en", "zh"), *await _translated(backend, chinese, "zh", "en")]
+        texts = [*english, *chinese]
+        same = [
+            sorted(_MARKER.findall(one)) == sorted(_MARKER.findall(other.text))
+            for one, other in zip(texts, answers, strict=True)
+        ]
+        targets = {case.source: case.target for case in marked}
+        found["markers"] = statistics.mean(same)
+        exact = [targets[one] == other.text for one, other in zip(texts, answers, strict=True)]
+        found["markers_exact"] = statistics.mean(exact)
+        found["markers_split"] = statistics.mean(one.was_split for one in answers)
+        answers = await _translated(backend, lines, "en", "zh")
+        counts = [one.count("\n") == other.text.count("\n") for one, other in zip(lines, answers, strict=True)]
+        found["lines"] = statistics.mean(counts)
+        enforced = [
+            _translated(backend, [case.source], "en", "zh", glossary=dict(case.terms), glossary_mode="enforce")
+            for case in termed
+        ]
+        both = [(case, one) for case, (one,) in zip(termed, await _together(enforced), strict=True)]
+        found["enforced"] = statistics.mean(all(one in answer.text for one in case.expected) for case, answer in both)
+        found["enforced_exact"] = statistics.mean(case.target == answer.text for case, answer in both)
     finally:
         await backend.close()
-    if reply.status != 200:
-        raise SystemExit(f"the route answered {reply.status}: {reply.reason}")
-    answers = [entry["text"] for entry in reply.value["translations"]]
-    pairs = zip(marked, answers[:cases], strict=True)
-    same = [sorted(_MARKER.findall(one)) == sorted(_MARKER.findall(other)) for one, other in pairs]
-    counts = [one.count("\n") == other.count("\n") for one, other in zip(lines, answers[cases:], strict=True)]
-    warned = [warning["message"] for warning in reply.value.get("warnings", ())]
-    more = sum(int(found[1]) for one in warned if (found := re.search(r": (\d+) more translations", one)))
-    split = sum("was split around" in one for one in warned)
-    return {
-        "markers": round(sum(same) / cases, 4),
-        "lines": round(sum(counts) / len(counts), 4),
-        "split_at_least": round(split / cases, 4),
-        "more_with_warnings": round(more / cases, 4),
-    }
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+class _Answer(NamedTuple):
+    text: str
+    was_split: bool
+    """Whether the text was split around markers that the model lost."""
+
+
+async def _translated(backend: LocalEngine, texts: list[str], source: str, target: str, **more: Any) -> list[_Answer]:
+    """Translate texts by the service's route, a few at once, so that all warnings are in the answers."""
+
+    async def translated(part: list[str]) -> list[_Answer]:
+        body = {"source_lang": source, "target_lang": target, "cache": "off", "text_list": part, **more}
+        reply = await backend.request(PATH, body)
+        if reply.status != 200:
+            raise SystemExit(f"the route answered {reply.status}: {reply.reason}")
+        warned = {one["field"] for one in reply.value.get("warnings", ()) if "was split around" in one["message"]}
+        entries = enumerate(reply.value["translations"])
+        return [_Answer(entry["text"], f"text_list[{index}]" in warned) for index, entry in entries]
+
+    parts = [texts[start : start + MAX_WARNINGS] for start in range(0, len(texts), MAX_WARNINGS)]
+    return [one for found in await _together(map(translated, parts)) for one in found]
+
+
+async def _together(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of calls, of which a few run at a time."""
+    slots = asyncio.Semaphore(32)
+
+    async def limited(call: Awaitable[T]) -> T:
+        async with slots:
+            return await call
+
+    return await asyncio.gather(*map(limited, calls))
 
 
 def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> tuple[float, float, int]:
@@ -184,6 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", type=Path, help="a model file or a compact file; default: the demo model")
     parser.add_argument("--cases", type=int, default=200, help="held-out sentences of each skill")
+    parser.add_argument("--kept", type=int, default=200, help="held-out sentences of each check of the service")
     parser.add_argument("--paragraphs", type=int, default=PARAGRAPHS)
     parser.add_argument("--rounds", type=int, default=3, help="of the page's cost; 0: none")
     parser.add_argument("--device", default="cpu")
@@ -199,8 +247,9 @@ def main() -> None:
             result["skills"] = skills(client, arguments.cases, arguments.seed)
         if arguments.rounds:
             result["page"] = page_cost(client.engine, arguments.rounds, arguments.paragraphs)
-    if arguments.cases:
-        result["kept"] = asyncio.run(kept(model, arguments.cases, arguments.seed))
+    if arguments.kept:
+        flags = ["--model-path", str(model), "--pp-devices", arguments.device, "--dtype", arguments.dtype]
+        result["kept"] = asyncio.run(kept(flags, arguments.kept, arguments.seed))
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

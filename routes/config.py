@@ -62,6 +62,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One log line per request."""
     otlp_endpoint: str = ""
     """URL of an OpenTelemetry collector, for a span per request. "": none."""
+    translation_prompt: str = "auto"
+    """A `PromptForm`. auto: that of the model file's name; see `prompt_form`."""
     translate_cache: int = 4096
     """Translations cached per HTTP worker. 0: none."""
     share_prefix_cache: bool = False

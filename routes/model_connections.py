@@ -12,6 +12,7 @@ from rwkv_batch.fleet.quota_ledger import QuotaLedger
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache
+from rwkv_batch.translation.prompt_forms import prompt_form
 
 
 def connect_model(context: Context, model: ServedModel, name: str, quotas: QuotaLedger) -> tuple[Context, Fleet]:
@@ -25,7 +26,8 @@ def connect_model(context: Context, model: ServedModel, name: str, quotas: Quota
     fleet = Fleet(limits, readiness.engine_changed, quotas)
     fleet.update([model])
     fleet.start(name)
-    config = msgspec.structs.replace(context.config, model_name=model.spec.name)
+    form = prompt_form("auto", model.spec.file)
+    config = msgspec.structs.replace(context.config, model_name=model.spec.name, translation_prompt=form)
     shared = {**context.shared, CACHE_KEY: TranslationCache(config.translate_cache)}
     return (
         dataclasses.replace(

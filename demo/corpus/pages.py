@@ -19,7 +19,8 @@ from rwkv_batch.translation.context import Example
 from rwkv_batch.translation.glossary import GlossaryMode
 from rwkv_batch.translation.languages import language_name
 from rwkv_batch.translation.plan import Query
-from rwkv_batch.translation.prompts import FORMALITIES, PromptForm, shared_prompt, term_line, translation_prompt
+from rwkv_batch.translation.prompt_forms import PromptForm
+from rwkv_batch.translation.prompts import FORMALITIES, shared_prompt, term_line, translation_prompt
 from rwkv_batch.translation.segments import Split, split_text
 
 POLITE, PLAIN = FORMALITIES["more"], FORMALITIES["less"]

@@ -34,6 +34,7 @@ from programs.settings.values import (
 )
 from routes.config import HttpConfig
 from rwkv_batch.config import ACTIVATION_BITS, ALL_BATCH_ROWS, DTYPES, KERNELS, WKV_STATES, EngineConfig
+from rwkv_batch.translation.prompt_forms import PromptForm
 from state_pool.config import PoolConfig
 
 Section = type[ServiceConfig] | type[HttpConfig] | type[EngineConfig] | type[PoolConfig]
@@ -212,6 +213,11 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             str,
             "file with the decode parameters of requests that give none, in Hugging Face's format; auto: "
             "generation_config.json next to the model; none: no file",
+        ),
+        Flag(
+            "translation_prompt",
+            one_of("auto", *PromptForm),
+            "form of translation prompts; auto: by the model's file name, which `inspect` shows",
         ),
         Flag("access_log", boolean, "log one line per request"),
         Flag(

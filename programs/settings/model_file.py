@@ -14,12 +14,13 @@ from programs.settings.config import Settings
 from programs.settings.generation_config import read_defaults
 from programs.settings.model_source import resolve
 from rwkv_batch.errors import StartupError
+from rwkv_batch.translation.prompt_forms import prompt_form
 
 logger = logging.getLogger(__name__)
 
 
 def with_default_model(settings: Settings) -> Settings:
-    """Fills in the model's file and its default decode parameters. Without a file, uses the demo model.
+    """Fills in the model's file, its default parameters and its form of prompts. Without a file: the demo model.
 
     Names and URLs: see `model_source`. Raises StartupError if the file cannot be downloaded, read or written.
     """
@@ -42,7 +43,11 @@ def with_default_model(settings: Settings) -> Settings:
     return msgspec.structs.replace(
         settings,
         engine=msgspec.structs.replace(settings.engine, model_path=path),
-        http=msgspec.structs.replace(http, defaults=msgspec.to_builtins(read_defaults(http.generation_config, path))),
+        http=msgspec.structs.replace(
+            http,
+            defaults=msgspec.to_builtins(read_defaults(http.generation_config, path)),
+            translation_prompt=prompt_form(http.translation_prompt, path),
+        ),
     )
 
 

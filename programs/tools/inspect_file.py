@@ -19,6 +19,7 @@ from rwkv_batch.model.quant.formats import Format, format_for
 from rwkv_batch.model.state import RWKV7, ModelShape, StateFormat
 from rwkv_batch.model.tensor_files import FileError, FileKind, files_of, metadata_of, read_tensors
 from rwkv_batch.model.weights import Weights, open_weights
+from rwkv_batch.translation.prompt_forms import prompt_form
 from state_pool.session_file import MAX_FILE_BYTES, InvalidSessionFile, decode
 
 SLOTS = (1, 32, 320, 960)
@@ -103,6 +104,7 @@ def _model(weights: Weights) -> Iterator[tuple[str, str]]:
     yield "model", shape.describe()
     if shape.version == RWKV7:
         yield "ranks", f"w {shape.decay_rank}, a {shape.a_rank}, v {shape.v_rank}, g {shape.gate_rank}"
+    yield "translation", f"prompts of the form {prompt_form('auto', str(weights.path))} (--translation-prompt)"
     yield "parameters", f"{weights.num_parameters / 1e6:,.1f} million, {weights.num_bytes / 1e6:,.1f} MB in the file"
     types: dict[str, Counter[str]] = {}
     for name, tensor in weights.tensors.items():

@@ -23,7 +23,8 @@ from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.memory import CacheUse
 from rwkv_batch.translation.plan import AUTO, Query, TranslationRequest
-from rwkv_batch.translation.prompts import style_lines, translation_prompt
+from rwkv_batch.translation.prompt_forms import prompt_form
+from rwkv_batch.translation.prompts import shared_prompt, style_lines, translation_prompt
 from rwkv_batch.translation.segments import Split
 
 ContextText = Annotated[str, Field(max_length=100_000)]
@@ -182,8 +183,10 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
     return json_response({"translations": entries})
 
 
-def _scored(source: str, target: str, text: str, translation: str) -> Scored:
-    return Scored(translation_prompt(Query(source, target, text)), translation)
+def _scored(context: Context, source: str, target: str, text: str, translation: str) -> Scored:
+    form, query = prompt_form(context.config.translation_prompt), Query(source, target, text)
+    prompt = shared_prompt(query, form) + translation_prompt(query, form)
+    return Scored(prompt, translation.strip() if prompt[-1].isspace() else f" {translation.strip()}")
 
 
 def _origin(body: TranslateBody) -> tuple[str, str]:
@@ -193,8 +196,8 @@ def _origin(body: TranslateBody) -> tuple[str, str]:
 async def _add_scores(context: Context, body: TranslateBody, entries: list[dict[str, Any]]) -> None:
     pairs = list(zip(body.text_list, entries, strict=True))
     target = body.target_lang
-    forward = [_scored(one["detected_source_lang"], target, text, one["text"]) for text, one in pairs]
-    reverse = [_scored(target, one["detected_source_lang"], one["text"], text) for text, one in pairs]
+    forward = [_scored(context, one["detected_source_lang"], target, text, one["text"]) for text, one in pairs]
+    reverse = [_scored(context, target, one["detected_source_lang"], one["text"], text) for text, one in pairs]
     found = await mean_logprobs(context, [*forward, *reverse], body, _origin(body), LABEL, "text_list")
     for entry, score, confidence in zip(entries, found, found[len(entries) :], strict=False):
         entry |= {"score": score, "confidence": confidence}
@@ -214,7 +217,7 @@ async def _add_alternatives(
         for index, entry in enumerate(entries)
     ]
     scored = [
-        _scored(entry["detected_source_lang"], body.target_lang, text, other)
+        _scored(context, entry["detected_source_lang"], body.target_lang, text, other)
         for text, entry, found in zip(body.text_list, entries, others, strict=True)
         for other in found
     ]

@@ -49,7 +49,7 @@ def _rows(context: Context, scored: Sequence[Scored], origin: tuple[str, str], f
     def texts() -> Iterator[tuple[str, str]]:
         for one in scored:
             yield field, one.prompt
-            yield field, f" {one.text.strip()}"
+            yield field, one.text
 
     ids = encode_all(context.tokenizer, texts(), context.config)
     rows = []

@@ -36,7 +36,8 @@ from rwkv_batch.translation.plan import (
     TranslationPlan,
     TranslationRequest,
 )
-from rwkv_batch.translation.prompts import shared_prompt, translation_prompt
+from rwkv_batch.translation.prompt_forms import prompt_form
+from rwkv_batch.translation.prompts import prompt_stops, shared_prompt, translation_prompt
 from sampling.grammar.constraint import Constraint, Form, RequiredText
 from sampling.params import SamplingParams
 
@@ -144,24 +145,24 @@ def _rows(context: Context, queries: list[Query], body: TranslationFields, field
     """Return the rows of the first queries that fit into a job."""
     rows: list[GenerateRequest] = []
     tokenizer, config = context.tokenizer, context.config
-    prompts = encode_all(tokenizer, ((field, translation_prompt(query)) for query in queries), config)
-    shared: dict[tuple[str, History], list[int]] = {}
+    form = prompt_form(config.translation_prompt)
+    prompts = encode_all(tokenizer, ((field, translation_prompt(query, form)) for query in queries), config)
+    shared: dict[str, list[int]] = {}
     total = 0
     for query, prompt in zip(queries, prompts, strict=True):
-        key = (query.context, query.history)
-        if key not in shared:
-            before = shared_prompt(query)
-            shared[key] = encode(tokenizer, before, "context", config) if before else []
-        total += len(shared[key]) + len(prompt)
+        before = shared_prompt(query, form)
+        if before not in shared:
+            shared[before] = encode(tokenizer, before, "context", config) if before else []
+        total += len(shared[before]) + len(prompt)
         if rows and total > config.max_request_tokens:
             break
-        stops = ["\n\n", *(f"\n{language_name(language)}:" for language in (query.source, query.target))]
+        stops = prompt_stops(query, form)
         max_tokens = min(_MIN_TOKENS + _TOKENS_PER_PROMPT_TOKEN * len(prompt), config.max_tokens_limit)
-        row = greedy_row([*shared[key], *prompt], max_tokens, stops, body.state, body.adapter)
+        row = greedy_row([*shared[before], *prompt], max_tokens, stops, body.state, body.adapter)
         sampling = _sampling(query) if query.attempt else row.sampling
         ends = stops if "\n" in query.text else ["\n"]
         constraint = None if query.required is None else _constraint(query.required, ends)
-        changes = {"sampling": sampling, "cached_tokens": len(shared[key]), "constraint": constraint}
+        changes = {"sampling": sampling, "cached_tokens": len(shared[before]), "constraint": constraint}
         rows.append(msgspec.structs.replace(row, **changes))
     return rows
 

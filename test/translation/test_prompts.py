@@ -1,0 +1,58 @@
+"""Prompts of translations: their forms, and the form that a file's name chooses."""
+
+from __future__ import annotations
+
+import pytest
+
+from rwkv_batch.translation.context import Example
+from rwkv_batch.translation.glossary import GlossaryMode
+from rwkv_batch.translation.plan import Query
+from rwkv_batch.translation.prompt_forms import PromptForm, prompt_form
+from rwkv_batch.translation.prompts import prompt_stops, shared_prompt, translation_prompt
+
+TERMS = (("cat", "Kater | Katze"), ("dog", "Hund"))
+
+
+@pytest.mark.parametrize(
+    ("file", "form"),
+    [
+        ("/models/rwkv7-g1a-2.9b-20250924-ctx4096.pth", PromptForm.CHAT),
+        ("rwkv7-g1-translate-7b.safetensors", PromptForm.LABELS),
+        ("RWKV-x070-World-1.5B-v3-20250127-ctx4096.pth", PromptForm.LABELS),
+        ("/cache/rwkv7-demo-8a7cb4c28cd8.safetensors", PromptForm.TERM_LIST),
+        ("/g1/own.pth", PromptForm.LABELS),
+    ],
+)
+def test_a_file_name_chooses_the_form(file: str, form: PromptForm) -> None:
+    assert prompt_form("auto", file) is form
+    assert prompt_form("chat", file) is PromptForm.CHAT
+
+
+@pytest.mark.parametrize(
+    ("form", "shared", "prompt"),
+    [
+        (
+            PromptForm.LABELS,
+            "A pet shop.\n\nEnglish: Hi.\n\nGerman: Hallo.\n\n",
+            "English: The Kater\nsees a Hund.\n\nGerman:",
+        ),
+        (
+            PromptForm.TERM_LIST,
+            "A pet shop.\n\nEnglish: Hi.\n\nGerman: Hallo.\n\n",
+            "Terms: cat = Kater / Katze; dog = Hund\n\nEnglish: The cat\nsees a dog.\n\nGerman:",
+        ),
+        (
+            PromptForm.CHAT,
+            "System: Translate every text from English into German. Answer with the translation only.\nA pet shop.\n\n"
+            "User: Hi.\n\nAssistant: Hallo.\n\n",
+            "User: Terms: cat = Kater / Katze; dog = Hund\nThe cat\nsees a dog.\n\nAssistant: <think>\n</think>\n",
+        ),
+    ],
+)
+def test_forms_have_context_terms_and_earlier_translations(form: PromptForm, shared: str, prompt: str) -> None:
+    history = (Example("English", "Hi.", "Hallo."),)
+    text = "The cat\n\nsees a dog."
+    query = Query("en", "de", text, "A pet shop.", history, terms=TERMS, mode=GlossaryMode.HINT)
+    assert (shared_prompt(query, form), translation_prompt(query, form)) == (shared, prompt)
+    assert "Hund" not in translation_prompt(Query("en", "de", text, terms=TERMS), form), "check: not at first"
+    assert prompt_stops(query, form)[0] == "\n\n"
