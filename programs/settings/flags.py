@@ -215,9 +215,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "generation_config.json next to the model; none: no file",
         ),
         Flag(
-            "translation_prompt",
-            one_of("auto", *PromptForm),
-            "form of translation prompts; auto: by the model's file name, which `inspect` shows",
+            "translation_prompt", one_of("auto", *PromptForm), "form of translation prompts; auto: by the file's name"
         ),
         Flag("access_log", boolean, "log one line per request"),
         Flag(
