@@ -214,9 +214,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "file with the decode parameters of requests that give none, in Hugging Face's format; auto: "
             "generation_config.json next to the model; none: no file",
         ),
-        Flag(
-            "translation_prompt", one_of("auto", *PromptForm), "form of translation prompts; auto: by the file's name"
-        ),
+        Flag("translation_prompt", one_of("auto", *PromptForm), "form of translation prompts; auto: by file name"),
         Flag("access_log", boolean, "log one line per request"),
         Flag(
             "otlp_endpoint",
