@@ -196,11 +196,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "addresses or networks whose X-Forwarded-For header is trusted, e.g. 10.0.0.0/8",
         ),
         Flag("engine_wait_s", decimal(0, 3600), "seconds that a request waits for an engine that loads or restarts"),
-        Flag(
-            "resubmit",
-            integer(0, 16),
-            "lost engines that a request survives by continuing on another one; 0: none",
-        ),
+        Flag("resubmit", integer(0, 16), "lost engines that a request survives by continuing on another one; 0: none"),
         Flag("stall_timeout_s", decimal(0.1, 1e6), "seconds after which a client that reads nothing is disconnected"),
         Flag("default_timeout_s", decimal(0, 86400), "timeout_s of requests that give none; 0: no limit"),
         Flag(
