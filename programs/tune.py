@@ -99,7 +99,7 @@ class _Command:
 
     def run(self) -> int:
         """Tune, and return the exit code. Raises StartupError, OSError."""
-        from rwkv_batch.tuning.run import choose_place, measure_step_s, needed_bytes, open_model, prepare
+        from rwkv_batch.tuning.run import choose_place, measure_step_s, open_model, prepare
         from rwkv_batch.tuning.trainer import TuneOptions
 
         given = self._given
@@ -128,9 +128,14 @@ class _Command:
         }  # fmt: skip
         self._report("data", {**figures, "warnings": warnings})
         if given.dry_run:
-            needed = needed_bytes(weights, tuning.batch_tokens, options, place, tuning.trainer.model.recomputes)
             seconds = measure_step_s(tuning) * tuning.steps
-            self._report("plan", {"memory_gib": round(needed / 2**30, 2), "minutes": round(seconds / 60, 1)})
+            self._report(
+                "plan",
+                {
+                    "memory_gib": round(tuning.trainer.model.plan.needed_bytes / 2**30, 2),
+                    "minutes": round(seconds / 60, 1),
+                },
+            )
             return OK
         began = time.monotonic()
         if not tuning.run(self._on_step):

@@ -63,6 +63,17 @@ def new_tunables(shape: ModelShape, method: str, rank: int, device: torch.device
     return tunables
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How a batch is trained in the memory that is free."""
+
+    needed_bytes: int = 0
+    piece_rows: int = 0
+    """Rows that are trained on at once; 0: all."""
+    recomputed_layers: int = 0
+    """The backward computes the first layers again."""
+
+
 class TrainingModel:
     """Weights by their names in files, and the tunables."""
 
@@ -80,8 +91,7 @@ class TrainingModel:
         self.head_bias = head_bias
         self.row_of_id: Tensor | None = None
         """[V]: each id's row of the head; None: the id itself"""
-        self.recomputes = False
-        """Whether the backward computes each layer again, which saves memory."""
+        self.plan = MemoryPlan()
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +106,7 @@ class TrainingModel:
         x = self._norm(F.embedding(tokens, self.weights["emb.weight"]).to(self._wide), "blocks.0.ln0")
         v_first = None
         for layer in range(self.shape.layers):
-            if self.recomputes and torch.is_grad_enabled():
+            if layer < self.plan.recomputed_layers and torch.is_grad_enabled():
                 x, v_first = checkpoint(self._layer, layer, x, v_first, mark, keep, use_reentrant=False)
             else:
                 x, v_first = self._layer(layer, x, v_first, mark, keep)
@@ -235,7 +245,9 @@ class _HeadLoss(torch.autograd.Function):
         return hidden_grad * grads[0], None if head_grad is None else head_grad * grads[0], None, None, None
 
 
-def load_model(weights: Weights, device: torch.device, dtype: torch.dtype, is_full: bool) -> TrainingModel:
+def load_model(
+    weights: Weights, device: torch.device, dtype: torch.dtype, is_full: bool, kind: type[TrainingModel]
+) -> TrainingModel:
     """Return a training model of a weight file. Matrices get `dtype`; vectors, and all that `is_full` tunes, fp32.
 
     Rows of the head that are equal to its last row, as those of ids without a token, become one row.
@@ -249,7 +261,7 @@ def load_model(weights: Weights, device: torch.device, dtype: torch.dtype, is_fu
         return copy.copy_(tensor).requires_grad_(is_full)
 
     tensors = {name: loaded(name) for name in weights.tensors if name not in UNUSED_TENSORS}
-    model = TrainingModel(tensors, weights.shape)
+    model = kind(tensors, weights.shape)
     if not is_full:
         share_equal_rows(model, tensors)
     return model
@@ -280,6 +292,11 @@ def activation_bytes(shape: ModelShape, recomputes: bool, itemsize: int) -> int:
 
 _FLOATS_PER_CHANNEL = 90
 """fp32 numbers per channel and token that a layer keeps for its gradients, as measured; most belong to the WKV."""
+
+
+FUSED_BYTES = ((32, 6, 120), (50, 6, 140))
+"""Bytes per channel and token of the fused kernels, without and with a LoRA: a layer that is kept, one that is
+computed again, and what one layer needs while it runs."""
 
 
 def parameters_of(model: TrainingModel, is_full: bool) -> Iterable[Tensor]:

@@ -31,6 +31,12 @@ class Batch:
         parts = (self.inputs, self.targets, self.weights, self.begins)
         return Batch(*(part.to(device, non_blocking=True) for part in parts))
 
+    def pieces(self, rows: int) -> list[Batch]:
+        """Split into batches of at most `rows` rows; 0: one batch."""
+        step = rows or len(self.inputs)
+        parts = (self.inputs, self.targets, self.weights, self.begins)
+        return [Batch(*some) for some in zip(*(part.split(step) for part in parts), strict=True)]
+
     @property
     def cu_seqlens(self) -> Tensor:
         """Starts of the documents in the flattened rows, and the end: [documents + 1] int32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 import time
 from collections.abc import Sequence
@@ -20,12 +21,14 @@ from rwkv_batch.model.state import RWKV7
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import Weights, expected_shapes, open_weights
 from rwkv_batch.tuning import Document
-from rwkv_batch.tuning.model import activation_bytes, load_model
+from rwkv_batch.tuning.model import FUSED_BYTES, MemoryPlan, TrainingModel, activation_bytes, load_model
 from rwkv_batch.tuning.trainer import BOTH, FULL, LORA, STATE, TuneOptions, Tuning, batch_shape
 
 _ADAM_COPIES = 5
 """Tuned numbers in memory, fp32 each: themselves, their gradients, two moments, and the best ones so far."""
 _HEAD_ROWS = 256
+_PIECES = (8192, 4096)
+"""Tokens that a GPU trains on at once: the larger if their layers fit without being computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,10 @@ def open_model(path: str, adapters: Sequence[str]) -> Weights:
         raise StartupError(str(error)) from error
 
 
-def needed_bytes(weights: Weights, tokens: int, options: TuneOptions, place: Place, recomputes: bool) -> int:
-    """Estimate the memory of a tuning with batches of `tokens` tokens."""
+def plan_memory(
+    weights: Weights, options: TuneOptions, place: Place, rows: int, row_tokens: int, free: int | None
+) -> MemoryPlan:
+    """Return the fastest plan that fits into `free` bytes, or the smallest one. None: as much as is needed."""
     shape = weights.shape
     numbers = sum(math.prod(size) for size in expected_shapes(shape).values())
     itemsize = 4 if options.method == FULL else place.dtype.itemsize
@@ -81,8 +86,43 @@ def needed_bytes(weights: Weights, tokens: int, options: TuneOptions, place: Pla
     }
     tuned[BOTH] = tuned[STATE] + tuned[LORA]
     logits = 3 * 4 * _HEAD_ROWS * shape.vocab
-    activations = tokens * activation_bytes(shape, recomputes, place.dtype.itemsize)
-    return numbers * itemsize + tuned[options.method] * 4 * _ADAM_COPIES + activations + logits
+    fixed = numbers * itemsize + tuned[options.method] * 4 * _ADAM_COPIES + logits
+    if not is_fused(place, options):
+        keeping, recomputing = (
+            fixed + rows * row_tokens * activation_bytes(shape, recomputes, place.dtype.itemsize)
+            for recomputes in (False, True)
+        )
+        is_small = free is None or keeping <= free // 2
+        return MemoryPlan(keeping) if is_small else MemoryPlan(recomputing, 0, shape.layers)
+    kept, again, passing = (shape.width * number for number in FUSED_BYTES[LORA in options.method])
+    smallest = None
+    for tokens in _PIECES:
+        piece_rows = min(rows, max(1, tokens // row_tokens))
+        count = piece_rows * row_tokens
+        for layers in range(shape.layers + 1):
+            activations = count * ((shape.layers - layers) * kept + layers * again + passing + (kept if layers else 0))
+            smallest = MemoryPlan(fixed + activations, piece_rows, layers)
+            if free is None or smallest.needed_bytes <= free * 0.95:
+                return smallest
+            if tokens != _PIECES[-1]:
+                break
+    assert smallest is not None, "there are sizes of pieces"
+    return smallest
+
+
+def is_fused(place: Place, options: TuneOptions) -> bool:
+    """Return whether the Triton kernels train: states and LoRAs in bf16 on an NVIDIA GPU."""
+    if place.device.type != "cuda" or place.dtype is not torch.bfloat16 or options.method == FULL:
+        return False
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
+
+
+def _model_kind(place: Place, options: TuneOptions) -> type[TrainingModel]:
+    if not is_fused(place, options):
+        return TrainingModel
+    from rwkv_batch.tuning.gpu.model import GpuTrainingModel  # needs Triton
+
+    return GpuTrainingModel
 
 
 def prepare(
@@ -99,14 +139,14 @@ def prepare(
         raise StartupError(f"the data has token {largest}, the model has {weights.shape.vocab}; use another model")
     rows, row_tokens = batch_shape(documents, held_out, options, place.device)
     free = place.free_bytes
-    needed = [needed_bytes(weights, rows * row_tokens, options, place, recomputes) for recomputes in (False, True)]
-    if free is not None and needed[1] > free:
+    plan = plan_memory(weights, options, place, rows, row_tokens, free)
+    if free is not None and plan.needed_bytes > free:
         raise StartupError(
-            f"the tuning needs about {needed[1] / 2**30:.1f} GiB on {place.device}, {free / 2**30:.1f} GiB are free; "
-            "lower --batch-tokens, shorten the lines, or use a smaller model"
+            f"the tuning needs about {plan.needed_bytes / 2**30:.1f} GiB on {place.device}, {free / 2**30:.1f} GiB are "
+            "free; lower --batch-tokens, shorten the lines, or use a smaller model"
         )
-    model = load_model(weights, place.device, place.dtype, options.method == FULL)
-    model.recomputes = free is not None and needed[0] > free // 2
+    model = load_model(weights, place.device, place.dtype, options.method == FULL, _model_kind(place, options))
+    model.plan = plan
     digest = hashlib.blake2b(digest_size=16)
     for one in [*documents, *held_out]:
         digest.update(f"{one.ids}{one.weights};".encode())
@@ -120,7 +160,7 @@ def measure_step_s(tuning: Tuning) -> float:
     seconds = []
     for _ in range(2):
         began = time.monotonic()
-        tuning.trainer.loss(batch).backward()
+        tuning.trainer.backward(batch)
         if tuning.trainer.model.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.monotonic() - began)

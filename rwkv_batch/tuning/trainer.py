@@ -71,15 +71,25 @@ class Trainer:
         share = self.schedule.share(len(self.losses))
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * share
-        loss = self.loss(batch)
-        if not loss.isfinite():
-            raise StartupError(f"the loss of step {len(self.losses) + 1} is {float(loss)}; give a lower learning rate")
-        loss.backward()
+        loss = self.backward(batch)
+        if not math.isfinite(loss):
+            raise StartupError(f"the loss of step {len(self.losses) + 1} is {loss}; give a lower learning rate")
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.losses.append(float(loss.detach()))
+        self.losses.append(loss)
         return self.losses[-1]
+
+    def backward(self, batch: Batch) -> float:
+        """Add a batch's gradients, piece by piece; return its loss."""
+        total, loss = float(batch.weights.sum()), 0.0
+        for piece in batch.pieces(self.model.plan.piece_rows):
+            if (own := float(piece.weights.sum())) == 0:
+                continue
+            part = self.loss(piece) * (own / total)
+            part.backward()
+            loss += float(part.detach())
+        return loss
 
     def loss(self, batch: Batch) -> Tensor:
         """Return a batch's loss [] with its graph."""
@@ -194,11 +204,6 @@ class Tuning:
     def batches_per_epoch(self) -> int:
         """Number of batches of the first epoch."""
         return sum(1 for _ in self._batches(0))
-
-    @property
-    def batch_tokens(self) -> int:
-        """Tokens of a full batch, with padding."""
-        return self._rows * self._time
 
     def first_batch(self) -> Batch:
         """Return the first batch of the first epoch."""

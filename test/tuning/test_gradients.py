@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from demo.random_weights import random_weights
 from rwkv_batch.model.state import ModelShape
 from rwkv_batch.tuning import Document
-from rwkv_batch.tuning.model import TrainingModel, Tunables, new_tunables, share_equal_rows
+from rwkv_batch.tuning.model import MemoryPlan, TrainingModel, Tunables, new_tunables, share_equal_rows
 from rwkv_batch.tuning.packing import pack
 from rwkv_batch.tuning.trainer import Schedule, Trainer
 from rwkv_batch.tuning.wkv import CHUNK, wkv_chunked
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_the_plain_reference(dtype: torch.dtype, limit: f
         losses = F.cross_entropy(logits, torch.tensor(one.ids[1:]), reduction="none")
         expected = expected + (losses * torch.tensor(one.weights[1:])).sum() / total
     model = TrainingModel(weights(torch.float32), SHAPE, tunables(torch.float32))
-    model.recomputes = recomputes
+    model.plan = MemoryPlan(recomputed_layers=LAYERS if recomputes else 0)
     trainer = Trainer(model, [{"params": model.tunables.parameters, "lr": 0.1}], Schedule(1, 1), dtype)
     (batch,) = pack(packed, 3, 64)
     assert batch.cu_seqlens.tolist()[:2] == [0, 48] and len(batch.inputs) == 3
