@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, Field
 
 from routes.context import Context
-from routes.fine_tuning.store import ENDED, MAX_MODELS_PER_OWNER, Job, JobStatus, JobStore, make_event
+from routes.fine_tuning.store import ENDED, MAX_MODELS, MAX_MODELS_PER_KEY, Job, JobStatus, JobStore, make_event
 from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, new_id, not_found
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern, Unsupported
@@ -191,9 +191,14 @@ async def create_job(context: Context, body: JobBody) -> HandlerResponse:
     numbers = body.method.supervised.hyperparameters if body.method is not None else body.hyperparameters
     numbers = numbers or HyperparametersFields.model_validate({})
     jobs = JobStore(store)
-    if len(await call_store(jobs.models, _READ_FAILED, request_context.owner)) >= MAX_MODELS_PER_OWNER:
+    owner = request_context.owner
+    limit = MAX_MODELS_PER_KEY if owner else MAX_MODELS
+    if (count := await call_store(jobs.num_models, _READ_FAILED, owner)) >= limit:
+        whose = "of this key" if owner else "of this service"
         raise ServiceError(
-            ErrorKind.OVERLOADED, f"there are {MAX_MODELS_PER_OWNER} tuned models, the limit; delete some with DELETE"
+            ErrorKind.OVERLOADED,
+            f"{count} tuned models and jobs {whose} exist, the limit is {limit}; delete models with DELETE "
+            "/openai/v1/models/NAME, or cancel jobs",
         )
     job = Job(
         id=new_id("ftjob-"),

@@ -14,8 +14,11 @@ from routes.file_store import Store, StoreFullError
 
 MAX_ACTIVE, MAX_ACTIVE_PER_OWNER = 64, 8
 """Jobs that wait or run, of all keys and of one."""
-MAX_MODELS_PER_OWNER = 64
-"""Tuned models of a key that are not deleted."""
+MAX_MODELS, MAX_MODELS_PER_KEY = 64, 16
+"""Tuned models that are not deleted: of a service without keys, and of one key.
+
+An engine has 64 places for adapters (--max-adapters), so one key cannot fill them.
+"""
 _INVALID = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -124,6 +127,10 @@ class JobStore:
             rows = database.execute(query, (JobStatus.SUCCEEDED, owner, owner)).fetchall()
         found = [msgspec.json.decode(row[0], type=Job) for row in rows]
         return [job for job in found if not job.is_deleted]
+
+    def num_models(self, owner: str) -> int:
+        """Return how many models the owner has, or will have when the jobs have ended."""
+        return len(self.models(owner)) + sum(job.owner == owner for job in self.active())
 
     def update(self, job_id: str, change: Callable[[Job], Job], *events: dict[str, Any]) -> Job:
         """Change a job in one transaction and add events. Raises KeyError if it does not exist."""

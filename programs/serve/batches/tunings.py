@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _RETRY_S = 10.0
 _MAX_TRIES = 30
-"""A job fails after so many errors of the engine or the disk, and others run."""
+"""A job fails after so many errors of the engine or the disk. Others run between its tries."""
 _MAX_KILLS = 3
 """A job whose process was killed more often fails: it needs too much memory."""
 _MAX_METRICS = 200
@@ -58,6 +58,10 @@ class TuningRunner:
         self._key_names: frozenset[str] | None = None
         self._kills: dict[str, int] = {}
         self._tries: dict[str, int] = {}
+        self._retry_at: dict[str, float] = {}
+        """by job: when it may be tried again, by the monotonic clock"""
+        self._last_run: dict[str, float] = {}
+        """by key: when its last job began"""
 
     def set_key_names(self, names: frozenset[str] | None) -> None:
         """Set the names of the valid API keys. None: not known. Jobs of other keys fail."""
@@ -65,14 +69,14 @@ class TuningRunner:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run jobs until `stop`. The current one continues at the next start."""
-        wait_s = _POLL_S
         while not stop.is_set():
+            wait_s = _POLL_S
             try:
-                active = await asyncio.to_thread(self._active_jobs)
-                if active:
-                    await self._run_or_fail(active[0], stop)
-                wait_s = _POLL_S
-            except (OSError, StoreFullError, ServiceError) as error:  # a full disk, or an engine that is away
+                job = self._next(await asyncio.to_thread(self._active_jobs))
+                if job is not None:
+                    self._last_run[job.owner] = time.monotonic()
+                    await self._run_or_fail(job, stop)
+            except (OSError, StoreFullError) as error:  # the disk is full: no job can run
                 logger.error("fine-tuning jobs wait: %s", error)
                 wait_s = _RETRY_S
             with contextlib.suppress(TimeoutError):
@@ -87,6 +91,17 @@ class TuningRunner:
             if job is None or job.status in ENDED:
                 shutil.rmtree(folder, ignore_errors=True)
         return self._jobs.active()
+
+    def _next(self, active: list[Job]) -> Job | None:
+        """Return the job to run: the one that was interrupted, else one of the key that waited longest."""
+        now = time.monotonic()
+        self._retry_at = {job.id: self._retry_at[job.id] for job in active if self._retry_at.get(job.id, now) > now}
+        due = [job for job in active if job.id not in self._retry_at]
+        return min(
+            due,
+            key=lambda job: (job.status is not JobStatus.RUNNING, self._last_run.get(job.owner, 0.0), job.created_at),
+            default=None,
+        )
 
     def _folder(self, job: Job) -> Path:
         return self._store.runs / job.id
@@ -109,13 +124,15 @@ class TuningRunner:
         )  # fmt: skip
 
     async def _run_or_fail(self, job: Job, stop: asyncio.Event) -> None:
-        """Run a job until it ends or is stopped. Raises OSError, StoreFullError or ServiceError for a later try."""
+        """Run a job until it ends, is stopped, or must be tried again later. Raises OSError, StoreFullError."""
         try:
             await self._run_job(job, stop)
         except (OSError, StoreFullError, ServiceError) as error:
             tries = self._tries[job.id] = self._tries.get(job.id, 0) + 1
             if tries < _MAX_TRIES:
-                raise
+                logger.error("fine-tuning job %s waits: %s", job.id, error)
+                self._retry_at[job.id] = time.monotonic() + _RETRY_S
+                return
             await self._fail(job, "not_loaded", f"the result could not be loaded and stored: {error}")
         except Exception as error:  # a bug: its owner gets the error, other jobs continue
             logger.exception("fine-tuning job %s failed", job.id)

@@ -7,15 +7,18 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from programs.serve.batches import tunings
 from programs.serve.batches.tunings import TuningRunner
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
 from routes.fine_tuning.jobs import JobBody, create_job
-from routes.fine_tuning.store import MAX_ACTIVE_PER_OWNER, Job, JobStatus, JobStore
+from routes.fine_tuning.store import MAX_ACTIVE_PER_OWNER, MAX_MODELS_PER_KEY, Job, JobStatus, JobStore
 from routes.request.json_body import validate
+from routes.request_context import RequestContext, set_current_request
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
 from test.serving import ROOT
@@ -93,3 +96,72 @@ def test_jobs_of_a_key_and_of_a_service_without_tuning_are_limited(store: Store)
     with pytest.raises(ServiceError, match="--tune-device none") as refused:
         asyncio.run(create_job(context_of(store, "none"), body))
     assert refused.value.info.kind is ErrorKind.FORBIDDEN
+
+
+def test_a_job_that_cannot_be_loaded_lets_others_run_and_keys_alternate(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was tried 30 times, every 10 s, before any other job ran; a key's second job ran before another's first."""
+    jobs = JobStore(store)
+    for number, owner in enumerate(("anna", "anna", "anna", "bert")):
+        jobs.add(job(number, owner=owner))
+    runner, order, stop = TuningRunner(store, context_of(store), EngineConfig(model_path="")), [], asyncio.Event()
+
+    async def run_job(one: Job, _: asyncio.Event) -> None:
+        order.append(one.id)
+        if one.id == "ftjob-0":
+            await runner._update(one, status=JobStatus.RUNNING)
+            raise ServiceError(ErrorKind.OVERLOADED, "64 adapters are loaded, the limit")
+        await runner._update(one, status=JobStatus.SUCCEEDED)
+        if len(order) == 4:
+            stop.set()
+
+    monkeypatch.setattr(runner, "_run_job", run_job)
+    monkeypatch.setattr(tunings, "_POLL_S", 0.01)
+    asyncio.run(asyncio.wait_for(runner.run(stop), 60))
+    assert order == ["ftjob-0", "ftjob-3", "ftjob-1", "ftjob-2"]
+
+
+def test_a_job_that_can_never_be_loaded_fails(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    JobStore(store).add(job(1))
+    runner, stop = TuningRunner(store, context_of(store), EngineConfig(model_path="")), asyncio.Event()
+
+    async def run_job(one: Job, _: asyncio.Event) -> None:
+        raise ServiceError(ErrorKind.OVERLOADED, "64 adapters are loaded, the limit")
+
+    async def run() -> None:
+        task = asyncio.create_task(runner.run(stop))
+        while JobStore(store).active():  # noqa: ASYNC110 - the runner polls the same records
+            await asyncio.sleep(0.05)
+        stop.set()
+        await task
+
+    monkeypatch.setattr(runner, "_run_job", run_job)
+    for name in ("_POLL_S", "_RETRY_S"):
+        monkeypatch.setattr(tunings, name, 0.001)
+    asyncio.run(asyncio.wait_for(run(), 120))
+    ended = JobStore(store).job("", "ftjob-1")
+    assert ended is not None and ended.error is not None and "64 adapters are loaded" in ended.error["message"]
+
+
+def test_one_key_cannot_fill_the_places_of_models(store: Store) -> None:
+    """A key could have 64 models, as many as the engine has places for adapters."""
+    jobs = JobStore(store)
+    for number in range(MAX_MODELS_PER_KEY):
+        jobs.add(job(number, owner="anna"))
+        if number:  # the first one still waits
+            jobs.update(f"ftjob-{number}", lambda one: msgspec.structs.replace(one, status=JobStatus.SUCCEEDED))
+    content = b"{}"
+    about = {"id": "file-2", "created_at": 1, "filename": "a.jsonl", "purpose": Purpose.FINE_TUNE}
+    for owner in ("anna", "bert"):
+        named = {**about, "id": f"file-{owner}", "owner": owner}
+        store.add_file(StoredFile(bytes=len(content), **named), content)  # type: ignore[arg-type]
+        request_context = RequestContext("id", "POST", "http://x", "/", "127.0.0.1")
+        request_context.owner = owner
+        set_current_request(request_context)
+        body = validate(JobBody, {"model": "rwkv7", "training_file": f"file-{owner}"})
+        if owner == "bert":
+            asyncio.run(create_job(context_of(store), body))
+            continue
+        with pytest.raises(ServiceError, match="16 tuned models and jobs of this key"):
+            asyncio.run(create_job(context_of(store), body))
