@@ -22,7 +22,11 @@ try:
 except ImportError as missing:  # e.g. after an update of the code alone
     if (missing.name or "").partition(".")[0] in _OWN_PACKAGES:
         raise
-    sys.stderr.write(f"error: {missing}; install the packages of this version: pip install -r requirements.txt\n")
+    environment = Path(__file__).parent / ".venv" / "bin" / "python"
+    remedy = "install the packages of this version: pip install -r requirements.txt"
+    if environment.exists() and Path(sys.prefix).resolve() != environment.parents[1].resolve():
+        remedy = f"use {environment}, where make serve installed the packages"
+    sys.stderr.write(f"error: {missing}; {remedy}\n")
     sys.exit(1)
 
 __all__ = ["Supervisor", "log_style", "main", "run", "serve"]

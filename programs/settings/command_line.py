@@ -96,7 +96,9 @@ def build_parser() -> CommandParser:
         "Starts the service. Each flag is also an environment variable, and a line of the file of --config.",
         "--model-path model.gguf --port 8080\n--host 0.0.0.0 --password-file password.txt --dtype int8",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, default=argparse.SUPPRESS, help="print the versions and exit"
+    )
     parser.add_argument(CONFIG_FILE[0], dest=CONFIG_FILE[1], metavar="FILE", help="TOML file of settings")
     parser.add_argument(
         PASSWORD_FILE[0], dest=PASSWORD_FILE[1], metavar="FILE", help="file whose first line is the password"

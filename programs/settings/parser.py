@@ -86,7 +86,9 @@ class CommandParser(argparse.ArgumentParser):
     def hide(self, *names: str) -> None:
         """Show these flags under --help-all only."""
         if "--help-all" not in self._option_string_actions:
-            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")
+            self.add_argument(
+                "--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="show all flags and exit"
+            )
         for action in self._actions:
             if set(names) & set(action.option_strings):
                 self.short_help[action] = argparse.SUPPRESS

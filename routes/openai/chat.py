@@ -16,8 +16,9 @@ from routes.openai.formatter import (
     logprob_entries,
     row_finish,
     token_counter,
+    with_prompt_logprobs,
 )
-from routes.openai.logprobs import ContentLogprobs
+from routes.openai.logprobs import ContentLogprobs, prompt_logprobs
 from routes.openai.request import ChatBody
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerParser
@@ -41,6 +42,8 @@ class ChatFormatter(OpenAIFormatter):
     def __init__(self, body: ChatBody, fingerprint: str, num_rows: int, count_tokens: Callable[[str], int]) -> None:
         """`count_tokens`: returns the number of tokens of a text."""
         super().__init__(body, fingerprint, num_rows)
+        self.scored: Callable[[list[TokenLogprob]], list[Any] | None] | None = None
+        """Returns the prompt's `prompt_logprobs`. None: not requested."""
         self._count_tokens = count_tokens
         self._reasoning: list[list[str]] = [[] for _ in range(num_rows)]
         self._returns_logprobs = body.logprobs
@@ -75,7 +78,10 @@ class ChatFormatter(OpenAIFormatter):
         return {"index": row, "delta": {}, **finish_fields(self._finish_reason(row, reason))}
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        return self.answer([self._full_choice(index, row) for index, row in enumerate(rows)], rows)
+        answer = self.answer([self._full_choice(index, row) for index, row in enumerate(rows)], rows)
+        if self.scored is not None:
+            answer["prompt_logprobs"] = self.scored(rows[0].prompt_logprobs)
+        return answer
 
     def counts(self, finishes: Sequence[Finish | None]) -> dict[str, Any]:
         """See OpenAIFormatter; adds the number of reasoning tokens."""
@@ -130,7 +136,11 @@ async def chat_completions(context: Context, body: ChatBody) -> HandlerResponse:
     `reasoning_content`. If the last message is the assistant's, the answer continues it.
     """
     rows = await conversation_rows(context, body, "messages")
+    rows = with_prompt_logprobs(rows, body.prompt_logprobs)
     formatter = ChatFormatter(body, await fingerprint(context, body), body.n, token_counter(context))
+    if body.prompt_logprobs is not None:
+        ids = rows[0].prompt
+        formatter.scored = lambda tokens: prompt_logprobs(ids, tokens, context.tokenizer.id_by_bytes)
     return await run(context, make_job(rows, body, PATH), formatter, OutputDecoder(body.n), body.stream)
 
 

@@ -106,12 +106,27 @@ class ChatUsage(Usage):
     completion_tokens_details: CompletionTokensDetails
 
 
+class PromptLogprob(BaseModel):
+    """vLLM's log-probability of a token of the prompt, or of an alternative."""
+
+    logprob: float
+    rank: int | None = Field(description="From 1 on. null for a token that is not among the alternatives.")
+    decoded_token: str
+
+
+PromptTokens = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt: token id -> log-probability."""
+
+
 class ChatAnswer(OpenAIFrame):
     """OpenAI's chat.completion."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: ChatUsage
+    prompt_logprobs: PromptTokens | None = Field(
+        None, description="Only with `prompt_logprobs`. One entry per token of the prompt; null for the first one."
+    )
 
 
 class ChatDelta(BaseModel):
@@ -159,11 +174,19 @@ class CompletionChoice(UnusualEnd):
     error: OpenAIErrorBody | None = Field(None, description="Only if `end_reason` is `error`, and not in a stream.")
 
 
+class ScoredChoice(CompletionChoice):
+    """One answer."""
+
+    prompt_logprobs: PromptTokens | None = Field(
+        None, description="Only with `prompt_logprobs`. One entry per token of the prompt; null for the first one."
+    )
+
+
 class CompletionAnswer(OpenAIFrame):
     """OpenAI's text_completion."""
 
     object: Literal["text_completion"]
-    choices: list[CompletionChoice]
+    choices: list[ScoredChoice]
     usage: Usage
 
 

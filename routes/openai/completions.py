@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,8 +18,9 @@ from routes.openai.formatter import (
     finish_fields,
     openai_rows,
     row_finish,
+    with_prompt_logprobs,
 )
-from routes.openai.logprobs import LogprobArrays
+from routes.openai.logprobs import LogprobArrays, prompt_logprobs
 from routes.openai.request import CompletionBody
 from routes.request import prompts
 from routes.request.bodies import Body
@@ -44,8 +45,14 @@ class CompletionFormatter(OpenAIFormatter):
     def __init__(self, body: CompletionBody, fingerprint: str, num_rows: int) -> None:
         super().__init__(body, fingerprint, num_rows)
         self._returns_logprobs = body.logprobs is not None
+        self._echoes_scores = body.scores_prompts
+        self._scored: Callable[[int, list[TokenLogprob]], list[Any] | None] | None = None
         self._num_returned = body.n
         self._logprobs = [LogprobArrays() for _ in range(num_rows)]
+
+    def set_prompts(self, scored: Callable[[int, list[TokenLogprob]], list[Any] | None]) -> None:
+        """Set the function that returns the `prompt_logprobs` of a prompt by its index."""
+        self._scored = scored
 
     def set_first_tokens(self, prompts: Sequence[bytes]) -> None:
         """Set the first token of each scored prompt. It has no log-probability."""
@@ -73,8 +80,10 @@ class CompletionFormatter(OpenAIFormatter):
         for first in range(0, len(rows), self._n):
             scored_tokens = rows[first].prompt_logprobs
             for row in _best_rows(rows, range(first, first + self._n), self._num_returned):
-                tokens = [*scored_tokens, *rows[row].logprobs]
+                tokens = [*(scored_tokens if self._echoes_scores else ()), *rows[row].logprobs]
                 end = finish_fields(*row_finish(rows[row]))
+                if self._scored is not None:
+                    end["prompt_logprobs"] = self._scored(first // self._n, scored_tokens)
                 choices.append(self._choice(len(choices), row, rows[row].text, tokens, end))
         return self.answer(choices, rows)
 
@@ -106,14 +115,17 @@ async def completions(context: Context, body: CompletionBody) -> HandlerResponse
     rows = await openai_rows(context, body, texts, stops, "prompt")
     if body.scores_prompts:
         check_logprobs(body, len(rows) * body.samples_per_prompt, sum(len(row.prompt) * row.n for row in rows))
-        prompt_logprobs = PromptLogprobs(top=body.logprobs or 0)
-        rows = [msgspec.structs.replace(row, prompt_logprobs=prompt_logprobs) for row in rows]
+        rows = [msgspec.structs.replace(row, prompt_logprobs=PromptLogprobs(top=body.logprobs or 0)) for row in rows]
+    rows = with_prompt_logprobs(rows, body.prompt_logprobs)
     if body.session_id is not None:
         rows = await as_turn(context, rows, texts[0], body.session_id, texts[0], "prompt", wait=body.wait)
     job = make_job(rows, body, PATH)
     formatter = CompletionFormatter(body, await fingerprint(context, body), job.num_rows)
     if body.scores_prompts:
         formatter.set_first_tokens([context.tokenizer.byte_table[row.prompt[0]] for row in rows])
+    if body.prompt_logprobs is not None:
+        ids_of = [row.prompt for row in rows]
+        formatter.set_prompts(lambda i, tokens: prompt_logprobs(ids_of[i], tokens, context.tokenizer.id_by_bytes))
     return await run(
         context, job, formatter, OutputDecoder(job.num_rows, echoed=_echoed_prompts(context, body)), body.stream
     )

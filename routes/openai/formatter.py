@@ -23,7 +23,7 @@ from routes.response.generate import BaseFormatter, RowResult, call_engine
 from routes.response.http_response import OPENAI_ERRORS, sse, to_json
 from rwkv_batch.calls import GetStatus, ListAdapters
 from rwkv_batch.errors import ErrorInfo, invalid
-from rwkv_batch.request import Finish, FinishReason, GenerateRequest, TokenLogprob
+from rwkv_batch.request import Finish, FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
 
 MAX_UNSTREAMED_LOGPROBS = 2_000_000
 """Limit of log-probabilities in an answer that is not streamed. Each takes about 100 bytes until it is sent."""
@@ -83,6 +83,21 @@ def check_logprobs(body: OpenAIBody, rows: int, echoed: int = 0) -> None:
             "or log-probabilities",
             body.num_logprobs,
         )
+
+
+def with_prompt_logprobs(rows: list[GenerateRequest], top: int | None) -> list[GenerateRequest]:
+    """Return rows whose prompts are scored, with `top` alternatives. None: not scored. Raises ServiceError."""
+    if top is None:
+        return rows
+    entries = sum(len(row.prompt) * row.n for row in rows) * (1 + top)
+    if entries > MAX_UNSTREAMED_LOGPROBS:
+        raise invalid(
+            "prompt_logprobs",
+            f"the prompts may have {entries} log-probabilities, the limit is {MAX_UNSTREAMED_LOGPROBS}; send fewer or "
+            "shorter prompts, or lower prompt_logprobs",
+            top,
+        )
+    return [msgspec.structs.replace(row, prompt_logprobs=PromptLogprobs(top=top)) for row in rows]
 
 
 def clamp_logprob(value: float) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from routes.openai.formatter import clamp_logprob, token_text
 from routes.response.answer_parser import AnswerDelta
+from routes.response.http_response import to_json
 from rwkv_batch.request import TokenLogprob
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
@@ -87,3 +88,27 @@ class LogprobArrays:
             ],
             "text_offset": offsets,
         }
+
+
+def prompt_logprobs(
+    ids: Sequence[int], tokens: Sequence[TokenLogprob], id_by_bytes: Mapping[bytes, int]
+) -> list[Any] | None:
+    """Return vLLM's entries of a prompt: token id -> log-probability, and rank if it is among the alternatives.
+
+    ids: the prompt's tokens. tokens: all but the first one, or fewer if the row failed. Entries are encoded at once to
+    save memory.
+    """
+    if len(tokens) != len(ids) - 1:
+        return None
+    entries: list[Any] = [None]
+    for token_id, token in zip(ids[1:], tokens, strict=True):
+        found = {str(token_id): _entry(token.token, token.logprob, None)}
+        for rank, (other, logprob) in enumerate(token.top, 1):
+            other_id = token_id if other == token.token else id_by_bytes.get(other, 0)
+            found[str(other_id)] = _entry(other, logprob, rank)
+        entries.append(msgspec.Raw(to_json(found)))
+    return entries
+
+
+def _entry(token: bytes, logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": clamp_logprob(logprob), "rank": rank, "decoded_token": token_text(token)}

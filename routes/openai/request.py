@@ -6,7 +6,7 @@ import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes.openai.response_format import SCHEMA_FIELD, ResponseFormat
@@ -193,7 +193,27 @@ class ConversationBody(OpenAIBody, TemplateFields):
         return self
 
 
-class ChatBody(ConversationBody):
+class PromptLogprobsField(BaseModel):
+    """vLLM's field for the log-probabilities of a prompt."""
+
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="Return the log-probability of each token of the prompt, and of n alternatives. Not for streams "
+        "and sessions.",
+    )
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        for other in ("stream", "session_id", "suffix", "echo") if self.prompt_logprobs is not None else ():
+            if getattr(self, other, None) not in (None, False):
+                message = f"prompt_logprobs cannot be combined with {other}; leave one of them out"
+                raise PydanticCustomError("prompt_logprobs", message, {"field": "prompt_logprobs"})
+        return self
+
+
+class ChatBody(PromptLogprobsField, ConversationBody):
     """Body of `/chat/completions`."""
 
     parameters_field: ClassVar[str] = PARAMETERS_FIELD
@@ -280,7 +300,7 @@ class ChatBody(ConversationBody):
         return self
 
 
-class CompletionBody(OpenAIBody):
+class CompletionBody(PromptLogprobsField, OpenAIBody):
     """Body of `/completions`: raw prompts."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(

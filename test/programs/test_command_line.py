@@ -49,6 +49,14 @@ def test_help_all_shows_what_help_hides(capsys: pytest.CaptureFixture[str]) -> N
     assert "--prefix-cache-slots" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_flags_of_help_are_no_values(name: str) -> None:
+    parser = parser_of(name)
+    assert not {"help", "help_all", "verbose", "version"} & {
+        action.dest for action in parser._actions if action.default is not argparse.SUPPRESS
+    }
+
+
 def test_five_commands_are_shown_first() -> None:
     lines = [line for line in overview().splitlines() if line.startswith("  ")]
     assert [

@@ -156,3 +156,35 @@ def test_invalid_scoring_requests_are_refused_by_name(client: OpenAI, fields: di
     with pytest.raises(openai.BadRequestError) as refusal:
         complete(client, **{"prompt": TEXTS[0], **fields})
     assert refusal.value.param == param
+
+
+def test_prompt_logprobs_as_vllm_returns_them(client: OpenAI, oracle: LogprobOracle) -> None:
+    fields = {"model": MODEL, "prompt": TEXTS, "max_tokens": 2, "n": 2, "extra_body": {"prompt_logprobs": 2}}
+    for index, choice in enumerate(client.completions.create(**fields).choices):
+        ids = IDS[index // 2]
+        first, *entries = choice.prompt_logprobs
+        assert first is None and choice.logprobs is None
+        values = [entry[str(token)]["logprob"] for entry, token in zip(entries, ids[1:], strict=True)]
+        assert values == pytest.approx(oracle.token_logprobs(ids), abs=TOLERANCE)
+        for entry, token in zip(entries, ids[1:], strict=True):
+            ranks = [one["rank"] for one in entry.values()]
+            assert sorted(rank for rank in ranks if rank) == [1, 2] and len(entry) in (2, 3)
+            assert entry[str(token)]["decoded_token"] in (
+                TOKENIZER.decode_bytes([token]).decode("utf-8", "replace"),
+            ) or (entry[str(token)]["decoded_token"].startswith("bytes:"))
+
+
+def test_prompt_logprobs_of_a_conversation(client: OpenAI) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=2, n=2, extra_body={"prompt_logprobs": 0}
+    )
+    first, *entries = answer.prompt_logprobs
+    assert first is None and len(entries) == answer.usage.prompt_tokens - 1
+    assert all(len(entry) == 1 for entry in entries)
+
+
+@pytest.mark.parametrize("other", [{"stream": True}, {"echo": True}, {"suffix": "x"}, {"session_id": "s"}])
+def test_prompt_logprobs_refuses_what_it_cannot_do(client: OpenAI, other: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"cannot be combined with {next(iter(other))}"):
+        client.completions.create(model=MODEL, prompt="x", extra_body={"prompt_logprobs": 1, **other})
