@@ -15,7 +15,8 @@ DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4", "w8a8")
 ACTIVATION_BITS = (8, 16)
 WKV_STATES = ("auto", "fp32", "fp16", "int8")
 KERNELS = ("auto", "cuda", "cpu", "naive")
-"""allowed values of `dtype`, `activation_bits`, `wkv_state` and `kernels`"""
+SPECULATE = ("off", "auto", "ngram")
+"""allowed values of `dtype`, `activation_bits`, `wkv_state`, `kernels` and `speculate`"""
 ALL_BATCH_ROWS = -1
 """value of `max_batch_rows_with_interactive`"""
 WHOLE_STEPS = -1
@@ -63,6 +64,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """fields among "wkv_state" and "kernels" that fall back to "auto" if the model or device does not support them
 
     They are inherited from the service's own model, not set by the user.
+    """
+    speculate: str = "off"
+    """one of SPECULATE: whether rows verify guesses of their next tokens
+
+    auto: where measured times say that it pays; ngram: wherever the text has a guess.
     """
     max_running: int = 0
     """rows that decode at once; 0: from free memory (GPU) or 256 (CPU)"""

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
@@ -27,7 +27,7 @@ from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.prefill_interleaver import BetweenPieces, PrefillInterleaver
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.session_transfer import SessionTransfer
-from rwkv_batch.core.shares import StepCosts
+from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.core.throughput import Throughput
 from rwkv_batch.engine_calls import EngineCalls, UserFiles, reply_with
@@ -36,21 +36,17 @@ from rwkv_batch.inbox import Inbox
 from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, Load
 from rwkv_batch.runner.adapter_library import AdapterLibrary
+from rwkv_batch.runner.grammar_compiler import make_compiler
 from rwkv_batch.runner.model_files import ModelChecks
 from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.state_library import StateLibrary
 from rwkv_batch.runner.step_sampling import InFlightStep, Step
 from sampling.grammar.required_text import RequiredTexts
 
-if TYPE_CHECKING:
-    from sampling.grammar.compiler import GrammarCompiler
-
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.002
-"""Seconds between polls of the pool while copies or writes run and no row does."""
-IDLE_POLL_S = 0.25
-"""while nothing runs"""
+POLL_S, IDLE_POLL_S = 0.002, 0.25
+"""Seconds between polls of the pool without running rows: while copies or writes run, and while nothing runs."""
 
 
 class Engine:
@@ -75,7 +71,11 @@ class Engine:
             self._process_outputs,
         )
         self._session_transfer = SessionTransfer(self._inbox.put, self._unavailable_error)
-        self._grammar_queue = GrammarCompileQueue(self._make_compiler, self._make_texts, self._unavailable_error)
+        self._grammar_queue = GrammarCompileQueue(
+            lambda: make_compiler(self.model_runner.tokenizer, self.model_runner.vocab, self.model_runner.device),
+            self._make_texts,
+            self._unavailable_error,
+        )
         self._user_files = UserFiles(
             StateLibrary(config, self._inbox.put, self._unavailable_error),
             AdapterLibrary(config, self._inbox.put, self._unavailable_error),
@@ -206,19 +206,11 @@ class Engine:
         self._user_files.states.open(runner.pool, runner.arena, runner.weights.shape)
         self.state_manager = StateManager(runner.pool, runner.tokenizer, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
-        self.jobs = JobTable(self.scheduler, self.state_manager, runner.tokenizer, runner.vocab)
+        self.speculation = Speculation(self.config.speculate, runner.pool.tiers.slots, self.scheduler.forget_plain)
+        self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, runner.tokenizer, runner.vocab)
 
     def _make_texts(self) -> RequiredTexts:
         return RequiredTexts(self.model_runner.tokenizer, self.model_runner.vocab)
-
-    def _make_compiler(self) -> GrammarCompiler:
-        from sampling.grammar.compile_sandbox import CompileSandbox
-        from sampling.grammar.compiler import GrammarCompiler
-        from sampling.grammar.masks import mask_threads
-
-        table, vocab = self.model_runner.tokenizer.byte_table, self.model_runner.vocab
-        encode, threads = self.model_runner.tokenizer.encode_bytes, mask_threads(self.model_runner.device)
-        return GrammarCompiler(table, encode, vocab, CompileSandbox(table, vocab), threads)
 
     def _serve(self) -> None:
         try:
@@ -255,7 +247,10 @@ class Engine:
         self.model_runner.pool.poll()
         now = time.monotonic()
         self.jobs.expire(now)
-        rows = self.scheduler.schedule(self._in_flight[0].number if self._in_flight else self._next_step, now)
+        oldest = self._in_flight[0].number if self._in_flight else self._next_step
+        # The step after drafts has all rows, so it comes after the drafts are verified.
+        awaits_drafts = self.scheduler.limits.groups == 1 and any(step.has_drafts for step in self._in_flight)
+        rows = [] if awaits_drafts else self.speculation.add_drafts(self.scheduler.schedule(oldest, now))
         if rows:
             between_pieces = self._interleaver.begin(rows) if self.model_runner.has_pieces else None
             self._in_flight.append(self._launch(rows, between_pieces))
@@ -298,7 +293,7 @@ class Engine:
                 step = self.model_runner.launch(part, oldest, between_pieces if has_pieces else None)
                 step.number, step.launched = number, time.monotonic()
                 if self.scheduler.limits.masks_block_step:
-                    self._count_costs(step)
+                    self.scheduler.mask_time.count(step.costs)
             except Exception as error:  # devices raise any exception; it ends the part's jobs or the engine
                 if between_pieces is not None and self._interleaver.has_failed:
                     raise
@@ -310,18 +305,6 @@ class Engine:
             may_have_ended |= step.awaits_masks
             self._sample_constrained_part(step)
         return Step(number, launched)
-
-    def _count_costs(self, step: InFlightStep) -> None:
-        num_sampling = len(step.sampling_rows)
-        costs = StepCosts(
-            tokens=sum(row.num_tokens for row in step.rows),
-            num_sampling=num_sampling,
-            unconstrained=num_sampling - len(step.deferred_rows),
-            launch_s=step.launched - step.started,
-            layers_s=step.layers_s,
-            sample_s=step.sample_s,
-        )
-        self.scheduler.mask_time.count(costs)
 
     def _interleave_now(self, launched: Sequence[InFlightStep] = ()) -> None:
         """Launch waiting interactive prefill, unless a launched part awaits masks.
@@ -381,13 +364,29 @@ class Engine:
                 continue
             self.throughput.count(step.rows, len(sampled), step.started, step.launched)
             self.jobs.add_prompt_logprobs(scores)
-            before = self.jobs.jump_forward_tokens
+            before = self.jobs.jump_forward.num_tokens
             self.jobs.commit(step.rows, sampled, finished_step.number)
-            if self.jobs.jump_forward_tokens > before:
-                self.throughput.count_jump_forward(self.jobs.jump_forward_tokens - before)
+            num_accepted = self._verify_drafts(step) if step.num_drafted else 0
+            if num_added := self.jobs.jump_forward.num_tokens - before + num_accepted:
+                self.throughput.count_added(num_added)
+            self.speculation.count_step(step.rows, step.started, step.num_drafted)
             self._sample_constrained()  # before the delivery: the device waits for it
             interleave_now()
             self.jobs.deliver()
+
+    def _verify_drafts(self, step: InFlightStep) -> int:
+        """Sample and commit the tokens after accepted drafts. Returns their number."""
+        num_accepted = 0
+        try:
+            while rows := self.speculation.accepted_rows(step.rows):
+                part = self.model_runner.sample_drafts(step, rows)
+                self._sample_constrained_part(part)
+                self.jobs.commit(rows, self.model_runner.read(part), step.number)
+                num_accepted += len(rows)
+        except Exception as error:  # noqa: BLE001 - as in `_launch`
+            self._fail_step(step.rows, error)
+        self.jobs.settle_drafts(step.rows)
+        return num_accepted
 
     def _fail_step(self, rows: list[ScheduledRow], error: Exception) -> None:
         logger.error("a step over %d rows failed", len(rows), exc_info=error)

@@ -98,6 +98,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     The prompt is read from each state. Every token is sampled from their mixed logits. `state` must be "". Only the
     tokens of its session are stored.
     """
+    prediction: list[int] = []
+    """token ids that the text probably has; drafts are made of them, and the text does not depend on them"""
+    speculation: str = ""
+    """"off": no drafts for this row; "": by the engine's `speculate`"""
     state: str = ""
     """name of the initial tuned state; "": the zero state. A session's turn may repeat its session's state"""
 
@@ -260,6 +264,10 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """number of the dialogue that a branching turn created"""
     stop_string: bytes = b""
     """the stop string that ended the text; b"": something else did"""
+    accepted_drafts: dict[str, int] = {}
+    """tokens of the text that were drafted, by drafter"""
+    rejected_drafts: dict[str, int] = {}
+    """drafted tokens that sampling did not choose, by drafter; they are in no other count"""
     was_completed: bool = False
     """whether its `RequiredText` was incomplete when the model ended it, and the rest was added"""
 

@@ -33,7 +33,7 @@ from programs.settings.values import (
     strategy,
 )
 from routes.config import HttpConfig
-from rwkv_batch.config import ACTIVATION_BITS, ALL_BATCH_ROWS, DTYPES, KERNELS, WKV_STATES, EngineConfig
+from rwkv_batch.config import ACTIVATION_BITS, ALL_BATCH_ROWS, DTYPES, KERNELS, SPECULATE, WKV_STATES, EngineConfig
 from rwkv_batch.translation.prompt_forms import PromptForm
 from state_pool.config import PoolConfig
 
@@ -298,6 +298,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             one_of(*WKV_STATES),
             "type of the WKV state; auto: fp16 on CUDA, fp32 on CPUs; int8: half the size of fp16, less exact",
         ),
+        Flag("speculate", one_of(*SPECULATE), "verify guessed tokens, without changing a text; auto: where it pays"),
         Flag("max_running", _COUNT, "maximum rows that decode at a time; 0: by memory"),
         Flag("max_waiting_rows", _POSITIVE, "maximum rows in the queue; more get 429"),
         Flag(

@@ -14,17 +14,17 @@ import msgspec
 from rwkv_batch.core.deadlines import Deadlines
 from rwkv_batch.core.error_mapping import grammar_failure
 from rwkv_batch.core.grammar_compile_queue import Grammars
-from rwkv_batch.core.jump_forward import jump_forward
+from rwkv_batch.core.jump_forward import JumpForward
 from rwkv_batch.core.row_builder import RowBuilder
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import NO_SLOT, PENDING, Phase, RunningJob, Sequence
+from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.protocol import Sink
 from rwkv_batch.request import Delta, FinishReason, Job, JobEvents, TokenLogprob
-from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+from rwkv_batch.tokenizer import Tokenizer
 from sampling.grammar.constraint import GrammarError
-from sampling.grammar.required_text import AnyMatcher
 
 CONFIRM_TIMEOUT_S = 30.0
 """Seconds that a complete turn waits for `confirm_turn`. Then it ends with TIMEOUT and is not stored."""
@@ -36,10 +36,17 @@ PromptScores = tuple[Sequence, list[TokenLogprob]]
 class JobTable:
     """Jobs by id. Owned by the engine's thread."""
 
-    def __init__(self, scheduler: Scheduler, state_manager: StateManager, tokenizer: Tokenizer, vocab: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        state_manager: StateManager,
+        speculation: Speculation,
+        tokenizer: Tokenizer,
+        vocab: int,
+    ) -> None:
         self._scheduler = scheduler
         self._state_manager = state_manager
-        self._byte_table = tokenizer.byte_table
+        self._speculation = speculation
         self._rows = RowBuilder(scheduler, state_manager.check, tokenizer, vocab)
         self._jobs: dict[str, RunningJob] = {}
         self._deadlines = Deadlines(self._jobs)
@@ -49,8 +56,7 @@ class JobTable:
         self._has_turn_starts = False
         self.on_delivered: Callable[[], None] = lambda: None
         """called after the sinks of a step"""
-        self.jump_forward_max_rows = scheduler.limits.jump_forward_max_rows
-        self.jump_forward_tokens = 0
+        self.jump_forward = JumpForward(scheduler, tokenizer.byte_table)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -142,14 +148,18 @@ class JobTable:
             if sequence.matcher is None:
                 outcome = output.process_token(token, logprob)
             else:
-                outcome = self._process_constrained_token(sequence, sequence.matcher, token, logprob)
+                try:
+                    outcome = self.jump_forward.process_token(sequence, sequence.matcher, token, logprob)
+                except GrammarError as error:
+                    self.fail_grammar(sequence, error)
+                    continue
             if outcome is not None and not isinstance(outcome, Delta):  # mostly None: the cheap check comes first
                 self._state_manager.truncate(sequence)
                 self._finish(sequence, outcome)
                 continue
             if sequence.matcher is None:
                 sequence.token_ids[sequence.prompt_end + len(output.tokens) - 1] = token
-            if sequence.lease is not None:
+            if sequence.lease is not None and sequence.draft is None:
                 self._state_manager.update_rollback_state(sequence)
             if outcome is not None:
                 job = sequence.job
@@ -158,6 +168,12 @@ class JobTable:
         for sequence in [row.sequence for row in rows if row.ends]:
             if sequence.phase is running:
                 self._finish(sequence, FinishReason.LENGTH)
+
+    def settle_drafts(self, rows: list[ScheduledRow]) -> None:
+        """End the drafts of a step's rows. All accepted tokens are committed."""
+        for sequence in [row.sequence for row in rows if row.sequence.draft is not None]:
+            self._speculation.settle(sequence)
+            self._state_manager.update_rollback_state(sequence)
 
     def add_prompt_logprobs(self, scores: list[PromptScores]) -> None:
         """Add the prompt log-probabilities that a step returned. Call before `commit`."""
@@ -169,46 +185,6 @@ class JobTable:
             if row in job.live:  # else the row ended while the step ran
                 job.deltas.append(Delta(sequence.row, b"", 0, prompt_logprobs=logprobs))
                 self._changed[job] = None
-
-    def _process_constrained_token(
-        self, sequence: Sequence, matcher: AnyMatcher, token: int, logprob: TokenLogprob | None
-    ) -> FinishReason | Delta | None:
-        """Process a token sampled under a grammar.
-
-        Returns as `RowOutput.process_token`, or None if the grammar failed.
-        """
-        output, token = sequence.output, matcher.resolve(token)
-        at = sequence.prompt_end + len(output.tokens)
-        reason = output.append_token(token, logprob)
-        if reason is None:
-            sequence.token_ids[at] = token
-        if reason is not FinishReason.STOP or token == END_OF_TEXT:
-            try:
-                reason = self._advance_grammar(sequence, matcher, token, reason)
-            except GrammarError as error:
-                self.fail_grammar(sequence, error)
-                return None
-        return output.pop_delta() if reason is None else reason
-
-    def _advance_grammar(
-        self, sequence: Sequence, matcher: AnyMatcher, token: int, reason: FinishReason | None
-    ) -> FinishReason | None:
-        """Advance the grammar by a sampled token, then jump forward. Returns why the row ends, if it does.
-
-        Raises GrammarError if the grammar cannot continue.
-        """
-        started = time.perf_counter()
-        if matcher.advance(token):
-            return FinishReason.STOP
-        if reason is not None:
-            return reason
-        before = len(sequence.output.tokens)
-        if self._scheduler.running_rows <= self.jump_forward_max_rows:
-            reason = jump_forward(sequence, matcher, self._byte_table)
-        num_jumped = len(sequence.output.tokens) - before
-        self.jump_forward_tokens += num_jumped
-        self._scheduler.mask_time.charge(sequence, time.perf_counter() - started, num_jumped)
-        return reason
 
     def _prompt_done(self, sequence: Sequence) -> None:
         """Handle a row that has read all its tokens and samples none: a closed turn or a shared prompt."""
@@ -275,6 +251,7 @@ class JobTable:
 
     def _drop(self, sequence: Sequence) -> None:
         """Remove a row from the steps and free its slots and session. A recorded turn is still acknowledged."""
+        self._speculation.drop(sequence)
         self._state_manager.release(sequence)
         self._scheduler.remove(sequence)
 

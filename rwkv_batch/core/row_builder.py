@@ -69,6 +69,7 @@ class RowBuilder:
             ("logit_bias", list(sampling.logit_bias)),
             ("resumed", request.resumed.token_ids if request.resumed is not None else []),
         ]
+        named.append(("prediction", request.prediction))
         named += [("candidates", candidate) for candidate in request.candidates]
         named += [("bad_words", list(word)) for word in bad_words]
         for field, ids in named:

@@ -134,6 +134,12 @@ class Scheduler:
         for group in self._groups:
             group.pop(sequence, None)
 
+    def forget_plain(self, sequence: Sequence) -> None:
+        """Create the row's next `ScheduledRow` anew: its slots change."""
+        for group in self._groups:
+            if sequence in group:
+                group[sequence] = None
+
     def schedule(self, oldest: int = 0, now: float = 0.0) -> list[ScheduledRow]:
         """Return the rows of the next step: a group's decoding rows, and prompt chunks up to the budget.
 

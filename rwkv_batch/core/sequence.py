@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rwkv_batch.core.drafters import Draft, RowDrafter
 from rwkv_batch.core.grammar_compile_queue import Grammars
 from rwkv_batch.core.output import RowOutput
 from rwkv_batch.errors import ErrorInfo
@@ -190,6 +191,10 @@ class Sequence:
     """consecutive steps that it skipped to repay"""
     discarded_sample_step: int = -1
     """number of the last step whose sampled token is discarded because jump-forward appended it first"""
+    drafter: RowDrafter | None = None
+    """guesses its next tokens; None: no step has tried to"""
+    draft: Draft | None = None
+    """guessed tokens that a step in flight verifies"""
     replayed_tokens: int = 0
     """tokens of its session that it reads again, because no stored state contains them"""
     turn_start: int = 0
@@ -306,11 +311,11 @@ class Sequence:
     def may_run(self, oldest: int) -> bool:
         """Return whether a step may include the row.
 
-        False if its last sampling is launched, or a launch could not be rolled back.
+        False if its last sampling is launched, a draft is being verified, or a launch could not be rolled back.
 
         oldest: see `Scheduler.schedule`
         """
-        if len(self.token_ids) - self.num_computed_tokens != 1:
+        if len(self.token_ids) - self.num_computed_tokens != 1 or self.draft is not None:
             return False
         if self.token_ids[-1] != PENDING:
             return True
@@ -319,7 +324,10 @@ class Sequence:
         return self.lease is None or self.spare_slot != NO_SLOT
 
     def finish(self, reason: FinishReason, error: ErrorInfo | None = None) -> Finish:
+        counts = {} if self.drafter is None else self.drafter.counts
         return Finish(
+            accepted_drafts={name: count.accepted for name, count in counts.items()},
+            rejected_drafts={name: count.drafted - count.accepted for name, count in counts.items()},
             was_completed=self.matcher is not None and self.matcher.was_completed,
             reason=reason,
             prompt_tokens=self.prompt_tokens,

@@ -82,8 +82,8 @@ class Throughput:
             self._window = [entry for entry in self._window if now - entry[0] < WINDOW_S]
             self._window.append((now, generated, computed))
 
-    def count_jump_forward(self, tokens: int) -> None:
-        """Add tokens appended without sampling to the last counted step."""
+    def count_added(self, tokens: int) -> None:
+        """Add tokens to the last counted step: appended without sampling, or sampled after accepted drafts."""
         self.generated_tokens += tokens
         at, generated, computed = self._window[-1]
         self._window[-1] = (at, generated + tokens, computed)

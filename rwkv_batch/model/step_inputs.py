@@ -39,7 +39,7 @@ class StepInputs:
     write_slots: Tensor
     """[B] int64"""
     logit_tokens: Tensor
-    """[R] int64: flat indices of the tokens with logits, R <= B"""
+    """[R] int64: flat indices of the tokens with logits"""
     max_seqlen: int
     """1: every row has one token"""
     single_rows: int = 0

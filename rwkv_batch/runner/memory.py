@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -151,6 +152,15 @@ def reserve_work_memory(pipeline: Pipeline, limits: Limits) -> None:
             f"Out of memory: {error}. Lower --max-running (now {limits.max_running}) or --prefill-tokens-per-step "
             f"(now {limits.prefill_tokens_per_step})."
         ) from error
+
+
+def work_mib(pipeline: Pipeline, num_slots: int, weight_bytes: Mapping[torch.device, int]) -> dict[str, int]:
+    """Return each GPU's memory in MiB without weights and slots: graphs, samplers, activations."""
+    work = {}
+    for device, weights in weight_bytes.items():
+        slots = pipeline.slot_bytes_on(device) * num_slots
+        work[str(device)] = (torch.cuda.memory_reserved(device) - weights - slots) >> 20
+    return work
 
 
 def run_all_prompt_sizes(pipeline: Pipeline, limits: Limits, logits: Tensor | None, decode_tokens: int) -> None:

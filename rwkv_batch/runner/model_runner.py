@@ -21,10 +21,17 @@ from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.step import LaunchGroups, StepGraphs, are_all_plain, split_prefill_decode
 from rwkv_batch.runner.links import LastTokens, TokenCopies
 from rwkv_batch.runner.low_priority import run_at_low_priority, set_compute_threads, threads_per_replica
-from rwkv_batch.runner.memory import Memory, allocate_slots, log_sizes, reserve_work_memory, run_all_prompt_sizes
+from rwkv_batch.runner.memory import (
+    Memory,
+    allocate_slots,
+    log_sizes,
+    reserve_work_memory,
+    run_all_prompt_sizes,
+    work_mib,
+)
 from rwkv_batch.runner.model_files import load_pipeline
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
-from rwkv_batch.runner.row_inputs import RowInputs, mix_logits, read_slots, slots_of, write_slots
+from rwkv_batch.runner.row_inputs import RowInputs, mix_logits, read_slots, slots_of, split_drafts, write_slots
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.runner.step_sampling import (
     DeferredSample,
@@ -212,15 +219,16 @@ class ModelRunner:
             self._launch_scored(step, between)
         else:
             inputs, into = self._inputs.build(rows, self._tokens), None if is_routed else self._logits
-            logits = mix_logits(self._forward(inputs, into, between), step.sampling_rows)
-            self.step_sampler.sample(step, logits, self._tokens)
+            logits, step.draft_logits = split_drafts(self._forward(inputs, into, between), step.sampling_rows)
+            self.step_sampler.sample(step, mix_logits(logits, step.sampling_rows), self._tokens)
         step.layers_s = self.pipeline.layers_s
         return step
 
     def _launch_scored(self, step: InFlightStep, between: Callable[[], None] | None) -> None:
         """Launch a step that returns log-probabilities of prompt tokens. The head runs on them separately."""
         x, inputs = self._run_layers(self._inputs.build(step.rows, self._tokens), between)
-        self.step_sampler.sample(step, self.pipeline.stages[-1].logits(x, inputs), self._tokens)
+        logits, step.draft_logits = split_drafts(self.pipeline.stages[-1].logits(x, inputs), step.sampling_rows)
+        self.step_sampler.sample(step, logits, self._tokens)
         step.scored = self._scorer.launch(x, step.rows)
 
     def _run_layers(self, inputs: StepInputs, between: Callable[[], None] | None) -> tuple[Tensor, StepInputs]:
@@ -261,12 +269,9 @@ class ModelRunner:
         if unconstrained and self.step_sampler.fits_graphs([sequences[i] for i in unconstrained]):
             sampled_tokens = graphs.run(req_slots, *slots, constrained, adapters, between)
             step.tokens_sent = self._tokens.send()
+            row_indices = unconstrained if constrained else None
             step.samples.append(
-                InFlightTokens(
-                    unconstrained,
-                    self._copies.start(sampled_tokens),
-                    row_indices=unconstrained if constrained else None,
-                )
+                InFlightTokens(unconstrained, self._copies.start(sampled_tokens), row_indices=row_indices)
             )
             if constrained:
                 step.deferred = DeferredSample(constrained, graphs.logits, constrained)
@@ -320,6 +325,11 @@ class ModelRunner:
             return []
         return self.step_sampler.sample_constrained(step, self._tokens)
 
+    @torch.inference_mode()
+    def sample_drafts(self, step: InFlightStep, rows: list[ScheduledRow]) -> InFlightStep:
+        """Sample for rows of a step after their accepted drafted tokens. See `StepSampler.sample_drafts`."""
+        return self.step_sampler.sample_drafts(step, rows, self._tokens)
+
     def read(self, step: InFlightStep) -> list[SampledToken]:
         """Return the tokens of the sampling rows, in order. Waits for the step."""
         self._last_received = max(self._last_received, step.tokens_sent)
@@ -348,26 +358,18 @@ class ModelRunner:
         return isinstance(error, torch.OutOfMemoryError | MemoryError)
 
     def work_mib(self) -> dict[str, int]:
-        """Return each GPU's memory in MiB without weights and slots: graphs, samplers, activations."""
-        work = {}
-        for device in self._gpus:
-            slots = self.pipeline.slot_bytes_on(device) * self._num_slots
-            work[str(device)] = (torch.cuda.memory_reserved(device) - self._weight_bytes[device] - slots) >> 20
-        return work
+        """See the function of `memory.py`."""
+        return work_mib(self.pipeline, self._num_slots, self._weight_bytes)
 
     def _pipeline_status(self) -> dict[str, Any]:
         """Return the layer split, steps in flight and transports between devices."""
-        graph_stages = self.graphs.graph_stages
+        links = [graph_stage.link_kind for graph_stage in self.graphs.graph_stages]
         return {
             "layers": [stage.share for stage in self.pipeline.stages],
             "streamed_layers": [stage.num_streamed for stage in self.pipeline.stages],
             "micro_batches": self.limits.groups,
             "steps_in_flight": self.steps_in_flight,
-            "links": [
-                kind
-                for kind in (*(graph_stage.link_kind for graph_stage in graph_stages), self._tokens.link_kind)
-                if kind
-            ],
+            "links": [kind for kind in (*links, self._tokens.link_kind) if kind],
         }
 
     def status(self) -> dict[str, Any]:
@@ -388,10 +390,7 @@ class ModelRunner:
             "kernels": {"used": self.pipeline.stages[0].ops.name, "refused": self.pipeline.kernel_refusals},
             "decode_graphs": self.graphs.refusal or "used",
             "pipeline": self._pipeline_status(),
-            "samplers": {
-                "used": self.step_sampler.used,
-                "refused": self.step_sampler.refusals,
-            },
+            "samplers": {"used": self.step_sampler.used, "refused": self.step_sampler.refusals},
             "max_running": self.limits.max_running,
             "free_slots": self.pool.tiers.slots.num_free,
             "state_bytes": self.pipeline.slot_bytes,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from native.tensors import on_device
+from rwkv_batch.core.drafters import Draft
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.adapter_table import NO_ADAPTER
@@ -57,6 +58,15 @@ def mix_logits(logits: Tensor, sampling_rows: list[ScheduledRow]) -> Tensor:
     return result
 
 
+def split_drafts(logits: Tensor, sampling_rows: list[ScheduledRow]) -> tuple[Tensor, Tensor | None]:
+    """Return the logits [E, V] of a step's own device rows, and those of its drafts [D, V] for later, if any."""
+    count = num_device_rows(sampling_rows)
+    if len(logits) == count:
+        return logits, None
+    # On a GPU, the step's other launches overwrite the logits.
+    return logits[:count], logits[count:].clone() if logits.is_cuda else logits[count:]
+
+
 class RowInputs:
     """Builds a step's inputs from scheduled rows. Engine thread."""
 
@@ -66,25 +76,33 @@ class RowInputs:
         self._device = device
 
     def build(self, rows: list[ScheduledRow], last_tokens: LastTokens) -> StepInputs:
-        """Return the rows' inputs. Tokens unknown to the host are filled in from `last_tokens`."""
+        """Return the rows' inputs. Tokens unknown to the host are filled in from `last_tokens`.
+
+        Device rows of drafts come last, and so do their logits.
+        """
         reads = [slot for row in rows for slot in read_slots(row.sequence)]
         writes = [slot for row in rows for slot in write_slots(row.sequence)]
         if len(reads) > len(rows):  # each member of a mixture is a device row
             rows = [row for row in rows for _ in range(1 + len(row.sequence.members))]
         sequences = [row.sequence for row in rows]
-        inputs = step_inputs(
-            [
-                row.sequence.token_ids[
-                    row.sequence.num_computed_tokens : row.sequence.num_computed_tokens + row.num_tokens
-                ]
-                for row in rows
-            ],
-            reads,
-            writes,
-            [i for i, row in enumerate(rows) if row.samples_token],
-        )
+        tokens = [
+            row.sequence.token_ids[row.sequence.num_computed_tokens : row.sequence.num_computed_tokens + row.num_tokens]
+            for row in rows
+        ]
+        logit_rows = [i for i, row in enumerate(rows) if row.samples_token]
+        drafts: list[Draft] = []
+        for i, sequence in enumerate(list(sequences)):
+            if (draft := sequence.draft) is not None:
+                drafts.append(draft)
+                sequences.append(sequence)
+                tokens.append(tokens[i] + draft.tokens)
+                reads.append(reads[i])
+                writes.append(draft.slot)
+        inputs = step_inputs(tokens, reads, writes, logit_rows)
+        if drafts:
+            _add_draft_logits(inputs, drafts)
         if (adapters := self.adapters_of(sequences)) is not None:
-            inputs.adapters = torch.tensor(adapters).repeat_interleave(torch.tensor([row.num_tokens for row in rows]))
+            inputs.adapters = torch.tensor(adapters).repeat_interleave(torch.tensor([len(ids) for ids in tokens]))
         pending = [i for i, sequence in enumerate(sequences) if sequence.is_next_token_pending]
         if pending:
             inputs = inputs.to(self._device)
@@ -99,6 +117,15 @@ class RowInputs:
         if not self._adapters.num_refs or all(sequence.adapter is None for sequence in sequences):
             return None
         return [NO_ADAPTER if one.adapter is None else one.adapter.slot_index for one in sequences]
+
+
+def _add_draft_logits(inputs: StepInputs, drafts: list[Draft]) -> None:
+    """Add logits after every drafted token. The drafts' device rows are the last ones."""
+    indices: list[int] = []
+    for draft, end in zip(drafts, inputs.cu_seqlens[-len(drafts) :].tolist(), strict=True):
+        draft.first_logit = len(indices)
+        indices += range(end - len(draft.tokens), end)
+    inputs.logit_tokens = torch.cat([inputs.logit_tokens, torch.tensor(indices)])
 
 
 def slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:

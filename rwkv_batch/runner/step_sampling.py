@@ -15,6 +15,7 @@ from torch import Tensor
 from native.tensors import on_device
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.shares import StepCosts
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.links import HostCopy, LastTokens, TokenCopy
 from rwkv_batch.runner.prompt_logprobs import InFlightScores
@@ -81,12 +82,32 @@ class InFlightStep:
     """see `Pipeline`"""
     sample_s: float = 0.0
     """for the unconstrained rows"""
+    draft_logits: Tensor | None = None
+    """[d, V] fp32: after each drafted token of the rows' drafts, in order"""
     constrained_sample_s: float = 0.0
     """seconds to compute masks and to sample the constrained rows"""
 
     @property
     def awaits_masks(self) -> bool:
         return self.deferred is not None
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens that it verifies."""
+        return 0 if self.draft_logits is None else len(self.draft_logits)
+
+    @property
+    def costs(self) -> StepCosts:
+        """What the launched step cost until now."""
+        num_sampling = len(self.sampling_rows)
+        return StepCosts(
+            tokens=sum(row.num_tokens for row in self.rows),
+            num_sampling=num_sampling,
+            unconstrained=num_sampling - len(self.deferred_rows),
+            launch_s=self.launched - self.started,
+            layers_s=self.layers_s,
+            sample_s=self.sample_s,
+        )
 
     @property
     def deferred_rows(self) -> list[ScheduledRow]:
@@ -98,6 +119,10 @@ class Step(NamedTuple):
 
     number: int
     parts: list[InFlightStep]
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(part.num_drafted for part in self.parts)
 
     @property
     def samples_first_token(self) -> bool:
@@ -210,6 +235,18 @@ class StepSampler:
         started = time.perf_counter()
         self._sample_rows(step, unconstrained, logits, unconstrained, last_tokens)
         step.sample_s = time.perf_counter() - started
+
+    def sample_drafts(self, step: InFlightStep, rows: list[ScheduledRow], last_tokens: LastTokens) -> InFlightStep:
+        """Sample after the accepted drafted tokens of these rows of a step. Does not wait for the device.
+
+        Constrained rows await `sample_constrained`.
+        """
+        assert step.draft_logits is not None
+        drafts = [row.sequence.draft for row in rows]
+        row_indices = [draft.first_logit + draft.num_accepted - 1 for draft in drafts if draft is not None]
+        part = InFlightStep(rows, rows, number=step.number)
+        self.sample(part, _select_rows(step.draft_logits, row_indices), last_tokens)
+        return part
 
     def sample_constrained(self, step: InFlightStep, last_tokens: LastTokens) -> list[tuple[Sequence, GrammarError]]:
         """Sample for the running constrained rows; return those whose grammar failed, with the errors."""

@@ -56,7 +56,7 @@ def engine(model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest
 @pytest.fixture
 def jump_forward_disabled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that disables jump-forward decoding."""
-    return lambda: monkeypatch.setattr(engine.jobs, "jump_forward_max_rows", -1)
+    return lambda: monkeypatch.setattr(engine.jobs.jump_forward, "max_rows", -1)
 
 
 def rows() -> list[GenerateRequest]:
@@ -124,8 +124,8 @@ def test_answers_equal_those_of_sampling_every_token(
 
 
 def test_on_a_cpu_any_number_of_rows_jumps_forward(engine: Engine) -> None:
-    assert engine.jobs.jump_forward_max_rows >= engine.model_runner.limits.max_running
-    before = engine.jobs.jump_forward_tokens
+    assert engine.jobs.jump_forward.max_rows >= engine.model_runner.limits.max_running
+    before = engine.jobs.jump_forward.num_tokens
     run(
         engine,
         *(
@@ -133,7 +133,7 @@ def test_on_a_cpu_any_number_of_rows_jumps_forward(engine: Engine) -> None:
             for i in range(40)
         ),
     )
-    assert engine.jobs.jump_forward_tokens - before >= 40 * 3
+    assert engine.jobs.jump_forward.num_tokens - before >= 40 * 3
 
 
 def test_rows_end_at_the_same_token(engine: Engine, jump_forward_disabled: Any) -> None:

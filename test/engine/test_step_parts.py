@@ -311,7 +311,7 @@ def test_jump_forward_text_of_any_length_is_read(model: Path, whole: Engine) -> 
         with started_engine(model, prefill_chunk=4, overlap_on_cpu=overlaps) as engine:
             engine.model_runner.graphs.decode = FakeGraphs(engine.model_runner)  # type: ignore[assignment]
             assert [run(engine, row).all_texts for row in rows] == expected
-            assert engine.jobs.jump_forward_tokens > 0
+            assert engine.jobs.jump_forward.num_tokens > 0
 
 
 def test_sessions_continue(model: Path, engine: Engine) -> None:

@@ -21,7 +21,7 @@ FREE = Constraint(form=Form.REGEX, source="(?s:.*)", after=THINK_END, thought_to
 def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Engine]:
     """Engines without and with jump-forward decoding."""
     with started_engine(tiny_model) as running:
-        running.jobs.jump_forward_max_rows = request.param
+        running.jobs.jump_forward.max_rows = request.param
         yield running
 
 

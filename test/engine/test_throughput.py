@@ -57,7 +57,7 @@ def test_counters_have_their_former_names_too(clock: Clock) -> None:
     counted = Throughput()
     assert counted.prefill_time_s(100) == 0.0, "no prompt was read yet"
     counted.count(rows(30, 5), 2, started=98.0, launched=98.1)
-    counted.count_jump_forward(3)
+    counted.count_added(3)
     clock.now = 100.2
     counted.count(rows(4), 1, started=100.1, launched=100.1)
     assert counted.stats() == {

@@ -136,13 +136,13 @@ def test_jump_forward_text_is_read_at_once(engine: Engine, monkeypatch: pytest.M
     """Equal to sampling one by one except on near-ties: the token count chooses the GEMM kernels."""
     how = SamplingParams(seed=4, top_k=20, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.95)
     rows = [make_request(f"A person {i}:", constraint=schema(PERSON), sampling=how, max_tokens=90) for i in range(24)]
-    before = engine.jobs.jump_forward_tokens
+    before = engine.jobs.jump_forward.num_tokens
     at_once = run(engine, *rows)
-    taken = engine.jobs.jump_forward_tokens - before
+    taken = engine.jobs.jump_forward.num_tokens - before
     assert taken > 24 * 4
-    monkeypatch.setattr(engine.jobs, "jump_forward_max_rows", -1)
+    monkeypatch.setattr(engine.jobs.jump_forward, "max_rows", -1)
     one_by_one = run(engine, *rows)
-    assert engine.jobs.jump_forward_tokens == before + taken
+    assert engine.jobs.jump_forward.num_tokens == before + taken
     assert sum(a == b for a, b in zip(at_once.all_texts, one_by_one.all_texts, strict=True)) >= 18
     for text in at_once.all_texts:
         if text.endswith(b"}"):

@@ -150,7 +150,7 @@ def smallest_fitting(sizes: Sequence[PrefillSize], inputs: StepInputs) -> Prefil
     """
     if inputs.tokens.is_cuda or inputs.adapters is not None:
         return None
-    rows, tokens = len(inputs.read_slots), len(inputs.tokens)
+    rows, tokens = max(len(inputs.read_slots), len(inputs.logit_tokens)), len(inputs.tokens)
     return next((size for size in sizes if size.holds(rows, tokens)), None)
 
 

@@ -1,0 +1,180 @@
+"""Drafters guess a row's next tokens. A step then verifies them (`core/speculation.py`). No torch.
+
+A row has one `RowDrafter`: it chooses the drafter and the number of tokens by what was accepted so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+MAX_DRAFT_TOKENS = 16
+"""Tokens of a draft at most."""
+MATCHES = (4, 2)
+"""Lengths of the n-grams that a lookup finds, longest first."""
+MAX_LOOKUP_TOKENS = 16384
+"""Latest tokens of a text that a lookup searches."""
+TOKENS_PER_CALL = 512
+"""Tokens that a lookup adds to its index at a time, so that long prompts delay no step."""
+MAX_MISSES = 2
+"""Wrong tokens in a row after which a lookup gives up its place in the text."""
+
+
+class Drafter(Protocol):
+    """Guesses the tokens after a text."""
+
+    name: str
+
+    def propose(self, ids: Sequence[int], length: int, count: int) -> list[int]:
+        """Return up to `count` tokens that may follow ids[:length].
+
+        The text of each call begins with the text of the call before.
+        """
+        ...
+
+
+class LookupDrafter:
+    """Finds the last tokens of the text in a source, and proposes the tokens that follow there.
+
+    The source is the text itself or another text. While tokens match, the drafter keeps its place in the source. It
+    also keeps it over MAX_MISSES wrong tokens: a text may repeat the source with a word replaced.
+    """
+
+    def __init__(self, name: str, source: list[int] | None = None, start: int = 0) -> None:
+        """source: None: the text itself. start: length of the text at which another source begins"""
+        self.name = name
+        self._source = source
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in MATCHES]
+        """by length in MATCHES: n-gram -> index after its latest occurrence in the source"""
+        self._indexed = 0
+        self._length = start
+        """of the text at the last call"""
+        self._place = None if source is None else 0
+        """index in the source of the token expected next"""
+        self._misses = 0
+
+    def propose(self, ids: Sequence[int], length: int, count: int) -> list[int]:
+        """See Drafter."""
+        source, end = (ids, length) if self._source is None else (self._source, len(self._source))
+        # The n-gram at the end of the text itself is not indexed: nothing follows it yet.
+        self._index(source, end - (self._source is None))
+        self._find_place(ids, length, source, end)
+        place = self._place
+        if place is None or place >= end:
+            return []
+        if self._source is None:  # a text that repeats itself continues in circles
+            period = end - place
+            return [source[place + i % period] for i in range(count)]
+        return list(source[place : place + count])
+
+    def _index(self, source: Sequence[int], end: int) -> None:
+        begin = max(self._indexed, end - MAX_LOOKUP_TOKENS)
+        self._indexed = min(end, begin + TOKENS_PER_CALL)
+        for number, ends in zip(MATCHES, self._ends, strict=True):
+            for i in range(max(begin, number - 1), self._indexed):
+                ends[tuple(source[i + 1 - number : i + 1])] = i + 1
+
+    def _find_place(self, ids: Sequence[int], length: int, source: Sequence[int], end: int) -> None:
+        if self._place is not None:
+            self._place += length - self._length
+        self._length = length
+        place, shortest = self._place, MATCHES[-1]
+        if place is not None and shortest <= place < end:
+            if list(source[place - shortest : place]) == list(ids[length - shortest : length]):
+                self._misses = 0
+                return
+        elif place == 0:
+            return
+        for number, ends in zip(MATCHES, self._ends, strict=True):
+            if (found := ends.get(tuple(ids[length - number : length]))) is not None:
+                self._place, self._misses = found, 0
+                return
+        self._misses += 1
+        if place is None or place >= end or self._misses > MAX_MISSES:
+            self._place = None
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Tokens of one drafter."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class Draft:
+    """A row's drafted tokens in a launched step."""
+
+    tokens: list[int]
+    start: int
+    """index of the first drafted token in `Sequence.token_ids`"""
+    slot: int
+    """the state after all drafted tokens"""
+    drafter: str
+    first_logit: int = 0
+    """index in `InFlightStep.draft_logits` of the logits after the first drafted token"""
+    num_accepted: int = 0
+
+    def accepts(self, ids: Sequence[int]) -> bool:
+        """Return whether the row's tokens agree with the draft and the logits after them are known."""
+        count = len(ids) - self.start
+        return self.num_accepted < count <= len(self.tokens) and list(ids[self.start :]) == self.tokens[:count]
+
+
+PRIOR_TRIALS = 2.0
+"""Tokens that the expected acceptance of a new row counts for."""
+MEMORY = 0.8
+"""Weight of older drafts in a row's acceptance."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How many of a drafter's tokens a row accepts."""
+
+    prior: float
+    accepted: float = 0.0
+    rejected: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """The expected chance that a drafted token is accepted."""
+        accepted = self.accepted + PRIOR_TRIALS * self.prior
+        return accepted / (self.accepted + self.rejected + PRIOR_TRIALS)
+
+    def record(self, num_tokens: int, num_accepted: int) -> None:
+        self.accepted = MEMORY * self.accepted + num_accepted
+        self.rejected = MEMORY * self.rejected + (num_accepted < num_tokens)
+
+
+@dataclass(slots=True)
+class RowDrafter:
+    """A row's drafters, in order of preference, and their acceptance."""
+
+    drafters: Sequence[Drafter]
+    acceptances: dict[str, Acceptance] = field(default_factory=dict)
+    counts: dict[str, DraftCounts] = field(default_factory=dict)
+
+    def record(self, draft: Draft) -> None:
+        """Count a verified draft."""
+        count = self.counts.setdefault(draft.drafter, DraftCounts())
+        count.drafted += len(draft.tokens)
+        count.accepted += draft.num_accepted
+        self.acceptances[draft.drafter].record(len(draft.tokens), draft.num_accepted)
+
+
+def best_length(rate: float, token_cost: float, num_read: int) -> int:
+    """Return the number of tokens to draft. 0 if no draft pays.
+
+    rate: chance that a token is accepted
+    token_cost: time of one more token in the step, in tokens that the step yields in that time without drafts
+    num_read: known tokens that the draft's device row reads again
+    """
+    best, best_gain, gain, chance = 0, 0.0, -token_cost * num_read, 1.0
+    for length in range(1, MAX_DRAFT_TOKENS + 1):
+        chance *= rate
+        gain += chance - token_cost
+        if gain > best_gain:
+            best, best_gain = length, gain
+    return best

@@ -1,0 +1,255 @@
+"""Speculative decoding: a step verifies guessed tokens, and keeps those that sampling chooses anyway. No torch.
+
+A row with a draft takes two device rows of one step:
+
+- its own, which reads the known tokens as always and samples the next one
+- the draft's, which reads the known tokens and the draft from the same state, into another slot. It has logits after
+  each drafted token.
+
+When the step's token is known and equals the first drafted one, the logits after that one are the logits of the next
+step: the row samples from them, commits the token, and so on. So sampling, penalties, grammars, stops and log-
+probabilities see the same logits in the same order as without drafts. If all drafted tokens are accepted, the row
+continues from the draft's slot; else from its own, and its next step reads the accepted tokens.
+
+The other way is to store the state after every drafted token. It reads k + 1 tokens instead of 2 u + k (u: accepted
+tokens not in the state, k: drafted ones), but takes k slots instead of two, and kernels that write them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from rwkv_batch.core.drafters import (
+    MAX_DRAFT_TOKENS,
+    Acceptance,
+    Draft,
+    DraftCounts,
+    Drafter,
+    LookupDrafter,
+    RowDrafter,
+    best_length,
+)
+from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.core.sequence import PENDING, Phase, Sequence, SharedSlot
+from state_pool.cache.slots import Slots
+
+MAX_ROWS = 32
+"""Rows of a step at most for drafts."""
+MAX_READ = 32
+"""Known tokens of a row at most that its draft reads again."""
+CERTAIN_COST = 0.1
+"""Cost of a drafted token before anything is measured, and with `ngram`."""
+SMOOTHING = 0.2
+PROBE_TOKENS = 4
+"""Tokens of a draft that shows whether a text that was not predictable is so by now."""
+PROBE_SHARE = 0.01
+"""Share of the time for such drafts."""
+MAX_PROBES = 2.0
+"""Their cost at most, in tokens, after a time without them."""
+
+
+def make_drafters(sequence: Sequence) -> list[Drafter]:
+    """Return the drafters of a row that starts to sample."""
+    lookup = LookupDrafter("ngram")
+    prediction = sequence.request.prediction
+    return [LookupDrafter("prediction", prediction, sequence.prompt_end), lookup] if prediction else [lookup]
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Measured times of steps without prompts."""
+
+    plain_s: dict[int, float]
+    """by number of rows: smoothed seconds of a step without drafts"""
+    token_s: float | None = None
+    """smoothed seconds that a device row's token adds to a step with drafts"""
+
+    def count(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
+        """Count a step. num_draft_tokens: all tokens of its drafts' device rows"""
+        before = self.plain_s.get(num_rows)
+        if not num_draft_tokens:
+            self.plain_s[num_rows] = _smooth(before, seconds)
+        elif before is not None:
+            added = max(0.0, min(seconds, 4 * before) - before) / num_draft_tokens
+            self.token_s = _smooth(self.token_s, added)
+
+    def token_cost(self, num_rows: int) -> float:
+        """Return the cost of a drafted token, in tokens that the step would yield meanwhile."""
+        plain_s = self.plain_s.get(num_rows)
+        if plain_s is None or self.token_s is None:
+            return CERTAIN_COST * num_rows
+        return self.token_s * num_rows / plain_s
+
+
+def _smooth(before: float | None, now: float) -> float:
+    return now if before is None else before + (now - before) * SMOOTHING
+
+
+class DraftTotals(NamedTuple):
+    """A drafter's tokens since the start."""
+
+    drafted: int
+    accepted: int
+
+
+class Speculation:
+    """Drafts of all rows. Owned by the engine's thread."""
+
+    def __init__(self, mode: str, slots: Slots, forget_plain: Callable[[Sequence], None]) -> None:
+        """mode: `EngineConfig.speculate`
+
+        forget_plain: makes the scheduler create the row's next `ScheduledRow` anew
+        """
+        self.mode = mode
+        self._slots = slots
+        self._forget_plain = forget_plain
+        self.make_drafters: Callable[[Sequence], list[Drafter]] = make_drafters
+        self.times = StepTimes({})
+        self._totals: dict[str, DraftCounts] = {}
+        self._probe_credit = MAX_PROBES
+        """tokens that probes may cost by now"""
+        self._last_end = 0.0
+
+    # Before a step -------------------------------------------------------------------------------------------
+
+    def add_drafts(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
+        """Return a step's rows with their drafts. A row whose draft needs a token in flight is left out."""
+        if self.mode == "off" or len(rows) > MAX_ROWS:
+            return rows
+        token_cost = CERTAIN_COST if self.mode == "ngram" else self.times.token_cost(len(rows))
+        self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE * len(rows))
+        result, has_drafts = [], False
+        for row in rows:
+            draft = self._propose(row, token_cost)
+            if draft is None:
+                result.append(row)
+            elif row.sequence.token_ids[-1] != PENDING:
+                has_drafts |= self._take_slots(row.sequence, draft)
+                result.append(row)
+        return [_without_device_token(row) for row in result] if has_drafts else result
+
+    def _propose(self, row: ScheduledRow, token_cost: float) -> Draft | None:
+        """Return a draft for a scheduled row, if one pays."""
+        sequence = row.sequence
+        if not _may_draft(row):
+            return None
+        if sequence.drafter is None:
+            sequence.drafter = RowDrafter(self.make_drafters(sequence))
+        ids = sequence.token_ids
+        is_pending = ids[-1] == PENDING
+        known = len(ids) - is_pending
+        room = sequence.request.max_tokens - (known - sequence.prompt_end) - 1
+        if room < 1:
+            return None
+        for drafter in sequence.drafter.drafters:
+            acceptance = sequence.drafter.acceptances.get(drafter.name)
+            if acceptance is None:
+                acceptance = sequence.drafter.acceptances[drafter.name] = Acceptance(self._prior(drafter.name))
+            tokens = drafter.propose(ids, known, min(MAX_DRAFT_TOKENS, room) + is_pending)
+            if len(tokens) > is_pending and (length := self._length(acceptance.rate, token_cost, row.num_tokens)):
+                return Draft(tokens[:length], known, -1, drafter.name)
+        return None
+
+    def _prior(self, name: str) -> float:
+        """Return the expected acceptance of a new row."""
+        total = self._totals.get(name, DraftCounts())
+        return (total.accepted + 6) / (total.drafted + 10)
+
+    def _length(self, rate: float, token_cost: float, num_read: int) -> int:
+        """Return how many tokens to draft."""
+        if self.mode == "ngram":
+            return MAX_DRAFT_TOKENS
+        length, probe_cost = best_length(rate, token_cost, num_read), token_cost * (PROBE_TOKENS + num_read)
+        if length or probe_cost > self._probe_credit:
+            return length
+        self._probe_credit -= probe_cost
+        return PROBE_TOKENS
+
+    def _take_slots(self, sequence: Sequence, draft: Draft) -> bool:
+        """Give the draft a slot, and keep the state that both device rows read. Returns False without free slots."""
+        slot = self._slots.allocate()
+        if slot is None:
+            return False
+        if sequence.read_slot == sequence.write_slot:
+            fresh, old = self._slots.allocate(), sequence.slot
+            if fresh is None:
+                self._slots.drop_ref(slot)
+                return False
+            sequence.shared, sequence.slot = SharedSlot(old, partial(self._slots.drop_ref, old)), fresh
+        draft.slot, sequence.draft = slot, draft
+        self._forget_plain(sequence)
+        return True
+
+    # After a step --------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def accepted_rows(rows: Iterable[ScheduledRow]) -> list[ScheduledRow]:
+        """Return the rows whose next token can be sampled from the draft's logits."""
+        result = []
+        for row in rows:
+            sequence, draft = row.sequence, row.sequence.draft
+            if draft is None or sequence.phase is not Phase.RUNNING or not draft.accepts(sequence.token_ids):
+                continue
+            draft.num_accepted = len(sequence.token_ids) - draft.start
+            sequence.token_ids.append(PENDING)
+            result.append(row)
+        return result
+
+    def settle(self, sequence: Sequence) -> None:
+        """End a verified draft. The row continues from the draft's state if all of it was accepted."""
+        draft = sequence.draft
+        if draft is None:
+            return
+        # Text that may be a stop must not be in a session's state.
+        is_usable = sequence.lease is None or not sequence.output.has_held_text
+        is_accepted = draft.num_accepted == len(draft.tokens) and sequence.phase is Phase.RUNNING
+        if is_accepted and is_usable and sequence.shared is None:
+            sequence.slot, draft.slot = draft.slot, sequence.slot
+            sequence.num_computed_tokens = draft.start + len(draft.tokens)
+        self.drop(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Count a row's draft and free its slot."""
+        draft, sequence.draft = sequence.draft, None
+        if draft is None:
+            return
+        self._slots.drop_ref(draft.slot)
+        assert sequence.drafter is not None
+        sequence.drafter.record(draft)
+        total = self._totals.setdefault(draft.drafter, DraftCounts())
+        total.drafted += len(draft.tokens)
+        total.accepted += draft.num_accepted
+
+    def count_step(self, rows: list[ScheduledRow], started: float, num_draft_tokens: int) -> None:
+        """Measure a step whose tokens are committed. started: its launch"""
+        if self.mode == "off" or len(rows) > MAX_ROWS:
+            return
+        now = time.monotonic()
+        seconds, self._last_end = now - max(started, self._last_end), now
+        if num_draft_tokens or all(row.num_tokens == 1 for row in rows):
+            self.times.count(len(rows), num_draft_tokens, seconds)
+
+    @property
+    def totals(self) -> dict[str, DraftTotals]:
+        """Tokens by drafter."""
+        return {name: DraftTotals(total.drafted, total.accepted) for name, total in self._totals.items()}
+
+
+def _may_draft(row: ScheduledRow) -> bool:
+    sequence = row.sequence
+    if not row.samples_token:
+        return False
+    is_plain_text = not (sequence.members or sequence.scored or sequence.cache_points)
+    return is_plain_text and row.num_tokens <= MAX_READ and sequence.request.speculation != "off"
+
+
+def _without_device_token(row: ScheduledRow) -> ScheduledRow:
+    """Return a row whose token comes from the host, if the host knows it: one launch then runs all rows."""
+    sequence = row.sequence
+    if not row.uses_device_token or sequence.token_ids[-1] == PENDING or sequence.members:
+        return row
+    return replace(row, uses_device_token=False, is_plain=False)
