@@ -383,7 +383,7 @@ class Engine:
                 self._sample_constrained_part(part)
                 self.jobs.commit(rows, self.model_runner.read(part), step.number)
                 num_accepted += len(rows)
-        except Exception as error:  # noqa: BLE001 - as in `_launch`
+        except (RuntimeError, MemoryError) as error:  # of the device
             self._fail_step(step.rows, error)
         self.jobs.settle_drafts(step.rows)
         return num_accepted
