@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rwkv_batch.core.drafters import Drafter
+from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, TOKENS_PER_CALL, Drafter, LookupDrafter, best_length
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.speculation import make_drafters
 from rwkv_batch.engine import Engine
@@ -22,7 +22,7 @@ from sampling.params import Filters, Method, SamplingParams
 from state_pool.config import PoolConfig
 from test.engine.test_constraints import LOOPS, PERSON, choice, lark, regex, schema
 from test.engine.test_step_parts import FakeGraphs
-from test.harness import RunningJob, make_request, paused_engine, run, started_engine, tiny_model
+from test.harness import RunningJob, free_slots, make_request, paused_engine, run, started_engine, tiny_model
 
 CASES = int(os.environ.get("RWKV_SPECULATION_CASES", "15"))
 """Jobs per loop. Issue 40 asks for 5,000 in all."""
@@ -225,6 +225,50 @@ def test_drafts_change_nothing(model: Path, tmp_path: Path, loop: str) -> None:
         for seed in range(first, first + CASES):
             check_case(off, on, answers, seed)
         totals = on.speculation.totals
-        assert min(totals[name].drafted for name in ("test", "ngram", "prediction")) > 0
         assert sum(total.drafted for total in totals.values()) > sum(total.accepted for total in totals.values()) > 0
         assert not off.speculation.totals
+
+
+def test_a_repeated_text_takes_few_steps(model: Path) -> None:
+    """Rejected drafts are in no count of the answer but their own."""
+    repeated = make_request("x", max_tokens=49, sampling=SamplingParams(temperature=0.0, logit_bias={300: 100.0}))
+    other = make_request("x", max_tokens=17, prediction=[7, 8, 9], ignore_eos=True)
+    with started_engine(model, speculate="ngram") as engine:
+        slots = free_slots(engine)
+        job = run(engine, repeated)
+        assert job.finishes[0].completion_tokens == 49 and engine.throughput.steps <= 8
+        assert job.finishes[0].accepted_drafts["ngram"] >= 40
+        assert engine.throughput.generated_tokens == 49
+        finish = run(engine, other).finishes[0]
+        assert finish.rejected_drafts["prediction"] >= 3 and finish.completion_tokens == 17
+        before = dict(engine.speculation.totals)
+        off = run(engine, msgspec.structs.replace(repeated, speculation="off")).finishes[0]
+        assert not off.accepted_drafts and engine.speculation.totals == before
+        assert free_slots(engine) == slots
+
+
+def test_a_lookup_continues_after_the_latest_occurrence() -> None:
+    lookup = LookupDrafter("ngram")
+    text = [1, 2, 3, 4, 5, 9, 2, 3, 7, 2, 3]
+    assert lookup.propose(text, len(text), 3) == [7, 2, 3]
+    assert LookupDrafter("ngram").propose([5, 6, 5, 6], 4, 5) == [5, 6, 5, 6, 5], "in circles"
+    assert LookupDrafter("ngram").propose([1, 2, 3], 3, 5) == []
+    long = [*range(1000, 1000 + 3 * TOKENS_PER_CALL), 1000, 1001]
+    lookup = LookupDrafter("ngram")
+    assert lookup.propose(long, len(long), 2) == [1002, 1003], "the first tokens are indexed first"
+
+
+def test_a_prediction_is_followed_over_a_replaced_word() -> None:
+    prediction = [11, 12, 13, 14, 15, 16, 17]
+    drafter = LookupDrafter("prediction", prediction, start=2)
+    assert drafter.propose([1, 2], 2, 3) == [11, 12, 13]
+    assert drafter.propose([1, 2, 11, 12, 99], 5, 3) == [14, 15, 16]
+    text = [1, 2, 11, 12, 99, 98, 97, 96, 15, 16]
+    proposed = [drafter.propose(text, length, 3) for length in range(6, 11)]
+    assert proposed == [[15, 16, 17], [], [], [], [17]], "too many wrong tokens, until two match again"
+
+
+def test_a_draft_is_as_long_as_it_pays() -> None:
+    assert best_length(0.0, 0.1, 1) == 0 and best_length(0.9, 5.0, 1) == 0
+    lengths = [best_length(rate, 0.1, 1) for rate in (0.3, 0.5, 0.7, 0.9, 1.0)]
+    assert lengths == sorted(lengths) and lengths[-1] == MAX_DRAFT_TOKENS
