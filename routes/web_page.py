@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ class WebFile:
     content: bytes
     content_type: str
     etag: str
+    gzipped: bytes
 
 
 def read_files(folder: Path = FOLDER) -> dict[str, WebFile]:
@@ -62,7 +64,9 @@ def read_files(folder: Path = FOLDER) -> dict[str, WebFile]:
         if path.is_file() and path.suffix in _CONTENT_TYPES:
             content = path.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[path.relative_to(folder).as_posix()] = WebFile(content, _CONTENT_TYPES[path.suffix], etag)
+            found[path.relative_to(folder).as_posix()] = WebFile(
+                content, _CONTENT_TYPES[path.suffix], etag, gzip.compress(content, mtime=0)
+            )
     return found
 
 
@@ -70,12 +74,13 @@ def _answer(file: WebFile) -> HttpResponse:
     headers = {
         "Cache-Control": "no-cache",  # the client revalidates each time; 304 if the ETag still matches
         "ETag": file.etag,
+        "Vary": "Origin, Accept-Encoding",
         "Content-Security-Policy": POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cross-Origin-Opener-Policy": "same-origin",
     }
-    return HttpResponse(file.content, content_type=file.content_type, headers=headers)
+    return HttpResponse(file.content, content_type=file.content_type, headers=headers, gzipped=file.gzipped)
 
 
 class FileQuery(Fields):

@@ -62,6 +62,8 @@ class HttpResponse:
     status: int = 200
     content_type: str = JSON
     headers: dict[str, str] = field(default_factory=dict)
+    gzipped: bytes = b""
+    """The body for clients that accept gzip. Empty: there is none."""
 
 
 class Chunks(Iterator[bytes], Protocol):

@@ -26,11 +26,30 @@ const values = createStore(kept());
 values.subscribe((now) => settings.set("decode", JSON.stringify(now)));
 /** Field -> {default, description, lowest, highest, whole}. Empty until the document is loaded. */
 const described = createStore({});
-const models = createStore([]);
-const model = createStore("");
+/** What a request may name, by field: names that the service lists. */
+const CHOICES = {
+  model: { path: "/v1/models", name: (one) => one.id },
+  state: { path: "/v1/states", name: (one) => one.name },
+  adapter: { path: "/v1/adapters", name: (one) => one.name },
+};
+const listed = createStore({});
+const chosen = createStore({});
 
 export const decodeFields = () => ({ ...values.get() });
-export const chosenModel = () => (model.get() ? { model: model.get() } : {});
+/** The chosen model, tuned state and adapter, as fields of a request. */
+export const chosenModel = () => ({ ...chosen.get() });
+
+/** Load the names again. A name that is gone is no longer chosen. */
+export async function loadChoices() {
+  for (const [field, { path, name }] of Object.entries(CHOICES)) {
+    const names = await request(path).then((answer) => answer.json()).then(({ data }) => data.map(name)).catch(() => null);
+    if (!names) continue;
+    listed.set((known) => ({ ...known, [field]: names }));
+    if (!names.includes(chosen.get()[field])) choose(field, "");
+  }
+}
+
+const choose = (field, name) => chosen.set(({ [field]: _, ...others }) => (name ? { ...others, [field]: name } : others));
 
 const branch = (field) => (field.anyOf ?? [field]).find((one) => one.type !== "null");
 
@@ -44,7 +63,6 @@ async function describe() {
     found[name] = { default: fields[name].default, description: fields[name].description, lowest: minimum, highest, whole: type === "integer" };
   }
   described.set(found);
-  models.set((await (await request("/v1/models")).json()).data.map((one) => one.id));
 }
 
 function change(name, field, text) {
@@ -72,20 +90,31 @@ function Parameter({ name, field, prefix }) {
   </div>`;
 }
 
+/** Selects for model, tuned state and adapter, each if there is a choice. They are loaded again when `visible` changes. */
+export function ModelChoice({ prefix, visible }) {
+  useLanguage();
+  const names = useStore(listed);
+  const now = useStore(chosen);
+  useEffect(() => {
+    if (visible) loadChoices();
+  }, [visible]);
+  const none = { model: null, state: t("decode.noState"), adapter: t("decode.noAdapter") };
+  return Object.keys(CHOICES).filter((field) => names[field]?.length > (none[field] ? 0 : 1)).map((field) => html`<label key=${field}>${t(`choice.${field}`)}
+    ${" "}<select id="${prefix}-${field}" value=${now[field] ?? ""} onChange=${(event) => choose(field, event.currentTarget.value)}>
+      ${none[field] && html`<option value="" selected=${!now[field]}>${none[field]}</option>`}
+      ${names[field].map((name) => html`<option value=${name} selected=${name === now[field]}>${name}</option>`)}</select></label>`);
+}
+
 /** The parameters, collapsed by default. */
 export function DecodeParameters({ prefix }) {
   useLanguage();
   const fields = useStore(described);
-  const names = useStore(models);
   const changed = Object.keys(useStore(values)).length;
   useEffect(() => {
     if (!Object.keys(described.get()).length) describe().catch(() => {});
   }, []);
   return html`<details class="parameters">
     <summary>${t("decode.title")}${changed ? ` (${t("decode.changed", { count: changed })})` : ""}</summary>
-    ${names.length > 1 && html`<label>${t("decode.model")}
-      <select onChange=${(event) => model.set(event.currentTarget.value)}>${names.map((name) => html`<option selected=${name === model.get()}>${name}</option>`)}</select>
-    </label>`}
     <p class="row" role="group" aria-label=${t("decode.presets")}>${Object.keys(PRESETS).map((preset) => html`<button onClick=${() => usePreset(preset)}>${t(`preset.${preset}`)}</button>`)}</p>
     <div class="grid">${Object.entries(fields).map(([name, field]) => html`<${Parameter} key=${name} ...${{ name, field, prefix }} />`)}</div>
     <button onClick=${() => values.set({})} disabled=${!changed}>${t("decode.reset")}</button>

@@ -39,6 +39,28 @@ async function poll() {
   });
 }
 
+const LOST_MS = 8000;
+const MAX_AWAY_MS = 600_000;
+
+/**
+ * Wait until a service that was lost answers again. false: the error has another cause, or it stays away.
+ * Throws AbortError after `signal`.
+ */
+export async function recovered(error, signal) {
+  if (![0, 200, 502, 503].includes(error.status)) return false;
+  const { restarts } = service.get();
+  const started = Date.now();
+  let wasAway = false;
+  for (;;) {
+    const now = service.get();
+    wasAway ||= now.state === "unreachable" || now.restarts > restarts;
+    if (wasAway && now.state === "ready") return true;
+    if (Date.now() - started > (wasAway ? MAX_AWAY_MS : LOST_MS)) return false;
+    await new Promise((resolve) => setTimeout(resolve, INTERVAL_MS / 10));
+    signal.throwIfAborted();
+  }
+}
+
 /** Poll at once, then every INTERVAL_MS. */
 export async function startPolling() {
   for (;;) {

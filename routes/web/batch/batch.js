@@ -1,6 +1,6 @@
 // The batch panel: one template, many rows, answers as streams or in the background.
 
-import { DecodeParameters, chosenModel, decodeFields } from "../decode.js";
+import { DecodeParameters, ModelChoice, chosenModel, decodeFields } from "../decode.js";
 import { total } from "../dashboard/prometheus.js";
 import { number, t, useLanguage } from "../i18n.js";
 import { service } from "../monitor.js";
@@ -204,6 +204,7 @@ export function Batch({ visible }) {
         ${choice("batch-route", t("batch.route"), path, setPath, ROUTES, (one) => one)}
         <small>${t(`route.${ROUTES.indexOf(path)}`)}</small>
         <label>${t("batch.most")} <input id="batch-most" type="number" min="1" value=${most} onChange=${(event) => setMost(Math.max(1, Number(event.currentTarget.value) || 1))} /></label>
+        <${ModelChoice} prefix="batch" visible=${visible} />
         <${DecodeParameters} prefix="batch" />
         <p class="row">${live
           ? html`<button id="batch-stop" onClick=${() => run.control.abort()}>${t("chat.stop")}</button>`

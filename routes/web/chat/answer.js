@@ -1,10 +1,26 @@
 // Renders the Markdown of a growing answer. Complete blocks are parsed once, the rest once per frame.
 
 import { markdown, settledEnd } from "../markdown.js";
+import { t } from "../i18n.js";
 import { html, useLayoutEffect, useRef } from "../ui.js";
 
 /** Longest text without a blank line. Longer text is split here, to bound the work per frame. */
 const LONGEST_END = 20_000;
+
+/** Set sanitized HTML, with a copy button per code block. */
+function fill(element, text) {
+  element.innerHTML = markdown(text);
+  for (const block of element.querySelectorAll("pre")) {
+    const button = document.createElement("button");
+    button.className = "plain copy";
+    button.type = "button";
+    button.textContent = t("copy");
+    button.addEventListener("click", () => {
+      navigator.clipboard.writeText(block.textContent).then(() => (button.textContent = t("copied")), () => {});
+    });
+    block.before(button);
+  }
+}
 
 /** Update `box`. Positions count from the answer's start, including its `dropped` characters. */
 function render(box, rendered, text, dropped) {
@@ -18,12 +34,12 @@ function render(box, rendered, text, dropped) {
   if (!rendered.tail) rendered.tail = box.appendChild(document.createElement("div"));
   if (end > rendered.end) {
     const element = document.createElement("div");
-    element.innerHTML = markdown(text.slice(rendered.end - dropped, end - dropped));
+    fill(element, text.slice(rendered.end - dropped, end - dropped));
     box.insertBefore(element, rendered.tail);
     rendered.blocks.push({ element, end });
     rendered.end = end;
   }
-  rendered.tail.innerHTML = markdown(text.slice(end - dropped));
+  fill(rendered.tail, text.slice(end - dropped));
 }
 
 /** Sanitized Markdown. `dropped`: number of characters removed at the text's start. */

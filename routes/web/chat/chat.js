@@ -1,6 +1,6 @@
 // The chat panel: list of chats, the open conversation and its branches.
 
-import { DecodeParameters } from "../decode.js";
+import { DecodeParameters, ModelChoice } from "../decode.js";
 import { t, useLanguage } from "../i18n.js";
 import { html, settings, useEffect, useLayoutEffect, useRef, useState, useStore } from "../ui.js";
 import * as control from "./controller.js";
@@ -14,12 +14,53 @@ import { Welcome } from "./welcome.js";
 
 const REFRESH_MS = 10_000;
 const AT_END_PX = 80;
+const MAX_FILE_BYTES = 1_000_000;
+const DRAFT = "rwkv.draft";
 
 const keptThink = () => (THINK_MODES.includes(settings.get("think")) ? settings.get("think") : "off");
 
-function Composer({ running, visible }) {
-  const [text, setText] = useState("");
+/** A text file as part of a message. Throws Error. */
+async function quoted(file) {
+  if (file.size > MAX_FILE_BYTES) throw new Error(t("chat.fileSize", { name: file.name, bytes: MAX_FILE_BYTES }));
+  const content = await file.text();
+  if (/[\0\ufffd]/.test(content)) throw new Error(t("chat.fileType", { name: file.name }));
+  return `${file.name}:\n\`\`\`\n${content.trimEnd()}\n\`\`\`\n`;
+}
+
+/** The message that is being written. It outlives a reload of the tab. */
+function useDraft() {
+  const [text, setText] = useState(sessionStorage.getItem(DRAFT) ?? "");
+  const write = (next) => {
+    setText(next);
+    try {
+      sessionStorage.setItem(DRAFT, next);
+    } catch {
+      // a draft beyond the storage's size is lost with the page
+    }
+  };
+  return [text, write];
+}
+
+function Composer({ running, visible, children }) {
+  const [text, setText] = useDraft();
+  const [problem, setProblem] = useState("");
   const field = useRef();
+  const input = useRef();
+  const take = async (files) => {
+    setProblem("");
+    try {
+      const parts = await Promise.all([...files].map(quoted));
+      setText((field.current.value ? [field.current.value.trimEnd(), ...parts] : parts).join("\n"));
+    } catch (error) {
+      setProblem(error.message);
+    }
+    input.current.value = "";
+    field.current.focus();
+  };
+  const drop = (event) => {
+    event.preventDefault();
+    if (event.dataTransfer.files.length) take(event.dataTransfer.files);
+  };
   const [think, setThink] = useState(keptThink());
   useEffect(() => {
     if (visible && !matchMedia("(pointer: coarse)").matches) field.current.focus();
@@ -40,16 +81,19 @@ function Composer({ running, visible }) {
     setThink(event.currentTarget.value);
     settings.set("think", event.currentTarget.value);
   };
-  return html`<form class="composer" onSubmit=${submit}>
+  return html`<form class="composer" onSubmit=${submit} onDragOver=${(event) => event.preventDefault()} onDrop=${drop}>
     <textarea id="question" ref=${field} aria-label=${t("chat.question")} placeholder=${t("chat.placeholder")} rows="3" value=${text}
       onInput=${(event) => setText(event.currentTarget.value)} onKeyDown=${key}></textarea>
     <div class="row">
       <label>${t("think.label")} <select id="think" value=${think} onChange=${choose}>${THINK_MODES.map((mode) => html`<option value=${mode} selected=${mode === think}>${t(`think.${mode}`)}</option>`)}</select></label>
-      <span class="space"></span>
+      <button type="button" onClick=${() => input.current.click()}>${t("chat.attach")}</button>
+      <input ref=${input} id="chat-file" type="file" hidden multiple aria-label=${t("chat.attach")} onChange=${(event) => take(event.currentTarget.files)} />
+      ${children}<span class="space"></span>
       ${running
         ? html`<button type="button" id="stop" onClick=${running}>${t("chat.stop")}</button>`
         : html`<button class="main" id="send" disabled=${!text.trim()}>${t("chat.send")}</button>`}
     </div>
+    ${problem && html`<p class="bad" role="alert">${problem}</p>`}
   </form>`;
 }
 
@@ -115,12 +159,11 @@ export function Chat({ visible }) {
     <div class="middle">
       <div class="row head"><details class="system"><summary>${t("chat.system")}</summary>
         <textarea id="system" rows="2" aria-label=${t("chat.system")} disabled=${conversation.turns.length > 0} value=${conversation.system} onInput=${(event) => control.setSystem(event.currentTarget.value)}></textarea>
-      </details><${DecodeParameters} prefix="chat" /><${Exports} conversation=${conversation} path=${path} /></div>
+      </details><${ModelChoice} prefix="chat" visible=${visible} /><${DecodeParameters} prefix="chat" /><${Exports} conversation=${conversation} path=${path} /></div>
       <${Transcript} conversation=${conversation} path=${path} />
       ${problem && html`<p class="bad" role="alert">${problem === "offline" ? t("notice.offline") : problem}</p>`}
-      <${Composer} running=${stop} visible=${visible} />
+      <${Composer} running=${stop} visible=${visible}><${Keys} active=${visible} stop=${stop ?? (() => {})} /><//>
       <${AnswerAnnouncer} busy=${busy} />
-      <${Keys} active=${visible} stop=${stop ?? (() => {})} />
     </div>
     <details class="side right" open=${innerWidth > 900}><summary>${t("tree.title")}</summary><${Tree} conversation=${conversation} /></details>
   </div>`;

@@ -2,15 +2,18 @@
 
 import { ApiError, post, request, stream } from "../api.js";
 import { chosenModel, decodeFields } from "../decode.js";
+import { recovered } from "../monitor.js";
 import { createStore, download, oncePerFrame } from "../ui.js";
 import {
-  ROOT, addTurn, adoptDialogues, asJson, asMarkdown, grow, newConversation, newestBelow, parsedName, pathTo, revived,
-  turnOf,
+  ROOT, addTurn, adoptDialogues, asJson, asMarkdown, childrenOf, fromMarkdown, grow, newConversation, newestBelow,
+  parsedName, pathTo, revived, turnOf,
 } from "./conversation.js";
 import { parted, promptOf, roundOf, stopsOf } from "./prompt.js";
 import * as storage from "./storage.js";
 
 const LISTED = 200;
+/** Restarts of the service after which an answer continues. */
+const MAX_RESUMES = 1;
 
 /**
  * `conversations`: conversations with text in this browser, by id. `sessions`: the service's sessions, by id, with
@@ -92,6 +95,21 @@ export function show(id) {
   rerender();
 }
 
+/** Walk the tree: "up" to the parent, "down" to the newest successor, "left" and "right" to other branches. */
+export function walk(direction) {
+  const { open: conversation } = chat.get();
+  const turn = turnOf(conversation, conversation.current);
+  const branches = turn ? childrenOf(conversation, turn.parent) : [];
+  const at = branches.indexOf(turn);
+  const next = {
+    up: () => turn?.parent,
+    down: () => childrenOf(conversation, conversation.current).at(-1)?.id,
+    left: () => branches[at - 1]?.id,
+    right: () => branches[at + 1]?.id,
+  }[direction]();
+  if (next !== undefined) branchAt(next);
+}
+
 /** Show a turn and its predecessors. The next message branches off there. */
 export function branchAt(id) {
   chat.get().open.current = id;
@@ -131,15 +149,18 @@ async function ask(conversation, parent, user, think) {
   await refresh();
 }
 
-/** Stream a turn's answer. Sends earlier turns again if the service has lost them. */
+/** Stream a turn's answer. Sends earlier turns again if the service has lost them, and continues after a restart. */
 async function answerTo(conversation, turn, signal) {
+  let resumed = 0;
   for (;;) {
     const { prompt, from } = unread(conversation, turn);
     try {
-      return await streamTurn(conversation, turn, prompt, from, signal);
+      // after a restart the answer continues where it ended
+      return await streamTurn(conversation, turn, prompt + turn.answer, from, signal);
     } catch (error) {
-      if (error.status !== 404 || !from) throw error;
-      turnOf(conversation, from.id).dialogue = null;
+      if (error.status === 404 && from) turnOf(conversation, from.id).dialogue = null;
+      else if (turn.dropped || resumed++ >= MAX_RESUMES || !(await recovered(error, signal))) throw error;
+      else turn.resumed = true;
     }
   }
 }
@@ -161,7 +182,9 @@ function speedOf(tokens, started, first) {
 
 async function streamTurn(conversation, turn, prompt, from, signal) {
   const stops = stopsOf(turn.think);
-  const body = { ...decodeFields(), ...chosenModel(), contents: [prompt], session_id: conversation.id };
+  const { model, ...start } = chosenModel();
+  // a session keeps the state and the adapter that it started with
+  const body = { ...decodeFields(), ...(model ? { model } : {}), ...(from ? {} : start), contents: [prompt], session_id: conversation.id };
   if (stops) body.stop_tokens = stops;
   body.stream_options = { include_usage: true };
   const started = performance.now();
@@ -219,11 +242,11 @@ export async function exportState(conversation) {
 export const exportText = (conversation) => download(`${conversation.id}.json`, asJson(conversation), "application/json");
 export const exportMarkdown = (conversation) => download(`${conversation.id}.md`, asMarkdown(conversation, parted), "text/markdown");
 
-/** Import a session's state (.safetensors) or a conversation's text (.json). */
+/** Import a session's state (.safetensors) or a conversation's text (.json, .md). */
 export async function importFile(file) {
   try {
-    if (file.name.endsWith(".json")) {
-      const conversation = revived(await file.text());
+    if (/\.(json|md)$/.test(file.name)) {
+      const conversation = (file.name.endsWith(".md") ? fromMarkdown : revived)(await file.text());
       await keep(conversation);
       return open(conversation.id);
     }

@@ -81,6 +81,20 @@ export function asMarkdown(conversation, parted) {
   return `# ${conversation.title || conversation.id}\n\n${conversation.system ? `> ${conversation.system}\n\n` : ""}${rounds.join("\n")}`;
 }
 
+/** A conversation from `asMarkdown`. The service has none of its turns. Throws Error. */
+export function fromMarkdown(text) {
+  const [head, ...rounds] = text.replace(/\r\n?/g, "\n").split(/^## User\n/m);
+  if (!rounds.length) throw new Error("no heading “## User”");
+  const title = /^# (.*)$/m.exec(head)?.[1] ?? "";
+  const system = /^> (.*)$/m.exec(head)?.[1] ?? "";
+  const conversation = { ...newConversation({ title: title.slice(0, 80) }), system };
+  for (const round of rounds) {
+    const [user, answer = ""] = round.split(/^## Assistant\n/m);
+    Object.assign(addTurn(conversation, conversation.current, user.trim(), "off"), { answer: ` ${answer.trim()}`, reason: "stop" });
+  }
+  return conversation;
+}
+
 /** The content of a text export, for `revived`. */
 export const asJson = (conversation) => JSON.stringify({ format: "rwkv-batch conversation", version: 1, ...conversation }, null, 1);
 

@@ -3,10 +3,10 @@
 import { t } from "../i18n.js";
 import { html, useEffect, useRef } from "../ui.js";
 
-const KEYS = ["Enter", "Shift+Enter", "Esc", "?"];
+const KEYS = ["Enter", "Ctrl+Enter", "Shift+Enter", "Esc", "↑ ↓ ← →", "?"];
 const EDITABLE = "input, textarea, select";
 
-/** Call `stop` on Escape and show the dialog on "?", while `active`. Returns the dialog. */
+/** Call `stop` on Escape and show the dialog on "?", while `active`. Returns the dialog and its button. */
 export function Keys({ active, stop }) {
   const dialog = useRef();
   const act = useRef();
@@ -20,7 +20,8 @@ export function Keys({ active, stop }) {
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, [active]);
-  return html`<dialog ref=${dialog} aria-labelledby="keys-title">
+  return html`<button type="button" class="plain keys" aria-label=${t("keys.title")} title=${t("keys.title")} onClick=${() => dialog.current.showModal()}>?</button>
+  <dialog ref=${dialog} aria-labelledby="keys-title">
     <h2 id="keys-title">${t("keys.title")}</h2>
     <dl>${KEYS.map((key) => html`<dt><kbd>${key}</kbd></dt><dd>${t(`keys.${key}`)}</dd>`)}</dl>
     <button onClick=${() => dialog.current.close()}>${t("close")}</button>

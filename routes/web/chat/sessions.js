@@ -46,14 +46,19 @@ export function Sessions() {
   const first = t(`tier.${firstTier(useStore(service))}`);
   const [wanted, setWanted] = useState("");
   const isWanted = (entry) => entry.title.toLowerCase().includes(wanted.trim().toLowerCase());
+  const found = entries(state).filter(isWanted);
+  const [mine, others] = [found.filter((entry) => entry.isHere), found.filter((entry) => !entry.isHere)];
+  const item = (entry) => html`<${Entry} key=${entry.id} entry=${entry} shown=${entry.id === state.open.id} />`;
   return html`<div class="sessions">
     <p class="row"><button class="main" onClick=${control.startNew}>${t("chat.new")}</button>
       <button onClick=${() => file.current.click()}>${t("sessions.import")}</button>
-      <input ref=${file} id="import-file" type="file" hidden accept=".safetensors,.json" aria-label=${t("sessions.import")} onChange=${take} /></p>
+      <input ref=${file} id="import-file" type="file" hidden accept=".safetensors,.json,.md" aria-label=${t("sessions.import")} onChange=${take} /></p>
     <h2>${t("sessions.title")}</h2>
     ${counts && html`<p class="quiet" id="tiers">${t("sessions.counts", { total: counts.total_sessions, vram: counts.l1_cache_count, first, ram: counts.l2_cache_count, disk: counts.database_count })}</p>`}
     <input type="search" id="chat-search" aria-label=${t("sessions.search")} placeholder=${t("sessions.search")} value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} />
-    <ul>${entries(state).filter(isWanted).map((entry) => html`<${Entry} key=${entry.id} entry=${entry} shown=${entry.id === state.open.id} />`)}</ul>
-    ${counts?.total_sessions > state.listed && html`<button onClick=${control.listMore}>${t("more")}</button>`}
+    <ul id="my-chats">${mine.map(item)}</ul>
+    ${others.length > 0 && html`<details id="other-sessions" open=${others.some((entry) => entry.id === state.open.id)}><summary>${t("sessions.others", { count: others.length })}</summary>
+      <ul>${others.map(item)}</ul>
+      ${counts?.total_sessions > state.listed && html`<button onClick=${control.listMore}>${t("more")}</button>`}</details>`}
   </div>`;
 }

@@ -1,7 +1,7 @@
 // The tree of a conversation's branches. The service stores the state of each turn, so a branch needs no recomputation.
 
 import { t } from "../i18n.js";
-import { html } from "../ui.js";
+import { html, useLayoutEffect, useRef } from "../ui.js";
 import * as control from "./controller.js";
 import { ROOT, childrenOf, pathTo } from "./conversation.js";
 
@@ -26,13 +26,27 @@ function Branch({ conversation, from, path }) {
     ${children.map((turn) => html`<li key=${turn.id} class="fork">${node(turn)}<ul><${Branch} conversation=${conversation} from=${turn.id} path=${path} /></ul></li>`)}`;
 }
 
-/** The whole tree. A click on a turn shows it, and the next message branches off there. */
+const ARROWS = { ArrowUp: "up", ArrowDown: "down", ArrowLeft: "left", ArrowRight: "right" };
+
+/** The whole tree. A click or an arrow key shows another turn, and the next message branches off there. */
 export function Tree({ conversation }) {
+  const box = useRef();
+  const walks = useRef(false);
+  const key = (event) => {
+    if (!ARROWS[event.key]) return;
+    event.preventDefault();
+    walks.current = true;
+    control.walk(ARROWS[event.key]);
+  };
+  useLayoutEffect(() => {
+    if (walks.current) box.current.querySelector("[aria-current]")?.focus();
+    walks.current = false;
+  }, [conversation.current]);
   const path = new Set(pathTo(conversation, conversation.current).map((turn) => turn.id));
-  return html`<div class="tree">
+  return html`<div class="tree" ref=${box} onKeyDown=${key}>
     <h2>${t("tree.title")}</h2>
     ${conversation.turns.length === 0 && html`<p class="quiet">${t("tree.empty")}</p>`}
-    <ul><li><button class=${conversation.current === ROOT ? "node shown" : "node"} onClick=${() => control.branchAt(ROOT)}><span class="dot" aria-hidden="true"></span>${t("tree.root")}</button></li>
+    <ul><li><button class=${conversation.current === ROOT ? "node shown" : "node"} aria-current=${conversation.current === ROOT ? "step" : null} onClick=${() => control.branchAt(ROOT)}><span class="dot" aria-hidden="true"></span>${t("tree.root")}</button></li>
       <${Branch} conversation=${conversation} from=${ROOT} path=${path} /></ul>
   </div>`;
 }

@@ -55,6 +55,7 @@ export function Turn({ conversation, turn }) {
       ${turn.dropped > 0 && html`<p class="quiet">${t("chat.dropped", { count: turn.dropped })}</p>`}
       <${Answer} text=${answer.trimStart()} dropped=${turn.dropped} />
       ${busy && html`<span class="cursor" aria-hidden="true"></span>`}
+      ${turn.resumed && html`<p class="quiet resumed">${t("chat.resumed")}</p>`}
       <${Ending} turn=${turn} />
     </div>
     <div class="actions">

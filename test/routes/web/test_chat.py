@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from test.routes.web.conftest import WAIT_MS, Opener
-from test.serving import Service, wait_for
+from test.serving import ROOT, Service, wait_for
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -110,7 +110,7 @@ def test_sessions_are_exported_imported_and_deleted(demo: Service, open_page: Op
     answers(page, 1)
     page.locator(".menu summary").click()
     files = []
-    for button in ("State of this turn", "Conversation"):
+    for button in ("State of this turn", "Conversation", "Text (.md)"):
         with page.expect_download() as waiting:
             page.get_by_role("button", name=button).click()
         file = tmp_path / waiting.value.suggested_filename
@@ -135,6 +135,7 @@ def test_a_session_of_another_browser_is_continued(demo: Service, open_page: Ope
     assert demo.post("/multi_state/chat/completions", {**turn, "session_id": "elsewhere"}).status_code == 200
     page = open_page(demo)
     greedy(page)
+    page.locator("#other-sessions summary").click()
     page.locator(".sessions .name", has_text="elsewhere").click()
     expect(page.locator(".turn")).to_contain_text("Its text is not in this browser")
     say(page, "What is my name?")
@@ -193,3 +194,60 @@ def test_keys_stop_an_answer_and_list_themselves(fake: Service, open_page: Opene
     expect(page.locator("#chat-temperature")).to_have_value("0.3")
     page.get_by_role("button", name="Balanced").first.click()
     expect(page.locator("#chat-temperature")).to_have_value("")
+
+
+def test_a_chat_starts_from_a_tuned_state(demo: Service, open_page: Opener) -> None:
+    file = {"content": ("chinese.pth", (ROOT / "demo" / "tuned" / "chinese.pth").read_bytes())}
+    assert demo.request("POST", "/v1/states", data={"name": "short"}, files=file).status_code == 200
+    page = open_page(demo)
+    page.select_option("#chat-state", "short")
+    with page.expect_request("**/multi_state/chat/completions") as first:
+        say(page, "Hello")
+    assert (first.value.post_data_json or {})["state"] == "short"
+    answers(page, 1)
+    with page.expect_request("**/multi_state/chat/completions") as second:
+        say(page, "Hello")
+    assert "state" not in (second.value.post_data_json or {}), "the session has its state"
+    answers(page, 2)
+    assert demo.request("DELETE", "/v1/states/short").status_code == 200
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_text_file_is_dropped_and_a_draft_outlives_a_reload(
+    fake: Service, open_page: Opener, tmp_path: Path, width: int
+) -> None:
+    page = open_page(fake, viewport={"width": width, "height": 800})
+    page.fill("#question", "Read this:")
+    page.locator(".composer").evaluate(
+        "(place) => { const data = new DataTransfer(); data.items.add(new File(['one\\ntwo'], 'notes.txt'));"
+        "place.dispatchEvent(new DragEvent('drop', { dataTransfer: data, bubbles: true })); }"
+    )
+    expect(page.locator("#question")).to_have_value("Read this:\nnotes.txt:\n```\none\ntwo\n```\n")
+    page.reload()
+    expect(page.locator("#question")).to_have_value(re.compile("notes.txt"))
+    binary = tmp_path / "picture.png"
+    binary.write_bytes(b"\x89PNG\0")
+    page.set_input_files("#chat-file", binary)
+    expect(page.locator(".composer [role=alert]")).to_contain_text("picture.png is no UTF-8 text")
+    page.locator("#question").press("Control+Enter")
+    expect(page.locator(".turn .user")).to_contain_text("notes.txt")
+    expect(page.locator("#question")).to_have_value("")
+    page.click("#stop")
+
+
+def test_arrow_keys_walk_the_tree(demo: Service, open_page: Opener) -> None:
+    page = open_page(demo)
+    say(page, "Hello")
+    answers(page, 1)
+    page.locator(".turn").first.get_by_role("button", name="Regenerate").click()
+    answers(page, 2)
+    current = page.locator(".tree [aria-current]")
+    current.focus()
+    expect(page.locator(".siblings")).to_contain_text("2/2")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".siblings")).to_contain_text("1/2")
+    page.keyboard.press("ArrowUp")
+    expect(current).to_have_text("Start")
+    expect(current).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator(".siblings")).to_contain_text("2/2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 WEB = ROOT / "routes" / "web"
 MOST_BYTES = 320_000
+"""Of all files, as they are sent."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def test_files_are_small_public_and_cached(locked: Service) -> None:
-    assert sum(path.stat().st_size for path in WEB.rglob("*") if path.is_file()) < MOST_BYTES
-    locked_out = httpx.Client(base_url=locked.url, timeout=60)
+    locked_out = httpx.Client(base_url=locked.url, timeout=60, headers={"Accept-Encoding": "identity"})
     index = locked_out.get("/")
     assert index.status_code == 200
     assert index.headers["content-type"].startswith("text/html")
@@ -51,6 +52,17 @@ def test_files_are_small_public_and_cached(locked: Service) -> None:
         answer = locked_out.get(f"/web/{path.relative_to(WEB).as_posix()}")
         assert answer.content == path.read_bytes()
         assert answer.headers["content-type"].startswith("text/javascript")
+        assert "content-encoding" not in answer.headers
+    sizes = []
+    for path in (path for path in WEB.rglob("*") if path.is_file()):
+        url = f"/web/{path.relative_to(WEB).as_posix()}"
+        with locked_out.stream("GET", url, headers={"Accept-Encoding": "br, gzip;q=0.8"}) as answer:
+            sent = b"".join(answer.iter_raw())
+        assert answer.headers["content-encoding"] == "gzip" and "Accept-Encoding" in answer.headers["vary"]
+        assert gzip.decompress(sent) == path.read_bytes() and answer.headers["etag"] != etag
+        sizes.append(len(sent))
+    assert sum(sizes) < MOST_BYTES
+    assert "content-encoding" not in locked_out.get("/", headers={"Accept-Encoding": "gzip;q=0"}).headers
     for hidden in ("../app.py", "%2e%2e/app.py", "nothing.js", "chat"):
         assert locked_out.get(f"/web/{hidden}").status_code == 404
 
@@ -67,7 +79,7 @@ def test_texts_exist_in_both_languages_and_are_used() -> None:
 
 
 def read_keys(path: Path) -> set[str]:
-    return set(re.findall(r'^  "?([\w.]+)"?:', path.read_text("utf-8"), re.MULTILINE))
+    return set(re.findall(r'^  "?([^":]+)"?:', path.read_text("utf-8"), re.MULTILINE))
 
 
 def test_a_password_is_requested_once_per_tab(locked: Service, open_page: Opener) -> None:
@@ -118,12 +130,45 @@ def test_a_lost_engine_shows_a_notice_and_the_page_recovers(tmp_path: Path, open
         page.fill("#question", "hello")
         page.keyboard.press("Enter")
         expect(page.locator(".turn .markdown")).to_contain_text("hello")
-        page.click("#stop")
         service.process.send_signal(signal.SIGKILL)
         service.process.wait(60)
         expect(page.locator("#notice")).to_contain_text("does not respond")
     finally:
         service.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_an_answer_continues_after_the_service_was_started_again(
+    tmp_path: Path, open_page: Opener, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    service = Service(tmp_path, program="test/fake_app.py", PYTHONPATH=".")
+    port = service.port
+    try:
+        service.wait_ready()
+        page = open_page(service, viewport={"width": width, "height": 800})
+        say_long(page, "hello ")
+        expect(page.locator(".turn .markdown")).to_contain_text("hello")
+        page.fill("#question", "not yet sent")
+        service.process.send_signal(signal.SIGKILL)
+        service.process.wait(60)
+        before = len(page.locator(".turn .markdown").inner_text())
+        monkeypatch.setattr("test.serving.free_port", lambda: port)
+        service = Service(tmp_path, program="test/fake_app.py", state_db=service.state_db, PYTHONPATH=".")
+        expect(page.locator(".turn .resumed")).to_be_visible()
+        wait_for(lambda: len(page.locator(".turn .markdown").inner_text()) > before, 30, "the answer continues")
+        assert page.locator("#question").input_value() == "not yet sent"
+        page.click("#stop")
+        expect(page.locator("#send")).to_be_visible()
+    finally:
+        service.close()
+
+
+def say_long(page: Page, text: str) -> None:
+    """Send a message whose answer does not end by itself."""
+    page.get_by_text("Parameters").first.click()
+    page.fill("#chat-max_tokens", "1000000")
+    page.fill("#question", text)
+    page.keyboard.press("Enter")
 
 
 HOSTILE = (
