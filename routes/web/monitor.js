@@ -39,7 +39,8 @@ async function poll() {
   });
 }
 
-const LOST_MS = 8000;
+/** Longest time until a lost service is noticed: after a broken connection, and after an error that it sent. */
+const LOST_MS = { broken: TIMEOUT_MS + 2 * INTERVAL_MS, sent: 2 * INTERVAL_MS };
 const MAX_AWAY_MS = 600_000;
 
 /**
@@ -55,7 +56,7 @@ export async function recovered(error, signal) {
     const now = service.get();
     wasAway ||= now.state === "unreachable" || now.restarts > restarts;
     if (wasAway && now.state === "ready") return true;
-    if (Date.now() - started > (wasAway ? MAX_AWAY_MS : LOST_MS)) return false;
+    if (Date.now() - started > (wasAway ? MAX_AWAY_MS : LOST_MS[error.status ? "sent" : "broken"])) return false;
     await new Promise((resolve) => setTimeout(resolve, INTERVAL_MS / 10));
     signal.throwIfAborted();
   }
