@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -64,6 +65,20 @@ class HttpResponse:
     headers: dict[str, str] = field(default_factory=dict)
     gzipped: bytes = b""
     """The body for clients that accept gzip. Empty: there is none."""
+
+
+_GZIP = re.compile(r"(?:^|[\s,])gzip(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))", re.IGNORECASE)
+"""Matches an Accept-Encoding that allows gzip."""
+
+
+def in_accepted_coding(answer: HttpResponse, accepted: str) -> HttpResponse:
+    """Return the answer, with gzip if it has such a body and `accepted` allows it. Each coding has its own ETag."""
+    if not answer.gzipped or _GZIP.search(accepted) is None:
+        return answer
+    headers = {**answer.headers, "Content-Encoding": "gzip"}
+    if "ETag" in headers:
+        headers["ETag"] = headers["ETag"].removesuffix('"') + '-gzip"'
+    return HttpResponse(answer.gzipped, answer.status, answer.content_type, headers)
 
 
 class Chunks(Iterator[bytes], Protocol):

@@ -29,6 +29,7 @@ from routes.response.http_response import (
     HttpResponse,
     StreamedResponse,
     error_response,
+    in_accepted_coding,
 )
 from routes.route import (
     Route,
@@ -60,8 +61,6 @@ UNKNOWN_ROUTE = "other"
 """Name of unknown paths in metrics."""
 OTHER_IDS = ("Request-Id", "X-Trace-Id")
 """The names of REQUEST_ID for Anthropic's and DeepL's clients."""
-_GZIP = re.compile(r"(?:^|[\s,])gzip(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))", re.IGNORECASE)
-"""Matches an Accept-Encoding that allows gzip."""
 _LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
 
 RobynReply = Response | StreamingResponse
@@ -221,16 +220,6 @@ async def _upload(context: Context, route: Route, request: Request, query: objec
     return Upload(fields, _body_bytes(request, context.config.max_state_bytes, "--max-state-mb"))
 
 
-def _in_accepted_coding(request: Request, answer: HttpResponse) -> HttpResponse:
-    """Return the answer, with gzip if it has such a body and the client accepts it. Each coding has its own ETag."""
-    if not answer.gzipped or _GZIP.search(request.headers.get("accept-encoding") or "") is None:
-        return answer
-    headers = {**answer.headers, "Content-Encoding": "gzip"}
-    if "ETag" in headers:
-        headers["ETag"] = headers["ETag"].removesuffix('"') + '-gzip"'
-    return HttpResponse(answer.gzipped, answer.status, answer.content_type, headers)
-
-
 def _not_modified_or(request: Request, answer: HttpResponse) -> HttpResponse:
     """Return the answer, or an empty 304 if the client's ETag matches."""
     etag = answer.headers.get("ETag")
@@ -301,7 +290,7 @@ def wrap(context: Context, route: Route) -> RobynHandler:
             error_format = route.error_format_for(request.body)  # the stream must not keep the body
             request_context.is_stream = reply.content_type == error_format.stream.content_type
             return _streaming_response(reply, active_request, connection, error_format)
-        reply = _not_modified_or(request, _in_accepted_coding(request, reply))
+        reply = _not_modified_or(request, in_accepted_coding(reply, request.headers.get("accept-encoding") or ""))
         request_context.mark_first_byte()
         active_request.release()
         active_request.report(reply.status, request_context.error_kind or DONE)
