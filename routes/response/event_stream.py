@@ -148,9 +148,10 @@ class EventStream:
         await asyncio.wait([self._started], timeout=timeout_s)
         return self._started.result() if self._started.done() else None
 
-    async def wait_finished(self) -> None:
-        """Wait for the last event."""
-        await asyncio.wait([self._finished])
+    async def wait_finished(self, timeout_s: float | None = None) -> bool:
+        """Wait for the last event. Return whether it came in time."""
+        await asyncio.wait([self._finished], timeout=timeout_s)
+        return self._finished.done()
 
     def num_waiting_bytes(self) -> int:
         """Return about how many bytes of JSON the waiting events become."""

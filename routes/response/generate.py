@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,19 +20,16 @@ from routes.request.jobs import offload_if_large
 from routes.request_context import cache_tenant, current_request, reachable_ids
 from routes.response.event_stream import LOGPROB_BYTES, EventStream, OutputDecoder, RowUpdate
 from routes.response.http_response import (
-    BLANK,
-    JSON,
     NATIVE_ERRORS,
     ErrorFormat,
     HandlerResponse,
-    HttpResponse,
     StreamedResponse,
     json_response,
-    to_json,
     with_warnings,
 )
+from routes.response.task_stream import HEARTBEAT_INTERVAL_S, START_WAIT_S, UNWRITABLE
 from rwkv_batch.calls import Answer, EngineCall, FindSession
-from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
+from rwkv_batch.errors import ErrorInfo, ServiceError, invalid
 from rwkv_batch.request import Finish, GenerateRequest, Job, JobEvents, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -124,14 +120,7 @@ def _future_callback(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any
     return reply
 
 
-HEARTBEAT_INTERVAL_S = 0.25
-"""Longest pause between two writes. A write shows whether the client is still connected."""
-START_WAIT_S = 2.0
-"""How long a stream waits for the first output of a session's turn before its status is sent."""
-
-_INTERNAL_ERROR = ErrorInfo(
-    kind=ErrorKind.INTERNAL, message="the answer could not be written; the server's log says why"
-)
+_ROWS_POLL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -208,7 +197,7 @@ class SseChunks:
         except Exception:  # send an error event: an exception would end the stream without one
             logger.exception("a stream failed")
             self.ended = True
-            return self._error_event(_INTERNAL_ERROR) + self._format.end
+            return self._error_event(UNWRITABLE) + self._format.end
 
     def close(self) -> None:
         self._stream.close()
@@ -234,56 +223,6 @@ class SseChunks:
 
     def _error_event(self, info: ErrorInfo, **fields: int) -> bytes:
         return self._format.event(self._formatter.error_format.body(info) | fields)
-
-
-class JsonChunks:
-    """A JSON answer whose status and headers are sent. White space follows until the value is ready."""
-
-    def __init__(self, task: asyncio.Task[HttpResponse], error_format: ErrorFormat) -> None:
-        self._task = task
-        self._loop = asyncio.get_running_loop()
-        self._error_format = error_format
-        self._is_over = threading.Event()
-        task.add_done_callback(lambda _: self._is_over.set())
-        self.ended = False
-
-    def __iter__(self) -> JsonChunks:
-        return self
-
-    def __next__(self) -> bytes:
-        if self.ended:
-            raise StopIteration
-        if not self._is_over.wait(HEARTBEAT_INTERVAL_S):
-            return BLANK
-        self.ended = True
-        try:
-            return self._task.result().body  # its status comes too late: 200 is sent
-        except ServiceError as error:
-            current_request().error_kind = error.info.kind
-            return to_json(self._error_format.body(error.info))
-        except Exception:  # the client gets an error body
-            logger.exception("an answer could not be written")
-            return to_json(self._error_format.body(_INTERNAL_ERROR))
-
-    def close(self) -> None:
-        if not self._task.done():
-            self._loop.call_soon_threadsafe(self._task.cancel)
-
-
-async def with_early_head(
-    answer: Coroutine[Any, Any, HttpResponse], error_format: ErrorFormat, head_after_s: float
-) -> HandlerResponse:
-    """Await an answer. After `head_after_s` seconds, status 200 and the headers are sent.
-
-    For clients that give up without them and send the request again. Raises ServiceError before that time.
-    """
-    task = asyncio.ensure_future(answer)
-    try:
-        await asyncio.wait([task], timeout=head_after_s)
-    except asyncio.CancelledError:  # nobody will read the answer
-        task.cancel()
-        raise
-    return task.result() if task.done() else StreamedResponse(JsonChunks(task, error_format), JSON)
 
 
 def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) -> list[RowResult]:
@@ -323,6 +262,30 @@ async def finished_rows(context: Context, job: Job, output_decoder: OutputDecode
         stream.close()
         raise
     return await offload_if_large(stream.num_waiting_bytes(), _results, stream, output_decoder, job.num_rows)
+
+
+async def rows_as_they_finish(
+    context: Context, job: Job, output_decoder: OutputDecoder
+) -> AsyncGenerator[dict[int, RowResult]]:
+    """Run a job and yield its finished rows by index. Raises ServiceError if the job failed."""
+    stream = await submit(context, job)
+    rows = [RowResult("", None, []) for _ in range(job.num_rows)]
+    try:
+        is_over = False
+        while not is_over:
+            is_over = await stream.wait_finished(_ROWS_POLL_S)
+            finished = dict[int, RowResult]()
+            for update in output_decoder.read(stream.pull(0)):
+                row = rows[update.row]
+                row.text, row.finish = row.text + update.text, update.finish
+                if row.finish is not None:
+                    finished[update.row] = row
+            if output_decoder.error is not None:
+                raise ServiceError.from_info(output_decoder.error)
+            if finished:
+                yield finished
+    finally:
+        stream.close()
 
 
 async def run_full(

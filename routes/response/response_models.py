@@ -190,6 +190,15 @@ class Translation(BaseModel):
     alternatives: list[dict[str, Any]] = Field([], description="`text` and `score` of others, with `alternatives`.")
 
 
+class StreamedTranslation(WithWarnings):
+    """One translated text of a stream. The last event may have only warnings."""
+
+    index: int = Field(0, description="Number of the text in `text_list`.")
+    detected_source_lang: str = Field("", description="ISO code. A given source language is repeated.")
+    text: str = ""
+    source: str = Field("", description="memory, cache or model, if the request has `memory` or `cache`.")
+
+
 class DeepLError(BaseModel):
     """An error as DeepL's clients expect it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -10,8 +11,10 @@ from pydantic import BeforeValidator, Field
 from routes.context import Context
 from routes.request.bodies import Texts
 from routes.request.fields import FixedSamplingFields
-from routes.response.http_response import HandlerResponse, json_response
-from routes.response.response_models import Translations
+from routes.request_context import current_request
+from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
+from routes.response.response_models import StreamedTranslation, Translations
+from routes.response.task_stream import stream_events
 from routes.route import Route
 from routes.translation.glossaries import named_glossaries
 from routes.translation.languages import LABEL, Language, TargetLanguage
@@ -22,7 +25,7 @@ from rwkv_batch.translation.context import ContextMode, page_context
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.memory import CacheUse
-from rwkv_batch.translation.plan import AUTO, Query, TranslationRequest
+from rwkv_batch.translation.plan import AUTO, Query, Translation, TranslationRequest
 from rwkv_batch.translation.prompt_forms import prompt_form
 from rwkv_batch.translation.prompts import shared_prompt, style_lines, translation_prompt
 from rwkv_batch.translation.segments import Split
@@ -72,15 +75,16 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
         description="text, html or xml. In all of them, placeholders, tags, addresses and inline code are kept. html "
         "and xml also decode entities, and split at block tags.",
     )
+    title: str = Field("", max_length=1000, description="Title of the page or document. It is read before `context`.")
     context: ContextText = Field(
-        "", description="Text that the model reads before each text, like a page's title. It is not translated."
+        "", description="Text that the model reads before each text, like a page's beginning. It is not translated."
     )
     context_mode: ContextMode | None = Field(
         None,
         strict=False,
         description="none: no context. page: `context`, or the beginning of the request's own texts, is read once. "
-        "rolling: also the segments before, with their translations. Default: page with `context` or `document`, "
-        "else none.",
+        "rolling: also the segments before, with their translations. Default: page with `title`, `context` or "
+        "`document`, else none.",
     )
     document: str = Field(
         "",
@@ -128,6 +132,10 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
         description="Add `score` and `confidence` to each text: mean log-probabilities per token of the translation "
         "after the text, and of the text after the translation. The ten lowest confidences have `review`.",
     )
+    stream: bool = Field(
+        False,
+        description="Send each text as an event when it is complete, with its `index`. `[DONE]` ends the stream.",
+    )
     placeholders: list[Any] | dict[str, Any] | str | None = Field(
         None, description="Accepted and ignored. Placeholders in texts are kept."
     )
@@ -145,9 +153,10 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
     report_unknown_languages(
         {"source_lang": body.source_lang, "target_lang": body.target_lang}, context.config.strict_fields
     )
-    has_context = bool(body.context.strip() or body.document)
+    read = "\n".join(filter(None, (body.title.strip(), body.context)))
+    has_context = bool(read.strip() or body.document)
     if body.context_mode is ContextMode.NONE and has_context:
-        given = "context" if body.context else "document"
+        given = "title" if body.title else "context" if body.context else "document"
         raise invalid("context_mode", f"is none, but {given} is given; leave one of them out", "none")
     is_own_page = body.context_mode is ContextMode.PAGE and not has_context
     request = TranslationRequest(
@@ -157,7 +166,7 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
         split=body.split,
         markers=MarkerOptions(body.format, tuple(body.do_not_translate)),
         mode=body.context_mode or ContextMode.PAGE,
-        context=page_context(body.text_list) if is_own_page else body.context,
+        context=page_context(body.text_list) if is_own_page else read,
         document=body.document,
         cache=body.cache,
         glossary=Glossary(body.glossary),
@@ -170,17 +179,45 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
     if body.alternatives and rows > limit:
         message = f"make {rows} translations, the limit is {limit} (--max-contents); send fewer texts or alternatives"
         raise invalid("alternatives", message, body.alternatives)
+    if body.stream:
+        return await _streamed(context, body, request)
     translations = await translate(context, request, body, LABEL, "text_list", uses_memory=body.memory)
-    shows_origin = body.memory or "cache" in body.model_fields_set
-    entries: list[dict[str, Any]] = [
-        {"detected_source_lang": one.source, "text": one.text} | ({"source": one.origin} if shows_origin else {})
-        for one in translations
-    ]
+    entries = [_entry(body, one) for one in translations]
     if body.scores:
         await _add_scores(context, body, entries)
     if body.alternatives:
         await _add_alternatives(context, body, request, entries)
     return json_response({"translations": entries})
+
+
+def _entry(body: TranslateBody, translation: Translation) -> dict[str, Any]:
+    entry: dict[str, Any] = {"detected_source_lang": translation.source, "text": translation.text}
+    shows_origin = body.memory or "cache" in body.model_fields_set
+    return entry | {"source": translation.origin} if shows_origin else entry
+
+
+async def _streamed(context: Context, body: TranslateBody, request: TranslationRequest) -> HandlerResponse:
+    """Send the translations as events. Each has the warnings since the one before."""
+    if given := [name for name in ("scores", "alternatives") if getattr(body, name)]:
+        raise invalid("stream", f"cannot be combined with {' and '.join(given)}; leave one out", True)
+
+    async def work(send: Callable[[Any], None]) -> None:
+        sent = 0
+
+        def with_new_warnings(event: dict[str, Any]) -> dict[str, Any]:
+            nonlocal sent
+            new = current_request().warnings[sent:]
+            sent += len(new)
+            return event | {"warnings": new} if new else event
+
+        def on_text(index: int, one: Translation) -> None:
+            send(with_new_warnings({"index": index} | _entry(body, one)))
+
+        await translate(context, request, body, LABEL, "text_list", uses_memory=body.memory, on_text=on_text)
+        if last := with_new_warnings({}):
+            send(last)
+
+    return await stream_events(work, NATIVE_ERRORS)
 
 
 def _scored(context: Context, source: str, target: str, text: str, translation: str) -> Scored:
@@ -238,6 +275,7 @@ ROUTES = (
         is_generation=True,
         allows_any_origin=True,
         answer=Translations,
+        events=(StreamedTranslation,),
         errors=(ErrorKind.TIMEOUT,),
         example=EXAMPLE,
     ),

@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request.bodies import Texts
 from routes.request.fields import Fields, IgnoredValue, reject_values
-from routes.response.generate import with_early_head
 from routes.response.http_response import DEEPL_ERRORS, HandlerResponse, HttpResponse, json_response
+from routes.response.task_stream import with_early_head
 from routes.route import Route, Upload
 from routes.translation.batch_translate import ContextText
 from routes.translation.glossaries import GlossaryId, named_glossaries

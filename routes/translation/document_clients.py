@@ -15,8 +15,8 @@ from routes.openai.files import not_found
 from routes.request.bodies import Body
 from routes.request.fields import Pattern, reject_values
 from routes.request_context import current_request
-from routes.response.generate import with_early_head
 from routes.response.http_response import DEEPL_ERRORS, FILE, HandlerResponse, HttpResponse, json_response
+from routes.response.task_stream import with_early_head
 from routes.route import Route, Upload
 from routes.translation.documents import (
     DocumentFields,

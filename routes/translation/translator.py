@@ -7,7 +7,10 @@ for the next requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import time
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 import msgspec
@@ -19,10 +22,10 @@ from routes.request.ignored import MAX_WARNINGS, nearest_name, report_unknown
 from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
 from routes.request_context import cache_tenant, current_request, warn
 from routes.response.event_stream import OutputDecoder
-from routes.response.generate import RowResult, finished_rows
+from routes.response.generate import RowResult, finished_rows, rows_as_they_finish
 from routes.translation import stored
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
-from rwkv_batch.request import FinishReason, GenerateRequest
+from rwkv_batch.request import FinishReason, GenerateRequest, Job
 from rwkv_batch.translation.context import ContextMode, History
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, is_known_language, language_name
 from rwkv_batch.translation.markers import MAX_MARKERS, TooManyMarkersError
@@ -48,7 +51,12 @@ _TOKENS_PER_PROMPT_TOKEN = 4
 _MIN_TOKENS = 64
 _SCAN_COST = 10
 """Splitting a text into segments takes this many times as long as tokenising it."""
+_CHECKS_SHARE = 0.1
+"""Most of a streamed request's time that is spent on looking for complete texts."""
 _UNFINISHED = (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR)
+
+
+OnText = Callable[[int, Translation], None]
 
 
 class TranslationFields(PriorityFields, StateFields):
@@ -63,12 +71,14 @@ async def translate(
     field: str,
     *,
     uses_memory: bool = False,
+    on_text: OnText | None = None,
 ) -> list[Translation]:
     """Translate texts, in order. Raises ServiceError.
 
     label: route, for logs
     field: request field of the texts, for errors and warnings
     uses_memory: whether approved translations of the key are used
+    on_text: called with each text's index and translation when it is complete
     """
     limit, given = context.config.max_contents, len(request.texts)
     if given > limit:
@@ -92,15 +102,61 @@ async def translate(
         owner, message = current_request().owner, "the memory cannot be read"
         memory = await call_store(stored.recall, message, get_store(context), owner, plan.keys, request.target)
         plan.use_memory(memory)
+    sender = None if on_text is None else _Sender(plan, on_text, given, characters, field)
     while queries := (await offload_if_large(characters, plan.missing))[:limit]:
         rows = await offload_if_large(characters, _rows, context, queries, body, field)
-        results = await finished_rows(context, make_job(rows, body, label), OutputDecoder(len(rows)))
-        await offload_if_large(characters, _add_answers, plan, queries[: len(rows)], results)
+        if sender is not None:
+            await sender.send_complete()
+        async for results in _results(context, make_job(rows, body, label), is_streamed=sender is not None):
+            await offload_if_large(characters, _add_answers, plan, queries, results)
+            if sender is not None:
+                await sender.send_complete()
+    if sender is not None:
+        await sender.send_complete(is_last=True)
     translations = await offload_if_large(characters, plan.results)
-    _report_problems(translations, field)
+    if sender is None:
+        _report_problems(translations, field)
     if document is not None:
         await _save_document(context, request, document, plan.history)
     return translations
+
+
+class _Sender:
+    """Sends each text of a streamed request when it is complete."""
+
+    def __init__(self, plan: TranslationPlan, on_text: OnText, count: int, characters: int, field: str) -> None:
+        self._plan = plan
+        self._on_text = on_text
+        self._waiting = list(range(count))
+        self._characters = characters
+        self._field = field
+        self._next = 0.0
+        """Time of the next check."""
+
+    async def send_complete(self, *, is_last: bool = False) -> None:
+        """Send the texts that are complete, unless the last check was too short ago."""
+        started = time.monotonic()
+        if started < self._next and not is_last:
+            return
+        found = await offload_if_large(self._characters, lambda: list(map(self._plan.result, self._waiting)))
+        complete = {index: one for index, one in zip(self._waiting, found, strict=True) if one is not None}
+        self._waiting = [index for index in self._waiting if index not in complete]
+        for index, translation in complete.items():
+            _report_problem(f"{self._field}[{index}]", translation.problems)
+            self._on_text(index, translation)
+        ended = time.monotonic()
+        self._next = ended + (ended - started) / _CHECKS_SHARE
+
+
+async def _results(context: Context, job: Job, *, is_streamed: bool) -> AsyncGenerator[dict[int, RowResult]]:
+    """Yield a job's results by row: all at once, or as they finish."""
+    decoder = OutputDecoder(job.num_rows)
+    if is_streamed:
+        async with contextlib.aclosing(rows_as_they_finish(context, job, decoder)) as finished:
+            async for results in finished:
+                yield results
+    else:
+        yield dict(enumerate(await finished_rows(context, job, decoder)))
 
 
 def is_rolling(request: TranslationRequest) -> bool:
@@ -176,9 +232,11 @@ def _sampling(query: Query) -> SamplingParams:
     return SamplingParams(temperature=0.7, top_p=0.7, seed=query.attempt)
 
 
-def _add_answers(plan: TranslationPlan, queries: list[Query], results: list[RowResult]) -> None:
+def _add_answers(plan: TranslationPlan, queries: list[Query], results: dict[int, RowResult]) -> None:
+    """Add the answers to some of the queries, by index."""
     answers, cut, completed = {}, set(), set()
-    for query, row in zip(queries, results, strict=True):
+    for index, row in results.items():
+        query = queries[index]
         if row.finish is None or row.finish.reason in _UNFINISHED:
             message = "a translation did not end in time; send fewer texts per request, or raise timeout_s"
             raise ServiceError(ErrorKind.TIMEOUT, message)
@@ -200,11 +258,15 @@ def _report_problems(translations: list[Translation], field: str) -> None:
     """Add a warning per text with a problem, up to a limit."""
     faulty = [(index, one.problems) for index, one in enumerate(translations) if one.problems]
     for index, problems in faulty[:MAX_WARNINGS]:
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        name = f"{field}[{index}]"
-        warn(name, f"{name}: the translation {problems[0]}{more}", is_ignored=False)
+        _report_problem(f"{field}[{index}]", problems)
     if len(faulty) > MAX_WARNINGS:
         warn(field, f"{field}: {len(faulty) - MAX_WARNINGS} more translations have warnings", is_ignored=False)
+
+
+def _report_problem(name: str, problems: list[str]) -> None:
+    if problems:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        warn(name, f"{name}: the translation {problems[0]}{more}", is_ignored=False)
 
 
 def report_unknown_languages(languages: dict[str, str], is_strict: bool) -> None:

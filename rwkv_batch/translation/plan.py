@@ -173,6 +173,7 @@ class _Unit:
     segment: Segment
     source: str
     history: History = ()
+    is_started: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ class TranslationPlan:
             size = min(CHUNK_SEGMENTS, max(1, self._num_done)) if is_rolling else len(self._units)
             chunk = self._units[self._num_done : self._num_done + size]
             for unit in chunk:
-                unit.history = self.history
+                unit.history, unit.is_started = self.history, True
             results = [self._translated(unit) for unit in chunk]
             if self._missing:
                 break
@@ -281,22 +282,27 @@ class TranslationPlan:
 
     def results(self) -> list[Translation]:
         """Return the translations. Call it when nothing is missing."""
-        found = []
-        for pieces, source in zip(self._pieces, self._sources, strict=True):
-            texts: list[str] = []
-            problems: list[str] = []
-            origins = {Origin.MEMORY}
-            for piece in pieces:
-                if isinstance(piece, str):
-                    texts.append(piece)
-                    continue
-                translated = self._translated(piece)
-                assert translated is not None, "a translation is missing"
-                texts.append(translated.text)
-                problems += translated.problems
-                origins.add(translated.origin)
-            found.append(Translation("".join(texts), source, problems, max(origins, key=list(Origin).index)))
-        return found
+        found = [self.result(index) for index in range(len(self._pieces))]
+        complete = [one for one in found if one is not None]
+        assert len(complete) == len(found), "a translation is missing"
+        return complete
+
+    def result(self, index: int) -> Translation | None:
+        """Return the translation of a text. None: some of it is missing."""
+        texts: list[str] = []
+        problems: list[str] = []
+        origins = {Origin.MEMORY}
+        for piece in self._pieces[index]:
+            if isinstance(piece, str):
+                texts.append(piece)
+                continue
+            translated = self._translated(piece) if piece.is_started else None
+            if translated is None:
+                return None
+            texts.append(translated.text)
+            problems += translated.problems
+            origins.add(translated.origin)
+        return Translation("".join(texts), self._sources[index], problems, max(origins, key=list(Origin).index))
 
     def _translated(self, unit: _Unit) -> _Result | None:
         """Return a segment's translation. None: texts were added to `_missing`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response import generate
 from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
-from routes.response.generate import BaseFormatter, SseChunks, run_full, with_early_head
+from routes.response.generate import BaseFormatter, SseChunks, run_full
 from routes.response.http_response import (
     BLANK,
     DONE,
@@ -26,6 +28,7 @@ from routes.response.http_response import (
     HttpResponse,
     StreamedResponse,
 )
+from routes.response.task_stream import stream_events, with_early_head
 from routes.route import Upload, full_response, response_or_error
 from routes.serving import active_requests, http
 from routes.serving.access import ClientIdentity, header_grant, shows_secret
@@ -301,6 +304,39 @@ def test_a_head_is_early_only_where_clients_need_it() -> None:
         assert (await with_early_head(slow(ending), NATIVE_ERRORS, 60)).status == 200  # type: ignore[union-attr]
         with pytest.raises(ServiceError):
             await with_early_head(slow(ending, ServiceError.from_info(BUSY)), NATIVE_ERRORS, 60)
+
+    asyncio.run(run())
+
+
+def test_a_tasks_events_are_streamed() -> None:
+    async def run() -> None:
+        ending = asyncio.Event()
+
+        async def work(send: Callable[[Any], None], error: Exception | None = None) -> None:
+            send({"index": 0})
+            await ending.wait()
+            if error is not None:
+                raise error
+
+        async def failing(send: Callable[[Any], None]) -> None:
+            raise ServiceError.from_info(BUSY)
+
+        busy = ServiceError.from_info(BUSY)
+        good, late, broken, left = [
+            await stream_events(functools.partial(work, error=error), NATIVE_ERRORS)
+            for error in (None, busy, RuntimeError("a bug"), None)
+        ]
+        with pytest.raises(ServiceError):  # before its first event, an error has its own status
+            await stream_events(failing, NATIVE_ERRORS)
+        assert all(isinstance(one, StreamedResponse) for one in (good, late, broken, left))
+        first = b'data: {"index":0}\n\n'
+        assert [await asyncio.to_thread(next, good.chunks) for _ in range(2)] == [first, HEARTBEAT]
+        left.chunks.close()
+        ending.set()
+        assert await asyncio.to_thread(list, good.chunks) == [DONE]
+        assert BUSY.message.encode() in (await asyncio.to_thread(list, late.chunks))[-1]
+        assert b"server's log" in (await asyncio.to_thread(list, broken.chunks))[-1]
+        assert (await asyncio.to_thread(list, left.chunks))[-1] == DONE
 
     asyncio.run(run())
 

@@ -13,6 +13,7 @@ import pytest
 
 from test.serving import ROOT, Service, row_texts, sse_data
 
+PATH = "/translate/v1/batch-translate"
 ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -54,7 +55,7 @@ def test_readme_examples_work_as_printed(demo: Service, readme: str, translation
 
 def translated(demo: Service, source: str, target: str, texts: list[str]) -> list[str]:
     body = {"source_lang": source, "target_lang": target, "text_list": texts}
-    answer = demo.post("/translate/v1/batch-translate", body)
+    answer = demo.post(PATH, body)
     answer.raise_for_status()
     return [entry["text"] for entry in answer.json()["translations"]]
 
@@ -91,7 +92,7 @@ def test_enforced_terms_are_in_the_translation(demo: Service) -> None:
         "formality": "more",
         "audience": "children",
     }
-    answer = demo.post("/translate/v1/batch-translate", body)
+    answer = demo.post(PATH, body)
     answer.raise_for_status()
     found = [one["text"] for one in answer.json()["translations"]]
     for forms, text in zip((["清晨", "晨间"], ["典籍"], ["猫咪", "猫儿"]), found, strict=True):
@@ -133,17 +134,46 @@ def test_a_page_is_read_once_for_many_requests(demo: Service) -> None:
     page = "This page is about the two cats of a small house and the people who live there. " * 10
     body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Good morning"], "document": "page 1"}
     before = saved_tokens(demo)
-    first = demo.post("/translate/v1/batch-translate", {**body, "context": page}).json()
+    first = demo.post(PATH, {**body, "context": page}).json()
     assert saved_tokens(demo) == before
-    again = demo.post("/translate/v1/batch-translate", {**body, "text_list": ["Hello world!", "Good morning"]}).json()
+    again = demo.post(PATH, {**body, "text_list": ["Hello world!", "Good morning"]}).json()
     assert saved_tokens(demo) - before >= 150, "the document's context was read again"
     assert again["translations"][1] == first["translations"][0]
+
+
+def test_texts_are_streamed_when_they_are_complete(demo: Service) -> None:
+    texts = ["I bought two books yesterday.", "早上好", "Good morning", "Good morning", "Xqz {n} vbnk.", " "]
+    body = {"source_lang": "auto", "target_lang": "zh-CN", "text_list": texts, "title": "A day", "cache": "off"}
+    whole = demo.post(PATH, body).json()
+    streamed = demo.post(PATH, {**body, "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    events = sse_data(streamed.text)
+    assert sorted(one["index"] for one in events) == list(range(len(texts)))
+    warnings = [warning for one in events for warning in one.pop("warnings", ())]
+    events.sort(key=lambda one: one.pop("index"))
+    assert events == whole["translations"] and warnings == whole["warnings"] != []
+    long = {**body, "text_list": ["Good morning", "\n".join(f"I bought {n} books." for n in range(10, 60))]}
+    assert [one["index"] for one in sse_data(demo.post(PATH, {**long, "stream": True}).text)] == [0, 1]
+    for wrong, field in (({"scores": True}, "stream"), ({"context_mode": "none"}, "context_mode")):
+        refused = demo.post(PATH, {**body, "stream": True, **wrong})
+        assert refused.status_code == 422 and refused.json()["field"] == field
+    late = demo.post(PATH, {**body, "stream": True, "timeout_s": 0.0001})
+    assert late.status_code == 504 or "error" in sse_data(late.text)[-1]
+
+
+def test_a_title_is_context(demo: Service) -> None:
+    title, rest = "The house of the two cats", "This page is about the people of a small house. " * 10
+    body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Good morning"], "cache": "off"}
+    demo.post(PATH, {**body, "title": title, "context": rest}).raise_for_status()
+    before = saved_tokens(demo)
+    demo.post(PATH, {**body, "context": f"{title}\n{rest}"}).raise_for_status()
+    assert saved_tokens(demo) - before >= 100, "title and context are another text"
 
 
 def test_a_document_continues_its_translation(demo: Service) -> None:
     def sent(**fields: object) -> dict[str, object]:
         body = {"source_lang": "en", "target_lang": "zh-CN", "context_mode": "rolling", **fields}
-        answer: dict[str, object] = demo.post("/translate/v1/batch-translate", body).json()
+        answer: dict[str, object] = demo.post(PATH, body).json()
         return answer
 
     texts = ["I bought two books yesterday.", "She is reading them.", "Good morning"]
@@ -151,14 +181,14 @@ def test_a_document_continues_its_translation(demo: Service) -> None:
     repeated = [sent(text_list=texts[:1], document="copy"), sent(text_list=texts[1:], document="copy")]
     assert whole == repeated and "warnings" not in whole[0]
     wrong = {"target_lang": "de", "text_list": ["a"], "context_mode": "none", "context": "x"}
-    refused = demo.post("/translate/v1/batch-translate", wrong)
+    refused = demo.post(PATH, wrong)
     assert refused.status_code == 422 and "leave one of them out" in refused.json()["error"]
 
 
 def test_translations_have_scores_and_alternatives(demo: Service) -> None:
     texts = ["Good morning", "Xqz vbnk wrtp.", *(f"I bought {number} books yesterday." for number in range(3, 13))]
     body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": texts, "scores": True, "alternatives": 2}
-    answer = demo.post("/translate/v1/batch-translate", body).json()
+    answer = demo.post(PATH, body).json()
     good, odd, *others = answer["translations"]
     assert odd["score"] < good["score"] <= 0 and odd["confidence"] < good["confidence"] <= 0 and odd["review"]
     assert sum(one.get("review", False) for one in (good, odd, *others)) == 10

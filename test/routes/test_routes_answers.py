@@ -34,6 +34,7 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
     ("/big_batch/clean", {}),
     ("/FIM/v1/batch-FIM", {**SHORT, "prefix": ["a", "b"], "suffix": ["c", "d"]}),
     ("/translate/v1/batch-translate", {"target_lang": "de", "text_list": ["Good morning", " ", "Bonjour le monde"]}),
+    ("/translate/v1/batch-translate", {"target_lang": "de", "text_list": ["A {x}", "B"], "title": "T", "scores": True}),
     ("/translate/v1/batch-translate", {"target_lang": "auto", "text_list": ["Good morning"]}),
     ("/v2/translate", {"target_lang": "de", "text": ["Good morning"], "model_type": "latency_optimized"}),
     ("/v2/translate", {"target_lang": "de", "text": ["Good morning"], "formality": "more"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,22 @@ def test_lines_and_white_space_stay() -> None:
     text = "".join(f"  line {index % 40} is here \t\r\n\n" for index in range(3000))
     (result,), asked = translated(upper, text)
     assert result.text == loud(text) and len(asked) == 40 and not result.problems
+
+
+def test_a_text_is_complete_before_the_others() -> None:
+    request = TranslationRequest(texts=["One row.\nTwo rows.", "Three rows.", "4"], source="en", target="de")
+    plan = TranslationPlan(request, 10, TranslationCache(0))
+    first, second, third = plan.missing()
+    assert plan.result(2) is not None and plan.result(0) is None
+    plan.add_answers({third: upper(third), first: upper(first)})
+    assert plan.result(0) is None and (found := plan.result(1)) is not None and found.text == loud("Three rows.")
+    plan.add_answers({second: upper(second)})
+    assert (found := plan.result(0)) is not None and found.text == loud("One row.\nTwo rows.") and not plan.missing()
+    rolling = replace(request, mode=ContextMode.ROLLING)
+    plan = TranslationPlan(rolling, 10, TranslationCache(0))
+    (only,) = plan.missing()
+    plan.add_answers({only: upper(only), replace(third): upper(third)})
+    assert plan.result(1) is None, "a later chunk has another history"
 
 
 def test_lost_markers_are_split_around() -> None:

@@ -1,6 +1,6 @@
 // Sends texts to the translation route in batches, and files to the route of documents.
 
-import { post, request } from "../api.js";
+import { post, request, stream } from "../api.js";
 
 const PATH = "/translate/v1/batch-translate";
 const DOCUMENTS = "/translate/v1/documents";
@@ -9,7 +9,7 @@ const TEXTS_PER_REQUEST = 32;
 const REQUESTS_AT_ONCE = 3;
 
 /**
- * Translate texts and call `arrived(index, text, language)` for each, in any order, and `warned(index, message)`.
+ * Translate texts and call `arrived(index, text, language)` when each is complete, and `warned(index, message)`.
  * Throws ApiError, or AbortError after `signal`.
  */
 export async function translateTexts(texts, source, target, signal, arrived, warned) {
@@ -18,11 +18,12 @@ export async function translateTexts(texts, source, target, signal, arrived, war
     for (let start = starts.shift(); start !== undefined; start = starts.shift()) {
       const part = texts.slice(start, start + TEXTS_PER_REQUEST);
       const body = { source_lang: source, target_lang: target, text_list: part };
-      const { translations, warnings = [] } = await post(PATH, body, signal);
-      for (const [at, one] of translations.entries()) arrived(start + at, one.text, one.detected_source_lang);
-      for (const { field, message } of warnings) {
-        const index = /\[(\d+)\]$/.exec(field)?.[1];
-        warned(start + Number(index ?? 0), message.replace(/^\S+: /, ""));
+      for await (const { index, text, detected_source_lang: language, warnings = [] } of stream(PATH, body, signal)) {
+        if (index !== undefined) arrived(start + index, text, language);
+        for (const { field, message } of warnings) {
+          const at = /\[(\d+)\]$/.exec(field)?.[1];
+          warned(start + Number(at ?? 0), message.replace(/^\S+: /, ""));
+        }
       }
     }
   };

@@ -1,0 +1,155 @@
+"""Answers of a running task: JSON whose head is sent early, and streams of the task's own events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from routes.request_context import current_request
+from routes.response.http_response import (
+    BLANK,
+    JSON,
+    ErrorFormat,
+    HandlerResponse,
+    HttpResponse,
+    StreamedResponse,
+    to_json,
+)
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+
+logger = logging.getLogger(__name__)
+HEARTBEAT_INTERVAL_S = 0.25
+"""Longest pause between two writes. A write shows whether the client is still connected."""
+START_WAIT_S = 2.0
+"""How long a stream waits for its first output before its status is sent."""
+UNWRITABLE = ErrorInfo(kind=ErrorKind.INTERNAL, message="the answer could not be written; the server's log says why")
+
+
+class JsonChunks:
+    """A JSON answer whose status and headers are sent. White space follows until the value is ready."""
+
+    def __init__(self, task: asyncio.Task[HttpResponse], error_format: ErrorFormat) -> None:
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._error_format = error_format
+        self._is_over = threading.Event()
+        task.add_done_callback(lambda _: self._is_over.set())
+        self.ended = False
+
+    def __iter__(self) -> JsonChunks:
+        return self
+
+    def __next__(self) -> bytes:
+        if self.ended:
+            raise StopIteration
+        if not self._is_over.wait(HEARTBEAT_INTERVAL_S):
+            return BLANK
+        self.ended = True
+        try:
+            return self._task.result().body  # its status comes too late: 200 is sent
+        except ServiceError as error:
+            current_request().error_kind = error.info.kind
+            return to_json(self._error_format.body(error.info))
+        except Exception:  # the client gets an error body
+            logger.exception("an answer could not be written")
+            return to_json(self._error_format.body(UNWRITABLE))
+
+    def close(self) -> None:
+        if not self._task.done():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+async def with_early_head(
+    answer: Coroutine[Any, Any, HttpResponse], error_format: ErrorFormat, head_after_s: float
+) -> HandlerResponse:
+    """Await an answer. After `head_after_s` seconds, status 200 and the headers are sent.
+
+    For clients that give up without them and send the request again. Raises ServiceError before that time.
+    """
+    task = asyncio.ensure_future(answer)
+    try:
+        await asyncio.wait([task], timeout=head_after_s)
+    except asyncio.CancelledError:  # nobody will read the answer
+        task.cancel()
+        raise
+    return task.result() if task.done() else StreamedResponse(JsonChunks(task, error_format), JSON)
+
+
+class EventChunks:
+    """A stream of a task's events. The last one is the task's error, if it failed."""
+
+    def __init__(self, error_format: ErrorFormat) -> None:
+        self._format = error_format
+        self._events: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self.started = asyncio.Event()
+        """Set by the first event."""
+        self.ended = False
+
+    def __iter__(self) -> EventChunks:
+        return self
+
+    def __next__(self) -> bytes:
+        if self.ended:
+            raise StopIteration
+        try:
+            event = self._events.get(timeout=HEARTBEAT_INTERVAL_S)
+        except queue.Empty:
+            return self._format.stream.heartbeat
+        if event is not None:
+            return event
+        self.ended = True
+        return self._last_event() + self._format.stream.end
+
+    def send(self, event: Any) -> None:
+        """Add an event. Runs on the loop's thread and does not block."""
+        self._events.put(self._format.stream.event(event))
+        self.started.set()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start the task, which calls `send`. The stream ends with it."""
+        self._task = asyncio.ensure_future(work)
+        self._task.add_done_callback(lambda _: self._events.put(None))
+        return self._task
+
+    def close(self) -> None:
+        if self._task is not None and not self._task.done():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def _last_event(self) -> bytes:
+        assert self._task is not None
+        error = None if self._task.cancelled() else self._task.exception()
+        if error is None:
+            return b""
+        info = error.info if isinstance(error, ServiceError) else UNWRITABLE
+        if info is UNWRITABLE:
+            logger.error("a stream failed", exc_info=error)
+        current_request().error_kind = info.kind
+        return self._format.stream.event(self._format.body(info))
+
+
+async def stream_events(
+    work: Callable[[Callable[[Any], None]], Coroutine[Any, Any, None]], error_format: ErrorFormat
+) -> HandlerResponse:
+    """Answer with the events that `work` sends. Raises ServiceError if it fails before its first one.
+
+    work: gets a function that sends an event, to be called on the loop's thread
+    """
+    chunks = EventChunks(error_format)
+    task = chunks.run(work(chunks.send))
+    started = asyncio.ensure_future(chunks.started.wait())
+    try:
+        await asyncio.wait([task, started], timeout=START_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:  # nobody will read the answer
+        task.cancel()
+        raise
+    finally:
+        started.cancel()
+    if task.done() and not chunks.started.is_set():
+        task.result()
+    return StreamedResponse(chunks, error_format.stream.content_type)
