@@ -5,11 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 from lxml import etree
 
-from rwkv_batch.translation.documents.document import Document, DocumentError, DocumentOptions, Slot, Unit, slot
+from rwkv_batch.translation.documents.document import (
+    Document,
+    DocumentError,
+    DocumentOptions,
+    Slot,
+    Unit,
+    paired,
+    slot,
+)
 from rwkv_batch.translation.documents.plurals import plural_units
 from rwkv_batch.translation.documents.xml_files import (
     XML,
@@ -37,13 +45,33 @@ def read_xliff(data: bytes, options: DocumentOptions) -> Document:
     if local(root) != "xliff" or version[:2] not in ("1.", "2."):
         raise DocumentError(f"is not XLIFF 1.2 or 2: its root is {local(root)} {version}; save it as XLIFF")
     is_new = version.startswith("2")
-    if is_new:
-        root.set("trgLang", options.target)
-    else:
-        for file in root.iter("{*}file"):
-            file.set("target-language", options.target)
-    slots = []
-    for part in root.iter("{*}segment" if is_new else "{*}trans-unit"):
+    name, kind = ("trgLang", "{*}segment") if is_new else ("target-language", "{*}trans-unit")
+    notes: list[str] = []
+    slots: list[Slot] = []
+    for file in [root] if is_new else root.iter("{*}file"):
+        given = file.get(name, "")
+        if given and language_name(given) != language_name(options.target) and _has_translations(file, kind):
+            notes.append(f"a file with translations into {given[:40]!r} stays")
+            continue
+        file.set(name, options.target)
+        slots += _xliff_slots(file, kind, is_new)
+    if notes and not slots:
+        raise DocumentError(f"{notes[0]}; ask for that language, or remove its translations")
+    return Document(slots, lambda: xml_bytes(tree, data), notes)
+
+
+def _has_translations(file: Any, kind: str) -> bool:
+    """Return whether a file has a segment with a finished translation."""
+    for part in file.iter(kind):
+        source, target = part.find("{*}source"), part.find("{*}target")
+        if source is not None and target is not None and not _is_open(part, source, target):
+            return True
+    return False
+
+
+def _xliff_slots(file: Any, kind: str, is_new: bool) -> Iterator[Slot]:
+    """Yield the segments that need a translation."""
+    for part in file.iter(kind):
         source, target = part.find("{*}source"), part.find("{*}target")
         if source is None or _is_kept(part) or not _is_open(part, source, target):
             continue
@@ -55,8 +83,7 @@ def read_xliff(data: bytes, options: DocumentOptions) -> Document:
         if has_text(text):
             notes = [*part.iterchildren("{*}note"), *part.itersiblings("{*}notes", preceding=True)]
             note = " ".join("".join(one.itertext()).strip() for one in notes)
-            slots.append(slot(inline_unit(text, note), _target_writer(part, source, codes, is_new)))
-    return Document(slots, lambda: xml_bytes(tree, data))
+            yield slot(inline_unit(text, note), _target_writer(part, source, codes, is_new))
 
 
 def _is_kept(element: Any) -> bool:
@@ -130,7 +157,7 @@ def _variant_writer(source: Any, codes: list[Any], language: str) -> Any:
 
 
 _ANDROID_NUMBER = re.compile(r"%(?:1\$)?d")
-_ANDROID_ESCAPE = re.compile(r"""\\(u[0-9a-fA-F]{4}|.)""", re.DOTALL)
+_ANDROID_ESCAPE = re.compile(r"""\\(u[0-9a-fA-F]{4}|.)|(")""", re.DOTALL)
 
 
 def read_android(data: bytes, options: DocumentOptions) -> Document:
@@ -153,18 +180,33 @@ def read_android(data: bytes, options: DocumentOptions) -> Document:
     return Document(slots, lambda: xml_bytes(tree, data))
 
 
-def _android_unit(element: Any) -> tuple[Unit, list[Any]] | None:
-    text, codes = inline_text(element, lambda one: local(one) == "g" or one.get("translatable") == "false")
-    text = _ANDROID_ESCAPE.sub(_android_character, text)
+class _AndroidText(NamedTuple):
+    unit: Unit
+    codes: list[Any]
+    is_quoted: bool
+    """Whether it is in quotation marks, which keep its white space and are not shown."""
+
+    def fill(self, element: Any, text: str, *, copies: bool = False) -> None:
+        """Write a translation into an element."""
+        mark = '"' * self.is_quoted
+        codes = [deepcopy(code) for code in self.codes] if copies else self.codes
+        fill(element, f"{mark}{_android_escaped(text)}{mark}", codes)
+
+
+def _android_unit(element: Any) -> _AndroidText | None:
+    raw, codes = inline_text(element, lambda one: local(one) == "g" or one.get("translatable") == "false")
+    is_quoted = any(found[2] for found in _ANDROID_ESCAPE.finditer(raw))
+    text = paired(_ANDROID_ESCAPE.sub(_android_character, raw))
     if not has_text(text) or text.lstrip().startswith(("@string/", "?attr/")):
         return None
     note = element.getprevious()
     is_note = note is not None and note.tag is etree.Comment
-    return inline_unit(text, (note.text or "").strip() if is_note else element.get("name", ""), Split.NEWLINES), codes
+    about = (note.text or "").strip() if is_note else element.get("name", "")
+    return _AndroidText(inline_unit(text, about, Split.NEWLINES), codes, is_quoted)
 
 
 def _android_character(found: re.Match[str]) -> str:
-    code = found[1]
+    code = found[1] or ""
     if len(code) == 5:
         return chr(int(code[1:], 16))
     return {"n": "<br/>", "t": "\t"}.get(code, code)
@@ -179,8 +221,7 @@ def _android_escaped(text: str) -> str:
 
 def _android_slots(element: Any) -> Iterator[Slot]:
     if (found := _android_unit(element)) is not None:
-        unit, codes = found
-        yield slot(unit, lambda text: fill(element, _android_escaped(text), codes))
+        yield slot(found.unit, lambda text: found.fill(element, text))
 
 
 def _android_plurals(element: Any, language: str) -> Iterator[Slot]:
@@ -190,7 +231,7 @@ def _android_plurals(element: Any, language: str) -> Iterator[Slot]:
     if other is None or (plural := _android_unit(other)) is None:
         return
     singular = _android_unit(items.get("one", other)) or plural
-    units, finish = plural_units(singular[0], plural[0], language, _ANDROID_NUMBER)
+    units, finish = plural_units(singular.unit, plural.unit, language, _ANDROID_NUMBER)
 
     def put(texts: Any) -> None:
         forms = finish(texts)
@@ -202,8 +243,7 @@ def _android_plurals(element: Any, language: str) -> Iterator[Slot]:
         for category, text in forms.items():
             item = deepcopy(template)
             item.set("quantity", category)
-            codes = (singular if category == "one" else plural)[1]
-            fill(item, _android_escaped(text), [deepcopy(code) for code in codes])
+            (singular if category == "one" else plural).fill(item, text, copies=True)
             item.tail = tail
             element.append(item)
         element[-1].tail = end

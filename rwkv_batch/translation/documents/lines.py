@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Callable
-from typing import Literal
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from rwkv_batch.translation.documents.document import (
     Document,
     DocumentError,
     DocumentOptions,
-    Slot,
-    Source,
     TextEdits,
     Unit,
     decode,
@@ -27,7 +25,12 @@ _MAX_LINE = 42
 _MAX_CUE_LINES = 3
 _GAP = re.compile(r"\s(?![^<>]{0,64}>)|(?<=[，。！？、；：])")
 _LINE = re.compile(r"[^\r\n]+")
-_CUE_TIME = re.compile(r"^[^\r\n]*-->[^\r\n]*(?=[\r\n]|\Z)", re.MULTILINE)
+_CUE_TIME = re.compile(r"^[^\S\r\n]*+\d[\d:.,]*+[^\S\r\n]*+-->[^\r\n]*(?=[\r\n]|\Z)", re.MULTILINE)
+_NO_CUES = re.compile(
+    r"(?:\A|(?>\r\n?|\n)[^\S\r\n]*+(?>\r\n?|\n))(?:NOTE|STYLE|REGION)(?=\s|\Z)"
+    r"[^\r\n]*+(?:(?>\r\n?|\n)(?![^\S\r\n]*+(?:[\r\n]|\Z))[^\r\n]*+)*+"
+)
+"""WebVTT's blocks without cues. A note may have commented cues."""
 _BLANK_LINE = re.compile(r"(?>\r\n?|\n)[^\S\r\n]*(?:\r\n?|\n)")
 _NUMBER_LINE = re.compile(r"(?>\r\n?|\n)[^\S\r\n]*\d+[^\S\r\n]*(?>\r\n?|\n)?\Z")
 _ASS_EVENT = re.compile(r"^(?:Dialogue|Comment)\s*:[^\r\n]*", re.MULTILINE)
@@ -47,7 +50,8 @@ def read_subtitles(data: bytes, options: DocumentOptions) -> Document:
     """Read SubRip or WebVTT. Times, settings, notes and styles stay. Raises DocumentError."""
     source = decode(data, options.encoding)
     edits = TextEdits(source.text)
-    times = list(_CUE_TIME.finditer(source.text))
+    notes = [found.span() for found in _NO_CUES.finditer(source.text)]
+    times = [found for found in _CUE_TIME.finditer(source.text) if not _is_within(notes, found.start())]
     if not times:
         raise DocumentError("has no cue: a line with --> and the times; check its format")
     newline = "\r\n" if "\r\n" in source.text else "\n"
@@ -60,6 +64,12 @@ def read_subtitles(data: bytes, options: DocumentOptions) -> Document:
             end = number.start()
         _add_cue(edits, start, end, newline)
     return text_document(source, edits, "\n")
+
+
+def _is_within(spans: list[tuple[int, int]], at: int) -> bool:
+    """Return whether a position is in one of these parts, which are in order."""
+    index = bisect_right(spans, (at, sys.maxsize)) - 1
+    return index >= 0 and at < spans[index][1]
 
 
 def _add_cue(edits: TextEdits, start: int, end: int, newline: str) -> None:
@@ -125,7 +135,14 @@ def _ass_text(text: str) -> str:
     return text.replace("<br0/>", "\\N").replace("<br1/>", "\\n")
 
 
-_MAX_CELL = 1 << 24
+_MAX_COLUMNS, _MAX_ROWS = 10_000, 1_000_000
+
+
+class _Cell(NamedTuple):
+    start: int
+    end: int
+    text: str
+    is_quoted: bool
 
 
 def read_table(data: bytes, options: DocumentOptions, delimiter: str = "") -> Document:
@@ -135,51 +152,73 @@ def read_table(data: bytes, options: DocumentOptions, delimiter: str = "") -> Do
     """
     source = decode(data, options.encoding)
     delimiter = delimiter or _delimiter(source.text)
-    csv.field_size_limit(_MAX_CELL)
-    try:
-        rows = list(csv.reader(io.StringIO(source.text, newline=""), delimiter=delimiter))
-    except csv.Error as error:
-        raise DocumentError(f"is not a table: {error}; save it again as CSV in UTF-8") from None
-    header = next((row for row in rows if row), [])
+    edits = TextEdits(source.text)
+    rows = _rows(source.text, delimiter)
+    header = next(rows, [])
     if not header:
         raise DocumentError("is an empty table; its first line must name the columns")
-    column = options.column or (header[0] if len(header) == 1 else "text")
-    if column not in header:
+    names = [cell.text for cell in header]
+    column = options.column or (names[0] if len(names) == 1 else "text")
+    if column not in names:
         given = "no column is given" if not options.column else f"there is no column {column!r}"
-        raise DocumentError(f"{given}; name one of {', '.join(map(repr, header[:50]))}")
-    index = header.index(column)
-    slots: list[Slot] = []
-    for row in rows[rows.index(header) + 1 :]:
-        if options.is_bilingual and len(row) == len(header):
-            row.append("")
-        if index < len(row) and has_letters(row[index]):
-            slots.append(
-                slot(Unit(row[index], split=Split.NEWLINES), _cell_writer(row, -1 if options.is_bilingual else index))
-            )
+        raise DocumentError(f"{given}; name one of {', '.join(map(repr, names[:50]))}")
+    index, place = names.index(column), len(names) if options.is_bilingual else -1
+    for row in rows:
+        if index < len(row) and has_letters(row[index].text):
+            _add_cell(edits, row, index, place, delimiter)
+        elif place >= 0 and len(row) >= place:
+            edits.change(row[place - 1].end, row[place - 1].end, delimiter)
     if options.is_bilingual:
-        header.append(f"{column} ({options.target})")
-    return Document(slots, lambda: _written(source, rows, delimiter), [*source.notes, f"column {column!r}"])
+        edits.change(header[-1].end, header[-1].end, delimiter + _cell(f"{column} ({options.target})", header[index]))
+    return Document(edits.slots, lambda: source.encode(edits.result()), [*source.notes, f"column {column!r}"])
 
 
-def _cell_writer(row: list[str], index: int) -> Callable[[str], None]:
-    def put(text: str) -> None:
-        row[index] = text
+def _add_cell(edits: TextEdits, row: list[_Cell], index: int, place: int, delimiter: str) -> None:
+    """Add a cell. Its translation replaces it, or becomes the cell at `place`."""
+    cell = row[index]
+    unit = Unit(cell.text, split=Split.NEWLINES)
+    if place < 0:
+        edits.add(cell.start, cell.end, unit, lambda text: _cell(text, cell, delimiter))
+        return
+    end = row[min(place, len(row)) - 1].end
+    missing = delimiter * (place - len(row))
+    edits.slots.append(
+        slot(unit, lambda text: edits.change(end, end, missing + delimiter + _cell(text, cell, delimiter)))
+    )
 
-    return put
+
+def _cell(text: str, like: _Cell, delimiter: str = ",") -> str:
+    """Return a cell's text as the file has it. It is quoted if the other cell is, or if it must be."""
+    is_quoted = like.is_quoted or any(mark in text for mark in (delimiter, '"', "\n", "\r"))
+    return '"' + text.replace('"', '""') + '"' if is_quoted else text
+
+
+def _rows(text: str, delimiter: str) -> Iterator[list[_Cell]]:
+    """Yield the rows that are not empty. Raises DocumentError."""
+    end = re.escape(delimiter)
+    cell = re.compile(rf'"((?:[^"]++|"")*+)(?:"|\Z)([^{end}\r\n]*+)|[^{end}\r\n]*+')
+    at, row, count = 0, list[_Cell](), 0
+    while at <= len(text):
+        found = cell.match(text, at)
+        assert found is not None, "a cell may be empty"
+        is_quoted = found[1] is not None
+        value = found[1].replace('""', '"') + found[2] if is_quoted else found.group()
+        row.append(_Cell(*found.span(), value, is_quoted))
+        if len(row) > _MAX_COLUMNS:
+            raise DocumentError(f"is not a table: a row has more than {_MAX_COLUMNS} cells; check its quotation marks")
+        at = found.end() + 1
+        if text[at - 1 : at] == delimiter:
+            continue
+        if len(row) > 1 or row[0].start < row[0].end:
+            count += 1
+            if count > _MAX_ROWS:
+                raise DocumentError(f"has more than {_MAX_ROWS} rows; split it")
+            yield row
+        row = []
+        at += text[at - 1 : at + 1] == "\r\n"
 
 
 def _delimiter(text: str) -> str:
     """Return the delimiter of a CSV: the most frequent one of the first line."""
     first = next((line for line in text.splitlines() if line.strip()), "")
     return max(",;\t|", key=first.count)
-
-
-def _written(source: Source, rows: list[list[str]], delimiter: str) -> bytes:
-    out = io.StringIO(newline="")
-    newline = "\r\n" if "\r\n" in source.text else "\n"
-    first = next((line for line in source.text.splitlines() if line.strip()), "")
-    is_quoted = re.fullmatch(r'"[^"]*"(?:."[^"]*")*', first) is not None
-    quoting: Literal[0, 1] = csv.QUOTE_ALL if is_quoted else csv.QUOTE_MINIMAL
-    csv.writer(out, delimiter=delimiter, lineterminator=newline, quoting=quoting).writerows(rows)
-    text = out.getvalue()
-    return source.encode(text if source.text.endswith(("\n", "\r")) else text.removesuffix(newline))

@@ -58,9 +58,16 @@ def read_office(data: bytes, options: DocumentOptions, kind: str) -> Document:
         raise DocumentError(f"has none of the parts of a {kind} file; save it again with an office program")
     slots: list[Slot] = []
     for name in names:
+        if _has_no_text(archive, name):
+            continue
         root = archive.tree(name).getroot()
         slots += _mixed_paragraphs(root) if kind == "odt" else _run_paragraphs(root)
     return Document(slots, archive.save, joiner=" / " if kind == "xlsx" else "<t999999/>")
+
+
+def _has_no_text(archive: Archive, name: str) -> bool:
+    """Return whether a part is a sheet of numbers and references: such parts are the largest."""
+    return name.startswith("xl/worksheets/") and not re.search(rb"<(?:\w+:)?is[\s>]", archive.read(name))
 
 
 def _mixed_paragraphs(root: Any) -> list[Slot]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from rwkv_batch.translation.documents.document import (
     Texts,
     Unit,
     decode,
+    paired,
     slot,
     text_document,
 )
@@ -30,10 +32,11 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s"{}\[\],:]+')
 _NUMBER = re.compile(r"\{\{\s*(?:count|n|num)\s*\}\}|\{(?:count|n|num)\}|%d|#")
 _PLURAL_KEY = re.compile(r"(.+)_(zero|one|two|few|many|other)")
 _MAX_YAML_BYTES = 8 << 20
+_ENTRY = "\0"
 
 
 def _json_strings(text: str) -> Iterator[tuple[tuple[str, ...], int, int, int]]:
-    """Yield path, start, end and key's start of each string.
+    """Yield path, start, end and key's start of each string. An entry of a list is its number after `_ENTRY`.
 
     Raises DocumentError.
     """
@@ -50,7 +53,7 @@ def _json_strings(text: str) -> Iterator[tuple[tuple[str, ...], int, int, int]]:
         part = found.group()
         if part in "{[":
             kinds.append(part)
-            path.append("")
+            path.append("" if part == "{" else f"{_ENTRY}0")
             is_key = part == "{"
             if len(kinds) > MAX_DEPTH:
                 raise DocumentError(f"has more than {MAX_DEPTH} nested lists and objects; flatten it")
@@ -58,6 +61,8 @@ def _json_strings(text: str) -> Iterator[tuple[tuple[str, ...], int, int, int]]:
             kinds, path = kinds[:-1], path[:-1]
         elif part == ",":
             is_key = bool(kinds) and kinds[-1] == "{"
+            if kinds and not is_key:
+                path[-1] = f"{_ENTRY}{int(path[-1].removeprefix(_ENTRY)) + 1}"
         elif part == ":":
             is_key = False
         elif part.startswith('"') and is_key:
@@ -88,14 +93,15 @@ def read_json(data: bytes, options: DocumentOptions, kind: str = "json") -> Docu
         raise DocumentError(f"is not JSON: {error}; check its commas and quotation marks") from None
     values = {path: _json_value(source.text[start:end]) for path, start, end, _ in places}
     for path, start, end, key_start in places:
-        key, value = path[-1] if path else "", values[path] if path.count("") == 0 else ""
-        value = value or _json_value(source.text[start:end])
+        key, value = path[-1] if path else "", _json_value(source.text[start:end])
         if kind == "arb":
             if key == "@@locale":
                 edits.change(start, end, _json_text(options.target.replace("-", "_")))
             if any(one.startswith("@") for one in path):
                 continue
-        note = values.get((*path[:-1], f"@{key}", "description"), ".".join(filter(None, path)))
+        note = values.get(
+            (*path[:-1], f"@{key}", "description"), ".".join(one for one in path if one and one[0] != _ENTRY)
+        )
         plural = _PLURAL_KEY.fullmatch(key)
         if is_icu(value):
             edits.slots.append(icu_slot(value, note, options.target, _changer(edits, start, end)))
@@ -262,31 +268,42 @@ def _add_scalar(edits: TextEdits, event: Any, note: str, target: str) -> None:
     start, end = event.start_mark.index, event.end_mark.index
     anchor = re.compile(r"(?:[&!]\S*\s+)*").match(edits.text, start, end)
     start = anchor.end() if anchor else start
-    raw, style = edits.text[start:end], event.style or ""
+    raw, style, value = edits.text[start:end], event.style or "", paired(event.value)
     if not style and not (event.implicit[0] and _is_yaml_text(raw)):
         return
     if style in ("|", ">"):
-        head, _, rest = raw.partition("\n")
-        indent = re.match(r"[ ]*", next((line for line in rest.split("\n") if line.strip()), ""))
-        trail = len(raw) - len(raw.rstrip("\n "))
-        prefix = indent.group() if indent else ""
-
-        def block(text: str) -> str:
-            body = "\n".join(prefix + line if line else "" for line in text.strip("\n").split("\n"))
-            return f"{head}\n{body}{raw[len(raw) - trail :]}"
-
-        edits.add(start, end, Unit(event.value, note=note), block)
+        edits.add(start, end, Unit(value, note=note), partial(_yaml_block, raw, value))
         return
     change = _changer(edits, start, end, _json_text)
-    if is_icu(event.value):
-        edits.slots.append(icu_slot(event.value, note, target, change))
+    if is_icu(value):
+        edits.slots.append(icu_slot(value, note, target, change))
     else:
-        edits.add(
-            start,
-            end,
-            Unit(event.value, note=note),
-            _single_quoted if style == "'" else _json_text if style else _plain_yaml,
-        )
+        encode = _single_quoted if style == "'" else _json_text if style else _plain_yaml
+        edits.add(start, end, Unit(value, note=note), encode)
+
+
+def _yaml_block(raw: str, value: str, text: str) -> str:
+    """Return a text as a block scalar like `raw`, whose value is `value`: with its indentation and its end."""
+    head, _, rest = raw.partition("\n")
+    first = next((line for line in rest.split("\n") if line.strip()), "")
+    first_value = next((line for line in value.split("\n") if line.strip()), "")
+    # A number in the head, as in `|2`, says that the text begins with spaces.
+    depth = _num_spaces(first) - _num_spaces(first_value)
+    lead = "\n" * (len(value) - len(value.lstrip("\n")))
+    text = text.strip("\n")
+    if head.startswith(">"):  # there, a line break is written as two
+        text = re.sub(r"\n+", r"\g<0>\n", text)
+    if not re.search(r"\d", head.partition("#")[0]):
+        text = text.lstrip(" ")
+    body = "\n".join(" " * depth + line if line else "" for line in text.split("\n"))
+    return f"{head}\n{lead}{body}{raw[len(raw.rstrip(_YAML_END)) :]}"
+
+
+_YAML_END = "\n "
+
+
+def _num_spaces(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
 
 
 def _is_yaml_text(raw: str) -> bool:

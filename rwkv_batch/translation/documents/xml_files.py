@@ -19,13 +19,23 @@ from rwkv_batch.translation.segments import Split
 
 XML = "{http://www.w3.org/XML/1998/namespace}"
 _MAX_ENTRIES, _MAX_TOTAL, _MAX_PART = 10_000, 512 << 20, 64 << 20
+_MAX_MARKS = 1_000_000
+"""Brackets and equals signs in a file's XML. As a node or an attribute, each takes up to 300 bytes of memory."""
 _MAX_RATIO, _FREE_BYTES = 200, 16 << 20
 """A ZIP file may expand to `_FREE_BYTES`, or to its size times `_MAX_RATIO`."""
+_DECLARATION = re.compile(rb"(?:\xef\xbb\xbf)?<\?xml[^>]{0,200}\?>\s*")
 _TAG = re.compile(r"<(/?)t(\d{1,6})(/?)>")
+
+
+def num_marks(data: bytes) -> int:
+    """Return the number of brackets and equals signs, a bound on nodes and attributes."""
+    return data.count(b"<") + data.count(b"=")
 
 
 def parse_xml(data: bytes, name: str = "the file") -> Any:
     """Return the tree of an XML file. Entities and other files are never read. Raises DocumentError."""
+    if (count := num_marks(data)) > _MAX_MARKS:
+        raise DocumentError(f"has {count} tags and attributes in {name}; the limit is {_MAX_MARKS}; split it")
     parser = etree.XMLParser(
         resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False, strip_cdata=False, recover=False
     )
@@ -42,9 +52,12 @@ def parse_xml(data: bytes, name: str = "the file") -> Any:
 
 
 def xml_bytes(tree: Any, original: bytes) -> bytes:
-    """Return a tree in the encoding of the original file."""
+    """Return a tree in the encoding of the original file, with its declaration."""
     is_declared = b"<?xml" in original[:100] or original[:2] in (b"\xff\xfe", b"\xfe\xff")
     info = tree.docinfo
+    if (found := _DECLARATION.match(original)) is not None:
+        body: bytes = etree.tostring(tree, encoding=info.encoding or "UTF-8", xml_declaration=False)
+        return found.group() + body + b"\n" * original.endswith(b"\n")
     text: bytes = etree.tostring(
         tree, encoding=info.encoding or "UTF-8", xml_declaration=is_declared, standalone=info.standalone or None
     )
@@ -179,6 +192,7 @@ class Archive:
             raise DocumentError("has parts that are compressed by other means than deflate; save it again")
         if any(one.flag_bits & 1 for one in infos):
             raise DocumentError("is encrypted; save it without a password")
+        self._num_marks = 0
         self._changed: dict[str, Callable[[], bytes]] = {}
 
     def read(self, name: str) -> bytes:
@@ -194,6 +208,9 @@ class Archive:
     def tree(self, name: str) -> Any:
         """Return a part's tree, whose changes are written. Raises DocumentError."""
         data = self.read(name)
+        self._num_marks += num_marks(data)
+        if self._num_marks > _MAX_MARKS:
+            raise DocumentError(f"has more than {_MAX_MARKS} tags and attributes in its parts; split it")
         tree = parse_xml(data, name)
         self._changed[name] = lambda: xml_bytes(tree, data)
         return tree
