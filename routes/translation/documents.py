@@ -18,7 +18,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from routes.context import Context
-from routes.file_store import ACTIVE_STATUSES, Batch, Counts, Purpose, Status, StoredFile
+from routes.file_store import ACTIVE_STATUSES, Batch, Counts, Purpose, Status, Store, StoredFile
 from routes.openai.batches import new_batch
 from routes.openai.files import READ_FAILED, call_store, get_store, new_id, not_found
 from routes.request.bodies import Body
@@ -200,14 +200,28 @@ async def create_document(
     batch = msgspec.structs.replace(
         new_batch(new_id(_PREFIX), LABEL, requested.id, _TTL_S, metadata), counts=Counts(total=count)
     )
-    await call_store(store.add_file, _CANNOT_STORE, original, content)
+    storing = asyncio.ensure_future(
+        call_store(_store_all, _CANNOT_STORE, store, batch, [(original, content), (requested, lines)])
+    )
     try:
-        await call_store(store.add_file, _CANNOT_STORE, requested, lines)
-        await call_store(store.add_batch, _CANNOT_STORE, batch)
-    except BaseException:
-        await asyncio.shield(asyncio.to_thread(stored.delete_document, store, batch))
+        await asyncio.shield(storing)
+    except asyncio.CancelledError:  # the client has left without the id; the thread ends its work
+        await asyncio.wait([storing])
+        if storing.exception() is None:
+            await delete_document(context, batch)
         raise
     return batch, document.notes
+
+
+def _store_all(store: Store, batch: Batch, files: list[tuple[StoredFile, bytes]]) -> None:
+    """Store a document's files, then its batch, or nothing. Raises StoreFullError, OSError."""
+    try:
+        for file, content in files:
+            store.add_file(file, content)
+        store.add_batch(batch)
+    except BaseException:
+        stored.delete_document(store, batch)
+        raise
 
 
 class _Release:

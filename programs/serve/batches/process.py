@@ -19,6 +19,7 @@ import msgspec
 
 from programs.record import RunError
 from programs.serve.batches.job import BatchJob
+from programs.serve.batches.retention import delete_ended
 from programs.serve.batches.tunings import TuningRunner
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
@@ -172,6 +173,7 @@ class BatchRunner:
         if time.monotonic() - self._swept > _SWEEP_S:
             self._swept = time.monotonic()
             await asyncio.to_thread(self._store.sweep, self._unix_time())
+            await asyncio.to_thread(delete_ended, self._store, self._unix_time())
 
     def _unix_time(self) -> float:
         """Return the time for expiries. A clock that is set ahead while this process runs expires nothing."""

@@ -1,0 +1,76 @@
+"""A client that leaves while its document is stored leaves no file behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from routes.config import HttpConfig
+from routes.context import Context, Readiness, RequestLimiter
+from routes.file_store import Store, StoreFullError
+from routes.request_context import RequestContext, set_current_request
+from routes.translation import stored
+from routes.translation.documents import DocumentFields, create_document
+from rwkv_batch.errors import ServiceError
+
+FIELDS = DocumentFields.model_validate({"target_lang": "de", "source_lang": "en"})
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    made = Context(None, HttpConfig(), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
+    made.files = Store(tmp_path / "files", 1 << 20, 10)
+    set_current_request(RequestContext("id", "POST", "http://x", "/", "127.0.0.1"))
+    return made
+
+
+def held(context: Context) -> list[Any]:
+    assert context.files is not None
+    left = [*context.files.files("", "", "", 9, newest_first=True), *context.files.active_batches()]
+    return [*left, *context.files.content("x").parent.iterdir()]
+
+
+@pytest.mark.parametrize("call", ["add_file", "add_batch"])
+def test_a_client_that_leaves_leaves_nothing(context: Context, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The file stayed for seven days."""
+    began, goes_on = threading.Event(), threading.Event()
+    store: Any = context.files
+    real = getattr(store, call)
+
+    def slow(*arguments: Any) -> None:
+        began.set()
+        assert goes_on.wait(30)
+        real(*arguments)
+
+    monkeypatch.setattr(store, call, slow)
+
+    async def leave() -> None:
+        task = asyncio.create_task(create_document(context, b"Hello\n", "a.txt", FIELDS))
+        await asyncio.to_thread(began.wait, 30)
+        task.cancel()
+        await asyncio.sleep(0)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    (batch,) = store.active_batches()
+    assert batch.status == "cancelling" and stored.DELETED_KEY in batch.metadata, "its runner deletes its files"
+    assert {file.id for file in held(context) if hasattr(file, "purpose")} <= {
+        batch.metadata[stored.FILE_KEY],
+        batch.input_file_id,
+    }
+
+
+def test_a_full_store_keeps_nothing(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Any) -> None:
+        raise StoreFullError("too many")
+
+    monkeypatch.setattr(context.files, "add_batch", full)
+    with pytest.raises(ServiceError, match="too many"):
+        asyncio.run(create_document(context, b"Hello\n", "a.txt", FIELDS))
+    assert not held(context)
