@@ -46,12 +46,12 @@ def build_parser() -> CommandParser:
     """Returns the parser of `tune`."""
     parser = CommandParser(
         "tune",
-        "Tunes a model on examples: JSON lines of chats (`messages`) or of `prompt` and `completion`, or a "
-        "CSV of pairs. Writes NAME.state.pth for --state, or NAME.lora.pth for --adapter-serve and --adapter.",
+        "Tunes a model on examples: JSON lines of chats (`messages`) or of `prompt` and `completion`, or a CSV or TMX "
+        "of translations. Writes NAME.state.pth for --state, or NAME.lora.pth for --adapter-serve and --adapter.",
         "examples.jsonl -o pirate --model-path model.pth",
     )
     number, share = _between, _between(0, 0.5, float)
-    parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl or .csv file")
+    parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl, .csv or .tmx file")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="NAME", help="start of the results' names")
     parser.add_argument("--model-path", default="", metavar="FILE", help="the model (default: the demo model)")
     parser.add_argument("--adapter", action="append", default=[], metavar="FILE", help="adapter to merge first")

@@ -1,4 +1,4 @@
-"""Data files of a tuning: JSON lines of chats or of prompts with completions, and CSV pairs. Finds errors by line.
+"""Data files of a tuning: JSON lines of chats or of prompts with completions, CSV pairs and TMX. Finds errors by line.
 
 A line's texts are tokenised as serving does: each prompt at once, then the answer, the blank line that ends it, and the
 end of text after the last one. Only answers count in the loss.
@@ -25,6 +25,8 @@ from routes.request.json_body import parse_json, validate
 from routes.request.messages import Message
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+from rwkv_batch.translation.languages import language_name
+from rwkv_batch.translation.tmx import TmxError, read_pairs
 from rwkv_batch.tuning import Document
 from rwkv_batch.turn_text import format_turn
 
@@ -97,9 +99,15 @@ class Data:
 
 
 def read_data(content: bytes, name: str, max_tokens: int = MAX_TOKENS) -> Data:
-    """Return a data file's examples. `name` decides between CSV and JSON lines; `max_tokens` is a line's limit."""
+    """Return a data file's examples. The end of `name` decides its format; `max_tokens` is a line's limit."""
     data, tokenizer, seen = Data(), Tokenizer(), set[int]()
-    rows = _csv_rows(content) if name.lower().endswith(".csv") else _json_rows(content, max_tokens)
+    match name.lower().rpartition(".")[2]:
+        case "csv":
+            rows = _csv_rows(content)
+        case "tmx":
+            rows = _tmx_rows(content)
+        case _:
+            rows = _json_rows(content, max_tokens)
     for number, row in rows:
         try:
             example = _tokenised(_segments(row), tokenizer, max_tokens)
@@ -175,13 +183,30 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
             elif header == [_PROMPT, _COMPLETION]:
                 yield reader.line_num, validate(DataLine, {_PROMPT: cells[0], _COMPLETION: cells[1]})
             else:
-                asked = f"{header[0]}: {format_turn(cells[0])}\n\n{header[1]}:"
-                yield (
-                    reader.line_num,
-                    validate(DataLine, {_PROMPT: asked, _COMPLETION: f" {format_turn(cells[1])}"}),
-                )
+                yield reader.line_num, _translation(header[0], header[1], cells[0], cells[1])
     except csv.Error as error:
         yield reader.line_num, _LineError("", f"is not CSV: {error}")
+
+
+def _tmx_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
+    """Yield a translation memory's pairs, from each entry's source language into the others."""
+    try:
+        for count, pair in enumerate(read_pairs(content), 1):
+            if count > MAX_LINES:
+                yield pair.line, _LineError("", f"is beyond the limit of {MAX_LINES} translations; split the file")
+                return
+            yield pair.line, _translation(pair.source_language, pair.language, pair.text, pair.translation)
+    except TmxError as error:
+        yield 0, _LineError("", str(error))
+
+
+def _translation(source: str, target: str, text: str, translation: str) -> _Row:
+    """Return a pair as serving prompts for it. Languages are names or codes."""
+    for name, given in ((source, text), (target, translation)):
+        if not given.strip():
+            return _LineError(name, "must not be empty")
+    asked = f"{language_name(source)}: {format_turn(text)}\n\n{language_name(target)}:"
+    return DataLine(prompt=asked, completion=f" {format_turn(translation)}")
 
 
 def _segments(row: _Row) -> list[_Segment]:

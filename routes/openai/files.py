@@ -192,7 +192,8 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
     """Upload a file for a batch or for a fine-tuning job.
 
     A batch has JSON lines, each `{"custom_id", "method": "POST", "url", "body"}`. Examples are JSON lines with
-    `messages`, or with `prompt` and `completion`, or CSV pairs; the error of a bad file has the first 100 bad lines.
+    `messages`, or with `prompt` and `completion`, or a CSV or TMX of translations. The error of a bad file has
+    the first 100 bad lines.
     """
     store = get_store(context)
     if body.purpose not in (Purpose.BATCH, Purpose.FINE_TUNE):

@@ -32,7 +32,7 @@ from routes.translation.glossaries import (
     glossary_info,
 )
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
-from rwkv_batch.translation.languages import LANGUAGE_NAMES
+from rwkv_batch.translation.languages import LANGUAGE_NAMES, base_language
 
 _TSV = "text/tab-separated-values"
 _ENTRIES, _DICTIONARIES = "/entries", "/dictionaries"
@@ -137,7 +137,7 @@ def _v2_info(glossary: stored.Glossary) -> dict[str, Any]:
 
 def _dictionary_of(glossary: stored.Glossary, query: DeepLGlossaryQuery) -> stored.Dictionary:
     """Return the dictionary that a query names. Raises ServiceError."""
-    pair = stored.base_language(query.source_lang), stored.base_language(query.target_lang)
+    pair = base_language(query.source_lang), base_language(query.target_lang)
     found = next((one for one in glossary.dictionaries if (one.source_lang, one.target_lang) == pair), None)
     if found is None:
         message = f"glossary_id: glossary {glossary.name!r} has no dictionary of {pair[0] or '?'} to {pair[1] or '?'}"

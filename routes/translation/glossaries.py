@@ -25,6 +25,7 @@ from routes.route import Route, Upload
 from routes.translation import stored
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.glossary import Glossary
+from rwkv_batch.translation.languages import base_language
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
 
 PATH = "/translate/v1/glossaries"
@@ -53,7 +54,7 @@ def check_terms(entries: Mapping[str, str]) -> dict[str, str]:
 GlossaryTerms = Annotated[dict[str, str], Field(max_length=MAX_TERMS), AfterValidator(check_terms)]
 GlossaryName = Annotated[str, Field(min_length=1, max_length=_MAX_TERM_BYTES, pattern=r"\S")]
 GlossaryId = Annotated[str, Field(max_length=80)]
-LanguageCode = Annotated[str, Field(min_length=1, max_length=64, pattern=r"\S"), AfterValidator(stored.base_language)]
+LanguageCode = Annotated[str, Field(min_length=1, max_length=64, pattern=r"\S"), AfterValidator(base_language)]
 
 
 class DictionaryFields(Fields):
@@ -218,12 +219,12 @@ async def named_glossaries(
     if not ids:
         return request
     found = [await get_glossary(context, one, version) for one in ids]
-    base = stored.base_language(request.target)
+    base = base_language(request.target)
     terms: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for dictionary in (one for glossary in reversed(found) for one in glossary.dictionaries):
         if dictionary.target_lang == base:
             terms[dictionary.source_lang] |= dictionary.entries
-    if not terms or (request.source.lower() != AUTO and stored.base_language(request.source) not in terms):
+    if not terms or (request.source.lower() != AUTO and base_language(request.source) not in terms):
         pairs = ", ".join(f"{one.source_lang} to {one.target_lang}" for each in found for one in each.dictionaries)
         message = f"has no terms of {request.source} to {request.target}, only of {pairs[:500]}"
         raise invalid("glossary_id", message, found[0].id)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 from collections.abc import Iterator
 from typing import Annotated
 
-from lxml import etree
 from pydantic import BaseModel, ConfigDict, Field
 
 from routes.context import Context
@@ -20,15 +17,11 @@ from routes.route import Route, Upload
 from routes.translation import stored
 from routes.translation.glossaries import call_limited
 from rwkv_batch.errors import invalid
+from rwkv_batch.translation.languages import base_language
+from rwkv_batch.translation.tmx import MAX_CHARACTERS, TmxError, read_pairs
 
 PATH = "/translate/v1/memory"
-MAX_CHARACTERS = 4000
-"""Of a text or its translation."""
 _MAX_PAIRS = 100_000
-_MAX_VARIANTS = 100
-"""Variants of a TMX entry. Each pair of them is compared."""
-_XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
-_ANY = "*all*"
 _Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS, pattern=r"\S")]
 _Code = Annotated[str, Field(min_length=1, max_length=64, pattern=r"\S")]
 
@@ -112,54 +105,26 @@ async def import_tmx(context: Context, upload: Upload) -> HandlerResponse:
 
 def read_tmx(content: bytes, query: MemoryQuery) -> Iterator[stored.Pair]:
     """Yield the translations of a TMX file, of the query's languages. Raises ServiceError."""
-    wanted_from, wanted_to = (stored.base_language(one) for one in (query.source_lang, query.target_lang))
-    source_lang, count = "", 0
+    wanted_from, wanted_to = (base_language(one) for one in (query.source_lang, query.target_lang))
+    count = 0
     try:
-        for _, element in etree.iterparse(
-            io.BytesIO(content), tag=("header", "tu"), resolve_entities=False, no_network=True, load_dtd=False
-        ):
-            if element.tag == "header":
-                source_lang = element.get("srclang") or ""
+        for pair in read_pairs(content):
+            if not (_fits(pair.source_language, wanted_from) and _fits(pair.language, wanted_to)):
                 continue
-            element_lang = element.get("srclang")
-            texts = [variant for one in element.iterfind("tuv") for variant in _variant(one)]
-            if len(texts) > _MAX_VARIANTS:
-                raise invalid("content", f"has an entry of more than {_MAX_VARIANTS} variants; split it", len(texts))
-            element.clear()
-            while element.getprevious() is not None:
-                del element.getparent()[0]
-            own = element_lang or source_lang
-            for (of, text), (to, translation) in itertools.permutations(texts, 2):
-                if own not in ("", _ANY) and not _is_same(of, own):
-                    continue
-                if _is_same(of, to) or not (_fits(of, wanted_from) and _fits(to, wanted_to)):
-                    continue
-                count += 1
-                if count > _MAX_PAIRS:
-                    raise invalid("content", f"has more than {_MAX_PAIRS} translations; send it in parts", count)
-                yield stored.Pair(of, to, text, translation)
-    except etree.LxmlError as error:
-        raise invalid("content", f"must be a TMX file: {str(error)[:200]}", None) from None
+            count += 1
+            if count > _MAX_PAIRS:
+                raise invalid("content", f"has more than {_MAX_PAIRS} translations; send it in parts", count)
+            yield stored.Pair(pair.source_language, pair.language, pair.text, pair.translation)
+    except TmxError as error:
+        raise invalid("content", str(error), None) from None
     if not count:
         raise invalid(
             "content", "has no translations of these languages; a TMX file has tu, tuv and seg elements", None
         )
 
 
-def _variant(tuv: etree._Element) -> Iterator[tuple[str, str]]:
-    """Yield language and text of a variant, if they are valid."""
-    lang, seg = tuv.get(_XML_LANG) or tuv.get("lang") or "", tuv.find("seg")
-    text = "" if seg is None else "".join(seg.itertext()).strip()
-    if lang and text and len(text) <= MAX_CHARACTERS:
-        yield lang, text
-
-
-def _is_same(one: str, other: str) -> bool:
-    return stored.base_language(one) == stored.base_language(other)
-
-
 def _fits(language: str, wanted: str) -> bool:
-    return not wanted or stored.base_language(language) == wanted
+    return not wanted or base_language(language) == wanted
 
 
 async def count(context: Context, _: object) -> HandlerResponse:

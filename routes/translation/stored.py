@@ -14,7 +14,7 @@ import msgspec
 
 from routes.file_store import Batch, Result, Store, StoreFullError
 from rwkv_batch.translation.context import Example, History
-from rwkv_batch.translation.languages import language_code, language_name
+from rwkv_batch.translation.languages import base_language, language_name
 from rwkv_batch.translation.memory import MAX_FUZZY_TEXTS, MAX_GROWTH, Key, Memory, similar
 
 _MAX_GLOSSARIES = 1000
@@ -66,11 +66,6 @@ class Glossary(msgspec.Struct, frozen=True, kw_only=True):
         pair = base_language(source), base_language(target)
         found = (one.entries for one in self.dictionaries if (one.source_lang, one.target_lang) == pair)
         return next(found, None)
-
-
-def base_language(language: str) -> str:
-    """Return the language of a code without its region, in lower case."""
-    return language_code(language) or language.replace("_", "-").partition("-")[0].lower()
 
 
 def add_glossary(store: Store, glossary: Glossary) -> None:

@@ -97,6 +97,11 @@ def language_code(language: str) -> str:
     return _CODES.get(language_name(language), "")
 
 
+def base_language(language: str) -> str:
+    """Return the language of a code without its region, in lower case."""
+    return language_code(language) or language.replace("_", "-").partition("-")[0].lower()
+
+
 def letters_in_script(text: str, language: str) -> tuple[int, int]:
     """Count the text's letters in the language's script, and all its letters.
 

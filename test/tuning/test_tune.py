@@ -147,6 +147,44 @@ def test_answers_are_tokenised_as_serving_does_and_alone_count() -> None:
     assert [str(one) for one in found.problems] == ["line 3: has 1 cells, the header has 2"]
 
 
+TMX = """<?xml version="1.0"?>
+<!DOCTYPE tmx SYSTEM "tmx14.dtd">
+<tmx version="1.4"><header srclang="en-US"/><body>
+<tu><tuv xml:lang="en-US"><seg>Good <bpt i="1">b</bpt>day</seg></tuv><tuv xml:lang="de"><seg>Guten Tag</seg></tuv></tu>
+<tu srclang="de"><tuv xml:lang="en"><seg>Cat</seg></tuv><tuv xml:lang="de"><seg>Katze</seg></tuv></tu>
+<tu><tuv xml:lang="en"><seg>no translation</seg></tuv></tu>
+</body></tmx>"""
+
+
+def test_translations_of_csv_and_tmx_become_the_prompts_of_serving() -> None:
+    tokenizer = Tokenizer()
+
+    def texts(content: str, name: str) -> list[str]:
+        found = read_data(content.encode(), name)
+        assert not found.problems
+        return [tokenizer.decode_bytes(list(one.ids)).decode() for one in found.examples]
+
+    assert texts(TMX, "memory.tmx") == [
+        "English: Good bday\n\nGerman: Guten Tag\n\n", "German: Katze\n\nEnglish: Cat\n\n",
+    ]  # fmt: skip
+    assert texts("en,zh\nhello,你好\n", "x.csv") == ["English: hello\n\nChinese: 你好\n\n"]
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "expected"),
+    [
+        ("en,de\n a , \n", "x.csv", "line 2: de: must not be empty"),
+        ("no xml", "x.tmx", "the file: must be a TMX file"),
+        (TMX.replace("</body>", ""), "x.tmx", "the file: must be a TMX file"),
+        ("<tmx></tmx>", "x.TMX", "the file: has no lines"),
+        ('<!DOCTYPE t [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><tmx>&b;</tmx>', "x.tmx", "the file: has no lines"),
+    ],
+)
+def test_bad_translations_are_named(content: str, name: str, expected: str) -> None:
+    (problem,) = read_data(content.encode(), name).problems
+    assert str(problem).startswith(expected)
+
+
 def test_held_out_lines_are_not_trained_on() -> None:
     examples = read_data("\n".join(map(json.dumps, [*LINES, *LINES])).encode(), "d.jsonl").examples
     train, held = split(examples, 0.1)

@@ -195,7 +195,8 @@ class TuningRunner:
             return None
         folder = self._folder(job)
         folder.mkdir(exist_ok=True)
-        path = folder / f"{file_id}{'.csv' if file.filename.lower().endswith('.csv') else '.jsonl'}"
+        suffix = Path(file.filename.lower()).suffix
+        path = folder / f"{file_id}{suffix if suffix in ('.csv', '.tmx') else '.jsonl'}"
         if not path.exists():  # it stays when the file is deleted meanwhile
             os.link(self._store.content(file_id), path)
         return path
