@@ -1,0 +1,234 @@
+"""Speculative decoding compared with plain decoding of the same rows, in one engine.
+
+    python -m bench.speculation                                # the demo model on this machine
+    python -m bench.speculation --size 7.2b --dtypes fp16,w8a8   # random weights on a GPU
+
+The demo model answers requests whose texts repeat something: a prediction with some words changed, a list with repeated
+items, JSON by a schema. Each round runs a request with `speculation` off and on. The figure is the median of the
+rounds' ratios, of CPU seconds. Texts must be equal.
+
+Random weights have no text. There the text is one token, which a logit bias forces, and an oracle drafts it: each of
+its tokens is right with probability p. A prediction that is right needs no luck. The oracle itself takes no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from bench.tools.gpu_model import SIZES, write_random_file
+from bench.tools.origin import commit
+from demo.files import ensure_model
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.drafters import Drafter
+from rwkv_batch.core.speculation import make_drafters
+from rwkv_batch.engine import Engine
+from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
+from rwkv_batch.tokenizer import Tokenizer
+from sampling.grammar.constraint import Constraint, Form
+from sampling.params import SamplingParams
+from state_pool.config import PoolConfig
+
+FORCED, OTHER = 300, 301
+"""Token of the text with random weights, and a wrong one."""
+RATES = (0.0, 0.7, 0.9)
+ROWS = (1, 4, 8, 32)
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer"},
+        "city": {"enum": ["Paris"]},
+    },
+    "required": ["name", "age", "city"],
+}
+
+
+class OracleDrafter:
+    """Drafts the forced token; each of its tokens is right with probability `rate`."""
+
+    def __init__(self, rate: float) -> None:
+        self.name = f"oracle {rate}"
+        self._rate = rate
+        self._rng = random.Random(0)
+
+    def propose(self, ids: Sequence[int], length: int, count: int) -> list[int]:
+        """See Drafter."""
+        return [FORCED if self._rng.random() < self._rate else OTHER for _ in range(count)]
+
+
+class Answer:
+    """A job's rows, and its speed."""
+
+    def __init__(self, engine: Engine, rows: list[GenerateRequest], name: str) -> None:
+        """Runs the job to its end."""
+        self.texts = [b""] * len(rows)
+        self.ids: list[list[int]] = [[] for _ in rows]
+        self._times: list[tuple[float, int]] = []
+        self._done = threading.Event()
+        self.accepted = 0
+        job = Job(job_id=name, rows=rows, priority=Priority.INTERACTIVE, return_token_ids=True)
+        begin = time.process_time()
+        engine.submit(job, self._receive, lambda refusal: print(refusal) if refusal else None)
+        assert self._done.wait(300), "no answer"
+        self.cpu_s = time.process_time() - begin
+        """seconds of all threads: on a shared machine they say more than a clock"""
+
+    def _receive(self, events: JobEvents) -> None:
+        self._times.append((time.perf_counter(), events.num_sampled))
+        for delta in events.deltas:
+            self.texts[delta.row] += delta.text
+            self.ids[delta.row] += delta.token_ids
+            if delta.finish is not None:
+                self.accepted += sum(delta.finish.accepted_drafts.values())
+        if events.done:
+            self._done.set()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first ones, per second."""
+        sampled = [(at, count) for at, count in self._times if count]
+        return sum(count for _, count in sampled[1:]) / (sampled[-1][0] - sampled[0][0])
+
+
+@contextmanager
+def started(path: Path, **fields: Any) -> Iterator[Engine]:
+    engine = Engine(EngineConfig(model_path=str(path), speculate="auto", pool=PoolConfig(state_db=""), **fields))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+        del engine
+        gc.collect()
+
+
+# Random weights ----------------------------------------------------------------------------------------------
+
+
+def measure_random(path: Path, dtype: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure one type: rows x (off, p, right prediction)."""
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=1, logit_bias={FORCED: 1000.0})
+    row = GenerateRequest(prompt=[7] * 24, max_tokens=tokens, sampling=sampling, chunk_size=1, speculation="off")
+    results = []
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    with started(path, dtype=dtype, devices=(device,), max_running=64) as engine:
+        for rows in ROWS:
+            cases: dict[str, tuple[GenerateRequest, list[Drafter]]] = {"off": (row, [])}
+            on = msgspec.structs.replace(row, speculation="")
+            cases |= {f"p {rate}": (on, [OracleDrafter(rate)]) for rate in RATES}
+            cases["prediction"] = (msgspec.structs.replace(on, prediction=[FORCED] * tokens), [])
+            speeds: dict[str, list[float]] = {}
+            for number in range(rounds + 1):
+                for name, (request, drafters) in cases.items():
+                    own = make_drafters if not drafters else (lambda _sequence, chosen=drafters: chosen)
+                    engine.speculation.make_drafters = own
+                    answer = Answer(engine, [request] * rows, f"{rows}-{name}-{number}")
+                    assert answer.ids == [[FORCED] * tokens] * rows, "the text is forced"
+                    if number:
+                        speeds.setdefault(name, []).append(answer.tokens_per_s)
+            for name, values in speeds.items():
+                ratio = statistics.median(on / off for on, off in zip(values, speeds["off"], strict=True))
+                speed = round(statistics.median(values), 1)
+                results.append(
+                    {"dtype": dtype, "rows": rows, "case": name, "tokens_per_s": speed, "ratio": round(ratio, 3)}
+                )
+                print(json.dumps(results[-1]), flush=True)
+        times = {rows: round(1e3 * s, 3) for rows, s in engine.speculation.times.plain_s.items()}
+        token_s = engine.speculation.times.token_s
+        print(json.dumps({"plain_step_ms": times, "drafted_token_ms": token_s and round(1e3 * token_s, 4)}), flush=True)
+        print(json.dumps({name: total._asdict() for name, total in engine.speculation.totals.items()}), flush=True)
+    return results
+
+
+# The demo model ----------------------------------------------------------------------------------------------
+
+
+def demo_requests(engine: Engine) -> dict[str, GenerateRequest]:
+    """Return the requests by name."""
+    encode = Tokenizer().encode
+    greedy = SamplingParams(temperature=0.0)
+
+    def request(prompt: str, **fields: Any) -> GenerateRequest:
+        return GenerateRequest(**{"prompt": encode(prompt), "max_tokens": 200, "sampling": greedy, **fields})
+
+    items = [
+        "Where is the station?",
+        "The station is closed today.",
+        "Where is the market?",
+        "The market is closed today.",
+    ]
+    plain = request("User: Tell me about the city.\n\nAssistant:", ignore_eos=True, speculation="off")
+    answer = Answer(engine, [plain], "plain").ids[0]
+    changed = [one if i != len(answer) // 2 else OTHER for i, one in enumerate(answer)]
+    schema = Constraint(form=Form.JSON_SCHEMA, source=json.dumps({"type": "array", "items": PERSON, "minItems": 6}))
+    listed = "\n".join(f"English: {item}" for item in items * 3)
+    return {
+        "prediction, one word changed": msgspec.structs.replace(plain, prediction=changed, speculation=""),
+        "prediction, half the words changed": msgspec.structs.replace(
+            plain, prediction=[one if i % 2 else OTHER for i, one in enumerate(answer)], speculation=""
+        ),
+        "no drafts fit": request("User: Tell me about the sea.\n\nAssistant:", sampling=SamplingParams(seed=1)),
+        "JSON by schema": request("People as JSON:", constraint=schema, sampling=SamplingParams(seed=3, top_p=0.5)),
+        "repeated items": request(f"{listed}\n\nChinese:", ignore_eos=True),
+    }
+
+
+def measure_demo(rounds: int, dtype: str) -> list[dict[str, Any]]:
+    """Measure the demo model on this machine."""
+    results = []
+    with started(ensure_model(), dtype=dtype, devices=("cpu",)) as engine:
+        for name, request in demo_requests(engine).items():
+            ratios, answers = [], []
+            off = msgspec.structs.replace(request, speculation="off", prediction=[])
+            for number in range(rounds + 1):
+                pair = [Answer(engine, [one], f"{name}-{number}-{i}") for i, one in enumerate((off, request))]
+                assert pair[0].texts == pair[1].texts, "drafts changed a text"
+                if number:
+                    ratios.append(pair[0].cpu_s / pair[1].cpu_s)
+                    answers.append(pair[1])
+            ratio, tokens = round(statistics.median(ratios), 2), len(answers[-1].ids[0])
+            results.append({"case": name, "ratio": ratio, "tokens": tokens, "accepted": answers[-1].accepted})
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, help="random weights of this size instead of the demo model")
+    parser.add_argument("--model-path", type=Path, help="file of `write_random_file`; else one is written")
+    parser.add_argument("--dtypes", default="auto")
+    parser.add_argument("--tokens", type=int, default=257)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    if given.size:
+        with tempfile.TemporaryDirectory() as folder:
+            device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+            path = given.model_path or write_random_file(given.size, Path(folder) / "random.safetensors", device)
+            for dtype in given.dtypes.split(","):
+                results += measure_random(path, dtype, given.tokens, given.rounds)
+    else:
+        results = measure_demo(given.rounds, given.dtypes)
+    line = json.dumps({"commit": commit(), "size": given.size, "results": results})
+    if given.out:
+        given.out.write_text(line)
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
