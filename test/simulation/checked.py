@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
 from state_pool.errors import SessionReadFailed
@@ -155,4 +156,5 @@ class CheckedEngine(Engine):
         self.model_runner = runner  # type: ignore[assignment]
         self.state_manager = CheckedStateManager(world, runner.pool, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
-        self.jobs = JobTable(self.scheduler, self.state_manager, TOKENIZER, runner.vocab)
+        self.speculation = Speculation("off", runner.pool.tiers.slots, self.scheduler.forget_plain)
+        self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, TOKENIZER, runner.vocab)

@@ -127,6 +127,7 @@ class Step:
     started: float = 0.0
     launched: float = 0.0
     awaits_masks: bool = False
+    num_drafted: int = 0
     scores: list[tuple[Sequence, list[TokenLogprob]]] = field(default_factory=list)
 
 

@@ -11,6 +11,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.shares import Limits
+from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
 from rwkv_batch.fleet.fleet import Fleet
@@ -146,7 +147,8 @@ class FleetEngine(Engine):
         world.tasks.wait(lambda: False, world.rng.choice((0.0, 0.3, 1.0)))
         self.state_manager = StateManager(pool, TOKENIZER, settings.overlap)
         self.scheduler = Scheduler(limits, self.state_manager, False)
-        self.jobs = JobTable(self.scheduler, self.state_manager, TOKENIZER, self.model_runner.vocab)
+        self.speculation = Speculation("off", pool.tiers.slots, self.scheduler.forget_plain)
+        self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, TOKENIZER, self.model_runner.vocab)
 
     def step(self) -> bool:
         """Let the other threads run, then make a step and check it."""
