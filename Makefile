@@ -67,6 +67,7 @@ $(BIN)/python:
 	$(BIN)/pip install --disable-pip-version-check -q 'pip>=23.3'  # an older one compares tags of wheels for a minute
 
 $(VENV)/.installed: requirements.txt | $(BIN)/python
+	@echo "installing packages into $(VENV); this takes a minute"
 	$(BIN)/pip install --disable-pip-version-check -q -r requirements.txt
 	touch $@
 

@@ -130,8 +130,12 @@ def as_text(figures: dict[str, float | int | None]) -> str:
 def summary(figures: dict[str, float | int | None]) -> str:
     """Formats the counters of a finished run: three lines."""
     before = f", {figures['resumed']} of them before" if figures["resumed"] else ""
+    tokens = f"{figures['prompt_tokens']:,} read, {figures['completion_tokens']:,} new"
+    speed = f", {figures['tokens_per_s']:,} tokens/s"
+    if not figures["prompt_tokens"]:  # cached answers, and services that report no tokens
+        tokens, speed = "none reported", ""
     return (
         f"lines   {figures['lines']:,}{before}; {figures['failed']:,} failed\n"
-        f"tokens  {figures['prompt_tokens']:,} read, {figures['completion_tokens']:,} new\n"
-        f"time    {figures['seconds']:,} s: {figures['lines_per_s']:,} lines/s, {figures['tokens_per_s']:,} tokens/s\n"
+        f"tokens  {tokens}\n"
+        f"time    {figures['seconds']:,} s: {figures['lines_per_s']:,} lines/s{speed}\n"
     )

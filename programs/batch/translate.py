@@ -264,6 +264,7 @@ class DocumentJob:
             StandardOutput().append(data)
         else:
             _write_file(Path(self._output), data)
+            sys.stderr.write(f"the translation is in {self._output}\n")
 
 
 def _read(path: str) -> bytes:
