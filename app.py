@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -66,6 +67,8 @@ _MODULES = {
 They are imported when needed, as some import torch.
 """
 _BACKUP = ("backup", "restore", "check")
+_PRINTS = ("inspect", "plan", "doctor", "config", "completion")
+"""Commands that only print. They end silently if their reader does, as `head`."""
 _LEVEL_VARIABLE = "RWKV_LOG_LEVEL"
 _NOT_INSTALLED = "test"
 """Package of test helpers that some benches need. The wheel does not contain it."""
@@ -85,6 +88,8 @@ def main(arguments: list[str]) -> int:
         arguments = [argument for argument in arguments if argument != VERBOSE]
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     arguments = arguments[bool(name) :]
+    if name in _PRINTS:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if name in _MODULES:
         return int(importlib.import_module(_MODULES[name]).main(arguments))
     if name in _BACKUP:

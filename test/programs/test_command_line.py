@@ -102,6 +102,14 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_on_request(flag: tuple[
         assert done.stderr.count("\n") == 1
 
 
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = f"{sys.executable} app.py completion bash | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=app.__file__[:-6]
+    )
+    assert (done.stderr, done.returncode) in (("", 0), ("", 141))
+
+
 def completed(shell: str, script: Path, words: list[str]) -> set[str]:
     """Returns what a shell offers for the last word."""
     if shell == "bash":
