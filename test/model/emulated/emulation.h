@@ -194,6 +194,11 @@ void multiply_codes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t
 inline int saturated(float x, float lowest, float largest) {
   return std::isnan(x) ? 0 : static_cast<int>(std::max(lowest, std::min(largest, std::nearbyint(x))));
 }
+inline uint32_t packed(const float (&values)[4], float lowest, float largest) {
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) word |= (saturated(values[i], lowest, largest) & 0xffu) << (8 * i);
+  return word;
+}
 template <typename T>
 T exchange(T value, int from) {
   static_assert(sizeof(T) == 4, "a word");
@@ -368,7 +373,8 @@ void stmatrix_transposed(uint32_t to, const uint32_t (&words)[MATRICES]) {
 #define __expf(x) std::exp(x)
 #define __shfl_xor_sync(mask, value, offset) emulation::exchange(value, (emulation::running % 32) ^ (offset))
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline uint32_t reduce_max(uint32_t value) {
+template <typename T>
+T reduce_max(T value) {
   for (int offset = 16; offset > 0; offset /= 2) value = std::max(value, __shfl_xor_sync(0, value, offset));
   return value;
 }
@@ -384,10 +390,11 @@ inline int __dp4a(int a, int b, int sum) {
 inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
   return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
 }
-inline bool any_of_warp(bool value) { return reduce_max(value) != 0; }
+inline bool any_of_warp(bool value) { return reduce_max<uint32_t>(value) != 0; }
 #define __any_sync(mask, value) any_of_warp(value)
 #define __reduce_max_sync(mask, value) reduce_max(value)
 inline uint32_t __float_as_uint(float x) { return emulation::bits<uint32_t>(x); }
+inline int __float_as_int(float x) { return emulation::bits<int>(x); }
 inline float __uint_as_float(uint32_t x) { return emulation::bits<float>(x); }
 #define __shfl_up_sync(mask, value, offset) \
   emulation::exchange(value, emulation::running % 32 < static_cast<int>(offset) ? emulation::running % 32 : emulation::running % 32 - static_cast<int>(offset))

@@ -77,8 +77,8 @@ BODIES = {
     "mma_k8": "emulation::multiply(c, a0, a1, 0, 0, b, 0);",
     "mma_s8": "emulation::multiply_codes<int8_t>(c, a.x, a.y, a.z, a.w, b0, b1);",
     "mma_s8_u8": "emulation::multiply_codes<uint8_t>(c, a.x, a.y, a.z, a.w, b0, b1);",
-    "saturated_s8": "return emulation::saturated(x, -128.0f, 127.0f);",
-    "saturated_u8": "return emulation::saturated(x, 0.0f, 255.0f);",
+    "pack_s8": "return emulation::packed({a, b, c, d}, -128.0f, 127.0f);",
+    "pack_u8": "return emulation::packed({a, b, c, d}, 0.0f, 255.0f);",
     "load_head": (
         "if (lane == 0) { std::memcpy(to, from, BYTES); ++emulation::barriers[emulation::address(arrived)].phase; }"
     ),

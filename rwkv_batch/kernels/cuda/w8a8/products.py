@@ -49,9 +49,11 @@ class W8A8Weights:
     ratios: Tensor
     """[n] int32"""
     factors: Tensor
-    """[K] fp32, by position"""
+    """[K] fp32 by channel; negative in segment 1"""
+    stored_factors: Tensor
+    """[K] fp32 by position"""
     order: Tensor
-    """[K] int16: the channel that is stored at a position"""
+    """[K] int16: the channel that is stored at a position, and the reverse"""
 
     @classmethod
     def prepare(cls, codes: Codes, transform: InputTransform) -> W8A8Weights:
@@ -66,15 +68,19 @@ class W8A8Weights:
                 f"{BLOCK_OUTPUTS}, and inputs that are a multiple of {SEGMENT} up to {MAX_K}; use --dtype int8"
             )
         device = codes.codes.device
-        order = transform.positions.to(device).argsort()
-        factors = transform.factors.to(device, torch.float32)[order]
+        positions = transform.positions.to(device).long()
+        is_large = positions < SEGMENT
+        order = stored_order(is_large)
+        factors = transform.factors.to(device, torch.float32)
+        factors = torch.where(is_large, -factors, factors)
         scales, ratios = codes.scales.to(device, torch.float32), codes.ratios.to(device, torch.int32)
         return cls(
-            codes.codes.contiguous(),
+            codes.codes.index_select(1, positions[order]),
             scales.contiguous(),
             ratios.contiguous(),
             factors,
-            order.to(torch.int16).contiguous(),
+            factors[order],
+            order.to(torch.int16),
         )
 
     @property
@@ -85,7 +91,20 @@ class W8A8Weights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.codes, self.scales, self.ratios, self.factors, self.order))
+        return sum(t.nbytes for t in (self.codes, self.scales, self.ratios, self.factors, self.stored_factors, self.order))
+
+
+def stored_order(is_large: Tensor) -> Tensor:
+    """Return the channel that the kernels store at each position [K] int64, from is_large [K] bool.
+
+    The 128 large channels are at the first positions. As few channels as possible move, and they swap in pairs, so
+    that a kernel can round the channels that a thread holds.
+    """
+    order = torch.arange(len(is_large), device=is_large.device)
+    inside = (~is_large[:SEGMENT]).nonzero().flatten()
+    outside = is_large[SEGMENT:].nonzero().flatten() + SEGMENT
+    order[inside], order[outside] = outside, inside
+    return order
 
 
 class W8A8Gemm(NamedTuple):
@@ -186,7 +205,7 @@ def quantise_mixed(
         relu_squared=relu_squared,
     )
     for i, w in enumerate(weights):
-        args.factors[i] = cuda_pointer(w.factors, torch.float32)
+        args.factors[i] = cuda_pointer(w.stored_factors if in_order else w.factors, torch.float32)
         args.order[i] = None if in_order else cuda_pointer(w.order, torch.int16)
     library().call("rwkv_w8a8_quantise", ctypes.byref(args))
     return [Codes(*parts) for parts in zip(*out, strict=True)]

@@ -8,8 +8,8 @@
 //        delta     [T, C]      fp16, nullable
 //        partials  [S, T, C]   fp32, nullable; decode only: delta as split-K partials, added in order, rounded to fp16
 //        sums      [8, C / 8]  int64, nullable; one decode row only: delta in fixed point (fixed_point_sums.cuh)
-//        factors   [C] fp32    of each quantised mix, with W8A8
-//        order     [C] u16     of each quantised mix, with W8A8
+//        factors   [C] fp32    of each quantised mix by channel, with W8A8 (w8a8_rows.cuh)
+//        order     [C] u16     of each quantised mix, with W8A8: the channel at a position
 //        mix       [M, C]      fp16; M = 6 (time mix: r, k, v, w, a, g) or 1 (channel mix)
 //        weight    [C]         fp32, of the norm
 //        bias      [C]         fp32, of the norm
@@ -33,7 +33,7 @@
 // Prefill: one CTA per tokens_per_cta tokens. h passes to the next token in registers while the next token's loads are
 // in flight.
 // Block: C / 8 threads, one per 8 channels; in a cluster of 4 CTAs C / 32.
-// Shared memory: below 1 KB, sums of the warps; W8A8: 8 KB per quantised mix more.
+// Shared memory: below 1 KB, sums of the warps; W8A8: 4 KB per quantised mix more.
 // Bound: memory; 2 C (3 + M) bytes per token, plus 4 C per row. Share of 4.8 TB/s (H200, C = 4,096, fp16): M = 6: 320
 // rows 66 %, prefill of 16,384 tokens 75 %; M = 1: 64 and 75 %. Up to 64 rows: the latency of a launch, 2 to 3 us.
 // Made for: C <= 4096, C % 8 == 0.
@@ -67,7 +67,7 @@ __device__ __forceinline__ Moments moments(
 // delta is partials, which need the registers. Two-part and two-byte kernels use few registers, to fit next to a GEMM's
 // CTA.
 template <int MIXES, bool PRELOADED, OutputFormat OUT, bool PARTIALS>
-__global__ void __launch_bounds__(512, !PRELOADED ? (OUT == OutputFormat::W8A8 ? 2 : 3) : OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
+__global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
     __shared__ float2 scratch[MAX_WARPS];
     __shared__ float largest[QUANTISED_MIXES<MIXES>][MAX_WARPS];
     constexpr int GROUP = PRELOADED || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(512, !PRELOADED ? (OUT == OutputFormat::W8A8 ?
     const bool active = channel < width;
     float weight[8] = {}, bias[8] = {};
     uint4 mix[GROUP] = {};
-    W8A8Quads<QUANTISED_MIXES<MIXES>> quads;
-    if constexpr (PRELOADED && OUT == OutputFormat::W8A8) quads.load(a);
+    W8A8Channels<QUANTISED_MIXES<MIXES>> channels;
+    if constexpr (PRELOADED && OUT == OutputFormat::W8A8) channels.load(a, channel, active);
     const auto load_mixes = [&] {
 #pragma unroll
         for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + m * width + channel);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(512, !PRELOADED ? (OUT == OutputFormat::W8A8 ?
     }
     if (!PRELOADED && MIXES == 1 && active) mix[0] = load16(a.mix + channel);
     write_mixed<MIXES, GROUP, OUT, PRELOADED>(
-        a, h, change, mix, token, channel, active, largest, quads,
+        a, h, change, mix, token, channel, active, largest, channels,
         [](__half* p, const uint4& v) { store_evict_first(p, v); });
     if (a.to_clear != nullptr && active) clear_fixed_point(a.to_clear, width, channel);
 }
@@ -166,9 +166,9 @@ __global__ void __launch_bounds__(512 / TOKEN_CTAS, 4) shift_mix_shares_kernel(c
     for (int i = 0; i < 8; ++i) change[i] -= h[i];
     store_evict_first(a.x_out + at, packed);
     store_evict_first(a.shift + write_at, pack8(h));
-    W8A8Quads<QUANTISED_MIXES<MIXES>> quads;
+    W8A8Channels<QUANTISED_MIXES<MIXES>> channels;
     write_mixed<MIXES, MIXES, OUT, false>(
-        a, h, change, mix, token, channel, true, nullptr, quads, [](__half* p, const uint4& v) { store_evict_first(p, v); });
+        a, h, change, mix, token, channel, true, nullptr, channels, [](__half* p, const uint4& v) { store_evict_first(p, v); });
 }
 
 // Prefill.
@@ -245,9 +245,9 @@ __global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a)
             for (int i = 0; i < 8; ++i) change[i] -= h[i];
             if (MIXES == 1) mix[0] = load16(a.mix + channel);
         }
-        W8A8Quads<QUANTISED_MIXES<MIXES>> quads;
+        W8A8Channels<QUANTISED_MIXES<MIXES>> channels;
         write_mixed<MIXES, GROUP, OUT, false>(
-            a, h, change, mix, token, channel, active, largest, quads, [](__half* p, const uint4& v) { store_vector(p, v); });
+            a, h, change, mix, token, channel, active, largest, channels, [](__half* p, const uint4& v) { store_vector(p, v); });
     }
 }
 

@@ -36,7 +36,7 @@ struct ShiftMixArgs {
     int num_splits;
     int token_ctas;  // CTAs per token: 1 or TOKEN_CTAS
     int is_two_byte;
-    const float* factors[MAX_W8A8_GEMMS];  // W8A8: of each mix, by position
+    const float* factors[MAX_W8A8_GEMMS];  // W8A8: of each mix, by channel
     const uint16_t* order[MAX_W8A8_GEMMS];  // null: not W8A8
 };
 
@@ -88,78 +88,85 @@ __device__ __forceinline__ void write_fp8(
     }
 }
 
-constexpr int MAX_WIDTH = 4096, THREAD_QUADS = 2;
+constexpr int MAX_WIDTH = 4096;
 
-// Transforms of a thread's positions, two quads per mix.
+// Transforms of a thread's channels, and the partner of its position below 128.
 template <int COUNT>
-struct W8A8Quads {
-    W8A8Quad of[COUNT][THREAD_QUADS];
+struct W8A8Channels {
+    W8A8Octet of[COUNT];
+    int partner;
 
-    __device__ __forceinline__ static int position(int i) { return (i * blockDim.x + threadIdx.x) * 4; }
-    __device__ __forceinline__ void load(const ShiftMixArgs& a) {
+    __device__ __forceinline__ static int partner_of(const ShiftMixArgs& a, int i) { return __ldg(a.order[i / SEGMENT] + i % SEGMENT); }
+    __device__ __forceinline__ void load(const ShiftMixArgs& a, int channel, bool active) {
+        if (threadIdx.x < COUNT * SEGMENT) partner = partner_of(a, threadIdx.x);
 #pragma unroll
-        for (int m = 0; m < COUNT; ++m) {
-#pragma unroll
-            for (int i = 0; i < THREAD_QUADS; ++i) {
-                if (position(i) < a.width) of[m][i] = W8A8Quad({a.factors[m], a.order[m]}, position(i));
-            }
-        }
+        for (int m = 0; active && m < COUNT; ++m) of[m].load(a.factors[m], channel);
     }
 };
 
-// Stores a token's first COUNT mixed inputs in 8 bits. All threads call it. The rows pass through shared memory, because
-// threads hold channels and store positions. quads: read if LOADED.
+// Stores a token's first COUNT mixed inputs in 8 bits. All threads call it. The codes pass through shared memory, where
+// pairs of channels change their place. channels: read if LOADED.
 template <int COUNT, bool LOADED>
 __device__ __forceinline__ void write_w8a8(
-    const ShiftMixArgs& a, const uint4* mixed, const W8A8Quads<COUNT>& quads, int token, int channel, bool active) {
-    __shared__ __align__(16) __half rows[COUNT][MAX_WIDTH];
+    const ShiftMixArgs& a, const uint4* mixed, const W8A8Channels<COUNT>& channels, int token, int channel, bool active) {
+    __shared__ __align__(8) uint8_t rows[COUNT][MAX_WIDTH];
     __shared__ W8A8Maxima maxima[COUNT];
+    const auto octet_of = [&](int m) {
+        W8A8Octet octet = {};
+        if (LOADED) {
+            octet = channels.of[m];
+        } else if (active) {
+            octet.load(a.factors[m], channel);
+        }
+        return octet;
+    };
+    float v[8];
 #pragma unroll
     for (int m = 0; m < COUNT; ++m) {
-        if (active) store16(&rows[m][channel], mixed[m]);
+        W8A8Largest largest;
+        if (active) {
+            const W8A8Octet octet = octet_of(m);
+            octet.template scale<false>(mixed[m], v);
+            largest.add(octet, v);
+        }
+        maxima[m].add(largest);
     }
     __syncthreads();
-    float v[COUNT][THREAD_QUADS][4];
+    W8A8Largest mine;  // of the mix that has the lane's number
 #pragma unroll
     for (int m = 0; m < COUNT; ++m) {
-        uint32_t of_rest = 0, of_large = 0;
+        const W8A8Largest of_row = maxima[m].of_row();
+        if (m == 0 || (threadIdx.x & 31) == m) mine = of_row;
+    }
+    const W8A8Row<false> of_mix(mine.rest, mine.of_large());
+    if (threadIdx.x < COUNT) {
+        a.scales[threadIdx.x * a.scale_pitch + token] = of_mix.scale;
+        a.ratios[threadIdx.x * a.scale_pitch + token] = of_mix.ratio;
+    }
 #pragma unroll
-        for (int i = 0; i < THREAD_QUADS; ++i) {
-            const int position = quads.position(i);
-            if (position >= a.width) continue;
-            const W8A8Quad quad = LOADED ? quads.of[m][i] : W8A8Quad({a.factors[m], a.order[m]}, position);
-            const uint32_t largest = quad.template scale<false>(quad.gather(rows[m]), v[m][i]);
-            if (position < SEGMENT) {
-                of_large = largest;
-            } else {
-                of_rest = max(of_rest, largest);
-            }
-        }
-        maxima[m].add(of_rest, of_large);
+    for (int m = 0; m < COUNT; ++m) {
+        const W8A8Inverses of_row = {__shfl_sync(FULL_MASK, of_mix.inverse_rest, m), __shfl_sync(FULL_MASK, of_mix.inverse_large, m)};
+        if (!active) continue;
+        const W8A8Octet octet = octet_of(m);
+        octet.template scale<false>(mixed[m], v);
+        *reinterpret_cast<uint2*>(&rows[m][channel]) = octet.template codes<false>(v, of_row);
     }
     __syncthreads();
+    for (int i = threadIdx.x; i < COUNT * SEGMENT; i += blockDim.x)
+        swap_codes(rows[i / SEGMENT], i % SEGMENT, LOADED && i == static_cast<int>(threadIdx.x) ? channels.partner : channels.partner_of(a, i));
+    __syncthreads();
+    if (!active) return;
 #pragma unroll
-    for (int m = 0; m < COUNT; ++m) {
-        const W8A8Row<false> of_row(maxima[m].rest(), maxima[m].large);
-        if (threadIdx.x == 0) {
-            a.scales[m * a.scale_pitch + token] = of_row.scale;
-            a.ratios[m * a.scale_pitch + token] = of_row.ratio;
-        }
-        uint8_t* const codes = reinterpret_cast<uint8_t*>(a.quantised) + (static_cast<int64_t>(m) * a.tokens + token) * a.width;
-#pragma unroll
-        for (int i = 0; i < THREAD_QUADS; ++i) {
-            const int position = quads.position(i);
-            if (position < a.width) *reinterpret_cast<uint32_t*>(codes + position) = of_row.codes(v[m][i], position < SEGMENT);
-        }
-    }
+    for (int m = 0; m < COUNT; ++m)
+        a.quantised[((static_cast<int64_t>(m) * a.tokens + token) * a.width + channel) / 8] = *reinterpret_cast<const uint2*>(&rows[m][channel]);
 }
 
 // Stores a token's mixed inputs, GROUP mixes at a time, the quantised ones last. mix: weights of all, or a buffer for
-// one group. quads: read with W8A8, if LOADED.
+// one group. channels: read with W8A8, if LOADED.
 template <int MIXES, int GROUP, OutputFormat OUT, bool LOADED, typename Store>
 __device__ __forceinline__ void write_mixed(
     const ShiftMixArgs& a, const float (&h)[8], const float (&change)[8], uint4 (&mix)[GROUP], int token, int channel,
-    bool active, float (*scratch)[MAX_WARPS], const W8A8Quads<QUANTISED_MIXES<MIXES>>& quads, Store store) {
+    bool active, float (*scratch)[MAX_WARPS], const W8A8Channels<QUANTISED_MIXES<MIXES>>& channels, Store store) {
     static_assert(OUT == OutputFormat::FP16 || GROUP >= QUANTISED_MIXES<MIXES>);
     constexpr int FIRST = FIRST_FP16_MIX<MIXES, OUT>;
     const int64_t at = static_cast<int64_t>(token) * a.width + channel;
@@ -179,7 +186,7 @@ __device__ __forceinline__ void write_mixed(
             if (first == 0) write_fp8<QUANTISED_MIXES<MIXES>>(a, mix, token, channel, active, scratch);
         }
         if constexpr (OUT == OutputFormat::W8A8) {
-            if (first == 0) write_w8a8<QUANTISED_MIXES<MIXES>, LOADED>(a, mix, quads, token, channel, active);
+            if (first == 0) write_w8a8<QUANTISED_MIXES<MIXES>, LOADED>(a, mix, channels, token, channel, active);
         }
         if constexpr (OUT == OutputFormat::TWO_BYTE) {
             constexpr int COUNT = QUANTISED_MIXES<MIXES>;

@@ -1,12 +1,15 @@
-// Rows in 8 bits for W8A8 GEMMs (rwkv_batch/model/quant/w8a8.py), in two segments: the first 128 positions and the rest.
+// Rows in 8 bits for W8A8 GEMMs (rwkv_batch/model/quant/w8a8.py), in two segments: 128 large channels and the rest.
 //
-//   v       = x[order[p]] * factors[p]               x: fp16, or max(x, 0)^2
+//   v       = x * factor                             x: fp16, or max(x, 0)^2
 //   unit    = max(max |v| of the rest, max |v| of segment 1 * (16 / MAX_RATIO))
 //   ratio   = min(max(ceil(16 * (max |v| of segment 1 / unit)), 16), MAX_RATIO)   MAX_RATIO 511 (s8) or 255 (u8)
 //   scale   = unit / MAX                                                           MAX 127 (s8) or 255 (u8)
-//   code[p] = sat(rint(v * (MAX / unit)))                      rest
+//   code    = sat(rint(v * (MAX / unit)))                      rest
 //             sat(rint(v * (MAX / (unit * (ratio / 16)))))     segment 1
 //
+// A factor's sign names the segment: negative in segment 1. Codes are stored with segment 1 at the first 128 positions.
+// Only pairs of channels change their place: a large one from 128 on, and one below 128 that is not large. So threads
+// round the channels that they hold.
 // A row with NaN or infinity has a NaN scale, so that its products are NaN.
 #pragma once
 
@@ -14,26 +17,31 @@
 #include "../relu.cuh"
 #include "w8a8_args.cuh"
 
-// Inputs of one matrix, by position.
-struct W8A8Inputs {
-    const float* factors;
-    const uint16_t* order;  // the channel that is stored at a position; null: x is in order of positions
-};
-
-// Saturating conversions, ties to even. NaN gives 0.
-__device__ __forceinline__ int saturated_s8(float x) {
-    int code;
-    asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(code) : "f"(x));
-    return code;
+// Four codes in a word. Ties to even, saturating; NaN gives 0.
+__device__ __forceinline__ uint32_t pack_s8(float a, float b, float c, float d) {
+    uint32_t word;
+    asm("{\n.reg .s32 w, x, y, z;\n.reg .b32 high;\n"
+        "cvt.rni.s32.f32 w, %1;\ncvt.rni.s32.f32 x, %2;\ncvt.rni.s32.f32 y, %3;\ncvt.rni.s32.f32 z, %4;\n"
+        "cvt.pack.sat.s8.s32.b32 high, z, y, 0;\ncvt.pack.sat.s8.s32.b32 %0, x, w, high;\n}"
+        : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return word;
 }
-__device__ __forceinline__ int saturated_u8(float x) {
-    int code;
-    asm("cvt.rni.sat.u8.f32 %0, %1;" : "=r"(code) : "f"(x));
-    return code;
+__device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) {
+    uint32_t word;
+    asm("{\n.reg .s32 w, x, y, z;\n.reg .b32 high;\n"
+        "cvt.rni.s32.f32 w, %1;\ncvt.rni.s32.f32 x, %2;\ncvt.rni.s32.f32 y, %3;\ncvt.rni.s32.f32 z, %4;\n"
+        "cvt.pack.sat.u8.s32.b32 high, z, y, 0;\ncvt.pack.sat.u8.s32.b32 %0, x, w, high;\n}"
+        : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return word;
 }
 
 // Bits of |x|: ordered like |x|, NaN above all.
 __device__ __forceinline__ uint32_t abs_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// What codes of both segments are multiplied by.
+struct W8A8Inverses {
+    float rest, large;
+};
 
 template <bool UNSIGNED>
 struct W8A8Row {
@@ -55,67 +63,74 @@ struct W8A8Row {
         ratio = static_cast<int>(sixteenths);
     }
 
-    // Codes of four positions of one segment.
-    __device__ __forceinline__ uint32_t codes(const float (&v)[4], bool is_large) const {
-        const float inverse = is_large ? inverse_large : inverse_rest;
-        uint32_t packed = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float scaled = __fmul_rn(v[i], inverse);
-            packed |= (static_cast<uint32_t>(UNSIGNED ? saturated_u8(scaled) : saturated_s8(scaled)) & 0xffu) << (8 * i);
-        }
-        return packed;
-    }
+    // For lanes that get a row from another lane.
+    __device__ __forceinline__ W8A8Inverses inverses() const { return {inverse_rest, inverse_large}; }
 };
 
-// Transform of four adjacent positions.
-struct W8A8Quad {
-    uint2 order;
-    float4 factors;
+// Eight adjacent channels of a matrix's inputs.
+struct W8A8Octet {
+    float factors[8];  // negative: segment 1
 
-    __device__ __forceinline__ W8A8Quad() {}
-    __device__ __forceinline__ W8A8Quad(const W8A8Inputs& in, int position)
-        : factors(__ldg(reinterpret_cast<const float4*>(in.factors + position))) {
-        if (in.order != nullptr) order = __ldg(reinterpret_cast<const uint2*>(in.order + position));
-    }
+    __device__ __forceinline__ void load(const float* of_matrix, int channel) { load_fp32x8(of_matrix + channel, factors); }
 
-    // A row's four values.
-    __device__ __forceinline__ uint2 gather(const __half* x) const {
-        return make_uint2(pair(x[order.x & 0xffffu], x[order.x >> 16]), pair(x[order.y & 0xffffu], x[order.y >> 16]));
-    }
-    __device__ __forceinline__ static uint32_t pair(__half low, __half high) {
-        const __half2 both = __halves2half2(low, high);
-        return *reinterpret_cast<const uint32_t*>(&both);
-    }
-
-    // Scales four values into v, and returns the largest |v|'s bits.
     template <bool RELU_SQUARED>
-    __device__ __forceinline__ uint32_t scale(const uint2& x, float (&v)[4]) const {
-        const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&x.x)), high = __half22float2(*reinterpret_cast<const __half2*>(&x.y));
-        v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
-        if (RELU_SQUARED) v[0] = relu_square(v[0]), v[1] = relu_square(v[1]), v[2] = relu_square(v[2]), v[3] = relu_square(v[3]);
-        v[0] = __fmul_rn(v[0], factors.x), v[1] = __fmul_rn(v[1], factors.y);
-        v[2] = __fmul_rn(v[2], factors.z), v[3] = __fmul_rn(v[3], factors.w);
-        return max(max(abs_bits(v[0]), abs_bits(v[1])), max(abs_bits(v[2]), abs_bits(v[3])));
+    __device__ __forceinline__ void scale(const uint4& x, float (&v)[8]) const {
+        unpack8(x, v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(RELU_SQUARED ? relu_square(v[i]) : v[i], fabsf(factors[i]));
+    }
+
+    // Eight codes in order of channels.
+    template <bool UNSIGNED>
+    __device__ __forceinline__ uint2 codes(const float (&v)[8], const W8A8Inverses& of_row) const {
+        float s[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) s[i] = __fmul_rn(v[i], __float_as_int(factors[i]) < 0 ? of_row.large : of_row.rest);
+        if constexpr (UNSIGNED) {
+            return make_uint2(pack_u8(s[0], s[1], s[2], s[3]), pack_u8(s[4], s[5], s[6], s[7]));
+        } else {
+            return make_uint2(pack_s8(s[0], s[1], s[2], s[3]), pack_s8(s[4], s[5], s[6], s[7]));
+        }
     }
 };
 
-// Largest |v|'s bits of a row's segments: from each thread, then of the CTA. A thread's quads are blockDim.x apart, so
-// segment 1 is the first quad of warp 0.
-struct W8A8Maxima {
-    uint32_t of_warps[32], large;
+// Largest |v|'s bits of a row's segments, of a thread. Segment 1 has the top bit: above all as u32, below all as s32.
+struct W8A8Largest {
+    int rest = 0;
+    uint32_t large = 0;
 
-    __device__ __forceinline__ void add(uint32_t of_rest, uint32_t of_large) {
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-        of_rest = __reduce_max_sync(FULL_MASK, of_rest);
-        if (lane == 0) of_warps[warp] = of_rest;
-        if (warp != 0) return;
-        of_large = __reduce_max_sync(FULL_MASK, of_large);
-        if (lane == 0) large = of_large;
+    __device__ __forceinline__ void add(const W8A8Octet& octet, const float (&v)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint32_t bits = abs_bits(v[i]) | (__float_as_uint(octet.factors[i]) & 0x80000000u);
+            rest = max(rest, static_cast<int>(bits)), large = max(large, bits);
+        }
+    }
+    __device__ __forceinline__ void reduce_warp() { rest = __reduce_max_sync(FULL_MASK, rest), large = __reduce_max_sync(FULL_MASK, large); }
+    __device__ __forceinline__ uint32_t of_large() const { return large & 0x80000000u ? large & 0x7fffffffu : 0; }
+};
+
+// The same of a CTA.
+struct W8A8Maxima {
+    int rest[32];
+    uint32_t large[32];
+
+    __device__ __forceinline__ void add(W8A8Largest of_thread) {
+        of_thread.reduce_warp();
+        if ((threadIdx.x & 31) == 0) rest[threadIdx.x >> 5] = of_thread.rest, large[threadIdx.x >> 5] = of_thread.large;
     }
     // After a barrier.
-    __device__ __forceinline__ uint32_t rest() const {
+    __device__ __forceinline__ W8A8Largest of_row() const {
         const int lane = threadIdx.x & 31;
-        return __reduce_max_sync(FULL_MASK, lane < static_cast<int>(blockDim.x >> 5) ? of_warps[lane] : 0);
+        W8A8Largest largest;
+        if (lane < static_cast<int>(blockDim.x >> 5)) largest.rest = rest[lane], largest.large = large[lane];
+        largest.reduce_warp();
+        return largest;
     }
 };
+
+// Brings a row's codes from the order of channels to that of positions. p: a position below 128, once in a CTA.
+__device__ __forceinline__ void swap_codes(uint8_t* row, int p, int partner) {
+    const uint8_t a = row[p], b = row[partner];
+    row[p] = b, row[partner] = a;
+}
