@@ -18,6 +18,7 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Weights,
     multiply,
     multiply_by_mma,
+    multiply_sparse,
     pitch_of,
     prepare_w8a8,
     quantise_inputs,
@@ -179,6 +180,29 @@ def test_a_channel_mix_has_the_same_bits_in_stored_order(rows: int) -> None:
     key.feed(value)
     assert same_bits(key(x), hidden)
     assert same_bits(value.multiply_stored(key.multiply_codes(quantise_inputs(x, key.weights))), y)
+
+
+@hopper
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize(("k", "n"), [(16384, 4096), (10240, 2560), (3072, 768), (128, 128)])
+def test_few_rows_by_active_inputs_have_the_bits_of_the_definition(rows: int, k: int, n: int) -> None:
+    torch.manual_seed(rows)
+    matrix = Matrix(n, channels(k))
+    transposed = matrix.weights.codes.T.contiguous()
+    for share in (0.0, 0.12, 0.5, 1.0):
+        sign = torch.where(torch.rand(rows, k, device=GPU) < share, 1, -1)
+        x = (torch.randn(rows, k, device=GPU).abs() * sign * channels(k) / 100).half()
+        if rows > 3:
+            x[1], x[2], x[3, k - 1] = -x[1].abs(), x[2] * 1e-2, torch.nan
+        v = x.float()
+        inputs = quantise_rows(torch.where(v <= 0, 0, v).square(), matrix.transform, unsigned=True)
+        in_order = x[:, matrix.weights.order.long()].contiguous()
+        torch.cuda.synchronize()  # weights are read before the previous kernel ends
+        for _ in range(20):
+            y = multiply_sparse(in_order, matrix.weights, transposed)
+            wanted = product(inputs, matrix.codes).half()
+            assert torch.equal(y.isnan(), wanted.isnan())
+            assert same_bits(y.nan_to_num(7), wanted.nan_to_num(7)), f"{share}"
 
 
 @pytest.mark.parametrize("k", [128, 768, 2048, 2560, 3072, 4096, 8192, 10240, 16384])

@@ -17,6 +17,7 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Workspace,
     multiply,
     multiply_by_mma,
+    multiply_sparse,
     pitch_of,
     quantise_mixed,
 )
@@ -35,6 +36,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
     """Launcher -> the library that has it."""
     found = {f"rwkv_{name}": emulated(name, tmp_path_factory.mktemp(name)) for name in ("w8a8_quantise", "w8a8_mma")}
     others = ("w8a8_middle", "w8a8_many", "w8a8_many_unsigned")
+    found["rwkv_w8a8_sparse"] = emulated("w8a8_sparse", tmp_path_factory.mktemp("w8a8_sparse"))
     found["rwkv_w8a8"] = emulated("w8a8_few", tmp_path_factory.mktemp("w8a8"), EMULATED_TILES, others=others)
     return found
 
@@ -155,6 +157,28 @@ def test_hopper_has_the_bits_of_the_definition(is_unsigned: bool, tile: Tile) ->
     assert_products(rows + 3, 384, (192, 64), is_unsigned, Plan(tile))
     if rows in (8, 128):
         assert_products(2 * rows, 1664, (320, 128, 128), is_unsigned, Plan(tile, lead=1))
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 4096, 128), (3, 9216, 256), (8, 640, 128), (8, 16384, 128)])
+@pytest.mark.parametrize("share", [0.12, 1.0])
+def test_sparse_rows_have_the_bits_of_the_definition(rows: int, k: int, n: int, share: float) -> None:
+    """Inputs that are negative, and those whose code is zero, are left out; a row with NaN stays so."""
+    sizes = channels(k)
+    weights, codes, transform = made(n, k, sizes)
+    x = torch.randn(rows, k).abs() * sizes * torch.where(torch.rand(rows, k) < share, 1, -1)
+    if rows > 2:
+        x[1] = -x[1].abs()
+        x[2] *= 1e-3
+    if rows > 3:
+        x[3, 7] = torch.nan
+    x = x.half()
+    v = x.float()
+    inputs = quantise_rows(torch.where(v <= 0, 0, v).square(), transform, unsigned=True)
+    in_order = x[:, weights.order.long()].contiguous()
+    y = multiply_sparse(in_order, weights, weights.codes.T.contiguous())
+    wanted = product(inputs, codes).half()
+    assert wanted[[i for i in range(rows) if i != 3]].isfinite().all()
+    assert same(y, wanted)
 
 
 def test_a_matrix_that_the_kernels_do_not_take_is_refused() -> None:

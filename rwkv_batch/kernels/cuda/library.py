@@ -12,6 +12,12 @@ from torch import Tensor
 
 from native import build
 from native.tensors import bind
+from rwkv_batch.kernels.cuda.w8a8.arguments import (
+    MAX_W8A8_GEMMS,
+    W8A8Args,
+    W8A8QuantiseArgs,
+    W8A8SparseArgs,
+)
 
 SOURCES = Path(__file__).with_name("csrc")
 NAMES = (
@@ -49,10 +55,10 @@ HOPPER_NAMES = (
     "w8a8/w8a8_middle",
     "w8a8/w8a8_many",
     "w8a8/w8a8_many_unsigned",
+    "w8a8/w8a8_sparse",
 )
 MAX_GEMMS = 8
 MAX_HOPPER_GEMMS = 12
-MAX_W8A8_GEMMS = 3
 
 
 class CudaError(RuntimeError):
@@ -261,38 +267,6 @@ class AdapterArgs(Structure):
     ]
 
 
-class W8A8GemmArgs(Structure):
-    """Mirrors the struct in w8a8/w8a8_args.cuh."""
-
-    _fields_ = [
-        *[(name, c_void_p) for name in ("weights", "x", "weight_scales", "weight_ratios")],
-        *[(name, c_void_p) for name in ("input_scales", "input_ratios", "y")],
-        *[(name, c_int) for name in ("n", "unused")],
-    ]
-
-
-class W8A8Args(Structure):
-    """Mirrors the struct in w8a8/w8a8_args.cuh."""
-
-    _fields_ = [
-        ("gemms", W8A8GemmArgs * MAX_W8A8_GEMMS),
-        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "is_unsigned")],
-        *[(name, c_int) for name in ("tile_rows", "splits", "in_memory", "pair")],
-        *[(name, c_int) for name in ("warpgroups", "blocks", "lead", "ctas_per_sm")],
-        *[(name, c_void_p) for name in ("exchange", "counters")],
-    ]
-
-
-class W8A8QuantiseArgs(Structure):
-    """Mirrors the struct in w8a8/w8a8_quantise.cu."""
-
-    _fields_ = [
-        *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "order")],
-        *[(name, c_void_p) for name in ("x", "codes", "scales", "ratios")],
-        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "relu_squared", "unused")],
-    ]
-
-
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_add_partials": [c_void_p] * 3 + [c_int, c_int64, c_void_p],
@@ -329,6 +303,7 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_add_fixed_point": [*[c_void_p] * 3, c_int, c_void_p],
     "rwkv_hopper_few": [POINTER(QuantLaunchArgs), c_void_p],
     "rwkv_w8a8": [POINTER(W8A8Args), c_void_p],
+    "rwkv_w8a8_sparse": [POINTER(W8A8SparseArgs), c_void_p],
     **{f"rwkv_weight_only_{name}": [POINTER(WeightOnlyLaunchArgs), c_void_p] for name in ("fp8", "int8", "int4")},
 }
 

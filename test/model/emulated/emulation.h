@@ -1,5 +1,5 @@
-// CUDA on one CPU thread, for tests of kernels' logic. Blocks run one after the other; a block's threads are coroutines
-// that switch at barriers. Included before everything else (-include).
+// CUDA on one CPU thread, for tests of kernels' logic. Blocks run one after the other, those of a cluster together; their
+// threads are coroutines that switch at barriers. Included before everything else (-include).
 #pragma once
 #include <cuda.h>
 #include <cuda_fp16.h>
@@ -28,7 +28,7 @@ namespace emulation {
 
 struct Thread {
   bool done = false;
-  int waits_for_block = 0, waits_for_warpgroups = 0, waits_for_warp = 0;  // barriers arrived at so far
+  int waits_for_block = 0, waits_for_warpgroups = 0, waits_for_warp = 0, waits_for_cluster = 0;  // barriers arrived at so far
   uint32_t operands[8];
 };
 
@@ -65,7 +65,9 @@ inline std::vector<std::unique_ptr<Coroutine>> coroutines;
 inline jmp_buf scheduler;
 inline int running = 0;
 inline dim3 thread_index, block_index, block_size, grid_size;
-inline std::vector<unsigned char> dynamic_shared;
+inline std::vector<unsigned char> dynamic_shared;  // of all blocks of a cluster, one after the other
+inline int threads_of_block = 1;
+inline size_t shared_of_block = 0;
 inline std::map<uint32_t, Barrier> barriers;
 inline int num_sms = 4, smem_bytes = 227 << 10;
 
@@ -91,7 +93,15 @@ inline void meet(int Thread::* count, int first, int last) {
   };
   while (!all()) yield();
 }
-inline void meet_block() { meet(&Thread::waits_for_block, 0, static_cast<int>(threads.size())); }
+inline void meet_block() {
+  const int first = running / threads_of_block * threads_of_block;
+  meet(&Thread::waits_for_block, first, first + threads_of_block);
+}
+inline void arrive_cluster() { ++threads[running].waits_for_cluster; }
+inline void wait_cluster() {
+  --threads[running].waits_for_cluster;  // counted again
+  meet(&Thread::waits_for_cluster, 0, static_cast<int>(threads.size()));
+}
 inline void sync_warpgroups() { meet(&Thread::waits_for_warpgroups, 128, 384); }  // those that multiply
 inline void meet_warp() { meet(&Thread::waits_for_warp, running / 32 * 32, running / 32 * 32 + 32); }
 
@@ -104,7 +114,10 @@ inline void enter() {
   }
 }
 
-inline void run_block(int number_of_threads) {
+// Runs `size` neighbouring blocks from `first` on.
+inline void run_blocks(int number_of_threads, unsigned first, unsigned size) {
+  threads_of_block = number_of_threads;
+  number_of_threads *= size;
   threads.assign(number_of_threads, {});
   while (coroutines.size() < threads.size()) {
     coroutines.push_back(std::make_unique<Coroutine>());
@@ -120,23 +133,34 @@ inline void run_block(int number_of_threads) {
     for (running = 0; running < number_of_threads; ++running) {
       if (threads[running].done) continue;
       any = true;
-      thread_index = dim3(running);
+      thread_index = dim3(running % threads_of_block);
+      const unsigned i = first + running / threads_of_block;
+      block_index = dim3(i % grid_size.x, i / grid_size.x % grid_size.y, i / grid_size.x / grid_size.y);
       resume();
     }
   }
 }
 
 template <typename Kernel, typename... Args>
-void launch(Kernel kernel, dim3 grid, int number_of_threads, size_t dynamic, const Args&... args) {
-  dynamic_shared.assign(dynamic, 0xff);
+void launch_clusters(Kernel kernel, int size, dim3 grid, int number_of_threads, size_t dynamic, const Args&... args) {
+  shared_of_block = (dynamic + 1023) / 1024 * 1024;
+  dynamic_shared.assign(size * shared_of_block, 0xff);
   grid_size = grid, block_size = dim3(number_of_threads);
-  for (unsigned i = 0; i < grid.x * grid.y * grid.z; ++i) {
+  for (unsigned i = 0; i < grid.x * grid.y * grid.z; i += size) {
     std::fill(dynamic_shared.begin(), dynamic_shared.end(), 0xff);
     barriers.clear();
-    block_index = dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
     body = [&] { kernel(args...); };
-    run_block(number_of_threads);
+    run_blocks(number_of_threads, i, size);
   }
+}
+template <typename Kernel, typename... Args>
+void launch(Kernel kernel, dim3 grid, int number_of_threads, size_t dynamic, const Args&... args) {
+  launch_clusters(kernel, 1, grid, number_of_threads, dynamic, args...);
+}
+inline unsigned char* block_shared() { return dynamic_shared.data() + running / threads_of_block * shared_of_block; }
+inline uint32_t peer_address(uint32_t at, uint32_t rank) { return at % shared_of_block + rank * shared_of_block; }
+inline void store_words(uint32_t at, std::initializer_list<int> words) {
+  std::memcpy(dynamic_shared.data() + at, words.begin(), 4 * words.size());
 }
 
 template <typename T>

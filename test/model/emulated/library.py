@@ -33,7 +33,7 @@ BODIES = {
     "cluster_arrive": "",
     "cluster_wait": "",
     "store_remote": "",
-    "launch_clusters": "",
+    "launch_clusters": "emulation::launch_clusters(kernel, size, grid, threads, smem_bytes, args...);",
     "bulk_load": "emulation::bulk_load(to, from, bytes, barrier);",
     "smem_descriptor": "return address >> 4;",
     "wgmma_fence": "",
@@ -49,12 +49,13 @@ BODIES = {
     "st_global": "*static_cast<uint4*>(at) = v;",
     "stmatrix_transposed": "emulation::stmatrix_transposed(to, {low, high});",
     "stmatrix_x4_transposed": "emulation::stmatrix_transposed(to, {a, b, c, d});",
-    "peer_address": "return address;",
+    "peer_address": "return emulation::peer_address(address, rank);",
     "arrive_peer": "",
-    "arrive_cluster": "",
-    "wait_cluster": "",
+    "arrive_cluster": "emulation::arrive_cluster();",
+    "wait_cluster": "emulation::wait_cluster();",
     "tma_multicast": "",
-    "store_peer": "",
+    "store_peer": "emulation::store_words(to, {a, b, c, d});",
+    "store_peer_pair": "emulation::store_words(to, {a, static_cast<int>(b)});",
     "meet_ctas": "",
     "sync_consumers": "emulation::sync_warpgroups();",
     "load_shared_pair": "std::memcpy(v, emulation::dynamic_shared.data() + at, 8);",
@@ -232,7 +233,7 @@ def _without_ptx(text: str) -> str:
     text = re.sub(r'asm volatile\("(setmaxnreg|bar.sync)[^"]*"[^;]*;', "", text)
     text = re.sub(r'asm volatile\("" : "\+[fr]"[^;]*;', ";", text)
     text = text.replace("#include <cuda_pipeline.h>", "")
-    text = re.sub(r"extern __shared__ [^;]*\bdynamic\[\];", "auto* dynamic = emulation::dynamic_shared.data();", text)
+    text = re.sub(r"extern __shared__ [^;]*\bdynamic\[\];", "auto* dynamic = emulation::block_shared();", text)
     return re.sub(r"cudaFuncSetAttribute\([^;]*\);", "cudaSuccess;", text)
 
 

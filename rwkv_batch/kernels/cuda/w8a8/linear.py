@@ -8,15 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.w8a8.products import (
+    SPARSE_COLUMNS,
     W8A8Gemm,
     W8A8Mix,
     W8A8Weights,
     multiply,
+    multiply_sparse,
     prepare_w8a8,
     quantise_inputs,
     quantise_mixed,
 )
+from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import Quantised
 from rwkv_batch.model.quant.w8a8 import Codes
@@ -35,12 +39,14 @@ class CudaW8A8Linear(Linear):
         self.weight = self.weights.codes
         self.squares_inputs = squares_inputs
         self.output_positions: Tensor | None = None
+        is_sparse = squares_inputs and len(self.weight) % SPARSE_COLUMNS == 0 and has_hopper_gemm(self.weight.device)
+        self.transposed = self.weight.T.contiguous() if is_sparse else None
         prepare_w8a8(self.weight.device)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and the inputs' transform."""
-        return self.weights.num_bytes
+        """Bytes of codes, scales and the inputs' transform, and of the transposed codes if there are some."""
+        return self.weights.num_bytes + (0 if self.transposed is None else self.transposed.nbytes)
 
     def feed(self, consumer: CudaW8A8Linear) -> None:
         """Store the outputs in the order of another map's codes. Called once, at load."""
@@ -58,8 +64,10 @@ class CudaW8A8Linear(Linear):
     def multiply_stored(self, x: Tensor) -> Tensor:
         """Map [T, in] fp16 to [T, out] fp16.
 
-        The input comes from a map that feeds this one.
+        The input comes from a map that feeds this one. Few rows skip inputs that are zero in all of them.
         """
+        if self.transposed is not None and 0 < len(x) <= MAX_SPARSE_ROWS:
+            return multiply_sparse(x, self.weights, self.transposed)
         return self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs, in_order=True))
 
     def multiply_codes(self, codes: Codes) -> Tensor:

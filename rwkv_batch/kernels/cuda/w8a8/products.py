@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, is_mps_active
-from rwkv_batch.kernels.cuda.library import (
-    MAX_W8A8_GEMMS,
-    W8A8Args,
-    W8A8QuantiseArgs,
-    cuda_pointer,
-    hopper_library,
-    library,
-)
+from rwkv_batch.kernels.cuda.library import cuda_pointer, hopper_library, library
+from rwkv_batch.kernels.cuda.w8a8.arguments import MAX_W8A8_GEMMS, W8A8Args, W8A8QuantiseArgs, W8A8SparseArgs
 from rwkv_batch.kernels.cuda.w8a8.plans import (
     BLOCK_OUTPUTS,
     MAX_EXCHANGED_ROWS,
@@ -35,6 +29,8 @@ MAX_K = 16384
 MAX_OUTPUTS_PER_TILE = 128
 """Outputs of a tile whose sums are exchanged."""
 COUNTERS_PER_TILE = 8
+SPARSE_COLUMNS = 128
+"""Outputs per cluster of csrc/w8a8/w8a8_sparse.cu; n is a multiple."""
 INT8_DTYPES = (torch.int8, torch.uint8)
 
 
@@ -238,6 +234,30 @@ def multiply_by_mma(gemms: Sequence[W8A8Gemm]) -> None:
     """As `multiply`, by the kernel for every GPU."""
     args, _ = _launch_args(gemms)
     library().call("rwkv_w8a8_mma", ctypes.byref(args))
+
+
+def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tensor:
+    """Quantise max(x, 0)^2 and multiply it, x [T <= 8, K] fp16 in stored order -> y [T, n] fp16.
+
+    transposed: the weights' codes [K, n]. Only the rows are read whose code is not zero in all of x.
+    """
+    (rows, k), n = x.shape, len(weights.codes)
+    if transposed.shape != (k, n):
+        raise ValueError(f"inputs {tuple(x.shape)} do not fit the transposed weights {tuple(transposed.shape)}")
+    y = x.new_empty(rows, n)
+    args = W8A8SparseArgs(
+        h=cuda_pointer(x),
+        weights=cuda_pointer(transposed, torch.int8),
+        factors=cuda_pointer(weights.stored_factors, torch.float32),
+        weight_scales=cuda_pointer(weights.scales, torch.float32),
+        weight_ratios=cuda_pointer(weights.ratios, torch.int32),
+        y=cuda_pointer(y),
+        rows=rows,
+        width=n,
+        ffn=k,
+    )
+    hopper_library().call("rwkv_w8a8_sparse", ctypes.byref(args))
+    return y
 
 
 def _launch_args(gemms: Sequence[W8A8Gemm]) -> tuple[W8A8Args, Launch]:

@@ -1,0 +1,48 @@
+"""Arguments of the W8A8 kernels, as their launchers take them."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int, c_void_p
+
+MAX_W8A8_GEMMS = 3
+
+
+class W8A8GemmArgs(Structure):
+    """Mirrors the struct in w8a8/w8a8_args.cuh."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weights", "x", "weight_scales", "weight_ratios")],
+        *[(name, c_void_p) for name in ("input_scales", "input_ratios", "y")],
+        *[(name, c_int) for name in ("n", "unused")],
+    ]
+
+
+class W8A8Args(Structure):
+    """Mirrors the struct in w8a8/w8a8_args.cuh."""
+
+    _fields_ = [
+        ("gemms", W8A8GemmArgs * MAX_W8A8_GEMMS),
+        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "is_unsigned")],
+        *[(name, c_int) for name in ("tile_rows", "splits", "in_memory", "pair")],
+        *[(name, c_int) for name in ("warpgroups", "blocks", "lead", "ctas_per_sm")],
+        *[(name, c_void_p) for name in ("exchange", "counters")],
+    ]
+
+
+class W8A8QuantiseArgs(Structure):
+    """Mirrors the struct in w8a8/w8a8_quantise.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "order")],
+        *[(name, c_void_p) for name in ("x", "codes", "scales", "ratios")],
+        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "relu_squared", "unused")],
+    ]
+
+
+class W8A8SparseArgs(Structure):
+    """Mirrors the struct in w8a8/w8a8_sparse.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("h", "weights", "factors", "weight_scales", "weight_ratios", "y")],
+        *[(name, c_int) for name in ("rows", "width", "ffn", "unused")],
+    ]
