@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from bench.tools import cuda_check
-from rwkv_batch.kernels.cuda.w8a8 import products
+from rwkv_batch.kernels.activation import Activation
+from rwkv_batch.kernels.cuda import hopper_gemm
+from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
+from rwkv_batch.kernels.cuda.w8a8 import mixed_launch, products
+from rwkv_batch.kernels.cuda.w8a8.mixed_launch import launch_mixed
 from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Plan, Tile
 from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Gemm,
@@ -37,6 +41,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
     found = {f"rwkv_{name}": emulated(name, tmp_path_factory.mktemp(name)) for name in ("w8a8_quantise", "w8a8_mma")}
     others = ("w8a8_middle", "w8a8_many", "w8a8_many_unsigned")
     found["rwkv_w8a8_sparse"] = emulated("w8a8_sparse", tmp_path_factory.mktemp("w8a8_sparse"))
+    found["rwkv_gemm_w8a8"] = emulated("gemm_w8a8", tmp_path_factory.mktemp("gemm_w8a8"), (32, 320), (1,))
     found["rwkv_w8a8"] = emulated("w8a8_few", tmp_path_factory.mktemp("w8a8"), EMULATED_TILES, others=others)
     return found
 
@@ -53,6 +58,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -
             call(libraries[name], name, *args)
 
     monkeypatch.setattr(products, "library", Kernels)
+    monkeypatch.setattr(hopper_gemm, "hopper_library", Kernels)
+    for module in (hopper_gemm, mixed_launch):
+        monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+    shared = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    monkeypatch.setattr(mixed_launch, "prepare_hopper_gemm", lambda device: shared)
     monkeypatch.setattr(products, "hopper_library", Kernels)
     monkeypatch.setattr(products, "has_hopper_gemm", lambda device: True)
     work = W8A8Workspace(torch.empty(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int32), 4)
@@ -117,8 +127,8 @@ def test_inputs_have_the_bits_of_the_definition(k: int, count: int, rows: int, r
             assert torch.equal(got[i].ratios[:rows], wanted.ratios)
 
 
-def assert_products(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool, plan: Plan | None) -> None:
-    """Multiply by Hopper's kernel, or by mma without a plan."""
+def random_gemms(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool = False) -> tuple[list[W8A8Gemm], list[Tensor]]:
+    """GEMMs and what they must give."""
     gemms, wanted = [], []
     for n in ns:
         sizes = channels(k)
@@ -133,9 +143,40 @@ def assert_products(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool, p
         )
         gemms.append(W8A8Gemm(padded, weights, torch.full((rows, n), torch.nan, dtype=torch.float16)))
         wanted.append(product(inputs, codes).half())
+    return gemms, wanted
+
+
+def assert_products(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool, plan: Plan | None) -> None:
+    """Multiply by Hopper's kernel, or by mma without a plan."""
+    gemms, wanted = random_gemms(rows, k, ns, is_unsigned)
     multiply_by_mma(gemms) if plan is None else multiply(gemms, plan)
     for gemm, y in zip(gemms, wanted, strict=True):
         assert torch.equal(gemm.y.view(torch.int16), y.view(torch.int16))
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 384), (20, 1664), (170, 256)])
+def test_low_ranks_in_the_same_launch(
+    rows: int, k: int, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of the definition, and fp16 products next to them, some of which read others."""
+    libraries["rwkv_gemm_w8a8"].emulation_set(1, 227 << 10)  # one SM: no CTA waits for another
+    monkeypatch.setattr(mixed_launch, "FP16_SPLITS", 1)
+    gemms, wanted = random_gemms(rows, k, (192, 64, 128))
+    low = []
+    for n, inputs, activation in ((64, 192, Activation.TANH), (192, 128, Activation.NONE)):
+        y = torch.full((rows, n), torch.nan, dtype=torch.float16)
+        low.append((torch.randn(n, inputs).half() / 8, torch.randn(rows, inputs).half(), y, activation))
+    y = torch.full((rows, 160), torch.nan, dtype=torch.float16)
+    dependent = [(torch.randn(160, 64).half() / 8, low[0][2], y, Activation.NONE)]
+    for _ in range(2):  # the first launch must reset its counters
+        launch_mixed(gemms, low, dependent)
+        for gemm, true in zip(gemms, wanted, strict=True):
+            assert torch.equal(gemm.y.view(torch.int16), true.view(torch.int16))
+            gemm.y.fill_(torch.nan)
+        for weight, x, y, activation in (*low, *dependent):
+            reference = x.float() @ weight.float().T
+            reference = reference.tanh() if activation is Activation.TANH else reference
+            assert ((y.float() - reference).norm() / reference.norm()).item() < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from rwkv_batch.kernels.cuda.library import (
     cuda_pointer,
     hopper_library,
 )
+from rwkv_batch.kernels.cuda.w8a8.arguments import MixedGemmArgs
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def launch_hopper_gemm(gemms: Sequence[Fp16Gemm], transposed: bool) -> None:
 
 
 def fill_fp16_gemms(
-    gemm_args: Sequence[Fp16GemmArgs] | Sequence[Fp8GemmArgs] | Sequence[Int8GemmArgs],
+    gemm_args: Sequence[Fp16GemmArgs] | Sequence[Fp8GemmArgs] | Sequence[Int8GemmArgs] | Sequence[MixedGemmArgs],
     gemms: Sequence[Fp16Gemm],
     rows: int,
     transposed: bool = False,

@@ -42,7 +42,8 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     quantise_rows,
 )
 from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS, QuantGemm, multiply_few
-from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear, multiply_mixed
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear, mixed_gemms, multiply_mixed
+from rwkv_batch.kernels.cuda.w8a8.mixed_launch import fits_mixed_launch, launch_mixed
 from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
 from rwkv_batch.model.layer import Projections
 
@@ -80,7 +81,7 @@ def _uses_grouped_projections(layer: CudaLayer, tokens: int) -> bool:
         return is_grouped(tokens, layer.rkv[0])
     linear = layer.receptance
     if isinstance(linear, CudaW8A8Linear):
-        return is_grouped(tokens, layer.low_in[0])
+        return is_grouped(tokens, layer.low_in[0]) or _fits_one_w8a8_launch(layer, tokens)
     assert isinstance(linear, CudaQuantLinear), "gemms without a stack are in small codes"
     if linear.takes_fp16_rows(tokens):
         return is_grouped(tokens, layer.low_in[0])
@@ -106,6 +107,14 @@ def _fits_one_quantised_launch(layer: CudaLayer, tokens: int) -> bool:
     quantised = [GemmShape(m.packed.rows, m.packed.columns) for m in linears]
     low = [GemmShape(*matrix.shape) for matrix in (*layer.low_in, layer.gate_in)]
     return fits_fp16_gemms(tokens, quantised, low, prepare_hopper_gemm(layer.low_in.device).num_sms)
+
+
+def _fits_one_w8a8_launch(layer: CudaLayer, tokens: int) -> bool:
+    """Whether the low ranks run in the launch of W8A8 r, k, v."""
+    linears = _w8a8_rkv(layer)
+    full = [GemmShape(*m.weights.shape) for m in linears]
+    low = [GemmShape(*matrix.shape) for matrix in (*layer.low_in, layer.gate_in)]
+    return bool(linears) and fits_mixed_launch(tokens, full, low, layer.low_in.device)
 
 
 def _uses_multi_tile_projections(layer: CudaLayer, tokens: int) -> bool:
@@ -180,6 +189,10 @@ def _project_grouped(layer: CudaLayer, mixed: MixedInputs) -> Projections:
     if _fits_one_quantised_launch(layer, len(inputs[0])):
         _rkv_quantised(layer, mixed, rkv, low)
         return low.projections(*rkv.unbind())
+    if _fits_one_w8a8_launch(layer, len(inputs[0])):
+        gemms, is_pending = mixed_gemms(_w8a8_rkv(layer), mixed, rkv), len(inputs[0]) <= MAX_FUSED_WKV_ROWS
+        launch_mixed(gemms, _fp16_gemms(low.down_gemms), [] if is_pending else _fp16_gemms(low.up_gemms))
+        return low.projections(*rkv.unbind(), pending=is_pending)
     if _fits_one_fp16_launch(layer, mixed, low):
         assert layer.rkv is not None and isinstance(mixed, Tensor), "gemms of halves"
         whole = [(layer.rkv[i], mixed[i], rkv[i], Activation.NONE) for i in range(3)]

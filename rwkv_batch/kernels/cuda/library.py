@@ -14,6 +14,7 @@ from native import build
 from native.tensors import bind
 from rwkv_batch.kernels.cuda.w8a8.arguments import (
     MAX_W8A8_GEMMS,
+    MixedLaunchArgs,
     W8A8Args,
     W8A8QuantiseArgs,
     W8A8SparseArgs,
@@ -46,6 +47,7 @@ HOPPER_NAMES = (
     "gemm/gemm_two_part",
     "gemm/gemm_int8",
     "gemm/gemm_int8_transposed",
+    "gemm/gemm_w8a8",
     "weight_only/weight_only_fp8",
     "weight_only/weight_only_int8",
     "weight_only/weight_only_int4",
@@ -299,6 +301,7 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_gemm_two_part": [POINTER(Fp8LaunchArgs), c_void_p],
     "rwkv_gemm_int8": [POINTER(Int8LaunchArgs), c_void_p],
     "rwkv_gemm_int8_transposed": [POINTER(Int8LaunchArgs), c_void_p],
+    "rwkv_gemm_w8a8": [POINTER(MixedLaunchArgs), c_void_p],
     "rwkv_hopper_row": [POINTER(QuantLaunchArgs), c_void_p],
     "rwkv_add_fixed_point": [*[c_void_p] * 3, c_int, c_void_p],
     "rwkv_hopper_few": [POINTER(QuantLaunchArgs), c_void_p],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_int, c_void_p
 
 MAX_W8A8_GEMMS = 3
+MAX_MIXED_GEMMS = 12
 
 
 class W8A8GemmArgs(Structure):
@@ -45,4 +46,24 @@ class W8A8SparseArgs(Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("h", "weights", "factors", "weight_scales", "weight_ratios", "y")],
         *[(name, c_int) for name in ("rows", "width", "ffn", "unused")],
+    ]
+
+
+class MixedGemmArgs(Structure):
+    """Mirrors the struct in gemm/gemm_w8a8.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weight", "x", "y")],
+        *[(name, c_void_p) for name in ("weight_scales", "weight_ratios", "input_scales", "input_ratios")],
+        *[(name, c_int) for name in ("n", "k", "activation", "unused")],
+    ]
+
+
+class MixedLaunchArgs(Structure):
+    """Mirrors the struct in gemm/gemm_w8a8.cu."""
+
+    _fields_ = [
+        ("gemms", MixedGemmArgs * MAX_MIXED_GEMMS),
+        *[(name, c_int) for name in ("count", "dependent", "rows", "tile_rows", "splits")],
+        *[(name, c_void_p) for name in ("partials", "counters")],
     ]

@@ -95,7 +95,12 @@ class CudaW8A8Linear(Linear):
 
 def multiply_mixed(linears: Sequence[CudaW8A8Linear], x: Tensor | W8A8Mix, y: Tensor) -> None:
     """Run up to 3 maps over inputs of their own: x [M, T, in] fp16 or in 8 bits -> y [M, T, out] fp16."""
+    multiply(mixed_gemms(linears, x, y))
+
+
+def mixed_gemms(linears: Sequence[CudaW8A8Linear], x: Tensor | W8A8Mix, y: Tensor) -> list[W8A8Gemm]:
+    """Return the GEMMs of `multiply_mixed`; quantises x if it is in fp16."""
     weights = [linear.weights for linear in linears]
     count = len(linears)
     codes = [x[i] for i in range(count)] if isinstance(x, W8A8Mix) else quantise_mixed(x[:count], weights)
-    multiply([W8A8Gemm(*gemm) for gemm in zip(codes, weights, y, strict=True)])
+    return [W8A8Gemm(*gemm) for gemm in zip(codes, weights, y, strict=True)]

@@ -2,8 +2,9 @@
 //
 // in     W              [n, k]     fp16 or e4m3; TMA, evict first. Transposed kinds: [k, n]
 //        x              [rows, k]  fp16 or e4m3; or two-part [rows, 2, k] e5m2 (rows_two_part.cuh)
-//        weight_scales  [n]        fp32, fp8 only
-//        input_scales   [rows]     fp32, fp8 only; two-part rows have none
+//        weight_scales  [n]        fp32, 8 bits only
+//        input_scales   [rows]     fp32, 8 bits only; two-part rows have none
+//        W8A8: W and x s8, ratios as in ../w8a8/w8a8.cuh
 //
 // out    y              [rows, n]  fp16 or fp32; two-part kinds also [rows, 2, n] e5m2
 //                                  or split-K partials [splits, rows, n] fp32
@@ -36,6 +37,7 @@
 #include "gemm_split_k.cuh"
 #include "gemm_launch.cuh"
 #include "gemm_ring.cuh"
+#include "gemm_w8a8_mainloop.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // Producer of W: one lane.
@@ -199,33 +201,48 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) gemm_kernel(
 #pragma unroll
                 for (int up = 0; up < 2; ++up) of_output[up] = __ldg(scales + output_of_lane<IS_TRANSPOSED_8BIT<KIND>>(lane, up));
             }
-            for (int i = num_k_steps<KIND, SPLITS>(p, work); i > 0; --i) {
-                mbarrier_wait(cta.full + 8 * pipe.stage, pipe.parity);
-                const uint64_t weight = weights_at + pipe.stage * (Tile::BYTES >> 4);
-                const uint64_t input = inputs_at + pipe.stage * (Tile::BYTES >> 4);
-                if constexpr (IS_TRANSPOSED_8BIT<KIND>) {
-                    multiply_transposed<Tile, HAS_TWO_PART<KIND>>(sums, operand, cta.ring + pipe.stage * Tile::BYTES, input, add, [&] {
-                        if (before != 0) release(before);
-                    });
-                    before = 0;
-                } else if constexpr (HAS_QUANTISED<KIND> && !ALL_QUANTISED<KIND>) {
-                    if (work.is_fp16) {
-                        multiply_tile(weight, input, std::true_type());
-                    } else {
-                        multiply_tile(weight, input, std::false_type());
-                    }
-                } else {
-                    multiply_tile(weight, input, std::bool_constant<!ALL_QUANTISED<KIND>>());
-                }
-                if (before != 0) release(before);
-                before = cta.empty + 8 * pipe.stage;
-                pipe.advance();
-            }
-            wgmma_wait<0>();
-            release(before);
-            add = 0;
+            const auto multiply_work = [&] {
+                if constexpr (HAS_INT8<KIND>) {  // else they would be kept while the s32 sums are in registers
 #pragma unroll
-            for (int i = 0; i < ROWS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+                    for (int i = 0; i < ROWS / 2; ++i) sums[i] = 0.0f;
+                }
+                for (int i = num_k_steps<KIND, SPLITS>(p, work); i > 0; --i) {
+                    mbarrier_wait(cta.full + 8 * pipe.stage, pipe.parity);
+                    const uint64_t weight = weights_at + pipe.stage * (Tile::BYTES >> 4);
+                    const uint64_t input = inputs_at + pipe.stage * (Tile::BYTES >> 4);
+                    if constexpr (IS_TRANSPOSED_8BIT<KIND>) {
+                        multiply_transposed<Tile, HAS_TWO_PART<KIND>>(sums, operand, cta.ring + pipe.stage * Tile::BYTES, input, add, [&] {
+                            if (before != 0) release(before);
+                        });
+                        before = 0;
+                    } else if constexpr (HAS_QUANTISED<KIND> && !ALL_QUANTISED<KIND> && !HAS_INT8<KIND>) {
+                        if (work.is_fp16) {
+                            multiply_tile(weight, input, std::true_type());
+                        } else {
+                            multiply_tile(weight, input, std::false_type());
+                        }
+                    } else {
+                        multiply_tile(weight, input, std::bool_constant<!ALL_QUANTISED<KIND>>());
+                    }
+                    if (before != 0) release(before);
+                    before = cta.empty + 8 * pipe.stage;
+                    pipe.advance();
+                }
+                wgmma_wait<0>();
+                release(before);
+                add = 0;
+#pragma unroll
+                for (int i = 0; i < ROWS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+            };
+            if constexpr (HAS_INT8<KIND>) {
+                if (work.is_fp16) {
+                    multiply_work();
+                } else {
+                    multiply_w8a8_tile<Tile>(sums, p, cta, pipe, work.gemm, first_output, inside, num_k_steps<KIND, SPLITS>(p, work), warpgroup);
+                }
+            } else {
+                multiply_work();
+            }
 
             // Epilogue: reduce splits, scale, activate, store.
             const auto finish = [&](auto splits) {
@@ -251,7 +268,7 @@ __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) gemm_kernel(
                 const int rows = min(p.rows, (work.row_block + 1) * ALL);
                 WarpOutput out = {p.y[work.gemm] + first_output, nullptr, p.n[work.gemm], first_row, rows, nullptr, nullptr};
                 if (HAS_TWO_PART<KIND> && p.y_two_part[work.gemm] != nullptr) out.two_part = p.y_two_part[work.gemm] + first_output;
-                if (!HAS_TWO_PART<KIND> && !work.is_fp16) {
+                if (!HAS_TWO_PART<KIND> && !HAS_INT8<KIND> && !work.is_fp16) {
                     out.weight_scales = p.weight_scales[work.gemm] + first_output, out.input_scales = p.input_scales[work.gemm];
                     scale_sums<CHUNKS, IS_TRANSPOSED_8BIT<KIND>>(of_rows, out, lane);
                 }

@@ -9,6 +9,7 @@
 #include "../common.cuh"
 
 constexpr int MAX_HOPPER_GEMMS = 12;
+constexpr int MAX_INT8_GEMMS = 3;  // W8A8
 constexpr int TILE_N = 128;  // of a tile
 constexpr int TILE_K_BYTES = 128;  // of one row of a stage's tile
 constexpr int STAGING_PITCH = 48;  // bytes; with 32, every fourth row would share a bank
@@ -19,8 +20,9 @@ constexpr int STAGING_PITCH = 48;  // bytes; with 32, every fourth row would sha
 //   FP8, FP8_TO_FP32, FP8_TRANSPOSED    W and x e4m3; W [n, k], or [k, n]
 //   TWO_PART, TWO_PART_TRANSPOSED       W 8 bits, x two-part
 //   *_AND_FP16                          the first GEMMs 8 bits, the others fp16 (mixed)
+//   W8A8_AND_FP16                       the first GEMMs s8 with exact sums in two segments (../w8a8/w8a8.cuh)
 //   INPUT_PROJECTIONS                   fp16, scheduled like a mixed kind
-enum GemmKind { GEMM_FP16, GEMM_FP16_TO_FP32, GEMM_FP16_TRANSPOSED, GEMM_FP8, GEMM_FP8_TO_FP32, GEMM_FP8_AND_FP16, GEMM_TWO_PART, GEMM_TWO_PART_AND_FP16, GEMM_INPUT_PROJECTIONS, GEMM_FP8_TRANSPOSED, GEMM_TWO_PART_TRANSPOSED };
+enum GemmKind { GEMM_FP16, GEMM_FP16_TO_FP32, GEMM_FP16_TRANSPOSED, GEMM_FP8, GEMM_FP8_TO_FP32, GEMM_FP8_AND_FP16, GEMM_TWO_PART, GEMM_TWO_PART_AND_FP16, GEMM_INPUT_PROJECTIONS, GEMM_FP8_TRANSPOSED, GEMM_TWO_PART_TRANSPOSED, GEMM_W8A8_AND_FP16 };
 template <GemmKind KIND>
 constexpr bool IS_TRANSPOSED_8BIT = KIND == GEMM_FP8_TRANSPOSED || KIND == GEMM_TWO_PART_TRANSPOSED;
 template <GemmKind KIND>
@@ -28,9 +30,11 @@ constexpr bool ALL_QUANTISED = IS_TRANSPOSED_8BIT<KIND> || KIND == GEMM_FP8 || K
 template <GemmKind KIND>
 constexpr bool HAS_TWO_PART = KIND == GEMM_TWO_PART || KIND == GEMM_TWO_PART_AND_FP16 || KIND == GEMM_TWO_PART_TRANSPOSED;
 template <GemmKind KIND>
-constexpr bool HAS_QUANTISED = ALL_QUANTISED<KIND> || KIND == GEMM_FP8_AND_FP16 || KIND == GEMM_TWO_PART_AND_FP16;
+constexpr bool HAS_INT8 = KIND == GEMM_W8A8_AND_FP16;
 template <GemmKind KIND>
-constexpr bool IS_MIXED = KIND == GEMM_FP8_AND_FP16 || KIND == GEMM_TWO_PART_AND_FP16 || KIND == GEMM_INPUT_PROJECTIONS;
+constexpr bool HAS_QUANTISED = ALL_QUANTISED<KIND> || HAS_INT8<KIND> || KIND == GEMM_FP8_AND_FP16 || KIND == GEMM_TWO_PART_AND_FP16;
+template <GemmKind KIND>
+constexpr bool IS_MIXED = HAS_INT8<KIND> || KIND == GEMM_FP8_AND_FP16 || KIND == GEMM_TWO_PART_AND_FP16 || KIND == GEMM_INPUT_PROJECTIONS;
 // Few registers, so that CTAs of the previous and next kernel fit on the SM and prefetch their weights.
 template <int ROWS, GemmKind KIND>
 constexpr bool IS_LEAN = HAS_TWO_PART<KIND> && ROWS <= 64;
@@ -52,8 +56,10 @@ struct GemmLaunch {
     __half* y[MAX_HOPPER_GEMMS];
     uint8_t* y_two_part[MAX_HOPPER_GEMMS];  // two-part output [rows, 2, n]; null: y
     int to_partials;  // y is fp32 split-K partials [SPLITS, rows, n]; the next kernel reduces them
-    const float* weight_scales[MAX_HOPPER_GEMMS];  // fp8 only
+    const float* weight_scales[MAX_HOPPER_GEMMS];  // 8 bits only
     const float* input_scales[MAX_HOPPER_GEMMS];
+    const int* weight_ratios[MAX_INT8_GEMMS];  // W8A8 only
+    const int* input_ratios[MAX_INT8_GEMMS];
     int n[MAX_HOPPER_GEMMS];
     int k[MAX_HOPPER_GEMMS];
     int activation[MAX_HOPPER_GEMMS];
