@@ -78,7 +78,7 @@ class ShiftMixArgs(Structure):
         ("slot_stride", c_int64),
         *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_cta")],
         *[(name, c_int) for name in ("scale_pitch", "num_splits", "token_ctas", "is_two_byte")],
-        *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "order")],
+        *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "stored_factors", "order")],
     ]
 
 

@@ -37,7 +37,7 @@ TOKEN_CTAS = 4
 """CTAs per token, with partials and two-part output."""
 TOKEN_CHANNELS = 256
 """A CTA's channels are a multiple of this."""
-SHIFT_BLOCKS = 2
+SHIFT_BLOCKS = 1
 """CTAs of shift_mix per SM."""
 
 
@@ -216,6 +216,7 @@ def _fill_w8a8(args: ShiftMixArgs, mix: W8A8Mix, prologue: Prologue) -> None:
     for i, linear in enumerate((prologue.consumer, *prologue.others)):
         assert isinstance(linear, CudaW8A8Linear), "r, k and v have one format"
         args.factors[i] = cuda_pointer(linear.weights.factors, torch.float32)
+        args.stored_factors[i] = cuda_pointer(linear.weights.stored_factors, torch.float32)
         args.order[i] = cuda_pointer(linear.weights.order, torch.int16)
 
 

@@ -78,6 +78,7 @@ BODIES = {
     "mma_k8": "emulation::multiply(c, a0, a1, 0, 0, b, 0);",
     "mma_s8": "emulation::multiply_codes<int8_t>(c, a.x, a.y, a.z, a.w, b0, b1);",
     "mma_s8_u8": "emulation::multiply_codes<uint8_t>(c, a.x, a.y, a.z, a.w, b0, b1);",
+    "max_or_nan": "return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b);",
     "pack_s8": "return emulation::packed({a, b, c, d}, -128.0f, 127.0f);",
     "pack_u8": "return emulation::packed({a, b, c, d}, 0.0f, 255.0f);",
     "load_head": (

@@ -34,7 +34,7 @@ class W8A8QuantiseArgs(Structure):
     """Mirrors the struct in w8a8/w8a8_quantise.cu."""
 
     _fields_ = [
-        *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "order")],
+        *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "stored_factors", "order")],
         *[(name, c_void_p) for name in ("x", "codes", "scales", "ratios")],
         *[(name, c_int) for name in ("count", "rows", "k", "pitch", "relu_squared", "unused")],
     ]

@@ -202,6 +202,7 @@ def quantise_mixed(
     )
     for i, w in enumerate(weights):
         args.factors[i] = cuda_pointer(w.stored_factors if in_order else w.factors, torch.float32)
+        args.stored_factors[i] = cuda_pointer(w.stored_factors, torch.float32)
         args.order[i] = None if in_order else cuda_pointer(w.order, torch.int16)
     library().call("rwkv_w8a8_quantise", ctypes.byref(args))
     return [Codes(*parts) for parts in zip(*out, strict=True)]

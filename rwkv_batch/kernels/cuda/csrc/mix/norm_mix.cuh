@@ -6,13 +6,12 @@
 
 constexpr int MAX_WARPS = 16;  // warps per token, 256 channels each
 
-__device__ __forceinline__ uint4 add_packed(const uint4& a, const uint4& b) {
-    float x[8], y[8];
-    unpack8(a, x);
-    unpack8(b, y);
+// The sum in fp32 would be rounded to the same fp16.
+__device__ __forceinline__ uint4 add_packed(uint4 a, const uint4& b) {
+    __half2* const sums = reinterpret_cast<__half2*>(&a);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] += y[i];
-    return pack8(x);
+    for (int i = 0; i < 4; ++i) sums[i] = __hadd2_rn(sums[i], reinterpret_cast<const __half2*>(&b)[i]);
+    return a;
 }
 
 // Every sum below says where it is fused, so that all kernels that include this give the same bits: with and without
@@ -52,6 +51,22 @@ __device__ __forceinline__ Moments merge_moments(const float2* moments, int coun
     return Moments{mean, rsqrtf(__fmaf_rn(squares, inv_width, NORM_EPS))};
 }
 
+// The same for two tokens of at most 16 warps at once. Returns that of `moments` in lanes 0 to 15, of `second` in the
+// others.
+__device__ __forceinline__ Moments merge_two_moments(const float2* moments, const float2* second, int count, int width) {
+    const int lane = threadIdx.x & 31, warp = lane & 15;
+    const float2 warp_part = warp < count ? (lane < 16 ? moments : second)[warp] : make_float2(0.0f, 0.0f);
+    const float channels = warp < count ? channels_of(warp, width) : 0.0f, inv_width = 1.0f / width;
+    const auto half_sum = [](float x) {
+#pragma unroll
+        for (int offset = 8; offset > 0; offset >>= 1) x += __shfl_xor_sync(FULL_MASK, x, offset);
+        return x;
+    };
+    const float mean = __fmul_rn(half_sum(__fmul_rn(warp_part.x, channels)), inv_width), off = __fsub_rn(warp_part.x, mean);
+    const float squares = half_sum(__fmaf_rn(__fmul_rn(channels, off), off, warp_part.y));
+    return Moments{mean, rsqrtf(__fmaf_rn(squares, inv_width, NORM_EPS))};
+}
+
 __device__ __forceinline__ void normalise(
     const uint4& packed, const Moments& stats, const float (&weight)[8], const float (&bias)[8], float (&h)[8]) {
     unpack8(packed, h);
@@ -60,12 +75,16 @@ __device__ __forceinline__ void normalise(
 }
 
 // Token shift: h + change * mix.
-__device__ __forceinline__ uint4 mixed_with(const float (&h)[8], const float (&change)[8], const uint4& mix) {
-    float mu[8];
-    unpack8(mix, mu);
+__device__ __forceinline__ uint4 mixed_with(const float (&h)[8], const float (&change)[8], const float (&mix)[8]) {
+    float mixed[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) mu[i] = __fmaf_rn(change[i], mu[i], h[i]);
-    return pack8(mu);
+    for (int i = 0; i < 8; ++i) mixed[i] = __fmaf_rn(change[i], mix[i], h[i]);
+    return pack8(mixed);
+}
+__device__ __forceinline__ uint4 mixed_with(const float (&h)[8], const float (&change)[8], const uint4& packed_mix) {
+    float mix[8];
+    unpack8(packed_mix, mix);
+    return mixed_with(h, change, mix);
 }
 
 // Arguments for a GEMV whose CTAs compute the one input row themselves. CTA 0 also writes x_out. The last CTA that has

@@ -48,6 +48,7 @@
 #include "shift_mix.cuh"
 #include "partials.cuh"
 #include "../token_cluster.cuh"
+#include "token_groups.cuh"
 
 // Returns 1 / channels of this warp.
 __device__ __forceinline__ float warp_weight(int width) {
@@ -171,83 +172,152 @@ __global__ void __launch_bounds__(512 / TOKEN_CTAS, 4) shift_mix_shares_kernel(c
         a, h, change, mix, token, channel, true, nullptr, channels, [](__half* p, const uint4& v) { store_evict_first(p, v); });
 }
 
-// Prefill.
+// Prefill, and decode of more rows than SMs: one CTA takes tokens_per_cta tokens, GROUP_TOKENS at a time, so that weights
+// are read once for all of a group. The next group's rows are on their way to shared memory meanwhile.
 template <int MIXES, OutputFormat OUT>
-__global__ void __launch_bounds__(512, 2) shift_mix_kernel(const ShiftMixArgs a) {
-    __shared__ float2 scratch[2][MAX_WARPS];  // two buffers: one barrier per token, with fp8 two
-    __shared__ float largest[QUANTISED_MIXES<MIXES>][MAX_WARPS];
-    constexpr int GROUP = MIXES == 1 ? 1 : 3;
-    const int width = a.width;
-    int channel = threadIdx.x * 8;
-    const bool active = channel < width;
+__global__ void __launch_bounds__(512, 1) shift_mix_kernel(const ShiftMixArgs a) {
+    extern __shared__ __align__(16) unsigned char dynamic[];
+    auto& smem = *reinterpret_cast<GroupSmem<MIXES, OUT>*>(dynamic);
+    const int width = a.width, thread = threadIdx.x;
+    int channel = thread * 8;
+    const bool active = channel < width, is_decode = a.cu_seqlens == nullptr;
     const int first = blockIdx.x * a.tokens_per_cta, last = min(first + a.tokens_per_cta, a.tokens);
     const float weight_of_warp = warp_weight(width);
-    uint4 x_next = make_uint4(0, 0, 0, 0), delta_next = x_next;
-    const auto fetch = [&](int token) {
-        if (!active) return;
-        const int64_t at = static_cast<int64_t>(token) * width + channel;
-        x_next = load16(a.x + at);
-        if (a.delta != nullptr) delta_next = load16(a.delta + at);
-    };
-    const auto normalise_token = [&](const uint4& packed, const Moments& stats, float (&h)[8]) {
-        float weight[8], bias[8];
-        load_fp32x8(a.weight + channel, weight);
-        load_fp32x8(a.bias + channel, bias);
-        normalise(packed, stats, weight, bias, h);
-    };
     allow_next_kernel();
     wait_for_previous_kernel();
-    int buffer = 0;
-    uint4 previous = make_uint4(0, 0, 0, 0);
-    int64_t row = a.token_rows[first];
-    int end = static_cast<int>(a.cu_seqlens[row + 1]);
-    bool starts = a.cu_seqlens[row] == first;
-    if (!starts) {
-        fetch(first - 1);
-        const uint4 packed = add_packed(x_next, delta_next);
-        fetch(first);
-        const Moments stats = moments(packed, active, width, weight_of_warp, scratch[buffer]);
-        buffer ^= 1;
-        if (active) {
-            float h[8];
-            normalise_token(packed, stats, h);
-            previous = pack8(h);
-        }
-    } else {
-        fetch(first);
-    }
-    for (int token = first; token < last; ++token) {
-        asm volatile("" : "+r"(channel));  // otherwise nvcc holds the addresses of all weights in registers
-        if (starts && active) previous = load16(a.shift + a.read_slots[row] * a.slot_stride + channel);
-        const uint4 packed = add_packed(x_next, delta_next);
-        if (token + 1 < last) fetch(token + 1);
+
+    const auto fetch = [&](int token, int i) {  // into place i
+        if (!active) return;
         const int64_t at = static_cast<int64_t>(token) * width + channel;
-        if (active) store_vector(a.x_out + at, packed);
-        const Moments stats = moments(packed, active, width, weight_of_warp, scratch[buffer]);
-        buffer ^= 1;
-        __half* const last_h = a.last_h + row * width + channel;
-        const bool ends = token + 1 == end;
-        starts = ends;  // for the next token
-        if (ends && token + 1 < last) {
-            row = a.token_rows[token + 1];
-            end = static_cast<int>(a.cu_seqlens[row + 1]);
-        }
-        if (!NEEDS_ALL_THREADS<OUT> && !active) continue;
-        float h[8] = {}, change[8] = {};
-        uint4 mix[GROUP] = {};
-        if (active) {
-            normalise_token(packed, stats, h);
-            unpack8(previous, change);
-            // Rounded as a later step would read it from the slot, so that chunked and whole prefill agree.
-            previous = pack8(h);
-            if (ends) store_vector(last_h, previous);
+        __pipeline_memcpy_async(&smem.x[i][thread], a.x + at, 16);
+        if (a.delta != nullptr) __pipeline_memcpy_async(&smem.delta[i][thread], a.delta + at, 16);
+    };
+    const auto fetch_group = [&](int start) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) change[i] -= h[i];
-            if (MIXES == 1) mix[0] = load16(a.mix + channel);
+        for (int i = 0; i < GROUP_TOKENS; ++i) {
+            if (start + i < last) fetch(start + i, i);
         }
-        W8A8Channels<QUANTISED_MIXES<MIXES>> channels;
-        write_mixed<MIXES, GROUP, OUT, false>(
-            a, h, change, mix, token, channel, active, largest, channels, [](__half* p, const uint4& v) { store_vector(p, v); });
+        __pipeline_commit();
+    };
+    const auto arrived = [&](int i, bool is_there) {
+        const uint4 x = smem.x[i][thread], sum = add_packed(x, smem.delta[i][thread]);
+        return !is_there ? make_uint4(0, 0, 0, 0) : a.delta == nullptr ? x : sum;
+    };
+    int64_t row = is_decode ? first : a.token_rows[first];
+    int end = is_decode ? first + 1 : static_cast<int>(a.cu_seqlens[row + 1]);
+    bool starts = is_decode || a.cu_seqlens[row] == first;
+    uint4 before = make_uint4(0, 0, 0, 0);  // h of the token before the group
+    if (!starts) {
+        fetch(first - 1, 0);
+        __pipeline_commit();
+        __pipeline_wait_prior(0);
+        const uint4 packed = arrived(0, active);
+        const Moments stats = moments(packed, active, width, weight_of_warp, smem.moments[1][0]);
+        if (active) {
+            float weight[8], bias[8], h[8];
+            load_fp32x8(a.weight + channel, weight);
+            load_fp32x8(a.bias + channel, bias);
+            normalise(packed, stats, weight, bias, h);
+            before = pack8(h);
+        }
+    }
+    fetch_group(first);
+    int buffer = 0;
+    // ALL: a whole group, and all threads have channels.
+    const auto mix_group = [&](int start, auto all) {
+        constexpr bool ALL = all.value;
+        const int count = ALL ? GROUP_TOKENS : min(GROUP_TOKENS, last - start), places = ALL || active ? count : 0;  // what this thread stores
+        const auto is_inside = [&](int i) { return ALL || i < places; };
+        const int64_t at = static_cast<int64_t>(start) * width + channel;
+        uint4 previous[GROUP_TOKENS] = {};  // of tokens that start a row
+        uint32_t first_ones = 0;            // a bit for each token that starts a row
+        __half* last_h[GROUP_TOKENS] = {};  // where h goes of tokens that end a row
+        if (starts || end <= start + GROUP_TOKENS) {
+#pragma unroll
+            for (int i = 0; i < GROUP_TOKENS; ++i) {
+                if (i >= count) continue;
+                first_ones |= starts << i;
+                if (starts && active) previous[i] = load16(a.shift + a.read_slots[row] * a.slot_stride + channel);
+                starts = start + i + 1 == end;
+                if (!starts) continue;
+                if (active) last_h[i] = (is_decode ? a.shift + a.write_slots[row] * a.slot_stride : a.last_h + row * width) + channel;
+                if (start + i + 1 >= last) continue;
+                row = is_decode ? row + 1 : a.token_rows[start + i + 1];
+                end = is_decode ? end + 1 : static_cast<int>(a.cu_seqlens[row + 1]);
+            }
+        }
+        float h[GROUP_TOKENS][8], change[GROUP_TOKENS][8];
+        uint4 mix = make_uint4(0, 0, 0, 0);
+        {
+            uint4 packed[GROUP_TOKENS];
+            __pipeline_wait_prior(0);
+#pragma unroll
+            for (int i = 0; i < GROUP_TOKENS; ++i) packed[i] = arrived(i, is_inside(i));
+            fetch_group(start + GROUP_TOKENS);
+            float weight[8] = {}, bias[8] = {};
+            if (ALL || active) {
+                load_fp32x8(a.weight + channel, weight);
+                load_fp32x8(a.bias + channel, bias);
+                mix = load16(a.mix + (MIXES - 1) * width + channel);
+            }
+            __half* x_out = a.x_out + at;
+#pragma unroll
+            for (int i = 0; i < GROUP_TOKENS; ++i, x_out += width) {
+                if (is_inside(i)) store_vector(x_out, packed[i]);
+                const float2 part = warp_moments(packed[i], ALL || active, weight_of_warp);
+                if ((thread & 31) == 0) smem.moments[buffer][i][thread >> 5] = part;
+            }
+            __syncthreads();
+            Moments merged[GROUP_TOKENS / 2];
+#pragma unroll
+            for (int i = 0; i < GROUP_TOKENS / 2; ++i) merged[i] = merge_two_moments(smem.moments[buffer][2 * i], smem.moments[buffer][2 * i + 1], blockDim.x >> 5, width);
+            buffer ^= 1;
+#pragma unroll
+            for (int i = 0; i < GROUP_TOKENS; ++i) {
+                const int lane = i % 2 * 16;
+                const Moments stats = {__shfl_sync(FULL_MASK, merged[i / 2].mean, lane), __shfl_sync(FULL_MASK, merged[i / 2].scale, lane)};
+                normalise(packed[i], stats, weight, bias, h[i]);
+                if ((first_ones >> i & 1) == 0) previous[i] = before;
+                unpack8(previous[i], change[i]);
+                // Rounded as a later step would read it from the slot, so that chunked and whole prefill agree.
+                before = pack8(h[i]);
+                if (last_h[i] != nullptr) store_vector(last_h[i], before);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) change[i][j] -= h[i][j];
+            }
+        }
+#pragma unroll 1
+        for (int m = MIXES - 1; m >= 0; --m) {
+            float of_mix[8];
+            unpack8(mix, of_mix);
+            if (m > 0 && (ALL || active)) mix = load16(a.mix + (m - 1) * width + channel);
+            const bool is_quantised = OUT != OutputFormat::FP16 && m < QUANTISED_MIXES<MIXES>;
+            W8A8Positions positions = {};
+            if (OUT == OutputFormat::W8A8 && is_quantised) positions.load(a, m, channel, ALL || active);
+            uint4 mixed[GROUP_TOKENS];
+            const int plane = m - FIRST_FP16_MIX<MIXES, OUT>;
+#pragma unroll
+            for (int i = 0; i < GROUP_TOKENS; ++i) mixed[i] = mixed_with(h[i], change[i], of_mix);
+            if (plane >= 0) {
+                __half* out = a.mixed + static_cast<int64_t>(plane) * a.tokens * width + at;
+#pragma unroll
+                for (int i = 0; i < GROUP_TOKENS; ++i, out += width) {
+                    if (is_inside(i)) store_vector(out, mixed[i]);
+                }
+            }
+            if constexpr (OUT != OutputFormat::FP16) {
+                if (is_quantised) write_group<MIXES, OUT, ALL>(a, smem, mixed, positions, m, start, count, channel, places);
+            }
+        }
+    };
+    const bool all_active = static_cast<int>(blockDim.x) * 8 == width;
+    for (int start = first; start < last; start += GROUP_TOKENS) {
+        asm volatile("" : "+r"(channel));  // otherwise nvcc holds the addresses of all weights in registers
+        if (all_active && start + GROUP_TOKENS <= last) {
+            mix_group(start, std::true_type());
+        } else {
+            mix_group(start, std::false_type());
+        }
     }
 }
 
@@ -285,9 +355,16 @@ __global__ void __launch_bounds__(512) norm_rows_kernel(
 
 template <int MIXES, OutputFormat OUT>
 void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
-    if (a.cu_seqlens != nullptr) {
+    if (a.cu_seqlens != nullptr || (a.tokens > device_info().num_sms && a.partials == nullptr)) {
+        constexpr int SMEM_BYTES = sizeof(GroupSmem<MIXES, OUT>);
+        const auto kernel = shift_mix_kernel<MIXES, OUT>;
+        static bool raised[MAX_DEVICES] = {};
+        if (!raised[current_device()]) {
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM_BYTES);
+            raised[current_device()] = true;
+        }
         const dim3 blocks((a.tokens + a.tokens_per_cta - 1) / a.tokens_per_cta);
-        launch(shift_mix_kernel<MIXES, OUT>, blocks, threads, stream, a);
+        launch_with_smem(kernel, blocks, threads, SMEM_BYTES, stream, a);
         return;
     }
     if constexpr (OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE) {

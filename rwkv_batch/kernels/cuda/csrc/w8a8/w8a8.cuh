@@ -58,7 +58,7 @@ struct W8A8Gemm {
 struct W8A8Launch {
     W8A8Gemm gemms[MAX_W8A8_GEMMS];
     int count, rows, k;
-    int groups, row_blocks;
+    int groups, row_blocks, band;  // band: row blocks that all outputs are computed of before the next ones
     int4* exchange;       // GLOBAL: [tiles][FINISHERS][SPLITS - 1][SHARE / 8][THREADS]
     unsigned* counters;   // GLOBAL: [tiles][8], counted up by every launch, of 2 and of 4 splits apart
     int lead;  // stages that each warpgroup is ahead of the next one, so that epilogues overlap with products
@@ -119,10 +119,12 @@ struct Work {
     int output, row;  // first of the tile
 };
 
-// Row blocks run fastest: the CTAs of a wave share W's tiles in L2.
+// Row blocks run fastest, within a band: the CTAs of a wave share W's tiles and x in L2.
 template <typename Tile>
 __device__ __forceinline__ Work place(const W8A8Launch& p, int number, int rank) {
-    const int group = number / p.row_blocks, row_block = number - group * p.row_blocks;
+    const int bands_before = number / (p.groups * p.band), first_block = bands_before * p.band;
+    const int in_band = number - first_block * p.groups, height = min(p.band, p.row_blocks - first_block);
+    const int group = in_band / height, row_block = first_block + in_band - group * height;
     int at = 0;
     while (at + 1 < p.count && group >= p.gemms[at + 1].first_group) ++at;
     const int pair = Tile::PAIR > 1 ? rank : 0;

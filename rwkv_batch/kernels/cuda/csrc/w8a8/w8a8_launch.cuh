@@ -5,6 +5,8 @@
 #include "w8a8.cuh"
 
 constexpr int NO_SUCH_TILE = -1;
+constexpr int64_t BAND_BYTES = 32 << 20;  // of x, which stays in L2 while all weights pass
+constexpr int MAX_BAND = 16;              // about as many rows as a wave has outputs, or twice as many
 
 // x and W in boxes of `rows` rows and 128 bytes.
 inline bool tensor_map_bytes(CUtensorMap* map, const void* matrix, int rows, int k, int box_rows, CUtensorMapL2promotion promotion) {
@@ -20,7 +22,8 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
     W8A8Launch p = {};
     p.exchange = static_cast<int4*>(args.exchange), p.counters = static_cast<unsigned*>(args.counters);
     p.count = args.count, p.rows = args.rows, p.k = args.k, p.lead = Tile::SPLITS == 1 ? args.lead : 0;
-    p.row_blocks = (args.rows + Tile::ROWS - 1) / Tile::ROWS;
+    p.row_blocks = (args.rows + Tile::ROWS - 1) / Tile::ROWS, p.band = 1;
+    while (p.band * 2 <= MAX_BAND && static_cast<int64_t>(p.band) * 2 * Tile::ROWS * args.k <= BAND_BYTES) p.band *= 2;
     if (p.lead > stages || p.lead >= Tile::STAGES || args.pitch < p.row_blocks * Tile::ROWS) return REFUSED;
     for (int i = 0; i < args.count; ++i) {
         const W8A8GemmArgs& m = args.gemms[i];

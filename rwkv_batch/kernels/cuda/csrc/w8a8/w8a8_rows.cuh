@@ -38,6 +38,27 @@ __device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) 
 // Bits of |x|: ordered like |x|, NaN above all.
 __device__ __forceinline__ uint32_t abs_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
+// The larger of two numbers; NaN if one is NaN.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
+// Bits of the largest |v|.
+template <int COUNT>
+__device__ __forceinline__ uint32_t largest_bits(const float (&v)[COUNT]) {
+    float largest[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) largest[i] = fabsf(v[i]);
+#pragma unroll
+    for (int step = COUNT / 2; step > 0; step /= 2) {
+#pragma unroll
+        for (int i = 0; i < step; ++i) largest[i] = max_or_nan(largest[i], largest[i + step]);
+    }
+    return __float_as_uint(largest[0]);
+}
+
 // What codes of both segments are multiplied by.
 struct W8A8Inverses {
     float rest, large;
