@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -243,13 +244,21 @@ def w8a8_prologue(mixes: int) -> Prologue:
 
 
 @pytest.mark.parametrize(
-    "lengths", [[1] * 20, [1] * 3, [1], [9, 1, 14]], ids=["many", "a processor a row", "one", "prompts"]
+    ("lengths", "width"),
+    [([1] * 20, WIDTH), ([1] * 3, WIDTH), ([1], WIDTH), ([9, 1, 14], WIDTH), ([9, 1, 14], 512), ([1] * 19, 512)],
+    ids=["many", "a processor a row", "one", "prompts", "prompts in whole warps", "many in whole warps"],
 )
 @pytest.mark.parametrize("mixes", [6, 1])
 def test_rows_in_8_bits_have_the_bits_of_the_definition(
-    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+    ops: CudaOps,
+    libraries: list[ctypes.CDLL],
+    monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
+    width: int,
+    mixes: int,
 ) -> None:
     """Rounded after the mix is rounded to fp16, which adapters read; a row with NaN has a NaN scale."""
+    monkeypatch.setattr(sys.modules[__name__], "WIDTH", width)
     monkeypatch.setattr(linear, "prepare_w8a8", lambda device: None)
     for library in libraries:
         library.emulation_set(4, 227 << 10)

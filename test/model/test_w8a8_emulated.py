@@ -106,7 +106,7 @@ def same(got: Tensor, wanted: Tensor) -> bool:
     return bool(torch.equal(got.isnan(), wanted.isnan()) and torch.equal(got.nan_to_num(7), wanted.nan_to_num(7)))
 
 
-@pytest.mark.parametrize(("k", "count", "rows"), [(128, 1, 3), (768, 3, 8), (2560, 1, 19), (5120, 1, 2)])
+@pytest.mark.parametrize(("k", "count", "rows"), [(128, 1, 3), (768, 3, 8), (2560, 1, 19), (5120, 1, 2), (5120, 1, 15)])
 @pytest.mark.parametrize("relu_squared", [False, True])
 def test_inputs_have_the_bits_of_the_definition(k: int, count: int, rows: int, relu_squared: bool) -> None:
     sizes = channels(k)
@@ -196,6 +196,8 @@ def test_hopper_has_the_bits_of_the_definition(is_unsigned: bool, tile: Tile) ->
     """K of fewer stages than the ring and of more; several tiles per CTA, with warpgroups apart."""
     rows = tile.tile_rows
     assert_products(rows + 3, 384, (192, 64), is_unsigned, Plan(tile))
+    if rows == 8:
+        assert_products(33 * rows - 1, 256, (192, 64), is_unsigned, Plan(tile))  # row blocks in three bands
     if rows in (8, 128):
         assert_products(2 * rows, 1664, (320, 128, 128), is_unsigned, Plan(tile, lead=1))
 
