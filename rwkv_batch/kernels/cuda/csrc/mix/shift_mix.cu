@@ -28,12 +28,15 @@
 //
 // Prefill writes last_h [rows, C] instead of shift, and store_rows copies it: another CTA may still read the slot.
 //
-// Grid: decode: one CTA per token. With at most one CTA per SM, it prefetches weights before the previous kernel ends;
-// else three CTAs fit an SM. With partials and two-part or two-byte output, a cluster of 4 CTAs shares a token.
-// Prefill: one CTA per tokens_per_cta tokens. h passes to the next token in registers while the next token's loads are
-// in flight.
+// Grid: decode of at most as many rows as SMs: one CTA per token, which prefetches weights before the previous kernel
+// ends; with partials also of more rows, then three CTAs fit an SM. With partials and two-part or two-byte output, a
+// cluster of 4 CTAs shares a token.
+// Prefill, and decode of more rows: one CTA per SM, of tokens_per_cta tokens. It takes four tokens at a time and reads
+// the weights once for all four: read for each token, from L2, they bound the kernel. x and delta of the next four are
+// on their way to shared memory meanwhile.
 // Block: C / 8 threads, one per 8 channels; in a cluster of 4 CTAs C / 32.
-// Shared memory: below 1 KB, sums of the warps; W8A8: 4 KB per quantised mix more.
+// Shared memory: below 1 KB, sums of the warps; W8A8: 4 KB per quantised mix more. Four tokens at a time: 66 KB; W8A8:
+// 32 KB more.
 // Bound: memory; 2 C (3 + M) bytes per token, plus 4 C per row. Share of 4.8 TB/s (H200, C = 4,096, fp16): M = 6: 320
 // rows 66 %, prefill of 16,384 tokens 75 %; M = 1: 64 and 75 %. Up to 64 rows: the latency of a launch, 2 to 3 us.
 // Made for: C <= 4096, C % 8 == 0.
@@ -376,8 +379,8 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
             launch_with_carveout(shift_mix_rows_kernel<MIXES, true, OUT, partials.value>, dim3(1), threads, 0, 100, stream, a);
         } else if (a.tokens <= device_info().num_sms) {
             launch(shift_mix_rows_kernel<MIXES, true, OUT, partials.value>, dim3(a.tokens), threads, stream, a);
-        } else {
-            launch(shift_mix_rows_kernel<MIXES, false, OUT, partials.value>, dim3(a.tokens), threads, stream, a);
+        } else if constexpr (partials.value) {
+            launch(shift_mix_rows_kernel<MIXES, false, OUT, true>, dim3(a.tokens), threads, stream, a);
         }
     };
     if (OUT == OutputFormat::W8A8 || a.partials == nullptr) {

@@ -9,11 +9,12 @@
 //        scales   [M, pitch]  fp32
 //        ratios   [M, pitch]  s32
 //
-// A CTA takes one row. With at most one CTA per SM it loads the factors before the previous kernel ends.
+// A CTA takes one row. With at most one CTA per SM it loads the factors before the previous kernel ends. Of more than
+// three rows per SM it takes some at a time, and keeps the factors in registers.
 //
-// Grid: (rows, GEMMs).
-// Block: K / 8 threads up to K = 4,096; then K / 16 for at most one CTA per SM, else K / 32.
-// Shared memory: below 1 KB; by order K bytes more.
+// Grid: (rows, GEMMs); many rows: as many CTAs as are resident, in all.
+// Block: K / 8 threads up to K = 4,096; then K / 16, or K / 32 for at most three rows per SM.
+// Shared memory: below 1 KB; by order K bytes more. Many rows: 8 K bytes up to K = 4,096, then 4 K.
 // Bound: memory, 3 K bytes per row; with few rows the latency of one load and a barrier, 2 to 3 us.
 // Made for: K % 128 == 0, K <= 16,384.
 #include <cuda_pipeline.h>
