@@ -28,10 +28,9 @@
 //
 // Prefill writes last_h [rows, C] instead of shift, and store_rows copies it: another CTA may still read the slot.
 //
-// Grid: decode of at most as many rows as SMs: one CTA per token, which prefetches weights before the previous kernel
-// ends; with partials also of more rows, then three CTAs fit an SM. With partials and two-part or two-byte output, a
-// cluster of 4 CTAs shares a token.
-// Prefill, and decode of more rows: one CTA per SM, of tokens_per_cta tokens. It takes four tokens at a time and reads
+// Grid: decode: one CTA per token. With at most one CTA per SM, it prefetches weights before the previous kernel ends;
+// else three CTAs fit an SM. With partials and two-part or two-byte output, a cluster of 4 CTAs shares a token.
+// Prefill, and W8A8 decode of more than three tokens per SM: one CTA per SM, of tokens_per_cta tokens. It takes four tokens at a time and reads
 // the weights once for all four: read for each token, from L2, they bound the kernel. x and delta of the next four are
 // on their way to shared memory meanwhile.
 // Block: C / 8 threads, one per 8 channels; in a cluster of 4 CTAs C / 32.
@@ -175,7 +174,7 @@ __global__ void __launch_bounds__(512 / TOKEN_CTAS, 4) shift_mix_shares_kernel(c
         a, h, change, mix, token, channel, true, nullptr, channels, [](__half* p, const uint4& v) { store_evict_first(p, v); });
 }
 
-// Prefill, and decode of more rows than SMs: one CTA takes tokens_per_cta tokens, GROUP_TOKENS at a time, so that weights
+// Prefill, and W8A8 decode of many rows: one CTA takes tokens_per_cta tokens, GROUP_TOKENS at a time, so that weights
 // are read once for all of a group. The next group's rows are on their way to shared memory meanwhile.
 template <int MIXES, OutputFormat OUT>
 __global__ void __launch_bounds__(512, 1) shift_mix_kernel(const ShiftMixArgs a) {
@@ -356,9 +355,11 @@ __global__ void __launch_bounds__(512) norm_rows_kernel(
     if (active) store16(out + static_cast<int64_t>(blockIdx.x) * width + channel, pack8(h));
 }
 
+constexpr int MAX_ROWS_PER_SM = 3;  // decode rows that have CTAs of their own, with W8A8
+
 template <int MIXES, OutputFormat OUT>
 void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
-    if (a.cu_seqlens != nullptr || (a.tokens > device_info().num_sms && a.partials == nullptr)) {
+    if (a.cu_seqlens != nullptr || (OUT == OutputFormat::W8A8 && a.tokens > MAX_ROWS_PER_SM * device_info().num_sms)) {
         constexpr int SMEM_BYTES = sizeof(GroupSmem<MIXES, OUT>);
         const auto kernel = shift_mix_kernel<MIXES, OUT>;
         static bool raised[MAX_DEVICES] = {};
@@ -379,8 +380,8 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
             launch_with_carveout(shift_mix_rows_kernel<MIXES, true, OUT, partials.value>, dim3(1), threads, 0, 100, stream, a);
         } else if (a.tokens <= device_info().num_sms) {
             launch(shift_mix_rows_kernel<MIXES, true, OUT, partials.value>, dim3(a.tokens), threads, stream, a);
-        } else if constexpr (partials.value) {
-            launch(shift_mix_rows_kernel<MIXES, false, OUT, true>, dim3(a.tokens), threads, stream, a);
+        } else {
+            launch(shift_mix_rows_kernel<MIXES, false, OUT, partials.value>, dim3(a.tokens), threads, stream, a);
         }
     };
     if (OUT == OutputFormat::W8A8 || a.partials == nullptr) {
