@@ -127,7 +127,9 @@ def test_inputs_have_the_bits_of_the_definition(k: int, count: int, rows: int, r
             assert torch.equal(got[i].ratios[:rows], wanted.ratios)
 
 
-def random_gemms(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool = False) -> tuple[list[W8A8Gemm], list[Tensor]]:
+def random_gemms(
+    rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool = False
+) -> tuple[list[W8A8Gemm], list[Tensor]]:
     """GEMMs and what they must give."""
     gemms, wanted = [], []
     for n in ns:

@@ -58,7 +58,11 @@ def launch_mixed(gemms: Sequence[W8A8Gemm], fp16_gemms: Sequence[Fp16Gemm], depe
         n = w.shape[0]
         if w.shape[1] != k or x.codes.shape != (rows, k) or len(x.scales) < pitch_of(rows) or y.shape != (rows, n):
             raise ValueError(f"shapes {tuple(w.shape)}, {tuple(x.codes.shape)}, {tuple(y.shape)} do not fit each other")
-        slot.weight, slot.x, slot.y = cuda_pointer(w.codes, torch.int8), cuda_pointer(x.codes, torch.int8), cuda_pointer(y)
+        slot.weight, slot.x, slot.y = (
+            cuda_pointer(w.codes, torch.int8),
+            cuda_pointer(x.codes, torch.int8),
+            cuda_pointer(y),
+        )
         slot.weight_scales = cuda_pointer(w.scales, torch.float32)
         slot.weight_ratios = cuda_pointer(w.ratios, torch.int32)
         slot.input_scales = cuda_pointer(x.scales, torch.float32)

@@ -87,7 +87,9 @@ class W8A8Weights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.codes, self.scales, self.ratios, self.factors, self.stored_factors, self.order))
+        return sum(
+            t.nbytes for t in (self.codes, self.scales, self.ratios, self.factors, self.stored_factors, self.order)
+        )
 
 
 def stored_order(is_large: Tensor) -> Tensor:
