@@ -99,7 +99,7 @@ def multiply_mixed(linears: Sequence[CudaW8A8Linear], x: Tensor | W8A8Mix, y: Te
 
 
 def mixed_gemms(linears: Sequence[CudaW8A8Linear], x: Tensor | W8A8Mix, y: Tensor) -> list[W8A8Gemm]:
-    """Return the GEMMs of `multiply_mixed`; quantises x if it is in fp16."""
+    """Return the GEMMs of `multiply_mixed`, x [M, T, in]; quantises x if it is in fp16."""
     weights = [linear.weights for linear in linears]
     count = len(linears)
     codes = [x[i] for i in range(count)] if isinstance(x, W8A8Mix) else quantise_mixed(x[:count], weights)

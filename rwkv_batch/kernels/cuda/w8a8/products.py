@@ -242,7 +242,8 @@ def multiply_by_mma(gemms: Sequence[W8A8Gemm]) -> None:
 def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tensor:
     """Quantise max(x, 0)^2 and multiply it, x [T <= 8, K] fp16 in stored order -> y [T, n] fp16.
 
-    transposed: the weights' codes [K, n]. Only the rows are read whose code is not zero in all of x.
+    transposed: the weights' codes [K, n]. Only the rows are read whose code is not zero in all of x. Raises ValueError
+    for shapes that do not match.
     """
     (rows, k), n = x.shape, len(weights.codes)
     if transposed.shape != (k, n):
