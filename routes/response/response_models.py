@@ -182,6 +182,7 @@ class Translation(BaseModel):
     """One translated text."""
 
     detected_source_lang: str = Field(description="ISO code. A given source language is repeated.")
+    detected_confidence: float = Field(0.0, description="Probability of the detected language, with `auto`.")
     text: str
     source: str = Field("", description="memory, cache or model, if the request has `memory` or `cache`.")
     score: float = Field(0.0, description="Mean log-probability per token, with `scores`.")
@@ -195,6 +196,7 @@ class StreamedTranslation(WithWarnings):
 
     index: int = Field(0, description="Number of the text in `text_list`.")
     detected_source_lang: str = Field("", description="ISO code. A given source language is repeated.")
+    detected_confidence: float = Field(0.0, description="Probability of the detected language, with `auto`.")
     text: str = ""
     source: str = Field("", description="memory, cache or model, if the request has `memory` or `cache`.")
 

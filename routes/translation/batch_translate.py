@@ -192,6 +192,8 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
 
 def _entry(body: TranslateBody, translation: Translation) -> dict[str, Any]:
     entry: dict[str, Any] = {"detected_source_lang": translation.source, "text": translation.text}
+    if body.source_lang.lower() == AUTO:
+        entry["detected_confidence"] = round(translation.source_probability, 3)
     shows_origin = body.memory or "cache" in body.model_fields_set
     return entry | {"source": translation.origin} if shows_origin else entry
 

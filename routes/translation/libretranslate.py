@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.translation.documents.formats import ENDINGS
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, language_probabilities
 from rwkv_batch.translation.markers import Format, MarkerOptions
-from rwkv_batch.translation.plan import AUTO, Translation, TranslationRequest
+from rwkv_batch.translation.plan import AUTO, TranslationRequest
 from rwkv_batch.translation.segments import Split
 
 _SHOWN_CODES = {"zh-CN": "zh-Hans", "zh-TW": "zh-Hant", AUTO: "en"}
@@ -92,18 +91,12 @@ async def translate_text(context: Context, body: LibreTranslateBody) -> HandlerR
 
     answer = {"translatedText": shaped([one.text for one in first])}
     if body.source.lower() == AUTO:
-        answer["detectedLanguage"] = shaped(await asyncio.to_thread(_detected, first, request.texts))
+        answer["detectedLanguage"] = shaped([_entry(one.source, one.source_probability) for one in first])
     if body.alternatives:
         answer["alternatives"] = shaped(
             [[other[index].text for other in others] for index in range(len(request.texts))]
         )
     return json_response(answer)
-
-
-def _detected(translations: list[Translation], texts: Sequence[str]) -> list[dict[str, Any]]:
-    sources = [one.source for one in translations]
-    probabilities = (language_probabilities(text).get(source, 0.0) for source, text in zip(sources, texts, strict=True))
-    return [_entry(source, one) for source, one in zip(sources, probabilities, strict=True)]
 
 
 def _entry(code: str, probability: float) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
@@ -115,8 +116,16 @@ def letters_in_script(text: str, language: str) -> tuple[int, int]:
     return own, len(letters)
 
 
-def detect_languages(texts: Sequence[str]) -> list[str]:
-    """Return each text's ISO code: zh-CN or zh-TW for Chinese, "" without letters.
+class Detected(NamedTuple):
+    """A text's language."""
+
+    code: str
+    """ISO code: zh-CN or zh-TW for Chinese. "": the text has no letters."""
+    probability: float
+
+
+def detect_languages(texts: Sequence[str]) -> list[Detected]:
+    """Return each text's language and its probability.
 
     The texts are assumed to be of one page: a short text that fits several languages gets the language of the others.
     Only the first 4,000 characters of a text count.
@@ -125,13 +134,13 @@ def detect_languages(texts: Sequence[str]) -> list[str]:
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
         groups[_candidates(sample)].append(index)
-    found = [""] * len(samples)
+    found = [Detected("", 0.0)] * len(samples)
     for candidates, indices in groups.items():
-        for index, code in zip(indices, _classify([samples[index] for index in indices], candidates), strict=True):
-            found[index] = "ja" if _KANA.search(samples[index]) else code
-    chinese = [index for index, code in enumerate(found) if code == "zh"]
+        for index, one in zip(indices, _classify([samples[index] for index in indices], candidates), strict=True):
+            found[index] = Detected("ja", 1.0) if _KANA.search(samples[index]) else one
+    chinese = [index for index, one in enumerate(found) if one.code == "zh"]
     for index, code in zip(chinese, _chinese_variants([samples[index] for index in chinese]), strict=True):
-        found[index] = code
+        found[index] = Detected(code, found[index].probability)
     return found
 
 
@@ -144,10 +153,16 @@ def language_probabilities(text: str) -> dict[str, float]:
     scores = _log_likelihoods(sample, candidates) if len(candidates) > 1 else dict.fromkeys(candidates, 0.0)
     if "en" in scores:
         scores["en"] += _ENGLISH_ADVANTAGE
+    found = _probabilities(scores)
+    return {_chinese_variants([sample])[0] if code == "zh" else code: one for code, one in found.items()}
+
+
+def _probabilities(scores: Mapping[str, float]) -> dict[str, float]:
+    """Return the probabilities of log-likelihoods."""
     highest = max(scores.values(), default=0.0)
     weights = {code: math.exp(score - highest) for code, score in scores.items()}
     total = math.fsum(weights.values())
-    return {_chinese_variants([sample])[0] if code == "zh" else code: one / total for code, one in weights.items()}
+    return {code: one / total for code, one in weights.items()}
 
 
 def _candidates(sample: str) -> tuple[str, ...]:
@@ -159,13 +174,13 @@ def _candidates(sample: str) -> tuple[str, ...]:
     return max(weights, key=weights.__getitem__, default=())
 
 
-def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
+def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[Detected]:
     """Return each sample's most likely candidate.
 
     The result considers that the samples share a page.
     """
     if len(candidates) < 2:
-        return ["".join(candidates)] * len(samples)
+        return [Detected("".join(candidates), float(len(candidates)))] * len(samples)
     own_scores = [_log_likelihoods(sample, candidates) for sample in samples]
     page_scores = {code: math.fsum(scores[code] for scores in own_scores) for code in candidates}
     if "en" in page_scores:
@@ -173,11 +188,14 @@ def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[str]:
     return [_most_likely(scores, page_scores) for scores in own_scores]
 
 
-def _most_likely(scores: dict[str, float], page_scores: dict[str, float]) -> str:
+def _most_likely(scores: dict[str, float], page_scores: dict[str, float]) -> Detected:
     """Return the language of one text of a page. Its own score, which the page's contains, counts once."""
     others = {code: page_scores[code] - score for code, score in scores.items()}
     highest = max(others.values())
-    return max(scores, key=lambda code: scores[code] + max(-_MAX_PAGE_ADVANTAGE, others[code] - highest))
+    found = _probabilities(
+        {code: score + max(-_MAX_PAGE_ADVANTAGE, others[code] - highest) for code, score in scores.items()}
+    )
+    return Detected(*max(found.items(), key=lambda entry: entry[1]))
 
 
 def _log_likelihoods(sample: str, candidates: tuple[str, ...]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.context import CHUNK_SEGMENTS, ContextMode, Example, History, digest, extended
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode, enforced
-from rwkv_batch.translation.languages import detect_languages, language_code, language_name
+from rwkv_batch.translation.languages import Detected, detect_languages, language_code, language_name
 from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment
 from rwkv_batch.translation.memory import CacheUse, Key, Memory, Origin
 from rwkv_batch.translation.segments import Split, has_letters, split_text
@@ -160,6 +160,8 @@ class Translation:
     text: str
     source: str
     """Language of the text."""
+    source_probability: float
+    """1 if the language was given, 0 if the text has no letters."""
     problems: list[str]
     """Ends of sentences like "the translation repeats itself", for warnings."""
     origin: Origin
@@ -205,7 +207,9 @@ class TranslationPlan:
         self._missing: dict[Query, None] = {}
         texts = request.texts
         is_auto = request.source.lower() == AUTO
-        self._sources = [one or AUTO for one in detect_languages(texts)] if is_auto else [request.source] * len(texts)
+        found = detect_languages(texts) if is_auto else [Detected(request.source, 1.0)] * len(texts)
+        self._sources = [one.code or AUTO for one in found]
+        self._probabilities = [one.probability for one in found]
         self._pieces: list[list[str | _Unit]] = []
         segments = 0
         for text, source in zip(texts, self._sources, strict=True):
@@ -302,7 +306,8 @@ class TranslationPlan:
             texts.append(translated.text)
             problems += translated.problems
             origins.add(translated.origin)
-        return Translation("".join(texts), self._sources[index], problems, max(origins, key=list(Origin).index))
+        source, origin = self._sources[index], max(origins, key=list(Origin).index)
+        return Translation("".join(texts), source, self._probabilities[index], problems, origin)
 
     def _translated(self, unit: _Unit) -> _Result | None:
         """Return a segment's translation. None: texts were added to `_missing`."""

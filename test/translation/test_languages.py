@@ -30,10 +30,14 @@ LABELS = {
 }
 
 
+def codes(texts: list[str]) -> list[str]:
+    return [one.code for one in detect_languages(texts)]
+
+
 @pytest.mark.parametrize("code", LABELS)
 def test_labels_of_a_page_get_its_language(code: str) -> None:
     labels = LABELS[code].split("|")
-    assert detect_languages(labels) == [code] * len(labels)
+    assert codes(labels) == [code] * len(labels)
 
 
 def test_clear_text_in_another_language_keeps_it() -> None:
@@ -42,20 +46,28 @@ def test_clear_text_in_another_language_keeps_it() -> None:
         "fr": "Bonjour tout le monde", "de": "Wie geht es dir heute?", "zh-CN": "你好，世界", "ru": "Доброе утро",
         "ta": "தமிழ்", "th": "หน้าแรก", "el": "Αρχική",
     }  # fmt: skip
-    assert detect_languages([*labels, *others.values()])[len(labels) :] == list(others)
+    assert codes([*labels, *others.values()])[len(labels) :] == list(others)
 
 
 def test_a_single_word_gets_the_language_of_its_script() -> None:
     for text in ("Home", "News", "Sports", "Menu", "Pull requests", "Hello <b0>world</b0>", "{1}Code{2}"):
-        assert detect_languages([text]) == ["en"], text
-    assert detect_languages(["Über uns", "설정", "ひらがな"]) == ["de", "ko", "ja"]
+        assert codes([text]) == ["en"], text
+    assert codes(["Über uns", "설정", "ひらがな"]) == ["de", "ko", "ja"]
+
+
+def test_a_language_has_a_probability() -> None:
+    clear, unclear, none, kana, only = detect_languages(
+        ["Das ist ein Haus, und die Katze schläft darin.", "Menu", "42", "ひらがな", "설정"]
+    )
+    assert clear.code == "de" and clear.probability > 0.99 > unclear.probability > 0.3
+    assert (none, kana, only) == (("", 0.0), ("ja", 1.0), ("ko", 1.0))
 
 
 @pytest.mark.parametrize("text", ["OK", "NASA", "Oui", "Hello", "Nein", "nem", "szia", "Köszönöm", "gracias"])
 def test_a_text_alone_gets_the_language_that_detection_lists_first(text: str) -> None:
     """OK is a word of many languages, not only of Hungarian."""
     probabilities = language_probabilities(text)
-    assert detect_languages([text]) == [max(probabilities, key=probabilities.__getitem__)]
+    assert codes([text]) == [max(probabilities, key=probabilities.__getitem__)]
 
 
 def test_text_without_letters_has_no_language() -> None:

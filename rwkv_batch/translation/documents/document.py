@@ -116,7 +116,9 @@ def requests(document: Document, source: str, fields: Mapping[str, Any]) -> Iter
     for start in range(0, len(units), _DETECTED_AT_ONCE):
         part = units[start : start + _DETECTED_AT_ONCE]
         is_auto = source.lower() == AUTO
-        sources = detect_languages([unit.text for _, unit in part]) if is_auto else [source] * len(part)
+        sources = (
+            [one.code for one in detect_languages([unit.text for _, unit in part])] if is_auto else [source] * len(part)
+        )
         for (key, unit), language in zip(part, sources, strict=True):
             yield key, {**fields, **unit.body, "source_lang": language or AUTO}
 
