@@ -31,8 +31,9 @@ from routes.translation.glossaries import GlossaryId
 from routes.translation.languages import LABEL, Language, TargetLanguage
 from routes.translation.translator import report_unknown_languages
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
-from rwkv_batch.translation.documents.document import Document, DocumentError, DocumentOptions, requests, unit_key
-from rwkv_batch.translation.documents.formats import ENDINGS, check_name, read_document, translated_name
+from rwkv_batch.translation.documents.document import DocumentError, DocumentOptions
+from rwkv_batch.translation.documents.formats import ENDINGS, check_name, translated_name
+from rwkv_batch.translation.documents.sandbox import DocumentRequests, read_requests, write_translation
 from rwkv_batch.translation.plan import AUTO
 
 PATH = "/translate/v1/documents"
@@ -142,14 +143,13 @@ def document_object(batch: Batch, notes: Iterable[str] = ()) -> dict[str, Any]:
     }
 
 
-def _lines(document: Document, fields: DocumentFields) -> tuple[bytes, int]:
-    """Return the lines of a document's batch, and their number."""
-    more = {"target_lang": fields.target_lang, **({"glossary_id": fields.glossary_id} if fields.glossary_id else {})}
-    lines = [
+def _lines(found: DocumentRequests) -> bytes:
+    """Return the lines of a document's batch."""
+    lines = (
         msgspec.json.encode({"custom_id": key, "method": "POST", "url": LABEL, "body": body})
-        for key, body in requests(document, fields.source_lang, more)
-    ]
-    return b"\n".join(lines), len(lines)
+        for key, body in found.bodies
+    )
+    return b"\n".join(lines)
 
 
 def _options(fields: DocumentFields) -> DocumentOptions:
@@ -162,17 +162,18 @@ def _options(fields: DocumentFields) -> DocumentOptions:
     )
 
 
-def _read(content: bytes, name: str, options: DocumentOptions) -> Document:
-    """Read a file. Raises ServiceError."""
+def _read(content: bytes, name: str, fields: DocumentFields) -> tuple[DocumentRequests, bytes]:
+    """Read a file: its requests, and the lines of its batch. Raises ServiceError."""
+    more = {"target_lang": fields.target_lang, **({"glossary_id": fields.glossary_id} if fields.glossary_id else {})}
     try:
         check_name(name)
-        document = read_document(content, name, options)
+        found = read_requests(content, name, _options(fields), fields.source_lang, more)
     except DocumentError as error:
         field = "column" if "column" in str(error) else "file"
-        raise invalid(field, f"{name} {error}", options.column if field == "column" else name) from None
-    if not document.units:
+        raise invalid(field, f"{name} {error}", fields.column if field == "column" else name) from None
+    if not found.num_units:
         raise invalid("file", f"{name} has no text to translate", name)
-    return document
+    return found, _lines(found)
 
 
 async def create_document(
@@ -186,8 +187,7 @@ async def create_document(
         raise invalid("file", "must be a part of a form (multipart/form-data), and must not be empty", "")
     store, request_context = get_store(context), current_request()
     with contextlib.closing(_Release(context.stored_files.acquire(request_context.client))):
-        document = await asyncio.to_thread(_read, content, name, _options(fields))
-        lines, count = await asyncio.to_thread(_lines, document, fields)
+        found, lines = await asyncio.to_thread(_read, content, name, fields)
     original, requested = (_stored(request_context.owner, name, len(data)) for data in (content, lines))
     given = fields.model_dump(include=set(DocumentFields.model_fields))
     metadata = {key: str(value) for key, value in given.items()} | {
@@ -195,10 +195,10 @@ async def create_document(
         "name": name,
         "key": secrets.token_hex(16),
         "result": translated_name(name, fields.target_lang)[:255],
-        "characters": str(sum(len(unit.text) for unit in document.units)),
+        "characters": str(found.num_characters),
     }
     batch = msgspec.structs.replace(
-        new_batch(new_id(_PREFIX), LABEL, requested.id, _TTL_S, metadata), counts=Counts(total=count)
+        new_batch(new_id(_PREFIX), LABEL, requested.id, _TTL_S, metadata), counts=Counts(total=len(found.bodies))
     )
     storing = asyncio.ensure_future(
         call_store(_store_all, _CANNOT_STORE, store, batch, [(original, content), (requested, lines)])
@@ -210,7 +210,7 @@ async def create_document(
         if storing.exception() is None:
             await delete_document(context, batch)
         raise
-    return batch, document.notes
+    return batch, found.notes
 
 
 def _store_all(store: Store, batch: Batch, files: list[tuple[StoredFile, bytes]]) -> None:
@@ -275,13 +275,12 @@ def _assembled(context: Context, batch: Batch) -> bytes:
     except FileNotFoundError:
         raise not_found("document", batch.id) from None
     fields = DocumentFields.model_validate({name: meta[name] for name in DocumentFields.model_fields})
-    document = _read(content, meta["name"], _options(fields))
     texts: dict[str, str] = {}
     for line in answered.splitlines():
         answer = msgspec.json.decode(line)
         texts[answer["custom_id"]] = answer["response"]["body"]["translations"][0]["text"]
     try:
-        return document.write([texts.get(unit_key(unit)) for unit in document.units], is_bilingual=fields.bilingual)
+        return write_translation(content, meta["name"], _options(fields), texts)
     except DocumentError as error:
         raise invalid("document_id", f"the translation of {meta['name']} {error}", batch.id) from None
 
