@@ -14,6 +14,8 @@
   of four paragraphs. All rows sample 60 tokens, so the times are comparable. Medians of --rounds rounds, in seconds
   (`wall`) and in seconds of CPU (`cpu`), which other programs disturb less. `ratio` is a paragraph's time over one's
   without context, of `cpu` on a CPU. Without the prefix cache only a tenth of the paragraphs run.
+- masks: the same --rows sentences with markers or enforced terms, with and without their masks, in turns. `ratio` is
+  the time of a sampled token with masks over one without, of CPU seconds on a CPU: the median of --mask-rounds pairs.
 
 The last line is JSON.
 """
@@ -34,6 +36,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from bench.tools.origin import origin
 from demo import vocabulary
 from demo.corpus import pages
@@ -44,9 +48,11 @@ from programs.backends.local_engine import LocalEngine
 from programs.settings.command_line import parse_settings
 from programs.settings.model_file import with_default_model
 from routes.request.ignored import MAX_WARNINGS
+from routes.translation.translator import required_constraint
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
-from rwkv_batch.translation.plan import Query
+from rwkv_batch.translation.glossary import Glossary, GlossaryMode
+from rwkv_batch.translation.plan import Query, TranslationCache, TranslationPlan, TranslationRequest
 from rwkv_batch.translation.prompts import shared_prompt
 from sampling.params import SamplingParams
 
@@ -156,12 +162,29 @@ async def _together(calls: Iterable[Awaitable[T]]) -> list[T]:
     return await asyncio.gather(*map(limited, calls))
 
 
-def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> tuple[float, float, int]:
-    """Run jobs that arrive together. Return seconds, seconds of CPU, and the number of cached tokens."""
-    done, cached = threading.Semaphore(0), [0]
+class _Run(NamedTuple):
+    """What a run of jobs took."""
+
+    wall: float
+    cpu: float
+    """Seconds of all threads."""
+    cached: int
+    """Tokens of prompts from the cache."""
+    tokens: int
+    """Sampled tokens after the first output, which has the prefill."""
+    decode: tuple[float, float]
+    """Seconds and seconds of CPU after the first output."""
+
+
+def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> _Run:
+    """Run jobs that arrive together."""
+    done, counts, first = threading.Semaphore(0), [0, 0], list[tuple[float, float]]()
 
     def sink(events: JobEvents) -> None:
-        cached[0] += sum(delta.finish.cached_tokens for delta in events.deltas if delta.finish is not None)
+        counts[0] += sum(delta.finish.cached_tokens for delta in events.deltas if delta.finish is not None)
+        counts[1] += events.num_sampled if first else 0
+        if events.num_sampled and not first:
+            first.append((time.perf_counter(), time.process_time()))
         if events.done:
             done.release()
 
@@ -170,7 +193,9 @@ def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> tuple[float, floa
         engine.submit(Job(job_id=f"bench-{next(_numbers)}", rows=rows), sink, lambda refusal: None)
     for _ in jobs:
         done.acquire()
-    return time.perf_counter() - started, time.process_time() - cpu_started, cached[0]
+    ended, cpu_ended = time.perf_counter(), time.process_time()
+    decode = (ended - first[0][0], cpu_ended - first[0][1])
+    return _Run(ended - started, cpu_ended - cpu_started, *counts, decode)
 
 
 def _texts(rng: Random, low: int, high: int) -> list[int]:
@@ -185,7 +210,7 @@ def page_cost(engine: Engine, rounds: int, paragraphs: int) -> dict[str, Any]:
     """Return a page's times by how it gets its context."""
     rng = Random(0)
     texts = [_texts(rng, 40, 80) for _ in range(paragraphs)]
-    found: dict[str, list[tuple[float, float, int]]] = {}
+    found: dict[str, list[_Run]] = {}
     counts: dict[str, int] = {}
     for _ in range(rounds):
         context = _texts(rng, CONTEXT_TOKENS, CONTEXT_TOKENS)
@@ -217,7 +242,7 @@ def page_cost(engine: Engine, rounds: int, paragraphs: int) -> dict[str, Any]:
     on_cpu = engine.model_runner.device.type == "cpu"
     figures = {}
     for way, runs in found.items():
-        wall, cpu, cached = (statistics.median(values) for values in zip(*runs, strict=True))
+        wall, cpu, cached = (statistics.median(values) for values in zip(*(run[:3] for run in runs), strict=True))
         figures[way] = {"wall": round(wall, 2), "cpu": round(cpu, 2), "cached_tokens": int(cached)}
     measure = "cpu" if on_cpu else "wall"
     for way, values in figures.items():
@@ -227,6 +252,47 @@ def page_cost(engine: Engine, rounds: int, paragraphs: int) -> dict[str, Any]:
     return figures
 
 
+def mask_cost(engine: Engine, rows: int, rounds: int) -> dict[str, Any]:
+    """Return the time of tokens with masks over that of tokens without. Pairs run in alternating order."""
+    rng = Random(3)
+    cases = [pages.markers(rng) if index % 2 else pages.listed_terms(rng) for index in range(rows)]
+    requests = list[GenerateRequest]()
+    for case in cases:
+        glossary = Glossary(dict(case.terms))
+        source, target = ("en", "zh") if case.english else ("zh", "en")
+        asked = TranslationRequest(
+            texts=[case.source], source=source, target=target, glossary=glossary, glossary_mode=GlossaryMode.ENFORCE
+        )
+        (query,) = TranslationPlan(asked, 1, TranslationCache(0)).missing()
+        required = query.required
+        constraint = None if required is None else required_constraint(required, ["\n"])
+        prompt = vocabulary.encode(shared_prompt(query) + pages.prompt_of(query))
+        row = GenerateRequest(
+            prompt=prompt, max_tokens=64, sampling=SamplingParams(temperature=0.0), stop_strings=[b"\n"], chunk_size=0
+        )
+        requests.append(msgspec.structs.replace(row, constraint=constraint, use_prefix_cache=False))
+    plain = [msgspec.structs.replace(row, constraint=None) for row in requests]
+    measure = 1 if engine.model_runner.device.type == "cpu" else 0
+    times: dict[str, list[float]] = {"masks": [], "plain": []}
+    for number in range(-1, rounds):  # the first pair compiles the automata
+        pair = [("masks", requests), ("plain", plain)]
+        for name, batch in pair[:: -1 if number % 2 else 1]:
+            run = _run(engine, [batch])
+            if number >= 0:
+                times[name].append(run.decode[measure] / run.tokens)
+    ratios = [one / other for one, other in zip(times["masks"], times["plain"], strict=True)]
+    figures = {name: round(1e6 * statistics.median(values), 1) for name, values in times.items()}
+    masked = sum(row.constraint is not None for row in requests)
+    spread = [round(one, 3) for one in (min(ratios), max(ratios))]
+    return {
+        "rows": rows,
+        "masked": masked,
+        "us": figures,
+        "ratio": round(statistics.median(ratios), 3),
+        "range": spread,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", type=Path, help="a model file or a compact file; default: the demo model")
@@ -234,6 +300,8 @@ def main() -> None:
     parser.add_argument("--kept", type=int, default=200, help="held-out sentences of each check of the service")
     parser.add_argument("--paragraphs", type=int, default=PARAGRAPHS)
     parser.add_argument("--rounds", type=int, default=3, help="of the page's cost; 0: none")
+    parser.add_argument("--rows", type=int, default=64, help="of the masks' cost: 320 on a GPU")
+    parser.add_argument("--mask-rounds", type=int, default=5, help="of the masks' cost; 0: none")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=1)
@@ -247,6 +315,8 @@ def main() -> None:
             result["skills"] = skills(client, arguments.cases, arguments.seed)
         if arguments.rounds:
             result["page"] = page_cost(client.engine, arguments.rounds, arguments.paragraphs)
+        if arguments.mask_rounds:
+            result["masks"] = mask_cost(client.engine, arguments.rows, arguments.mask_rounds)
     if arguments.kept:
         flags = ["--model-path", str(model), "--pp-devices", arguments.device, "--dtype", arguments.dtype]
         result["kept"] = asyncio.run(kept(flags, arguments.kept, arguments.seed))

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any
 
 from routes.request_context import current_request
@@ -77,6 +78,28 @@ async def with_early_head(
         task.cancel()
         raise
     return task.result() if task.done() else StreamedResponse(JsonChunks(task, error_format), JSON)
+
+
+class SharedAnswers:
+    """Answers that are being made, by request. A repeated request gets the answer of the first. One loop."""
+
+    def __init__(self) -> None:
+        self._running: dict[Hashable, asyncio.Task[HttpResponse]] = {}
+        self._waiting: Counter[Hashable] = Counter()
+
+    async def get(self, request: Hashable, make: Callable[[], Coroutine[Any, Any, HttpResponse]]) -> HttpResponse:
+        """Return the answer. `make` starts it, unless it runs; it is cancelled when the last client leaves."""
+        task = self._running.get(request)
+        if task is None:
+            task = self._running[request] = asyncio.ensure_future(make())
+        self._waiting[request] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._waiting[request] -= 1
+            if not self._waiting[request]:
+                del self._waiting[request], self._running[request]
+                task.cancel()
 
 
 class EventChunks:

@@ -10,8 +10,9 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request.bodies import Texts
 from routes.request.fields import Fields, IgnoredValue, reject_values
+from routes.request_context import cache_tenant, current_request
 from routes.response.http_response import DEEPL_ERRORS, HandlerResponse, HttpResponse, json_response
-from routes.response.task_stream import with_early_head
+from routes.response.task_stream import SharedAnswers, with_early_head
 from routes.route import Route, Upload
 from routes.translation.batch_translate import ContextText
 from routes.translation.glossaries import GlossaryId, named_glossaries
@@ -86,6 +87,8 @@ class DeepLBody(TranslationFields):
 
 
 LABEL = "/v2/translate"
+RUNNING_KEY = "deepl"
+"""Key of the `SharedAnswers` in `Context.shared`. DeepL's clients repeat a slow request while it runs."""
 
 
 async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
@@ -130,7 +133,9 @@ async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
         ]
         return json_response({"translations": translations})
 
-    return await with_early_head(answer(), DEEPL_ERRORS, HEAD_AFTER_S)
+    same = (cache_tenant(context.config), current_request().owner, context.config.model_name, body.model_dump_json())
+    running: SharedAnswers = context.shared.setdefault(RUNNING_KEY, SharedAnswers())
+    return await with_early_head(running.get(same, answer), DEEPL_ERRORS, HEAD_AFTER_S)
 
 
 class LanguagesQuery(Fields):

@@ -217,13 +217,14 @@ def _rows(context: Context, queries: list[Query], body: TranslationFields, field
         row = greedy_row([*shared[before], *prompt], max_tokens, stops, body.state, body.adapter)
         sampling = _sampling(query) if query.attempt else row.sampling
         ends = stops if "\n" in query.text else ["\n"]
-        constraint = None if query.required is None else _constraint(query.required, ends)
+        constraint = None if query.required is None else required_constraint(query.required, ends)
         changes = {"sampling": sampling, "cached_tokens": len(shared[before]), "constraint": constraint}
         rows.append(msgspec.structs.replace(row, **changes))
     return rows
 
 
-def _constraint(required: RequiredText, ends: list[str]) -> Constraint:
+def required_constraint(required: RequiredText, ends: list[str]) -> Constraint:
+    """Return the constraint that keeps markers and words. `ends`: texts that end an answer."""
     source = msgspec.json.encode(msgspec.structs.replace(required, ends=tuple(ends)))
     return Constraint(form=Form.REQUIRED_TEXT, source=source.decode())
 

@@ -28,7 +28,7 @@ from routes.response.http_response import (
     HttpResponse,
     StreamedResponse,
 )
-from routes.response.task_stream import stream_events, with_early_head
+from routes.response.task_stream import SharedAnswers, stream_events, with_early_head
 from routes.route import Upload, full_response, response_or_error
 from routes.serving import active_requests, http
 from routes.serving.access import ClientIdentity, header_grant, shows_secret
@@ -304,6 +304,30 @@ def test_a_head_is_early_only_where_clients_need_it() -> None:
         assert (await with_early_head(slow(ending), NATIVE_ERRORS, 60)).status == 200  # type: ignore[union-attr]
         with pytest.raises(ServiceError):
             await with_early_head(slow(ending, ServiceError.from_info(BUSY)), NATIVE_ERRORS, 60)
+
+    asyncio.run(run())
+
+
+def test_a_repeated_request_gets_the_answer_that_is_being_made() -> None:
+    async def run() -> None:
+        running, ending, made = SharedAnswers(), asyncio.Event(), list[str]()
+
+        def sent(name: str) -> asyncio.Task[HttpResponse]:
+            async def make() -> HttpResponse:
+                made.append(name)
+                return await slow(ending)
+
+            return asyncio.ensure_future(running.get(name, make))
+
+        first, retry, other, left = sent("a"), sent("a"), sent("b"), sent("c")
+        await asyncio.sleep(0.01)
+        first.cancel()  # this client left; its second request waits
+        left.cancel()
+        await asyncio.sleep(0.01)
+        assert made == ["a", "b", "c"] and set(running._running) == {"a", "b"}
+        ending.set()
+        assert (await retry) is not (await other) and first.cancelled() and left.cancelled()
+        assert (await sent("a")).body == b"{}" and made == ["a", "b", "c", "a"] and not running._running
 
     asyncio.run(run())
 

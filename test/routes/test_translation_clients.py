@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import time
 import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -66,6 +70,35 @@ def test_deepl_errors(translator: deepl.DeepLClient, locked: Service) -> None:
         translator.translate_text("Hello", target_lang="DE", formality="more")
     refused = httpx.post(f"{locked.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
     assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
+
+
+def test_deepl_node_repeats_a_slow_request(tmp_path: Path) -> None:
+    """deepl-node needs the head within 5 s. It sends forms, and the same again while the first runs."""
+    service = fake_service(tmp_path, "--http-workers", "1")
+    fields = [("text", "A slow text. " * 40), ("target_lang", "de"), ("source_lang", "en"), ("split_sentences", "0")]
+    content = urlencode([*fields, ("context", "A page."), ("outline_detection", "0"), ("show_billed_characters", "1")])
+    headers = {**FORM, "Authorization": "DeepL-Auth-Key none", "User-Agent": "deepl-node/1.28.0 (linux) node/22.0.0"}
+    with ThreadPoolExecutor(3) as pool:
+
+        def sent(body: str) -> tuple[float, bytes, int]:
+            started = time.monotonic()
+            with httpx.stream(
+                "POST", f"{service.url}/v2/translate", content=body, headers=headers, timeout=30
+            ) as answer:
+                return time.monotonic() - started, answer.read(), answer.status_code
+
+        try:
+            both = [pool.submit(sent, content), pool.submit(sent, content)]
+            time.sleep(1)
+            assert service.status()["jobs"] == {"/v2/translate": 1}
+            other = pool.submit(sent, content.replace("slow", "long"))
+            time.sleep(0.5)
+            assert service.status()["jobs"] == {"/v2/translate": 2}, "another text is another translation"
+            (head_s, first, status), (_, again, _) = [one.result() for one in both]
+            assert 1.5 < head_s < 5 and status == 200 and first.strip() == again.strip()
+            assert json.loads(first)["translations"][0]["billed_characters"] == 520 and other.result()[2] == 200
+        finally:
+            service.close()
 
 
 def test_deepl_forms(locked: Service) -> None:
