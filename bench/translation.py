@@ -195,7 +195,7 @@ def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> _Run:
         done.acquire()
     ended, cpu_ended = time.perf_counter(), time.process_time()
     decode = (ended - first[0][0], cpu_ended - first[0][1])
-    return _Run(ended - started, cpu_ended - cpu_started, *counts, decode)
+    return _Run(ended - started, cpu_ended - cpu_started, counts[0], counts[1], decode)
 
 
 def _texts(rng: Random, low: int, high: int) -> list[int]:
