@@ -176,6 +176,7 @@ class Engine:
         return {
             "running_rows": self.scheduler.running_rows,
             "waiting_rows": self.scheduler.admission.waiting_rows,
+            "waiting_interactive_rows": self.scheduler.admission.interactive.num_waiting,
             "paused_rows": self.scheduler.admission.paused_rows,
             "jobs": self.jobs.count_by_label(),
             "draining": self._draining,

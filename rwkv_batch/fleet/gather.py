@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _SUMMED = (
     "running_rows",
     "waiting_rows",
+    "waiting_interactive_rows",
     "paused_rows",
     "free_slots",
     "max_running",

@@ -6,6 +6,7 @@ HELP = {
     # Rows and prompts
     "running_rows": "Rows that have a running slot.",
     "waiting_rows": "Rows that wait for a running slot.",
+    "waiting_interactive_rows": "Rows of interactive requests that wait for a running slot.",
     "paused_rows": "Preempted rows. They keep their state slots.",
     "draining": "Whether the engine refuses new jobs: 1 or 0.",
     "queued_prompt_tokens": "Prompt tokens that waiting and running rows have left to compute.",

@@ -28,13 +28,14 @@ from routes.fine_tuning.store import ENDED, Job, JobStatus, JobStore, make_event
 from routes.openai.files import TTL_S, new_id
 from routes.request.model_names import parse_model_id
 from routes.response.generate import call_engine
-from rwkv_batch.calls import AddAdapter, AddState, EngineCall
+from rwkv_batch.calls import AddAdapter, AddState, EngineCall, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_PACE_S = 0.1
 _RETRY_S = 10.0
 _MAX_TRIES = 30
 """A job fails after so many errors of the engine or the disk. Others run between its tries."""
@@ -166,12 +167,14 @@ class TuningRunner:
             limit=_MAX_LINE_BYTES,
         )  # fmt: skip
         watcher = asyncio.create_task(self._stop_when_asked(job, process, stop))
+        pacer = asyncio.create_task(self._pause_while_requests_wait(process))
         errors = asyncio.create_task(_last_lines(process))
         try:
             result = await self._follow(job, process)
             code = await process.wait()
         finally:
             watcher.cancel()
+            pacer.cancel()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         await self._end(job, code, result, await errors)
@@ -217,6 +220,20 @@ class TuningRunner:
                 is_lost = current is not None and current.status is JobStatus.CANCELLED
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGKILL if is_lost else signal.SIGTERM)
+                    process.send_signal(signal.SIGCONT)  # a paused process receives SIGTERM later
+
+    async def _pause_while_requests_wait(self, process: asyncio.subprocess.Process) -> None:
+        """Stop the process while interactive requests wait for a running slot of an engine."""
+        is_paused = False
+        while True:
+            await asyncio.sleep(_PACE_S)
+            num_waiting = 0
+            with contextlib.suppress(ServiceError):  # no engine: nothing waits for it
+                num_waiting = (await call_engine(self._context, GetStatus())).get("waiting_interactive_rows", 0)
+            if is_paused is not (num_waiting > 0):
+                is_paused = not is_paused
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
 
     async def _follow(self, job: Job, process: asyncio.subprocess.Process) -> dict[str, Any]:
         """Record the process's progress; return its last report, {} without one."""

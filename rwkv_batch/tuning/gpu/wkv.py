@@ -13,7 +13,7 @@ from rwkv_batch.tuning.wkv import CHUNK
 
 _PART = 32
 """Values of a head that one program of the scan has."""
-_WARPS = 4
+_TILE_WARPS, _GRADIENT_WARPS = 2, 4
 _SCAN_WARPS = 4
 
 
@@ -40,7 +40,7 @@ class TimeCore(torch.autograd.Function):
         none = (None,) * 9
         tile_kernel[(tiles, heads)](
             r, *raw, vectors, p, o, kd, bd, v_final, end, rt, rb, y0, *none, heads, first_v is not None, False,
-            num_warps=_WARPS,
+            num_warps=_TILE_WARPS,
         )  # fmt: skip
         y = torch.empty_like(r)
         scan_kernel[(len(keep), heads, HEAD_SIZE // _PART)](
@@ -48,7 +48,9 @@ class TimeCore(torch.autograd.Function):
             first is not None, False, True, False, _PART, num_warps=_SCAN_WARPS,
         )  # fmt: skip
         output = p  # the scan has read it
-        output_kernel[(tiles, heads)](y, r, k, v_final, a, g, vectors, output_vectors, output, heads, num_warps=_WARPS)
+        output_kernel[(tiles, heads)](
+            y, r, k, v_final, a, g, vectors, output_vectors, output, heads, num_warps=_TILE_WARPS
+        )
         ctx.save_for_backward(r, *raw, g, first, y, vectors, output_vectors, keep)
         return output
 
@@ -64,7 +66,7 @@ class TimeCore(torch.autograd.Function):
         p2, o2, dy, dg = (torch.empty_like(r) for _ in range(4))
         tile_kernel[(tiles, heads)](
             r, *raw, vectors, p, o, kd, bd, v_final, end, rt, None, None, y, g, grad, output_vectors, at, p2, o2, dy,
-            dg, heads, has_first_v, True, num_warps=_WARPS,
+            dg, heads, has_first_v, True, num_warps=_TILE_WARPS,
         )  # fmt: skip
         grid = (len(keep), heads, HEAD_SIZE // _PART)
         states, after = (r.new_empty(tiles, heads, HEAD_SIZE, HEAD_SIZE) for _ in range(2))
@@ -84,7 +86,7 @@ class TimeCore(torch.autograd.Function):
             dfirst_v = torch.empty_like(first_v) if has_first_v else None
             gradient_kernel[(tiles, heads)](
                 r, *raw, vectors, g, grad, output_vectors, dy, u, z, states, after, dr, dk, dv, dw, da, dgate,
-                dfirst_v, heads, has_first_v, num_warps=_WARPS,
+                dfirst_v, heads, has_first_v, num_warps=_GRADIENT_WARPS,
             )  # fmt: skip
             found = [dr, dk, dv, dw, da, dg, dgate if has_first_v else None, dfirst_v]
         return *found, None if dfirst is None else dfirst.sum(0), None, None, None

@@ -122,6 +122,34 @@ def test_a_job_that_cannot_be_loaded_lets_others_run_and_keys_alternate(
     assert order == ["ftjob-0", "ftjob-3", "ftjob-1", "ftjob-2"]
 
 
+def test_the_process_stops_while_interactive_requests_wait(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, waiting = TuningRunner(store, context_of(store), EngineConfig(model_path="")), {"rows": 3}
+
+    async def status(*_: object) -> dict[str, int]:
+        return {"waiting_rows": 9, "waiting_interactive_rows": waiting["rows"]}
+
+    async def run() -> None:
+        process = await asyncio.create_subprocess_exec("sleep", "600")
+        pacer = asyncio.create_task(runner._pause_while_requests_wait(process))
+
+        async def until(letter: str) -> None:
+            while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != letter:  # noqa: ASYNC110, ASYNC240
+                await asyncio.sleep(0.01)
+
+        try:
+            for rows, letter in ((3, "T"), (0, "S"), (1, "T")):
+                waiting["rows"] = rows
+                await asyncio.wait_for(until(letter), 60)
+        finally:
+            pacer.cancel()
+            process.kill()
+            await process.wait()
+
+    monkeypatch.setattr(tunings, "call_engine", status)
+    monkeypatch.setattr(tunings, "_PACE_S", 0.01)
+    asyncio.run(run())
+
+
 def test_a_job_that_can_never_be_loaded_fails(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     JobStore(store).add(job(1))
     runner, stop = TuningRunner(store, context_of(store), EngineConfig(model_path="")), asyncio.Event()
