@@ -1,0 +1,119 @@
+"""The demo model in every type of GGUF: the same greedy text, or a small loss. An encoder of the test writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from bench.quality import Reader, compare, held_out_text
+from bench.quality_states import Text
+from demo.corpus import translation
+from demo.files import ensure_model
+from rwkv_batch.model.export import write_model
+from rwkv_batch.model.files import blocks
+from rwkv_batch.model.files.gguf_writer import Entry, write_gguf
+from rwkv_batch.model.files.place import BLOCKS
+from rwkv_batch.model.gguf_names import names_of_gguf
+from rwkv_batch.model.weights import Weights, open_weights
+from test.gguf_encode import encode
+from test.harness import TOKENIZER, make_request, run, started_engine
+from test.model.test_gguf import METADATA, as_bytes
+
+MOST_KL = {
+    "q8_0": 0.0001,
+    "q6_k": 0.0006,
+    "q5_k": 0.003,
+    "q5_1": 0.003,
+    "q5_0": 0.004,
+    "q4_k": 0.012,
+    "q4_1": 0.014,
+    "q4_0": 0.012,
+    "iq4_nl": 0.012,
+    "iq4_xs": 0.012,
+    "q3_k": 0.06,
+    "q2_k": 0.25,
+}
+"""Nats per token between fp32 and the type: about twice the measured value."""
+PROMPTS = 200
+
+
+@pytest.fixture(scope="module")
+def source() -> Weights:
+    return open_weights(ensure_model())
+
+
+@pytest.fixture(scope="module")
+def reference(source: Weights) -> Reader:
+    return Reader(source, "cpu", "fp32")
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_an_encoded_number_is_near(kind: str) -> None:
+    numbers = torch.randn(64, BLOCKS[kind][0], generator=torch.Generator().manual_seed(1))
+    numbers[3] = 0
+    made = encode(kind, numbers)
+    assert made.shape == (64, BLOCKS[kind][1])
+    error = (blocks.decode(kind, made) - numbers).square().mean().sqrt()
+    assert error < {"8": 0.01, "6": 0.03, "5": 0.06, "4": 0.12, "3": 0.25, "2": 0.4}[kind.removeprefix("i")[1]]
+
+
+@pytest.mark.parametrize("kind", MOST_KL)
+def test_a_type_loses_little(tmp_path: Path, source: Weights, reference: Reader, kind: str) -> None:
+    entries = []
+    for name, tensor in names_of_gguf(dict(source.tensors)).items():
+        whole = tensor.float().contiguous()
+        if tensor.dim() == 2 and tensor.shape[1] % BLOCKS[kind][0] == 0:
+            made = encode(kind, whole.view(-1, BLOCKS[kind][0]))
+            entries.append(Entry(name, kind, tuple(tensor.shape), as_bytes(made)))
+        else:
+            entries.append(Entry(name, "float32", tuple(tensor.shape), as_bytes(whole)))
+    metadata = {**METADATA, "rwkv7.block_count": 6}
+    with (tmp_path / "model.gguf").open("wb") as file:
+        write_gguf(file, metadata, entries)
+    found = Reader(open_weights(tmp_path / "model.gguf"), "cpu", "fp32")
+    ids = TOKENIZER.encode(held_out_text())[:512]
+    figures = compare(found, reference, Text(ids, len(TOKENIZER.decode_bytes(ids))))
+    assert 0 < figures["kl"] < MOST_KL[kind]
+
+
+def held_out_prompts() -> Iterator[str]:
+    dice = Random("formats")
+    for number in range(PROMPTS):
+        pair = translation.fresh_pair(dice, held=True)
+        is_english = number % 2 == 0
+        yield translation.prompt(pair.en if is_english else pair.zh, english=is_english)
+
+
+def greedy_texts(path: Path) -> list[str]:
+    with started_engine(path) as engine:
+        rows = [make_request(prompt, max_tokens=24) for prompt in held_out_prompts()]
+        return run(engine, *rows).all_texts
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return greedy_texts(Path(ensure_model()))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "least"),
+    [
+        ("a.gguf", "fp32", 200),
+        ("a.gguf", "fp16", 200),
+        ("a.gguf", "bf16", 200),
+        ("a.gguf", "q8_0", 195),
+        ("a.pth", "bf16", 200),
+        ("a.safetensors", "fp32", 200),
+    ],
+)
+def test_the_greedy_text_of_200_held_out_prompts(
+    tmp_path: Path, source: Weights, texts: list[str], name: str, dtype: str, least: int
+) -> None:
+    write_model(source, tmp_path / name, dtype)
+    found = greedy_texts(tmp_path / name)
+    same = sum(one == other for one, other in zip(texts, found, strict=True))
+    assert len(set(texts)) > PROMPTS // 2 and same >= least
