@@ -37,6 +37,7 @@ LONGEST = (
     "programs/serve/test_model_engines.py",
     "state_pool/test_pool_service.py",
     "model/test_older_versions.py",
+    "model/test_gguf_quality.py",
     "deploy/test_wheel.py",
     "engine/test_micro_batches.py",
     "routes/test_text_paths.py",
