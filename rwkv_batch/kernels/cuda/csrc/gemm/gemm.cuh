@@ -44,7 +44,7 @@
 template <int ROWS, int SPLITS, GemmKind KIND, typename Cta>
 __device__ __forceinline__ void produce_weights(const GemmLaunch& p, const Cta& cta) {
     using namespace hopper;
-    using Tile = GemmTile<ROWS>;
+    using Tile = GemmTile<ROWS, KIND>;
     PipelineState<Tile::STAGES> pipe(1);
     const bool throttles = FOLLOWS_SHIFT_MIX<SPLITS, KIND> && (HAS_QUANTISED<KIND> || p.rows <= MAX_THROTTLED_FP16_ROWS);
     int throttled = throttles ? Tile::STAGES - 1 : 0;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void produce_weights(const GemmLaunch& p, const Cta& 
 template <int ROWS, int SPLITS, GemmKind KIND, typename Cta>
 __device__ __forceinline__ void produce_inputs(const GemmLaunch& p, const Cta& cta) {
     using namespace hopper;
-    using Tile = GemmTile<ROWS>;
+    using Tile = GemmTile<ROWS, KIND>;
     const uint32_t to = cta.ring + Tile::WEIGHT_BYTES;
     PipelineState<Tile::STAGES> pipe(1);
     int num_waiting = 0;  // CTAs that wait for dependencies; set once this one has waited
@@ -131,7 +131,7 @@ template <int ROWS, int SPLITS, GemmKind KIND>
 __global__ void __launch_bounds__(384, IS_LEAN<ROWS, KIND> ? 2 : 1) gemm_kernel(const __grid_constant__ GemmLaunch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
-    using Tile = GemmTile<ROWS>;
+    using Tile = GemmTile<ROWS, KIND>;
     constexpr int STAGES = Tile::STAGES;
     extern __shared__ unsigned char dynamic[];
     const int group = threadIdx.x / 128, tid = threadIdx.x % 128;
@@ -307,5 +307,5 @@ int launch_gemm(const GemmLaunch& p, void* stream) {
     const int num_resident = num_tiles - num_dependent_tiles(p);
     if (IS_MIXED<KIND> && (p.row_blocks > 1 || (SPLITS > 1 && num_resident > device_info().num_sms))) return static_cast<int>(cudaErrorInvalidValue);
     constexpr int CTAS_PER_TILE = IS_MIXED<KIND> ? 1 : SPLITS;
-    return launch_tiles(gemm_kernel<ROWS, SPLITS, KIND>, raised, GemmTile<ROWS>::SHARED_BYTES, num_tiles, CTAS_PER_TILE, p, stream);
+    return launch_tiles(gemm_kernel<ROWS, SPLITS, KIND>, raised, GemmTile<ROWS, KIND>::SHARED_BYTES, num_tiles, CTAS_PER_TILE, p, stream);
 }

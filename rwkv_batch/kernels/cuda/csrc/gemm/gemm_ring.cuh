@@ -4,18 +4,19 @@
 #include "gemm_scheduler.cuh"
 
 // Shared memory of a CTA with stages of STAGE_BYTES.
-template <int STAGE_BYTES>
+template <int STAGE_BYTES, int MAX_STAGES = 12>
 struct RingLayout {
     static constexpr int BYTES = STAGE_BYTES;
     static constexpr int STAGING_BYTES = 8 * 2 * 16 * STAGING_PITCH;
     static constexpr int AVAILABLE = 227 * 1024 - 1024 - STAGING_BYTES - 512;
-    static constexpr int STAGES = AVAILABLE / BYTES < 12 ? AVAILABLE / BYTES : 12;
+    static constexpr int STAGES = AVAILABLE / BYTES < MAX_STAGES ? AVAILABLE / BYTES : MAX_STAGES;
     static constexpr int SHARED_BYTES = STAGES * BYTES + STAGING_BYTES + 512 + 1024;  // 1024: to align the ring
     static_assert(STAGES >= 2);
 };
 
-template <int ROWS>
-struct GemmTile : RingLayout<(TILE_N + ROWS) * TILE_K_BYTES> {
+// W8A8 with few rows: the CTAs of wkv_few.cu, which runs next, fit on the SM, too.
+template <int ROWS, GemmKind KIND>
+struct GemmTile : RingLayout<(TILE_N + ROWS) * TILE_K_BYTES, HAS_INT8<KIND> && IS_LEAN<ROWS, KIND> ? 8 : 12> {
     static constexpr int WEIGHT_BYTES = TILE_N * TILE_K_BYTES, INPUT_BYTES = ROWS * TILE_K_BYTES;
     static constexpr int NUM_WGMMA = ROWS > 256 ? 2 : 1, WGMMA_N = ROWS / NUM_WGMMA;  // rows of one wgmma and of one TMA load
 };

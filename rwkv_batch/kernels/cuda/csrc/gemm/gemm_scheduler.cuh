@@ -37,7 +37,7 @@ template <GemmKind KIND>
 constexpr bool IS_MIXED = HAS_INT8<KIND> || KIND == GEMM_FP8_AND_FP16 || KIND == GEMM_TWO_PART_AND_FP16 || KIND == GEMM_INPUT_PROJECTIONS;
 // Few registers, so that CTAs of the previous and next kernel fit on the SM and prefetch their weights.
 template <int ROWS, GemmKind KIND>
-constexpr bool IS_LEAN = HAS_TWO_PART<KIND> && ROWS <= 64;
+constexpr bool IS_LEAN = (HAS_TWO_PART<KIND> && ROWS <= 64) || (HAS_INT8<KIND> && ROWS <= 32);
 template <int ROWS, GemmKind KIND>
 constexpr int OUT_ROWS = HAS_TWO_PART<KIND> ? ROWS / 2 : ROWS;
 
