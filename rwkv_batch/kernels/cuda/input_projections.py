@@ -190,6 +190,7 @@ def _project_grouped(layer: CudaLayer, mixed: MixedInputs) -> Projections:
         _rkv_quantised(layer, mixed, rkv, low)
         return low.projections(*rkv.unbind())
     if _fits_one_w8a8_launch(layer, len(inputs[0])):
+        assert not isinstance(mixed, QuantisedMix), "w8a8 has codes of its own"
         gemms, is_pending = mixed_gemms(_w8a8_rkv(layer), mixed, rkv), len(inputs[0]) <= MAX_FUSED_WKV_ROWS
         launch_mixed(gemms, _fp16_gemms(low.down_gemms), [] if is_pending else _fp16_gemms(low.up_gemms))
         return low.projections(*rkv.unbind(), pending=is_pending)
