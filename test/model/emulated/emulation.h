@@ -66,7 +66,7 @@ inline jmp_buf scheduler;
 inline int running = 0;
 inline dim3 thread_index, block_index, block_size, grid_size;
 inline std::vector<unsigned char> dynamic_shared;  // of all blocks of a cluster, one after the other
-inline int threads_of_block = 1;
+inline int threads_of_block = 1, resident_blocks = 1;  // resident: so many run together, without a cluster
 inline size_t shared_of_block = 0;
 inline std::map<uint32_t, Barrier> barriers;
 inline int num_sms = 4, smem_bytes = 227 << 10;
@@ -102,7 +102,16 @@ inline void wait_cluster() {
   --threads[running].waits_for_cluster;  // counted again
   meet(&Thread::waits_for_cluster, 0, static_cast<int>(threads.size()));
 }
-inline void sync_warpgroups() { meet(&Thread::waits_for_warpgroups, 128, 384); }  // those that multiply
+inline void sync_warpgroups() {  // those that multiply
+  const int first = running / threads_of_block * threads_of_block;
+  meet(&Thread::waits_for_warpgroups, first + 128, first + 384);
+}
+// One thread of each of `count` blocks that run together.
+inline void meet_blocks(unsigned* counter, int count) {
+  const unsigned wanted = *counter / count * count + count;
+  ++*counter;
+  while (static_cast<int>(*counter - wanted) < 0) yield();
+}
 inline void meet_warp() { meet(&Thread::waits_for_warp, running / 32 * 32, running / 32 * 32 + 32); }
 
 inline std::function<void()> body;
@@ -155,7 +164,7 @@ void launch_clusters(Kernel kernel, int size, dim3 grid, int number_of_threads, 
 }
 template <typename Kernel, typename... Args>
 void launch(Kernel kernel, dim3 grid, int number_of_threads, size_t dynamic, const Args&... args) {
-  launch_clusters(kernel, 1, grid, number_of_threads, dynamic, args...);
+  launch_clusters(kernel, resident_blocks, grid, number_of_threads, dynamic, args...);
 }
 inline unsigned char* block_shared() { return dynamic_shared.data() + running / threads_of_block * shared_of_block; }
 inline uint32_t peer_address(uint32_t at, uint32_t rank) { return at % shared_of_block + rank * shared_of_block; }
@@ -460,4 +469,7 @@ using std::min;
 
 extern "C" __attribute__((visibility("default"), used)) inline void emulation_set(int num_sms, int smem_bytes) {
   emulation::num_sms = num_sms, emulation::smem_bytes = smem_bytes;
+}
+extern "C" __attribute__((visibility("default"), used)) inline void emulation_set_resident(int blocks) {
+  emulation::resident_blocks = blocks;
 }

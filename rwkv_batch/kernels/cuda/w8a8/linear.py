@@ -15,6 +15,7 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Mix,
     W8A8Weights,
     multiply,
+    multiply_halves,
     multiply_sparse,
     prepare_w8a8,
     quantise_inputs,
@@ -58,7 +59,12 @@ class CudaW8A8Linear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps [T, in] fp16 to [T, out] fp16."""
-        y = self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs))
+        if self.squares_inputs:
+            y = self.multiply_codes(quantise_inputs(x, self.weights, relu_squared=True))
+        else:
+            y = x.new_empty(len(x), len(self.weight))
+            if len(x):
+                multiply_halves(x, self.weights, y)
         return y if self.output_positions is None else y.index_select(1, self.output_positions)
 
     def multiply_stored(self, x: Tensor) -> Tensor:
