@@ -22,7 +22,7 @@ RANKS = (128, 128, 128, 512)
 ACTIVATIONS = (Activation.NONE, Activation.TANH, Activation.NONE, Activation.SIGMOID)
 
 
-@pytest.mark.parametrize("width", [4096, 2944])
+@pytest.mark.parametrize("width", [4096, 3072])
 @pytest.mark.parametrize("is_pending", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_one_launch_equals_separate_launches(rows: int, is_pending: bool, width: int) -> None:

@@ -230,8 +230,14 @@ def test_rows_that_the_gemm_rounds_have_the_bits_of_the_definition(
 
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 4096, 128), (3, 9216, 256), (8, 640, 128), (8, 16384, 128)])
 @pytest.mark.parametrize("share", [0.12, 1.0])
-def test_sparse_rows_have_the_bits_of_the_definition(rows: int, k: int, n: int, share: float) -> None:
+def test_sparse_rows_have_the_bits_of_the_definition(
+    rows: int, k: int, n: int, share: float, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Inputs that are negative, and those whose code is zero, are left out; a row with NaN stays so."""
+    work = W8A8Workspace(torch.empty(8 * 4160, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.int32), 8)
+    monkeypatch.setattr(products, "prepare_w8a8", lambda device: work)
+    libraries["rwkv_w8a8_sparse"].emulation_set(8, 227 << 10)
+    libraries["rwkv_w8a8_sparse"].emulation_set_resident(4)
     sizes = channels(k)
     weights, codes, transform = made(n, k, sizes)
     x = torch.randn(rows, k).abs() * sizes * torch.where(torch.rand(rows, k) < share, 1, -1)

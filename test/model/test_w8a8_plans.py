@@ -73,7 +73,7 @@ def test_measured_launches_get_their_plan() -> None:
 
 def test_fewer_rows_take_the_plan_of_the_next_measured_number() -> None:
     launch = Launch((4096,), 4096, False, 20)
-    assert plan_w8a8(launch, 132) == Plan(Tile(32, 4, in_memory=True))
+    assert plan_w8a8(launch, 132) == Plan(Tile(32, 2))
     assert plan_w8a8(launch._replace(rows=950), 132) == Plan(Tile(240))
 
 

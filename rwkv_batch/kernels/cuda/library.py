@@ -38,6 +38,7 @@ NAMES = (
     "adapters",
     "w8a8/w8a8_quantise",
     "w8a8/w8a8_mma",
+    "w8a8/w8a8_sparse",
 )
 HOPPER_NAMES = (
     "gemm/gemm_fp16",
@@ -57,7 +58,6 @@ HOPPER_NAMES = (
     "w8a8/w8a8_middle",
     "w8a8/w8a8_many",
     "w8a8/w8a8_many_unsigned",
-    "w8a8/w8a8_sparse",
 )
 MAX_GEMMS = 8
 MAX_HOPPER_GEMMS = 12
@@ -292,6 +292,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
     "rwkv_w8a8_quantise": [POINTER(W8A8QuantiseArgs), c_void_p],
     "rwkv_w8a8_mma": [POINTER(W8A8Args), c_void_p],
+    "rwkv_w8a8_sparse": [POINTER(W8A8SparseArgs), c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_gemm_fp16": [POINTER(Fp16LaunchArgs), c_void_p],
@@ -306,7 +307,6 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_add_fixed_point": [*[c_void_p] * 3, c_int, c_void_p],
     "rwkv_hopper_few": [POINTER(QuantLaunchArgs), c_void_p],
     "rwkv_w8a8": [POINTER(W8A8Args), c_void_p],
-    "rwkv_w8a8_sparse": [POINTER(W8A8SparseArgs), c_void_p],
     **{f"rwkv_weight_only_{name}": [POINTER(WeightOnlyLaunchArgs), c_void_p] for name in ("fp8", "int8", "int4")},
 }
 

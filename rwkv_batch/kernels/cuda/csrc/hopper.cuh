@@ -50,6 +50,19 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Waits for so many cycles, or until the barrier's first phase is complete.
+__device__ __forceinline__ void throttle(uint32_t barrier, uint32_t cycles) {
+    uint32_t begun, now, over;
+    asm volatile("mov.u32 %0, %clock;" : "=r"(begun)::"memory");
+    do {
+        asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], 0;\nselp.u32 %0, 1, 0, over;\n}"
+                     : "=r"(over)
+                     : "r"(barrier)
+                     : "memory");
+        asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
+    } while (over == 0 && now - begun < cycles);
+}
+
 // TMA --------------------------------------------------------------------------------------------------------------
 
 constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000;

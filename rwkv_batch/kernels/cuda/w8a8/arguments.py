@@ -45,6 +45,7 @@ class W8A8SparseArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("h", "weights", "factors", "weight_scales", "weight_ratios", "y")],
+        *[(name, c_void_p) for name in ("exchange", "counters")],
         *[(name, c_int) for name in ("rows", "width", "ffn", "unused")],
     ]
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.w8a8.products import (
-    SPARSE_COLUMNS,
     W8A8Gemm,
     W8A8Mix,
     W8A8Weights,
+    fits_sparse,
     multiply,
     multiply_halves,
     multiply_sparse,
@@ -40,7 +39,7 @@ class CudaW8A8Linear(Linear):
         self.weight = self.weights.codes
         self.squares_inputs = squares_inputs
         self.output_positions: Tensor | None = None
-        is_sparse = squares_inputs and len(self.weight) % SPARSE_COLUMNS == 0 and has_hopper_gemm(self.weight.device)
+        is_sparse = squares_inputs and fits_sparse(len(self.weight), self.weight.device)
         self.transposed = self.weight.T.contiguous() if is_sparse else None
         prepare_w8a8(self.weight.device)
 

@@ -86,7 +86,7 @@ TILES: dict[bool, tuple[Tile, ...]] = {
     False: (
         *map(Tile, (8, 32, 64, 80, 128, 160, 240, 256, 320)),
         *(Tile(rows, 2) for rows in (8, 32, 64)),
-        *(Tile(rows, 4, in_memory=True) for rows in (8, 32, 64, 128)),
+        *(Tile(rows, 4, in_memory=True) for rows in (8, 64, 128)),
         Tile(160, 2, in_memory=True),
         *(Tile(rows, pair=2) for rows in (256, 320)),
         Tile(160, pair=2, blocks=2),

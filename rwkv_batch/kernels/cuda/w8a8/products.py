@@ -36,8 +36,8 @@ MAX_K = 16384
 MAX_OUTPUTS_PER_TILE = 128
 """Outputs of a tile whose sums are exchanged."""
 COUNTERS_PER_TILE = 8
-SPARSE_COLUMNS = 128
-"""Outputs per cluster of csrc/w8a8/w8a8_sparse.cu; n is a multiple."""
+SPARSE_COLUMNS, SPARSE_SPLITS = 128, 4
+"""Outputs of a tile of csrc/w8a8/w8a8_sparse.cu, n is a multiple; CTAs that share it."""
 ROUNDING_TILE, MAX_ROUNDED_K = Tile(8, 4, in_memory=True), 4096
 """The tile whose CTAs can round their inputs, up to K."""
 INT8_DTYPES = (torch.int8, torch.uint8)
@@ -274,6 +274,16 @@ def multiply_by_mma(gemms: Sequence[W8A8Gemm]) -> None:
     library().call("rwkv_w8a8_mma", ctypes.byref(args))
 
 
+def fits_sparse(n: int, device: torch.device) -> bool:
+    """Whether few rows should skip inputs that are zero: `multiply_sparse` takes n outputs on the device.
+
+    Measured on Hopper only. All CTAs must run at once.
+    """
+    if n % SPARSE_COLUMNS or not has_hopper_gemm(device) or is_mps_active():
+        return False
+    return n // SPARSE_COLUMNS * SPARSE_SPLITS <= prepare_w8a8(device).num_sms
+
+
 def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tensor:
     """Quantise max(x, 0)^2 and multiply it, x [T <= 8, K] fp16 in stored order -> y [T, n] fp16.
 
@@ -283,7 +293,7 @@ def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tens
     (rows, k), n = x.shape, len(weights.codes)
     if transposed.shape != (k, n):
         raise ValueError(f"inputs {tuple(x.shape)} do not fit the transposed weights {tuple(transposed.shape)}")
-    y = x.new_empty(rows, n)
+    y, work = x.new_empty(rows, n), prepare_w8a8(x.device)
     args = W8A8SparseArgs(
         h=cuda_pointer(x),
         weights=cuda_pointer(transposed, torch.int8),
@@ -291,11 +301,13 @@ def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tens
         weight_scales=cuda_pointer(weights.scales, torch.float32),
         weight_ratios=cuda_pointer(weights.ratios, torch.int32),
         y=cuda_pointer(y),
+        exchange=work.exchange.data_ptr(),
+        counters=work.counters.data_ptr(),
         rows=rows,
         width=n,
         ffn=k,
     )
-    hopper_library().call("rwkv_w8a8_sparse", ctypes.byref(args))
+    library().call("rwkv_w8a8_sparse", ctypes.byref(args))
     return y
 
 

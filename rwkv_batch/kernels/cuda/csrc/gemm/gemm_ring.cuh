@@ -71,17 +71,4 @@ template <int SPLITS, GemmKind KIND>
 constexpr bool FOLLOWS_SHIFT_MIX = CTA_SPLITS<SPLITS, KIND> == 1 && !IS_TRANSPOSED_8BIT<KIND>;
 constexpr int MAX_THROTTLED_FP16_ROWS = 8;  // rows; no gain with more
 constexpr uint32_t THROTTLE_CYCLES = 1000;
-
-// Waits for so many cycles, or until the barrier's first phase is complete.
-__device__ __forceinline__ void throttle(uint32_t barrier, uint32_t cycles) {
-    uint32_t begun, now, over;
-    asm volatile("mov.u32 %0, %clock;" : "=r"(begun)::"memory");
-    do {
-        asm volatile("{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], 0;\nselp.u32 %0, 1, 0, over;\n}"
-                     : "=r"(over)
-                     : "r"(barrier)
-                     : "memory");
-        asm volatile("mov.u32 %0, %clock;" : "=r"(now)::"memory");
-    } while (over == 0 && now - begun < cycles);
-}
 #endif

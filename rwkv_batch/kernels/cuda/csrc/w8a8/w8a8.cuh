@@ -68,6 +68,10 @@ struct W8A8Launch {
     int lead;  // stages that each warpgroup is ahead of the next one, so that epilogues overlap with products
 };
 
+// Few rows: W's first stages are loaded so many cycles apart, so that the loads of the previous kernel, which is latency
+// bound, do not wait.
+constexpr int THROTTLED_ROWS = 64;
+constexpr uint32_t THROTTLE_CYCLES = 1000;
 constexpr int ROUNDED_STAGES = 8, MAX_ROUNDED_K = 4096;  // ROUNDS: of a CTA; of all
 
 template <int WARPGROUPS_, int BLOCKS_, int ROWS_, int SPLITS_, int PAIR_, bool GLOBAL_ = false, bool ROUNDS_ = false>
@@ -110,14 +114,14 @@ struct RingSlot {
 // Addresses in shared memory.
 template <typename Tile>
 struct Layout {
-    uint32_t ring, rounded, staging, exchange, scales, full, empty, lead;
+    uint32_t ring, rounded, staging, exchange, scales, full, empty, lead, inputs_ready;
 
     __device__ __forceinline__ explicit Layout(const void* dynamic) {
         ring = (hopper::smem_address(dynamic) + 1023) & ~1023u;
         rounded = ring + Tile::STAGES * Tile::STAGE_BYTES, staging = rounded + Tile::ROUNDED_BYTES;
         exchange = Tile::OWN_EXCHANGE ? staging + Tile::ALL_STAGING : ring;
         scales = staging + Tile::ALL_STAGING + (Tile::OWN_EXCHANGE ? Tile::EXCHANGE_BYTES : 0);
-        full = scales + 2 * Tile::SCALE_BYTES, empty = full + 8 * Tile::STAGES, lead = empty + 8 * Tile::STAGES;
+        full = scales + 2 * Tile::SCALE_BYTES, empty = full + 8 * Tile::STAGES, lead = empty + 8 * Tile::STAGES, inputs_ready = lead + 8 * Tile::WARPGROUPS;
     }
 };
 
@@ -166,6 +170,7 @@ __device__ __forceinline__ void load_weights(const W8A8Launch& p, const Layout<T
     RingSlot<Tile::STAGES> slot(1);
     const Stages stages = Stages::of<Tile>(p, rank);
     const uint64_t hint = p.row_blocks == 1 ? EVICT_FIRST : EVICT_NORMAL;
+    int throttled = Tile::ROWS <= THROTTLED_ROWS && p.row_blocks == 1 ? Tile::STAGES - 1 : 0;
     for (int number = blockIdx.x / Tile::TOGETHER; number < p.groups * p.row_blocks; number += gridDim.x / Tile::TOGETHER) {
         const Work work = place<Tile>(p, number, rank);
         uint32_t bytes = Tile::STAGE_BYTES + (Tile::ROUNDS ? 0 : Tile::SCALE_BYTES);
@@ -176,6 +181,7 @@ __device__ __forceinline__ void load_weights(const W8A8Launch& p, const Layout<T
             tma_load(at.ring + slot.stage * Tile::STAGE_BYTES, &work.gemm->weights, i * DEPTH, work.output, 0, barrier, hint);
             bytes = Tile::STAGE_BYTES;
             slot.advance();
+            if (throttled > 0) throttle(at.inputs_ready, THROTTLE_CYCLES), --throttled;
         }
     }
 }
@@ -187,6 +193,7 @@ __device__ __forceinline__ void load_inputs(const W8A8Launch& p, const Layout<Ti
     const Stages stages = Stages::of<Tile>(p, rank);
     uint32_t scales = at.scales;  // tiles use the two places in turn
     wait_for_previous_kernel();
+    arrive(at.inputs_ready);
     for (int number = blockIdx.x / Tile::TOGETHER; number < p.groups * p.row_blocks; number += gridDim.x / Tile::TOGETHER) {
         const Work work = place<Tile>(p, number, rank);
         for (int i = stages.first; i < stages.end; ++i) {
@@ -223,6 +230,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) mbarrier_init(at.full + 8 * i, 1), mbarrier_init(at.empty + 8 * i, WARPGROUPS * Tile::PAIR);
         for (int i = 0; i + 1 < WARPGROUPS; ++i) mbarrier_init(at.lead + 8 * i, 1);
+        mbarrier_init(at.inputs_ready, 1);
         fence_mbarrier_init();
     }
     if constexpr (Tile::PAIR > 1) {

@@ -15,7 +15,6 @@ static int launch_w8a8_few(const W8A8Args& args, void* stream) {
     W8A8_ROWS(32, true)
     W8A8_CLUSTER(32, 2, false)
     W8A8_CLUSTER(32, 2, true)
-    W8A8_MEMORY(32, 4, false)
     W8A8_MEMORY(32, 4, true)
     W8A8_ROWS(64, false)
     W8A8_ROWS(64, true)

@@ -30,6 +30,7 @@ __device__ __forceinline__ void round_inputs(const W8A8Launch& p, const Layout<T
         channels[i] = __ldg(p.order + position + i), stored.factors[i] = __ldg(p.factors + channels[i]);
     }
     wait_for_previous_kernel();
+    if (thread == 0) arrive(at.inputs_ready);
     W8A8Largest largest;  // of row lane % 8
     float v[8];
 #pragma unroll

@@ -10,18 +10,21 @@
 //
 // out    y               [T, C]  fp16
 //
-// A cluster of four CTAs computes 128 columns, each CTA a quarter of F. A warp rounds its inputs as soon as the cluster
-// has exchanged the rows' largest values. Then it lists the active rows of Wt with their codes, and multiplies 32 at a
-// time: a lane has 16 columns of eight rows, and transposes them in registers. The first 128 positions are segment 1,
-// and all of one warp. The sums are exchanged in the cluster.
+// Four CTAs compute 128 columns, each a quarter of F. They exchange the rows' largest values, and at the end sums, through
+// memory. A warp rounds its inputs, lists the active rows of Wt with their codes, and multiplies 32 at a time: a lane has
+// 16 columns of eight rows, and transposes them in registers. The first 128 positions are segment 1, and all of one warp.
+// With one row each CTA reads all of h instead of the first exchange.
 //
-// Grid: 4 C / 128, in clusters of 4.
-// Block: 256 threads; mma.m16n8k32. Two CTAs fit an SM: an H200 has room for 30 clusters at one CTA per SM, not 32.
-// Shared memory: 54 KB, lists, then sums.
+// inout  exchange        [tiles, 4] SparseExchange
+//        counters        [tiles, 8] u32            multiples of 4 between launches
+//
+// Grid: 4 C / 128, at most one CTA per SM: all must be resident. (Clusters would share SMs: an H200 has room for 30 of four
+// CTAs at one CTA per SM, not 32.)
+// Block: 512 threads; mma.m16n8k32.
+// Shared memory: 66 KB, lists, then sums.
 // Bound: memory; C bytes per active row in pieces of 128.
 // Made for: T <= 8, F <= 16,384, F % 128 == 0, C % 128 == 0.
 #include "../mma.cuh"
-#include "hopper_int8.cuh"
 #include "w8a8_rows.cuh"
 
 struct W8A8SparseArgs {
@@ -31,15 +34,16 @@ struct W8A8SparseArgs {
     const float* weight_scales;
     const int* weight_ratios;
     __half* y;
+    void* exchange;
+    unsigned* counters;
     int rows, width, ffn, unused;
 };
 
-constexpr int WARPS = 8, COLUMNS = 128, SPLITS = 4, STEP = 32, MAX_ROWS = 8, LANE_COLUMNS = 16;
-constexpr int PIECE = 256, PIECES = 2;  // positions that a warp lists at once, 8 per lane
-constexpr int ENTRIES = PIECES * PIECE + 2 * STEP;  // both segments take whole steps
+constexpr int WARPS = 16, COLUMNS = 128, SPLITS = 4, STEP = 32, MAX_ROWS = 8, LANE_COLUMNS = 16;
+constexpr int RANGE = 256;                  // positions of a warp, 8 per lane
+constexpr int ENTRIES = RANGE + 2 * STEP;  // both segments take whole steps
 constexpr int STEPS_IN_FLIGHT = 2;
 constexpr uint16_t PADDING = 0xffff;
-constexpr int SHARE = COLUMNS / SPLITS;  // columns that a CTA finishes
 
 struct ActiveList {
     uint2 codes[ENTRIES];  // of all rows of the batch
@@ -50,10 +54,14 @@ struct SparseSmem {
         ActiveList lists[WARPS];
         int4 sums[WARPS][COLUMNS * MAX_ROWS / 4];  // after the main loop
     };
-    int4 finished[SPLITS][SHARE * MAX_ROWS / 4];  // sums from each CTA
-    uint2 largest[SPLITS * WARPS][MAX_ROWS];      // W8A8Largest of each warp of the cluster
+    uint2 largest[WARPS][MAX_ROWS];  // W8A8Largest of each warp
     float row_scales[MAX_ROWS], column_scales[COLUMNS];
     int column_ratios[COLUMNS];
+};
+// What a CTA gives to the other three of its tile.
+struct SparseExchange {
+    int4 sums[COLUMNS * MAX_ROWS / 4];
+    uint2 largest[MAX_ROWS];
 };
 
 // Bytes i of four words in word i.
@@ -73,9 +81,19 @@ struct Range {
     }
 };
 
-// Appends the active positions of a piece to a warp's list. rows: codes of 8 positions from `at` on. is_first: the piece
-// begins with segment 1, which takes whole steps; they end at large_end.
-__device__ __forceinline__ void append_active(ActiveList& list, const uint2 (&rows)[MAX_ROWS], int at, bool is_first, int lane, int& count, int& large_end) {
+// One thread of each of the CTAs of a tile; what they stored before is visible after.
+__device__ __forceinline__ void meet_ctas(unsigned* counter) {
+    unsigned before, now;
+    asm volatile("fence.acq_rel.gpu;\natom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    const unsigned wanted = before / SPLITS * SPLITS + SPLITS;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    } while (static_cast<int>(now - wanted) < 0);
+}
+
+// Lists a warp's active positions. rows: codes of 8 positions from `at` on. has_large: the first 16 lanes have segment 1,
+// which takes whole steps; they end at large_end. Returns the list's end.
+__device__ __forceinline__ int list_active(ActiveList& list, const uint2 (&rows)[MAX_ROWS], int at, bool has_large, int lane, int& large_end) {
     uint32_t low[8], high[8];  // codes of rows 0 to 3 and 4 to 7 of each position
     const auto transpose = [&](uint32_t (&to)[8], int row) {
         auto& first = reinterpret_cast<uint32_t(&)[4]>(to[0]);
@@ -95,9 +113,9 @@ __device__ __forceinline__ void append_active(ActiveList& list, const uint2 (&ro
         if (lane >= offset) before += other;
     }
     const int total = __shfl_sync(FULL_MASK, before, 31), of_large = __shfl_sync(FULL_MASK, before, SEGMENT / 8 - 1);
-    int to = count + before - own;
-    count += total;
-    if (is_first) {
+    int to = before - own, count = total;
+    large_end = 0;
+    if (has_large) {
         large_end = (of_large + STEP - 1) / STEP * STEP;
         if (lane >= SEGMENT / 8) to += large_end - of_large;
         if (lane < large_end - of_large) list.codes[of_large + lane] = make_uint2(0, 0), list.positions[of_large + lane] = PADDING;
@@ -109,6 +127,10 @@ __device__ __forceinline__ void append_active(ActiveList& list, const uint2 (&ro
         list.codes[to] = make_uint2(low[j], high[j]);
         list.positions[to++] = static_cast<uint16_t>(at + j);
     }
+    const int end = (count + STEP - 1) / STEP * STEP;
+    if (lane < end - count) list.codes[count + lane] = make_uint2(0, 0), list.positions[count + lane] = PADDING;
+    __syncwarp();
+    return end;
 }
 
 // Multiplies entries begin .. end - 1 of a list, whole steps. sums[m]: columns 2m and 2m + 1 of the lane, rows 2t, 2t + 1.
@@ -154,57 +176,67 @@ __device__ __forceinline__ void multiply_list(int (&sums)[8][4], const ActiveLis
     }
 }
 
-__global__ void __launch_bounds__(WARPS * 32, 2) w8a8_sparse_kernel(const __grid_constant__ W8A8SparseArgs a) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using namespace hopper;
+__global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid_constant__ W8A8SparseArgs a) {
     extern __shared__ __align__(16) unsigned char dynamic[];
     SparseSmem& smem = *reinterpret_cast<SparseSmem*>(dynamic);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int tile = blockIdx.x / SPLITS, rank = blockIdx.x % SPLITS;
     const Range range(a.ffn, rank, warp);
-    const auto lane_first = [&](int piece) { return piece * PIECE + 8 * lane; };  // in the range
-    W8A8Octet octets[PIECES];
+    const bool inside = 8 * lane < range.count;
+    W8A8Octet octet = {};
+    if (inside) octet.load(a.factors, range.first + 8 * lane);
+    W8A8Octet others[SPLITS - 1];  // with one row
+    const auto range_of_other = [&](int i) { return Range(a.ffn, i < rank ? i : i + 1, warp); };
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-        if (lane_first(piece) < range.count) octets[piece].load(a.factors, range.first + lane_first(piece));
+    for (int i = 0; i < SPLITS - 1; ++i) {
+        const Range other = range_of_other(i);
+        if (a.rows == 1 && 8 * lane < other.count) others[i].load(a.factors, other.first + 8 * lane);
     }
     if (threadIdx.x < COLUMNS) {
         smem.column_scales[threadIdx.x] = __ldg(a.weight_scales + tile * COLUMNS + threadIdx.x);
         smem.column_ratios[threadIdx.x] = __ldg(a.weight_ratios + tile * COLUMNS + threadIdx.x);
     }
-    arrive_cluster();
     allow_next_kernel();
     wait_for_previous_kernel();
-    uint4 h[PIECES][MAX_ROWS];
+    uint4 h[MAX_ROWS];
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-#pragma unroll
-        for (int row = 0; row < MAX_ROWS; ++row) {
-            h[piece][row] = make_uint4(0, 0, 0, 0);
-            if (row < a.rows && lane_first(piece) < range.count) h[piece][row] = load16(a.h + static_cast<int64_t>(row) * a.ffn + range.first + lane_first(piece));
-        }
+    for (int row = 0; row < MAX_ROWS; ++row) {
+        h[row] = make_uint4(0, 0, 0, 0);
+        if (row < a.rows && inside) h[row] = load16(a.h + static_cast<int64_t>(row) * a.ffn + range.first + 8 * lane);
     }
     float v[8];
     W8A8Largest largest;  // of row lane % 8
+    if (a.rows == 1) {
+        uint4 h_of_others[SPLITS - 1];
+#pragma unroll
+        for (int i = 0; i < SPLITS - 1; ++i) {
+            const Range other = range_of_other(i);
+            if (8 * lane < other.count) h_of_others[i] = load16(a.h + other.first + 8 * lane);
+        }
+#pragma unroll
+        for (int i = 0; i < SPLITS - 1; ++i) {
+            if (8 * lane >= range_of_other(i).count) continue;
+            others[i].template scale<true>(h_of_others[i], v);
+            largest.add(others[i], v);
+        }
+    }
 #pragma unroll
     for (int row = 0; row < MAX_ROWS; ++row) {
         if (row >= a.rows) break;
         W8A8Largest of_row;
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            if (lane_first(piece) >= range.count) continue;
-            octets[piece].template scale<true>(h[piece][row], v);
-            of_row.add(octets[piece], v);
+        if (a.rows == 1) of_row = largest;
+        if (inside) {
+            octet.template scale<true>(h[row], v);
+            of_row.add(octet, v);
         }
         of_row.reduce_warp();
         if ((lane & 7) == row) largest = of_row;
     }
-    wait_cluster();  // all CTAs of the cluster run
-    store_peer_pair(peer_address(hopper::smem_address(&smem.largest[rank * WARPS + warp][lane & 7]), lane >> 3), largest.rest, largest.large);
-    sync_cluster();
+    if (lane < MAX_ROWS) smem.largest[warp][lane] = make_uint2(largest.rest, largest.large);
+    __syncthreads();
     largest = W8A8Largest();
 #pragma unroll
-    for (int i = 0; i < SPLITS * WARPS; i += 4) {
+    for (int i = 0; i < WARPS; i += 4) {
         const uint2 of_warp = smem.largest[i + (lane >> 3)][lane & 7];
         largest.rest = max(largest.rest, static_cast<int>(of_warp.x)), largest.large = max(largest.large, of_warp.y);
     }
@@ -213,28 +245,34 @@ __global__ void __launch_bounds__(WARPS * 32, 2) w8a8_sparse_kernel(const __grid
         largest.rest = max(largest.rest, __shfl_xor_sync(FULL_MASK, largest.rest, offset));
         largest.large = max(largest.large, __shfl_xor_sync(FULL_MASK, largest.large, offset));
     }
+    SparseExchange* const of_tile = static_cast<SparseExchange*>(a.exchange) + tile * SPLITS;
+    unsigned* const counter = a.counters + 8 * tile;
+    if (a.rows > 1) {
+        if (threadIdx.x < MAX_ROWS) __stcg(&of_tile[rank].largest[threadIdx.x], make_uint2(largest.rest, largest.large));
+        __syncwarp();
+        if (threadIdx.x == 0) meet_ctas(counter);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < SPLITS; ++i) {
+            const uint2 of_cta = __ldcg(&of_tile[i].largest[lane & 7]);
+            largest.rest = max(largest.rest, static_cast<int>(of_cta.x)), largest.large = max(largest.large, of_cta.y);
+        }
+    }
     const W8A8Row<true> of_row(largest.rest, largest.of_large());  // of row lane % 8
     if (threadIdx.x < MAX_ROWS) smem.row_scales[threadIdx.x] = of_row.scale;
 
     ActiveList& list = smem.lists[warp];
-    int count = 0, large_end = 0;
+    uint2 codes[MAX_ROWS];
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-        if (piece * PIECE >= range.count) break;
-        uint2 codes[MAX_ROWS];
-#pragma unroll
-        for (int row = 0; row < MAX_ROWS; ++row) {
-            const W8A8Inverses inverses = {__shfl_sync(FULL_MASK, of_row.inverse_rest, row), __shfl_sync(FULL_MASK, of_row.inverse_large, row)};
-            codes[row] = make_uint2(0, 0);
-            if (row >= a.rows || lane_first(piece) >= range.count) continue;
-            octets[piece].template scale<true>(h[piece][row], v);
-            codes[row] = octets[piece].template codes<true>(v, inverses);
-        }
-        append_active(list, codes, range.first + lane_first(piece), range.number == 0 && piece == 0, lane, count, large_end);
+    for (int row = 0; row < MAX_ROWS; ++row) {
+        const W8A8Inverses inverses = {__shfl_sync(FULL_MASK, of_row.inverse_rest, row), __shfl_sync(FULL_MASK, of_row.inverse_large, row)};
+        codes[row] = make_uint2(0, 0);
+        if (row >= a.rows || !inside) continue;
+        octet.template scale<true>(h[row], v);
+        codes[row] = octet.template codes<true>(v, inverses);
     }
-    const int end = (count + STEP - 1) / STEP * STEP;
-    if (lane < end - count) list.codes[count + lane] = make_uint2(0, 0), list.positions[count + lane] = PADDING;
-    __syncwarp();
+    int large_end;
+    const int end = list_active(list, codes, range.first + 8 * lane, range.number == 0, lane, large_end);
 
     const int8_t* const weights = a.weights + tile * COLUMNS + LANE_COLUMNS * g;
     int sums[8][4] = {};
@@ -253,42 +291,44 @@ __global__ void __launch_bounds__(WARPS * 32, 2) w8a8_sparse_kernel(const __grid
 #pragma unroll
     for (int m = 0; m < 8; ++m) smem.sums[warp][m * 32 + lane] = make_int4(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
     __syncthreads();
-    int4 total = smem.sums[0][threadIdx.x];
+    // Item i = 32 m + lane has columns 16 g + 2 m and the next, rows 2 t and 2 t + 1. CTA m / 2 finishes it.
+    constexpr int ITEMS = COLUMNS * MAX_ROWS / 4, SHARE = ITEMS / SPLITS;
+    const auto add = [](int4& to, const int4& v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; };
+    int4 total = make_int4(0, 0, 0, 0);
+    if (threadIdx.x < ITEMS) {
 #pragma unroll
-    for (int i = 1; i < WARPS; ++i) {
-        const int4 one = smem.sums[i][threadIdx.x];
-        total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
+        for (int i = 0; i < WARPS; ++i) add(total, smem.sums[i][threadIdx.x]);
+        __stcg(&of_tile[rank].sums[threadIdx.x], total);
     }
-    // Columns 16 g + 2 m, m = warp: CTA g / 2 finishes them.
-    store_peer(peer_address(hopper::smem_address(&smem.finished[rank][(g & 1) * 32 + warp * 4 + t]), g >> 1), total.x, total.y, total.z, total.w);
-    sync_cluster();
-    if (threadIdx.x >= SHARE * MAX_ROWS / 4) return;
-    int4 sum = smem.finished[0][threadIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) meet_ctas(counter);
+    __syncthreads();
+    const int item = rank * SHARE + threadIdx.x;
+    if (threadIdx.x >= SHARE) return;
+    total = make_int4(0, 0, 0, 0);
 #pragma unroll
-    for (int i = 1; i < SPLITS; ++i) {
-        const int4 one = smem.finished[i][threadIdx.x];
-        sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
-    }
-    const int column = rank * SHARE + warp * LANE_COLUMNS + lane / 4 * 2, row = t * 2;
+    for (int i = 0; i < SPLITS; ++i) add(total, __ldcg(&of_tile[i].sums[item]));
+    const int column = item % 32 / 4 * LANE_COLUMNS + item / 32 * 2, row = item % 4 * 2;
     const float low = smem.column_scales[column], high = smem.column_scales[column + 1];
     __half* const y = a.y + static_cast<int64_t>(row) * a.width + tile * COLUMNS + column;
     const auto store = [&](__half* to, int of_low, int of_high, float scale) {
         *reinterpret_cast<__half2*>(to) = __floats2half2_rn(scaled_sum(of_low, scale, low), scaled_sum(of_high, scale, high));
     };
-    if (row < a.rows) store(y, sum.x, sum.z, smem.row_scales[row]);
-    if (row + 1 < a.rows) store(y + a.width, sum.y, sum.w, smem.row_scales[row + 1]);
-#endif
+    if (row < a.rows) store(y, total.x, total.z, smem.row_scales[row]);
+    if (row + 1 < a.rows) store(y + a.width, total.y, total.w, smem.row_scales[row + 1]);
 }
 
 RWKV_API int rwkv_w8a8_sparse(const W8A8SparseArgs* a, void* stream) {
     if (a->rows == 0) return 0;
-    if (a->rows > MAX_ROWS || a->ffn > SPLITS * WARPS * PIECES * PIECE || a->ffn % SEGMENT || a->width % COLUMNS) return static_cast<int>(cudaErrorInvalidValue);
+    const int ctas = a->width / COLUMNS * SPLITS;
+    if (a->rows > MAX_ROWS || a->ffn > SPLITS * WARPS * RANGE || a->ffn % SEGMENT || a->width % COLUMNS || ctas > device_info().num_sms)
+        return static_cast<int>(cudaErrorInvalidValue);
     static bool raised[MAX_DEVICES] = {};
     if (!raised[current_device()]) {
         const cudaError_t error = cudaFuncSetAttribute(w8a8_sparse_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SparseSmem));
         if (error != cudaSuccess) return static_cast<int>(error);
         raised[current_device()] = true;
     }
-    launch_clusters(w8a8_sparse_kernel, SPLITS, dim3(a->width / COLUMNS * SPLITS), WARPS * 32, sizeof(SparseSmem), stream, *a);
+    launch_with_smem(w8a8_sparse_kernel, dim3(ctas), WARPS * 32, sizeof(SparseSmem), stream, *a);
     return launch_result();
 }
