@@ -20,7 +20,7 @@ from rwkv_batch.kernels.cuda.w8a8.plans import (
     num_ctas,
     plan_w8a8,
 )
-from rwkv_batch.kernels.cuda.w8a8.products import pitch_of
+from rwkv_batch.kernels.cuda.w8a8.products import ROUNDING_TILE, pitch_of
 
 WIDTHS = (768, 1024, 2048, 2560, 4096)
 VOCAB = 65536

@@ -1,8 +1,7 @@
 // Inputs of a W8A8 GEMM that its CTAs round themselves (w8a8.cuh): up to 8 rows, K up to 4,096. Each CTA reads all of x for
 // the rows' scales, and stores the codes of its stages of K as wgmma reads them. W's first stages load meanwhile.
+// Included by w8a8.cuh, after the declarations that it uses.
 #pragma once
-
-#include "w8a8.cuh"
 
 // All consumer threads. Ends with a barrier.
 template <typename Tile>
