@@ -18,7 +18,6 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Weights,
     multiply,
     multiply_by_mma,
-    multiply_halves,
     multiply_sparse,
     pitch_of,
     prepare_w8a8,
@@ -181,26 +180,6 @@ def test_a_channel_mix_has_the_same_bits_in_stored_order(rows: int) -> None:
     key.feed(value)
     assert same_bits(key(x), hidden)
     assert same_bits(value.multiply_stored(key.multiply_codes(quantise_inputs(x, key.weights))), y)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9])
-@pytest.mark.parametrize("width", [768, 2048, 4096])
-def test_rows_that_the_gemm_rounds_have_the_bits_of_the_definition(rows: int, width: int) -> None:
-    """Not all widths have a plan that rounds."""
-    torch.manual_seed(rows * width)
-    sizes = channels(width)
-    matrix = Matrix(width, sizes)
-    for turn in range(20):
-        x = torch.randn(rows, width, device=GPU) * sizes
-        if rows > 2:
-            x[1, turn], x[2] = torch.nan if turn % 2 else 0, x[2] * 1e-4
-        x, y = x.half(), poisoned(rows, width)
-        true = product(quantise_rows(x, matrix.transform), matrix.codes).half()
-        torch.cuda.synchronize()  # weights are read before the previous kernel ends
-        multiply_halves(x, matrix.weights, y[:rows])
-        assert torch.equal(y[:rows].isnan(), true.isnan())
-        assert same_bits(y[:rows].nan_to_num(7), true.nan_to_num(7))
-        assert y[rows:].isnan().all(), "rows past the end were written"
 
 
 @hopper

@@ -21,7 +21,6 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Workspace,
     multiply,
     multiply_by_mma,
-    multiply_halves,
     multiply_sparse,
     pitch_of,
     quantise_mixed,
@@ -203,29 +202,6 @@ def test_hopper_has_the_bits_of_the_definition(is_unsigned: bool, tile: Tile) ->
         assert_products(33 * rows - 1, 256, (192, 64), is_unsigned, Plan(tile))  # row blocks in three bands
     if rows in (8, 128):
         assert_products(2 * rows, 1664, (320, 128, 128), is_unsigned, Plan(tile, lead=1))
-
-
-@pytest.mark.parametrize(("rows", "k"), [(1, 4096), (3, 1152), (8, 2560)])
-def test_rows_that_the_gemm_rounds_have_the_bits_of_the_definition(
-    rows: int, k: int, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The four CTAs that share K run together."""
-    work = W8A8Workspace(torch.empty(1 << 16, dtype=torch.uint8), torch.zeros(8, 8, dtype=torch.int32), 8)
-    monkeypatch.setattr(products, "prepare_w8a8", lambda device: work)
-    monkeypatch.setattr(products, "_plan", lambda launch, device: Plan(products.ROUNDING_TILE))
-    libraries["rwkv_w8a8"].emulation_set(8, 227 << 10)
-    libraries["rwkv_w8a8"].emulation_set_resident(8)
-    sizes = channels(k)
-    weights, codes, transform = made(192, k, sizes)
-    x = rows_of(rows, sizes)
-    if rows == 8:
-        x[7] *= 0
-    for _ in range(2):
-        y = torch.full((rows, 192), torch.inf, dtype=torch.float16)
-        multiply_halves(x, weights, y)
-        assert same(y, product(quantise_rows(x, transform), codes).half())
-    libraries["rwkv_w8a8"].emulation_set_resident(1)
-    libraries["rwkv_w8a8"].emulation_set(4, 227 << 10)
 
 
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 4096, 128), (3, 9216, 256), (8, 640, 128), (8, 16384, 128)])

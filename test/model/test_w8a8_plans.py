@@ -20,7 +20,7 @@ from rwkv_batch.kernels.cuda.w8a8.plans import (
     num_ctas,
     plan_w8a8,
 )
-from rwkv_batch.kernels.cuda.w8a8.products import ROUNDING_TILE, pitch_of
+from rwkv_batch.kernels.cuda.w8a8.products import pitch_of
 
 WIDTHS = (768, 1024, 2048, 2560, 4096)
 VOCAB = 65536
@@ -95,10 +95,6 @@ def test_the_compiled_tiles_are_those_of_the_plans() -> None:
     found: set[tuple[bool, Tile]] = set()
     for source in (SOURCES / "w8a8").glob("w8a8_*.cu"):
         for name, arguments in re.findall(r"^    W8A8_(\w+)\((.*)\)$", source.read_text(), re.MULTILINE):
-            if name == "ROUNDED":
-                rows, splits = map(int, arguments.split(", "))
-                assert Tile(rows, splits, in_memory=True) == ROUNDING_TILE
-                continue
             *numbers, unsigned = arguments.split(", ")
             if name == "ROWS":
                 tile = Tile(int(numbers[0]))

@@ -55,8 +55,6 @@ BODIES = {
     "wait_cluster": "emulation::wait_cluster();",
     "tma_multicast": "",
     "store_peer": "emulation::store_words(to, {a, b, c, d});",
-    "store_shared_word": "emulation::store_words(to, {v});",
-    "store_peer_pair": "emulation::store_words(to, {a, static_cast<int>(b)});",
     "meet_ctas": "emulation::meet_blocks(counter, SPLITS);",
     "sync_consumers": "emulation::sync_warpgroups();",
     "load_shared_pair": "std::memcpy(v, emulation::dynamic_shared.data() + at, 8);",

@@ -26,7 +26,7 @@ class W8A8Args(Structure):
         *[(name, c_int) for name in ("count", "rows", "k", "pitch", "is_unsigned")],
         *[(name, c_int) for name in ("tile_rows", "splits", "in_memory", "pair")],
         *[(name, c_int) for name in ("warpgroups", "blocks", "lead", "ctas_per_sm")],
-        *[(name, c_void_p) for name in ("exchange", "counters", "halves", "factors", "order")],
+        *[(name, c_void_p) for name in ("exchange", "counters")],
     ]
 
 

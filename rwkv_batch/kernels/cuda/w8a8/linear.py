@@ -14,7 +14,6 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Weights,
     fits_sparse,
     multiply,
-    multiply_halves,
     multiply_sparse,
     prepare_w8a8,
     quantise_inputs,
@@ -58,12 +57,7 @@ class CudaW8A8Linear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps [T, in] fp16 to [T, out] fp16."""
-        if self.squares_inputs:
-            y = self.multiply_codes(quantise_inputs(x, self.weights, relu_squared=True))
-        else:
-            y = x.new_empty(len(x), len(self.weight))
-            if len(x):
-                multiply_halves(x, self.weights, y)
+        y = self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs))
         return y if self.output_positions is None else y.index_select(1, self.output_positions)
 
     def multiply_stored(self, x: Tensor) -> Tensor:

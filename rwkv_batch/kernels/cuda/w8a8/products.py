@@ -16,7 +16,6 @@ from rwkv_batch.kernels.cuda.library import cuda_pointer, hopper_library, librar
 from rwkv_batch.kernels.cuda.w8a8.arguments import (
     MAX_W8A8_GEMMS,
     W8A8Args,
-    W8A8GemmArgs,
     W8A8QuantiseArgs,
     W8A8SparseArgs,
 )
@@ -27,7 +26,6 @@ from rwkv_batch.kernels.cuda.w8a8.plans import (
     SEGMENT,
     Launch,
     Plan,
-    Tile,
     plan_w8a8,
 )
 from rwkv_batch.model.quant.w8a8 import Codes, InputTransform
@@ -38,8 +36,6 @@ MAX_OUTPUTS_PER_TILE = 128
 COUNTERS_PER_TILE = 8
 SPARSE_COLUMNS, SPARSE_SPLITS = 128, 4
 """Outputs of a tile of csrc/w8a8/w8a8_sparse.cu, n is a multiple; CTAs that share it."""
-ROUNDING_TILE, MAX_ROUNDED_K = Tile(8, 4, in_memory=True), 4096
-"""The tile whose CTAs can round their inputs, up to K."""
 INT8_DTYPES = (torch.int8, torch.uint8)
 
 
@@ -230,37 +226,11 @@ def multiply(gemms: Sequence[W8A8Gemm], plan: Plan | None = None) -> None:
         multiply_by_mma(gemms)
         return
     args, launch = _launch_args(gemms)
-    if launch.rows:
-        _launch(args, plan or _plan(launch, device), device)
-
-
-def multiply_halves(x: Tensor, weights: W8A8Weights, y: Tensor) -> None:
-    """Quantise x [T, K] fp16 and multiply it -> y [T, n] fp16.
-
-    Few rows are quantised in the launch of the GEMM. Raises ValueError for shapes that do not match.
-    """
-    (rows, k), n, device = x.shape, len(weights.codes), y.device
-    if rows and rows <= ROUNDING_TILE.tile_rows and k <= MAX_ROUNDED_K and has_hopper_gemm(device):
-        plan = _plan(Launch((n,), k, False, rows), device)
-        if plan.tile == ROUNDING_TILE:
-            if weights.shape[1] != k or y.shape != (rows, n):
-                raise ValueError(f"shapes {tuple(weights.shape)}, {tuple(x.shape)}, {tuple(y.shape)} do not fit")
-            args = W8A8Args(count=1, rows=rows, k=k, halves=cuda_pointer(x))
-            args.factors = cuda_pointer(weights.factors, torch.float32)
-            args.order = cuda_pointer(weights.order, torch.int16)
-            _fill_gemm(args.gemms[0], weights, y)
-            _launch(args, plan, device)
-            return
-    multiply([W8A8Gemm(quantise_inputs(x, weights), weights, y)])
-
-
-def _plan(launch: Launch, device: torch.device) -> Plan:
-    return plan_w8a8(launch, prepare_w8a8(device).num_sms, not is_mps_active())
-
-
-def _launch(args: W8A8Args, plan: Plan, device: torch.device) -> None:
-    """Launch Hopper's kernel."""
+    if launch.rows == 0:
+        return
     work = prepare_w8a8(device)
+    if plan is None:
+        plan = plan_w8a8(launch, work.num_sms, not is_mps_active())
     for name, value in plan.tile._asdict().items():
         setattr(args, name, value)
     args.lead, args.ctas_per_sm = plan.lead, plan.ctas_per_sm
@@ -325,15 +295,10 @@ def _launch_args(gemms: Sequence[W8A8Gemm]) -> tuple[W8A8Args, Launch]:
         n = w.shape[0]
         if w.shape[1] != k or x.codes.shape != (rows, k) or len(x.scales) != pitch or y.shape != (rows, n):
             raise ValueError(f"shapes {tuple(w.shape)}, {tuple(x.codes.shape)}, {tuple(y.shape)} do not fit each other")
-        _fill_gemm(slot, w, y)
-        slot.x = cuda_pointer(x.codes, dtype)
+        slot.weights, slot.x, slot.n = cuda_pointer(w.codes, torch.int8), cuda_pointer(x.codes, dtype), n
+        slot.weight_scales = cuda_pointer(w.scales, torch.float32)
+        slot.weight_ratios = cuda_pointer(w.ratios, torch.int32)
         slot.input_scales = cuda_pointer(x.scales, torch.float32)
         slot.input_ratios = cuda_pointer(x.ratios, torch.int32)
+        slot.y = cuda_pointer(y)
     return args, Launch(tuple(w.shape[0] for _, w, _ in gemms), k, dtype == torch.uint8, rows)
-
-
-def _fill_gemm(slot: W8A8GemmArgs, weights: W8A8Weights, y: Tensor) -> None:
-    slot.weights, slot.n = cuda_pointer(weights.codes, torch.int8), len(weights.codes)
-    slot.weight_scales = cuda_pointer(weights.scales, torch.float32)
-    slot.weight_ratios = cuda_pointer(weights.ratios, torch.int32)
-    slot.y = cuda_pointer(y)

@@ -36,11 +36,6 @@ __device__ __forceinline__ void tma_multicast(
 __device__ __forceinline__ void store_peer(uint32_t to, int a, int b, int c, int d) {
     asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
-__device__ __forceinline__ void store_shared_word(uint32_t to, int v) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
-// Also with an address of this CTA.
-__device__ __forceinline__ void store_peer_pair(uint32_t to, int a, uint32_t b) {
-    asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
-}
 template <typename T>
 __device__ __forceinline__ void load_shared_pair(T (&v)[2], uint32_t at) {
     uint32_t bits[2];

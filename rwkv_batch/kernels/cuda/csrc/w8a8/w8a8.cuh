@@ -20,7 +20,6 @@
 //        counters       [tiles, 8] s32                 with GLOBAL: a multiple of SPLITS between launches
 //
 // Up to 3 GEMMs of the same K and T, each with its own x, form one launch.
-// With ROUNDS x is [T, K] fp16, and each CTA rounds it (w8a8_round.cuh).
 // A CTA computes tiles of 64 * BLOCKS * WARPGROUPS outputs by ROWS rows: outputs are wgmma's M, rows its N.
 // Segment 1 is the first stage of a tile: its sums are multiplied by the ratios in place, then the others are added.
 // Epilogue: scale, transpose (stmatrix), store BATCH rows of 64 outputs at a time, in whole lines.
@@ -41,7 +40,7 @@
 
 #include "../common.cuh"
 #include "hopper_int8.cuh"
-#include "w8a8_rows.cuh"
+#include "w8a8_args.cuh"
 
 constexpr int DEPTH = SEGMENT;     // of K a stage
 constexpr int BLOCK_OUTPUTS = 64;  // wgmma's M
@@ -62,9 +61,6 @@ struct W8A8Launch {
     int groups, row_blocks, band;  // band: row blocks that all outputs are computed of before the next ones
     int4* exchange;       // GLOBAL: [tiles][FINISHERS][SPLITS - 1][SHARE / 8][THREADS]
     unsigned* counters;   // GLOBAL: [tiles][8], counted up by every launch, of 2 and of 4 splits apart
-    const __half* halves;  // ROUNDS: x, and the transform of its channels
-    const float* factors;
-    const uint16_t* order;
     int lead;  // stages that each warpgroup is ahead of the next one, so that epilogues overlap with products
 };
 
@@ -72,27 +68,25 @@ struct W8A8Launch {
 // bound, do not wait.
 constexpr int THROTTLED_ROWS = 64;
 constexpr uint32_t THROTTLE_CYCLES = 1000;
-constexpr int ROUNDED_STAGES = 8, MAX_ROUNDED_K = 4096;  // ROUNDS: of a CTA; of all
 
-template <int WARPGROUPS_, int BLOCKS_, int ROWS_, int SPLITS_, int PAIR_, bool GLOBAL_ = false, bool ROUNDS_ = false>
+template <int WARPGROUPS_, int BLOCKS_, int ROWS_, int SPLITS_, int PAIR_, bool GLOBAL_ = false>
 struct W8A8Tile {
     static constexpr int WARPGROUPS = WARPGROUPS_, BLOCKS = BLOCKS_, ROWS = ROWS_, SPLITS = SPLITS_, PAIR = PAIR_;
-    static constexpr bool GLOBAL = GLOBAL_, ROUNDS = ROUNDS_;
+    static constexpr bool GLOBAL = GLOBAL_;
     static constexpr int OUTPUTS = BLOCK_OUTPUTS * BLOCKS * WARPGROUPS, CLUSTER = (GLOBAL ? 1 : SPLITS) * PAIR, TOGETHER = SPLITS * PAIR, THREADS = 128 * WARPGROUPS;
     static constexpr int PARTS = ROWS > 256 ? 2 : 1, PART = ROWS / PARTS;  // rows of one wgmma
     static constexpr int BOX_ROWS = PAIR > 1 ? ROWS / PAIR : PART;         // rows of one copy of x
     static constexpr int SHARE = SPLITS == 1 ? ROWS : ROWS / SPLITS < 8 ? 8 : ROWS / SPLITS;  // rows that one CTA finishes
     static constexpr int FINISHERS = ROWS / SHARE;
     static constexpr bool LEAN = ROWS <= 16;  // two CTAs on a multiprocessor
-    static constexpr int WEIGHT_BYTES = OUTPUTS * DEPTH, INPUT_BYTES = ROUNDS ? 0 : ROWS * DEPTH, STAGE_BYTES = WEIGHT_BYTES + INPUT_BYTES;
+    static constexpr int WEIGHT_BYTES = OUTPUTS * DEPTH, INPUT_BYTES = ROWS * DEPTH, STAGE_BYTES = WEIGHT_BYTES + INPUT_BYTES;
     static constexpr int BATCH = SHARE % 64 == 0 ? 64 : SHARE % 80 == 0 ? 80 : SHARE;  // rows of an epilogue's step
     static constexpr int STAGING_BYTES = (BATCH < 16 ? 16 : BATCH) * BLOCK_OUTPUTS * 2, ALL_STAGING = WARPGROUPS * STAGING_BYTES;
     static constexpr int SCALE_BYTES = 2 * ROWS * 4;  // scales and ratios of a tile's rows
     static constexpr int EXCHANGE_BYTES = (SPLITS - 1) * (SHARE / 8) * THREADS * 16;
     static constexpr bool OWN_EXCHANGE = EXCHANGE_BYTES <= 32 * 1024 && !GLOBAL;  // else in the ring, or in memory
     static constexpr int BARRIER_BYTES = 256;
-    static constexpr int ROUNDED_BYTES = ROUNDS ? ROUNDED_STAGES * ROWS * DEPTH : 0;
-    static constexpr int OTHER_BYTES = ROUNDED_BYTES + ALL_STAGING + (OWN_EXCHANGE ? EXCHANGE_BYTES : 0) + 2 * SCALE_BYTES + BARRIER_BYTES;
+    static constexpr int OTHER_BYTES = ALL_STAGING + (OWN_EXCHANGE ? EXCHANGE_BYTES : 0) + 2 * SCALE_BYTES + BARRIER_BYTES;
     static constexpr int ROOM = (LEAN ? 113 : 227) * 1024 - 1024 - OTHER_BYTES;
     static constexpr int STAGES = ROOM / STAGE_BYTES < 12 ? ROOM / STAGE_BYTES : 12;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + OTHER_BYTES + 1024;
@@ -114,11 +108,11 @@ struct RingSlot {
 // Addresses in shared memory.
 template <typename Tile>
 struct Layout {
-    uint32_t ring, rounded, staging, exchange, scales, full, empty, lead, inputs_ready;
+    uint32_t ring, staging, exchange, scales, full, empty, lead, inputs_ready;
 
     __device__ __forceinline__ explicit Layout(const void* dynamic) {
         ring = (hopper::smem_address(dynamic) + 1023) & ~1023u;
-        rounded = ring + Tile::STAGES * Tile::STAGE_BYTES, staging = rounded + Tile::ROUNDED_BYTES;
+        staging = ring + Tile::STAGES * Tile::STAGE_BYTES;
         exchange = Tile::OWN_EXCHANGE ? staging + Tile::ALL_STAGING : ring;
         scales = staging + Tile::ALL_STAGING + (Tile::OWN_EXCHANGE ? Tile::EXCHANGE_BYTES : 0);
         full = scales + 2 * Tile::SCALE_BYTES, empty = full + 8 * Tile::STAGES, lead = empty + 8 * Tile::STAGES, inputs_ready = lead + 8 * Tile::WARPGROUPS;
@@ -173,7 +167,7 @@ __device__ __forceinline__ void load_weights(const W8A8Launch& p, const Layout<T
     int throttled = Tile::ROWS <= THROTTLED_ROWS && p.row_blocks == 1 ? Tile::STAGES - 1 : 0;
     for (int number = blockIdx.x / Tile::TOGETHER; number < p.groups * p.row_blocks; number += gridDim.x / Tile::TOGETHER) {
         const Work work = place<Tile>(p, number, rank);
-        uint32_t bytes = Tile::STAGE_BYTES + (Tile::ROUNDS ? 0 : Tile::SCALE_BYTES);
+        uint32_t bytes = Tile::STAGE_BYTES + Tile::SCALE_BYTES;
         for (int i = stages.first; i < stages.end; ++i) {
             mbarrier_wait(at.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = at.full + 8 * slot.stage;
@@ -216,7 +210,6 @@ __device__ __forceinline__ void load_inputs(const W8A8Launch& p, const Layout<Ti
         scales ^= at.scales ^ (at.scales + Tile::SCALE_BYTES);
     }
 }
-#include "w8a8_round.cuh"
 #endif
 
 template <typename Tile, bool UNSIGNED>
@@ -250,7 +243,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
         const int warp = __shfl_sync(0xffffffff, tid / 32, 0);
         if (warp == 0 && elect_one()) {
             load_weights<Tile>(p, at, rank);
-        } else if (!Tile::ROUNDS && warp == 1 && elect_one()) {
+        } else if (warp == 1 && elect_one()) {
             load_inputs<Tile>(p, at, rank);
         }
         if constexpr (Tile::SPLITS > 1 && !Tile::GLOBAL) {
@@ -268,7 +261,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
         }
         const int warp = tid / 32, lane = tid % 32;
         const uint64_t weights_at = smem_descriptor(at.ring + group * (Tile::BLOCKS * BLOCK_OUTPUTS * DEPTH));
-        const uint64_t inputs_at = smem_descriptor(Tile::ROUNDS ? at.rounded : at.ring + Tile::WEIGHT_BYTES);
+        const uint64_t inputs_at = smem_descriptor(at.ring + Tile::WEIGHT_BYTES);
         const Stages stages = Stages::of<Tile>(p, rank);
         RingSlot<STAGES> slot(0);
         uint32_t lead_parity = 0, scales = at.scales + lane % 4 * 8;
@@ -279,11 +272,9 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
                 if constexpr (Tile::PAIR > 1) arrive_peer(barrier, rank ^ 1);
             }
         };
-        if constexpr (Tile::ROUNDS) round_inputs<Tile>(p, at, stages, group * 128 + tid);
-        // A stage's products, asynchronous. number: of the stages of this CTA
-        const auto multiply_stage = [&](int add, int number) {
-            const uint64_t weight = weights_at + slot.stage * (Tile::STAGE_BYTES >> 4);
-            const uint64_t input = inputs_at + (Tile::ROUNDS ? number * (Tile::ROWS * DEPTH >> 4) : slot.stage * (Tile::STAGE_BYTES >> 4));
+        // A stage's products, asynchronous.
+        const auto multiply_stage = [&](int add) {
+            const uint64_t weight = weights_at + slot.stage * (Tile::STAGE_BYTES >> 4), input = inputs_at + slot.stage * (Tile::STAGE_BYTES >> 4);
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < DEPTH / 32; ++j) {
@@ -315,7 +306,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
                 if (stages_done == p.lead && group + 1 < WARPGROUPS && tid == 0) arrive(at.lead + 8 * group);
             };
             mbarrier_wait(at.full + 8 * slot.stage, slot.parity);
-            multiply_stage(0, 0);
+            multiply_stage(0);
             uint32_t before = at.empty + 8 * slot.stage;
             slot.advance();
             if (stages.first == 0) {
@@ -341,7 +332,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
             }
             for (int i = stages.first + 1; i < stages.end; ++i) {
                 mbarrier_wait(at.full + 8 * slot.stage, slot.parity);
-                multiply_stage(1, i - stages.first);
+                multiply_stage(1);
                 wgmma_wait<1>();
                 release(before);
                 before = at.empty + 8 * slot.stage;

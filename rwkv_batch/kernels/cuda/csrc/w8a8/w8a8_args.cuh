@@ -19,7 +19,6 @@ struct W8A8Args {
     int is_unsigned;
     int tile_rows, splits, in_memory, pair, warpgroups, blocks, lead, ctas_per_sm;  // the plan; w8a8_mma.cu has none
     void *exchange, *counters;                                                      // read with in_memory
-    const void *halves, *factors, *order;  // one GEMM of up to 8 rows: x in fp16, rounded here (w8a8_round.cuh); null: codes
 };
 
 // Segment 1's sum in units of segment 0. ratios: 16ths of the row times 16ths of the output, below 2^17.

@@ -6,7 +6,6 @@ int launch_w8a8_many(const W8A8Args& args, void* stream);
 int launch_w8a8_many_unsigned(const W8A8Args& args, void* stream);
 
 static int launch_w8a8_few(const W8A8Args& args, void* stream) {
-    W8A8_ROUNDED(8, 4)
     W8A8_ROWS(8, false)
     W8A8_CLUSTER(8, 2, false)
     W8A8_MEMORY(8, 4, false)

@@ -24,9 +24,7 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
     p.count = args.count, p.rows = args.rows, p.k = args.k, p.lead = Tile::SPLITS == 1 ? args.lead : 0;
     p.row_blocks = (args.rows + Tile::ROWS - 1) / Tile::ROWS, p.band = 1;
     while (p.band * 2 <= MAX_BAND && static_cast<int64_t>(p.band) * 2 * Tile::ROWS * args.k <= BAND_BYTES) p.band *= 2;
-    p.halves = static_cast<const __half*>(args.halves), p.factors = static_cast<const float*>(args.factors), p.order = static_cast<const uint16_t*>(args.order);
-    if (Tile::ROUNDS && (args.count != 1 || args.rows > Tile::ROWS || args.k > MAX_ROUNDED_K || (stages + Tile::SPLITS - 1) / Tile::SPLITS > ROUNDED_STAGES)) return REFUSED;
-    if (p.lead > stages || p.lead >= Tile::STAGES || (!Tile::ROUNDS && args.pitch < p.row_blocks * Tile::ROWS)) return REFUSED;
+    if (p.lead > stages || p.lead >= Tile::STAGES || args.pitch < p.row_blocks * Tile::ROWS) return REFUSED;
     for (int i = 0; i < args.count; ++i) {
         const W8A8GemmArgs& m = args.gemms[i];
         W8A8Gemm& gemm = p.gemms[i];
@@ -37,7 +35,7 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
         p.groups += (m.n + Tile::OUTPUTS * Tile::PAIR - 1) / (Tile::OUTPUTS * Tile::PAIR);
         // L2 promotion of 128 bytes for W: a larger one fetches the next stage's bytes, which L2 evicts first.
         if (!tensor_map_bytes(&gemm.weights, m.weights, m.n, args.k, Tile::OUTPUTS, CU_TENSOR_MAP_L2_PROMOTION_L2_128B) ||
-            (!Tile::ROUNDS && !tensor_map_bytes(&gemm.inputs, m.x, args.rows, args.k, Tile::BOX_ROWS, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)))
+            !tensor_map_bytes(&gemm.inputs, m.x, args.rows, args.k, Tile::BOX_ROWS, CU_TENSOR_MAP_L2_PROMOTION_L2_256B))
             return REFUSED;
     }
     const auto kernel = w8a8_kernel<Tile, UNSIGNED>;
@@ -64,13 +62,8 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
 // Returns from a table of tiles if args name this one. Each .cu file holds a part of the table.
 #define W8A8_TILE(WARPGROUPS, BLOCKS, ROWS, SPLITS, PAIR, GLOBAL, UNSIGNED)                                                               \
     if (args.warpgroups == WARPGROUPS && args.blocks == BLOCKS && args.tile_rows == ROWS && args.splits == SPLITS && args.pair == PAIR && \
-        args.is_unsigned == UNSIGNED && args.in_memory == GLOBAL && args.halves == nullptr)                                                                         \
+        args.is_unsigned == UNSIGNED && args.in_memory == GLOBAL)                                                                         \
         return launch_w8a8<W8A8Tile<WARPGROUPS, BLOCKS, ROWS, SPLITS, PAIR, GLOBAL>, UNSIGNED>(args, stream);
 #define W8A8_ROWS(ROWS, UNSIGNED) W8A8_TILE(2, 1, ROWS, 1, 1, false, UNSIGNED)
 #define W8A8_CLUSTER(ROWS, SPLITS, UNSIGNED) W8A8_TILE(2, 1, ROWS, SPLITS, 1, false, UNSIGNED)
 #define W8A8_MEMORY(ROWS, SPLITS, UNSIGNED) W8A8_TILE(2, 1, ROWS, SPLITS, 1, true, UNSIGNED)
-// x in fp16, rounded in the kernel.
-#define W8A8_ROUNDED(ROWS, SPLITS)                                                                                             \
-    if (args.halves != nullptr && args.warpgroups == 2 && args.blocks == 1 && args.tile_rows == ROWS && args.splits == SPLITS && \
-        args.pair == 1 && args.in_memory)                                                                                      \
-        return launch_w8a8<W8A8Tile<2, 1, ROWS, SPLITS, 1, true, true>, false>(args, stream);
