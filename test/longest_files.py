@@ -138,6 +138,7 @@ SHARING = {
         "routes/web/test_dashboard.py",
         "routes/web/test_page.py",
         "routes/web/test_translate.py",
+        "routes/web/test_tune.py",
     ),
 }
 """Fixture of a service -> files whose tests ask for it: one worker has them all, and it is started once.

@@ -9,9 +9,10 @@ import { keepSamples } from "./dashboard/series.js";
 import { language, t, useLanguage } from "./i18n.js";
 import { service, startPolling } from "./monitor.js";
 import { Translate } from "./translate/translate.js";
+import { Tune } from "./tune/tune.js";
 import { createStore, html, render, settings, useEffect, useRef, useState, useStore } from "./ui.js";
 
-const PANELS = { chat: Chat, batch: Batch, translate: Translate, dashboard: Dashboard, admin: Admin };
+const PANELS = { chat: Chat, batch: Batch, translate: Translate, tune: Tune, dashboard: Dashboard, admin: Admin };
 /** /status names processes only to administrators. */
 const panelsFor = (status) => Object.keys(PANELS).filter((name) => name !== "admin" || status?.processes);
 const THEMES = ["auto", "light", "dark"];

@@ -119,6 +119,7 @@ def test_from_upload_to_answer(served: Service) -> None:
     assert checkpoint.fine_tuned_model_checkpoint == name and checkpoint.step_number == 40
     table = client.files.content(done.result_files[0]).text.splitlines()
     assert table[0].startswith("step,train_loss") and len(table) == 41
+    assert client.files.retrieve(done.result_files[1]).filename == "tuned.state.pth"
     assert [one.id for one in client.fine_tuning.jobs.list(limit=1)][:1] == [job.id]
 
     assert said(client, name) == "yes yes" != said(client, "rwkv7")

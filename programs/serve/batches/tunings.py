@@ -34,6 +34,9 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 
 logger = logging.getLogger(__name__)
 
+_RESULT_NAMES = {".csv": "step_metrics.csv", ".state.pth": "tuned.state.pth"}
+"""Endings of a tuning's files that become result files, with their names."""
+
 _POLL_S = 0.5
 _PACE_S = 0.1
 _RETRY_S = 10.0
@@ -302,7 +305,10 @@ class TuningRunner:
             adapter = self._store.adapter_path(tuned.name)
             await asyncio.to_thread(_move, path.with_name("result.lora.pth"), adapter)
             await self._load(AddAdapter(tuned.name, str(adapter), 1.0, is_own=True))
-        files = [await self._add_result(job, Path(one)) for one in result["files"] if one.endswith(".csv")]
+        results = sorted(
+            (Path(one) for one in result["files"]), key=lambda one: one.suffix
+        )  # OpenAI's .csv comes first
+        files = [await self._add_result(job, one) for one in results if one.name.endswith(tuple(_RESULT_NAMES))]
         metrics = {"step": result["steps"]}
         for name, when in (("valid_loss_before", "before"), ("valid_loss", "after")):
             metrics |= {name: result[when]["loss"]} if when in result else {}
@@ -328,7 +334,8 @@ class TuningRunner:
         content = await asyncio.to_thread(path.read_bytes)
         created = int(time.time())
         file = StoredFile(
-            id=new_id("file-"), owner=job.owner, bytes=len(content), created_at=created, filename="step_metrics.csv",
+            id=new_id("file-"), owner=job.owner, bytes=len(content), created_at=created,
+            filename=next(name for ending, name in _RESULT_NAMES.items() if path.name.endswith(ending)),
             purpose=Purpose.FINE_TUNE_RESULTS, expires_at=created + TTL_S,
         )  # fmt: skip
         await asyncio.to_thread(self._store.add_file, file, content)

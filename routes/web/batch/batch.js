@@ -44,6 +44,11 @@ function useSource() {
 
 function Source({ source }) {
   const input = useRef();
+  const choose = (event) => {
+    const [one] = event.currentTarget.files;
+    if (one) source.take(one);
+    event.currentTarget.value = ""; // so that a corrected file can be chosen again
+  };
   const drop = (event) => {
     event.preventDefault();
     if (event.dataTransfer.files.length) source.take(event.dataTransfer.files[0]);
@@ -55,7 +60,7 @@ function Source({ source }) {
           <button onClick=${source.forget}>${t("batch.forget")}</button></p>`
       : html`<textarea id="batch-lines" rows="5" value=${source.lines} placeholder=${t("batch.placeholder")} onInput=${(event) => source.setLines(event.currentTarget.value)}></textarea>`}
     <p class="row"><button onClick=${() => input.current.click()}>${t("batch.file")}</button>
-      <input ref=${input} id="batch-file" type="file" hidden accept=".txt,.csv,.jsonl,.ndjson" aria-label=${t("batch.file")} onChange=${(event) => source.take(event.currentTarget.files[0])} />
+      <input ref=${input} id="batch-file" type="file" hidden accept=".txt,.csv,.jsonl,.ndjson" aria-label=${t("batch.file")} onChange=${choose} />
       <span class="quiet">${t("batch.rows", { count: number(source.rows.length) })}</span></p>
     ${source.problem && html`<p class="bad" role="alert">${source.problem}</p>`}
   </div>`;

@@ -3,14 +3,16 @@
 import { ApiError, post, request, stream } from "../api.js";
 import { chosenModel, decodeFields } from "../decode.js";
 import { recovered } from "../monitor.js";
+import { createStorage } from "../storage.js";
 import { createStore, download, oncePerFrame } from "../ui.js";
 import {
   ROOT, addTurn, adoptDialogues, asJson, asMarkdown, childrenOf, fromMarkdown, grow, newConversation, newestBelow,
   parsedName, pathTo, revived, turnOf,
 } from "./conversation.js";
 import { parted, promptOf, roundOf, stopsOf } from "./prompt.js";
-import * as storage from "./storage.js";
 
+/** Texts of conversations. The service stores states, no texts. */
+const storage = createStorage("rwkv-conversations", "conversations");
 const LISTED = 200;
 /** Restarts of the service after which an answer continues. */
 const MAX_RESUMES = 1;

@@ -1,34 +1,10 @@
-// Sends texts to the translation route in batches, and files to the route of documents.
+// Sends files to the route of documents, and tests the route of texts.
 
-import { post, request, stream } from "../api.js";
+import { post, request } from "../api.js";
 
 const PATH = "/translate/v1/batch-translate";
 const DOCUMENTS = "/translate/v1/documents";
 const POLL_MS = 500;
-const TEXTS_PER_REQUEST = 32;
-const REQUESTS_AT_ONCE = 3;
-
-/**
- * Translate texts and call `arrived(index, text, language)` when each is complete, and `warned(index, message)`.
- * Throws ApiError, or AbortError after `signal`.
- */
-export async function translateTexts(texts, source, target, signal, arrived, warned) {
-  const starts = texts.map((_, at) => at).filter((at) => at % TEXTS_PER_REQUEST === 0);
-  const work = async () => {
-    for (let start = starts.shift(); start !== undefined; start = starts.shift()) {
-      const part = texts.slice(start, start + TEXTS_PER_REQUEST);
-      const body = { source_lang: source, target_lang: target, text_list: part };
-      for await (const { index, text, detected_source_lang: language, warnings = [] } of stream(PATH, body, signal)) {
-        if (index !== undefined) arrived(start + index, text, language);
-        for (const { field, message } of warnings) {
-          const at = /\[(\d+)\]$/.exec(field)?.[1];
-          warned(start + Number(at ?? 0), message.replace(/^\S+: /, ""));
-        }
-      }
-    }
-  };
-  await Promise.all(Array.from({ length: REQUESTS_AT_ONCE }, work));
-}
 
 /**
  * Translate a File. Calls `progress(document)`, and returns the document with its translation as `content`, a Blob.

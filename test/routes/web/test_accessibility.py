@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from axe_playwright_python.base import AXE_FILE_PATH
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from test.routes.web.conftest import WAIT_MS, Opener
 from test.serving import Service
@@ -16,7 +17,7 @@ from test.serving import Service
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 AXE = Path(AXE_FILE_PATH)
-PANELS = ("chat", "batch", "translate", "dashboard", "admin")
+PANELS = ("chat", "batch", "translate", "tune", "dashboard", "admin")
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 780}, "is_mobile": True, "has_touch": True}
 
 
@@ -29,6 +30,18 @@ def findings(page: Page) -> list[str]:
         for one in result["violations"]
         for node in one["nodes"]
     ]
+
+
+def answer_at_once(route: Route) -> None:
+    """Answer a translation without the service."""
+    one = {"detected_source_lang": "en", "alternatives": [{"text": "other", "score": -1.0}], "source": "memory"}
+    body = route.request.post_data_json or {}
+    translations = [{**one, "index": at, "text": f"<{text}>"} for at, text in enumerate(body["text_list"])]
+    warnings = [{"field": "text_list[0]", "message": "text_list[0]: it lacks a number"}]
+    if not body.get("stream"):
+        return route.fulfill(json={"translations": translations, "warnings": warnings})
+    events = [json.dumps(event) for event in (*translations, {"warnings": warnings})]
+    return route.fulfill(body="".join(f"data: {event}\n\n" for event in (*events, "[DONE]")))
 
 
 def fill(page: Page) -> None:
@@ -55,6 +68,12 @@ def test_axe_finds_nothing(fake: Service, open_page: Opener, options: dict[str, 
             page.fill("#batch-most", "40")
             page.click("#batch-start")
             expect(page.locator("#batch-figures")).to_have_attribute("data-done", "2")
+        if panel == "translate":
+            page.route("**/batch-translate", answer_at_once)
+            page.fill("#translate-source", "Hello\nworld")
+            page.locator("#translate-source").press("Control+Enter")
+            page.locator(".segment .target button").first.click()
+            expect(page.locator(".alternatives button").first).to_be_visible()
         if panel == "dashboard":
             expect(page.locator('[data-metric="rwkv_running_rows"]')).to_be_visible()
         page.screenshot(path=shots / f"{look}-{panel}.png")

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from test.routes.web.conftest import WAIT_MS, Opener
+from test.routes.web.test_accessibility import answer_at_once
 from test.serving import Service
 from test.translation.documents import epub
 
@@ -17,30 +18,105 @@ pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 
 
-def ended(page: Page) -> str:
-    """Return the complete translation."""
+def translated(page: Page) -> str:
+    """Return the complete translation of the text."""
     expect(page.locator("#translate-progress")).to_have_attribute("data-ended", "true")
-    return page.locator("#translate-target").input_value()
+    with page.expect_download() as waiting:
+        page.click("#translate-download")
+    return Path(waiting.value.path()).read_bytes().decode()
+
+
+def translate(page: Page, text: str) -> str:
+    """Translate a text and return its translation."""
+    if page.locator("#translate-edit").count():
+        page.click("#translate-edit")
+    page.fill("#translate-source", text)
+    page.click("#translate-start")
+    return translated(page)
 
 
 def test_paragraphs_are_kept(demo: Service, open_page: Opener, shots: Path) -> None:
     page = open_page(demo, "translate")
-    page.fill("#translate-source", "Good morning.\n\n\nHow are you?\n\nHello world!")
-    page.click("#translate-start")
-    assert ended(page) == "早上好。\n\n\n你好吗？\n\n你好，世界！"
+    expect(page.locator("#translate-start")).to_have_text("Translate into 简体中文")
+    text = translate(page, "Good morning.\n\n\nHow are you?\n\nHello world!")
+    assert text == "早上好。\n\n\n你好吗？\n\n你好，世界！"
     expect(page.locator("#translate-warnings")).to_have_count(0)
     expect(page.locator("#detected")).to_have_text("English")
     page.get_by_text("Settings for immersive-translate").click()
     assert page.locator("#plugin-url").input_value() == f"{demo.url}/translate/v1/batch-translate"
     page.click("#plugin-check")
     expect(page.locator("#plugin-result")).to_contain_text("Success")
-    page.screenshot(path=shots / "translate.png")
-    page.fill("#translate-source", "Good morning.\nHow are you?\n  Hello {name}\n")
-    page.click("#translate-start")
+    translation = translate(page, "Good morning.\nHow are you?\n  Hello {name}\n")
+    page.locator("#translate-warnings summary").click()
     warning = "3: the translation was split around 1 marker that the model did not keep"
     expect(page.locator("#translate-warnings li")).to_have_text(warning)
-    translation = page.locator("#translate-target").input_value()
     assert translation.startswith("早上好。\n你好吗？\n  ") and translation.endswith("{name}\n")
+    page.locator("#translate-warnings li button").click()
+    expect(page.locator(".segment.current .warning")).to_be_visible()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_segment_is_edited_by_keyboard_and_kept(demo: Service, open_page: Opener, shots: Path, width: int) -> None:
+    page = open_page(demo, "translate", viewport={"width": width, "height": 800})
+    page.locator("#glossary summary").click()
+    page.fill("#glossary-term", "tea")
+    page.fill("#glossary-translation", "茶")
+    page.keyboard.press("Enter")
+    place = f"number {width}"
+    page.fill("#translate-source", f"I like tea.\nGood morning.\nI live in house {place}.")
+    page.locator("#translate-source").press("Control+Enter")
+    expect(page.locator("#translate-progress")).to_have_attribute("data-ended", "true")
+    expect(page.locator(".source .term")).to_have_text("tea")
+    expect(page.locator(".target .term")).to_have_text("茶")
+    page.locator("#segments").focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator(".segment.current .source")).to_have_text("I like tea.")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    editor = page.locator(".segment-editor textarea")
+    expect(editor).to_be_focused()
+    expect(page.locator(".alternatives")).not_to_contain_text("Loading")
+    page.screenshot(path=shots / ("translate.png" if width > 900 else "phone-translate-segments.png"))
+    editor.fill(f"早安（{width}）。")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".segment.current .source")).to_have_text(f"I live in house {place}.")
+    expect(page.locator("#segments")).to_be_focused()
+    assert f"早安（{width}）。" in translated(page)
+    assert f"早安（{width}）。" in translate(page, "Good morning."), "the memory has it"
+    expect(page.locator(".segment small.good")).to_have_text("from the memory")
+    page.click("#swap")
+    expect(page.locator("#translate-source")).to_have_value(f"早安（{width}）。")
+    expect(page.locator("#source-language")).to_have_value("zh-CN")
+    expect(page.locator("#target-language")).to_have_value("en")
+    page.locator("#history summary").click()
+    page.locator("#history li button").nth(1).click()
+    expect(page.locator(".segment .source").first).to_have_text("I like tea.")
+    assert demo.request("DELETE", "/translate/v1/memory").status_code == 200
+
+
+def test_a_hundred_thousand_characters_scroll(fake: Service, open_page: Opener) -> None:
+    page = open_page(fake, "translate")
+    page.route("**/batch-translate", answer_at_once)
+    lines = [f"Line {number} has some more words in it." for number in range(2_800)]
+    assert len("\n".join(lines)) > 100_000
+    page.evaluate(
+        "window.pauses = []; new PerformanceObserver((list) => list.getEntries().forEach((one) =>"
+        " window.pauses.push(one.duration))).observe({ entryTypes: ['longtask'] })"
+    )
+    page.locator("#translate-source").evaluate(
+        "(place, text) => { place.value = text; place.dispatchEvent(new Event('input', { bubbles: true })); }",
+        "\n".join(lines),
+    )  # faster than key by key
+    page.click("#translate-start")
+    text = translated(page)
+    assert text.splitlines() == [f"<{line}>" for line in lines]
+    assert page.locator("[data-row]").count() < 100, "only the rows in view exist"
+    page.locator("#segments").evaluate("(place) => place.scrollTo(0, place.scrollHeight)")
+    expect(page.get_by_text("<Line 2799 has some more words in it.>")).to_be_visible()
+    page.locator("#segments").focus()
+    page.keyboard.press("PageDown")
+    expect(page.locator(".segment.current .source")).to_have_text("Line 9 has some more words in it.")
+    print("longest pause in ms:", max(page.evaluate("window.pauses"), default=0))
 
 
 FILES_KEY = {
@@ -73,31 +149,31 @@ FILES_KEY = {
 
 def test_files_are_translated_and_keep_their_format(demo: Service, open_page: Opener, tmp_path: Path) -> None:
     page = open_page(demo, "translate")
-    for name, (content, translation) in FILES_KEY.items():
+    chips = page.locator("#files li")
+    for name, (content, _) in FILES_KEY.items():
+        (tmp_path / name).write_text(content, "utf-8")
+    page.set_input_files("#translate-file", [tmp_path / name for name in FILES_KEY])
+    expect(page.locator("#translate-start")).to_have_text(f"Translate files into 简体中文: {len(FILES_KEY)}")
+    page.click("#translate-start")
+    for name, (_, translation) in FILES_KEY.items():
         file = tmp_path / name
-        file.write_text(content, "utf-8")
-        page.set_input_files("#translate-file", file)
-        expect(page.locator("#translate-source")).to_have_value(content)
-        expect(page.locator("#translate-target")).to_have_value(translation)
-        assert ended(page) == translation
         with page.expect_download() as waiting:
-            page.click("#translate-download")
+            chips.filter(has_text=name).get_by_role("button", name="Download").click()
         assert waiting.value.suggested_filename == f"{file.stem}.zh-CN{file.suffix}"
         assert Path(waiting.value.path()).read_text("utf-8") == translation
-    book = tmp_path / "book.epub"
+    book, broken = tmp_path / "book.epub", tmp_path / "broken.json"
     chapter = '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>Good morning</h1><p>How are you?</p></body></html>'
     book.write_bytes(epub(chapter, **{"style.css": "p {}" * 100}))
-    page.set_input_files("#translate-file", book)
-    expect(page.locator("#translate-target")).to_have_value("book.zh-CN.epub")
-    ended(page)
-    with page.expect_download() as waiting:
-        page.click("#translate-download")
-    assert waiting.value.suggested_filename == "book.zh-CN.epub"
-    with zipfile.ZipFile(waiting.value.path()) as translated:
-        assert translated.testzip() is None and translated.namelist()[0] == "mimetype"
-        assert "<h1>早上好</h1><p>你好吗？</p>" in translated.read("OEBPS/text 1.xhtml").decode()
-        assert translated.read("style.css") == b"p {}" * 100
-    broken = tmp_path / "broken.json"
     broken.write_text("{", "utf-8")
-    page.set_input_files("#translate-file", broken)
-    expect(page.locator("#panel-translate [role=alert]")).to_contain_text("broken.json")
+    page.set_input_files("#translate-file", [book, broken])
+    page.click("#translate-start")
+    with page.expect_download() as waiting:
+        chips.filter(has_text="book.epub").get_by_role("button", name="Download").click()
+    assert waiting.value.suggested_filename == "book.zh-CN.epub"
+    with zipfile.ZipFile(waiting.value.path()) as translated_book:
+        assert translated_book.testzip() is None and translated_book.namelist()[0] == "mimetype"
+        assert "<h1>早上好</h1><p>你好吗？</p>" in translated_book.read("OEBPS/text 1.xhtml").decode()
+        assert translated_book.read("style.css") == b"p {}" * 100
+    expect(chips.filter(has_text="broken.json").get_by_role("alert")).to_contain_text("broken.json")
+    chips.filter(has_text="broken.json").get_by_role("button", name="Remove").click()
+    expect(chips).to_have_count(len(FILES_KEY) + 1)

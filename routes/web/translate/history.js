@@ -1,0 +1,33 @@
+// The last translated texts of this browser.
+
+import { language, t } from "../i18n.js";
+import { createStorage } from "../storage.js";
+import { html, useEffect, useState } from "../ui.js";
+import { languageName } from "./languages.js";
+
+const KEPT = 20;
+const storage = createStorage("rwkv-translations", "translations");
+const byTime = (one, other) => other.id - one.id;
+
+/** Keep a translation {source, target, text, translation}, and forget the oldest ones. */
+export async function keepInHistory(entry) {
+  await storage.save({ id: Date.now(), ...entry }).catch(() => {});
+  const all = (await storage.load().catch(() => [])).sort(byTime);
+  for (const { id } of all.slice(KEPT)) await storage.remove(id).catch(() => {});
+}
+
+/** The list. `open(entry)` shows one again. `changes`: the list is loaded again when it changes. */
+export function History({ open, changes }) {
+  const [entries, setEntries] = useState([]);
+  const load = () => storage.load().then((all) => setEntries(all.sort(byTime)), () => {});
+  useEffect(() => {
+    load();
+  }, [changes]);
+  if (!entries.length) return null;
+  const clear = () => Promise.all(entries.map((entry) => storage.remove(entry.id))).then(load);
+  const when = (entry) => new Date(entry.id).toLocaleString(language.get() === "zh" ? "zh-CN" : "en-GB", { dateStyle: "short", timeStyle: "short" });
+  return html`<details id="history"><summary>${t("history.title")}</summary>
+    <ul class="plainlist">${entries.map((entry) => html`<li key=${entry.id}><button class="plain" onClick=${() => open(entry)}>${entry.text.trim().slice(0, 80)}</button>
+      <small>${when(entry)} · ${languageName(entry.target)}</small></li>`)}</ul>
+    <button onClick=${clear}>${t("history.clear")}</button></details>`;
+}

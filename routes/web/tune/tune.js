@@ -1,0 +1,99 @@
+// The tuning panel: examples, jobs, and the chosen job.
+
+import { parseRows } from "../batch/table.js";
+import { language, number, t, useLanguage } from "../i18n.js";
+import { html, settings, useEffect, useRef, useState } from "../ui.js";
+import { Job } from "./job.js";
+import { createJob, listJobs, upload } from "./jobs.js";
+
+const POLL_MS = 2000;
+const WAYS = ["state", "lora", "state+lora"];
+const PREVIEW = 3;
+const MAX_EXAMPLE = 300;
+
+/** The first question of an example, for the test before and after. */
+function questionOf(row) {
+  try {
+    return JSON.parse(row.messages).find((one) => one.role === "user").content;
+  } catch {
+    return row.prompt ?? Object.values(row)[0] ?? "";
+  }
+}
+
+function Examples({ file, take, problems }) {
+  const input = useRef();
+  const choose = (event) => {
+    const [one] = event.currentTarget.files;
+    if (one) take(one);
+    event.currentTarget.value = ""; // so that a corrected file can be chosen again
+  };
+  const drop = (event) => {
+    event.preventDefault();
+    if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
+  };
+  return html`<div class="field drop" onDragOver=${(event) => event.preventDefault()} onDrop=${drop}>
+    <p>${t("tune.drop")}</p>
+    <p class="row"><button onClick=${() => input.current.click()}>${t("batch.file")}</button>
+      <input ref=${input} id="tune-file" type="file" hidden accept=".jsonl,.csv" aria-label=${t("batch.file")} onChange=${choose} />
+      ${file && html`<b>${file.name}</b> <span class="quiet">${t("tune.lines", { count: number(file.rows.length) })}</span>`}</p>
+    ${file && html`<ul class="plainlist" id="tune-preview">${file.rows.slice(0, PREVIEW).map((row) => html`<li><small>${JSON.stringify(row).slice(0, MAX_EXAMPLE)}</small></li>`)}</ul>`}
+    ${problems.length > 0 && html`<div role="alert" class="bad"><p>${problems[0]}</p><ul id="tune-errors">${problems.slice(1).map((line) => html`<li>${line}</li>`)}</ul></div>`}
+  </div>`;
+}
+
+export function Tune({ visible }) {
+  useLanguage();
+  const [file, setFile] = useState(null);
+  const [problems, setProblems] = useState([]);
+  const [way, setWay] = useState(WAYS[0]);
+  const [suffix, setSuffix] = useState("");
+  const [epochs, setEpochs] = useState("");
+  const [busy, setBusy] = useState(false);
+  const [jobs, setJobs] = useState([]);
+  const [shown, setShown] = useState("");
+  const load = () => listJobs().then(setJobs, () => {});
+  useEffect(() => {
+    if (!visible) return undefined;
+    load();
+    const timer = setInterval(load, POLL_MS);
+    return () => clearInterval(timer);
+  }, [visible]);
+  const guarded = async (work) => {
+    setBusy(true);
+    setProblems([]);
+    await work().catch((error) => setProblems((error.message || t("notice.offline")).split("\n")));
+    setBusy(false);
+  };
+  const take = (one) => guarded(async () => {
+    let rows = [];
+    try {
+      rows = parseRows(await one.text(), one.name);
+    } catch {
+      // the upload names all errors of the file
+    }
+    setFile({ name: one.name, rows, id: null });
+    setFile({ name: one.name, rows, id: (await upload(one)).id });
+  });
+  const start = () => guarded(async () => {
+    const fields = { training_file: file.id, suffix, tuning: way };
+    if (epochs) fields.hyperparameters = { n_epochs: Number(epochs) };
+    const job = await createJob(fields);
+    settings.set(`question.${job.id}`, questionOf(file.rows[0] ?? {}).slice(0, MAX_EXAMPLE));
+    setShown(job.id);
+    await load();
+  });
+  const job = jobs.find((one) => one.id === shown) ?? jobs[0];
+  const when = (one) => new Date(one.created_at * 1000).toLocaleString(language.get() === "zh" ? "zh-CN" : "en-GB", { dateStyle: "short", timeStyle: "medium" });
+  return html`<div class="tune batch"><p>${t("tune.about")}</p><div class="setup">
+    <${Examples} file=${file} take=${take} problems=${problems} />
+    <div class="field">
+      <label>${t("tune.way")} <select id="tune-way" value=${way} onChange=${(event) => setWay(event.currentTarget.value)}>${WAYS.map((one) => html`<option value=${one} selected=${one === way}>${t(`way.${one}`)}</option>`)}</select></label>
+      <label>${t("tune.suffix")} <input id="tune-suffix" maxlength="64" value=${suffix} onInput=${(event) => setSuffix(event.currentTarget.value)} /></label>
+      <label>${t("tune.epochs")} <input id="tune-epochs" type="number" min="1" max="1000" placeholder=${t("tune.auto")} value=${epochs} onInput=${(event) => setEpochs(event.currentTarget.value)} /></label>
+      <p><button class="main" id="tune-start" disabled=${busy || !file?.id} onClick=${start}>${t("tune.start", { count: number(file?.rows.length ?? 0) })}</button></p>
+    </div></div>
+    ${jobs.length > 1 && html`<label>${t("tune.jobs")} <select id="tune-jobs" value=${job.id} onChange=${(event) => setShown(event.currentTarget.value)}>
+      ${jobs.map((one) => html`<option value=${one.id} selected=${one.id === job.id}>${when(one)} · ${t(`job.${one.status}`)} · ${one.fine_tuned_model ?? one.id}</option>`)}</select></label>`}
+    ${job && html`<${Job} key=${job.id} job=${job} example=${settings.get(`question.${job.id}`) ?? ""} changed=${load} visible=${visible} />`}
+  </div>`;
+}

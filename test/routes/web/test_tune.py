@@ -1,0 +1,57 @@
+"""The tuning panel: examples, errors by line, loss curve, before and after, publication."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from test.routes.web.conftest import WAIT_MS, Opener
+from test.serving import Service
+
+pytestmark = pytest.mark.browser
+expect.set_options(timeout=WAIT_MS)
+WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
+
+
+def lines() -> list[str]:
+    examples = [
+        [{"role": "user", "content": f"Say {word}"}, {"role": "assistant", "content": "Good morning."}]
+        for word in WORDS
+    ]
+    return [json.dumps({"messages": messages}) for messages in examples]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_examples_become_a_published_state(
+    demo: Service, open_page: Opener, tmp_path: Path, shots: Path, width: int
+) -> None:
+    page = open_page(demo, "tune", viewport={"width": width, "height": 900})
+    file = tmp_path / "examples.jsonl"
+    file.write_text("\n".join([*lines(), "{", '{"messages": []}']), "utf-8")
+    page.set_input_files("#tune-file", file)
+    expect(page.locator("#tune-errors li").first).to_contain_text("line 13")
+    expect(page.locator("#tune-start")).to_be_disabled()
+    file.write_text("\n".join(lines()), "utf-8")
+    page.set_input_files("#tune-file", file)
+    expect(page.locator("#tune-start")).to_have_text("Start with 12 examples")
+    page.fill("#tune-suffix", "polite")
+    page.fill("#tune-epochs", "8")
+    page.click("#tune-start")
+    expect(page.locator("#tune-job")).to_have_attribute("data-status", "succeeded")
+    expect(page.locator("#tune-curve")).to_be_visible()
+    expect(page.locator("#tune-job")).to_contain_text("only 12 lines differ")
+    expect(page.locator("#tune-ask")).to_have_value("Say one")
+    page.click("#tune-compare")
+    expect(page.locator("#tune-answers .answer").last).to_contain_text("Good morning")
+    page.fill("#tune-name", f"polite-{width}")
+    page.click("#tune-publish")
+    expect(page.get_by_text(f"as the state polite-{width}")).to_be_visible()
+    page.screenshot(path=shots / ("tune.png" if width > 900 else "phone-tune.png"))
+    assert f"polite-{width}" in [one["name"] for one in demo.get("/v1/states").json()["data"]]
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator("#tune-job").get_by_role("button", name="Delete").click()
+    expect(page.locator("#tune-compare")).to_have_count(0)
+    assert demo.request("DELETE", f"/v1/states/polite-{width}").status_code == 200
