@@ -6,7 +6,7 @@ import { Batch } from "./batch/batch.js";
 import { Chat } from "./chat/chat.js";
 import { Dashboard } from "./dashboard/dashboard.js";
 import { keepSamples } from "./dashboard/series.js";
-import { language, t, useLanguage } from "./i18n.js";
+import { language, nextLanguage, t, useLanguage } from "./i18n.js";
 import { service, startPolling } from "./monitor.js";
 import { Translate } from "./translate/translate.js";
 import { Tune } from "./tune/tune.js";
@@ -37,6 +37,7 @@ function Header() {
   useEffect(() => passwordWanted.subscribe(() => setSignedIn(Boolean(password.get()))), []);
   const now = useStore(theme);
   const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
+  const other = nextLanguage();
   const signOut = () => {
     password.forget();
     location.reload();
@@ -49,9 +50,7 @@ function Header() {
       )}
     </nav>
     <div class="switches">
-      <button class="plain" onClick=${() => language.set(language.get() === "zh" ? "en" : "zh")} lang=${language.get() === "zh" ? "en" : "zh-CN"}>
-        ${t("switch.language")}
-      </button>
+      <button class="plain" onClick=${() => language.set(other.name)} lang=${other.tag}>${other.title}</button>
       <button class="plain" onClick=${() => theme.set(next)} title=${t("switch.theme")}>${t(`theme.${now}`)}</button>
       ${signedIn && html`<button class="plain" onClick=${signOut}>${t("password.forget")}</button>`}
     </div>

@@ -1,4 +1,4 @@
-// Texts in English and Chinese. The default is the browser's language.
+// Texts of the page. The default is the browser's language. Another language is a file in text/ and a name in TEXTS.
 
 import en from "./text/en.js";
 import zh from "./text/zh.js";
@@ -9,11 +9,21 @@ const TEXTS = { en, zh };
 const preferred = () => (navigator.languages || []).map((name) => name.slice(0, 2)).find((name) => name in TEXTS);
 export const language = createStore(TEXTS[settings.get("language")] ? settings.get("language") : preferred() || "en");
 
-document.documentElement.lang = language.get() === "zh" ? "zh-CN" : "en";
+/** Tag of the language for the browser, like "zh-CN". */
+export const locale = () => TEXTS[language.get()]["language.tag"];
+
+document.documentElement.lang = locale();
 language.subscribe((name) => {
   settings.set("language", name);
-  document.documentElement.lang = name === "zh" ? "zh-CN" : "en";
+  document.documentElement.lang = locale();
 });
+
+/** The language that the switch offers: {name, title, tag}. */
+export function nextLanguage() {
+  const names = Object.keys(TEXTS);
+  const name = names[(names.indexOf(language.get()) + 1) % names.length];
+  return { name, title: TEXTS[name]["language.title"], tag: TEXTS[name]["language.tag"] };
+}
 
 /** The text of `key`, with `{name}` replaced by `values.name`. */
 export function t(key, values = {}) {
@@ -27,7 +37,7 @@ export const useLanguage = () => useStore(language);
 /** Format a number for the language. */
 export const number = (value, digits = 0) =>
   Number.isFinite(value)
-    ? value.toLocaleString(language.get() === "zh" ? "zh-CN" : "en-US", {
+    ? value.toLocaleString(locale(), {
         minimumFractionDigits: digits,
         maximumFractionDigits: digits,
       })

@@ -1,6 +1,6 @@
 // The list of background runs: open one, cancel one.
 
-import { language, number, t } from "../i18n.js";
+import { locale, number, t } from "../i18n.js";
 import { html, useEffect, useState } from "../ui.js";
 import { cancelBatch, isEnded, listBatches } from "./background.js";
 
@@ -18,7 +18,7 @@ export function Runs({ visible, open, reopen }) {
   }, [visible, open?.id]);
   if (!batches.length) return null;
   const cancel = (batch) => cancelBatch(batch.id).then(load, load);
-  const when = (batch) => new Date(batch.created_at * 1000).toLocaleString(language.get() === "zh" ? "zh-CN" : "en-GB", { dateStyle: "short", timeStyle: "medium" });
+  const when = (batch) => new Date(batch.created_at * 1000).toLocaleString(locale(), { dateStyle: "short", timeStyle: "medium" });
   return html`<details id="batch-runs"><summary>${t("batch.runs", { count: number(batches.length) })}</summary>
     <ul class="plainlist">${batches.map((batch) => {
       const { completed, failed, total } = batch.request_counts;

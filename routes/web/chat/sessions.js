@@ -1,6 +1,6 @@
 // The list of chats: this browser's conversations and the service's sessions, with their tiers.
 
-import { language, t } from "../i18n.js";
+import { locale, t } from "../i18n.js";
 import { html, useRef, useState, useStore } from "../ui.js";
 import { firstTier, service } from "../monitor.js";
 import * as control from "./controller.js";
@@ -20,7 +20,7 @@ function entries({ conversations, sessions }) {
 function Entry({ entry, shown }) {
   const first = firstTier(useStore(service));
   const tier = entry.session ? TIERS[entry.session.tier.slice(0, 2)] : "none";
-  const when = new Date(entry.updated).toLocaleString(language.get() === "zh" ? "zh-CN" : "en-GB", { dateStyle: "short", timeStyle: "short" });
+  const when = new Date(entry.updated).toLocaleString(locale(), { dateStyle: "short", timeStyle: "short" });
   const remove = () => confirm(t("sessions.confirm", { name: entry.title })) && control.remove(entry.id);
   const rename = () => control.rename(entry.id, prompt(t("sessions.newName"), entry.title) ?? "");
   return html`<li class=${shown ? "shown" : ""}>

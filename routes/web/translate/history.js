@@ -1,6 +1,6 @@
 // The last translated texts of this browser.
 
-import { language, t } from "../i18n.js";
+import { locale, t } from "../i18n.js";
 import { createStorage } from "../storage.js";
 import { html, useEffect, useState } from "../ui.js";
 import { languageName } from "./languages.js";
@@ -25,7 +25,7 @@ export function History({ open, changes }) {
   }, [changes]);
   if (!entries.length) return null;
   const clear = () => Promise.all(entries.map((entry) => storage.remove(entry.id))).then(load);
-  const when = (entry) => new Date(entry.id).toLocaleString(language.get() === "zh" ? "zh-CN" : "en-GB", { dateStyle: "short", timeStyle: "short" });
+  const when = (entry) => new Date(entry.id).toLocaleString(locale(), { dateStyle: "short", timeStyle: "short" });
   return html`<details id="history"><summary>${t("history.title")}</summary>
     <ul class="plainlist">${entries.map((entry) => html`<li key=${entry.id}><button class="plain" onClick=${() => open(entry)}>${entry.text.trim().slice(0, 80)}</button>
       <small>${when(entry)} · ${languageName(entry.target)}</small></li>`)}</ul>

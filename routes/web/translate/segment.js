@@ -52,7 +52,7 @@ export function Segment({ segment, index, patterns, options, isCurrent, isOpen, 
       : segment.target === null
         ? html`<span class="quiet">…</span>`
         : html`<button class="plain" lang=${options.target} aria-current=${isCurrent ? "true" : null} onClick=${() => choose(index, true)}>${underlined(segment.target.trim(), patterns.target)}</button>`}
-      ${segment.origin === "memory" && html`<small class="good">${t("segment.memory")}</small>`}
+      ${segment.origin === "memory" && html`<small class="origin">${t("segment.memory")}</small>`}
       ${segment.warnings.map((message) => html`<small class="warning">⚠ ${message}</small>`)}
     </div></div>`;
 }

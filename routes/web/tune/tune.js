@@ -1,7 +1,7 @@
 // The tuning panel: examples, jobs, and the chosen job.
 
 import { parseRows } from "../batch/table.js";
-import { language, number, t, useLanguage } from "../i18n.js";
+import { locale, number, t, useLanguage } from "../i18n.js";
 import { html, settings, useEffect, useRef, useState } from "../ui.js";
 import { Job } from "./job.js";
 import { createJob, listJobs, upload } from "./jobs.js";
@@ -83,7 +83,7 @@ export function Tune({ visible }) {
     await load();
   });
   const job = jobs.find((one) => one.id === shown) ?? jobs[0];
-  const when = (one) => new Date(one.created_at * 1000).toLocaleString(language.get() === "zh" ? "zh-CN" : "en-GB", { dateStyle: "short", timeStyle: "medium" });
+  const when = (one) => new Date(one.created_at * 1000).toLocaleString(locale(), { dateStyle: "short", timeStyle: "medium" });
   return html`<div class="tune batch"><p>${t("tune.about")}</p><div class="setup">
     <${Examples} file=${file} take=${take} problems=${problems} />
     <div class="field">

@@ -55,7 +55,7 @@ def fill(page: Page) -> None:
     expect(page.locator("#chat-temperature")).to_be_visible()
 
 
-@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, PHONE], ids=["desktop", "dark", "phone"])
+@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark", "reduced_motion": "reduce"}, PHONE], ids=["desktop", "dark", "phone"])
 def test_axe_finds_nothing(fake: Service, open_page: Opener, options: dict[str, Any], shots: Path) -> None:
     page = open_page(fake, **options)
     fill(page)
@@ -68,6 +68,8 @@ def test_axe_finds_nothing(fake: Service, open_page: Opener, options: dict[str, 
             page.fill("#batch-most", "40")
             page.click("#batch-start")
             expect(page.locator("#batch-figures")).to_have_attribute("data-done", "2")
+        if "reduced_motion" in options:
+            assert page.evaluate("document.getAnimations().length") == 0
         if panel == "translate":
             page.route("**/batch-translate", answer_at_once)
             page.fill("#translate-source", "Hello\nworld")

@@ -83,7 +83,7 @@ def test_a_segment_is_edited_by_keyboard_and_kept(demo: Service, open_page: Open
     expect(page.locator("#segments")).to_be_focused()
     assert f"早安（{width}）。" in translated(page)
     assert f"早安（{width}）。" in translate(page, "Good morning."), "the memory has it"
-    expect(page.locator(".segment small.good")).to_have_text("from the memory")
+    expect(page.locator(".segment small.origin")).to_have_text("from the memory")
     page.click("#swap")
     expect(page.locator("#translate-source")).to_have_value(f"早安（{width}）。")
     expect(page.locator("#source-language")).to_have_value("zh-CN")
