@@ -20,7 +20,7 @@ ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= $$(($$(nproc) + 2))
 
-.PHONY: serve test test-all test-long cluster-demo lint docs format install install-dev install-gpu install-nvcc lock release audit clean
+.PHONY: serve test test-all test-long cluster-demo lint docs screenshots format install install-dev install-gpu install-nvcc lock release audit clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/python -m native.nvcc
@@ -47,6 +47,11 @@ lint: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The pictures in docs/images are the screenshots of the browser tests.
+screenshots: $(VENV)/.installed-dev
+	RWKV_SCREENSHOTS=build/screenshots $(BIN)/python -m pytest -q test/routes/web
+	cd build/screenshots && cp chat.png batch.png translate.png tune.png dashboard.png ../../docs/images/
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format $(SOURCES)
