@@ -55,7 +55,9 @@ def fill(page: Page) -> None:
     expect(page.locator("#chat-temperature")).to_be_visible()
 
 
-@pytest.mark.parametrize("options", [{}, {"color_scheme": "dark", "reduced_motion": "reduce"}, PHONE], ids=["desktop", "dark", "phone"])
+@pytest.mark.parametrize(
+    "options", [{}, {"color_scheme": "dark", "reduced_motion": "reduce"}, PHONE], ids=["desktop", "dark", "phone"]
+)
 def test_axe_finds_nothing(fake: Service, open_page: Opener, options: dict[str, Any], shots: Path) -> None:
     page = open_page(fake, **options)
     fill(page)
