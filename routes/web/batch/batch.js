@@ -20,6 +20,8 @@ const ROUTES = ["/v1/chat/completions", "/v2/chat/completions", "/big_batch/comp
 const COUNT_MS = 200;
 const POLL_MS = 1000;
 const WAYS = ["live", "background"];
+/** What a row of typed text is. */
+const UNITS = ["line", "block"];
 /** Setting with the id of the background run that a reload opens again. */
 const OPEN_RUN = "batch.run";
 /** States of rows that the wall can show alone. */
@@ -29,6 +31,7 @@ const CHUNK_TOKENS = 2;
 /** Input of the rows: text or a file. */
 function useSource() {
   const [lines, setLines] = useState("");
+  const [unit, setUnit] = useState(UNITS[0]);
   const [file, setFile] = useState(null);
   const [problem, setProblem] = useState("");
   const take = async (one) => {
@@ -39,7 +42,7 @@ function useSource() {
       setProblem(`${one.name}: ${error.message}`);
     }
   };
-  return { lines, setLines, file, forget: () => setFile(null), take, problem, rows: file ? file.rows : parseRows(lines) };
+  return { lines, setLines, unit, setUnit, file, forget: () => setFile(null), take, problem, rows: file ? file.rows : parseRows(lines, "", unit === "block") };
 }
 
 function Source({ source }) {
@@ -61,6 +64,7 @@ function Source({ source }) {
       : html`<textarea id="batch-lines" rows="5" value=${source.lines} placeholder=${t("batch.placeholder")} onInput=${(event) => source.setLines(event.currentTarget.value)}></textarea>`}
     <p class="row"><button onClick=${() => input.current.click()}>${t("batch.file")}</button>
       <input ref=${input} id="batch-file" type="file" hidden accept=".txt,.csv,.jsonl,.ndjson" aria-label=${t("batch.file")} onChange=${choose} />
+      ${!source.file && html`<label>${t("batch.unit")} <select id="batch-unit" value=${source.unit} onChange=${(event) => source.setUnit(event.currentTarget.value)}>${UNITS.map((one) => html`<option value=${one} selected=${one === source.unit}>${t(`unit.${one}`)}</option>`)}</select></label>`}
       <span class="quiet">${t("batch.rows", { count: number(source.rows.length) })}</span></p>
     ${source.problem && html`<p class="bad" role="alert">${source.problem}</p>`}
   </div>`;

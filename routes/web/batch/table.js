@@ -50,11 +50,15 @@ function fromJsonl(text) {
 
 const nonEmptyLines = (text) => text.split(/\r?\n/).filter((line) => line.trim());
 
-/** Parse a file by its name's ending into rows {column: text}. Plain text: one row {line} per line. Throws Error. */
-export function parseRows(text, name = "") {
+/**
+ * Parse a file by its name's ending into rows {column: text}. Plain text: one row {line} per line, or per block between
+ * blank lines. Throws Error.
+ */
+export function parseRows(text, name = "", isBlocks = false) {
   if (/\.csv$/i.test(name)) return fromCsv(text);
   if (/\.(jsonl|ndjson)$/i.test(name)) return fromJsonl(text);
-  return nonEmptyLines(text).map((line) => ({ line }));
+  const rows = isBlocks ? text.split(/\r?\n(?:[ \t]*\r?\n)+/).map((block) => block.trim()).filter(Boolean) : nonEmptyLines(text);
+  return rows.map((line) => ({ line }));
 }
 
 /** Replace `{column}` in the template. Unknown columns stay unchanged. */

@@ -11,14 +11,18 @@ const WAYS = ["state", "lora", "state+lora"];
 const PREVIEW = 3;
 const MAX_EXAMPLE = 300;
 
-/** The first question of an example, for the test before and after. */
-function questionOf(row) {
+/** The first question and the last answer of an example. */
+function exampleOf(row) {
   try {
-    return JSON.parse(row.messages).find((one) => one.role === "user").content;
+    const messages = JSON.parse(row.messages);
+    return { question: messages.find((one) => one.role === "user").content, answer: messages.at(-1).content };
   } catch {
-    return row.prompt ?? Object.values(row)[0] ?? "";
+    const [first = "", second = ""] = Object.values(row);
+    return { question: row.prompt ?? first, answer: row.completion ?? second };
   }
 }
+
+const short = (text) => String(text ?? "").slice(0, MAX_EXAMPLE);
 
 function Examples({ file, take, problems }) {
   const input = useRef();
@@ -36,7 +40,7 @@ function Examples({ file, take, problems }) {
     <p class="row"><button onClick=${() => input.current.click()}>${t("batch.file")}</button>
       <input ref=${input} id="tune-file" type="file" hidden accept=".jsonl,.csv" aria-label=${t("batch.file")} onChange=${choose} />
       ${file && html`<b>${file.name}</b> <span class="quiet">${t("tune.lines", { count: number(file.rows.length) })}</span>`}</p>
-    ${file && html`<ul class="plainlist" id="tune-preview">${file.rows.slice(0, PREVIEW).map((row) => html`<li><small>${JSON.stringify(row).slice(0, MAX_EXAMPLE)}</small></li>`)}</ul>`}
+    ${file && html`<ul class="plainlist" id="tune-preview">${file.rows.slice(0, PREVIEW).map(exampleOf).map(({ question, answer }) => html`<li>${short(question)} → <b>${short(answer)}</b></li>`)}</ul>`}
     ${problems.length > 0 && html`<div role="alert" class="bad"><p>${problems[0]}</p><ul id="tune-errors">${problems.slice(1).map((line) => html`<li>${line}</li>`)}</ul></div>`}
   </div>`;
 }
@@ -78,7 +82,7 @@ export function Tune({ visible }) {
     const fields = { training_file: file.id, suffix, tuning: way };
     if (epochs) fields.hyperparameters = { n_epochs: Number(epochs) };
     const job = await createJob(fields);
-    settings.set(`question.${job.id}`, questionOf(file.rows[0] ?? {}).slice(0, MAX_EXAMPLE));
+    settings.set(`question.${job.id}`, short(exampleOf(file.rows[0] ?? {}).question));
     setShown(job.id);
     await load();
   });

@@ -86,7 +86,10 @@ def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page
 def test_rows_are_shown_by_their_state(fake: Service, open_page: Opener) -> None:
     page = open_page(fake, "batch")
     page.fill("#batch-template", "{line}")
-    page.fill("#batch-lines", "one\ntwo")
+    page.fill("#batch-lines", "one\nmore of one\n\ntwo")
+    expect(page.locator("#batch-start")).to_have_text("Run 3 rows")
+    page.select_option("#batch-unit", "block")
+    expect(page.locator("#batch-start")).to_have_text("Run 2 rows")
     page.fill("#batch-most", "3")
     page.click("#batch-start")
     expect(page.locator('.card[data-state="length"]')).to_have_count(2)

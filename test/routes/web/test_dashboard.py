@@ -75,6 +75,7 @@ def test_the_dashboard_shows_the_metrics(demo: Service, open_page: Opener, shots
     expect(page.locator("#panel-dashboard .figures-box:not(:has(td))")).to_have_count(0)
     for rows in (1, 3, 6, 2, 5):
         demo.post("/v1/chat/completions", {"contents": prompts * rows, "max_tokens": 40 * rows, "ignore_eos": True})
+    page.locator("#panel-dashboard").evaluate("(place) => place.scrollTo(0, 0)")
     page.screenshot(path=shots / "dashboard.png")
     points = page.evaluate("import('./web/dashboard/series.js').then(({series}) => series.get().times.length)")
     page.reload()

@@ -139,7 +139,7 @@ FILES_KEY = {
     "page.xliff": (
         '<?xml version="1.0"?>\n<xliff version="1.2"><file source-language="en"><body><trans-unit id="a">'
         "<source>Good morning</source></trans-unit></body></file></xliff>",
-        "<?xml version='1.0' encoding='UTF-8'?>\n"
+        '<?xml version="1.0"?>\n'
         '<xliff version="1.2"><file source-language="en" target-language="zh-CN"><body><trans-unit id="a">'
         '<source>Good morning</source><target state="needs-review-translation">早上好</target></trans-unit></body>'
         "</file></xliff>",

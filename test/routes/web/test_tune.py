@@ -28,7 +28,7 @@ def lines() -> list[str]:
 def test_examples_become_a_published_state(
     demo: Service, open_page: Opener, tmp_path: Path, shots: Path, width: int
 ) -> None:
-    page = open_page(demo, "tune", viewport={"width": width, "height": 900})
+    page = open_page(demo, "tune", viewport={"width": width, "height": 1150})
     file = tmp_path / "examples.jsonl"
     file.write_text("\n".join([*lines(), "{", '{"messages": []}']), "utf-8")
     page.set_input_files("#tune-file", file)
@@ -37,6 +37,7 @@ def test_examples_become_a_published_state(
     file.write_text("\n".join(lines()), "utf-8")
     page.set_input_files("#tune-file", file)
     expect(page.locator("#tune-start")).to_have_text("Start with 12 examples")
+    expect(page.locator("#tune-preview li").first).to_have_text("Say one → Good morning.")
     page.fill("#tune-suffix", "polite")
     page.fill("#tune-epochs", "8")
     page.click("#tune-start")
