@@ -16,10 +16,13 @@ from routes.fine_tuning.data import MAX_ERRORS, read_data, split
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import read_adapter
 from rwkv_batch.model.adapters.per_row import per_row_adapter
+from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.tuned_state import read_tuned_state
-from rwkv_batch.model.weights import open_weights
+from rwkv_batch.model.weights import Weights, open_weights
 from rwkv_batch.tokenizer import Tokenizer
-from rwkv_batch.tuning.run import Place, open_model, prepare
+from rwkv_batch.tuning import run as tuning_run
+from rwkv_batch.tuning.model import MemoryPlan
+from rwkv_batch.tuning.run import Place, open_model, plan_memory, prepare
 from rwkv_batch.tuning.trainer import TuneOptions, Tuning
 
 
@@ -237,3 +240,21 @@ def test_a_checkpoint_of_other_data_or_a_damaged_one_is_refused(model: Path, tmp
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(StartupError, match="delete it to begin anew"):
         tuning(model, path)
+
+
+def test_a_gpu_trains_in_the_pieces_that_fit_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7.2B: with less memory, pieces become smaller, then layers are computed again; the last plan is the least."""
+    shape = ModelShape(32, 4096, 65536, 16384, 128, 128, 96, 480)
+    weights = Weights(Path("random"), {}, shape, "")
+    monkeypatch.setattr(tuning_run, "is_fused", lambda *_: True)
+
+    def plan(gib: float, method: str = "state") -> MemoryPlan:
+        options, place = TuneOptions(method, 32), Place(torch.device("cpu"), torch.bfloat16)
+        return plan_memory(weights, options, place, 16, 2048, int(gib * 2**30))
+
+    assert (plan(140).piece_rows, plan(140).recomputed_layers) == (4, 0)
+    assert (plan(40).piece_rows, plan(40).recomputed_layers) == (2, 0) and plan(40).needed_bytes < 38 * 2**30
+    assert plan(40, "lora").piece_rows == 2 and 0 < plan(40, "lora").recomputed_layers < 32
+    assert plan(24).recomputed_layers > plan(30).recomputed_layers > 0
+    least = plan(8)
+    assert least.recomputed_layers == 32 and least.needed_bytes > 8 * 2**30
