@@ -182,6 +182,7 @@ class Engine:
             "draining": self._draining,
             "queued_prompt_tokens": self.scheduler.queued_tokens,
             "prompt_backlog_s": round(self.throughput.prefill_time_s(self.scheduler.queued_tokens), 3),
+            "speculation": self.speculation.status(),
             **self.throughput.stats(),
             **self.model_runner.status(),
         }

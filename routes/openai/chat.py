@@ -84,9 +84,15 @@ class ChatFormatter(OpenAIFormatter):
         return answer
 
     def counts(self, finishes: Sequence[Finish | None]) -> dict[str, Any]:
-        """See OpenAIFormatter; adds the number of reasoning tokens."""
+        """See OpenAIFormatter; adds the numbers of reasoning tokens and of predicted ones."""
         num_reasoning_tokens = sum(self._count_tokens("".join(texts)) for texts in self._reasoning if texts)
-        return {**super().counts(finishes), "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens}}
+        ended = [finish for finish in finishes if finish is not None]
+        details = {
+            "reasoning_tokens": num_reasoning_tokens,
+            "accepted_prediction_tokens": sum(finish.accepted_drafts.get("prediction", 0) for finish in ended),
+            "rejected_prediction_tokens": sum(finish.rejected_drafts.get("prediction", 0) for finish in ended),
+        }
+        return {**super().counts(finishes), "completion_tokens_details": details}
 
     def _full_choice(self, index: int, row: RowResult) -> dict[str, Any]:
         parts = self._parsers[index].feed(row.text, final=True)

@@ -98,6 +98,10 @@ class CompletionTokensDetails(BaseModel):
     """Details of the generated tokens."""
 
     reasoning_tokens: int = Field(description="Tokens of the reasoning.")
+    accepted_prediction_tokens: int = Field(description="Tokens of the answer that were taken from `prediction`.")
+    rejected_prediction_tokens: int = Field(
+        description="Tokens of `prediction` that were tried and not generated. They are in no other count."
+    )
 
 
 class ChatUsage(Usage):

@@ -25,6 +25,7 @@ from routes.request.fields import (
 )
 from routes.request.messages import Message
 from routes.request.sampler_fields import SamplerFields, with_texts
+from routes.request.speculation import SpeculationFields
 from rwkv_batch.errors import invalid
 from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import VOCAB_SIZE
@@ -165,7 +166,13 @@ class PrefixCacheFields(Body):
 
 
 class GenerationBody(
-    ConstraintFields, ChatOnlyFields, IgnoredOpenAIFields, PriorityFields, PrefixCacheFields, MixtureFields
+    SpeculationFields,
+    ConstraintFields,
+    ChatOnlyFields,
+    IgnoredOpenAIFields,
+    PriorityFields,
+    PrefixCacheFields,
+    MixtureFields,
 ):
     """Fields of every route that generates text."""
 

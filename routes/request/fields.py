@@ -272,7 +272,6 @@ class IgnoredOpenAIFields(Fields):
     prompt_cache_retention: IgnoredValue = Field(None, description="Accepted and ignored.")
     prompt_cache_options: IgnoredValue = Field(None, description="Accepted and ignored.")
     moderation: IgnoredValue = Field(None, description="Accepted and ignored.")
-    prediction: IgnoredValue = Field(None, description="Accepted and ignored.")
 
 
 _MIXTURES_NOT_SUPPORTED = "is not supported on this route, which uses one state; name it in state"

@@ -197,6 +197,8 @@ def build_rows(
     keep = config.max_prompt_tokens - pad_zero if keep == -1 else keep
     sampling = body.row_sampling(tokenizer.encode)
     stop_ids, stop_strings = split_stops(stops)
+    predicted = body.predicted_text[: body.max_tokens * tokenizer.max_token_bytes]
+    prediction = tokenizer.encode(predicted)[: body.max_tokens]
     listed = getattr(body, field, None)
     has_index = isinstance(listed, list) and len(listed) == len(prompts)  # else it has no entry per prompt
     names = (f"{field}[{index}]" if has_index else field for index in range(len(prompts)))
@@ -217,6 +219,8 @@ def build_rows(
             adapter=adapter,
             mixture=mixture,
             constraint=constraint,
+            prediction=prediction,
+            speculation="off" if body.speculation == "off" else "",
         )
         for index, ids in enumerate(encode_all(tokenizer, prompts_by_field, config, pad_zero, keep))
     ]

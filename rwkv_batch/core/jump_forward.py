@@ -69,8 +69,8 @@ def jump_forward(sequence: Sequence, matcher: AnyMatcher, byte_table: list[bytes
     """
     output, ids, sampling = sequence.output, sequence.token_ids, sequence.request.sampling
     is_sampling = ids[-1] == PENDING
-    if sampling.filters is not None and sampling.filters.bad_words:
-        return None  # only sampling knows which tokens they ban
+    if sampling.filters is not None and (sampling.filters.bad_words or sampling.filters.mirostat):
+        return None  # only sampling knows which tokens bad words ban, and Mirostat learns from every sampled token
     tokens = matcher.jump_forward_tokens()
     if len(tokens) < 1 + is_sampling or any(sampling.logit_bias.get(token) == float("-inf") for token in tokens):
         return None  # no step is saved, or sampling must find that every allowed token is banned

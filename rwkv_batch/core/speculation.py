@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
@@ -237,6 +237,11 @@ class Speculation:
     def totals(self) -> dict[str, DraftTotals]:
         """Tokens by drafter."""
         return {name: DraftTotals(total.drafted, total.accepted) for name, total in self._totals.items()}
+
+    def status(self) -> dict[str, Any]:
+        """Return the figures of /status as plain data."""
+        totals = dict.fromkeys(("ngram", "prediction"), DraftTotals(0, 0)) | self.totals
+        return {"mode": self.mode, **{name: total._asdict() for name, total in totals.items()}}
 
 
 def _may_draft(row: ScheduledRow) -> bool:

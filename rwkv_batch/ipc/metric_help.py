@@ -22,6 +22,11 @@ HELP = {
     "read_tokens": "Older name of rwkv_computed_tokens.",
     "drawn_tokens_per_s": "Older name of rwkv_generated_tokens_per_s.",
     "read_tokens_per_s": "Older name of rwkv_computed_tokens_per_s.",
+    # Speculative decoding
+    "speculation_ngram_drafted": "Tokens drafted from the row's own text since the start.",
+    "speculation_ngram_accepted": "Those of them that sampling chose.",
+    "speculation_prediction_drafted": "Tokens drafted from predictions since the start.",
+    "speculation_prediction_accepted": "Those of them that sampling chose.",
     # Model
     "parameters": "Parameters of the model.",
     "weight_bytes": "Bytes of the weights on all devices.",

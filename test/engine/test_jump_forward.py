@@ -18,7 +18,7 @@ from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import GrammarError
 from sampling.grammar.masks import Masks
 from sampling.grammar.matcher import Matcher
-from sampling.params import Method, SamplingParams
+from sampling.params import Filters, Method, SamplingParams
 from sampling.registry import sampler_class
 from state_pool.config import PoolConfig
 from test.engine.random_schemas import random_schema
@@ -64,6 +64,7 @@ def rows() -> list[GenerateRequest]:
     samples += [
         SamplingParams(method=Method.NOISE, noise=2.0, seed=3),
         SamplingParams(top_k=20, seed=1, top_logprobs=0),
+        SamplingParams(seed=1, filters=Filters(mirostat=2, mirostat_tau=4.0)),
     ]
     forms = [
         FORM,

@@ -247,7 +247,11 @@ def test_a_stream_has_one_choice_per_chunk_and_usage_last() -> None:
     assert last["choices"] == []
     assert last["usage"] == {
         "prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8, "prompt_tokens_details": {"cached_tokens": 4},
-        "completion_tokens_details": {"reasoning_tokens": len("hm") + len("x")},
+        "completion_tokens_details": {
+            "reasoning_tokens": len("hm") + len("x"),
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }  # fmt: skip
 
 
