@@ -250,7 +250,6 @@ class Engine:
         now = time.monotonic()
         self.jobs.expire(now)
         oldest = self._in_flight[0].number if self._in_flight else self._next_step
-        # The step after drafts has all rows, so it comes after the drafts are verified.
         awaits_drafts = self.scheduler.limits.groups == 1 and any(step.has_drafts for step in self._in_flight)
         rows = [] if awaits_drafts else self.speculation.add_drafts(self.scheduler.schedule(oldest, now))
         if rows:

@@ -122,6 +122,7 @@ class Step(NamedTuple):
 
     @property
     def has_drafts(self) -> bool:
+        """Whether it verifies drafts. The next step waits for them, so that it has all rows."""
         return any(part.num_drafted for part in self.parts)
 
     @property
