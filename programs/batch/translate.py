@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import heapq
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -49,6 +50,9 @@ from rwkv_batch.translation.documents.document import (
 from rwkv_batch.translation.documents.formats import FORMATS, check_name, read_document, translated_name
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.plan import AUTO
+
+_REVIEWED = 10
+"""Translations that are marked for a person to read, besides those with warnings."""
 
 
 class TranslateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +180,8 @@ class DocumentJob:
 
     def records(self) -> Iterator[Record]:
         """Yield a record per different text, up to the limit."""
-        bodies = requests(self.document, self._options.source_lang, {"target_lang": self._options.target_lang})
+        fields = {"target_lang": self._options.target_lang} | ({"scores": True} if self._options.review else {})
+        bodies = requests(self.document, self._options.source_lang, fields)
         for index, (key, body) in enumerate(bodies):
             if self._options.limit and index >= self._options.limit:
                 return
@@ -244,19 +249,19 @@ class DocumentJob:
     def _write(self, answers: dict[str, str]) -> None:
         """Write the translated file. Raises RunError."""
         units = self.document.units
-        found: dict[str, tuple[str, list[str]]] = {key: msgspec.json.decode(one) for key, one in answers.items()}
+        found = {key: msgspec.json.decode(one, type=Result) for key, one in answers.items()}
         results = [found.get(unit_key(unit)) for unit in units]
         if self._options.review:
-            _write_file(Path(self._options.review), _review(self.document, results))
+            _write_file(Path(self._options.review), review(self.document, results))
         notes = len(self.document.notes)
-        texts = [None if one is None else one[0] for one in results]
+        texts = [None if one is None else one.text for one in results]
         try:
             data = self.document.write(texts, is_bilingual=self._options.bilingual)
         except DocumentError as error:
             raise RunError(f"{self._output} {error}") from None
         for note in self.document.notes[notes:]:
             sys.stderr.write(f"{note}\n")
-        num_warnings = sum(bool(one and one[1]) for one in results)
+        num_warnings = sum(bool(one and one.warnings) for one in results)
         if num_warnings:
             hint = "" if self._options.review else "; --review FILE lists them"
             sys.stderr.write(f"{num_warnings} of {len(units)} translations may be wrong{hint}\n")
@@ -291,13 +296,26 @@ def _write_file(path: Path, data: bytes) -> None:
         raise RunError(f"{path} cannot be written ({error.strerror}); {remedy}") from None
 
 
-def _review(document: Document, results: Iterable[tuple[str, list[str]] | None]) -> bytes:
+class Result(NamedTuple):
+    """A text's translation, in the progress file."""
+
+    text: str
+    warnings: list[str]
+    score: float | None = None
+    confidence: float | None = None
+
+
+def review(document: Document, results: Sequence[Result | None]) -> bytes:
+    """Return the table of --review, as CSV."""
     out = io.StringIO(newline="")
     table = csv.writer(out)
-    table.writerow(["source", "translation", "warnings", "note"])
-    for unit, result in zip(document.units, results, strict=True):
-        text, warnings = result or ("", ["was not translated"])
-        table.writerow([unit.text, text, "; ".join(warnings), unit.note])
+    table.writerow(["source", "translation", "warnings", "note", "score", "confidence", "review"])
+    scored = [(one.confidence, index) for index, one in enumerate(results) if one and one.confidence is not None]
+    lowest = {index for _, index in heapq.nsmallest(_REVIEWED, scored)}
+    for index, (unit, result) in enumerate(zip(document.units, results, strict=True)):
+        text, warnings, score, confidence = result or Result("", ["was not translated"])
+        mark = "yes" if index in lowest or warnings else ""
+        table.writerow([unit.text, text, "; ".join(warnings), unit.note, score, confidence, mark])
     return out.getvalue().encode("utf-8-sig", "replace")
 
 
@@ -344,4 +362,6 @@ class SegmentTask:
         warnings = [
             one["message"].partition(": the translation ")[2] or one["message"] for one in answer.get("warnings", ())
         ]
-        return json.dumps([answer["translations"][0]["text"], warnings], ensure_ascii=False)
+        (one,) = answer["translations"]
+        scores = [one["score"], one["confidence"]] if "score" in one else []
+        return json.dumps([one["text"], warnings, *scores], ensure_ascii=False)

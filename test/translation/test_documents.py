@@ -165,9 +165,23 @@ TMX = """<!DOCTYPE tmx SYSTEM "tmx14.dtd">
 </tu></body></tmx>"""
 
 
+TBX_2 = """<martif type="TBX" xml:lang="en"><martifHeader/><text><body><termEntry id="c1"><descrip type="subjectField">pets
+</descrip><langSet xml:lang="fr"><tig><term>chat</term></tig></langSet><langSet xml:lang="en-GB"><ntig><termGrp><term>house
+cat</term><termNote type="partOfSpeech">noun</termNote></termGrp></ntig><ntig><termGrp><term>cat</term></termGrp></ntig>
+</langSet></termEntry><termEntry id="c2"><langSet xml:lang="en"><tig><term>dog</term></tig></langSet>
+<langSet xml:lang="de-AT"><tig><term>Hund</term></tig></langSet></termEntry></body></text></martif>"""
+TBX_3 = """<tbx type="TBX-Core" xml:lang="en" xmlns="urn:iso:std:iso:30042:ed-2"><text><body><conceptEntry id="1">
+<langSec xml:lang="en"><termSec><term>cat</term></termSec></langSec></conceptEntry></body></text></tbx>"""
+
+
 @pytest.mark.parametrize(
     ("name", "source", "added"),
     [
+        (
+            "a.tbx", TBX_2,
+            [('<langSet xml:lang="de"><ntig><termGrp><term>ühouse ücat</term></termGrp></ntig></langSet>', "")],
+        ),
+        ("a.tbx", TBX_3, [('<langSec xml:lang="de"><termSec><term>ücat</term></termSec></langSec>', "")]),
         (
             "a.xlf", XLIFF_1,
             [('<target state="needs-review-translation">üClick <g id="1">üthe übutton</g><x id="2"/> ünow</target>\n ', ""),
@@ -461,6 +475,8 @@ DEEP, MANY = 10**6, 10**5
 ROOTS = {
     "xlf": '<xliff version="1.2"><file><body><trans-unit><source>TEXT</source></trans-unit></body></file></xliff>',
     "tmx": '<tmx><body><tu><tuv xml:lang="en"><seg>TEXT</seg></tuv></tu></body></tmx>',
+    "tbx": "<tbx><text><body><conceptEntry><langSec><termSec><term>TEXT</term></termSec></langSec></conceptEntry>"
+    "</body></text></tbx>",
     "xml": '<resources><string name="a">TEXT</string></resources>',
 }
 MEMBERS = {

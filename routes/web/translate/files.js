@@ -7,7 +7,7 @@ import { translateFile } from "./work.js";
 
 const BINARY = ["docx", "pptx", "xlsx", "odt", "epub"];
 const ENDINGS = [
-  ...BINARY, "txt", "md", "html", "srt", "vtt", "ass", "po", "pot", "xlf", "xliff", "tmx", "json", "arb", "yaml", "yml",
+  ...BINARY, "txt", "md", "html", "srt", "vtt", "ass", "po", "pot", "xlf", "xliff", "tmx", "tbx", "json", "arb", "yaml", "yml",
   "xml", "xcstrings", "properties", "strings", "csv", "tsv",
 ];
 

@@ -31,6 +31,7 @@ _READERS: dict[str, tuple[str, str, dict[str, str], str]] = {
     "strings": ("strings", "read_apple_strings", {}, "strings"),
     "xliff": ("interchange", "read_xliff", {}, "xlf xliff"),
     "tmx": ("interchange", "read_tmx", {}, "tmx"),
+    "tbx": ("interchange", "read_tbx", {}, "tbx"),
     "android": ("interchange", "read_android", {}, "xml"),
     "json": ("structured", "read_json", {}, "json"),
     "arb": ("structured", "read_json", {"kind": "arb"}, "arb"),
@@ -54,7 +55,7 @@ _ADVICE = {
     "ppt": "save it as pptx",
     "mobi": "convert it to epub, for example with Calibre",
     "azw3": "convert it to epub, for example with Calibre",
-    "tex": "convert it to md or docx, for example with pandoc",
+    "tex": "LaTeX's macros may mean anything; convert it to md or docx, for example with pandoc",
     "mo": "use the po file that it was made from",
 }
 

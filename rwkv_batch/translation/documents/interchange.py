@@ -1,7 +1,8 @@
-"""Translators' XML: XLIFF 1.2 and 2, TMX and Android's strings."""
+"""Translators' XML: XLIFF 1.2 and 2, TMX, TBX and Android's strings."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from copy import deepcopy
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from lxml import etree
 
 from rwkv_batch.translation.documents.document import (
+    AUTO,
     Document,
     DocumentError,
     DocumentOptions,
@@ -152,6 +154,43 @@ def _variant_writer(source: Any, codes: list[Any], language: str) -> Any:
         fill(etree.SubElement(made, "seg"), text, [deepcopy(code) for code in codes])
         made.tail = source.tail
         source.getparent()[-1].addnext(made)
+
+    return put
+
+
+def read_tbx(data: bytes, options: DocumentOptions) -> Document:
+    """Read a term base of TBX 2 or 3. Each entry without the language gets its first term's. Raises DocumentError."""
+    tree = parse_xml(data)
+    root = tree.getroot()
+    if local(root) not in ("martif", "tbx"):
+        raise DocumentError(f"is not TBX: its root is {local(root)!r}, not martif or tbx; save it as TBX")
+    wanted = root.get(f"{XML}lang", "") if options.source == AUTO else options.source
+    slots = []
+    for entry in root.iter("{*}termEntry", "{*}conceptEntry"):
+        sections = [one for one in entry if local(one) in ("langSet", "langSec")]
+        by_language = {language_name(one.get(f"{XML}lang", "")): one for one in reversed(sections)}
+        source = by_language.get(language_name(wanted), sections[0] if sections else None)
+        term = None if source is None else source.find(".//{*}term")
+        if source is None or term is None or language_name(options.target) in by_language:
+            continue
+        text, codes = inline_text(term, lambda element: local(element) not in _PAIRS)
+        if has_text(text):
+            note = " ".join(
+                " ".join(one.itertext()).strip() for one in entry if local(one) in ("descrip", "descripGrp")
+            )
+            slots.append(slot(inline_unit(text, note), _term_writer(source, term, codes, options.target)))
+    return Document(slots, lambda: xml_bytes(tree, data))
+
+
+def _term_writer(source: Any, term: Any, codes: list[Any], language: str) -> Any:
+    def put(text: str) -> None:
+        made = parent = etree.Element(source.tag, {f"{XML}lang": language}, nsmap=source.nsmap)
+        around = list(itertools.takewhile(lambda one: one is not source, term.iterancestors()))
+        for element in reversed(around):
+            parent = etree.SubElement(parent, element.tag)
+        fill(etree.SubElement(parent, term.tag), text, [deepcopy(code) for code in codes])
+        made.tail = source.tail
+        source.addnext(made)
 
     return put
 

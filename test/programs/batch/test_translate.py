@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import signal
 import sqlite3
@@ -14,6 +16,9 @@ from pathlib import Path
 import pytest
 
 from app import main
+from programs.batch.translate import Result, review
+from rwkv_batch.translation.documents.document import DocumentOptions
+from rwkv_batch.translation.documents.formats import read_document
 from test.programs.batch.runs import batch, read_jsonl, started, write_jsonl
 from test.serving import ROOT, Service, wait_for
 
@@ -62,6 +67,7 @@ def test_texts_that_fail_stay_and_are_named(fake: Service, tmp_path: Path) -> No
         ("a.csv", b"id,body\n1,x\n", (), "no column is given; name one of 'id', 'body'"),
         ("a.pdf", b"%PDF-1.7", (), "convert it to docx or html"),
         ("a.docx", b"%PDF-1.7", (), "pdf is not translated"),
+        ("a.tex", b"\\section{A}", (), "tex is not translated: LaTeX's macros"),
         ("a.foo", b"x", (), "the name must end in .txt"),
         ("a.json", b"{", (), "is not JSON"),
         ("a.txt", b"\xff", ("--encoding", "klingon"), "is not klingon"),
@@ -75,6 +81,22 @@ def test_what_is_wrong_is_said_before_anything_runs(
     nothing = ("-t", "de", "--url", "http://127.0.0.1:9")
     assert main(["translate", str(tmp_path / name), *nothing, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_review_has_scores_and_marks_the_least_certain(fake: Service, tmp_path: Path) -> None:
+    lines = [f"line {number} is here" for number in range(14)]
+    document = read_document("\n".join(lines).encode(), "a.txt", DocumentOptions(target="de"))
+    results = [Result(one.upper(), ["repeats itself"] * (at == 13), -0.1, -at / 10) for at, one in enumerate(lines)]
+    table = list(csv.DictReader(io.StringIO(review(document, [*results[:12], None, results[13]]).decode("utf-8-sig"))))
+    assert [one["source"] for one in table if not one["review"]] == lines[:3], "ten of thirteen, and a warning"
+    assert (table[3]["score"], table[3]["confidence"], table[12]["confidence"]) == ("-0.1", "-0.3", "")
+    assert table[12]["warnings"] == "was not translated" and table[12]["review"] == "yes"
+    source, found = tmp_path / "a.txt", tmp_path / "review.csv"
+    source.write_text("One line.\nTwo lines.\n")
+    assert translate(fake, source) == 0
+    assert translate(fake, source, "--review", str(found)) == 0, "scores are asked for without --fresh"
+    rows = list(csv.DictReader(io.StringIO(found.read_text("utf-8-sig"))))
+    assert [float(one["score"]) for one in rows] == [0.0, 0.0] and rows[1]["source"] == "Two lines."
 
 
 def test_other_files_are_not_overwritten(fake: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
