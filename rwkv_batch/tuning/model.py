@@ -152,10 +152,10 @@ class TrainingModel:
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         weight = self.weights[f"{name}.weight"]
-        y = F.linear(x, weight)
+        y = _product(x, weight.t())
         if name in self.tunables.pairs:
             a, b = self.tunables.pairs[name]
-            y = y + F.linear(F.linear(x, a), b)
+            y = y + _product(_product(x, a.t()), b.t())
         return y
 
     def _layer(
@@ -176,8 +176,8 @@ class TrainingModel:
         d = shifted(x, begins) - x
 
         def low_rank(letter: str, between: Any = None) -> Tensor:
-            first = (x + d * self.weights[f"{att}.x_{letter}"]) @ self.weights[f"{att}.{letter}1"]
-            return (first if between is None else between(first)) @ self.weights[f"{att}.{letter}2"]
+            first = _product(x + d * self.weights[f"{att}.x_{letter}"], self.weights[f"{att}.{letter}1"])
+            return _product(first if between is None else between(first), self.weights[f"{att}.{letter}2"])
 
         def heads(t: Tensor) -> Tensor:
             return t.to(self._wide).view(*t.shape[:-1], -1, HEAD_SIZE)
@@ -205,6 +205,37 @@ class TrainingModel:
 
 _PROJECTIONS = (("r", "receptance"), ("k", "key"), ("v", "value"))
 _VECTORS = ("x_r", "x_k", "x_v", "w0", "a0", "k_k", "k_a")
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return x @ matrix [in, out]. In autocast, factors are bf16, but sums stay fp32, also in the backward."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x @ matrix
+    product: Tensor = _WideProduct.apply(x, matrix)
+    return product
+
+
+class _WideProduct(torch.autograd.Function):
+    """The product of bf16 factors, with fp32 results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor) -> Tensor:
+        flat, narrow = x.flatten(0, -2).bfloat16(), matrix.bfloat16()
+        ctx.save_for_backward(flat if matrix.requires_grad else None, narrow)
+        ctx.shape, ctx.dtypes = x.shape, (x.dtype, matrix.dtype)
+        return _wide_product(flat, narrow).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat, narrow = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2).bfloat16()
+        dx = _wide_product(grad, narrow.t()).view(ctx.shape).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        return dx, _wide_product(flat.t(), grad).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+
+
+def _wide_product(x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.mm(x, y, out_dtype=torch.float32) if x.is_cuda else x.float() @ y.float()
 
 
 def _logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
