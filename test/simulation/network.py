@@ -168,6 +168,8 @@ class Network:
         self.rng = rng
         self.listeners: dict[str, Socket] = {}
         self.links: list[tuple[Socket, Socket]] = []
+        self._ended_links: list[tuple[Socket, Socket]] = []
+        """links of ended processes: the other end notices when they no longer stall"""
         self.buffer_bytes = 100_000
         self._delays = rng.choice(((0.0,), (0.0, 0.001, 0.005), (0.001, 0.02, 0.1)))
 
@@ -185,6 +187,7 @@ class Network:
             for end in ends:
                 if end.process is process:
                     end.close()
+        self._ended_links += [ends for ends in self.links if any(end.process is process for end in ends)]
         self.links = [ends for ends in self.links if all(end.process is not process for end in ends)]
 
     def cut(self) -> None:
@@ -200,7 +203,7 @@ class Network:
     @property
     def is_stalled(self) -> bool:
         """Whether a link lets nothing arrive."""
-        pipes = [end.incoming for ends in self.links for end in ends if end.incoming is not None]
+        pipes = [end.incoming for ends in [*self.links, *self._ended_links] for end in ends if end.incoming is not None]
         return any(pipe.holds_until > self.tasks.now for pipe in pipes)
 
     def stall(self, seconds: float) -> None:
