@@ -153,12 +153,14 @@ class Acquisition:
 
     def _acquired(self, lease: Lease, job: Acquire) -> None:
         session = lease.session
+        if lease.state is not LeaseState.WAITING:  # cancelled or deleted meanwhile
+            # Memory was not compared with the database. With this fence, a deleted session's state could be stored.
+            current = self._index.get(session.key) or session
+            if not lease.branch and job.fence is not None and current.active is None:
+                self._release_fence(job.fence)
+            return
         session.fence = job.fence
         session.acquired = not lease.branch
-        if lease.state is not LeaseState.WAITING:  # cancelled or deleted meanwhile
-            if session.active is None:
-                self.release(session)
-            return
         try:
             if lease.branch:
                 self._begin_branch(lease, job)

@@ -340,6 +340,19 @@ def test_delete_wins_over_another_engines_turn(engines: Engines) -> None:
     assert one.list_sessions().total == 1
 
 
+def test_a_cancelled_turn_does_not_bring_a_deleted_session_back(engines: Engines) -> None:
+    """The turn acquired the session, but the state in memory is the deleted one: it must not be stored."""
+    one, two = engines("one", checkpoint_idle_s=600.0), engines("two")
+    one.turn("s", [1, 2])
+    two.delete("s")
+    cancelled = one.pool.turns.checkout("s")
+    one.pool.turns.release(cancelled)
+    one.settle()
+    one.pool.close()  # stores the sessions in memory
+    assert two.list_sessions().total == 0
+    assert np.array_equal(two.state("s"), expected_state([]))
+
+
 def test_branches_on_any_engine_get_unique_numbers(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     first = one.turn("s", [1], branch_from=0).dialogue_idx
