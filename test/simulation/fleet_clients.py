@@ -301,6 +301,12 @@ class FleetClients:
         if "tokens a minute" in error.message:
             maximum = sum(one.max_cost for one in self.requests if one.job.client == request.job.client)
             used = maximum - request.max_cost
+            if self._world.counts["kills"]:  # the ledger's holder was lost: counts on their way are sent again
+                used += sum(
+                    one.job.usage.prompt_tokens
+                    for one in self.requests
+                    if one.job.client == request.job.client and one.job.usage is not None
+                )
             demand(used >= (self.limits.tokens_per_minute or 0), f"{request.job.client} is refused after {used} tokens")
         elif not (error.kind is ErrorKind.CANCELLED and request.is_cancelled):
             self._explain(error, request.at, request.session)

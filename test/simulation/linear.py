@@ -76,10 +76,24 @@ class LinearSession:
         while new:
             one = new.pop()
             for number in one.open:
-                if (after := self._after(one, number)) not in found:
-                    found.add(after)
-                    new.append(after)
+                afters = {self._after(one, number)}
+                if self.requests[number] is None:
+                    afters |= {self._begun_again(after) for after in afters}
+                new += afters - found
+                found |= afters
         return found
+
+    def _begun_again(self, deleted: Candidate) -> Candidate:
+        """Return the history in which turns that began the deleted session, without an answer, may begin it again.
+
+        Their engine was lost. The session's length, zero as before, does not show that they were stored and deleted.
+        """
+        again = {
+            (number, outcome)
+            for number, outcome in deleted.outcomes
+            if (request := self.requests[number]) is not None and outcome[1] == len(request.prompt)
+        }
+        return Candidate((), deleted.open | {number for number, _ in again}, deleted.outcomes - again)
 
     def _after(self, one: Candidate, number: int) -> Candidate:
         """Return the history after a request took effect."""
