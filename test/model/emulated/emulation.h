@@ -416,6 +416,7 @@ inline int reduce_add(int value) {
   return value;
 }
 #define __reduce_add_sync(mask, value) reduce_add(value)
+#define __ballot_sync(mask, value) static_cast<uint32_t>(reduce_add((value) ? static_cast<int>(1u << emulation::running % 32) : 0))
 inline int __dp4a(int a, int b, int sum) {
   for (int i = 0; i < 32; i += 8) sum += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
   return sum;

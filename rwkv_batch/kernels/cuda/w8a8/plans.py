@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     in_memory: bool = False
     """the CTAs that share K exchange their sums through memory; else they are a cluster"""
     pair: int = 1
-    """2: two CTAs load the tile of inputs for both"""
+    """2: two CTAs load the tile of inputs for both; 4: two such pairs load the tiles of weights for both"""
     warpgroups: int = 2
     blocks: int = 1
     """64 outputs per warpgroup each"""
@@ -37,6 +37,11 @@ class Tile(NamedTuple):
     def outputs(self) -> int:
         """Outputs of a tile."""
         return BLOCK_OUTPUTS * self.warpgroups * self.blocks
+
+    @property
+    def cluster(self) -> tuple[int, int]:
+        """Tiles that CTAs load together, along outputs and along rows."""
+        return (2 if self.pair > 1 else 1), (2 if self.pair > 2 else 1)
 
 
 class Plan(NamedTuple):
@@ -89,6 +94,7 @@ TILES: dict[bool, tuple[Tile, ...]] = {
         *(Tile(rows, 4, in_memory=True) for rows in (8, 64, 128)),
         Tile(160, 2, in_memory=True),
         *(Tile(rows, pair=2) for rows in (256, 320)),
+        Tile(256, pair=4),
         Tile(160, pair=2, blocks=2),
         Tile(160, warpgroups=3),
     ),
@@ -98,6 +104,7 @@ TILES: dict[bool, tuple[Tile, ...]] = {
         *(Tile(rows, 4, in_memory=True) for rows in (8, 32, 64, 128)),
         Tile(160, 2, in_memory=True),
         Tile(256, pair=2),
+        Tile(256, pair=4),
     ),
 }
 """Whether inputs are u8 -> compiled tiles, as in csrc/w8a8/w8a8_*.cu."""
@@ -144,8 +151,9 @@ def num_ctas(tile: Tile, launch: Launch) -> int:
 
     Each computes one tile, or one split of it.
     """
-    outputs = tile.outputs * tile.pair
-    return sum(-(-n // outputs) for n in launch.ns) * -(-launch.rows // tile.tile_rows) * tile.splits * tile.pair
+    abreast, stacked = tile.cluster
+    outputs, rows = tile.outputs * abreast, tile.tile_rows * stacked
+    return sum(-(-n // outputs) for n in launch.ns) * -(-launch.rows // rows) * tile.splits * tile.pair
 
 
 @functools.cache
@@ -172,7 +180,8 @@ def _measured(launch: Launch) -> Plan | None:
 
 
 def _wastes_little(tile: Tile, rows: int) -> bool:
-    return tile.tile_rows <= FEW_ROWS or -(-rows // tile.tile_rows) * tile.tile_rows <= LARGEST_WASTE * rows
+    together = tile.tile_rows * tile.cluster[1]
+    return tile.tile_rows <= FEW_ROWS or -(-rows // together) * together <= LARGEST_WASTE * rows
 
 
 def _cost(tile: Tile, launch: Launch, num_sms: int) -> float:

@@ -205,11 +205,11 @@ __global__ void __launch_bounds__(512, 1) shift_mix_kernel(const ShiftMixArgs a)
         const uint4 x = smem.x[i][thread], sum = add_packed(x, smem.delta[i][thread]);
         return !is_there ? make_uint4(0, 0, 0, 0) : a.delta == nullptr ? x : sum;
     };
-    int64_t row = is_decode ? first : a.token_rows[first];
-    int end = is_decode ? first + 1 : static_cast<int>(a.cu_seqlens[row + 1]);
-    bool starts = is_decode || a.cu_seqlens[row] == first;
+    GroupRows next;
+    next.find(a, first);
+    next.find_slots(a);
     uint4 before = make_uint4(0, 0, 0, 0);  // h of the token before the group
-    if (!starts) {
+    if ((next.boundaries() & 1) == 0) {
         fetch(first - 1, 0);
         __pipeline_commit();
         __pipeline_wait_prior(0);
@@ -231,22 +231,15 @@ __global__ void __launch_bounds__(512, 1) shift_mix_kernel(const ShiftMixArgs a)
         const int count = ALL ? GROUP_TOKENS : min(GROUP_TOKENS, last - start), places = ALL || active ? count : 0;  // what this thread stores
         const auto is_inside = [&](int i) { return ALL || i < places; };
         const int64_t at = static_cast<int64_t>(start) * width + channel;
+        const GroupRows rows = next;
+        const uint32_t boundaries = rows.boundaries();  // bit i: token i starts a row, so token i - 1 ended one
+        next.find(a, start + GROUP_TOKENS);
         uint4 previous[GROUP_TOKENS] = {};  // of tokens that start a row
-        uint32_t first_ones = 0;            // a bit for each token that starts a row
-        __half* last_h[GROUP_TOKENS] = {};  // where h goes of tokens that end a row
-        if (starts || end <= start + GROUP_TOKENS) {
 #pragma unroll
-            for (int i = 0; i < GROUP_TOKENS; ++i) {
-                if (i >= count) continue;
-                first_ones |= starts << i;
-                if (starts && active) previous[i] = load16(a.shift + a.read_slots[row] * a.slot_stride + channel);
-                starts = start + i + 1 == end;
-                if (!starts) continue;
-                if (active) last_h[i] = (is_decode ? a.shift + a.write_slots[row] * a.slot_stride : a.last_h + row * width) + channel;
-                if (start + i + 1 >= last) continue;
-                row = is_decode ? row + 1 : a.token_rows[start + i + 1];
-                end = is_decode ? end + 1 : static_cast<int>(a.cu_seqlens[row + 1]);
-            }
+        for (int i = 0; i < GROUP_TOKENS; ++i) {
+            if ((boundaries >> i & 1) == 0) continue;
+            const int64_t slot = rows.read_slot(i);
+            if (is_inside(i)) previous[i] = load16(a.shift + slot * a.slot_stride + channel);
         }
         float h[GROUP_TOKENS][8], change[GROUP_TOKENS][8];
         uint4 mix = make_uint4(0, 0, 0, 0);
@@ -274,16 +267,20 @@ __global__ void __launch_bounds__(512, 1) shift_mix_kernel(const ShiftMixArgs a)
 #pragma unroll
             for (int i = 0; i < GROUP_TOKENS / 2; ++i) merged[i] = merge_two_moments(smem.moments[buffer][2 * i], smem.moments[buffer][2 * i + 1], blockDim.x >> 5, width);
             buffer ^= 1;
+            next.find_slots(a);
 #pragma unroll
             for (int i = 0; i < GROUP_TOKENS; ++i) {
                 const int lane = i % 2 * 16;
                 const Moments stats = {__shfl_sync(FULL_MASK, merged[i / 2].mean, lane), __shfl_sync(FULL_MASK, merged[i / 2].scale, lane)};
                 normalise(packed[i], stats, weight, bias, h[i]);
-                if ((first_ones >> i & 1) == 0) previous[i] = before;
+                if ((boundaries >> i & 1) == 0) previous[i] = before;
                 unpack8(previous[i], change[i]);
                 // Rounded as a later step would read it from the slot, so that chunked and whole prefill agree.
                 before = pack8(h[i]);
-                if (last_h[i] != nullptr) store_vector(last_h[i], before);
+                if ((boundaries >> (i + 1) & 1) != 0) {
+                    __half* const to = is_decode ? a.shift + rows.write_slot(i) * a.slot_stride : a.last_h + rows.row(i) * width;
+                    if (is_inside(i)) store_vector(to + channel, before);
+                }
 #pragma unroll
                 for (int j = 0; j < 8; ++j) change[i][j] -= h[i][j];
             }

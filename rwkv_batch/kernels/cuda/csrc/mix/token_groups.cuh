@@ -18,6 +18,31 @@ struct GroupSmem {
     uint32_t large[QUANTISED_MIXES<MIXES>][GROUP_TOKENS];               // W8A8: of segment 1
 };
 
+// Rows of a group's tokens and of their neighbours: lane i + 1 has token i's.
+struct GroupRows {
+    int row_of_lane, read_slot_of_lane, write_slot_of_lane;
+    bool has_slots;
+
+    __device__ __forceinline__ void find(const ShiftMixArgs& a, int start) {
+        const int lane = threadIdx.x & 31, token = start - 1 + lane;
+        row_of_lane = -1 - (lane & 1);  // before and past all tokens
+        if (lane <= GROUP_TOKENS + 1 && token >= 0 && token < a.tokens) row_of_lane = a.cu_seqlens == nullptr ? token : static_cast<int>(a.token_rows[token]);
+        has_slots = lane > 0 && lane <= GROUP_TOKENS && token < a.tokens;
+    }
+    // Some time later, when the rows have arrived.
+    __device__ __forceinline__ void find_slots(const ShiftMixArgs& a) {
+        read_slot_of_lane = has_slots ? static_cast<int>(a.read_slots[row_of_lane]) : 0;
+        write_slot_of_lane = has_slots && a.cu_seqlens == nullptr ? static_cast<int>(a.write_slots[row_of_lane]) : 0;
+    }
+    // Bit i: token i has another row than the one before.
+    __device__ __forceinline__ uint32_t boundaries() const {
+        return __ballot_sync(FULL_MASK, row_of_lane != __shfl_sync(FULL_MASK, row_of_lane, (threadIdx.x + 1) & 31));
+    }
+    __device__ __forceinline__ int64_t row(int i) const { return __shfl_sync(FULL_MASK, row_of_lane, i + 1); }
+    __device__ __forceinline__ int64_t read_slot(int i) const { return __shfl_sync(FULL_MASK, read_slot_of_lane, i + 1); }
+    __device__ __forceinline__ int64_t write_slot(int i) const { return __shfl_sync(FULL_MASK, write_slot_of_lane, i + 1); }
+};
+
 // Stores mix m of `count` tokens as fp8. All threads call it; inactive ones pass zeros.
 template <int MIXES, OutputFormat OUT, bool ALL>
 __device__ __forceinline__ void write_group_fp8(

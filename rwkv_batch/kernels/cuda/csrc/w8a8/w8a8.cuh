@@ -28,7 +28,8 @@
 // and split.
 // SPLITS > 1: that many CTAs share a tile's K, exchange sums, and finish SHARE rows each. They are a cluster and
 // exchange through distributed shared memory, or (GLOBAL) through memory; then all CTAs of the launch must be resident.
-// PAIR = 2: two CTAs with neighbouring outputs load half of the tile of x each, for both (multicast).
+// PAIR = 2: two CTAs with neighbouring outputs load half of the tile of x each, for both (multicast). PAIR = 4: two such
+// pairs with neighbouring rows; two CTAs with the same outputs load half of the tile of W each, too.
 // Block: 128 threads that load, 128 per consumer warpgroup. One warp loads W, another one x, 128 of K per stage of the
 // ring. Each consumer warpgroup multiplies 64 * BLOCKS outputs.
 // Shared memory: up to 227 KB (LEAN: 113 KB).
@@ -52,13 +53,13 @@ struct W8A8Gemm {
     const int* weight_ratios;
     const float* input_scales;
     const int* input_ratios;
-    int n, first_group;  // groups: PAIR tiles of outputs
+    int n, first_group;  // groups: ABREAST tiles of outputs
 };
 
 struct W8A8Launch {
     W8A8Gemm gemms[MAX_W8A8_GEMMS];
-    int count, rows, k;
-    int groups, row_blocks, band;  // band: row blocks that all outputs are computed of before the next ones
+    int count, rows, k, pitch;
+    int groups, row_blocks, band;  // row_blocks: of STACKED tiles; band: row blocks that all outputs are computed of before the next ones
     int4* exchange;       // GLOBAL: [tiles][FINISHERS][SPLITS - 1][SHARE / 8][THREADS]
     unsigned* counters;   // GLOBAL: [tiles][8], counted up by every launch, of 2 and of 4 splits apart
     int lead;  // stages that each warpgroup is ahead of the next one, so that epilogues overlap with products
@@ -74,8 +75,11 @@ struct W8A8Tile {
     static constexpr int WARPGROUPS = WARPGROUPS_, BLOCKS = BLOCKS_, ROWS = ROWS_, SPLITS = SPLITS_, PAIR = PAIR_;
     static constexpr bool GLOBAL = GLOBAL_;
     static constexpr int OUTPUTS = BLOCK_OUTPUTS * BLOCKS * WARPGROUPS, CLUSTER = (GLOBAL ? 1 : SPLITS) * PAIR, TOGETHER = SPLITS * PAIR, THREADS = 128 * WARPGROUPS;
+    static constexpr int ABREAST = PAIR > 1 ? 2 : 1, STACKED = PAIR > 2 ? 2 : 1;  // a cluster's tiles along outputs, along rows
     static constexpr int PARTS = ROWS > 256 ? 2 : 1, PART = ROWS / PARTS;  // rows of one wgmma
-    static constexpr int BOX_ROWS = PAIR > 1 ? ROWS / PAIR : PART;         // rows of one copy of x
+    static constexpr int BOX_ROWS = PAIR > 1 ? ROWS / 2 : PART;            // rows of one copy of x
+    static constexpr int BOX_OUTPUTS = OUTPUTS / STACKED;                  // outputs of one copy of W
+    static constexpr int RELEASES = ABREAST + STACKED - 1;                 // CTAs whose consumers free a slot of the ring
     static constexpr int SHARE = SPLITS == 1 ? ROWS : ROWS / SPLITS < 8 ? 8 : ROWS / SPLITS;  // rows that one CTA finishes
     static constexpr int FINISHERS = ROWS / SHARE;
     static constexpr bool LEAN = ROWS <= 16;  // two CTAs on a multiprocessor
@@ -132,8 +136,8 @@ __device__ __forceinline__ Work place(const W8A8Launch& p, int number, int rank)
     const int group = in_band / height, row_block = first_block + in_band - group * height;
     int at = 0;
     while (at + 1 < p.count && group >= p.gemms[at + 1].first_group) ++at;
-    const int pair = Tile::PAIR > 1 ? rank : 0;
-    return {&p.gemms[at], ((group - p.gemms[at].first_group) * Tile::PAIR + pair) * Tile::OUTPUTS, row_block * Tile::ROWS};
+    const int right = Tile::ABREAST > 1 ? rank % 2 : 0, below = Tile::STACKED > 1 ? rank / 2 : 0;
+    return {&p.gemms[at], ((group - p.gemms[at].first_group) * Tile::ABREAST + right) * Tile::OUTPUTS, (row_block * Tile::STACKED + below) * Tile::ROWS};
 }
 
 // Stages of K that a CTA multiplies.
@@ -172,7 +176,13 @@ __device__ __forceinline__ void load_weights(const W8A8Launch& p, const Layout<T
             mbarrier_wait(at.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = at.full + 8 * slot.stage;
             mbarrier_expect_tx(barrier, bytes);
-            tma_load(at.ring + slot.stage * Tile::STAGE_BYTES, &work.gemm->weights, i * DEPTH, work.output, 0, barrier, hint);
+            const uint32_t to = at.ring + slot.stage * Tile::STAGE_BYTES;
+            if constexpr (Tile::STACKED > 1) {
+                const int output = rank / 2 * Tile::BOX_OUTPUTS;
+                tma_multicast(to + output * DEPTH, &work.gemm->weights, i * DEPTH, work.output + output, 0, barrier, 1 << rank | 1 << (rank ^ 2), hint);
+            } else {
+                tma_load(to, &work.gemm->weights, i * DEPTH, work.output, 0, barrier, hint);
+            }
             bytes = Tile::STAGE_BYTES;
             slot.advance();
             if (throttled > 0) throttle(at.inputs_ready, THROTTLE_CYCLES), --throttled;
@@ -194,16 +204,17 @@ __device__ __forceinline__ void load_inputs(const W8A8Launch& p, const Layout<Ti
             mbarrier_wait(at.empty + 8 * slot.stage, slot.parity);
             const uint32_t barrier = at.full + 8 * slot.stage, to = at.ring + slot.stage * Tile::STAGE_BYTES + Tile::WEIGHT_BYTES;
             if constexpr (Tile::PAIR > 1) {
-                const int row = rank * Tile::BOX_ROWS;
-                tma_multicast(to + row * DEPTH, &work.gemm->inputs, i * DEPTH, work.row + row, 0, barrier, (1 << Tile::PAIR) - 1, EVICT_LAST);
+                const int row = rank % 2 * Tile::BOX_ROWS;
+                tma_multicast(to + row * DEPTH, &work.gemm->inputs, i * DEPTH, work.row + row, 0, barrier, 1 << rank | 1 << (rank ^ 1), EVICT_LAST);
             } else {
 #pragma unroll
                 for (int row = 0; row < Tile::ROWS; row += Tile::BOX_ROWS)
                     tma_load(to + row * DEPTH, &work.gemm->inputs, i * DEPTH, work.row + row, 0, barrier, EVICT_LAST);
             }
             if (i == stages.first) {
-                bulk_load(scales, work.gemm->input_scales + work.row, Tile::SCALE_BYTES / 2, barrier);
-                bulk_load(scales + Tile::SCALE_BYTES / 2, work.gemm->input_ratios + work.row, Tile::SCALE_BYTES / 2, barrier);
+                const int row = min(work.row, p.pitch - Tile::ROWS);  // STACKED: a tile past all rows is not stored
+                bulk_load(scales, work.gemm->input_scales + row, Tile::SCALE_BYTES / 2, barrier);
+                bulk_load(scales + Tile::SCALE_BYTES / 2, work.gemm->input_ratios + row, Tile::SCALE_BYTES / 2, barrier);
             }
             slot.advance();
         }
@@ -221,7 +232,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
     const Layout<Tile> at(dynamic);
     const int rank = Tile::TOGETHER > 1 ? blockIdx.x % Tile::TOGETHER : 0;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) mbarrier_init(at.full + 8 * i, 1), mbarrier_init(at.empty + 8 * i, WARPGROUPS * Tile::PAIR);
+        for (int i = 0; i < STAGES; ++i) mbarrier_init(at.full + 8 * i, 1), mbarrier_init(at.empty + 8 * i, WARPGROUPS * Tile::RELEASES);
         for (int i = 0; i + 1 < WARPGROUPS; ++i) mbarrier_init(at.lead + 8 * i, 1);
         mbarrier_init(at.inputs_ready, 1);
         fence_mbarrier_init();
@@ -269,7 +280,8 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
         const auto release = [&](uint32_t barrier) {
             if (tid == 0) {
                 arrive(barrier);
-                if constexpr (Tile::PAIR > 1) arrive_peer(barrier, rank ^ 1);
+                if constexpr (Tile::ABREAST > 1) arrive_peer(barrier, rank ^ 1);
+                if constexpr (Tile::STACKED > 1) arrive_peer(barrier, rank ^ 2);
             }
         };
         // A stage's products, asynchronous.

@@ -13,6 +13,23 @@ inline bool tensor_map_bytes(CUtensorMap* map, const void* matrix, int rows, int
     return make_tensor_map(map, matrix, BYTES, rows, k, k, 1, box_rows, 1, SWIZZLE_BYTES, SWIZZLE_BYTES, promotion);
 }
 
+// Clusters that run at once. Parts of the GPU may have SMs left over.
+template <typename Kernel>
+int max_clusters(Kernel kernel, int size, int threads, int smem_bytes) {
+    static int known[MAX_DEVICES] = {};
+    int& clusters = known[current_device()];
+    if (clusters == 0) {
+        cudaLaunchAttribute shape = {};
+        shape.id = cudaLaunchAttributeClusterDimension;
+        shape.val.clusterDim.x = size, shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3(size), config.blockDim = dim3(threads), config.dynamicSmemBytes = smem_bytes;
+        config.attrs = &shape, config.numAttrs = 1;
+        if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess || clusters < 1) clusters = device_info().num_sms / size;
+    }
+    return clusters;
+}
+
 // Returns a CUDA error code.
 template <typename Tile, bool UNSIGNED>
 int launch_w8a8(const W8A8Args& args, void* stream) {
@@ -22,9 +39,10 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
     W8A8Launch p = {};
     p.exchange = static_cast<int4*>(args.exchange), p.counters = static_cast<unsigned*>(args.counters);
     p.count = args.count, p.rows = args.rows, p.k = args.k, p.lead = Tile::SPLITS == 1 ? args.lead : 0;
-    p.row_blocks = (args.rows + Tile::ROWS - 1) / Tile::ROWS, p.band = 1;
-    while (p.band * 2 <= MAX_BAND && static_cast<int64_t>(p.band) * 2 * Tile::ROWS * args.k <= BAND_BYTES) p.band *= 2;
-    if (p.lead > stages || p.lead >= Tile::STAGES || args.pitch < p.row_blocks * Tile::ROWS) return REFUSED;
+    p.pitch = args.pitch;
+    p.row_blocks = (args.rows + Tile::ROWS * Tile::STACKED - 1) / (Tile::ROWS * Tile::STACKED), p.band = 1;
+    while (p.band * 2 * Tile::STACKED <= MAX_BAND && static_cast<int64_t>(p.band) * 2 * Tile::STACKED * Tile::ROWS * args.k <= BAND_BYTES) p.band *= 2;
+    if (p.lead > stages || p.lead >= Tile::STAGES || args.pitch < (args.rows + Tile::ROWS - 1) / Tile::ROWS * Tile::ROWS) return REFUSED;
     for (int i = 0; i < args.count; ++i) {
         const W8A8GemmArgs& m = args.gemms[i];
         W8A8Gemm& gemm = p.gemms[i];
@@ -32,9 +50,9 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
         gemm.y = static_cast<__half*>(m.y), gemm.n = m.n, gemm.first_group = p.groups;
         gemm.weight_scales = static_cast<const float*>(m.weight_scales), gemm.weight_ratios = static_cast<const int*>(m.weight_ratios);
         gemm.input_scales = static_cast<const float*>(m.input_scales), gemm.input_ratios = static_cast<const int*>(m.input_ratios);
-        p.groups += (m.n + Tile::OUTPUTS * Tile::PAIR - 1) / (Tile::OUTPUTS * Tile::PAIR);
+        p.groups += (m.n + Tile::OUTPUTS * Tile::ABREAST - 1) / (Tile::OUTPUTS * Tile::ABREAST);
         // L2 promotion of 128 bytes for W: a larger one fetches the next stage's bytes, which L2 evicts first.
-        if (!tensor_map_bytes(&gemm.weights, m.weights, m.n, args.k, Tile::OUTPUTS, CU_TENSOR_MAP_L2_PROMOTION_L2_128B) ||
+        if (!tensor_map_bytes(&gemm.weights, m.weights, m.n, args.k, Tile::BOX_OUTPUTS, CU_TENSOR_MAP_L2_PROMOTION_L2_128B) ||
             !tensor_map_bytes(&gemm.inputs, m.x, args.rows, args.k, Tile::BOX_ROWS, CU_TENSOR_MAP_L2_PROMOTION_L2_256B))
             return REFUSED;
     }
@@ -49,7 +67,8 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
     if (Tile::GLOBAL && works * Tile::TOGETHER > num_sms) return REFUSED;  // a CTA would wait for one that is not resident
     // Row scales of two tiles fit shared memory. With fewer stages than the ring, loads could run two tiles ahead.
     const bool is_persistent = Tile::SPLITS == 1 && stages >= Tile::STAGES;
-    const int clusters = is_persistent ? min(works, num_sms * (Tile::LEAN ? args.ctas_per_sm : 1) / Tile::PAIR) : works;
+    const int resident = Tile::PAIR > 2 ? max_clusters(kernel, Tile::CLUSTER, Tile::THREADS + 128, Tile::SHARED_BYTES) : num_sms * (Tile::LEAN ? args.ctas_per_sm : 1) / Tile::PAIR;
+    const int clusters = is_persistent ? min(works, resident) : works;
     const dim3 grid(clusters * Tile::TOGETHER);
     if constexpr (Tile::CLUSTER > 1) {
         launch_clusters(kernel, Tile::CLUSTER, grid, Tile::THREADS + 128, Tile::SHARED_BYTES, stream, p);
