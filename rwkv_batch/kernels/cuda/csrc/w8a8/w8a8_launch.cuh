@@ -67,7 +67,8 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
     if (Tile::GLOBAL && works * Tile::TOGETHER > num_sms) return REFUSED;  // a CTA would wait for one that is not resident
     // Row scales of two tiles fit shared memory. With fewer stages than the ring, loads could run two tiles ahead.
     const bool is_persistent = Tile::SPLITS == 1 && stages >= Tile::STAGES;
-    const int resident = Tile::PAIR > 2 ? max_clusters(kernel, Tile::CLUSTER, Tile::THREADS + 128, Tile::SHARED_BYTES) : num_sms * (Tile::LEAN ? args.ctas_per_sm : 1) / Tile::PAIR;
+    int resident = num_sms * (Tile::LEAN ? args.ctas_per_sm : 1) / Tile::PAIR;
+    if constexpr (Tile::PAIR > 2) resident = max_clusters(kernel, Tile::CLUSTER, Tile::THREADS + 128, Tile::SHARED_BYTES);
     const int clusters = is_persistent ? min(works, resident) : works;
     const dim3 grid(clusters * Tile::TOGETHER);
     if constexpr (Tile::CLUSTER > 1) {
