@@ -54,6 +54,11 @@ def test_every_launch_has_a_plan_that_the_kernel_takes(width: int, num_sms: int)
                 assert tile.tile_rows <= MAX_EXCHANGED_ROWS and tile.outputs == 128
 
 
+def test_a_cluster_has_tiles_along_outputs_and_along_rows() -> None:
+    for rows, down in ((16384, 64), (257, 2), (256, 2), (513, 4)):
+        assert num_ctas(Tile(256, pair=4), Launch((4096, 128), 4096, False, rows)) == (32 + 2) * down
+
+
 def test_no_ctas_wait_for_each_other_under_mps() -> None:
     for rows in (1, 8, 64, 128, 320):
         for launch in launches_of(4096, rows):
