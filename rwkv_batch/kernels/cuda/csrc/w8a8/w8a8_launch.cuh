@@ -22,9 +22,7 @@ int max_clusters(Kernel kernel, int size, int threads, int smem_bytes) {
         cudaLaunchAttribute shape = {};
         shape.id = cudaLaunchAttributeClusterDimension;
         shape.val.clusterDim.x = size, shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
-        cudaLaunchConfig_t config = {};
-        config.gridDim = dim3(size), config.blockDim = dim3(threads), config.dynamicSmemBytes = smem_bytes;
-        config.attrs = &shape, config.numAttrs = 1;
+        const cudaLaunchConfig_t config = {dim3(size), dim3(threads), static_cast<size_t>(smem_bytes), nullptr, &shape, 1};
         if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess || clusters < 1) clusters = device_info().num_sms / size;
     }
     return clusters;
