@@ -164,14 +164,13 @@ class RowDrafter:
         self.acceptances[draft.drafter].record(len(draft.tokens), draft.num_accepted)
 
 
-def best_length(rate: float, token_cost: float, num_read: int) -> int:
+def best_length(rate: float, fixed_cost: float, token_cost: float) -> int:
     """Return the number of tokens to draft. 0 if no draft pays.
 
     rate: chance that a token is accepted
-    token_cost: time of one more token in the step, in tokens that the step yields in that time without drafts
-    num_read: known tokens that the draft's device row reads again
+    fixed_cost, token_cost: time of a draft and of each token, in tokens that the step yields in it without drafts
     """
-    best, best_gain, gain, chance = 0, 0.0, -token_cost * num_read, 1.0
+    best, best_gain, gain, chance = 0, 0.0, -fixed_cost, 1.0
     for length in range(1, MAX_DRAFT_TOKENS + 1):
         chance *= rate
         gain += chance - token_cost

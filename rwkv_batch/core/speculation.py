@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,19 +34,20 @@ from rwkv_batch.core.drafters import (
     best_length,
 )
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import PENDING, Phase, Sequence, SharedSlot
+from rwkv_batch.core.sequence import NO_SLOT, PENDING, Phase, Sequence, SharedSlot
 from state_pool.cache.slots import Slots
 
 MAX_ROWS = 32
 """Rows of a step at most for drafts."""
 MAX_READ = 32
 """Known tokens of a row at most that its draft reads again."""
-CERTAIN_COST = 0.1
-"""Cost of a drafted token before anything is measured, and with `ngram`."""
 SMOOTHING = 0.2
+DECAY = 0.95
+"""Weight of the sums of older steps with drafts."""
+SKIPPED_STEPS = 2
 PROBE_TOKENS = 4
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.005
 """Share of the time for such drafts."""
 MAX_PROBES = 2.0
 """Their cost at most, in tokens, after a time without them."""
@@ -59,30 +60,63 @@ def make_drafters(sequence: Sequence) -> list[Drafter]:
     return [LookupDrafter("prediction", prediction, sequence.prompt_end), lookup] if prediction else [lookup]
 
 
+class DraftCost(NamedTuple):
+    """Cost of drafts in tokens: those that the step yields without drafts in the same time."""
+
+    fixed: float
+    """of a row's draft of any length"""
+    token: float
+    """of each of its tokens"""
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Measured times of steps without prompts."""
 
-    plain_s: dict[int, float]
+    plain_s: dict[int, float] = field(default_factory=dict)
     """by number of rows: smoothed seconds of a step without drafts"""
-    token_s: float | None = None
-    """smoothed seconds that a device row's token adds to a step with drafts"""
+    num_skipped: int = 0
+    """first steps with drafts, which may compile or capture something, so they are not measured"""
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    """of 1, n, n * n, added seconds, n * added seconds in steps with n drafted tokens; older ones count less"""
+    num_drafting: int = 1
+    """rows with a draft in the last such step"""
 
     def count(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
-        """Count a step. num_draft_tokens: all tokens of its drafts' device rows"""
+        """Count a step with this many drafted tokens."""
         before = self.plain_s.get(num_rows)
         if not num_draft_tokens:
             self.plain_s[num_rows] = _smooth(before, seconds)
+        elif self.num_skipped < SKIPPED_STEPS:
+            self.num_skipped += 1
         elif before is not None:
-            added = max(0.0, min(seconds, 4 * before) - before) / num_draft_tokens
-            self.token_s = _smooth(self.token_s, added)
+            n, added = num_draft_tokens, max(0.0, min(seconds, 4 * before) - before)
+            new = (1.0, n, n * n, added, n * added)
+            self.sums = [DECAY * old + one for old, one in zip(self.sums, new, strict=True)]
 
-    def token_cost(self, num_rows: int) -> float:
-        """Return the cost of a drafted token, in tokens that the step would yield meanwhile."""
-        plain_s = self.plain_s.get(num_rows)
-        if plain_s is None or self.token_s is None:
-            return CERTAIN_COST * num_rows
-        return self.token_s * num_rows / plain_s
+    @property
+    def added_s(self) -> tuple[float, float] | None:
+        """The seconds that drafts add to a step, and that each drafted token adds. None: not measured"""
+        weight, n, nn, added, n_added = self.sums
+        if not weight:
+            return None
+        spread = weight * nn - n * n
+        # Drafts of one length do not show which part is fixed: half of it.
+        token_s = (weight * n_added - n * added) / spread if spread > 0.01 * n * n else added / n / 2
+        token_s = min(max(token_s, 0.0), added / n)
+        return (added - token_s * n) / weight, token_s
+
+    def cost(self, num_rows: int) -> DraftCost:
+        """Return the cost of a row's draft in a step of this many rows."""
+        plain_s, added_s = self.plain_s.get(num_rows), self.added_s
+        if plain_s is None or added_s is None:
+            return DraftCost(CERTAIN_COST.fixed, CERTAIN_COST.token * num_rows)
+        tokens_per_s = num_rows / plain_s
+        return DraftCost(added_s[0] * tokens_per_s / self.num_drafting, added_s[1] * tokens_per_s)
+
+
+CERTAIN_COST = DraftCost(0.3, 0.1)
+"""For one row, before anything is measured."""
 
 
 def _smooth(before: float | None, now: float) -> float:
@@ -108,7 +142,7 @@ class Speculation:
         self._slots = slots
         self._forget_plain = forget_plain
         self.make_drafters: Callable[[Sequence], list[Drafter]] = make_drafters
-        self.times = StepTimes({})
+        self.times = StepTimes()
         self._totals: dict[str, DraftCounts] = {}
         self._probe_credit = MAX_PROBES
         """tokens that probes may cost by now"""
@@ -120,19 +154,22 @@ class Speculation:
         """Return a step's rows with their drafts. A row whose draft needs a token in flight is left out."""
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return rows
-        token_cost = CERTAIN_COST if self.mode == "ngram" else self.times.token_cost(len(rows))
+        cost, num_drafting = self.times.cost(len(rows)), 0
         self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE * len(rows))
-        result, has_drafts = [], False
+        result = []
         for row in rows:
-            draft = self._propose(row, token_cost)
+            draft = self._propose(row, cost)
             if draft is None:
                 result.append(row)
             elif row.sequence.token_ids[-1] != PENDING:
-                has_drafts |= self._take_slots(row.sequence, draft)
+                num_drafting += self._take_slots(row.sequence, draft)
                 result.append(row)
-        return [_without_device_token(row) for row in result] if has_drafts else result
+        if not num_drafting:
+            return result
+        self.times.num_drafting = num_drafting
+        return [_without_device_token(row) for row in result]
 
-    def _propose(self, row: ScheduledRow, token_cost: float) -> Draft | None:
+    def _propose(self, row: ScheduledRow, cost: DraftCost) -> Draft | None:
         """Return a draft for a scheduled row, if one pays."""
         sequence = row.sequence
         if not _may_draft(row):
@@ -150,7 +187,7 @@ class Speculation:
             if acceptance is None:
                 acceptance = sequence.drafter.acceptances[drafter.name] = Acceptance(self._prior(drafter.name))
             tokens = drafter.propose(ids, known, min(MAX_DRAFT_TOKENS, room) + is_pending)
-            if len(tokens) > is_pending and (length := self._length(acceptance.rate, token_cost, row.num_tokens)):
+            if len(tokens) > is_pending and (length := self._length(acceptance.rate, cost)):
                 return Draft(tokens[:length], known, -1, drafter.name)
         return None
 
@@ -159,11 +196,11 @@ class Speculation:
         total = self._totals.get(name, DraftCounts())
         return (total.accepted + 6) / (total.drafted + 10)
 
-    def _length(self, rate: float, token_cost: float, num_read: int) -> int:
+    def _length(self, rate: float, cost: DraftCost) -> int:
         """Return how many tokens to draft."""
         if self.mode == "ngram":
             return MAX_DRAFT_TOKENS
-        length, probe_cost = best_length(rate, token_cost, num_read), token_cost * (PROBE_TOKENS + num_read)
+        length, probe_cost = best_length(rate, cost.fixed, cost.token), cost.fixed + cost.token * PROBE_TOKENS
         if length or probe_cost > self._probe_credit:
             return length
         self._probe_credit -= probe_cost
@@ -246,7 +283,8 @@ class Speculation:
 
 def _may_draft(row: ScheduledRow) -> bool:
     sequence = row.sequence
-    if not row.samples_token:
+    # With overlapped steps, a session's row alternates between two slots, whose roles drafts do not keep.
+    if not row.samples_token or sequence.spare_slot != NO_SLOT:
         return False
     is_plain_text = not (sequence.members or sequence.scored or sequence.cache_points)
     return is_plain_text and row.num_tokens <= MAX_READ and sequence.request.speculation != "off"

@@ -15,7 +15,7 @@ import pytest
 
 from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, TOKENS_PER_CALL, Drafter, LookupDrafter, best_length
 from rwkv_batch.core.sequence import Sequence
-from rwkv_batch.core.speculation import make_drafters
+from rwkv_batch.core.speculation import StepTimes, make_drafters
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, PromptLogprobs, SessionTurn, TokenLogprob
 from sampling.params import Filters, Method, SamplingParams
@@ -269,6 +269,16 @@ def test_a_prediction_is_followed_over_a_replaced_word() -> None:
 
 
 def test_a_draft_is_as_long_as_it_pays() -> None:
-    assert best_length(0.0, 0.1, 1) == 0 and best_length(0.9, 5.0, 1) == 0
-    lengths = [best_length(rate, 0.1, 1) for rate in (0.3, 0.5, 0.7, 0.9, 1.0)]
+    assert best_length(0.0, 0.0, 0.1) == best_length(0.9, 0.1, 5.0) == best_length(0.9, 20.0, 0.1) == 0
+    lengths = [best_length(rate, 0.1, 0.1) for rate in (0.3, 0.5, 0.7, 0.9, 1.0)]
     assert lengths == sorted(lengths) and lengths[-1] == MAX_DRAFT_TOKENS
+
+
+def test_costs_are_measured_per_draft_and_per_token() -> None:
+    times = StepTimes()
+    assert times.cost(4).token == 4 * times.cost(1).token, "nothing is measured"
+    for drafted in (0, 9, 9, *range(1, 17), 0, *range(1, 17)):  # the first two steps with drafts do not count
+        times.count(4, drafted, 0.010 + (0.002 + 0.001 * drafted if drafted else 0))
+    times.num_drafting = 2
+    cost = times.cost(4)
+    assert cost.token == pytest.approx(0.4) and cost.fixed == pytest.approx(0.4)
