@@ -16,7 +16,7 @@ from rwkv_batch.tuning.trainer import Schedule, Trainer
 from rwkv_batch.tuning.wkv import wkv_chunked
 from test.tuning.test_gradients import LAYERS, SHAPE, documents, plain_logits, tunables, weights
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GPU = torch.device("cuda")
 LENGTHS = (37, 20, 9, 50, 64)
 

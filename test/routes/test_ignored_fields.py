@@ -280,7 +280,7 @@ def test_a_suspicious_translation_is_not_logged_as_ignored() -> None:
     request = RequestContext()
     set_current_request(request)
     translator._report_problems(
-        [Translation("a", "en", ["repeats itself"], Origin.MODEL)] * (MAX_WARNINGS + 1), "text_list"
+        [Translation("a", "en", 1.0, ["repeats itself"], Origin.MODEL)] * (MAX_WARNINGS + 1), "text_list"
     )
     assert request.warnings[0] == {"field": "text_list[0]", "message": "text_list[0]: the translation repeats itself"}
     assert len(request.warnings) == MAX_WARNINGS + 1 and request.ignored == []
