@@ -124,9 +124,10 @@ def test_the_official_client_has_the_warnings(fake: Service) -> None:
             assert sorted(fields_of(chunks[0].warnings)) == sorted(expected)
             assert all(chunk.choices for chunk in chunks) and not hasattr(chunks[1], "warnings")
     with openai_client(fake) as client:
-        response: Any = client.responses.create(model="rwkv7", input="Hi", truncation="auto")
+        fields = {"model": "rwkv7", "input": "Hi", "truncation": "auto", "max_output_tokens": 3}
+        response: Any = client.responses.create(**fields)
         assert fields_of(response.warnings) == ["truncation"]
-        events: list[Any] = list(client.responses.create(model="rwkv7", input="Hi", truncation="auto", stream=True))
+        events: list[Any] = list(client.responses.create(stream=True, **fields))
         assert [fields_of(events[at].response.warnings) for at in (0, -1)] == [["truncation"], ["truncation"]]
 
 
@@ -177,7 +178,7 @@ def test_strict_fields_refuse_more(strict: Service) -> None:
         assert refused.value.param == "messages[0].nmae"
         assert "is not a field of messages[0]; the nearest known name is name" in refused.value.message
         answer: Any = client.chat.completions.create(
-            model="rwkv7", messages=[{"role": "user", "content": "a"}], user="u"
+            model="rwkv7", messages=[{"role": "user", "content": "a"}], max_tokens=3, user="u"
         )
         assert fields_of(answer.warnings) == ["user"]
         batch = begun(client, [chat_line(0, temprature=0.5)])
