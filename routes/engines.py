@@ -13,9 +13,12 @@ from routes.request.bodies import Body
 from routes.request.fields import Device
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.loaded_models import EngineList
-from routes.route import Route
+from routes.route import Routes
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.ipc.served_model import ModelCommand, ServedModel
+
+ROUTES = Routes(is_admin=True, answer=EngineList)
+_REFUSED = (ErrorKind.INVALID_FIELD,)
 
 _CONNECT_TIMEOUT_S = 30.0
 """Longest time from an engine's ready state to this process's connection."""
@@ -54,7 +57,8 @@ def _engine_list(context: Context) -> HandlerResponse:
     )
 
 
-async def engines(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/v1/engines", "The engines that serve the model.")
+async def engines(context: Context) -> HandlerResponse:
     """List the engines of the service's own model."""
     return _engine_list(context)
 
@@ -78,43 +82,26 @@ def _just_ready(context: Context) -> bool:
     return any(one.engine in lost for one in newly_ready)
 
 
+@ROUTES.add("POST", "/v1/engines/add", "Add an engine.", errors=_REFUSED, example={})
 async def add(context: Context, body: AddBody) -> HandlerResponse:
     """Start another engine of the model."""
     devices = tuple(f"cuda:{one}" if one.isdecimal() else one for one in body.devices)
     return await _change(context, ModelCommand(0, add_engine=devices), body.wait_s)
 
 
+@ROUTES.add("POST", "/v1/engines/remove", "Drain and stop an engine.", errors=_REFUSED, example={"engine": "engine-1"})
 async def remove(context: Context, body: EngineBody) -> HandlerResponse:
     """Drain and stop an engine. Its running answers end, or continue on another engine."""
     return await _change(context, ModelCommand(0, remove_engine=body.engine), body.wait_s)
 
 
+@ROUTES.add(
+    "POST",
+    "/v1/engines/restart",
+    "Drain and restart an engine.",
+    errors=_REFUSED,
+    example={"engine": "all", "wait_s": 60},
+)
 async def restart(context: Context, body: EngineBody) -> HandlerResponse:
     """Drain and restart an engine while the others serve. "all" restarts one after the other."""
     return await _change(context, ModelCommand(0, restart_engine=body.engine), body.wait_s)
-
-
-REFUSED = (ErrorKind.INVALID_FIELD,)
-ROUTES = (
-    Route(
-        "GET",
-        "/v1/engines",
-        engines,
-        None,
-        "The engines that serve the model.",
-        answer=EngineList,
-        is_admin=True,
-    ),
-    Route(
-        "POST", "/v1/engines/add", add, AddBody, "Add an engine.", answer=EngineList, errors=REFUSED, example={},
-        is_admin=True,
-    ),
-    Route(
-        "POST", "/v1/engines/remove", remove, EngineBody, "Drain and stop an engine.", answer=EngineList,
-        errors=REFUSED, example={"engine": "engine-1"}, is_admin=True,
-    ),
-    Route(
-        "POST", "/v1/engines/restart", restart, EngineBody, "Drain and restart an engine.", answer=EngineList,
-        errors=REFUSED, example={"engine": "all", "wait_s": 60}, is_admin=True,
-    ),
-)  # fmt: skip

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import Body, Fields, MixedState
@@ -16,7 +15,7 @@ from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.loaded_models import AdapterEntry, AdapterList, TunedStateEntry, TunedStateList
-from routes.route import Handler, Route, Upload
+from routes.route import Routes
 from rwkv_batch.calls import (
     AdapterInfo,
     AddAdapter,
@@ -30,75 +29,15 @@ from rwkv_batch.calls import (
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.models_folder import relative_to_folder
 
-_ENGINE_ERRORS = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
+STATES_PATH, ADAPTERS_PATH = "/v1/states", "/v1/adapters"
+ROUTES = Routes(errors=(ErrorKind.ENGINE_LOST, ErrorKind.DRAINING), waits_for_engine=True)
+_LOADS = (ErrorKind.NAME_TAKEN, ErrorKind.OVERLOADED)
 
 
 class NameQuery(Fields):
     """The resource to remove."""
 
     name: str = Field(min_length=1, description="Name of the resource.")
-
-
-@dataclass(frozen=True, slots=True)
-class ResourceType:
-    """A type of resource, with the models of its bodies and answers."""
-
-    path: str
-    title: str
-    """For summaries: "tuned state"."""
-    body: type[Body]
-    entry: type[BaseModel]
-    listing: type[BaseModel]
-    not_found: ErrorKind
-    example: dict[str, Any]
-    takes_form: bool = False
-
-
-def make_routes(
-    resource: ResourceType, list_handler: Handler, add_handler: Handler, remove_handler: Handler
-) -> tuple[Route, ...]:
-    """Return the routes: GET and POST on its path, DELETE on `path/{name}`. POST and DELETE need an administrator."""
-    return (
-        Route(
-            "GET",
-            resource.path,
-            list_handler,
-            None,
-            f"List every {resource.title}.",
-            answer=resource.listing,
-            errors=_ENGINE_ERRORS,
-            waits_for_engine=True,
-        ),
-        Route(
-            "POST",
-            resource.path,
-            add_handler,
-            resource.body,
-            f"Load a {resource.title}.",
-            answer=resource.entry,
-            errors=(ErrorKind.NAME_TAKEN, ErrorKind.OVERLOADED, *_ENGINE_ERRORS),
-            example=resource.example,
-            takes_form=resource.takes_form,
-            is_admin=True,
-            waits_for_engine=True,
-        ),
-        Route(
-            "DELETE",
-            f"{resource.path}/{{name}}",
-            remove_handler,
-            None,
-            f"Remove a {resource.title}.",
-            query=NameQuery,
-            answer=resource.entry,
-            errors=(resource.not_found, *_ENGINE_ERRORS),
-            example={"name": resource.example["name"]},
-            is_admin=True,
-            waits_for_engine=True,
-        ),
-    )
-
-
-STATES_PATH = "/v1/states"
 
 
 class StateBody(Body):
@@ -139,12 +78,23 @@ def _visible(infos: list[Info]) -> list[Info]:
     return [info for info in infos if not (current_request().owner and info.name.startswith(TUNED_PREFIX))]
 
 
-async def list_states(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", STATES_PATH, "List every tuned state.", answer=TunedStateList)
+async def list_states(context: Context) -> HandlerResponse:
     """List the tuned states, oldest first."""
     infos = _visible(await call_engine(context, ListStates()))
     return json_response({"object": "list", "data": [_state_entry(context, info) for info in infos]})
 
 
+@ROUTES.add(
+    "POST",
+    STATES_PATH,
+    "Load a tuned state.",
+    answer=TunedStateEntry,
+    errors=_LOADS,
+    takes_form=True,
+    is_admin=True,
+    example={"name": "pirate", "file": "states/pirate.pth"},
+)
 async def add_state(context: Context, body: StateBody) -> HandlerResponse:
     """Load a tuned state. Requests may name it after this answer."""
     mixture = tuple((member.name, member.weight) for member in body.states)
@@ -153,24 +103,18 @@ async def add_state(context: Context, body: StateBody) -> HandlerResponse:
     return json_response(_state_entry(context, await call_engine(context, call)))
 
 
-async def remove_state(context: Context, upload: Upload) -> HandlerResponse:
-    """Remove a tuned state. Admitted rows and existing sessions keep it."""
-    return json_response(_state_entry(context, await call_engine(context, RemoveState(upload.query.name))))
-
-
-TUNED_STATES = ResourceType(
-    STATES_PATH,
-    "tuned state",
-    StateBody,
-    TunedStateEntry,
-    TunedStateList,
-    ErrorKind.STATE_NOT_FOUND,
-    {"name": "pirate", "file": "states/pirate.pth"},
-    takes_form=True,
+@ROUTES.add(
+    "DELETE",
+    f"{STATES_PATH}/{{name}}",
+    "Remove a tuned state.",
+    answer=TunedStateEntry,
+    errors=(ErrorKind.STATE_NOT_FOUND,),
+    is_admin=True,
+    example={"name": "pirate"},
 )
-
-
-ADAPTERS_PATH = "/v1/adapters"
+async def remove_state(context: Context, query: NameQuery) -> HandlerResponse:
+    """Remove a tuned state. Admitted rows and existing sessions keep it."""
+    return json_response(_state_entry(context, await call_engine(context, RemoveState(query.name))))
 
 
 class AdapterBody(Body):
@@ -195,12 +139,22 @@ def _adapter_entry(context: Context, info: AdapterInfo) -> dict[str, Any]:
     return {**msgspec.structs.asdict(info), **paths, "models": adapter_names(context.config.model_name, info.name)}
 
 
-async def list_adapters(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", ADAPTERS_PATH, "List every adapter.", answer=AdapterList)
+async def list_adapters(context: Context) -> HandlerResponse:
     """List the adapters, oldest first."""
     infos = _visible(await call_engine(context, ListAdapters()))
     return json_response({"object": "list", "data": [_adapter_entry(context, info) for info in infos]})
 
 
+@ROUTES.add(
+    "POST",
+    ADAPTERS_PATH,
+    "Load an adapter.",
+    answer=AdapterEntry,
+    errors=_LOADS,
+    is_admin=True,
+    example={"name": "french", "file": "adapters/french.safetensors", "scale": 1.0},
+)
 async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
     """Load an adapter. Requests may name it after this answer."""
     return json_response(
@@ -208,21 +162,15 @@ async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
     )
 
 
-async def remove_adapter(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "DELETE",
+    f"{ADAPTERS_PATH}/{{name}}",
+    "Remove an adapter.",
+    answer=AdapterEntry,
+    errors=(ErrorKind.ADAPTER_NOT_FOUND,),
+    is_admin=True,
+    example={"name": "french"},
+)
+async def remove_adapter(context: Context, query: NameQuery) -> HandlerResponse:
     """Remove an adapter. Admitted rows keep it until they end. Its sessions cannot continue without it."""
-    return json_response(_adapter_entry(context, await call_engine(context, RemoveAdapter(upload.query.name))))
-
-
-ADAPTERS = ResourceType(
-    ADAPTERS_PATH,
-    "adapter",
-    AdapterBody,
-    AdapterEntry,
-    AdapterList,
-    ErrorKind.ADAPTER_NOT_FOUND,
-    {"name": "french", "file": "adapters/french.safetensors", "scale": 1.0},
-)
-ROUTES = (
-    *make_routes(TUNED_STATES, list_states, add_state, remove_state),
-    *make_routes(ADAPTERS, list_adapters, add_adapter, remove_adapter),
-)
+    return json_response(_adapter_entry(context, await call_engine(context, RemoveAdapter(query.name))))

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -26,11 +26,13 @@ from routes.response.event_stream import OutputDecoder
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
-from routes.route import SESSION_ERRORS, Route
+from routes.route import SESSION_ERRORS, Route, Routes
 from rwkv_batch.calls import CancelJobs, CountJobs, GetStatus
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import Job
 from sampling.params import Method, SamplingParams
+
+ROUTES = Routes(errors=(ErrorKind.ENGINE_LOST,))
 
 V1_PATH = "/v1/chat/completions"
 V1_EXAMPLE = {
@@ -81,7 +83,57 @@ class BigBatchBody(BatchBody):
         return SamplingParams(temperature=self.temperature, seed=seed, method=Method.NOISE, noise=self.noise)
 
 
-async def big_batch_status(context: Context, query: dict[str, str]) -> HandlerResponse:
+_GENERATION: dict[str, Any] = {"is_generation": True, "answer": BatchAnswer, "events": (BatchChunk,)}
+ROUTES += [
+    Route(
+        "POST",
+        V1_PATH,
+        body=PromptBody,
+        summary="Continue many prompts, or one conversation, with the first available sampler of --samplers.",
+        description="Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow."
+        "\n\n"
+        "OpenAI's clients may send `messages` to this route too. A conversation with tools, `response_format`, `n` "
+        "above 1, log-probabilities, `logit_bias` or `reasoning_effort` has the fields and the answer of "
+        "`/openai/v1/chat/completions`.",
+        job=partial(native_job, label=V1_PATH),
+        output=batch_output,
+        **_GENERATION,
+        conversation_route=chat.ROUTES[0],
+        conversation_error_format=OPENAI_ERRORS,
+        errors=SESSION_ERRORS,
+        example=V1_EXAMPLE,
+    ),
+    Route(
+        "POST",
+        V2_PATH,
+        body=PaddedBody,
+        summary="Continue many prompts, or one conversation, with FlashInfer's sampler if available.",
+        description="Continue every prompt like /v1/chat/completions, with the same parameters and the same "
+        "distribution.",
+        job=partial(native_job, label=V2_PATH, sampler="flashinfer"),
+        output=batch_output,
+        **_GENERATION,
+        conversation_error_format=OPENAI_ERRORS,
+        errors=SESSION_ERRORS,
+        example={**V1_EXAMPLE, "pad_zero": True, "chunk_size": 128},
+    ),
+    Route(
+        "POST",
+        BIG_BATCH_PATH,
+        body=BigBatchBody,
+        summary="Continue many prompts as fast as possible. Only temperature and noise have an effect.",
+        description="Continue every prompt with minimal work per token. The answer is a stream unless `stream` is "
+        "false.",
+        job=partial(native_job, label=BIG_BATCH_LABEL),
+        output=lambda body, job: (BatchFormatter(body), make_decoder(body, job)),
+        **_GENERATION,
+        example={"contents": ["English: Good morning.\n\nChinese:"] * 2, "max_tokens": 64, "chunk_size": 8},
+    ),
+]
+
+
+@ROUTES.add("GET", "/big_batch/completions-status", "Whether big_batch requests run.", answer=BigBatchStatus)
+async def big_batch_status(context: Context) -> HandlerResponse:
     """Return how many requests of this route run or wait. With an API key, only the requests of that key."""
     jobs = await call_engine(context, CountJobs(BIG_BATCH_LABEL, current_request().owner))
     answer = {"generating": jobs > 0, "requests": jobs}
@@ -91,7 +143,8 @@ async def big_batch_status(context: Context, query: dict[str, str]) -> HandlerRe
     return json_response(answer)
 
 
-async def cancel_big_batch(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("POST", "/big_batch/clean", "Cancel the big_batch requests.", answer=Cleaned)
+async def cancel_big_batch(context: Context) -> HandlerResponse:
     """Cancel all running and waiting requests of this route. Their rows end with "cancelled".
 
     With an API key, only the requests of that key are cancelled.
@@ -133,75 +186,7 @@ async def fim_job(context: Context, body: FimBody) -> Job:
 FIM_EXAMPLE = {"prefix": ["def add(a, b):\n    "], "suffix": ["\n\nprint(add(1, 2))"], "max_tokens": 64}
 
 
-ROUTES = (
-    Route(
-        "POST",
-        V1_PATH,
-        body=PromptBody,
-        summary="Continue many prompts, or one conversation, with the first available sampler of --samplers.",
-        description="Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow."
-        "\n\n"
-        "OpenAI's clients may send `messages` to this route too. A conversation with tools, `response_format`, `n` "
-        "above 1, log-probabilities, `logit_bias` or `reasoning_effort` has the fields and the answer of "
-        "`/openai/v1/chat/completions`.",
-        job=partial(native_job, label=V1_PATH),
-        output=batch_output,
-        is_generation=True,
-        answer=BatchAnswer,
-        events=(BatchChunk,),
-        conversation_route=chat.ROUTES[0],
-        conversation_error_format=OPENAI_ERRORS,
-        errors=SESSION_ERRORS,
-        example=V1_EXAMPLE,
-    ),
-    Route(
-        "POST",
-        V2_PATH,
-        body=PaddedBody,
-        summary="Continue many prompts, or one conversation, with FlashInfer's sampler if available.",
-        description="Continue every prompt like /v1/chat/completions, with the same parameters and the same "
-        "distribution.",
-        job=partial(native_job, label=V2_PATH, sampler="flashinfer"),
-        output=batch_output,
-        is_generation=True,
-        answer=BatchAnswer,
-        events=(BatchChunk,),
-        conversation_error_format=OPENAI_ERRORS,
-        errors=SESSION_ERRORS,
-        example={**V1_EXAMPLE, "pad_zero": True, "chunk_size": 128},
-    ),
-    Route(
-        "POST",
-        BIG_BATCH_PATH,
-        body=BigBatchBody,
-        summary="Continue many prompts as fast as possible. Only temperature and noise have an effect.",
-        description="Continue every prompt with minimal work per token. The answer is a stream unless `stream` is "
-        "false.",
-        job=partial(native_job, label=BIG_BATCH_LABEL),
-        output=lambda body, job: (BatchFormatter(body), make_decoder(body, job)),
-        is_generation=True,
-        answer=BatchAnswer,
-        events=(BatchChunk,),
-        example={"contents": ["English: Good morning.\n\nChinese:"] * 2, "max_tokens": 64, "chunk_size": 8},
-    ),
-    Route(
-        "GET",
-        "/big_batch/completions-status",
-        big_batch_status,
-        None,
-        "Whether big_batch requests run.",
-        answer=BigBatchStatus,
-        errors=(ErrorKind.ENGINE_LOST,),
-    ),
-    Route(
-        "POST",
-        "/big_batch/clean",
-        cancel_big_batch,
-        None,
-        "Cancel the big_batch requests.",
-        answer=Cleaned,
-        errors=(ErrorKind.ENGINE_LOST,),
-    ),
+ROUTES.append(
     Route(
         "POST",
         FIM_PATH,
@@ -210,9 +195,7 @@ ROUTES = (
         description="Fill the gap between each prefix and its suffix.",
         job=fim_job,
         output=lambda body, job: (BatchFormatter(body, "FIM.completion"), OutputDecoder(job.num_rows)),
-        is_generation=True,
-        answer=BatchAnswer,
-        events=(BatchChunk,),
+        **_GENERATION,
         example=FIM_EXAMPLE,
-    ),
+    )
 )

@@ -20,13 +20,15 @@ from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response, timestamp
 from routes.response.loaded_models import LoadedModel, Model, ModelList
-from routes.route import Route, Upload
+from routes.route import Routes
 from rwkv_batch.calls import ListAdapters, ListStates
 from rwkv_batch.config import DTYPES, KERNELS, WKV_STATES
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
 from rwkv_batch.ipc.served_model import MODEL_NAME, ModelSpec, ModelStatus, ServedModel
 from rwkv_batch.models_folder import check_adapter_within, within
+
+ROUTES = Routes()
 
 MODEL_SUFFIXES = (".pth", ".safetensors")
 _SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -95,7 +97,8 @@ def model_entry(model: ServedModel) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/v1/models", "The served models.", answer=ModelList, error_format=OPENAI_ERRORS)
+async def models(context: Context) -> HandlerResponse:
     """List the served models, and the models that are loading.
 
     The list includes the tuned states and adapters of each served model. The entries have the fields of OpenAI's and of
@@ -117,9 +120,19 @@ class ModelQuery(Fields):
     model: str = Field(min_length=1, description="The model's id, as in the list of models.")
 
 
-async def model(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "GET",
+    "/v1/models/{model}",
+    "One model.",
+    answer=Model,
+    is_about_models=True,
+    error_format=OPENAI_ERRORS,
+    errors=(ErrorKind.MODEL_NOT_FOUND,),
+    example={"model": "rwkv7"},
+)
+async def model(context: Context, query: ModelQuery) -> HandlerResponse:
     """Return the model with that id."""
-    requested, served = upload.query.model.removesuffix(LATEST), await _entries_by_name(context)
+    requested, served = query.model.removesuffix(LATEST), await _entries_by_name(context)
     if requested not in served and context.models is not None:
         await context.models.wait_until_known(context, requested, context.config.engine_wait_s)
         served = await _entries_by_name(context)
@@ -163,6 +176,16 @@ class UnloadBody(Body):
     wait_s: float = Field(0, ge=0, le=3600, description="Seconds to wait until the model is unloaded.")
 
 
+@ROUTES.add(
+    "POST",
+    "/v1/models/load",
+    "Load a model.",
+    answer=LoadedModel,
+    errors=(ErrorKind.NAME_TAKEN, ErrorKind.MODEL_NOT_FOUND),
+    example={"file": "rwkv7-g1-0.4b.safetensors", "name": "small"},
+    is_admin=True,
+    is_about_models=True,
+)
 async def load(context: Context, body: LoadBody) -> HandlerResponse:
     """Start to load a model. Others continue to serve. GET /v1/models/{name} shows its status."""
     return json_response(model_entry(await loaded_models(context).load(model_spec(context, body), body.wait_s or None)))
@@ -190,6 +213,16 @@ def model_spec(context: Context, body: LoadBody) -> ModelSpec:
     )
 
 
+@ROUTES.add(
+    "POST",
+    "/v1/models/unload",
+    "Unload a model.",
+    answer=LoadedModel,
+    errors=(ErrorKind.MODEL_NOT_FOUND,),
+    example={"name": "small"},
+    is_admin=True,
+    is_about_models=True,
+)
 async def unload(context: Context, body: UnloadBody) -> HandlerResponse:
     """Unload a model after its running answers have ended. Its sessions are stored and its memory is freed."""
     registry = loaded_models(context)
@@ -224,50 +257,3 @@ def resolve_model_path(context: Context, file: str, field: str) -> Path:
     if path is None or path.suffix not in MODEL_SUFFIXES or not os.path.isfile(path):  # noqa: PTH113 - False for a name that is too long, too
         raise invalid(field, f"must be the path of a {' or '.join(MODEL_SUFFIXES)} file within --models-dir", file)
     return path
-
-
-def model_route(path: str) -> Route:
-    """Return the route of one model, for OpenAI's SDKs."""
-    return Route(
-        "GET",
-        path,
-        model,
-        None,
-        "One model.",
-        answer=Model,
-        query=ModelQuery,
-        is_about_models=True,
-        error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.MODEL_NOT_FOUND,),
-        example={"model": "rwkv7"},
-    )
-
-
-ROUTES = (
-    Route("GET", "/v1/models", models, None, "The served models.", answer=ModelList, error_format=OPENAI_ERRORS),
-    model_route("/v1/models/{model}"),
-    Route(
-        "POST",
-        "/v1/models/load",
-        load,
-        LoadBody,
-        "Load a model.",
-        answer=LoadedModel,
-        errors=(ErrorKind.NAME_TAKEN, ErrorKind.MODEL_NOT_FOUND),
-        example={"file": "rwkv7-g1-0.4b.safetensors", "name": "small"},
-        is_admin=True,
-        is_about_models=True,
-    ),
-    Route(
-        "POST",
-        "/v1/models/unload",
-        unload,
-        UnloadBody,
-        "Unload a model.",
-        answer=LoadedModel,
-        errors=(ErrorKind.MODEL_NOT_FOUND,),
-        example={"name": "small"},
-        is_admin=True,
-        is_about_models=True,
-    ),
-)

@@ -6,11 +6,12 @@ and batch files share the runner.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel
 
@@ -38,7 +39,10 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Job
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
-Handler = Callable[[Context, Any], Awaitable[HandlerResponse]]
+Handler = Callable[..., Awaitable[HandlerResponse]]
+"""Gets the context, and the validated body or query if the route has one."""
+Handled = TypeVar("Handled", bound=Handler)
+Query = TypeVar("Query", bound=Fields)
 Output = tuple[ResponseFormatter, OutputDecoder]
 _MAX_SEARCHED = 65536
 """Length of a body's beginning in which its prompt's key is searched, if it is no JSON or was not parsed."""
@@ -49,19 +53,16 @@ _PROMPT_FORMS = ("messages", "contents", "prefix", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
-    """A validated query and the file's bytes. The bytes are empty if the route takes no file."""
+class Upload(Generic[Query]):
+    """A validated query and the bytes of the request's file."""
 
-    query: Any
-    content: bytes = b""
+    query: Query
+    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method on one path: a handler, or `job` and `output` for a generation.
-
-    The handler gets the validated body, or the query if `body` is None.
-    """
+    """One method on one path: a handler, or `job` and `output` for a generation."""
 
     method: str
     path: str
@@ -76,7 +77,7 @@ class Route:
     output: Callable[[Any, Job], Output] | None = None
     """Makes the formatter and the decoder for the answer to a body and its job."""
     query: type[Fields] | None = None
-    """Model of the query and the path's parameter. The handler gets an `Upload` with it."""
+    """Model of the query and the path's parameter."""
     ignored_query: tuple[str, ...] = ()
     """Names in the query that clients of a route with a body send and that mean nothing here."""
     uploads: str = ""
@@ -124,6 +125,10 @@ class Route:
     example: dict[str, Any] | None = None
     """A valid body or query, for the documentation."""
 
+    def at(self, path: str, **changes: Any) -> Route:
+        """Return the same route on another path."""
+        return replace(self, path=path, **changes)
+
     def serving(self, data: object) -> Route:
         """Return the route that serves a body: `conversation_route` or this one."""
         other = self.conversation_route
@@ -134,7 +139,8 @@ class Route:
     async def respond(self, context: Context, argument: Any) -> HandlerResponse:
         """Call the handler, or generate and format the answer. Raises ServiceError."""
         if self.handle is not None:
-            return await self.handle(context, argument)
+            has_argument = self.body is not None or self.query is not None
+            return await (self.handle(context, argument) if has_argument else self.handle(context))
         assert self.job is not None and self.output is not None, "a route without a handler generates"
         job = await self.job(context, argument)
         return await run(context, job, *self.output(argument, job), argument.stream)
@@ -149,6 +155,40 @@ class Route:
         else:
             keys = {"messages", "contents"} & body.keys() if isinstance(body, dict) else set()
         return self.conversation_error_format if keys == _CHAT else self.error_format
+
+
+class Routes(list[Route]):
+    """The routes of a group."""
+
+    def __init__(self, *, errors: tuple[ErrorKind, ...] = (), **shared: Any) -> None:
+        """`errors`, `shared`: of every route that `add` adds."""
+        super().__init__()
+        self._errors = errors
+        self._shared = shared
+
+    def add(
+        self, method: str, path: str, summary: str, *, errors: tuple[ErrorKind, ...] = (), **fields: Any
+    ) -> Callable[[Handled], Handled]:
+        """Decorate a handler. The type of its second parameter is the body, the query, or an `Upload` of a query."""
+
+        def register(handle: Handled) -> Handled:
+            models = _argument_models(handle)
+            errors_of_route = (*self._errors, *errors)
+            self.append(
+                Route(method, path, handle, summary=summary, errors=errors_of_route, **self._shared | models | fields)
+            )
+            return handle
+
+        return register
+
+
+def _argument_models(handle: Handler) -> dict[str, type[Fields]]:
+    """Return the model of a handler's argument, as a field of its route."""
+    _, *arguments = inspect.signature(handle, eval_str=True).parameters.values()
+    if not arguments:
+        return {}
+    model = next(iter(get_args(arguments[0].annotation)), arguments[0].annotation)
+    return {"body" if issubclass(model, Body) else "query": model}
 
 
 logger = logging.getLogger(__name__)

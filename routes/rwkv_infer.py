@@ -7,7 +7,6 @@ same name after its files have been checked.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,11 +23,13 @@ from routes.request.model_names import base_name, sanitize_name, state_names
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import RwkvInferDone, RwkvInferHealth
-from routes.route import Handler, Route
+from routes.route import Routes
 from rwkv_batch.calls import AddState, CheckModel, DecodeDefaults, ListStates, RemoveState, StateInfo
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus
 from rwkv_batch.models_folder import relative_to_folder
+
+ROUTES = Routes()
 
 STRATEGIES = {
     "": "", "None": "", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8",
@@ -39,13 +40,20 @@ ADAPTER_MODES = {"lora": True, "bone": False, "disha": False}
 """`adapter_mode` -> whether `adapter_scaling` applies."""
 _LOAD_TIMEOUT_S = 3600.0
 _ENGINE_ERRORS = (ErrorKind.ENGINE_LOST, ErrorKind.DRAINING)
-_ERRORS = (
-    ErrorKind.NAME_TAKEN,
-    ErrorKind.MODEL_NOT_FOUND,
-    ErrorKind.STATE_NOT_FOUND,
-    ErrorKind.OVERLOADED,
-    *_ENGINE_ERRORS,
-)
+_CHANGE: dict[str, Any] = {
+    "answer": RwkvInferDone,
+    "errors": (
+        ErrorKind.NAME_TAKEN,
+        ErrorKind.MODEL_NOT_FOUND,
+        ErrorKind.STATE_NOT_FOUND,
+        ErrorKind.OVERLOADED,
+        *_ENGINE_ERRORS,
+    ),
+    "is_admin": True,
+    "is_about_models": True,
+    "waits_for_engine": True,
+}
+"""Fields of the routes that load and remove."""
 
 
 class DefaultFields(Body):
@@ -126,7 +134,17 @@ def _success() -> HandlerResponse:
     return json_response({"status": "success"})
 
 
-async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/healthcheck", "RWKV-Infer: health check.", answer=RwkvInferHealth, is_public=True)
+async def healthcheck(context: Context) -> HandlerResponse:
+    """Return ok: this HTTP worker is alive."""
+    return json_response({"message": "ok", "status_code": 200})
+
+
+ROUTES.append(chat.ROUTES[0].at("/chat/completions", summary="RWKV-Infer: same as `/openai/v1/chat/completions`."))
+
+
+@ROUTES.add("GET", "/models", "RWKV-Infer: list models.", errors=_ENGINE_ERRORS, waits_for_engine=True)
+async def models(context: Context) -> HandlerResponse:
     """List the model that was loaded last, or the service's own. The list includes each of the model's states."""
     context = await _target_context(context)
     name = context.config.model_name
@@ -136,11 +154,13 @@ async def models(context: Context, query: dict[str, str]) -> HandlerResponse:
     )
 
 
-async def healthcheck(context: Context, query: dict[str, str]) -> HandlerResponse:
-    """Return ok: this HTTP worker is alive."""
-    return json_response({"message": "ok", "status_code": 200})
-
-
+@ROUTES.add(
+    "POST",
+    "/loadmodel",
+    "RWKV-Infer: load a model.",
+    example={"model_filename": "models/small.pth", "model_viewname": "RWKV x070 0.4B", "model_strategy": ""},
+    **_CHANGE,
+)
 async def load(context: Context, body: LoadModelBody) -> HandlerResponse:
     """Load a model and answer when it is ready."""
     given = validate(
@@ -241,7 +261,8 @@ def end_text(body: LoadModelBody) -> str | None:
     return unescaped("endtoken", body.endtoken)
 
 
-async def remove(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("POST", "/removemodel", "RWKV-Infer: unload the last model.", **{**_CHANGE, "waits_for_engine": False})
+async def remove(context: Context) -> HandlerResponse:
     """Unload the model that was loaded last. The service's own model stays."""
     name = _last_loaded_model(context)
     if name is None:
@@ -251,6 +272,13 @@ async def remove(context: Context, query: dict[str, str]) -> HandlerResponse:
     return _success()
 
 
+@ROUTES.add(
+    "POST",
+    "/loadstatemodel",
+    "RWKV-Infer: load a tuned state.",
+    example={"state_filename": "states/poet.pth", "state_viewname": "Poet", "default_temperature": "1.0"},
+    **_CHANGE,
+)
 async def load_state(context: Context, body: LoadStateBody) -> HandlerResponse:
     """Load a tuned state."""
     with rename_fields(file="state_filename", name="state_viewname"):
@@ -259,6 +287,13 @@ async def load_state(context: Context, body: LoadStateBody) -> HandlerResponse:
     return _success()
 
 
+@ROUTES.add(
+    "POST",
+    "/mrss_loadstatemodel",
+    "RWKV-Infer: load tuned states and mix them.",
+    example={"state_viewname": "Duo", "state_filenames": ["states/a.pth"], "contain_originalstate": "True"},
+    **_CHANGE,
+)
 async def load_mixture(context: Context, body: LoadMixtureBody) -> HandlerResponse:
     """Load tuned states as `<name>.0`, `<name>.1`, … and their mixture as `<name>`. On an error, nothing is loaded."""
     context, name = await _target_context(context), sanitize_name(body.state_viewname)
@@ -279,6 +314,13 @@ async def load_mixture(context: Context, body: LoadMixtureBody) -> HandlerRespon
     return _success()
 
 
+@ROUTES.add(
+    "POST",
+    "/mrss_set_gatingweight",
+    "RWKV-Infer: change a mixture's weights.",
+    example={"state_viewname": "Duo", "state_gatingweight": ["0.7", "0.3"]},
+    **_CHANGE,
+)
 async def set_gating(context: Context, body: GatingBody) -> HandlerResponse:
     """Set a mixture's weights, and its default decode parameters if given."""
     context = await _target_context(context)
@@ -307,74 +349,10 @@ def _pair_weights(names: Sequence[str], weights: Sequence[float]) -> tuple[tuple
     return tuple(zip(names, weights or [1.0] * len(names), strict=True))
 
 
-async def remove_states(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("POST", "/removestatemodel", "RWKV-Infer: remove all tuned states.", **_CHANGE)
+async def remove_states(context: Context) -> HandlerResponse:
     """Remove all tuned states and mixtures of the model."""
     context = await _target_context(context)
     for info in await call_engine(context, ListStates()):
         await call_engine(context, RemoveState(info.name))
     return _success()
-
-
-def _admin_route(
-    path: str,
-    handle: Handler,
-    body: type[Body] | None,
-    summary: str,
-    example: dict[str, Any] | None = None,
-    *,
-    needs_engine: bool = True,
-) -> Route:
-    return Route(
-        "POST",
-        path,
-        handle,
-        body,
-        f"RWKV-Infer: {summary}.",
-        answer=RwkvInferDone,
-        errors=_ERRORS,
-        example=example,
-        is_admin=True,
-        is_about_models=True,
-        waits_for_engine=needs_engine,
-    )
-
-
-ROUTES = (
-    Route(
-        "GET", "/healthcheck", healthcheck, None, "RWKV-Infer: health check.", answer=RwkvInferHealth, is_public=True
-    ),
-    dataclasses.replace(
-        chat.ROUTES[0], path="/chat/completions", summary="RWKV-Infer: same as `/openai/v1/chat/completions`."
-    ),
-    Route("GET", "/models", models, None, "RWKV-Infer: list models.", errors=_ENGINE_ERRORS, waits_for_engine=True),
-    _admin_route(
-        "/loadmodel",
-        load,
-        LoadModelBody,
-        "load a model",
-        {"model_filename": "models/small.pth", "model_viewname": "RWKV x070 0.4B", "model_strategy": ""},
-    ),
-    _admin_route("/removemodel", remove, None, "unload the last model", needs_engine=False),
-    _admin_route(
-        "/loadstatemodel",
-        load_state,
-        LoadStateBody,
-        "load a tuned state",
-        {"state_filename": "states/poet.pth", "state_viewname": "Poet", "default_temperature": "1.0"},
-    ),
-    _admin_route(
-        "/mrss_loadstatemodel",
-        load_mixture,
-        LoadMixtureBody,
-        "load tuned states and mix them",
-        {"state_viewname": "Duo", "state_filenames": ["states/a.pth"], "contain_originalstate": "True"},
-    ),
-    _admin_route(
-        "/mrss_set_gatingweight",
-        set_gating,
-        GatingBody,
-        "change a mixture's weights",
-        {"state_viewname": "Duo", "state_gatingweight": ["0.7", "0.3"]},
-    ),
-    _admin_route("/removestatemodel", remove_states, None, "remove all tuned states"),
-)

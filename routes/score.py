@@ -19,9 +19,12 @@ from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, run_full
 from routes.response.http_response import HandlerResponse
 from routes.response.response_models import Scores
-from routes.route import Route
+from routes.route import Routes
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
+
+EXAMPLE = {"contents": ["The capital of France is"], "candidates": [" Paris", " London", " a river"]}
+ROUTES = Routes()
 
 PATH = "/v1/score"
 MAX_SCORED_TOKENS = 1_000_000
@@ -183,6 +186,15 @@ def _check_finished(result: RowResult) -> None:
         )
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Score candidate texts after prompts.",
+    is_generation=True,
+    answer=Scores,
+    errors=(ErrorKind.TIMEOUT,),
+    example=EXAMPLE,
+)
 async def score(context: Context, body: ScoreBody) -> HandlerResponse:
     """Return the log-probability of each candidate after its prompt."""
     limit, count = context.config.max_contents, sum(map(len, body.candidate_lists))
@@ -194,19 +206,3 @@ async def score(context: Context, body: ScoreBody) -> HandlerResponse:
     rows = await offload_if_large(characters, _rows, context, body)
     job = make_job(rows, body, PATH)
     return await run_full(context, job, OutputDecoder(job.num_rows), ScoreFormatter(body, rows).full_body)
-
-
-EXAMPLE = {"contents": ["The capital of France is"], "candidates": [" Paris", " London", " a river"]}
-ROUTES = (
-    Route(
-        "POST",
-        PATH,
-        score,
-        ScoreBody,
-        "Score candidate texts after prompts.",
-        is_generation=True,
-        answer=Scores,
-        errors=(ErrorKind.TIMEOUT,),
-        example=EXAMPLE,
-    ),
-)

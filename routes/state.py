@@ -38,11 +38,21 @@ from routes.response.response_models import (
     Imported,
     SessionList,
 )
-from routes.route import SESSION_ERRORS, Route, Upload
+from routes.route import SESSION_ERRORS, Route, Routes, Upload
 from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession, ListSessions
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import Finish, Job
 from state_pool.session_key import SessionEntry, Tier, owner_of
+
+TURN_EXAMPLE = {
+    "contents": ["User: What should we eat for dinner?\n\nAssistant: <think>\n</think>\n"],
+    "session_id": "session_one",
+    "stop_tokens": list(DEFAULT_STOPS),
+    "max_tokens": 64,
+    "stream": True,
+}
+_FILE_ERRORS = (*SESSION_ERRORS, ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)
+ROUTES = Routes(waits_for_engine=True)
 
 PATH = "/state/chat/completions"
 CACHE_LEVELS = {Tier.SLOT: "L1 (VRAM)", Tier.HOST: "L2 (RAM)", Tier.DISK: "Database (Disk)"}
@@ -95,6 +105,32 @@ async def turn_job(context: Context, body: TurnBody, label: str) -> Job:
     return make_job(rows, body, label)
 
 
+ROUTES.append(
+    Route(
+        "POST",
+        PATH,
+        body=TurnBody,
+        summary="Continue a session with stored state.",
+        description="Continue a session with one prompt. Prompt and answer are stored durably when the answer ends.",
+        job=partial(turn_job, label=PATH),
+        output=lambda body, _: (BatchFormatter(body), OutputDecoder(1)),
+        is_generation=True,
+        answer=BatchAnswer,
+        events=(BatchChunk,),
+        errors=SESSION_ERRORS,
+        example=TURN_EXAMPLE,
+    )
+)
+
+
+@ROUTES.add(
+    "POST",
+    "/state/status",
+    "List the sessions.",
+    answer=SessionList,
+    errors=(ErrorKind.OVERLOADED, ErrorKind.TIMEOUT, ErrorKind.ENGINE_LOST),
+    example={"limit": 10},
+)
 async def status(context: Context, body: StatusBody) -> HandlerResponse:
     """List the stored sessions, newest first, with their storage tier."""
     page = await call_engine(context, ListSessions(body.limit, body.offset, current_request().owner))
@@ -119,6 +155,14 @@ def _session_entry(entry: SessionEntry) -> dict[str, object]:
     }
 
 
+@ROUTES.add(
+    "POST",
+    "/state/delete",
+    "Delete a session.",
+    answer=Deleted,
+    errors=(ErrorKind.SESSION_NOT_FOUND, ErrorKind.ENGINE_LOST),
+    example={"session_id": "your_session_id_to_delete"},
+)
 async def delete(context: Context, body: DeleteBody) -> HandlerResponse:
     """Delete a session from every tier. A running turn of it ends with an error."""
     name, count = body.session_id, 0
@@ -132,16 +176,6 @@ async def delete(context: Context, body: DeleteBody) -> HandlerResponse:
     if body.delete_prefix:
         message = f"Sessions that begin with {name} deleted successfully"
     return json_response({"status": "success", "message": message, "deleted": count})
-
-
-TURN_EXAMPLE = {
-    "contents": ["User: What should we eat for dinner?\n\nAssistant: <think>\n</think>\n"],
-    "session_id": "session_one",
-    "stop_tokens": list(DEFAULT_STOPS),
-    "max_tokens": 64,
-    "stream": True,
-}
-_FILE_ERRORS = (*SESSION_ERRORS, ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)
 
 
 BRANCH_PATH = "/multi_state/chat/completions"
@@ -187,6 +221,25 @@ class DialogueFormatter(BatchFormatter):
             self._new_dialogue = finish.dialogue_idx
 
 
+ROUTES.append(
+    Route(
+        "POST",
+        BRANCH_PATH,
+        body=BranchBody,
+        summary="Branch off a dialogue of a session.",
+        description="Continue a dialogue of a session. Prompt and answer become a new dialogue, whose number is "
+        "returned.",
+        job=partial(turn_job, label=BRANCH_PATH),
+        output=lambda body, _: (DialogueFormatter(body), OutputDecoder(1)),
+        is_generation=True,
+        answer=DialogueAnswer,
+        events=(BatchChunk, DialogueMade),
+        errors=SESSION_ERRORS,
+        example={**TURN_EXAMPLE, "session_id": "story", "dialogue_idx": 0},
+    )
+)
+
+
 class ExportQuery(Fields):
     """The session to export."""
 
@@ -202,12 +255,19 @@ class ImportQuery(Fields):
     session_id: SessionId = Field(description="A name that no session has.")
 
 
-async def export_session(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "GET",
+    "/state/export",
+    "Export a session as a file.",
+    errors=_FILE_ERRORS,
+    content_type=FILE,
+    example={"session_id": "session_one"},
+)
+async def export_session(context: Context, query: ExportQuery) -> HandlerResponse:
     """Export a session as a safetensors file.
 
     The file has the turns that are stored durably. HEAD creates no file.
     """
-    query: ExportQuery = upload.query
     include_file = current_request().method != "HEAD"
     release = context.session_files.acquire(current_request().client)
     try:
@@ -236,7 +296,16 @@ async def _export(context: Context, query: ExportQuery, include_file: bool) -> b
     return await call_engine(context, ExportSession(shared[0], query.dialogue_idx, include_file))
 
 
-async def import_session(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "POST",
+    "/state/import",
+    "Import a session from a file.",
+    uploads=FILE,
+    answer=Imported,
+    errors=_FILE_ERRORS,
+    example={"session_id": "session_brought_back"},
+)
+async def import_session(context: Context, upload: Upload[ImportQuery]) -> HandlerResponse:
     """Create a session from a file of `/state/export`. The exporting service must have the same model."""
     query: ImportQuery = upload.query
     release = context.session_files.acquire(current_request().client)
@@ -245,83 +314,3 @@ async def import_session(context: Context, upload: Upload) -> HandlerResponse:
     finally:
         release()
     return json_response({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})
-
-
-ROUTES = (
-    Route(
-        "POST",
-        PATH,
-        body=TurnBody,
-        summary="Continue a session with stored state.",
-        description="Continue a session with one prompt. Prompt and answer are stored durably when the answer ends.",
-        job=partial(turn_job, label=PATH),
-        output=lambda body, _: (BatchFormatter(body), OutputDecoder(1)),
-        is_generation=True,
-        answer=BatchAnswer,
-        events=(BatchChunk,),
-        errors=SESSION_ERRORS,
-        example=TURN_EXAMPLE,
-    ),
-    Route(
-        "POST",
-        "/state/status",
-        status,
-        StatusBody,
-        "List the sessions.",
-        answer=SessionList,
-        errors=(ErrorKind.OVERLOADED, ErrorKind.TIMEOUT, ErrorKind.ENGINE_LOST),
-        example={"limit": 10},
-        waits_for_engine=True,
-    ),
-    Route(
-        "POST",
-        "/state/delete",
-        delete,
-        DeleteBody,
-        "Delete a session.",
-        answer=Deleted,
-        errors=(ErrorKind.SESSION_NOT_FOUND, ErrorKind.ENGINE_LOST),
-        example={"session_id": "your_session_id_to_delete"},
-        waits_for_engine=True,
-    ),
-    Route(
-        "POST",
-        BRANCH_PATH,
-        body=BranchBody,
-        summary="Branch off a dialogue of a session.",
-        description="Continue a dialogue of a session. Prompt and answer become a new dialogue, whose number is "
-        "returned.",
-        job=partial(turn_job, label=BRANCH_PATH),
-        output=lambda body, _: (DialogueFormatter(body), OutputDecoder(1)),
-        is_generation=True,
-        answer=DialogueAnswer,
-        events=(BatchChunk, DialogueMade),
-        errors=SESSION_ERRORS,
-        example={**TURN_EXAMPLE, "session_id": "story", "dialogue_idx": 0},
-    ),
-    Route(
-        "GET",
-        "/state/export",
-        export_session,
-        None,
-        "Export a session as a file.",
-        query=ExportQuery,
-        errors=_FILE_ERRORS,
-        content_type=FILE,
-        example={"session_id": "session_one"},
-        waits_for_engine=True,
-    ),
-    Route(
-        "POST",
-        "/state/import",
-        import_session,
-        None,
-        "Import a session from a file.",
-        query=ImportQuery,
-        uploads=FILE,
-        answer=Imported,
-        errors=_FILE_ERRORS,
-        example={"session_id": "session_brought_back"},
-        waits_for_engine=True,
-    ),
-)

@@ -15,12 +15,15 @@ from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, HttpResponse, json_response
 from routes.response.response_models import Health, Status, Version
-from routes.route import Route
+from routes.route import Routes
 from rwkv_batch.calls import CountJobs, GetMetrics, GetStatus, ListRequests
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
 from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.version import __version__
+
+_ENGINE_ERRORS = (ErrorKind.ENGINE_LOST,)
+ROUTES = Routes()
 
 OPENAPI_KEY = "openapi"
 """Key of the OpenAPI document in `Context.shared`."""
@@ -74,12 +77,30 @@ class RecentRequests(BaseModel):
     requests: list[RequestEntry]
 
 
-async def healthz(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/healthz", "Whether the worker is alive.", answer=Health, is_public=True)
+async def healthz(context: Context) -> HandlerResponse:
     """Return ok: this HTTP worker is alive."""
     return json_response({"status": "ok"})
 
 
-async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/ping", "Same as /readyz, under vLLM's name.", answer=Health, is_public=True, errors=_ENGINE_ERRORS)
+@ROUTES.add(
+    "GET",
+    "/health",
+    "Same as /readyz, under the name of vLLM, SGLang and llama.cpp.",
+    answer=Health,
+    is_public=True,
+    errors=_ENGINE_ERRORS,
+)
+@ROUTES.add(
+    "GET",
+    "/readyz",
+    "Whether the service takes work. 503 otherwise.",
+    answer=Health,
+    is_public=True,
+    errors=_ENGINE_ERRORS,
+)
+async def readyz(context: Context) -> HandlerResponse:
     """Return 200 if the service takes new work, else 503.
 
     An engine and every HTTP worker must take new work. Names the engines that take none.
@@ -97,7 +118,8 @@ async def readyz(context: Context, query: dict[str, str]) -> HandlerResponse:
     return json_response({"status": "degraded", "lost": lost} if lost else {"status": "ready"})
 
 
-async def authz(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/authz", "Whether the Authorization header has a valid secret.", answer=Health)
+async def authz(context: Context) -> HandlerResponse:
     """Return 200 if the header has a valid password or key.
 
     Also returns 200 if none is required. Proxies check large bodies with this route.
@@ -105,7 +127,8 @@ async def authz(context: Context, query: dict[str, str]) -> HandlerResponse:
     return json_response({"status": "ok"})
 
 
-async def status(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/status", "Model, devices, samplers, rows, pool, processes.", answer=Status, errors=_ENGINE_ERRORS)
+async def status(context: Context) -> HandlerResponse:
     """Return model, devices, samplers, rows, pool and processes.
 
     Also returns the models loaded at run time. Without admin rights, the answer describes only the model and how it is
@@ -141,7 +164,10 @@ async def _model_status(context: Context, model: ServedModel) -> dict[str, objec
     return model_entry(model) | {name: status_fields[name] for name in _SERVING_FIELDS if name in status_fields}
 
 
-async def metrics(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add(
+    "GET", "/metrics", "Metrics for Prometheus.", content_type="text/plain", errors=_ENGINE_ERRORS, is_admin=True
+)
+async def metrics(context: Context) -> HandlerResponse:
     """Return the metrics of all processes in Prometheus' text format."""
     text = await call_engine(context, GetMetrics())
     jobs = await call_engine(context, CountJobs(BIG_BATCH_LABEL))
@@ -150,94 +176,34 @@ async def metrics(context: Context, query: dict[str, str]) -> HandlerResponse:
     )
 
 
-async def requests(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add(
+    "GET",
+    "/v1/requests",
+    "The last 500 requests of the access log.",
+    answer=RecentRequests,
+    errors=_ENGINE_ERRORS,
+    is_admin=True,
+)
+async def requests(context: Context) -> HandlerResponse:
     """Return the access log's last requests, newest first. Successful reads are left out."""
     return json_response({"logged": context.config.access_log, "requests": await call_engine(context, ListRequests())})
 
 
-async def openapi(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/openapi.json", "The OpenAPI document.")
+async def openapi(context: Context) -> HandlerResponse:
     """Return the OpenAPI document of this API."""
     document: dict[str, Any] = context.shared[OPENAPI_KEY]
     return json_response(document)
 
 
-_ENGINE_ERRORS = (ErrorKind.ENGINE_LOST,)
-
-
-async def version(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/version", "The version of the service, under vLLM's name.", answer=Version)
+async def version(context: Context) -> HandlerResponse:
     """Return the version of the service."""
     return json_response({"version": __version__})
 
 
-async def docs(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/docs", "This reference as a web page.", is_public=True, content_type="text/html")
+async def docs(context: Context) -> HandlerResponse:
     """Return every route with its fields, limits, errors and a curl command."""
     content = page(context.shared[OPENAPI_KEY]).encode()
     return HttpResponse(content, content_type="text/html; charset=utf-8")
-
-
-ROUTES = (
-    Route("GET", "/healthz", healthz, None, "Whether the worker is alive.", answer=Health, is_public=True),
-    Route(
-        "GET",
-        "/readyz",
-        readyz,
-        None,
-        "Whether the service takes work. 503 otherwise.",
-        answer=Health,
-        is_public=True,
-        errors=_ENGINE_ERRORS,
-    ),
-    Route(
-        "GET",
-        "/health",
-        readyz,
-        None,
-        "Same as /readyz, under the name of vLLM, SGLang and llama.cpp.",
-        answer=Health,
-        is_public=True,
-        errors=_ENGINE_ERRORS,
-    ),
-    Route(
-        "GET",
-        "/ping",
-        readyz,
-        None,
-        "Same as /readyz, under vLLM's name.",
-        answer=Health,
-        is_public=True,
-        errors=_ENGINE_ERRORS,
-    ),
-    Route("GET", "/authz", authz, None, "Whether the Authorization header has a valid secret.", answer=Health),
-    Route(
-        "GET",
-        "/status",
-        status,
-        None,
-        "Model, devices, samplers, rows, pool, processes.",
-        answer=Status,
-        errors=_ENGINE_ERRORS,
-    ),
-    Route(
-        "GET",
-        "/metrics",
-        metrics,
-        None,
-        "Metrics for Prometheus.",
-        content_type="text/plain",
-        errors=_ENGINE_ERRORS,
-        is_admin=True,
-    ),
-    Route(
-        "GET",
-        "/v1/requests",
-        requests,
-        None,
-        "The last 500 requests of the access log.",
-        answer=RecentRequests,
-        errors=_ENGINE_ERRORS,
-        is_admin=True,
-    ),
-    Route("GET", "/openapi.json", openapi, None, "The OpenAPI document."),
-    Route("GET", "/version", version, None, "The version of the service, under vLLM's name.", answer=Version),
-    Route("GET", "/docs", docs, None, "This reference as a web page.", is_public=True, content_type="text/html"),
-)

@@ -12,8 +12,10 @@ from pydantic import Field
 from routes.context import Context
 from routes.request.fields import Fields, error_value
 from routes.response.http_response import HandlerResponse, HttpResponse
-from routes.route import Route, Upload
+from routes.route import Routes
 from rwkv_batch.errors import ErrorKind, ServiceError
+
+ROUTES = Routes(is_public=True)
 
 FILES_KEY = "web_files"
 """Key of the page's files in `Context.shared`."""
@@ -89,32 +91,24 @@ class FileQuery(Fields):
     file: str = Field(min_length=1, description="A file of the page.")
 
 
-async def index(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/", "The web page.", content_type="text/html")
+async def index(context: Context) -> HandlerResponse:
     """Return the web page: chat, batch, translation and dashboard. The page itself asks for the password."""
     return _answer(context.shared[FILES_KEY][INDEX])
 
 
-async def web_file(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "GET",
+    "/web/{file}",
+    "The web page's files.",
+    content_type="*/*",
+    errors=(ErrorKind.NOT_FOUND,),
+    example={"file": "app.js"},
+)
+async def web_file(context: Context, query: FileQuery) -> HandlerResponse:
     """Return a script or style sheet of the web page."""
     files: dict[str, WebFile] = context.shared[FILES_KEY]
-    name = upload.query.file
+    name = query.file
     if name not in files:
         raise ServiceError(ErrorKind.NOT_FOUND, f"file: the page has no file {error_value(name)!r}; it begins at /")
     return _answer(files[name])
-
-
-ROUTES = (
-    Route("GET", "/", index, None, "The web page.", is_public=True, content_type="text/html"),
-    Route(
-        "GET",
-        "/web/{file}",
-        web_file,
-        None,
-        "The web page's files.",
-        query=FileQuery,
-        is_public=True,
-        content_type="*/*",
-        errors=(ErrorKind.NOT_FOUND,),
-        example={"file": "app.js"},
-    ),
-)

@@ -26,7 +26,7 @@ from routes.response.http_response import (
     named_sse,
     with_warnings,
 )
-from routes.route import Route, with_defaults_applied
+from routes.route import Routes, with_defaults_applied
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.request import Finish, FinishReason
 
@@ -48,6 +48,8 @@ PING = named_sse({"type": "ping"})
 ANTHROPIC_ERRORS = ErrorFormat(
     _error_body, OPENAI_STATUS, "AnthropicError", StreamFormat(SSE, named_sse, b"", heartbeat=PING)
 )
+ROUTES = Routes(error_format=ANTHROPIC_ERRORS, ignored_query=("beta",))
+_EXAMPLE = {"model": "rwkv7", "messages": [{"role": "user", "content": "Hello!"}]}
 
 
 class ContentBlocks:
@@ -178,6 +180,15 @@ async def _chat(context: Context, body: MessagesPrompt) -> AnthropicChat:
     return chat
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Answer a conversation in Anthropic's format.",
+    is_generation=True,
+    answer=AnthropicAnswer,
+    events=(AnthropicEvent,),
+    example={**_EXAMPLE, "max_tokens": 64},
+)
 async def messages(context: Context, body: MessagesBody) -> HandlerResponse:
     """Answer a conversation in Anthropic's format. Nothing is stored."""
     request = await _chat(context, body)
@@ -186,38 +197,12 @@ async def messages(context: Context, body: MessagesBody) -> HandlerResponse:
     return await run(context, make_job(rows, request, PATH), formatter, OutputDecoder(1), body.stream)
 
 
+@ROUTES.add(
+    "POST", COUNT_PATH, "Count a conversation's tokens in Anthropic's format.", answer=CountedTokens, example=_EXAMPLE
+)
 async def count_tokens(context: Context, body: MessagesPrompt) -> HandlerResponse:
     """Count the tokens of the prompt that /v1/messages would compute, tools included."""
     chat = await _chat(context, body)
     prompt = prompt_of(chat.messages, chat.think, chat.tool_set, template=chat.template, continues=chat.continues)
     ids = await offload_if_large(len(prompt), context.tokenizer.encode, prompt)
     return json_response({"input_tokens": len(ids)})
-
-
-_EXAMPLE = {"model": "rwkv7", "messages": [{"role": "user", "content": "Hello!"}]}
-ROUTES = (
-    Route(
-        "POST",
-        PATH,
-        messages,
-        MessagesBody,
-        "Answer a conversation in Anthropic's format.",
-        is_generation=True,
-        answer=AnthropicAnswer,
-        events=(AnthropicEvent,),
-        error_format=ANTHROPIC_ERRORS,
-        ignored_query=("beta",),
-        example={**_EXAMPLE, "max_tokens": 64},
-    ),
-    Route(
-        "POST",
-        COUNT_PATH,
-        count_tokens,
-        MessagesPrompt,
-        "Count a conversation's tokens in Anthropic's format.",
-        answer=CountedTokens,
-        error_format=ANTHROPIC_ERRORS,
-        ignored_query=("beta",),
-        example=_EXAMPLE,
-    ),
-)

@@ -21,11 +21,14 @@ from routes.request.model_names import means_model, model_not_found, parse_model
 from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
-from routes.route import Route, Upload
+from routes.route import Routes
 from rwkv_batch.calls import EngineCall, RemoveAdapter, RemoveState
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
+ROUTES = Routes(error_format=OPENAI_ERRORS, errors=(ErrorKind.OVERLOADED, ErrorKind.NOT_FOUND))
+
 PATH = "/openai/v1/fine_tuning/jobs"
+_JOB_PATH = f"{PATH}/{{job_id}}"
 FINE_TUNE = "fine-tune"
 _READ_FAILED, _UPDATE_FAILED = "the job cannot be read", "the job cannot be changed"
 _EVENTS, _CHECKPOINTS = "/events", "/checkpoints"
@@ -175,6 +178,15 @@ def _page(entries: list[dict[str, Any]], limit: int) -> HandlerResponse:
     return json_response({"object": "list", "data": entries[:limit], "has_more": len(entries) > limit})
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Create a fine-tuning job.",
+    answer=JobObject,
+    is_about_models=True,
+    errors=(ErrorKind.MODEL_NOT_FOUND, ErrorKind.FORBIDDEN),
+    example={"model": "rwkv7", "training_file": "file-019eae3d7d1a", "suffix": "pirate"},
+)
 async def create_job(context: Context, body: JobBody) -> HandlerResponse:
     """Create a job that tunes the model on a file. The tuned model serves this key only."""
     store, request_context = get_store(context), current_request()
@@ -222,9 +234,9 @@ async def create_job(context: Context, body: JobBody) -> HandlerResponse:
     return json_response(job_object(job))
 
 
-async def list_jobs(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("GET", PATH, "List fine-tuning jobs.", answer=JobList)
+async def list_jobs(context: Context, query: JobsQuery) -> HandlerResponse:
     """List this key's jobs, newest first."""
-    query: JobsQuery = upload.query
     jobs = JobStore(get_store(context)).jobs
     found = await call_store(jobs, _READ_FAILED, current_request().owner, query.after, query.limit + 1)
     return _page([job_object(job) for job in found], query.limit)
@@ -237,9 +249,15 @@ async def _job(context: Context, job_id: str) -> Job:
     return job
 
 
-async def get_job(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "GET",
+    _JOB_PATH,
+    "Get a fine-tuning job, or its `/events` or `/checkpoints`.",
+    answer=JobObject,
+    example={"job_id": "ftjob-019eae3d7d1a"},
+)
+async def get_job(context: Context, query: JobQuery) -> HandlerResponse:
     """Return a job, or a page of its events or checkpoints."""
-    query: JobQuery = upload.query
     name = query.job_id
     job = await _job(context, name.removesuffix(_EVENTS).removesuffix(_CHECKPOINTS))
     if name.endswith(_EVENTS):
@@ -263,9 +281,16 @@ _CHANGES = {
 """Action -> the new status, and the statuses that allow it."""
 
 
-async def change_job(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "POST",
+    _JOB_PATH,
+    "Cancel, pause or resume a job: its id, followed by the action.",
+    answer=JobObject,
+    example={"job_id": "ftjob-019eae3d7d1a/cancel"},
+)
+async def change_job(context: Context, query: ActionQuery) -> HandlerResponse:
     """Cancel, pause or resume a job."""
-    name, _, action = upload.query.job_id.rpartition("/")
+    name, _, action = query.job_id.rpartition("/")
     job = await _job(context, name)
     status, allowed = _CHANGES[action]
 
@@ -280,9 +305,19 @@ async def change_job(context: Context, upload: Upload) -> HandlerResponse:
     return json_response(job_object(await call_store(update, _UPDATE_FAILED, job.id, changed, event)))
 
 
-async def delete_model(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "DELETE",
+    "/openai/v1/models/{model}",
+    "Delete a tuned model.",
+    answer=DeletedModel,
+    is_about_models=True,
+    errors=(ErrorKind.MODEL_NOT_FOUND, ErrorKind.ENGINE_LOST),
+    waits_for_engine=True,
+    example={"model": "ft:rwkv7::pirate:s019eae3d7d1a"},
+)
+async def delete_model(context: Context, query: ModelQuery) -> HandlerResponse:
     """Delete a tuned model. Admitted rows and existing sessions keep it."""
-    name: str = upload.query.model
+    name = query.model
     jobs = JobStore(get_store(context))
     owned = await call_store(jobs.models, _READ_FAILED, current_request().owner)
     job = next((one for one in owned if one.fine_tuned_model == name), None)
@@ -300,34 +335,3 @@ async def delete_model(context: Context, upload: Upload) -> HandlerResponse:
     await call_store(get_store(context).adapter_path(tuned.name).unlink, _UPDATE_FAILED, missing_ok=True)
     await call_store(jobs.update, _UPDATE_FAILED, job.id, lambda one: msgspec.structs.replace(one, is_deleted=True))
     return json_response({"id": name, "object": "model", "deleted": True})
-
-
-def _route(method: str, path: str, handle: Any, summary: str, **fields: Any) -> Route:
-    return Route(
-        method, path, handle, fields.pop("body", None), summary, error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.OVERLOADED, ErrorKind.NOT_FOUND, *fields.pop("errors", ())), **fields,
-    )  # fmt: skip
-
-
-_EXAMPLE = {"job_id": "ftjob-019eae3d7d1a"}
-ROUTES = (
-    _route(
-        "POST", PATH, create_job, "Create a fine-tuning job.", body=JobBody, answer=JobObject, is_about_models=True,
-        errors=(ErrorKind.MODEL_NOT_FOUND, ErrorKind.FORBIDDEN),
-        example={"model": "rwkv7", "training_file": "file-019eae3d7d1a", "suffix": "pirate"},
-    ),
-    _route("GET", PATH, list_jobs, "List fine-tuning jobs.", query=JobsQuery, answer=JobList),
-    _route(
-        "GET", f"{PATH}/{{job_id}}", get_job, "Get a fine-tuning job, or its `/events` or `/checkpoints`.",
-        query=JobQuery, answer=JobObject, example=_EXAMPLE,
-    ),
-    _route(
-        "POST", f"{PATH}/{{job_id}}", change_job, "Cancel, pause or resume a job: its id, followed by the action.",
-        query=ActionQuery, answer=JobObject, example={"job_id": "ftjob-019eae3d7d1a/cancel"},
-    ),
-    _route(
-        "DELETE", "/openai/v1/models/{model}", delete_model, "Delete a tuned model.", query=ModelQuery,
-        answer=DeletedModel, is_about_models=True, errors=(ErrorKind.MODEL_NOT_FOUND, ErrorKind.ENGINE_LOST),
-        example={"model": "ft:rwkv7::pirate:s019eae3d7d1a"}, waits_for_engine=True,
-    ),
-)  # fmt: skip

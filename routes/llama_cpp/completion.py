@@ -32,11 +32,13 @@ from routes.response.http_response import (
     sse,
 )
 from routes.response.response_models import WithWarnings
-from routes.route import Route, with_defaults_applied
+from routes.route import Routes, with_defaults_applied
 from rwkv_batch.calls import GetStatus
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import Finish, FinishReason, TokenLogprob
 from rwkv_batch.version import __version__
+
+ROUTES = Routes()
 
 LLAMA_ERRORS = ErrorFormat(
     OPENAI_ERRORS.body, OPENAI_ERRORS.statuses, OPENAI_ERRORS.schema, StreamFormat(SSE, sse, end=b"")
@@ -211,6 +213,14 @@ def _timings(name: str, tokens: int, seconds: float) -> dict[str, float]:
     }
 
 
+_GENERATION: dict[str, Any] = {
+    "is_generation": True,
+    "answer": Completion,
+    "events": (Completion,),
+    "error_format": LLAMA_ERRORS,
+}
+
+
 async def _complete(
     context: Context, body: LlamaFields, prompt: str | list[int], stops: tuple[str, ...], path: str, field: str
 ) -> HandlerResponse:
@@ -221,18 +231,29 @@ async def _complete(
     return await run(context, make_job(rows, raw, path), formatter, OutputDecoder(1), body.stream)
 
 
+@ROUTES.add(
+    "POST", "/completion", "llama.cpp: continue a prompt.", example={"prompt": "Once", "n_predict": 32}, **_GENERATION
+)
 async def completion(context: Context, body: CompletionPrompt) -> HandlerResponse:
     """Continue a raw prompt in llama.cpp's format."""
     return await _complete(context, body, body.prompt, (), "/completion", "prompt")
 
 
+@ROUTES.add(
+    "POST",
+    "/infill",
+    "llama.cpp: fill in the middle.",
+    example={"input_prefix": "def add(a, b):\n    ", "input_suffix": "\n\nprint(add(1, 2))", "n_predict": 32},
+    **_GENERATION,
+)
 async def infill(context: Context, body: InfillPrompt) -> HandlerResponse:
     """Fill in the middle in llama.cpp's format."""
     prompt = prompts.fill_in_the_middle(body.input_prefix + body.prompt, body.input_suffix)
     return await _complete(context, body, prompt, (prompts.FIM_STOP,), "/infill", "input_prefix")
 
 
-async def props(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/props", "llama.cpp: the model and its defaults.", answer=Props, errors=(ErrorKind.ENGINE_LOST,))
+async def props(context: Context) -> HandlerResponse:
     """Return the model's properties and the default sampling parameters."""
     status = await call_engine(context, GetStatus())
     defaults = {name: field.default for name, field in SamplingBody.model_fields.items()} | context.defaults.given
@@ -250,40 +271,11 @@ async def props(context: Context, query: dict[str, str]) -> HandlerResponse:
     )
 
 
-async def slots(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/slots", "llama.cpp: the running slots.", is_admin=True, errors=(ErrorKind.ENGINE_LOST,))
+async def slots(context: Context) -> HandlerResponse:
     """Return the running slots. Which request runs in which slot is not shown."""
     status = await call_engine(context, GetStatus())
     running = status["running_rows"]
     n_ctx = context.config.max_prompt_tokens
     count = max(running, status.get("max_running", 1))
     return json_response([{"id": i, "n_ctx": n_ctx, "is_processing": i < running} for i in range(count)])
-
-
-def _generation(path: str, handle: Any, body: type[LlamaFields], summary: str, example: dict[str, Any]) -> Route:
-    return Route(
-        "POST",
-        path,
-        handle,
-        body,
-        summary,
-        is_generation=True,
-        answer=Completion,
-        events=(Completion,),
-        error_format=LLAMA_ERRORS,
-        example={**example, "n_predict": 32},
-    )
-
-
-_LOST = (ErrorKind.ENGINE_LOST,)
-ROUTES = (
-    _generation("/completion", completion, CompletionPrompt, "llama.cpp: continue a prompt.", {"prompt": "Once"}),
-    _generation(
-        "/infill",
-        infill,
-        InfillPrompt,
-        "llama.cpp: fill in the middle.",
-        {"input_prefix": "def add(a, b):\n    ", "input_suffix": "\n\nprint(add(1, 2))"},
-    ),
-    Route("GET", "/props", props, None, "llama.cpp: the model and its defaults.", answer=Props, errors=_LOST),
-    Route("GET", "/slots", slots, None, "llama.cpp: the running slots.", errors=_LOST, is_admin=True),
-)

@@ -17,11 +17,13 @@ from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Body, Messages, Texts
 from routes.request.jobs import offload_if_large
-from routes.response.http_response import NATIVE_ERRORS, OPENAI_ERRORS, HandlerResponse, json_response
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import Detokenized, Prompt, TokenCount, Tokenized, TokenizerInfo
-from routes.route import Route
+from routes.route import Routes
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
+
+ROUTES = Routes()
 
 
 class TemplateBody(Body):
@@ -58,6 +60,7 @@ class CountBody(TemplateBody):
     contents: Texts = Field([], description="Raw prompts.")
 
 
+@ROUTES.add("POST", "/v1/tokens/count", "Count tokens.", answer=TokenCount, example={"text": "Hello world!"})
 async def count_tokens(context: Context, body: CountBody) -> HandlerResponse:
     """Count the tokens of a text, raw prompts, or a conversation.
 
@@ -81,6 +84,13 @@ def _counts(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
     return [len(tokenizer.encode(text)) for text in texts]
 
 
+@ROUTES.add(
+    "POST",
+    "/apply-template",
+    "The prompt of a conversation.",
+    answer=Prompt,
+    example={"messages": [{"role": "user", "content": "Hello!"}]},
+)
 async def apply_template(context: Context, body: TemplateBody) -> HandlerResponse:
     """Return the prompt of a conversation, under llama.cpp's name."""
     if not body.messages:
@@ -124,6 +134,7 @@ class DetokenizeBody(Body):
     )
 
 
+@ROUTES.add("POST", "/tokenize", "Token ids of a text.", answer=Tokenized, example={"prompt": "Hello world!"})
 async def tokenize(context: Context, body: TokenizeBody) -> HandlerResponse:
     """Return the token ids of a text."""
     text = body.text
@@ -141,73 +152,19 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
         return {"id": token, "piece": list(piece)}
 
 
+@ROUTES.add("POST", "/detokenize", "The text of token ids.", answer=Detokenized, example={"tokens": [33155, 40213, 34]})
 async def detokenize(context: Context, body: DetokenizeBody) -> HandlerResponse:
     """Return the text of token ids. Invalid UTF-8 is shown as U+FFFD."""
     text = context.tokenizer.decode_bytes(body.tokens).decode("utf-8", "replace")
     return json_response({"prompt": text, "content": text})
 
 
-async def tokenizer_info(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/tokenizer_info", "About the tokenizer.", answer=TokenizerInfo)
+async def tokenizer_info(context: Context) -> HandlerResponse:
     """Return the tokenizer's class, vocabulary size and special tokens."""
     info = {"tokenizer_class": "RWKVWorldTokenizer", "vocab_size": VOCAB_SIZE}
     return json_response({**info, "bos_token": END_NAME, "eos_token": END_NAME})
 
 
-def _tokenizer_routes(prefix: str) -> tuple[Route, ...]:
-    """Return the three routes under `prefix`, where clients of `{prefix}/v1/completions` expect them."""
-    error_format = OPENAI_ERRORS if prefix else NATIVE_ERRORS
-    return (
-        Route(
-            "POST",
-            f"{prefix}/tokenize",
-            tokenize,
-            TokenizeBody,
-            "Token ids of a text.",
-            answer=Tokenized,
-            error_format=error_format,
-            example={"prompt": "Hello world!"},
-        ),
-        Route(
-            "POST",
-            f"{prefix}/detokenize",
-            detokenize,
-            DetokenizeBody,
-            "The text of token ids.",
-            answer=Detokenized,
-            error_format=error_format,
-            example={"tokens": [33155, 40213, 34]},
-        ),
-        Route(
-            "GET",
-            f"{prefix}/tokenizer_info",
-            tokenizer_info,
-            None,
-            "About the tokenizer.",
-            answer=TokenizerInfo,
-            error_format=error_format,
-        ),
-    )
-
-
-ROUTES = (
-    Route(
-        "POST",
-        "/v1/tokens/count",
-        count_tokens,
-        CountBody,
-        "Count tokens.",
-        answer=TokenCount,
-        example={"text": "Hello world!"},
-    ),
-    Route(
-        "POST",
-        "/apply-template",
-        apply_template,
-        TemplateBody,
-        "The prompt of a conversation.",
-        answer=Prompt,
-        example={"messages": [{"role": "user", "content": "Hello!"}]},
-    ),
-    *_tokenizer_routes(""),
-    *_tokenizer_routes("/openai"),
-)
+ROUTES += [one.at(f"/openai{one.path}", error_format=OPENAI_ERRORS) for one in ROUTES[-3:]]
+"""Clients of `/openai/v1/completions` expect the tokenizer's routes there."""

@@ -29,11 +29,12 @@ from routes.response.http_response import (
     timestamp,
 )
 from routes.response.tool_call_parser import DeltaToolCall
-from routes.route import Route, with_defaults_applied
+from routes.route import Routes, with_defaults_applied
 from rwkv_batch.request import Finish, GenerateRequest, TokenLogprob
 
 OLLAMA_ERRORS = ErrorFormat(NATIVE_ERRORS.body, OPENAI_STATUS, NATIVE_ERRORS.schema, NDJSON_STREAM)
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
+ROUTES = Routes(is_generation=True, needs_known_model=True, error_format=OLLAMA_ERRORS)
 _RAW_FORMAT = AnswerFormat(is_constrained=True)
 """Format of a raw answer: all of it is content."""
 MakeFields = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -157,6 +158,19 @@ def _loaded(body: OllamaBody, make_fields: MakeFields) -> HandlerResponse:
     return json_response({**head, "done": True, "done_reason": reason})
 
 
+@ROUTES.add(
+    "POST",
+    CHAT_PATH,
+    "Answer in Ollama's format.",
+    answer=OllamaChatAnswer,
+    events=(OllamaChatAnswer,),
+    example={
+        "model": "rwkv7",
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "stream": False,
+        "options": {"num_predict": 64},
+    },
+)
 async def chat(context: Context, body: OllamaChatBody) -> HandlerResponse:
     """Answer a conversation in Ollama's format. Nothing is stored."""
     if not body.messages:
@@ -169,6 +183,14 @@ async def chat(context: Context, body: OllamaChatBody) -> HandlerResponse:
     return await run(context, make_job(rows, request, CHAT_PATH), formatter, OutputDecoder(1), body.stream)
 
 
+@ROUTES.add(
+    "POST",
+    GENERATE_PATH,
+    "Answer in Ollama's format.",
+    answer=OllamaGenerateAnswer,
+    events=(OllamaGenerateAnswer,),
+    example={"model": "rwkv7", "prompt": "Hello!", "stream": False, "options": {"num_predict": 64}},
+)
 async def generate(context: Context, body: OllamaGenerateBody) -> HandlerResponse:
     """Answer one prompt in Ollama's format.
 
@@ -203,25 +225,3 @@ async def _generate_rows(
         return await openai_rows(context, request, [text], stops, "prompt")
     prompt = body.context + encode(context.tokenizer, text, "prompt", context.config)
     return await openai_rows(context, request, [prompt], stops, "context")
-
-
-def _route(path: str, handle: Any, body: type[OllamaBody], answer: Any, example: dict[str, Any]) -> Route:
-    return Route(
-        "POST",
-        path,
-        handle,
-        body,
-        "Answer in Ollama's format.",
-        is_generation=True,
-        needs_known_model=True,
-        answer=answer,
-        events=(answer,),
-        error_format=OLLAMA_ERRORS,
-        example={"model": "rwkv7", **example, "stream": False, "options": {"num_predict": 64}},
-    )
-
-
-ROUTES = (
-    _route(CHAT_PATH, chat, OllamaChatBody, OllamaChatAnswer, {"messages": [{"role": "user", "content": "Hello!"}]}),
-    _route(GENERATE_PATH, generate, OllamaGenerateBody, OllamaGenerateAnswer, {"prompt": "Hello!"}),
-)

@@ -18,10 +18,13 @@ from routes.request.fields import IgnoredValue, Repeated
 from routes.request.model_names import LATEST, model_not_found
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response, timestamp
-from routes.route import Route
+from routes.route import Routes
 from rwkv_batch.calls import GetStatus
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME
+
+ROUTES = Routes(error_format=OLLAMA_ERRORS)
+_LOST = (ErrorKind.ENGINE_LOST,)
 
 API_VERSION = "0.12.0"
 """Numbers and dots only: clients compare it."""
@@ -80,12 +83,16 @@ def _size(parameters: float) -> str:
     return f"{parameters:.4g}B"
 
 
-async def tags(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add(
+    "GET", "/api/tags", "Ollama: the served models.", answer=OllamaModelList, errors=_LOST, waits_for_engine=True
+)
+async def tags(context: Context) -> HandlerResponse:
     """List the served models, each with its states and adapters."""
     return json_response({"models": [entry for one in _contexts(context) for entry in await _entries(one)]})
 
 
-async def running(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/api/ps", "Ollama: the loaded models.", answer=OllamaModelList, errors=_LOST, waits_for_engine=True)
+async def running(context: Context) -> HandlerResponse:
     """List the served models. They stay loaded."""
     models = []
     for one in _contexts(context):
@@ -94,6 +101,14 @@ async def running(context: Context, query: dict[str, str]) -> HandlerResponse:
         fields = {"expires_at": _NEVER, "size_vram": entry["size"] if on_gpu else 0}
         models.append({**entry, **fields, "context_length": one.config.max_prompt_tokens})
     return json_response({"models": models})
+
+
+_ABOUT_ONE: dict[str, Any] = {
+    "errors": (ErrorKind.ENGINE_LOST, ErrorKind.MODEL_NOT_FOUND),
+    "waits_for_engine": True,
+    "is_about_models": True,
+    "example": {"model": "rwkv7"},
+}
 
 
 class OllamaNameBody(Body):
@@ -136,6 +151,7 @@ async def _find(context: Context, requested: str, remedy: str = "") -> tuple[Con
     raise model_not_found(requested, names, remedy)
 
 
+@ROUTES.add("POST", "/api/show", "Ollama: one model.", answer=OllamaShown, **_ABOUT_ONE)
 async def show(context: Context, body: OllamaShowBody) -> HandlerResponse:
     """Return a model's architecture, prompt format, defaults and capabilities."""
     served, entry = await _find(context, body.requested)
@@ -165,18 +181,20 @@ async def show(context: Context, body: OllamaShowBody) -> HandlerResponse:
     )
 
 
-async def version(context: Context, query: dict[str, str]) -> HandlerResponse:
+@ROUTES.add("GET", "/api/version", "Ollama: the version.", answer=OllamaVersion)
+async def version(context: Context) -> HandlerResponse:
     """Return the version of Ollama's API that these routes have."""
     return json_response({"version": API_VERSION})
 
 
+@ROUTES.add("POST", "/api/pull", "Ollama: succeeds for a served model.", answer=OllamaStatus, **_ABOUT_ONE)
 async def pull(context: Context, body: OllamaPullBody) -> HandlerResponse:
     """Succeed for a model that is served. Nothing is downloaded."""
     await _find(context, body.requested, "; this service downloads no models: load a file with POST /v1/models/load")
     return json_response({"status": "success"})
 
 
-async def refuse(context: Context, query: dict[str, str]) -> HandlerResponse:
+async def refuse(context: Context) -> HandlerResponse:
     """Not supported: models are files on the service's machine, and they have no embeddings."""
     raise ServiceError(
         ErrorKind.NOT_FOUND,
@@ -185,40 +203,9 @@ async def refuse(context: Context, query: dict[str, str]) -> HandlerResponse:
     )
 
 
-def _get(path: str, handle: Any, summary: str, answer: Any) -> Route:
-    errors = (ErrorKind.ENGINE_LOST,)
-    return Route(
-        "GET", path, handle, None, summary, answer=answer, error_format=OLLAMA_ERRORS, errors=errors,
-        waits_for_engine=True,
-    )  # fmt: skip
-
-
-def _post(path: str, handle: Any, body: type[OllamaNameBody], summary: str, answer: Any) -> Route:
-    errors = (ErrorKind.ENGINE_LOST, ErrorKind.MODEL_NOT_FOUND)
-    return Route(
-        "POST", path, handle, body, summary, answer=answer, error_format=OLLAMA_ERRORS, errors=errors,
-        waits_for_engine=True, is_about_models=True, example={"model": "rwkv7"},
-    )  # fmt: skip
-
-
 REFUSED = (
     *(("POST", f"/api/{verb}") for verb in ("push", "create", "copy", "embed", "embeddings")),
     ("DELETE", "/api/delete"),
 )
-ROUTES = (
-    _get("/api/tags", tags, "Ollama: the served models.", OllamaModelList),
-    _get("/api/ps", running, "Ollama: the loaded models.", OllamaModelList),
-    Route(
-        "GET", "/api/version", version, None, "Ollama: the version.", answer=OllamaVersion,
-        error_format=OLLAMA_ERRORS,
-    ),
-    _post("/api/show", show, OllamaShowBody, "Ollama: one model.", OllamaShown),
-    _post("/api/pull", pull, OllamaPullBody, "Ollama: succeeds for a served model.", OllamaStatus),
-    *(
-        Route(
-            method, path, refuse, None, "Ollama: not supported.", error_format=OLLAMA_ERRORS,
-            errors=(ErrorKind.NOT_FOUND,),
-        )
-        for method, path in REFUSED
-    ),
-)  # fmt: skip
+for _method, _path in REFUSED:
+    ROUTES.add(_method, _path, "Ollama: not supported.", errors=(ErrorKind.NOT_FOUND,))(refuse)

@@ -28,10 +28,12 @@ from routes.request.bodies import Body, Fields
 from routes.request.fields import IgnoredValue, Pattern
 from routes.request_context import current_request
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
-from routes.route import Route, Upload
+from routes.route import Routes
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
 PATH = "/openai/v1/batches"
+_BATCH_PATH = f"{PATH}/{{batch_id}}"
+ROUTES = Routes(error_format=OPENAI_ERRORS, errors=STORE_ERRORS)
 _READ_FAILED = "the batch cannot be read"
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -176,6 +178,13 @@ def new_batch(
     )
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Create a batch from a file of requests.",
+    answer=BatchObject,
+    example={"input_file_id": "file-019eae3d7d1a", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+)
 async def create_batch(context: Context, body: BatchesBody) -> HandlerResponse:
     """Create a batch that answers the lines of a file. Its rows have batch priority."""
     store, request_context = get_store(context), current_request()
@@ -194,9 +203,9 @@ async def create_batch(context: Context, body: BatchesBody) -> HandlerResponse:
     return json_response(batch_object(batch))
 
 
-async def list_batches(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("GET", PATH, "List batches.", answer=BatchList)
+async def list_batches(context: Context, query: ListQuery) -> HandlerResponse:
     """List this key's batches, newest first."""
-    query: ListQuery = upload.query
     page_query = query.after, query.limit + 1
     found = await call_store(
         get_store(context).batches, "the batches cannot be listed", current_request().owner, *page_query
@@ -204,18 +213,34 @@ async def list_batches(context: Context, upload: Upload) -> HandlerResponse:
     return json_response(list_page([batch_object(batch) for batch in found], query.limit))
 
 
-async def get_batch(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "GET",
+    _BATCH_PATH,
+    "Get a batch.",
+    answer=BatchObject,
+    errors=(ErrorKind.NOT_FOUND,),
+    example={"batch_id": "batch_019eae3d7d1a"},
+)
+async def get_batch(context: Context, query: BatchQuery) -> HandlerResponse:
     """Return a batch."""
-    name: str = upload.query.batch_id
+    name: str = query.batch_id
     batch = await call_store(get_store(context).batch, _READ_FAILED, current_request().owner, name)
     if batch is None:
         raise not_found("batch", name)
     return json_response(batch_object(batch))
 
 
-async def cancel_batch(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "POST",
+    _BATCH_PATH,
+    "Cancel a batch: its id, followed by `/cancel`.",
+    answer=BatchObject,
+    errors=(ErrorKind.NOT_FOUND,),
+    example={"batch_id": "batch_019eae3d7d1a/cancel"},
+)
+async def cancel_batch(context: Context, query: CancelQuery) -> HandlerResponse:
     """Cancel a batch. Finished answers are kept."""
-    name: str = upload.query.batch_id.removesuffix(_CANCEL)
+    name: str = query.batch_id.removesuffix(_CANCEL)
     store = get_store(context)
     if await call_store(store.batch, _READ_FAILED, current_request().owner, name) is None:
         raise not_found("batch", name)
@@ -230,54 +255,3 @@ async def cancel_batch(context: Context, upload: Upload) -> HandlerResponse:
         message = f"the batch {name} is {batch.status} and cannot be cancelled"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="batch_id", given=name)
     return json_response(batch_object(batch))
-
-
-_BATCH_PATH = f"{PATH}/{{batch_id}}"
-ROUTES = (
-    Route(
-        "POST",
-        PATH,
-        create_batch,
-        BatchesBody,
-        "Create a batch from a file of requests.",
-        answer=BatchObject,
-        error_format=OPENAI_ERRORS,
-        errors=STORE_ERRORS,
-        example={"input_file_id": "file-019eae3d7d1a", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
-    ),
-    Route(
-        "GET",
-        PATH,
-        list_batches,
-        None,
-        "List batches.",
-        query=ListQuery,
-        answer=BatchList,
-        error_format=OPENAI_ERRORS,
-        errors=STORE_ERRORS,
-    ),
-    Route(
-        "GET",
-        _BATCH_PATH,
-        get_batch,
-        None,
-        "Get a batch.",
-        query=BatchQuery,
-        answer=BatchObject,
-        error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND, *STORE_ERRORS),
-        example={"batch_id": "batch_019eae3d7d1a"},
-    ),
-    Route(
-        "POST",
-        _BATCH_PATH,
-        cancel_batch,
-        None,
-        "Cancel a batch: its id, followed by `/cancel`.",
-        query=CancelQuery,
-        answer=BatchObject,
-        error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND, *STORE_ERRORS),
-        example={"batch_id": "batch_019eae3d7d1a/cancel"},
-    ),
-)

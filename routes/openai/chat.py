@@ -26,8 +26,10 @@ from routes.response.event_stream import OutputDecoder, RowUpdate
 from routes.response.generate import RowResult, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.response.tool_call_parser import DeltaToolCall
-from routes.route import SESSION_ERRORS, Route
+from routes.route import SESSION_ERRORS, Routes
 from rwkv_batch.request import Finish, FinishReason, TokenLogprob
+
+ROUTES = Routes()
 
 PATH = "/openai/v1/chat/completions"
 
@@ -135,6 +137,17 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {"content": logprob_entries(tokens), "refusal": None}
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Answer a conversation in OpenAI's format.",
+    is_generation=True,
+    answer=ChatAnswer,
+    events=(ChatChunk,),
+    error_format=OPENAI_ERRORS,
+    errors=SESSION_ERRORS,
+    example={"model": "rwkv7", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64},
+)
 async def chat_completions(context: Context, body: ChatBody) -> HandlerResponse:
     """Answer a conversation, `n` times with one prefill.
 
@@ -148,20 +161,3 @@ async def chat_completions(context: Context, body: ChatBody) -> HandlerResponse:
         ids = rows[0].prompt
         formatter.scored = lambda tokens: prompt_logprobs(ids, tokens, context.tokenizer.id_by_bytes)
     return await run(context, make_job(rows, body, PATH), formatter, OutputDecoder(body.n), body.stream)
-
-
-ROUTES = (
-    Route(
-        "POST",
-        PATH,
-        chat_completions,
-        ChatBody,
-        "Answer a conversation in OpenAI's format.",
-        is_generation=True,
-        answer=ChatAnswer,
-        events=(ChatChunk,),
-        error_format=OPENAI_ERRORS,
-        errors=SESSION_ERRORS,
-        example={"model": "rwkv7", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64},
-    ),
-)

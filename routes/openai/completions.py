@@ -28,10 +28,11 @@ from routes.request.jobs import as_turn, encode, make_job, row_stops
 from routes.response.event_stream import OutputDecoder, RowUpdate
 from routes.response.generate import RowResult, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
-from routes.response.loaded_models import ModelList
-from routes.route import SESSION_ERRORS, Route
+from routes.route import SESSION_ERRORS, Routes
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import PromptLogprobs, TokenLogprob
+
+ROUTES = Routes(error_format=OPENAI_ERRORS)
 
 PATH = "/openai/v1/completions"
 
@@ -106,6 +107,16 @@ def _best_rows(rows: Sequence[RowResult], candidates: range, count: int) -> list
     return sorted(candidates, key=mean, reverse=True)[:count]
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Continue raw prompts in OpenAI's format.",
+    is_generation=True,
+    answer=CompletionAnswer,
+    events=(CompletionChunk,),
+    errors=SESSION_ERRORS,
+    example={"model": "rwkv7", "prompt": "Once upon a time", "max_tokens": 32},
+)
 async def completions(context: Context, body: CompletionBody) -> HandlerResponse:
     """Continue raw prompts, each `n` times with one prefill. With `suffix`, fill in the middle."""
     texts: list[str | list[int]] = list(body.prompts)
@@ -146,28 +157,20 @@ def _echoed_prompts(context: Context, body: CompletionBody) -> list[bytes]:
     return [prompt for prompt in given for _ in range(body.samples_per_prompt)]
 
 
-EXAMPLE = {"model": "rwkv7", "prompt": "Once upon a time", "max_tokens": 32}
-
-
-def _route(path: str) -> Route:
-    return Route(
-        "POST",
-        path,
-        completions,
-        CompletionBody,
-        "Continue raw prompts in OpenAI's format.",
-        is_generation=True,
-        answer=CompletionAnswer,
-        events=(CompletionChunk,),
-        error_format=OPENAI_ERRORS,
-        errors=SESSION_ERRORS,
-        example=EXAMPLE,
-    )
+ROUTES.append(ROUTES[-1].at("/v1/completions"))
+ROUTES += [models.ROUTES[0].at("/openai/v1/models"), models.ROUTES[1].at("/openai/v1/models/{model}")]
 
 
 EMBEDDINGS_PATH = "/openai/v1/embeddings"
 
 
+@ROUTES.add(
+    "POST",
+    EMBEDDINGS_PATH,
+    "Not supported.",
+    errors=(ErrorKind.NOT_FOUND,),
+    example={"model": "rwkv7", "input": "Hello!"},
+)
 async def embeddings(context: Context, body: Body) -> HandlerResponse:
     """Not supported: the model is trained to continue text and has no embeddings."""
     raise ServiceError(
@@ -175,29 +178,3 @@ async def embeddings(context: Context, body: Body) -> HandlerResponse:
         "embeddings are not supported: RWKV-7 language models have no vectors trained to compare texts; use "
         "an embedding model's service",
     )
-
-
-ROUTES = (
-    _route(PATH),
-    _route("/v1/completions"),
-    Route(
-        "GET",
-        "/openai/v1/models",
-        models.models,
-        None,
-        "The served models.",
-        answer=ModelList,
-        error_format=OPENAI_ERRORS,
-    ),
-    models.model_route("/openai/v1/models/{model}"),
-    Route(
-        "POST",
-        EMBEDDINGS_PATH,
-        embeddings,
-        Body,
-        "Not supported.",
-        error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND,),
-        example={"model": "rwkv7", "input": "Hello!"},
-    ),
-)

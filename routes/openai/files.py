@@ -26,12 +26,14 @@ from routes.response.http_response import (
     StreamedResponse,
     json_response,
 )
-from routes.route import Route, Upload
+from routes.route import Routes
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
 logger = logging.getLogger(__name__)
 
 PATH = "/openai/v1/files"
+_FILE_PATH = f"{PATH}/{{file_id}}"
+_EXAMPLE = {"file_id": "file-019eae3d7d1a"}
 READ_FAILED = "the file cannot be read"
 TTL_S = 30 * 86400
 """Default lifetime of a file."""
@@ -40,6 +42,7 @@ MIN_LINES = 10
 _CONTENT = "/content"
 _RETRY_S = 10.0
 STORE_ERRORS = (ErrorKind.OVERLOADED, ErrorKind.STORAGE_FAILED)
+ROUTES = Routes(error_format=OPENAI_ERRORS, errors=STORE_ERRORS)
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 _Seconds = Annotated[str, Pattern(r"^[0-9]{1,9}$", "a whole number of seconds below 1000000000")]
@@ -188,6 +191,14 @@ def not_found(kind: str, name: str) -> ServiceError:
     return ServiceError(ErrorKind.NOT_FOUND, f"no such {kind}: {name[:80]!r}", field=f"{kind}_id", given=name[:80])
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Upload a file of requests for a batch, or of examples for a fine-tuning job.",
+    answer=FileObject,
+    takes_form=True,
+    form={"purpose": "batch", "file": "@lines.jsonl"},
+)
 async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
     """Upload a file for a batch or for a fine-tuning job.
 
@@ -225,9 +236,9 @@ def _check_examples(content: bytes, filename: str) -> None:
         raise invalid("file", f"has {len(data.examples)} lines; give at least {MIN_LINES}", filename)
 
 
-async def list_files(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("GET", PATH, "List files.", answer=FileList)
+async def list_files(context: Context, query: FilesQuery) -> HandlerResponse:
     """List this key's files."""
-    query: FilesQuery = upload.query
     newest_first = query.order == "desc"
     files = get_store(context).files
     page_query = query.purpose, query.after, query.limit + 1, newest_first
@@ -235,9 +246,17 @@ async def list_files(context: Context, upload: Upload) -> HandlerResponse:
     return json_response(list_page([file_object(file) for file in found], query.limit))
 
 
-async def get_file(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "GET",
+    _FILE_PATH,
+    "Get a file, or its content with `/content` after its id.",
+    answer=FileObject,
+    errors=(ErrorKind.NOT_FOUND,),
+    example=_EXAMPLE,
+)
+async def get_file(context: Context, query: FileQuery) -> HandlerResponse:
     """Return a file's metadata, or its content."""
-    name: str = upload.query.file_id
+    name: str = query.file_id
     store, file_id = get_store(context), name.removesuffix(_CONTENT)
     file = await call_store(store.file, READ_FAILED, current_request().owner, file_id)
     if file is None:
@@ -260,64 +279,19 @@ async def get_file(context: Context, upload: Upload) -> HandlerResponse:
     return StreamedResponse(FileChunks(content, release), FILE)
 
 
-async def delete_file(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "DELETE",
+    _FILE_PATH,
+    "Delete a file.",
+    answer=DeletedFile,
+    errors=(ErrorKind.NOT_FOUND,),
+    example=_EXAMPLE,
+)
+async def delete_file(context: Context, query: FileQuery) -> HandlerResponse:
     """Delete a file. A batch that is already reading it continues."""
-    name: str = upload.query.file_id
+    name: str = query.file_id
     if not await call_store(
         get_store(context).delete_file, "the file cannot be deleted", current_request().owner, name
     ):
         raise not_found("file", name)
     return json_response({"id": name, "object": "file", "deleted": True})
-
-
-_FILE_PATH = f"{PATH}/{{file_id}}"
-_EXAMPLE = {"file_id": "file-019eae3d7d1a"}
-ROUTES = (
-    Route(
-        "POST",
-        PATH,
-        upload_file,
-        FileBody,
-        "Upload a file of requests for a batch, or of examples for a fine-tuning job.",
-        answer=FileObject,
-        error_format=OPENAI_ERRORS,
-        errors=STORE_ERRORS,
-        takes_form=True,
-        form={"purpose": "batch", "file": "@lines.jsonl"},
-    ),
-    Route(
-        "GET",
-        PATH,
-        list_files,
-        None,
-        "List files.",
-        query=FilesQuery,
-        answer=FileList,
-        error_format=OPENAI_ERRORS,
-        errors=STORE_ERRORS,
-    ),
-    Route(
-        "GET",
-        _FILE_PATH,
-        get_file,
-        None,
-        "Get a file, or its content with `/content` after its id.",
-        query=FileQuery,
-        answer=FileObject,
-        error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND, *STORE_ERRORS),
-        example=_EXAMPLE,
-    ),
-    Route(
-        "DELETE",
-        _FILE_PATH,
-        delete_file,
-        None,
-        "Delete a file.",
-        query=FileQuery,
-        answer=DeletedFile,
-        error_format=OPENAI_ERRORS,
-        errors=(ErrorKind.NOT_FOUND, *STORE_ERRORS),
-        example=_EXAMPLE,
-    ),
-)

@@ -20,9 +20,11 @@ from routes.response.event_stream import OutputDecoder, RowUpdate
 from routes.response.generate import BaseFormatter, RowResult, run
 from routes.response.http_response import OPENAI_ERRORS, ErrorFormat, HandlerResponse, named_sse, with_warnings
 from routes.response.tool_call_parser import DeltaToolCall
-from routes.route import SESSION_ERRORS, Route
+from routes.route import SESSION_ERRORS, Routes
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.request import Finish, FinishReason
+
+ROUTES = Routes()
 
 Event = tuple[str, dict[str, Any]]
 """Type, and all fields except type and sequence number."""
@@ -248,6 +250,17 @@ def _head(body: ResponsesBody) -> dict[str, Any]:
     }
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Answer a conversation in the format of OpenAI's newer route.",
+    is_generation=True,
+    answer=ResponseObject,
+    events=(ResponseEvent,),
+    error_format=OPENAI_ERRORS,
+    errors=SESSION_ERRORS,
+    example={"model": "rwkv7", "input": "Hello!", "max_output_tokens": 64},
+)
 async def responses(context: Context, body: ResponsesBody) -> HandlerResponse:
     """Answer a conversation. Nothing is stored: `previous_response_id` is refused, and `store` is false in the answer.
 
@@ -259,20 +272,4 @@ async def responses(context: Context, body: ResponsesBody) -> HandlerResponse:
     return await run(context, make_job(rows, body, PATH), formatter, OutputDecoder(1), body.stream)
 
 
-def _route(path: str) -> Route:
-    return Route(
-        "POST",
-        path,
-        responses,
-        ResponsesBody,
-        "Answer a conversation in the format of OpenAI's newer route.",
-        is_generation=True,
-        answer=ResponseObject,
-        events=(ResponseEvent,),
-        error_format=OPENAI_ERRORS,
-        errors=SESSION_ERRORS,
-        example={"model": "rwkv7", "input": "Hello!", "max_output_tokens": 64},
-    )
-
-
-ROUTES = (_route(PATH), _route("/v1/responses"))
+ROUTES.append(ROUTES[0].at("/v1/responses"))

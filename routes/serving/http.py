@@ -211,15 +211,6 @@ async def _json_data(context: Context, request: Request, access: Grant | None, i
         raise
 
 
-async def _upload(context: Context, route: Route, request: Request, query: object) -> Upload:
-    """Return the validated query and the file. Raises ServiceError."""
-    assert route.query is not None
-    fields = await validated_body(context, route, route.query, query, 0)
-    if not route.uploads:
-        return Upload(fields)
-    return Upload(fields, _body_bytes(request, context.config.max_state_bytes, "--max-state-mb"))
-
-
 def _not_modified_or(request: Request, answer: HttpResponse) -> HttpResponse:
     """Return the answer, or an empty 304 if the client's ETag matches."""
     etag = answer.headers.get("ETag")
@@ -230,9 +221,11 @@ def _not_modified_or(request: Request, answer: HttpResponse) -> HttpResponse:
 
 
 async def _handler_argument(context: Context, route: Route, request: Request, data: object) -> object:
-    """Return the handler's argument: the validated body, query and file, or raw query. Raises ServiceError."""
+    """Return the handler's argument: the validated body, or query, or query and file. Raises ServiceError."""
     if route.query is not None:
-        return await _upload(context, route, request, data)
+        query = await validated_body(context, route, route.query, data, 0)
+        limit = context.config.max_state_bytes
+        return Upload(query, _body_bytes(request, limit, "--max-state-mb")) if route.uploads else query
     if route.body is None:
         return data
     known = {*route.ignored_query, *request.path_params}

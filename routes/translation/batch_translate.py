@@ -15,7 +15,7 @@ from routes.request_context import current_request
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import StreamedTranslation, Translations
 from routes.response.task_stream import stream_events
-from routes.route import Route
+from routes.route import Routes
 from routes.translation.glossaries import named_glossaries
 from routes.translation.languages import LABEL, Language, TargetLanguage
 from routes.translation.scores import Scored, mark_for_review, mean_logprobs
@@ -29,6 +29,9 @@ from rwkv_batch.translation.plan import AUTO, Query, Translation, TranslationReq
 from rwkv_batch.translation.prompt_forms import prompt_form
 from rwkv_batch.translation.prompts import shared_prompt, style_lines, translation_prompt
 from rwkv_batch.translation.segments import Split
+
+EXAMPLE = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Hello world!", "Good morning"]}
+ROUTES = Routes()
 
 ContextText = Annotated[str, Field(max_length=100_000)]
 KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=256, fail_fast=True)]
@@ -144,6 +147,17 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
     )
 
 
+@ROUTES.add(
+    "POST",
+    LABEL,
+    "Translate many texts.",
+    is_generation=True,
+    allows_any_origin=True,
+    answer=Translations,
+    events=(StreamedTranslation,),
+    errors=(ErrorKind.TIMEOUT,),
+    example=EXAMPLE,
+)
 async def batch_translate(context: Context, body: TranslateBody) -> HandlerResponse:
     """Translate every text, in order. White space, placeholders and tags are kept.
 
@@ -264,21 +278,3 @@ async def _add_alternatives(
     for entry, found in zip(entries, others, strict=True):
         alternatives = [{"text": other, "score": next(scores)} for other in found]
         entry["alternatives"] = sorted(alternatives, key=lambda one: -one["score"])
-
-
-EXAMPLE = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Hello world!", "Good morning"]}
-ROUTES = (
-    Route(
-        "POST",
-        LABEL,
-        batch_translate,
-        TranslateBody,
-        "Translate many texts.",
-        is_generation=True,
-        allows_any_origin=True,
-        answer=Translations,
-        events=(StreamedTranslation,),
-        errors=(ErrorKind.TIMEOUT,),
-        example=EXAMPLE,
-    ),
-)

@@ -13,7 +13,7 @@ from routes.request.fields import Fields, IgnoredValue, reject_values
 from routes.request_context import cache_tenant, current_request
 from routes.response.http_response import DEEPL_ERRORS, HandlerResponse, HttpResponse, json_response
 from routes.response.task_stream import SharedAnswers, with_early_head
-from routes.route import Route, Upload
+from routes.route import Routes
 from routes.translation.batch_translate import ContextText
 from routes.translation.glossaries import GlossaryId, named_glossaries
 from routes.translation.languages import HEAD_AFTER_S, NO_FORMALITY, Language, TargetLanguage
@@ -23,6 +23,8 @@ from rwkv_batch.translation.languages import LANGUAGE_NAMES
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
 from rwkv_batch.translation.segments import Split
+
+ROUTES = Routes(error_format=DEEPL_ERRORS)
 
 NO_LIMIT = 1_000_000_000_000
 """The `character_limit` of DeepL's accounts without a limit."""
@@ -86,11 +88,51 @@ class DeepLBody(TranslationFields):
     translation_memory_threshold: IgnoredValue = Field(None, description="Accepted and ignored.")
 
 
+class DeepLTranslation(BaseModel):
+    """One translated text."""
+
+    detected_source_language: str = Field(description="Code of the text's language, in capital letters.")
+    text: str
+    billed_characters: int = Field(description="Length of the text.")
+    model_type_used: str = Field("", description="If the request has `model_type`.")
+
+
+class DeepLTranslations(BaseModel):
+    """The translations, in the order of the texts."""
+
+    translations: list[DeepLTranslation]
+
+
+class DeepLUsage(BaseModel):
+    """The used and the allowed characters."""
+
+    character_count: int
+    character_limit: int
+
+
 LABEL = "/v2/translate"
 RUNNING_KEY = "deepl"
 """Key of the `SharedAnswers` in `Context.shared`. DeepL's clients repeat a slow request while it runs."""
 
 
+@ROUTES.add(
+    "POST",
+    LABEL,
+    "DeepL: translate texts.",
+    is_generation=True,
+    allows_any_origin=True,
+    answer=DeepLTranslations,
+    errors=(ErrorKind.TIMEOUT,),
+    form_lists=(
+        "text",
+        "splitting_tags",
+        "non_splitting_tags",
+        "ignore_tags",
+        "glossary_ids",
+        "custom_instructions",
+    ),
+    example={"text": ["Good morning"], "target_lang": "ZH"},
+)
 async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
     """Translate texts as DeepL does. The key is sent as `Authorization: DeepL-Auth-Key`."""
     report_unknown_languages(
@@ -144,10 +186,11 @@ class LanguagesQuery(Fields):
     type: Literal["source", "target"] = Field("source", description="source or target.")
 
 
-async def languages(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("GET", "/v2/languages", "DeepL: the languages.", form_lists=(), example={"type": "target"})
+async def languages(context: Context, query: LanguagesQuery) -> HandlerResponse:
     """Return the source languages or the target languages."""
     names = {code.upper(): name for code, name in LANGUAGE_NAMES.items()}
-    if upload.query.type == "source":
+    if query.type == "source":
         return json_response([{"language": code, "name": name} for code, name in sorted(names.items())])
     targets = {code: name for code, name in names.items() if code not in ("EN", "PT")} | _VARIANTS
     return json_response(
@@ -155,65 +198,7 @@ async def languages(context: Context, upload: Upload) -> HandlerResponse:
     )
 
 
-async def usage(context: Context, _: object) -> HandlerResponse:
+@ROUTES.add("GET", "/v2/usage", "DeepL: the usage.", answer=DeepLUsage)
+async def usage(context: Context) -> HandlerResponse:
     """Return a usage without a limit. Characters are not counted."""
     return json_response({"character_count": 0, "character_limit": NO_LIMIT})
-
-
-class DeepLTranslation(BaseModel):
-    """One translated text."""
-
-    detected_source_language: str = Field(description="Code of the text's language, in capital letters.")
-    text: str
-    billed_characters: int = Field(description="Length of the text.")
-    model_type_used: str = Field("", description="If the request has `model_type`.")
-
-
-class DeepLTranslations(BaseModel):
-    """The translations, in the order of the texts."""
-
-    translations: list[DeepLTranslation]
-
-
-class DeepLUsage(BaseModel):
-    """The used and the allowed characters."""
-
-    character_count: int
-    character_limit: int
-
-
-ROUTES = (
-    Route(
-        "POST",
-        LABEL,
-        translate_text,
-        DeepLBody,
-        "DeepL: translate texts.",
-        is_generation=True,
-        allows_any_origin=True,
-        answer=DeepLTranslations,
-        error_format=DEEPL_ERRORS,
-        errors=(ErrorKind.TIMEOUT,),
-        form_lists=(
-            "text",
-            "splitting_tags",
-            "non_splitting_tags",
-            "ignore_tags",
-            "glossary_ids",
-            "custom_instructions",
-        ),
-        example={"text": ["Good morning"], "target_lang": "ZH"},
-    ),
-    Route(
-        "GET",
-        "/v2/languages",
-        languages,
-        None,
-        "DeepL: the languages.",
-        query=LanguagesQuery,
-        form_lists=(),
-        error_format=DEEPL_ERRORS,
-        example={"type": "target"},
-    ),
-    Route("GET", "/v2/usage", usage, None, "DeepL: the usage.", answer=DeepLUsage, error_format=DEEPL_ERRORS),
-)

@@ -15,7 +15,7 @@ from routes.request.bodies import Body
 from routes.request.fields import Fields
 from routes.request_context import current_request
 from routes.response.http_response import DEEPL_ERRORS, NO_CONTENT, HandlerResponse, HttpResponse, json_response
-from routes.route import Route, Upload
+from routes.route import Routes
 from routes.translation import stored
 from routes.translation.glossaries import (
     MAX_TERMS,
@@ -33,6 +33,15 @@ from routes.translation.glossaries import (
 )
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, base_language
+
+_TERMS = {"source_lang": "en", "target_lang": "de", "entries": "row\tZeile", "entries_format": "tsv"}
+_ID = {"glossary_id": "glossary-019eae3d7d1a"}
+_V2, _V3 = "/v2/glossaries", "/v3/glossaries"
+_V2_ID, _V3_ID = f"{_V2}/{{glossary_id}}", f"{_V3}/{{glossary_id}}"
+_FORM: dict[str, Any] = {"form_lists": ()}
+_ONE: dict[str, Any] = {**_FORM, "errors": (ErrorKind.NOT_FOUND,)}
+_QUERY: dict[str, Any] = {**_ONE, "example": _ID}
+ROUTES = Routes(error_format=DEEPL_ERRORS)
 
 _TSV = "text/tab-separated-values"
 _ENTRIES, _DICTIONARIES = "/entries", "/dictionaries"
@@ -145,41 +154,53 @@ def _dictionary_of(glossary: stored.Glossary, query: DeepLGlossaryQuery) -> stor
     return found
 
 
+@ROUTES.add("POST", _V2, "DeepL: store a glossary.", status=_CREATED, example={"name": "terms", **_TERMS}, **_FORM)
 async def create_v2(context: Context, body: DeepLGlossaryBody) -> HandlerResponse:
     """Store a glossary of one language pair."""
     return json_response(_v2_info(await add_glossary(context, body.name, [body.dictionary])), _CREATED)
 
 
+@ROUTES.add(
+    "POST",
+    _V3,
+    "DeepL: store a glossary.",
+    status=_CREATED,
+    example={"name": "terms", "dictionaries": [_TERMS]},
+    **_FORM,
+)
 async def create_v3(context: Context, body: DeepLGlossariesBody) -> HandlerResponse:
     """Store a glossary of several language pairs."""
     dictionaries = [one.dictionary for one in body.dictionaries]
     return json_response(glossary_info(await add_glossary(context, body.name, dictionaries)), _CREATED)
 
 
-async def list_v2(context: Context, _: object) -> HandlerResponse:
+@ROUTES.add("GET", _V2, "DeepL: the glossaries.")
+async def list_v2(context: Context) -> HandlerResponse:
     """List this key's glossaries of one language pair."""
     found = await call_glossaries(context, stored.list_glossaries, current_request().owner)
     return json_response({"glossaries": [_v2_info(one) for one in found if len(one.dictionaries) == 1]})
 
 
-async def list_v3(context: Context, _: object) -> HandlerResponse:
+@ROUTES.add("GET", _V3, "DeepL: the glossaries.")
+async def list_v3(context: Context) -> HandlerResponse:
     """List this key's glossaries."""
     found = await call_glossaries(context, stored.list_glossaries, current_request().owner)
     return json_response({"glossaries": [glossary_info(one) for one in found]})
 
 
-async def get_v2(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("GET", _V2_ID, "DeepL: a glossary.", **_QUERY)
+async def get_v2(context: Context, query: DeepLGlossaryQuery) -> HandlerResponse:
     """Return a glossary, or with `/entries` its terms as tab-separated values."""
-    name: str = upload.query.glossary_id
+    name: str = query.glossary_id
     glossary = await get_glossary(context, name.removesuffix(_ENTRIES))
     if not name.endswith(_ENTRIES):
         return json_response(_v2_info(glossary))
     return HttpResponse(_to_tsv(glossary.dictionaries[0].entries).encode(), content_type=_TSV)
 
 
-async def get_v3(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("GET", _V3_ID, "DeepL: a glossary.", **_QUERY)
+async def get_v3(context: Context, query: DeepLGlossaryQuery) -> HandlerResponse:
     """Return a glossary, or with `/entries` the terms of a language pair."""
-    query: DeepLGlossaryQuery = upload.query
     glossary = await get_glossary(context, query.glossary_id.removesuffix(_ENTRIES))
     if not query.glossary_id.endswith(_ENTRIES):
         return json_response(glossary_info(glossary))
@@ -189,6 +210,7 @@ async def get_v3(context: Context, upload: Upload) -> HandlerResponse:
     return json_response({"dictionaries": [pair | entries]})
 
 
+@ROUTES.add("PATCH", _V3_ID, "DeepL: change a glossary.", example=_ID | {"name": "terms"}, **_ONE)
 async def change_v3(context: Context, body: DeepLChangeBody) -> HandlerResponse:
     """Change a glossary's name, or add and replace terms."""
 
@@ -203,6 +225,7 @@ async def change_v3(context: Context, body: DeepLChangeBody) -> HandlerResponse:
     return json_response(glossary_info(await change_glossary(context, body.glossary_id, change)))
 
 
+@ROUTES.add("PUT", _V3_ID, "DeepL: replace a dictionary.", example=_ID | _TERMS, **_ONE)
 async def replace_dictionary(context: Context, body: DeepLDictionaryBody) -> HandlerResponse:
     """Replace the terms of a language pair."""
     new = body.dictionary
@@ -217,9 +240,10 @@ async def replace_dictionary(context: Context, body: DeepLDictionaryBody) -> Han
     return json_response({**names, "entry_count": len(new.entries)})
 
 
-async def delete(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("DELETE", _V3_ID, "DeepL: delete a glossary or a dictionary.", status=NO_CONTENT, **_QUERY)
+@ROUTES.add("DELETE", _V2_ID, "DeepL: delete a glossary.", status=NO_CONTENT, **_QUERY)
+async def delete(context: Context, query: DeepLGlossaryQuery) -> HandlerResponse:
     """Delete a glossary, or with `/dictionaries` the terms of a language pair."""
-    query: DeepLGlossaryQuery = upload.query
     name = query.glossary_id.removesuffix(_DICTIONARIES)
     if name == query.glossary_id:
         await delete_glossary(context, name)
@@ -235,35 +259,9 @@ async def delete(context: Context, upload: Upload) -> HandlerResponse:
     return HttpResponse(b"", NO_CONTENT)
 
 
-async def language_pairs(context: Context, _: object) -> HandlerResponse:
+@ROUTES.add("GET", "/v2/glossary-language-pairs", "DeepL: the glossaries' languages.")
+async def language_pairs(context: Context) -> HandlerResponse:
     """Return all language pairs: a glossary may have any."""
     codes = sorted(LANGUAGE_NAMES)
     pairs = [{"source_lang": of, "target_lang": to} for of in codes for to in codes if of != to]
     return json_response({"supported_languages": pairs})
-
-
-_TERMS = {"source_lang": "en", "target_lang": "de", "entries": "row\tZeile", "entries_format": "tsv"}
-_ID = {"glossary_id": "glossary-019eae3d7d1a"}
-_V2, _V3 = "/v2/glossaries", "/v3/glossaries"
-_V2_ID, _V3_ID = f"{_V2}/{{glossary_id}}", f"{_V3}/{{glossary_id}}"
-_FORM: dict[str, Any] = {"error_format": DEEPL_ERRORS, "form_lists": ()}
-_ONE: dict[str, Any] = {**_FORM, "errors": (ErrorKind.NOT_FOUND,)}
-_QUERY: dict[str, Any] = {**_ONE, "query": DeepLGlossaryQuery, "example": _ID}
-ROUTES = (
-    Route("POST", _V2, create_v2, DeepLGlossaryBody, "DeepL: store a glossary.", status=_CREATED,
-          example={"name": "terms", **_TERMS}, **_FORM),
-    Route("GET", _V2, list_v2, None, "DeepL: the glossaries.", error_format=DEEPL_ERRORS),
-    Route("GET", _V2_ID, get_v2, None, "DeepL: a glossary.", **_QUERY),
-    Route("DELETE", _V2_ID, delete, None, "DeepL: delete a glossary.", status=NO_CONTENT, **_QUERY),
-    Route("POST", _V3, create_v3, DeepLGlossariesBody, "DeepL: store a glossary.", status=_CREATED,
-          example={"name": "terms", "dictionaries": [_TERMS]}, **_FORM),
-    Route("GET", _V3, list_v3, None, "DeepL: the glossaries.", error_format=DEEPL_ERRORS),
-    Route("GET", _V3_ID, get_v3, None, "DeepL: a glossary.", **_QUERY),
-    Route("PATCH", _V3_ID, change_v3, DeepLChangeBody, "DeepL: change a glossary.", example=_ID | {"name": "terms"},
-          **_ONE),
-    Route("PUT", _V3_ID, replace_dictionary, DeepLDictionaryBody, "DeepL: replace a dictionary.", example=_ID | _TERMS,
-          **_ONE),
-    Route("DELETE", _V3_ID, delete, None, "DeepL: delete a glossary or a dictionary.", status=NO_CONTENT, **_QUERY),
-    Route("GET", "/v2/glossary-language-pairs", language_pairs, None, "DeepL: the glossaries' languages.",
-          error_format=DEEPL_ERRORS),
-)  # fmt: skip

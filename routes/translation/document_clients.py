@@ -17,7 +17,7 @@ from routes.request.fields import Pattern, reject_values
 from routes.request_context import current_request
 from routes.response.http_response import DEEPL_ERRORS, FILE, HandlerResponse, HttpResponse, json_response
 from routes.response.task_stream import with_early_head
-from routes.route import Route, Upload
+from routes.route import Routes
 from routes.translation.documents import (
     DocumentFields,
     DocumentQuery,
@@ -42,6 +42,10 @@ from routes.translation.languages import (
 )
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.plan import AUTO
+
+_FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)
+_EXAMPLE = {"document_id": "doc_019eae3d7d1a"}
+ROUTES = Routes()
 
 _RESULT = "/result"
 _KEY_MARK = "."
@@ -81,6 +85,16 @@ class DeepLDocument(BaseModel):
     document_key: str
 
 
+@ROUTES.add(
+    "POST",
+    "/v2/document",
+    "DeepL: translate a file.",
+    takes_form=True,
+    answer=DeepLDocument,
+    error_format=DEEPL_ERRORS,
+    errors=(ErrorKind.OVERLOADED,),
+    form={"target_lang": "ZH", "file": "@film.srt"},
+)
 async def deepl_upload(context: Context, body: DeepLDocumentBody) -> HandlerResponse:
     """Translate a file as DeepL does."""
     ending = PurePath(body.filename).suffix.lstrip(".").lower()
@@ -100,6 +114,15 @@ def _check_key(batch: Batch, given: str, name: str) -> None:
         raise not_found("document", name)
 
 
+@ROUTES.add(
+    "POST",
+    "/v2/document/{document_id}",
+    "DeepL: a document's status, or the translated file with `/result` after its id.",
+    error_format=DEEPL_ERRORS,
+    errors=_FAILS,
+    form_lists=(),
+    example={**_EXAMPLE, "document_key": "0123456789abcdef"},
+)
 async def deepl_document(context: Context, body: DeepLDocumentKey) -> HandlerResponse:
     """Return a document's status, or the translated file."""
     name = body.document_id
@@ -128,6 +151,18 @@ class LibreFile(BaseModel):
     translatedFileUrl: str  # noqa: N815 - LibreTranslate's name
 
 
+@ROUTES.add(
+    "POST",
+    "/translate_file",
+    "LibreTranslate: translate a file.",
+    takes_form=True,
+    allows_any_origin=True,
+    secret_field="api_key",  # noqa: S106 - a name
+    answer=LibreFile,
+    error_format=LIBRE_ERRORS,
+    errors=(ErrorKind.OVERLOADED,),
+    form={"source": "en", "target": "zh", "file": "@film.srt"},
+)
 async def libre_upload(context: Context, body: LibreFileBody) -> HandlerResponse:
     """Translate a file as LibreTranslate does: the answer comes when it is done."""
     fields = DocumentFields.model_validate({"target_lang": body.target, "source_lang": body.source})
@@ -151,66 +186,20 @@ async def libre_upload(context: Context, body: LibreFileBody) -> HandlerResponse
     return await with_early_head(answer(), LIBRE_ERRORS, HEAD_AFTER_S)
 
 
-async def libre_download(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "GET",
+    "/download_file/{document_id}",
+    "LibreTranslate: a translated file.",
+    is_public=True,
+    allows_any_origin=True,
+    content_type=FILE,
+    error_format=LIBRE_ERRORS,
+    errors=_FAILS,
+    example=_EXAMPLE,
+)
+async def libre_download(context: Context, query: DocumentQuery) -> HandlerResponse:
     """Return a translated file. The key in its address is the permission."""
-    name, _, key = upload.query.document_id.partition(_KEY_MARK)
+    name, _, key = query.document_id.partition(_KEY_MARK)
     batch = await find_document(context, name, owner="")
     _check_key(batch, key, name)
     return await translated_content(context, batch)
-
-
-_FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)
-_EXAMPLE = {"document_id": "doc_019eae3d7d1a"}
-ROUTES = (
-    Route(
-        "POST",
-        "/v2/document",
-        deepl_upload,
-        DeepLDocumentBody,
-        "DeepL: translate a file.",
-        takes_form=True,
-        answer=DeepLDocument,
-        error_format=DEEPL_ERRORS,
-        errors=(ErrorKind.OVERLOADED,),
-        form={"target_lang": "ZH", "file": "@film.srt"},
-    ),
-    Route(
-        "POST",
-        "/v2/document/{document_id}",
-        deepl_document,
-        DeepLDocumentKey,
-        "DeepL: a document's status, or the translated file with `/result` after its id.",
-        error_format=DEEPL_ERRORS,
-        errors=_FAILS,
-        form_lists=(),
-        example={**_EXAMPLE, "document_key": "0123456789abcdef"},
-    ),
-    Route(
-        "POST",
-        "/translate_file",
-        libre_upload,
-        LibreFileBody,
-        "LibreTranslate: translate a file.",
-        takes_form=True,
-        allows_any_origin=True,
-        secret_field="api_key",  # noqa: S106 - a name
-        answer=LibreFile,
-        error_format=LIBRE_ERRORS,
-        errors=(ErrorKind.OVERLOADED,),
-        form={"source": "en", "target": "zh", "file": "@film.srt"},
-    ),
-    Route(
-        "GET",
-        "/download_file/{document_id}",
-        libre_download,
-        None,
-        "LibreTranslate: a translated file.",
-        query=DocumentQuery,
-        is_public=True,
-        allows_any_origin=True,
-        content_type=FILE,
-        error_format=LIBRE_ERRORS,
-        errors=_FAILS,
-        example=_EXAMPLE,
-    ),
-)

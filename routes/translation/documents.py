@@ -25,7 +25,7 @@ from routes.request.bodies import Body
 from routes.request.fields import Fields
 from routes.request_context import current_request
 from routes.response.http_response import FILE, HandlerResponse, HttpResponse, json_response
-from routes.route import Route, Upload
+from routes.route import Routes, Upload
 from routes.translation import stored
 from routes.translation.glossaries import GlossaryId
 from routes.translation.languages import LABEL, Language, TargetLanguage
@@ -37,6 +37,11 @@ from rwkv_batch.translation.documents.sandbox import DocumentRequests, read_requ
 from rwkv_batch.translation.plan import AUTO
 
 PATH = "/translate/v1/documents"
+_ITEM = f"{PATH}/{{document_id}}"
+_FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)
+_EXAMPLE = {"document_id": "doc_019eae3d7d1a"}
+_ENDINGS = ", ".join(ENDINGS)
+ROUTES = Routes()
 _CONTENT = "/content"
 _TTL_S = 7 * 86400
 _PREFIX = "doc_"
@@ -300,82 +305,63 @@ async def delete_document(context: Context, batch: Batch) -> None:
         await call_store(stored.delete_document, _CANNOT_DELETE, store, batch)
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    f"Translate a file: {_ENDINGS}.",
+    takes_form=True,
+    answer=DocumentObject,
+    errors=(ErrorKind.OVERLOADED,),
+    form={"target_lang": "zh-CN", "file": "@film.srt"},
+)
 async def upload_form(context: Context, body: DocumentBody) -> HandlerResponse:
     """Translate a file, sent as a form. The answer has an id for its status and its result."""
     batch, notes = await create_document(context, body.content, body.filename, body)
     return json_response(document_object(batch, notes))
 
 
-async def upload_file(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "PUT",
+    f"{PATH}/{{filename}}",
+    "Translate a file that is the request's body.",
+    uploads=FILE,
+    answer=DocumentObject,
+    errors=(ErrorKind.OVERLOADED,),
+    example={"filename": "book.epub", "target_lang": "zh-CN"},
+)
+async def upload_file(context: Context, upload: Upload[DocumentUpload]) -> HandlerResponse:
     """Translate a file in the body, as `curl -T` sends it."""
     batch, notes = await create_document(context, upload.content, upload.query.filename, upload.query)
     return json_response(document_object(batch, notes))
 
 
-async def get_document(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "GET",
+    _ITEM,
+    "Get a document's status, or the translated file with `/content` after its id.",
+    answer=DocumentObject,
+    errors=_FAILS,
+    example=_EXAMPLE,
+)
+async def get_document(context: Context, query: DocumentQuery) -> HandlerResponse:
     """Return a document's status, or with `/content` the translated file."""
-    name: str = upload.query.document_id
+    name: str = query.document_id
     batch = await find_document(context, name.removesuffix(_CONTENT))
     if not name.endswith(_CONTENT):
         return json_response(document_object(batch))
     return await translated_content(context, batch)
 
 
-async def remove_document(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "DELETE",
+    _ITEM,
+    "Stop a document's translation, and delete its files.",
+    answer=DeletedDocument,
+    errors=_FAILS,
+    example=_EXAMPLE,
+)
+async def remove_document(context: Context, query: DocumentQuery) -> HandlerResponse:
     """Stop a translation, and delete its files."""
-    batch = await find_document(context, upload.query.document_id)
+    batch = await find_document(context, query.document_id)
     await delete_document(context, batch)
     return json_response({"id": batch.id, "deleted": True})
-
-
-_ITEM = f"{PATH}/{{document_id}}"
-_FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)
-_EXAMPLE = {"document_id": "doc_019eae3d7d1a"}
-_ENDINGS = ", ".join(ENDINGS)
-ROUTES = (
-    Route(
-        "POST",
-        PATH,
-        upload_form,
-        DocumentBody,
-        f"Translate a file: {_ENDINGS}.",
-        takes_form=True,
-        answer=DocumentObject,
-        errors=(ErrorKind.OVERLOADED,),
-        form={"target_lang": "zh-CN", "file": "@film.srt"},
-    ),
-    Route(
-        "PUT",
-        f"{PATH}/{{filename}}",
-        upload_file,
-        None,
-        "Translate a file that is the request's body.",
-        query=DocumentUpload,
-        uploads=FILE,
-        answer=DocumentObject,
-        errors=(ErrorKind.OVERLOADED,),
-        example={"filename": "book.epub", "target_lang": "zh-CN"},
-    ),
-    Route(
-        "GET",
-        _ITEM,
-        get_document,
-        None,
-        "Get a document's status, or the translated file with `/content` after its id.",
-        query=DocumentQuery,
-        answer=DocumentObject,
-        errors=_FAILS,
-        example=_EXAMPLE,
-    ),
-    Route(
-        "DELETE",
-        _ITEM,
-        remove_document,
-        None,
-        "Stop a document's translation, and delete its files.",
-        query=DocumentQuery,
-        answer=DeletedDocument,
-        errors=_FAILS,
-        example=_EXAMPLE,
-    ),
-)

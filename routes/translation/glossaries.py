@@ -21,7 +21,7 @@ from routes.request.bodies import Body
 from routes.request.fields import Fields
 from routes.request_context import current_request
 from routes.response.http_response import HandlerResponse, json_response, timestamp
-from routes.route import Route, Upload
+from routes.route import Routes
 from routes.translation import stored
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.glossary import Glossary
@@ -29,6 +29,14 @@ from rwkv_batch.translation.languages import base_language
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
 
 PATH = "/translate/v1/glossaries"
+_ONE = f"{PATH}/{{glossary_id}}"
+_ID = {"glossary_id": "glossary-019eae3d7d1a"}
+_EXAMPLE = {
+    "name": "house terms",
+    "dictionaries": [{"source_lang": "en", "target_lang": "zh", "entries": {"state pool": "状态池"}}],
+}
+_NOT_FOUND = (ErrorKind.NOT_FOUND,)
+ROUTES = Routes()
 MAX_TERMS = 10_000
 _MAX_TERM_BYTES = 1024
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
@@ -243,11 +251,15 @@ def _dictionaries(body: GlossaryBody) -> list[stored.Dictionary]:
     ]
 
 
+@ROUTES.add("POST", PATH, "Store a glossary.", answer=GlossaryInfo, example=_EXAMPLE)
 async def create(context: Context, body: GlossaryBody) -> HandlerResponse:
     """Store a glossary. Translations of the same key may name it by `glossary_id`."""
     return json_response(glossary_info(await add_glossary(context, body.name, _dictionaries(body))))
 
 
+@ROUTES.add(
+    "PUT", _ONE, "Store a new version of a glossary.", answer=GlossaryInfo, errors=_NOT_FOUND, example=_EXAMPLE | _ID
+)
 async def replace(context: Context, body: GlossaryVersionBody) -> HandlerResponse:
     """Store a new version of a glossary. The last ten versions are kept."""
 
@@ -259,46 +271,22 @@ async def replace(context: Context, body: GlossaryVersionBody) -> HandlerRespons
     return json_response(glossary_info(await change_glossary(context, body.glossary_id, change)))
 
 
-async def list_all(context: Context, _: object) -> HandlerResponse:
+@ROUTES.add("GET", PATH, "List glossaries.", answer=GlossaryList)
+async def list_all(context: Context) -> HandlerResponse:
     """List this key's glossaries, without entries."""
     found = await call_glossaries(context, stored.list_glossaries, current_request().owner)
     return json_response({"glossaries": [glossary_info(one) for one in found]})
 
 
-async def get(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("GET", _ONE, "Return a glossary.", answer=GlossaryInfo, errors=_NOT_FOUND, example=_ID)
+async def get(context: Context, query: GlossaryQuery) -> HandlerResponse:
     """Return a glossary with its entries."""
-    query: GlossaryQuery = upload.query
     found = await get_glossary(context, query.glossary_id, int(query.version) if query.version else None)
     return json_response(glossary_info(found, has_entries=True))
 
 
-async def delete(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("DELETE", _ONE, "Delete a glossary.", answer=DeletedGlossary, errors=_NOT_FOUND, example=_ID)
+async def delete(context: Context, query: GlossaryQuery) -> HandlerResponse:
     """Delete a glossary with all its versions."""
-    query: GlossaryQuery = upload.query
     await delete_glossary(context, query.glossary_id)
     return json_response({"glossary_id": query.glossary_id, "deleted": True})
-
-
-_ONE = f"{PATH}/{{glossary_id}}"
-_ID = {"glossary_id": "glossary-019eae3d7d1a"}
-_EXAMPLE = {
-    "name": "house terms",
-    "dictionaries": [{"source_lang": "en", "target_lang": "zh", "entries": {"state pool": "状态池"}}],
-}
-_NOT_FOUND = (ErrorKind.NOT_FOUND,)
-ROUTES = (
-    Route("POST", PATH, create, GlossaryBody, "Store a glossary.", answer=GlossaryInfo, example=_EXAMPLE),
-    Route("GET", PATH, list_all, None, "List glossaries.", answer=GlossaryList),
-    Route(
-        "GET", _ONE, get, None, "Return a glossary.", query=GlossaryQuery, answer=GlossaryInfo, errors=_NOT_FOUND,
-        example=_ID,
-    ),
-    Route(
-        "PUT", _ONE, replace, GlossaryVersionBody, "Store a new version of a glossary.", answer=GlossaryInfo,
-        errors=_NOT_FOUND, example=_EXAMPLE | _ID,
-    ),
-    Route(
-        "DELETE", _ONE, delete, None, "Delete a glossary.", query=GlossaryQuery, answer=DeletedGlossary,
-        errors=_NOT_FOUND, example=_ID,
-    ),
-)  # fmt: skip

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from routes.context import Context
 from routes.request.bodies import Texts
 from routes.response.http_response import HandlerResponse, json_response
-from routes.route import Route
+from routes.route import Routes
 from routes.translation import stored
 from routes.translation.languages import LANGUAGE_CODE, LIBRE_ERRORS, Language, LibreBody, TargetLanguage
 from routes.translation.memory import MAX_CHARACTERS, add_pairs
@@ -22,6 +22,10 @@ from rwkv_batch.translation.languages import LANGUAGE_NAMES, language_probabilit
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
 from rwkv_batch.translation.segments import Split
+
+ROUTES = Routes(allows_any_origin=True)
+_BODY: dict[str, Any] = {"error_format": LIBRE_ERRORS, "form_lists": (), "secret_field": "api_key"}
+"""Fields of the routes with a body."""
 
 _SHOWN_CODES = {"zh-CN": "zh-Hans", "zh-TW": "zh-Hant", AUTO: "en"}
 _LANGUAGES = {code: name for code, name in LANGUAGE_NAMES.items() if code not in ("zh", "pt")} | {
@@ -70,6 +74,16 @@ class DetectBody(LibreBody):
 LABEL = "/translate"
 
 
+@ROUTES.add(
+    "POST",
+    LABEL,
+    "LibreTranslate: translate a text or a list of texts.",
+    is_generation=True,
+    answer=LibreTranslation,
+    errors=(ErrorKind.TIMEOUT,),
+    **_BODY,
+    example={"q": "Good morning", "source": "en", "target": "zh"},
+)
 async def translate_text(context: Context, body: LibreTranslateBody) -> HandlerResponse:
     """Translate a text or a list of texts as LibreTranslate does."""
     report_unknown_languages({"source": body.source, "target": body.target}, context.config.strict_fields)
@@ -103,6 +117,13 @@ def _entry(code: str, probability: float) -> dict[str, Any]:
     return {"confidence": round(100 * probability, 1), "language": _SHOWN_CODES.get(code, code)}
 
 
+@ROUTES.add(
+    "POST",
+    "/detect",
+    "LibreTranslate: detect a text's language.",
+    **_BODY,
+    example={"q": "Good morning"},
+)
 async def detect(context: Context, body: DetectBody) -> HandlerResponse:
     """Return the likely languages of a text, the best one first. Confidences are in percent."""
     found = await asyncio.to_thread(language_probabilities, body.q)
@@ -124,6 +145,13 @@ def _takes_suggestions(context: Context) -> bool:
     return bool(context.config.password or context.keys.is_configured) and context.files is not None
 
 
+@ROUTES.add(
+    "POST",
+    "/suggest",
+    "LibreTranslate: store a better translation.",
+    **_BODY,
+    example={"q": "Good morning", "s": "Guten Morgen", "source": "en", "target": "de"},
+)
 async def suggest(context: Context, body: SuggestBody) -> HandlerResponse:
     """Store an approved translation.
 
@@ -137,13 +165,15 @@ async def suggest(context: Context, body: SuggestBody) -> HandlerResponse:
     return json_response({"success": True})
 
 
-async def languages(context: Context, _: object) -> HandlerResponse:
+@ROUTES.add("GET", "/languages", "LibreTranslate: the languages.", is_public=True)
+async def languages(context: Context) -> HandlerResponse:
     """Return the languages. Each can be translated into each."""
     codes = sorted(_LANGUAGES)
     return json_response([{"code": code, "name": _LANGUAGES[code], "targets": codes} for code in codes])
 
 
-async def frontend_settings(context: Context, _: object) -> HandlerResponse:
+@ROUTES.add("GET", "/frontend/settings", "LibreTranslate: the settings.", is_public=True)
+async def frontend_settings(context: Context) -> HandlerResponse:
     """Return the settings that LibreTranslate's clients read first."""
     needs_key = bool(context.config.password or context.keys.is_configured)
     language = {"source": {"code": AUTO, "name": "Auto Detect"}, "target": {"code": "en", "name": "English"}}
@@ -153,58 +183,3 @@ async def frontend_settings(context: Context, _: object) -> HandlerResponse:
     off = {"suggestions": _takes_suggestions(context), "filesTranslation": has_files, "supportedFilesFormat": endings}
     limits = {"charLimit": -1, "frontendTimeout": _FRONTEND_TIMEOUT_MS}
     return json_response({**limits, **keys, **off, "language": language})
-
-
-ROUTES = (
-    Route(
-        "POST",
-        LABEL,
-        translate_text,
-        LibreTranslateBody,
-        "LibreTranslate: translate a text or a list of texts.",
-        is_generation=True,
-        allows_any_origin=True,
-        answer=LibreTranslation,
-        error_format=LIBRE_ERRORS,
-        errors=(ErrorKind.TIMEOUT,),
-        form_lists=(),
-        secret_field="api_key",  # noqa: S106 - a name
-        example={"q": "Good morning", "source": "en", "target": "zh"},
-    ),
-    Route(
-        "POST",
-        "/detect",
-        detect,
-        DetectBody,
-        "LibreTranslate: detect a text's language.",
-        allows_any_origin=True,
-        error_format=LIBRE_ERRORS,
-        form_lists=(),
-        secret_field="api_key",  # noqa: S106
-        example={"q": "Good morning"},
-    ),
-    Route(
-        "POST",
-        "/suggest",
-        suggest,
-        SuggestBody,
-        "LibreTranslate: store a better translation.",
-        allows_any_origin=True,
-        error_format=LIBRE_ERRORS,
-        form_lists=(),
-        secret_field="api_key",  # noqa: S106
-        example={"q": "Good morning", "s": "Guten Morgen", "source": "en", "target": "de"},
-    ),
-    Route(
-        "GET", "/languages", languages, None, "LibreTranslate: the languages.", is_public=True, allows_any_origin=True
-    ),
-    Route(
-        "GET",
-        "/frontend/settings",
-        frontend_settings,
-        None,
-        "LibreTranslate: the settings.",
-        is_public=True,
-        allows_any_origin=True,
-    ),
-)

@@ -13,12 +13,15 @@ from routes.request.bodies import Body
 from routes.request.fields import Fields
 from routes.request_context import current_request
 from routes.response.http_response import XML, HandlerResponse, json_response
-from routes.route import Route, Upload
+from routes.route import Routes, Upload
 from routes.translation import stored
 from routes.translation.glossaries import call_limited
 from rwkv_batch.errors import invalid
 from rwkv_batch.translation.languages import base_language
 from rwkv_batch.translation.tmx import MAX_CHARACTERS, TmxError, read_pairs
+
+_LANGUAGES = {"source_lang": "en", "target_lang": "de"}
+ROUTES = Routes()
 
 PATH = "/translate/v1/memory"
 _MAX_PAIRS = 100_000
@@ -84,6 +87,13 @@ async def add_pairs(context: Context, pairs: list[stored.Pair], field: str) -> N
     await call_limited(context, field, message, stored.add_pairs, current_request().owner, pairs)
 
 
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Store approved translations.",
+    answer=StoredPairs,
+    example=_LANGUAGES | {"pairs": [{"source": "Good morning", "target": "Guten Morgen"}]},
+)
 async def add(context: Context, body: MemoryBody) -> HandlerResponse:
     """Store approved translations, like those that someone edited."""
     pairs = [stored.Pair(body.source_lang, body.target_lang, one.source, one.target) for one in body.pairs]
@@ -91,7 +101,10 @@ async def add(context: Context, body: MemoryBody) -> HandlerResponse:
     return json_response({"stored": len(pairs)})
 
 
-async def import_tmx(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add(
+    "POST", f"{PATH}/tmx", "Store the translations of a TMX file.", uploads=XML, answer=StoredPairs, example=_LANGUAGES
+)
+async def import_tmx(context: Context, upload: Upload[MemoryQuery]) -> HandlerResponse:
     """Store the translations of a TMX file. Its entries must be in the header's source language."""
     message, owner = "the translations cannot be stored", current_request().owner
 
@@ -127,7 +140,8 @@ def _fits(language: str, wanted: str) -> bool:
     return not wanted or base_language(language) == wanted
 
 
-async def count(context: Context, _: object) -> HandlerResponse:
+@ROUTES.add("GET", PATH, "Count approved translations.", answer=MemoryCounts)
+async def count(context: Context) -> HandlerResponse:
     """Count this key's approved translations."""
     message = "the translations cannot be counted"
     found = await call_store(stored.count_pairs, message, get_store(context), current_request().owner)
@@ -135,29 +149,11 @@ async def count(context: Context, _: object) -> HandlerResponse:
     return json_response({"memory": [dict(zip(names, one, strict=True)) for one in found]})
 
 
-async def delete(context: Context, upload: Upload) -> HandlerResponse:
+@ROUTES.add("DELETE", PATH, "Delete approved translations.", answer=DeletedPairs, example=_LANGUAGES)
+async def delete(context: Context, query: MemoryQuery) -> HandlerResponse:
     """Delete this key's approved translations, all or those of the given languages."""
-    query: MemoryQuery = upload.query
     message, owner = "the translations cannot be deleted", current_request().owner
     languages = query.source_lang, query.target_lang
     return json_response(
         {"deleted": await call_store(stored.delete_pairs, message, get_store(context), owner, *languages)}
     )
-
-
-_LANGUAGES = {"source_lang": "en", "target_lang": "de"}
-ROUTES = (
-    Route(
-        "POST", PATH, add, MemoryBody, "Store approved translations.", answer=StoredPairs,
-        example=_LANGUAGES | {"pairs": [{"source": "Good morning", "target": "Guten Morgen"}]},
-    ),
-    Route("GET", PATH, count, None, "Count approved translations.", answer=MemoryCounts),
-    Route(
-        "DELETE", PATH, delete, None, "Delete approved translations.", query=MemoryQuery, answer=DeletedPairs,
-        example=_LANGUAGES,
-    ),
-    Route(
-        "POST", f"{PATH}/tmx", import_tmx, None, "Store the translations of a TMX file.", query=MemoryQuery,
-        uploads=XML, answer=StoredPairs, example=_LANGUAGES,
-    ),
-)  # fmt: skip

@@ -17,7 +17,6 @@ from routes.file_store import Purpose, Store, StoredFile
 from routes.openai.files import FileQuery, get_file
 from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import CHUNK_BYTES, FileChunks, StreamedResponse
-from routes.route import Upload
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 CONTENT = bytes(range(256)) * (CHUNK_BYTES // 128) + b"the end"
@@ -70,11 +69,10 @@ def test_downloads_are_limited_and_refused_ones_are_closed(tmp_path: Path) -> No
             id="file-a", owner="", bytes=len(CONTENT), created_at=1, filename="a.jsonl", purpose=Purpose.BATCH
         )
         store.add_file(file, CONTENT)
-        upload = Upload(FileQuery(file_id="file-a/content"))
 
         async def fetch(client: str) -> FileChunks:
             set_current_request(RequestContext(request_id="r", method="GET", route="/", client=client))
-            stream = await get_file(context, upload)
+            stream = await get_file(context, FileQuery(file_id="file-a/content"))
             assert isinstance(stream, StreamedResponse) and isinstance(stream.chunks, FileChunks)
             return stream.chunks
 

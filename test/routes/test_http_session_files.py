@@ -71,7 +71,7 @@ def test_head_creates_no_file() -> None:
         context = Context(engine, HttpConfig(), RequestLimiter(1), Readiness(0))
         set_current_request(RequestContext(method="HEAD"))
         for answer in (b"", ServiceError(ErrorKind.SESSION_NOT_FOUND, "no session")) * MAX_SESSION_TRANSFERS:
-            task = asyncio.create_task(export_session(context, Upload(ExportQuery(session_id="s"))))
+            task = asyncio.create_task(export_session(context, ExportQuery(session_id="s")))
             await asyncio.sleep(0)
             call, reply = engine.calls.pop(), engine.replies.pop()
             reply(answer)
@@ -203,7 +203,7 @@ def test_transfers_are_limited() -> None:
 
         begun = [begin(client) for client in range(MAX_SESSION_TRANSFERS)]
         await asyncio.sleep(0)
-        fetched = export_session(context, Upload(ExportQuery(session_id="s")))
+        fetched = export_session(context, ExportQuery(session_id="s"))
         for refused in (begin(0), begin(MAX_SESSION_TRANSFERS), asyncio.create_task(fetched)):
             with pytest.raises(ServiceError) as refusal:
                 await asyncio.wait_for(refused, 10)

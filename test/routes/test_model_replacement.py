@@ -14,7 +14,6 @@ from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.model_registry import ModelRegistry
 from routes.models import LoadBody, ModelQuery, model, model_spec, models
-from routes.route import Upload
 from routes.rwkv_infer import LoadModelBody, load
 from rwkv_batch.calls import CheckModel
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -248,7 +247,7 @@ def test_get_model_waits_for_the_list_before_404(tmp_path: Path) -> None:
         machine.models.command_answered(command.number, None)
 
     machine.models._send_command = send_command
-    answer = asyncio.run(model(machine.context, Upload(ModelQuery(model="small"), b"")))
+    answer = asyncio.run(model(machine.context, ModelQuery(model="small")))
     assert json.loads(answer.body)["status"] == "loading"  # type: ignore[union-attr]
 
 
@@ -332,7 +331,7 @@ def test_models_are_listed_during_an_unload_or_engine_loss(tmp_path: Path, leave
         lost(call, reply)
 
     machine.own.call, machine.other.call = lost, leaving  # type: ignore[method-assign]
-    answer: Any = asyncio.run(models(machine.context, {}))
+    answer: Any = asyncio.run(models(machine.context))
     prompt_functions = {one["id"]: one.get("status") for one in json.loads(answer.body)["data"]}
     assert prompt_functions == {"rwkv7": None, "small": "ready", "large": "unloading" if leaves else "ready"}
     assert machine.models.pop_used() == (), "a list is no use of models, which are unloaded when nobody uses them"

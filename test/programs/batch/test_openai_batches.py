@@ -29,7 +29,7 @@ from routes.openai.batches import ROUTES as BATCHES
 from routes.openai.files import ROUTES as FILES
 from routes.request.json_body import validate
 from routes.response.http_response import HttpResponse
-from routes.route import Upload, response_or_error
+from routes.route import response_or_error
 from test.programs.batch.runs import fake_service
 from test.serving import Service, wait_for
 
@@ -362,7 +362,7 @@ def test_an_unusable_store_is_reported_with_a_remedy(tmp_path: Path, method: str
     context.files = Store(tmp_path / "file" / "below", 2**30, 10)
     if route.body is None:
         assert route.query is not None
-        asked: object = Upload(validate(route.query, {"file_id": "file-1", "batch_id": "batch_1/cancel"}))
+        asked: object = validate(route.query, {"file_id": "file-1", "batch_id": "batch_1/cancel"})
     else:
         line = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
         asked = validate(route.body, {"content": b"{}", "purpose": "batch", **line})
