@@ -102,6 +102,7 @@ def test_a_declaration_of_xml_stays() -> None:
         ("- |1-\n  two spaces\n", [" ütwo üspaces"]),
         ("a: |\n\n  lead\nb: c\n", {"a": "\nülead\n", "b": "üc"}),
         ("a: >\n  one\n  two\n\n  three\n", {"a": "üone ütwo\nüthree\n"}),
+        ("a: >\n  one\n    two\n    three\n\n  four\n", {"a": "üone\n  ütwo\n  üthree\n\nüfour\n"}),
         ("hello world\n", "ühello üworld"),
         ("|\n  one two\n", "üone ütwo\n"),
     ],

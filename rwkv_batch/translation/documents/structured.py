@@ -291,8 +291,8 @@ def _yaml_block(raw: str, value: str, text: str) -> str:
     depth = _num_spaces(first) - _num_spaces(first_value)
     lead = "\n" * (len(value) - len(value.lstrip("\n")))
     text = text.strip("\n")
-    if head.startswith(">"):  # there, a line break is written as two
-        text = re.sub(r"\n+", r"\g<0>\n", text)
+    if head.startswith(">"):  # there, a line break is written as two, except next to lines that begin with a space
+        text = re.sub(r"^([^ \t\n].*\n+)(?=[^ \t\n])", r"\1\n", text, flags=re.MULTILINE)
     if not re.search(r"\d", head.partition("#")[0]):
         text = text.lstrip(" ")
     body = "\n".join(" " * depth + line if line else "" for line in text.split("\n"))
