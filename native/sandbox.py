@@ -6,6 +6,7 @@ OSError or EOFError.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pickle
 import resource
@@ -19,15 +20,34 @@ ENDED = (OSError, EOFError, pickle.UnpicklingError)
 """Exceptions of `Sandbox.call` if the process ended."""
 
 
+def _command(module: str) -> list[str]:
+    program = f"import sys; sys.path.insert(0, {_FOLDER!r}); from {module} import serve; serve()"
+    return [sys.executable, "-c", program]
+
+
+async def call_once(module: str, value: Any) -> Any:
+    """Send a value to a new process and return its answer. If the task is cancelled, the process ends.
+
+    Raises EOFError if the process passed a limit, and RuntimeError with its traceback if it failed.
+    """
+    pipe = subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*_command(module), stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        answer, errors = await process.communicate(await asyncio.to_thread(pickle.dumps, value))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    if not answer and process.returncode == 1 and b"MemoryError" not in errors.rstrip().rpartition(b"\n")[2]:
+        raise RuntimeError(f"{module} failed:\n{errors.decode(errors='replace')}")
+    return await asyncio.to_thread(pickle.loads, answer)
+
+
 class Sandbox:
     """Runs `serve()` of a module in another process. Not thread-safe."""
 
     def __init__(self, module: str) -> None:
-        program = f"import sys; sys.path.insert(0, {_FOLDER!r}); from {module} import serve; serve()"
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
-        )
+        self._process = subprocess.Popen(_command(module), stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
 

@@ -75,6 +75,8 @@ class Readiness:
 
 MAX_SESSION_TRANSFERS, MAX_FILE_DOWNLOADS = 2, 32
 """Concurrent answers of each kind per HTTP worker."""
+MAX_DOCUMENT_PROCESSES = 4
+"""Concurrent processes for documents per HTTP worker. Each may take gigabytes."""
 MAX_SESSION_TRANSFERS_PER_CLIENT, MAX_FILE_DOWNLOADS_PER_CLIENT = 1, 8
 """Limits per client, because a client may read slowly."""
 
@@ -240,6 +242,7 @@ class Context:
         default_factory=lambda: TransferLimiter(MAX_FILE_DOWNLOADS, MAX_FILE_DOWNLOADS_PER_CLIENT, "file downloads")
     )
     """Downloads of files. Each blocks one of Robyn's threads."""
+    document_processes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_DOCUMENT_PROCESSES))
     shared: dict[str, Any] = field(default_factory=dict)
     """Documents built once at start, by name."""
     defaults: DecodeDefaults = field(default_factory=DecodeDefaults)

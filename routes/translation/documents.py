@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -31,7 +31,7 @@ from routes.translation.glossaries import GlossaryId
 from routes.translation.languages import LABEL, Language, TargetLanguage
 from routes.translation.translator import report_unknown_languages
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
-from rwkv_batch.translation.documents.document import DocumentError, DocumentOptions
+from rwkv_batch.translation.documents.document import ColumnError, DocumentError, DocumentOptions
 from rwkv_batch.translation.documents.formats import ENDINGS, check_name, translated_name
 from rwkv_batch.translation.documents.sandbox import DocumentRequests, read_requests, write_translation
 from rwkv_batch.translation.plan import AUTO
@@ -167,18 +167,28 @@ def _options(fields: DocumentFields) -> DocumentOptions:
     )
 
 
-def _read(content: bytes, name: str, fields: DocumentFields) -> tuple[DocumentRequests, bytes]:
+async def _read(context: Context, content: bytes, name: str, fields: DocumentFields) -> tuple[DocumentRequests, bytes]:
     """Read a file: its requests, and the lines of its batch. Raises ServiceError."""
     more = {"target_lang": fields.target_lang, **({"glossary_id": fields.glossary_id} if fields.glossary_id else {})}
     try:
         check_name(name)
-        found = read_requests(content, name, _options(fields), fields.source_lang, more)
+        async with _sandbox(context):
+            found = await read_requests(content, name, _options(fields), fields.source_lang, more)
+    except ColumnError as error:
+        raise invalid("column", f"{name}: {error}", fields.column) from None
     except DocumentError as error:
-        field = "column" if "column" in str(error) else "file"
-        raise invalid(field, f"{name} {error}", fields.column if field == "column" else name) from None
+        raise invalid("file", f"{name} {error}", name) from None
     if not found.num_units:
         raise invalid("file", f"{name} has no text to translate", name)
-    return found, _lines(found)
+    return found, await asyncio.to_thread(_lines, found)
+
+
+@contextlib.asynccontextmanager
+async def _sandbox(context: Context) -> AsyncIterator[None]:
+    """Wait for one of the worker's processes for documents. Raises ServiceError if too many wait."""
+    with contextlib.closing(_Release(context.stored_files.acquire(current_request().client))):
+        async with context.document_processes:
+            yield
 
 
 async def create_document(
@@ -191,8 +201,7 @@ async def create_document(
     if not content:
         raise invalid("file", "must be a part of a form (multipart/form-data), and must not be empty", "")
     store, request_context = get_store(context), current_request()
-    with contextlib.closing(_Release(context.stored_files.acquire(request_context.client))):
-        found, lines = await asyncio.to_thread(_read, content, name, fields)
+    found, lines = await _read(context, content, name, fields)
     original, requested = (_stored(request_context.owner, name, len(data)) for data in (content, lines))
     given = fields.model_dump(include=set(DocumentFields.model_fields))
     metadata = {key: str(value) for key, value in given.items()} | {
@@ -265,29 +274,35 @@ async def translated_content(context: Context, batch: Batch) -> HttpResponse:
     if batch.status is not Status.COMPLETED:
         done = f"{batch.counts.completed} of {batch.counts.total} texts are translated"
         raise ServiceError(ErrorKind.OVERLOADED, f"the document is not ready: {done}; try again", retry_after_s=1.0)
-    with contextlib.closing(_Release(context.stored_files.acquire(current_request().client))):
-        data = await asyncio.to_thread(_assembled, context, batch)
+    async with _sandbox(context):
+        data = await _assembled(context, batch)
     name = quote(meta_of(batch)["result"])
     return HttpResponse(data, 200, FILE, {"Content-Disposition": f"attachment; filename*=UTF-8''{name}"})
 
 
-def _assembled(context: Context, batch: Batch) -> bytes:
+async def _assembled(context: Context, batch: Batch) -> bytes:
     """Return the file with the answers of its batch. Raises ServiceError if its files have expired."""
-    store, meta = get_store(context), meta_of(batch)
+    meta = meta_of(batch)
     try:
-        content = store.content(meta[stored.FILE_KEY]).read_bytes()
-        answered = store.content(batch.output_file_id).read_bytes() if batch.output_file_id else b""
+        content, texts = await asyncio.to_thread(_stored_texts, get_store(context), batch)
     except FileNotFoundError:
         raise not_found("document", batch.id) from None
     fields = DocumentFields.model_validate({name: meta[name] for name in DocumentFields.model_fields})
+    try:
+        return await write_translation(content, meta["name"], _options(fields), texts)
+    except DocumentError as error:
+        raise invalid("document_id", f"the translation of {meta['name']} {error}", batch.id) from None
+
+
+def _stored_texts(store: Store, batch: Batch) -> tuple[bytes, dict[str, str]]:
+    """Return a document's file, and its translations by key. Raises FileNotFoundError."""
+    content = store.content(meta_of(batch)[stored.FILE_KEY]).read_bytes()
+    answered = store.content(batch.output_file_id).read_bytes() if batch.output_file_id else b""
     texts: dict[str, str] = {}
     for line in answered.splitlines():
         answer = msgspec.json.decode(line)
         texts[answer["custom_id"]] = answer["response"]["body"]["translations"][0]["text"]
-    try:
-        return write_translation(content, meta["name"], _options(fields), texts)
-    except DocumentError as error:
-        raise invalid("document_id", f"the translation of {meta['name']} {error}", batch.id) from None
+    return content, texts
 
 
 async def delete_document(context: Context, batch: Batch) -> None:

@@ -13,15 +13,23 @@ from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Store, StoreFullError
 from routes.request_context import RequestContext, set_current_request
-from routes.translation import stored
+from routes.translation import documents, stored
 from routes.translation.documents import DocumentFields, create_document
 from rwkv_batch.errors import ServiceError
+from rwkv_batch.translation.documents.document import ColumnError, DocumentError
+from rwkv_batch.translation.documents.sandbox import DocumentRequests
 
 FIELDS = DocumentFields.model_validate({"target_lang": "de", "source_lang": "en"})
 
 
+async def found(*_: Any) -> DocumentRequests:
+    """Stands for the process that reads a file."""
+    return DocumentRequests([("1", {"text_list": ["Hello"]})], 1, 5, [])
+
+
 @pytest.fixture
-def context(tmp_path: Path) -> Context:
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
+    monkeypatch.setattr(documents, "read_requests", found)
     made = Context(None, HttpConfig(), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
     made.files = Store(tmp_path / "files", 1 << 20, 10)
     set_current_request(RequestContext("id", "POST", "http://x", "/", "127.0.0.1"))
@@ -64,6 +72,27 @@ def test_a_client_that_leaves_leaves_nothing(context: Context, monkeypatch: pyte
         batch.metadata[stored.FILE_KEY],
         batch.input_file_id,
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "field", "message"),
+    [
+        (DocumentError("is not YAML: line 1, column 4; check it"), "file", "file: a.csv is not YAML"),
+        (ColumnError("there is no column 'x'; name one of 'a'"), "column", "column: a.csv: there is no column 'x'"),
+    ],
+)
+def test_a_refusal_names_the_field(
+    context: Context, monkeypatch: pytest.MonkeyPatch, error: DocumentError, field: str, message: str
+) -> None:
+    """A column in a parser's message made `column` the wrong field."""
+
+    async def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(documents, "read_requests", refuse)
+    with pytest.raises(ServiceError, match=message) as found:
+        asyncio.run(create_document(context, b"x", "a.csv", FIELDS))
+    assert found.value.info.field == field
 
 
 def test_a_full_store_keeps_nothing(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

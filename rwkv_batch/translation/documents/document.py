@@ -30,6 +30,10 @@ class DocumentError(ValueError):
     """The file cannot be translated. The message says why, and what to do."""
 
 
+class ColumnError(DocumentError):
+    """The table has no such column."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """A text that is translated as a whole."""

@@ -11,6 +11,7 @@ from typing import Any
 from rwkv_batch.translation.documents.document import (
     MAX_BYTES,
     MAX_UNITS,
+    ColumnError,
     Document,
     DocumentError,
     DocumentOptions,
@@ -89,6 +90,8 @@ def read_document(data: bytes, name: str, options: DocumentOptions) -> Document:
     if options.is_bilingual and kind not in _BILINGUAL.split():
         raise DocumentError(f"{kind} has no place for two languages; formats that do: {_BILINGUAL}")
     module, function, arguments, _ = _READERS[kind]
+    if options.column and function != "read_table":
+        raise ColumnError(f"{kind} has no columns, but column {options.column!r} is given; leave it out")
     package = importlib.import_module(f"{__package__}.{module}")  # lxml and others load with the first file
     reader: Any = partial(getattr(package, function), **arguments)
     try:

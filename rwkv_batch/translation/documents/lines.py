@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rwkv_batch.translation.documents.document import (
+    ColumnError,
     Document,
     DocumentError,
     DocumentOptions,
@@ -161,7 +162,7 @@ def read_table(data: bytes, options: DocumentOptions, delimiter: str = "") -> Do
     column = options.column or (names[0] if len(names) == 1 else "text")
     if column not in names:
         given = "no column is given" if not options.column else f"there is no column {column!r}"
-        raise DocumentError(f"{given}; name one of {', '.join(map(repr, names[:50]))}")
+        raise ColumnError(f"{given}; name one of {', '.join(map(repr, names[:50]))}")
     index, place = names.index(column), len(names) if options.is_bilingual else -1
     for row in rows:
         if index < len(row) and has_letters(row[index].text):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from native.sandbox import ENDED, Sandbox
+from native.sandbox import call_once
 from rwkv_batch.translation.documents.document import DocumentError, DocumentOptions
 
 CPU_S, MEMORY_BYTES = 60, 2 << 30
@@ -28,28 +28,25 @@ class DocumentRequests:
     notes: list[str]
 
 
-def read_requests(
+async def read_requests(
     data: bytes, name: str, options: DocumentOptions, source: str, fields: Mapping[str, Any]
 ) -> DocumentRequests:
     """Read a file and return its requests, see `document.requests`. Raises DocumentError."""
-    found: DocumentRequests = _call("read", data, name, options, source, dict(fields))
+    found: DocumentRequests = await _call("read", data, name, options, source, dict(fields))
     return found
 
 
-def write_translation(data: bytes, name: str, options: DocumentOptions, texts: Mapping[str, str]) -> bytes:
+async def write_translation(data: bytes, name: str, options: DocumentOptions, texts: Mapping[str, str]) -> bytes:
     """Return a file with its translations, by key of their texts. Raises DocumentError."""
-    written: bytes = _call("write", data, name, options, dict(texts))
+    written: bytes = await _call("write", data, name, options, dict(texts))
     return written
 
 
-def _call(*call: Any) -> Any:
-    process = Sandbox(_PROGRAM)
+async def _call(*call: Any) -> Any:
     try:
-        answer = process.call(call)
-    except ENDED:
+        answer = await call_once(_PROGRAM, call)
+    except EOFError:
         raise DocumentError(f"takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GiB to read; split it") from None
-    finally:
-        process.close()
     if isinstance(answer, DocumentError):
         raise answer
     return answer
