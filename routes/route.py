@@ -101,6 +101,8 @@ class Route:
     """Refuses a `model` that is not served, also without --strict-model."""
     is_generation: bool = False
     """Refused while draining and above the limit of running answers."""
+    ends_with_client: bool = False
+    """Cancelled when its client leaves, like generation: the answer takes long and nobody else needs it."""
     waits_for_engine: bool = False
     """Waits for an engine that is loading or restarting (--engine-wait-s), although it does not generate."""
     answer: type[BaseModel] | None = None

@@ -13,7 +13,7 @@ from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Store, StoreFullError
 from routes.request_context import RequestContext, set_current_request
-from routes.translation import documents, stored
+from routes.translation import document_clients, documents, stored
 from routes.translation.documents import DocumentFields, create_document
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.translation.documents.document import ColumnError, DocumentError
@@ -93,6 +93,12 @@ def test_a_refusal_names_the_field(
     with pytest.raises(ServiceError, match=message) as found:
         asyncio.run(create_document(context, b"x", "a.csv", FIELDS))
     assert found.value.info.field == field
+
+
+def test_the_routes_end_with_their_clients() -> None:
+    """Only generation did, so a file was read and stored for a client that had left."""
+    routes = (*documents.ROUTES, *document_clients.ROUTES)
+    assert [route.path for route in routes if not route.ends_with_client and route.method != "DELETE"] == []
 
 
 def test_a_full_store_keeps_nothing(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from native.priority import lower_process_priority
 from native.sandbox import limit_memory, limit_next_cpu, receive, send
 
 
@@ -17,7 +16,6 @@ def serve() -> None:
     from rwkv_batch.translation.documents.document import DocumentError
     from rwkv_batch.translation.documents.sandbox import CPU_S, MEMORY_BYTES
 
-    lower_process_priority()  # the engine needs the cores more
     limit_memory(MEMORY_BYTES)
     name, *arguments = receive(sys.stdin.buffer)
     limit_next_cpu(CPU_S)
