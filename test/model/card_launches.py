@@ -39,8 +39,11 @@ from rwkv_batch.kernels.cuda.w8a8.arguments import W8A8Args, W8A8QuantiseArgs, W
 from rwkv_batch.kernels.cuda.w8a8.products import SPARSE_COLUMNS, SPARSE_SPLITS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
+from test.conftest import IS_LONG
 
 ROOT = Path(__file__).parents[2]
+CHECKED_ARCHS = cuda_check.CHECKED_ARCHS if IS_LONG else ("sm_86", "sm_90")
+"""The least shared memory, and the newest code of a common front end. `make test-long` compiles for all."""
 HOPPER_STEMS = {Path(name).name for name in HOPPER_NAMES}
 SOMEWHERE = 1 << 20
 VOCAB = 65536
@@ -65,7 +68,7 @@ class Card:
         return int(self.arch.removeprefix("sm_")) // 10
 
 
-CARDS = (
+ALL_CARDS = (
     Card("A100", "sm_80", 108, 163 * KIB, 164 * KIB),
     Card("RTX 3060", "sm_86", 28, 99 * KIB, 100 * KIB),
     Card("RTX 3090", "sm_86", 82, 99 * KIB, 100 * KIB),
@@ -75,6 +78,7 @@ CARDS = (
     Card("B200", "sm_100", 148, 227 * KIB, 228 * KIB),
     Card("RTX 5090", "sm_120", 170, 99 * KIB, 100 * KIB),
 )
+CARDS = tuple(card for card in ALL_CARDS if card.arch in CHECKED_ARCHS)
 
 
 class Record(ctypes.Structure):
@@ -125,8 +129,8 @@ def compiled(source: Path) -> dict[str, Compiled]:
 
 
 def archs_of(source: Path) -> tuple[str, ...]:
-    """Returns a source's architectures: sm_90a for the Hopper library, otherwise all."""
-    return ("sm_90a",) if source.stem in HOPPER_STEMS else cuda_check.CHECKED_ARCHS
+    """Returns a source's architectures: sm_90a for the Hopper library, otherwise CHECKED_ARCHS."""
+    return ("sm_90a",) if source.stem in HOPPER_STEMS else CHECKED_ARCHS
 
 
 def product_sources() -> list[Path]:
