@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_CLOCK_JUMP_S = 60.0
 """A clock ahead of elapsed time by this much, or by a shorter TTL, counts as set."""
+_MAX_GAPS = 1000
 _DAY_S = 86400.0
 
 
@@ -84,6 +85,9 @@ class Expiry:
         ahead = (unix_s - self._unix_s) - (monotonic_s - self._monotonic_s)
         if ahead > self._min_jump_s:
             self._gaps.append(Gap(unix_s - ahead, unix_s))
+            if len(self._gaps) > _MAX_GAPS:  # join the oldest two: no session that is older than both ages faster
+                first, second = self._gaps[:2]
+                self._gaps[:2] = [Gap(second.begin - (first.end - first.begin), second.end)]
             logger.error(
                 "this machine's clock was set ahead by %.0f s, or the machine was suspended: sessions do not "
                 "age by that; if the clock is wrong, set it right before the next start",

@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from state_pool.errors import AdapterMismatch, AdapterNotFound, NameTaken, PoolFull
 from state_pool.layout import HostState
 
-NO_BASE = 0
-"""Number of the zero state among the bases of rows."""
 NO_PREFIX_BASE = b""
 """Base of prompts without a state, an adapter and a salt."""
 _MIXTURE = "mixture-"
@@ -94,7 +92,7 @@ class TunedState:
     origin: Origin
     host: HostState
     number: int
-    """Not NO_BASE, and never reused in this process."""
+    """Never reused in this process, not for an adapter either."""
     slot: int | None = None
     used: float = 0.0
     """Unix time"""
@@ -114,12 +112,10 @@ class LoadedAdapter:
     slot_index: int
     """index on the devices, from 1; reused after the adapter is unloaded"""
     number: int
-    """number among all bases of rows; never reused in this process"""
+    """never reused in this process, not for a tuned state either"""
     ref_count: int = 0
     """running rows and admitted turns that use it"""
     removed: bool = False
-    bases: dict[int, int] = field(default_factory=dict)
-    """number of a tuned state -> number of that state under this adapter"""
 
     @property
     def name(self) -> str:
@@ -207,16 +203,6 @@ class Adapters:
         adapter.ref_count -= 1
         self.num_refs -= 1
         self._free_slot_if_unused(adapter)
-
-    def base(self, state: int, adapter: LoadedAdapter | None) -> int:
-        """Return the number for (tuned state or NO_BASE, adapter or none)."""
-        if adapter is None:
-            return state
-        if state == NO_BASE:
-            return adapter.number
-        if state not in adapter.bases:
-            adapter.bases[state] = self._new_number()
-        return adapter.bases[state]
 
     def _free_slot_if_unused(self, adapter: LoadedAdapter) -> None:
         if adapter.removed and not adapter.ref_count:

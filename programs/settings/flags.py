@@ -356,7 +356,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag(
             "state_db_max_gb",
             decimal(0, 1e6),
-            "maximum size of the database and its checkpoint store in GiB; 0: unlimited",
+            "maximum size of the database and its checkpoint store in GB; 0: unlimited",
         ),
         Flag(
             "state_db_full",

@@ -27,7 +27,7 @@ from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.cache.prefix_cache import prefix_base
 from state_pool.errors import PoolError, SessionNotFound
-from state_pool.origins import NO_BASE, TunedState
+from state_pool.origins import TunedState
 from state_pool.pool import StatePool
 from state_pool.sessions import LeaseState
 
@@ -97,9 +97,8 @@ class StateManager:
                 prepare_members(sequence, self.pool)
             elif state:
                 sequence.tuned = self.pool.tuned.acquire(state)
-            number = NO_BASE if sequence.tuned is None else sequence.tuned.number
-            number = self.pool.adapters.base(number, sequence.adapter)
-            sequence.base = prefix_base(number, sequence.job.spec.prefix_salt)
+            numbers = [one.number for one in (sequence.tuned, sequence.adapter) if one is not None]
+            sequence.base = prefix_base(numbers, sequence.job.spec.prefix_salt)
         except PoolError as error:
             raise as_service_error(error, given=_session_of(sequence)) from error
         if _may_share_prefix(sequence):

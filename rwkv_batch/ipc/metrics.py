@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from rwkv_batch.request import JobEvents
 
 _FRESH_S = 1.0
 RECENT_REQUESTS = 500
+MAX_CLIENTS = 1000
+"""API keys with figures of their own. Keys are renamed and removed while the service runs."""
 """Requests of the access log that are kept in memory."""
 
 
@@ -255,6 +257,9 @@ class Metrics:
         self._times = TokenLatency()
         self._registry.register(self._times)
         self._gauges: dict[str, Gauge] = {}
+        self._clients: OrderedDict[str, None] = OrderedDict()
+        """API keys with figures"""
+        self._clients_lock = threading.Lock()
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_REQUESTS)
         self._rendering = threading.Lock()
 
@@ -281,6 +286,7 @@ class Metrics:
         return list(reversed(self._recent.copy()))
 
     def observe_client_request(self, client: str, prompt_tokens: int, is_refused: bool) -> None:
+        self._keep_client(client)
         self._client_requests.labels(client, "refused" if is_refused else "taken").inc()
         if not is_refused:
             self._client_tokens.labels(client, "prompt").inc(prompt_tokens)
@@ -290,9 +296,20 @@ class Metrics:
 
         replayed: tokens of the client's sessions that were read again
         """
+        self._keep_client(client)
         self._client_tokens.labels(client, "completion").inc(sampled)
         if replayed:
             self._client_tokens.labels(client, "replayed").inc(replayed)
+
+    def _keep_client(self, client: str) -> None:
+        """Make a client the most recent one. Above `MAX_CLIENTS`, remove the oldest one's figures."""
+        with self._clients_lock:
+            self._clients[client] = None
+            self._clients.move_to_end(client)
+            if len(self._clients) > MAX_CLIENTS:
+                gone, _ = self._clients.popitem(last=False)
+                for counter in (self._client_requests, self._client_tokens):
+                    counter.remove_by_labels({"client": gone})
 
     def observe_events(self, events: Sequence[JobEvents]) -> None:
         self._times.observe(events, time.monotonic())

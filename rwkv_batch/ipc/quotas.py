@@ -81,7 +81,7 @@ class Quotas:
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _clients: dict[str, _Client] = field(default_factory=dict)
-    """at most one entry per configured key"""
+    """those with jobs, and those that have used something and whose limits are not full again"""
     _jobs: dict[str, CountedJob] = field(default_factory=dict)
 
     def __contains__(self, job_id: str) -> bool:
@@ -165,14 +165,17 @@ class Quotas:
     # Copies ----------------------------------------------------------------------------------------------------
 
     def balances(self) -> list[Balance]:
+        """Return the balances of clients that have used something, and forget the others."""
         balances = []
         with self._lock:
-            for name, client in self._clients.items():
+            for name, client in list(self._clients.items()):
                 client.refill(client.limits, self.clock())
                 requests, tokens = _level(client.requests), _level(client.tokens)
                 limits = client.limits
                 if requests != limits.requests_per_minute or tokens != limits.tokens_per_minute:
                     balances.append(Balance(name, limits, requests, tokens))
+                elif not client.rows:
+                    del self._clients[name]
         return balances
 
     def jobs(self) -> list[CountedJob]:
@@ -194,6 +197,7 @@ class Quotas:
     def replace(self, balances: Iterable[Balance]) -> None:
         """Take over the balances of the ledger. Clients that are not named have used nothing."""
         with self._lock:
+            self._clients = {name: client for name, client in self._clients.items() if client.rows}
             for client in self._clients.values():
                 client.tokens = client.requests = None
         self.merge(balances)

@@ -105,13 +105,13 @@ class TranslationCache:
             return self._answers[key]
 
     def put(self, tenant: str, query: Query, answer: Answer) -> None:
-        """Cache a translation, unless it is too long."""
-        if len(query.text) + len(answer.text) > _MAX_CACHED_CHARACTERS:
-            return
-        with self._lock:
-            self._answers[tenant, _short(query)] = answer
-            while len(self._answers) > self._size:
-                self._answers.popitem(last=False)
+        """Cache a translation, unless its texts are too long."""
+        known = [(query.text, answer.text), *query.terms, *((one.text, one.translation) for one in query.examples)]
+        if sum(len(text) + len(to) for text, to in known) <= _MAX_CACHED_CHARACTERS:
+            with self._lock:
+                self._answers[tenant, _short(query)] = answer
+                while len(self._answers) > self._size:
+                    self._answers.popitem(last=False)
 
 
 def _short(query: Query) -> Query:

@@ -11,13 +11,13 @@ import struct
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.layout import HostState, pack_tokens
-from state_pool.origins import NO_BASE, NO_PREFIX_BASE
+from state_pool.origins import NO_PREFIX_BASE
 from state_pool.session_key import Tier
 
 KEY_TOKENS = 32
@@ -80,13 +80,13 @@ _BASES = 1 << 31
 _SALT_WORDS = struct.Struct("<4I")
 
 
-def prefix_base(number: int, salt: str) -> bytes:
+def prefix_base(numbers: Iterable[int], salt: str) -> bytes:
     """Return the base of prompts. Prompts with different bases share nothing.
 
-    number: of the state that the tokens follow (`TunedState.number`)
+    numbers: of the tuned state that the tokens follow, and of the adapter that reads them
     salt: separates clients that must not see each other's hits, as vLLM's `cache_salt`; "" for none
     """
-    words = [] if number == NO_BASE else [number]
+    words = [*numbers]
     if salt:
         digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_SALT_WORDS.size).digest()
         words += _SALT_WORDS.unpack(digest)

@@ -10,7 +10,7 @@ from state_pool.config import PoolConfig
 from state_pool.disk.operations import Loaded, LoadResult
 from state_pool.errors import NameTaken, PoolFull, SessionUnusable, StateNotFound
 from state_pool.layout import HostState
-from state_pool.origins import NO_BASE, Origin, TunedState, is_mixture
+from state_pool.origins import Origin, TunedState, is_mixture
 from state_pool.sessions import Session
 
 
@@ -23,7 +23,7 @@ class TunedStates:
         self._by_name: dict[str, TunedState] = {}
         self._removed_in_use: list[TunedState] = []
         """Removed states that admitted rows have yet to read."""
-        self._last_number = NO_BASE
+        self._last_number = 0
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -54,7 +54,7 @@ class TunedStates:
         return state
 
     def new_number(self) -> int:
-        """Return a number that no state, with or without adapter, has had."""
+        """Return a number that no state and no adapter has had."""
         self._last_number += 1
         return self._last_number
 

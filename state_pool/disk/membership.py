@@ -121,7 +121,8 @@ class Membership:
             connection.execute("DELETE FROM engines WHERE id = ?", (number,))
         self.names = [name for number, name, _ in found if number not in lost]
         self.is_first = min(number for number, _, _ in found if number not in lost) == self.number
-        self._seen = {number: seen for number, seen in self._seen.items() if number not in lost}
+        present = {number for number, _, _ in found}.difference(lost)  # others have left
+        self._seen = {number: seen for number, seen in self._seen.items() if number in present}
         return lost
 
     def _has_timed_out(self, number: int, heartbeat: int, now: float) -> bool:

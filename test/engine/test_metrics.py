@@ -72,6 +72,17 @@ def test_refusals_and_devices_are_reported() -> None:
     assert 'device="cuda:99"' not in text
 
 
+def test_figures_of_keys_that_are_not_used_any_more_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rwkv_batch.ipc.metrics.MAX_CLIENTS", 2)
+    metrics = Metrics()
+    for number in range(5):
+        metrics.observe_client_request(f"key-{number}", 7, is_refused=number == 3)
+        metrics.observe_client_tokens("used", 1, 1)
+    clients = set(re.findall('client="(.*?)"', metrics.render({})))
+    assert clients == {"key-4", "used"}
+    assert sample(metrics.render({}), 'rwkv_client_tokens_total{client="used",kind="completion"}') == 5
+
+
 def samples(text: str) -> dict[str, float]:
     """All values of a page, without empty buckets and devices."""
     lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))

@@ -123,6 +123,23 @@ def test_changed_limits_apply_to_the_next_request(quotas: Quotas, clock: Clock) 
     assert quotas.balances() == [Balance("key", more, None, 15.0)]
 
 
+def test_keys_that_used_nothing_for_a_minute_take_no_memory(quotas: Quotas, clock: Clock) -> None:
+    """Keys are renamed and removed while the service runs."""
+    copy = Quotas(clock)
+    for number in range(9):
+        key = Usage(str(number), f"key-{number}", LIMITS, 1, 100, 1)
+        assert quotas.count(key) is None
+        copy.add(key)
+        if number:
+            quotas.end(str(number))
+            copy.end(str(number))
+    copy.replace(quotas.balances())
+    assert len(quotas._clients) == len(copy._clients) == 9
+    clock.now += 60
+    copy.replace(quotas.balances())
+    assert list(quotas._clients) == list(copy._clients) == ["key-0"], "it has a job"
+
+
 def test_a_copy_takes_over_the_lower_levels(quotas: Quotas) -> None:
     quotas.add(usage("mine", rows=2, prompt=20))
     known = Balance("key", LIMITS, 3.0, 50.0)

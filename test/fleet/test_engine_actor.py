@@ -153,6 +153,14 @@ def test_a_watcher_may_arrive_while_another_leaves(
     assert ended.process.wait(60)
 
 
+def test_killed_watchers_are_forgotten(started: Callable[..., Any], ended: Ended) -> None:
+    actor = started(lambda: None)
+    actor._watchers = {f"killed {number}": -1e9 for number in range(9)}
+    actor.info("alive")
+    assert list(actor._watchers) == ["alive"]
+    assert actor.leave("alive") and ended.process.wait(60)
+
+
 def test_an_engine_that_cannot_reach_the_head_ends(started: Callable[..., Any], ended: Ended) -> None:
     ended.fault = GetTimeoutError("the head is away")
     started(lambda: None).drain(False)

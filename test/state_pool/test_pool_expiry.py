@@ -122,6 +122,23 @@ def test_a_clock_that_is_set_back_and_forth_deletes_nothing_early(clock: Clock) 
     assert expires.cutoff() == now + 10
 
 
+def test_many_jumps_of_the_clock_take_no_more_memory_and_expire_nothing_early(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is suspended every evening shows one each day."""
+    exact, bounded = Expiry(TTL_S, UsageTimes()), Expiry(TTL_S, UsageTimes())
+    for _ in range(50):
+        clock.wall += YEAR_S
+        clock.passes(TTL_S / 7)
+        exact_cutoff = exact.cutoff() or 0.0
+        with monkeypatch.context() as patch:
+            patch.setattr(expiry, "_MAX_GAPS", 3)
+            assert (bounded.cutoff() or 0.0) <= exact_cutoff
+        assert len(bounded._gaps) <= 3
+    clock.passes(TTL_S)
+    assert bounded.cutoff() == exact.cutoff()
+
+
 @pytest.mark.parametrize("is_noticed", [True, False])
 @pytest.mark.parametrize("shared", [False, True])
 def test_sessions_of_a_clock_that_was_set_back_do_not_expire_early_after_a_restart(

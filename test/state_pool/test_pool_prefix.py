@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from state_pool.cache.prefix_cache import NO_PREFIX_BASE, PromptHistory, common_bytes, prefix_base
 from state_pool.layout import ZERO_SLOT, pack_tokens
-from state_pool.origins import NO_BASE
 from test.pool_fakes import Driver, FakeArena, config_in, expected_state
 from test.pool_integrity import integrity_faults
 
@@ -70,9 +69,10 @@ def test_shared_system_prompt_is_cached_at_its_second_use(tmp_path: Path) -> Non
 
 
 def test_prompts_of_different_bases_share_nothing(tmp_path: Path) -> None:
-    """A base is a state's number, a salt, or both."""
+    """A base is the numbers of a state and an adapter, and a salt. Each may be missing."""
     prompts = Prompts(tmp_path)
-    bases = [prefix_base(number, salt) for number in (NO_BASE, 1, 2) for salt in ("", "anna\0", "anna\0x", "bert\0")]
+    origins, salts = ((), (1,), (2,), (1, 2), (3, 2)), ("", "anna\0", "anna\0x", "bert\0")
+    bases = [prefix_base(numbers, salt) for numbers in origins for salt in salts]
     assert len(set(bases)) == len(bases) and bases[0] == NO_PREFIX_BASE
     for base in bases:
         computed = prompts.computed

@@ -488,6 +488,18 @@ def test_sessions_of_a_silent_engine_continue_elsewhere(engines: Engines, monkey
     assert isinstance(end(one, lease, slot, [1]), StaleEpoch)
 
 
+def test_engines_that_left_are_forgotten(engines: Engines) -> None:
+    two = engines("two")
+    writer = get_store(two).writer
+    with idle_writer(two):
+        for number in range(3):
+            Membership(writer._connection, "restarted")
+            writer._connection.execute("BEGIN IMMEDIATE")
+            assert writer.member is not None and writer.member.heartbeat() == []
+            assert len(writer.member._seen) == 1, number
+            writer._connection.execute("COMMIT")
+
+
 def test_stopped_observer_declares_no_engine_lost(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     writer = get_store(two).writer

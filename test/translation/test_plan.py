@@ -147,6 +147,15 @@ def test_answers_are_cached_with_their_problems() -> None:
         assert len(asked) == asked_now and [len(one.problems) for one in found] == [1, 1]
 
 
+def test_a_translation_with_long_terms_is_not_cached() -> None:
+    """A short text may have thousands of terms, whose translations are long."""
+    cache = TranslationCache(9)
+    for length, asked_now in ((30, 1), (30, 0), (5000, 1), (5000, 1)):
+        terms = Glossary({"dog": "D" * length})
+        _, asked = translated(upper, "I see the dog.", cache=cache, glossary=terms)
+        assert bool(asked) == asked_now
+
+
 def test_a_rolling_translation_reads_what_came_before() -> None:
     texts = [f"This is sentence number {number} of the book." for number in range(20)]
     found, asked = translated(upper, *texts, mode=ContextMode.ROLLING, context="A book.")

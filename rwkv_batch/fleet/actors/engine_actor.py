@@ -142,7 +142,10 @@ class EngineActor:
     def info(self, watcher: str = "") -> EngineInfo:
         """Return the engine's report about itself. A caller with a name counts as a watcher."""
         if watcher:
-            self._watchers[watcher] = self._last_watched_at = time.monotonic()
+            now = self._watchers[watcher] = self._last_watched_at = time.monotonic()
+            for name, at in list(self._watchers.items()):  # killed ones did not leave; their names do not return
+                if now - at >= SILENT_S:
+                    self._watchers.pop(name, None)
         return self._info
 
     @ray.method(concurrency_group="life")
