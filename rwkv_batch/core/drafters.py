@@ -1,12 +1,12 @@
 """Drafters guess a row's next tokens. A step then verifies them (`core/speculation.py`). No torch.
 
-A row has one `RowDrafter`: it chooses the drafter and the number of tokens by what was accepted so far.
+The length of a draft depends on what the row accepted so far (`RowDrafter`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 MAX_DRAFT_TOKENS = 16
@@ -95,24 +95,53 @@ class LookupDrafter:
             self._place = None
 
 
-@dataclass(slots=True)
-class DraftCounts:
-    """Tokens of one drafter."""
+PRIOR_TRIALS = 2.0
+"""Tokens that the expected acceptance of a new row counts for."""
+MEMORY = 0.8
+"""Weight of older drafts in a row's acceptance."""
 
-    drafted: int = 0
-    accepted: int = 0
+
+@dataclass(slots=True, eq=False)
+class RowDrafter:
+    """A row's drafter, and how many of its tokens the row accepted."""
+
+    drafter: Drafter
+    expected_rate: float
+    """acceptance of rows so far"""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    _recent_accepted: float = 0.0
+    _recent_rejected: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    @property
+    def rate(self) -> float:
+        """The expected chance that a drafted token is accepted."""
+        accepted = self._recent_accepted + PRIOR_TRIALS * self.expected_rate
+        return accepted / (self._recent_accepted + self._recent_rejected + PRIOR_TRIALS)
+
+    def record(self, draft: Draft) -> None:
+        """Count a verified draft."""
+        num_tokens, num_accepted = len(draft.tokens), draft.num_accepted
+        self.num_drafted += num_tokens
+        self.num_accepted += num_accepted
+        self._recent_accepted = MEMORY * self._recent_accepted + num_accepted
+        self._recent_rejected = MEMORY * self._recent_rejected + (num_accepted < num_tokens)
 
 
 @dataclass(slots=True)
 class Draft:
     """A row's drafted tokens in a launched step."""
 
+    drafter: RowDrafter
     tokens: list[int]
     start: int
     """index of the first drafted token in `Sequence.token_ids`"""
-    slot: int
+    slot: int = -1
     """the state after all drafted tokens"""
-    drafter: str
     first_logit: int = 0
     """index in `InFlightStep.draft_logits` of the logits after the first drafted token"""
     num_accepted: int = 0
@@ -121,47 +150,6 @@ class Draft:
         """Return whether the row's tokens agree with the draft and the logits after them are known."""
         count = len(ids) - self.start
         return self.num_accepted < count <= len(self.tokens) and list(ids[self.start :]) == self.tokens[:count]
-
-
-PRIOR_TRIALS = 2.0
-"""Tokens that the expected acceptance of a new row counts for."""
-MEMORY = 0.8
-"""Weight of older drafts in a row's acceptance."""
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """How many of a drafter's tokens a row accepts."""
-
-    prior: float
-    accepted: float = 0.0
-    rejected: float = 0.0
-
-    @property
-    def rate(self) -> float:
-        """The expected chance that a drafted token is accepted."""
-        accepted = self.accepted + PRIOR_TRIALS * self.prior
-        return accepted / (self.accepted + self.rejected + PRIOR_TRIALS)
-
-    def record(self, num_tokens: int, num_accepted: int) -> None:
-        self.accepted = MEMORY * self.accepted + num_accepted
-        self.rejected = MEMORY * self.rejected + (num_accepted < num_tokens)
-
-
-@dataclass(slots=True)
-class RowDrafter:
-    """A row's drafters, in order of preference, and their acceptance."""
-
-    drafters: Sequence[Drafter]
-    acceptances: dict[str, Acceptance] = field(default_factory=dict)
-    counts: dict[str, DraftCounts] = field(default_factory=dict)
-
-    def record(self, draft: Draft) -> None:
-        """Count a verified draft."""
-        count = self.counts.setdefault(draft.drafter, DraftCounts())
-        count.drafted += len(draft.tokens)
-        count.accepted += draft.num_accepted
-        self.acceptances[draft.drafter].record(len(draft.tokens), draft.num_accepted)
 
 
 def best_length(rate: float, fixed_cost: float, token_cost: float) -> int:

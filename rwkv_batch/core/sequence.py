@@ -191,8 +191,8 @@ class Sequence:
     """consecutive steps that it skipped to repay"""
     discarded_sample_step: int = -1
     """number of the last step whose sampled token is discarded because jump-forward appended it first"""
-    drafter: RowDrafter | None = None
-    """guesses its next tokens; None: no step has tried to"""
+    drafters: list[RowDrafter] | None = None
+    """they guess its next tokens, the preferred one first; None: no step has tried to"""
     draft: Draft | None = None
     """guessed tokens that a step in flight verifies"""
     replayed_tokens: int = 0
@@ -324,10 +324,10 @@ class Sequence:
         return self.lease is None or self.spare_slot != NO_SLOT
 
     def finish(self, reason: FinishReason, error: ErrorInfo | None = None) -> Finish:
-        counts = {} if self.drafter is None else self.drafter.counts
+        drafters = [one for one in self.drafters or () if one.num_drafted]
         return Finish(
-            accepted_drafts={name: count.accepted for name, count in counts.items()},
-            rejected_drafts={name: count.drafted - count.accepted for name, count in counts.items()},
+            accepted_drafts={one.name: one.num_accepted for one in drafters},
+            rejected_drafts={one.name: one.num_drafted - one.num_accepted for one in drafters},
             was_completed=self.matcher is not None and self.matcher.was_completed,
             reason=reason,
             prompt_tokens=self.prompt_tokens,

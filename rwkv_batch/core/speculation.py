@@ -23,18 +23,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rwkv_batch.core.drafters import (
-    MAX_DRAFT_TOKENS,
-    Acceptance,
-    Draft,
-    DraftCounts,
-    Drafter,
-    LookupDrafter,
-    RowDrafter,
-    best_length,
-)
+from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, Draft, Drafter, LookupDrafter, RowDrafter, best_length
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import NO_SLOT, PENDING, Phase, Sequence, SharedSlot
+from rwkv_batch.core.sequence import PENDING, Phase, Sequence, SharedSlot
 from state_pool.cache.slots import Slots
 
 MAX_ROWS = 32
@@ -69,6 +60,10 @@ class DraftCost(NamedTuple):
     """of each of its tokens"""
 
 
+CERTAIN_COST = DraftCost(0.3, 0.1)
+"""For one row, before anything is measured."""
+
+
 @dataclass(slots=True)
 class StepTimes:
     """Measured times of steps without prompts."""
@@ -86,7 +81,7 @@ class StepTimes:
         """Count a step with this many drafted tokens."""
         before = self.plain_s.get(num_rows)
         if not num_draft_tokens:
-            self.plain_s[num_rows] = _smooth(before, seconds)
+            self.plain_s[num_rows] = seconds if before is None else before + (seconds - before) * SMOOTHING
         elif self.num_skipped < SKIPPED_STEPS:
             self.num_skipped += 1
         elif before is not None:
@@ -115,19 +110,11 @@ class StepTimes:
         return DraftCost(added_s[0] * tokens_per_s / self.num_drafting, added_s[1] * tokens_per_s)
 
 
-CERTAIN_COST = DraftCost(0.3, 0.1)
-"""For one row, before anything is measured."""
-
-
-def _smooth(before: float | None, now: float) -> float:
-    return now if before is None else before + (now - before) * SMOOTHING
-
-
 class DraftTotals(NamedTuple):
     """A drafter's tokens since the start."""
 
-    drafted: int
-    accepted: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Speculation:
@@ -143,7 +130,8 @@ class Speculation:
         self._forget_plain = forget_plain
         self.make_drafters: Callable[[Sequence], list[Drafter]] = make_drafters
         self.times = StepTimes()
-        self._totals: dict[str, DraftCounts] = {}
+        self.totals = dict.fromkeys(("ngram", "prediction"), DraftTotals())
+        """by drafter"""
         self._probe_credit = MAX_PROBES
         """tokens that probes may cost by now"""
         self._last_end = 0.0
@@ -174,26 +162,21 @@ class Speculation:
         sequence = row.sequence
         if not _may_draft(row):
             return None
-        if sequence.drafter is None:
-            sequence.drafter = RowDrafter(self.make_drafters(sequence))
+        if sequence.drafters is None:
+            sequence.drafters = [RowDrafter(one, self._expected_rate(one.name)) for one in self.make_drafters(sequence)]
         ids = sequence.token_ids
         is_pending = ids[-1] == PENDING
         known = len(ids) - is_pending
         room = sequence.request.max_tokens - (known - sequence.prompt_end) - 1
-        if room < 1:
-            return None
-        for drafter in sequence.drafter.drafters:
-            acceptance = sequence.drafter.acceptances.get(drafter.name)
-            if acceptance is None:
-                acceptance = sequence.drafter.acceptances[drafter.name] = Acceptance(self._prior(drafter.name))
-            tokens = drafter.propose(ids, known, min(MAX_DRAFT_TOKENS, room) + is_pending)
-            if len(tokens) > is_pending and (length := self._length(acceptance.rate, cost)):
-                return Draft(tokens[:length], known, -1, drafter.name)
+        for one in sequence.drafters if room > 0 else ():
+            tokens = one.drafter.propose(ids, known, min(MAX_DRAFT_TOKENS, room) + is_pending)
+            if len(tokens) > is_pending and (length := self._length(one.rate, cost)):
+                return Draft(one, tokens[:length], known)
         return None
 
-    def _prior(self, name: str) -> float:
+    def _expected_rate(self, name: str) -> float:
         """Return the expected acceptance of a new row."""
-        total = self._totals.get(name, DraftCounts())
+        total = self.totals.get(name, DraftTotals())
         return (total.accepted + 6) / (total.drafted + 10)
 
     def _length(self, rate: float, cost: DraftCost) -> int:
@@ -255,11 +238,9 @@ class Speculation:
         if draft is None:
             return
         self._slots.drop_ref(draft.slot)
-        assert sequence.drafter is not None
-        sequence.drafter.record(draft)
-        total = self._totals.setdefault(draft.drafter, DraftCounts())
-        total.drafted += len(draft.tokens)
-        total.accepted += draft.num_accepted
+        draft.drafter.record(draft)
+        name, (drafted, accepted) = draft.drafter.name, self.totals.get(draft.drafter.name, DraftTotals())
+        self.totals[name] = DraftTotals(drafted + len(draft.tokens), accepted + draft.num_accepted)
 
     def count_step(self, rows: list[ScheduledRow], started: float, num_draft_tokens: int) -> None:
         """Measure a step whose tokens are committed. started: its launch"""
@@ -270,24 +251,16 @@ class Speculation:
         if num_draft_tokens or all(row.num_tokens == 1 for row in rows):
             self.times.count(len(rows), num_draft_tokens, seconds)
 
-    @property
-    def totals(self) -> dict[str, DraftTotals]:
-        """Tokens by drafter."""
-        return {name: DraftTotals(total.drafted, total.accepted) for name, total in self._totals.items()}
-
     def status(self) -> dict[str, Any]:
         """Return the figures of /status as plain data."""
-        totals = dict.fromkeys(("ngram", "prediction"), DraftTotals(0, 0)) | self.totals
-        return {"mode": self.mode, **{name: total._asdict() for name, total in totals.items()}}
+        return {"mode": self.mode, **{name: total._asdict() for name, total in self.totals.items()}}
 
 
 def _may_draft(row: ScheduledRow) -> bool:
     sequence = row.sequence
-    # With overlapped steps, a session's row alternates between two slots, whose roles drafts do not keep.
-    if not row.samples_token or sequence.spare_slot != NO_SLOT:
+    if sequence.members or sequence.scored or sequence.cache_points:
         return False
-    is_plain_text = not (sequence.members or sequence.scored or sequence.cache_points)
-    return is_plain_text and row.num_tokens <= MAX_READ and sequence.request.speculation != "off"
+    return row.samples_token and row.num_tokens <= MAX_READ and sequence.request.speculation != "off"
 
 
 def _without_device_token(row: ScheduledRow) -> ScheduledRow:

@@ -22,10 +22,21 @@ from sampling.params import Filters, Method, SamplingParams
 from state_pool.config import PoolConfig
 from test.engine.test_constraints import LOOPS, PERSON, choice, lark, regex, schema
 from test.engine.test_step_parts import FakeGraphs
-from test.harness import RunningJob, free_slots, make_request, paused_engine, run, started_engine, tiny_model
+from test.harness import (
+    RunningJob,
+    call,
+    eventually_holds,
+    free_slots,
+    make_request,
+    paused_engine,
+    run,
+    started_engine,
+    tiny_model,
+)
+from test.pool_integrity import integrity_faults
 
-CASES = int(os.environ.get("RWKV_SPECULATION_CASES", "15"))
-"""Jobs per loop. Issue 40 asks for 5,000 in all."""
+CASES = 400 if "RWKV_LONG_TESTS" in os.environ else 4
+"""Groups of some three jobs, per loop."""
 FORMS = (
     lark('start: "The answer of the oracle is: " /[a-z]{3,8}/ ", and nothing else matters.\\n" /[0-9]+/ "!"'),
     schema(PERSON),
@@ -39,7 +50,7 @@ FILTERS = (
     Filters(xtc_probability=0.5, dry_multiplier=0.8, typical_p=0.95),
     Filters(top_n_sigma=2.0, dynatemp_range=0.3, bad_words=((11, 12), (300, 301))),
 )
-KINDS = ("right", "wrong", "random", "half right", "late", "lookup", "lookup")
+KINDS = ("right", "wrong", "random", "half right", "late", "pauses", "lookup", "lookup")
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
@@ -141,6 +152,8 @@ class TestDrafter:
             return [rng.randrange(1, 60000) for _ in range(rng.randint(0, count))]
         if self._kind == "half right":
             return [one if rng.random() < 0.5 else other for one, other in zip(right, wrong, strict=True)]
+        if self._kind == "pauses":  # rows with and without known tokens meet in a step
+            return right[:3] if length % 5 else []
         if self._kind == "late":  # right, then wrong
             cut = rng.randint(0, len(right))
             return right[:cut] + wrong[cut:]
@@ -179,12 +192,15 @@ def engines(model: Path, folder: Path, loop: str) -> Iterator[tuple[Engine, Engi
         yield off, on, answers
 
 
-def check_case(off: Engine, on: Engine, answers: Answers, seed: int) -> None:
-    """Run a few jobs on both engines, one after the other and then together, and compare all rows."""
+def check_case(off: Engine, on: Engine, answers: Answers, seed: int) -> int:
+    """Run a few jobs on both engines, one after the other and then together. Compares all rows and states.
+
+    Returns the number of jobs.
+    """
     rng = random.Random(seed)
     answers.rng = random.Random(seed)
     turns = [random_request(rng, f"s{seed}") for _ in range(rng.choice((0, 0, 1, 3)))]
-    single = [[random_request(rng) for _ in range(rng.choice((1, 1, 4)))] for _ in range(rng.choice((0, 1, 2)))]
+    single = [[random_request(rng) for _ in range(rng.choice((1, 1, 4)))] for _ in range(rng.choice((1, 2, 3)))]
     jobs = [[turn] for turn in turns] + single
     expected = [run(off, *rows, return_token_ids=True) for rows in jobs]
     for number, job in enumerate(expected):
@@ -199,6 +215,10 @@ def check_case(off: Engine, on: Engine, answers: Answers, seed: int) -> None:
         got, want = rows_of(after.wait()), rows_of(before)
         for row, (one, other) in enumerate(zip(got, want, strict=True)):
             assert one == other, f"seed {seed}, job {number}, row {row} of {len(before.job.rows)}"
+    if turns:
+        states = [call(engine, "session_export", session_id=f"s{seed}") for engine in (off, on)]
+        assert states[0] == states[1], f"seed {seed}: the session's states differ"
+    return len(jobs)
 
 
 def predicted(rng: random.Random, request: GenerateRequest, answer: RunningJob) -> GenerateRequest:
@@ -218,18 +238,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-PARTS = pytest.param("parts", marks=pytest.mark.xfail(strict=False, reason="1 job in 100 differs with fake graphs"))
-
-
-@pytest.mark.parametrize("loop", [PARTS, *LOOPS])
+@pytest.mark.parametrize("loop", ["parts", *LOOPS])
 def test_drafts_change_nothing(model: Path, tmp_path: Path, loop: str) -> None:
     with engines(model, tmp_path, loop) as (off, on, answers):
-        first = int(os.environ.get("RWKV_SPECULATION_SEED", "0"))
-        for seed in range(first, first + CASES):
-            check_case(off, on, answers, seed)
-        totals = on.speculation.totals
-        assert sum(total.drafted for total in totals.values()) > sum(total.accepted for total in totals.values()) > 0
-        assert not off.speculation.totals
+        jobs = sum(check_case(off, on, answers, seed) for seed in range(CASES))
+        drafted, accepted = map(sum, zip(*on.speculation.totals.values(), strict=True))
+        print(f"{loop}: {jobs} jobs, {accepted} of {drafted} drafted tokens accepted")
+        assert drafted > accepted > 0
+        assert off.speculation.totals == {"ngram": (0, 0), "prediction": (0, 0)}
+        assert eventually_holds(on, lambda: not integrity_faults(on.model_runner.pool)), "every slot has its owner"
+
+
+def test_a_later_launch_of_the_step_keeps_the_drafts_logits(model: Path, tmp_path: Path) -> None:
+    """A graph decodes three rows after the row with a draft was launched, and reuses the memory of logits."""
+    rows = [make_request("x", max_tokens=48, ignore_eos=True, sampling=SamplingParams(seed=1))]
+    rows += [make_request(f"row {i}", max_tokens=48, speculation="off") for i in range(3)]
+    with engines(model, tmp_path, "parts") as (off, on, answers):
+        expected = rows_of(run(off, *rows, return_token_ids=True))
+        on.speculation.make_drafters = lambda one: [TestDrafter("pauses", expected[0].ids, one.prompt_end, answers.rng)]
+        assert rows_of(submit_as(on, "job", rows).wait()) == expected
+        assert on.speculation.totals["test"].accepted > 10
 
 
 def test_a_repeated_text_takes_few_steps(model: Path) -> None:
