@@ -20,7 +20,7 @@ from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form, GrammarError, SchemaRule
 from sampling.grammar.matcher import Matcher
 from sampling.params import Method, SamplingParams
-from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit, turn
 
 PERSON = {
     "type": "object",
@@ -56,12 +56,7 @@ def regex(source: str, **fields: Any) -> Constraint:
     return Constraint(form=Form.REGEX, source=source, field="regex", **fields)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", params=LOOPS)
+@pytest.fixture(scope="module", params=["plain", "pipeline"])
 def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with started_engine(model, **LOOPS[request.param]) as started:
         yield started
@@ -109,6 +104,7 @@ def plain_answers(model: Path) -> list[tuple[bytes, FinishReason, int]]:
         return by_row(run(started, *mixed_rows()))
 
 
+@pytest.mark.parametrize("engine", LOOPS, indirect=True)
 def test_rows_give_the_same_text_alone_and_batched_in_every_loop_and_sampler(
     engine: Engine, plain_answers: list[tuple[bytes, FinishReason, int]]
 ) -> None:

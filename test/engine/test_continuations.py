@@ -97,7 +97,7 @@ def test_shared_prompts_with_waiting_continuations_are_limited_over_all_clients(
     assert all(row.sequence.may_sample for row in plan.schedule())
 
 
-@pytest.mark.parametrize("req_slots", [1, 2, 3, 4, 6, 8, 16, 64, 320])
+@pytest.mark.parametrize("req_slots", [1, 2, 3, 4, 6, 8, 16, 64, 160])
 def test_waiting_turns_and_shared_prompts_leave_a_slot_free(req_slots: int) -> None:
     """Waiting turns hold half the slots. All other waiting rows, of both classes, must not hold the other half."""
     plan, slots = scheduler(req_slots=req_slots, slots=10_000)

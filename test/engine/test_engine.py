@@ -30,7 +30,6 @@ from test.harness import (
     run,
     started_engine,
     submit,
-    tiny_model,
     turn,
 )
 from test.serving import wait_for
@@ -38,11 +37,6 @@ from test.serving import wait_for
 SAMPLED = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.8, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.99, seed=7
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])
@@ -388,7 +382,7 @@ def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_com
         assert set(reported[1:]) == {(False, False), (True, True)}, "nothing runs before an awaited prompt"
 
 
-def test_steps_on_a_cpu_reuse_the_memory_of_their_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_a_cpu_reuse_the_memory_of_their_logits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory costs a page fault per 4 KiB. All compute threads wait for these faults."""
     seen: list[torch.Tensor] = []  # kept alive, so that no address is reused
     plain = StepSampler.sample
@@ -398,7 +392,7 @@ def test_steps_on_a_cpu_reuse_the_memory_of_their_logits(tmp_path: Path, monkeyp
         plain(self, step, logits, last_tokens)
 
     monkeypatch.setattr(StepSampler, "sample", sample)
-    with started_engine(tiny_model(tmp_path)) as engine:
+    with started_engine(model) as engine:
         run(engine, *(make_request(f"row {i}", max_tokens=8, ignore_eos=True) for i in range(5)))
     assert len(seen) >= 8
     assert {logits.data_ptr() for logits in seen} == {seen[0].data_ptr()}

@@ -31,15 +31,9 @@ from test.harness import (
     run,
     started_engine,
     submit,
-    tiny_model,
     turn,
 )
 from test.serving import wait_for
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])

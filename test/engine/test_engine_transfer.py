@@ -14,16 +14,11 @@ from rwkv_batch.runner.state_copy import PipelineArena
 from state_pool.config import PoolConfig
 from state_pool.session_file import SessionFile
 from state_pool.turns.import_export import MAX_CONCURRENT, ImportExport
-from test.harness import WAIT_S, call, run, started_engine, submit, tiny_model, turn
+from test.harness import WAIT_S, call, run, started_engine, submit, turn
 
 
 def closed_error() -> ServiceError:
     return ServiceError(ErrorKind.DRAINING, "no more")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_an_internal_error_is_reported_and_frees_its_slot(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

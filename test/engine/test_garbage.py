@@ -15,7 +15,7 @@ import pytest
 from rwkv_batch.engine import Engine
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import call, eventually_holds, make_request, run, started_engine, submit, tiny_model, turn
+from test.harness import call, eventually_holds, make_request, run, started_engine, submit, turn
 
 TIMES = 64
 """Requests per measurement. A few types of ctypes' arrays are always left over."""
@@ -23,9 +23,9 @@ SAMPLED = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder: Path = tmp_path_factory.mktemp("garbage")
-    with started_engine(tiny_model(folder), PoolConfig(state_db=str(folder / "sessions.db"))) as engine:
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    database = tmp_path_factory.mktemp("garbage") / "sessions.db"
+    with started_engine(model, PoolConfig(state_db=str(database))) as engine:
         yield engine
 
 

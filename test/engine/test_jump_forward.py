@@ -32,7 +32,6 @@ from test.harness import (
     run,
     started_engine,
     submit,
-    tiny_model,
     turn,
 )
 from test.pool_integrity import integrity_faults
@@ -41,12 +40,7 @@ PENALISED = SamplingParams(seed=5, temperature=1.2, presence_penalty=1.0, freque
 FORM = lark('start: "The answer of the oracle is: " /[a-z]{3,8}/ ", and nothing else matters.\\n" /[0-9]+/ "!"')
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", params=["plain", "overlapped", "pipeline"])
+@pytest.fixture(scope="module", params=["plain", "pipeline"])
 def engine(model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     pool = PoolConfig(state_db=str(tmp_path_factory.mktemp("db") / "s.db"))
     with started_engine(model, pool, **LOOPS[request.param]) as started:

@@ -18,7 +18,6 @@ from rwkv_batch.runner.layer_split import (
     to_layer_ranges,
 )
 from rwkv_batch.runner.pipeline import Pipeline
-from test.harness import tiny_model
 
 CPU = torch.device("cpu")
 
@@ -83,8 +82,8 @@ def test_counts_that_do_not_match_the_model_are_refused(given: tuple[float, ...]
         check_layers(given, 3, 3)
 
 
-def test_given_counts_are_used(tmp_path: Path) -> None:
-    weights = open_weights(tiny_model(tmp_path))
+def test_given_counts_are_used(model: Path) -> None:
+    weights = open_weights(model)
     whole = (False, False)
     assert split_layers(weights, [CPU] * 2, [4, 4], (2, 1)) == [(0, 2, whole), (2, 3, whole)]
     pipeline = Pipeline(weights, ("cpu", "cpu"), layers=(1, 2))

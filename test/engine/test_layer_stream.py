@@ -31,11 +31,15 @@ def two_steps(pipeline: Pipeline) -> list[torch.Tensor]:
     return [pipeline.forward(prompt).clone(), pipeline.forward(token).clone()]
 
 
+@pytest.fixture(scope="module")
+def six_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), layers=6)
+
+
 @pytest.fixture(scope="module", params=["fp32", "int8", "int4"])
-def plain(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, str, list[Any]]:
-    """A model of six layers, its storage, and its results. The results are those with all layers on the device."""
-    model = tiny_model(tmp_path_factory.mktemp("model"), layers=6)
-    return model, request.param, two_steps(pipeline_of(model, request.param))
+def plain(six_layers: Path, request: pytest.FixtureRequest) -> tuple[Path, str, list[Any]]:
+    """A model, its storage, and its results with all layers on the device."""
+    return six_layers, request.param, two_steps(pipeline_of(six_layers, request.param))
 
 
 @pytest.mark.parametrize("resident", [0, 2, 3, 9])
@@ -51,8 +55,8 @@ def test_streamed_layers_compute_the_same(plain: tuple[Path, str, list[Any]], re
         assert torch.equal(logits, actual)
 
 
-def test_a_buffer_shares_no_memory_with_its_layers(tmp_path: Path) -> None:
-    pipeline = pipeline_of(tiny_model(tmp_path, layers=5), "fp32")
+def test_a_buffer_shares_no_memory_with_its_layers(six_layers: Path) -> None:
+    pipeline = pipeline_of(six_layers, "fp32")
     layers = list(pipeline.stages[0].layers)
     streamed = StreamedLayers(iter(layers), 1, torch.device("cpu"))
     held = {linear.weight.data_ptr() for layer in layers[1:] for linear in linears_of(layer)}
@@ -60,8 +64,8 @@ def test_a_buffer_shares_no_memory_with_its_layers(tmp_path: Path) -> None:
     assert turns[1:3] == turns[3:5] and turns[1] != turns[2] and not held & set(turns)
 
 
-def test_on_a_cpu_all_layers_stay(tmp_path: Path) -> None:
-    pipeline = pipeline_of(tiny_model(tmp_path), "fp32", resident=(1,))
+def test_on_a_cpu_all_layers_stay(model: Path) -> None:
+    pipeline = pipeline_of(model, "fp32", resident=(1,))
     assert pipeline.stages[0].num_streamed == 0
     with pytest.raises(ValueError, match="--pp-resident has 2 values for"):
-        pipeline_of(tiny_model(tmp_path), "fp32", resident=(1, 1))
+        pipeline_of(model, "fp32", resident=(1, 1))

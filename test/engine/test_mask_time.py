@@ -16,7 +16,7 @@ from sampling.grammar.masks import Masks
 from sampling.grammar.matcher import Grammar, Matcher
 from test.engine.test_constraints import by_row, mixed_rows, regex
 from test.engine.test_scheduler import Slots, job, read
-from test.harness import make_request, run, started_engine, tiny_model
+from test.harness import make_request, run, started_engine
 
 PART_S = 0.01
 """A row's share of each step: four tenths for the layers, two tenths for sampling."""
@@ -103,14 +103,14 @@ def test_there_is_no_debt_if_masks_do_not_block_steps() -> None:
     assert steps.steps_of_rows(20, mask_s=PART_S)[constrained] == 20
 
 
-def test_rows_that_skip_steps_give_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_skip_steps_give_the_same_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill, charge = Masks.fill, MaskTimeBalancer.charge_masks
     rows = [
         *mixed_rows(),
         make_request("Spell", constraint=regex("[a-z]{60}"), max_tokens=60),
         make_request("Go on", max_tokens=200),
     ]
-    with started_engine(tiny_model(tmp_path), samplers=("cpu",)) as engine:
+    with started_engine(model, samplers=("cpu",)) as engine:
         mask_steps: list[int] = []
         """numbers of the steps that computed masks"""
 

@@ -13,12 +13,13 @@ import pytest
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
 from rwkv_batch.core.sequence import PENDING, Sequence
 from rwkv_batch.core.shares import Limits
+from rwkv_batch.engine import Engine
 from rwkv_batch.request import FinishReason, GenerateRequest
 from rwkv_batch.runner.memory import Memory
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.engine.test_scheduler import Slots, job
-from test.harness import make_request, run, started_engine, submit, tiny_model, turn
+from test.harness import make_request, run, started_engine, submit, turn
 
 LAYOUTS: list[dict[str, Any]] = [
     {"devices": ("cpu",) * 3, "micro_batches": 3},
@@ -27,11 +28,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"devices": ("cpu",) * 2, "micro_batches": 2, "overlap_on_cpu": True, "layers": (1.5, 1.5)},
 ]
 KINDS = ["plain", "overlapped", "two stages", "a layer cut in half"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def mixed_requests() -> list[GenerateRequest]:
@@ -74,23 +70,30 @@ def test_the_text_is_the_same_if_every_group_carries_prefill(
     test_the_text_is_that_of_one_stage(model, expected, LAYOUTS[1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=KINDS)
-def test_sessions_continue_as_on_one_stage(model: Path, layout: dict[str, Any], tmp_path: Path) -> None:
-    """Turns that end by stops and by length, among other rows. Then the same from the log on one stage."""
+def talk(engine: Engine, turns: range) -> list[bytes]:
+    """Run turns of a session that end by stops and by length."""
+    stops = [b"a", b"the ", b"\n\n"]
+    return [run(engine, turn("s", f"turn {i} of many", max_tokens=12, stop_strings=stops)).texts[0] for i in turns]
 
-    def talk(engine: Any, name: str, turns: range) -> list[bytes]:
-        stops = [b"a", b"the ", b"\n\n"]
-        return [run(engine, turn(name, f"turn {i} of many", max_tokens=12, stop_strings=stops)).texts[0] for i in turns]
 
+@pytest.fixture(scope="module")
+def expected_talk(model: Path) -> list[bytes]:
     with started_engine(model) as engine:
-        expected = talk(engine, "alone", range(6))
+        return talk(engine, range(6))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=KINDS)
+def test_sessions_continue_as_on_one_stage(
+    model: Path, expected_talk: list[bytes], layout: dict[str, Any], tmp_path: Path
+) -> None:
+    """Turns among other rows. Then the same from the log on one stage."""
     for durability in ("log", "turn"):
         config = PoolConfig(
             state_db=str(tmp_path / f"{durability}.db"), durability=durability, l1_sessions=1, retain_tokens=-1
         )
         with started_engine(model, config, **layout) as engine:
             others = submit(engine, *[make_request([i, 2], max_tokens=200, ignore_eos=True) for i in range(20)])
-            assert talk(engine, "s", range(4)) == expected[:4]
+            assert talk(engine, range(4)) == expected_talk[:4]
             engine.cancel(others.job.job_id)
             assert {finish.reason for finish in others.wait().finishes.values()} <= {
                 FinishReason.CANCELLED,
@@ -98,7 +101,7 @@ def test_sessions_continue_as_on_one_stage(model: Path, layout: dict[str, Any], 
                 FinishReason.STOP,
             }
         with started_engine(model, config) as engine:
-            assert talk(engine, "s", range(4, 6)) == expected[4:]
+            assert talk(engine, range(4, 6)) == expected_talk[4:]
 
 
 class Pipe:

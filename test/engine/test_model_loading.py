@@ -22,7 +22,7 @@ from rwkv_batch.ipc.process import LogConfig
 from rwkv_batch.runner.low_priority import CORES_PER_THREAD, run_at_low_priority
 from rwkv_batch.runner.pipeline import Pipeline
 from rwkv_batch.runner.step_sampling import StepSampler
-from test.harness import make_request, run, started_engine, tiny_model
+from test.harness import make_request, run, started_engine
 
 
 @pytest.mark.parametrize(("threads", "few"), [(1, 1), (CORES_PER_THREAD * 2, 2)])
@@ -57,7 +57,7 @@ def priority() -> tuple[int, int]:
 
 @pytest.mark.parametrize(("loads_at_low_priority", "only_idle"), [(True, True), (True, False), (False, False)])
 def test_loading_runs_at_low_priority(
-    loads_at_low_priority: bool, only_idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loads_at_low_priority: bool, only_idle: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serving then uses threads of normal priority."""
     seen: dict[str, tuple[int, int]] = {}
@@ -77,7 +77,7 @@ def test_loading_runs_at_low_priority(
     usual = priority()
     threads = torch.get_num_threads()
     fields: dict[str, Any] = {"loads_at_low_priority": loads_at_low_priority, "only_idle_cores": only_idle}
-    with started_engine(tiny_model(tmp_path), max_running=2, **fields) as engine:
+    with started_engine(model, max_running=2, **fields) as engine:
         assert (
             run(engine, make_request("abc", max_tokens=2, ignore_eos=True)).all_texts
             and torch.get_num_threads() == threads
@@ -87,11 +87,11 @@ def test_loading_runs_at_low_priority(
     assert seen == {"__init__": back, "allocate_slots": back, "sampler": back, "forward": usual}
 
 
-def test_a_model_on_the_cpu_looks_for_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_the_cpu_looks_for_no_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The query would wake the driver in each new engine. This would then keep a core busy."""
     for name in ("is_available", "device_count", "init"):
         monkeypatch.setattr(torch.cuda, name, Mock(side_effect=AssertionError(f"torch.cuda.{name} was asked")))
-    with started_engine(tiny_model(tmp_path), max_running=2, loads_at_low_priority=True) as engine:
+    with started_engine(model, max_running=2, loads_at_low_priority=True) as engine:
         assert run(engine, make_request("abc", max_tokens=2, ignore_eos=True)).all_texts
 
 

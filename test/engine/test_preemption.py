@@ -19,14 +19,9 @@ from rwkv_batch.request import FinishReason, GenerateRequest, Priority
 from rwkv_batch.runner.step_sampling import InFlightStep
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from test.harness import RunningJob, call, free_slots, make_request, run, started_engine, submit, tiny_model, turn
+from test.harness import RunningJob, call, free_slots, make_request, run, started_engine, submit, turn
 
 STEPS_BETWEEN = 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=["plain", "overlapped"])

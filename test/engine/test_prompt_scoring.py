@@ -15,7 +15,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
 from rwkv_batch.runner import prompt_logprobs
 from sampling.params import SamplingParams
-from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit, tiny_model, turn
+from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit, turn
 from test.logprob_oracle import LogprobOracle
 
 TOLERANCE = 1e-4
@@ -24,16 +24,10 @@ PROMPTS = [TOKENIZER.encode(text) for text in ("Hi", "The weather in Paris", "çŒ
 WHOLE_PROMPT = PromptLogprobs(top=3)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", params=["plain", "overlapped", "two stages"])
+@pytest.fixture(scope="module", params=["plain", "two stages"])
 def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     settings: dict[str, Any] = {
         "plain": {},
-        "overlapped": {"overlap_on_cpu": True},
         "two stages": {"devices": ("cpu", "cpu"), "overlap_on_cpu": True},
     }[request.param]
     with started_engine(model, **settings) as engine:

@@ -20,16 +20,11 @@ from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.request import FinishReason, GenerateRequest, Job, Priority, PromptLogprobs
 from state_pool.config import PoolConfig
 from test.engine.test_scheduler import job as job_of
-from test.harness import TOKENIZER, WAIT_S, RunningJob, make_request, submit, tiny_model, turn
+from test.harness import TOKENIZER, WAIT_S, RunningJob, make_request, submit, turn
 from test.pool_integrity import integrity_faults
 
 HEADER = "You are a careful translator of texts about the sea and the weather. " * 6 + "\n\nUser: "
 ENDLESS: dict[str, Any] = {"max_tokens": 10**6, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 class Stepped:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.engine import Engine
 from state_pool.config import PoolConfig
-from test.harness import call, run, started_engine, submit, tiny_model, turn
+from test.harness import call, run, started_engine, submit, turn
 from test.serving import wait_for
 
 PROMPTS = ("User: one\n\nAssistant:", "\n\nUser: two\n\nAssistant:", "\n\nUser: three\n\nAssistant:")
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(model: Path) -> Iterator[Engine]:
     pool = PoolConfig(state_db="", l1_sessions=2, l2_sessions=100, prefix_cache_slots=0)
-    model = tiny_model(tmp_path_factory.mktemp("model"))
     with started_engine(model, pool, overlap_on_cpu=True, max_running=32) as engine:
         yield engine
 

@@ -13,15 +13,10 @@ import torch
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind
 from state_pool.config import PoolConfig
-from test.harness import call, free_slots, make_request, run, started_engine, submit, tiny_model, turn
+from test.harness import call, free_slots, make_request, run, started_engine, submit, turn
 
 STAGES: dict[str, Any] = {"devices": ("cpu",) * 3, "micro_batches": 3, "overlap_on_cpu": True, "max_running": 12}
 PARTS = pytest.mark.parametrize("stage", [0, 1, 2], ids=["first stage", "middle stage", "last stage"])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.watchdog import Watchdog
 from rwkv_batch.request import FinishReason, Job
 from rwkv_batch.runner.step_sampling import InFlightStep
-from test.harness import RunningJob, make_request, run, started_engine, submit, tiny_model
+from test.harness import RunningJob, make_request, run, started_engine, submit
 from test.serving import wait_for
 
 
@@ -63,8 +64,8 @@ def test_zero_disables_it(clock: Clock) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with started_engine(tiny_model(tmp_path_factory.mktemp("model"))) as engine:
+def engine(model: Path) -> Iterator[Engine]:
+    with started_engine(model) as engine:
         yield engine
 
 
