@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -73,15 +74,19 @@ class Clients:
 
 
 @pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def busy(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Clients, SlowCompiler]]:
+    """A queue whose only thread compiles the first request, "m0"."""
     monkeypatch.setattr(grammar_compile_queue, "THREADS", 1)
-
-
-def test_clients_take_turns(one_thread: None) -> None:
     compiler = SlowCompiler()
     clients = Clients(compiler)
     clients.make_request("many", "m0")
     assert compiler.begun.acquire(timeout=WAIT_S)
+    yield clients, compiler
+    clients.queue.close()
+
+
+def test_clients_take_turns(busy: tuple[Clients, SlowCompiler]) -> None:
+    clients, compiler = busy
     for number in range(1, 20):
         clients.make_request("many", f"m{number}")
     clients.make_request("few", "f0")
@@ -90,14 +95,10 @@ def test_clients_take_turns(one_thread: None) -> None:
         compiler.may.release()
     clients.wait(22)
     assert compiler.order[:6] == ["m0", "m1", "f0", "m2", "f1", "m3"]
-    clients.queue.close()
 
 
-def test_one_client_cannot_fill_the_queue(one_thread: None) -> None:
-    compiler = SlowCompiler()
-    clients = Clients(compiler)
-    clients.make_request("many", "m0")
-    assert compiler.begun.acquire(timeout=WAIT_S)
+def test_one_client_cannot_fill_the_queue(busy: tuple[Clients, SlowCompiler]) -> None:
+    clients, compiler = busy
     for number in range(1, 70):
         clients.make_request("many", f"m{number}")
     clients.wait(5)
@@ -118,11 +119,8 @@ def test_one_client_cannot_fill_the_queue(one_thread: None) -> None:
     assert clients.received["late"] is SHUTTING_DOWN
 
 
-def test_requests_with_one_schema_wait_together(one_thread: None) -> None:
-    compiler = SlowCompiler()
-    clients = Clients(compiler)
-    clients.make_request("many", "m0")
-    assert compiler.begun.acquire(timeout=WAIT_S)
+def test_requests_with_one_schema_wait_together(busy: tuple[Clients, SlowCompiler]) -> None:
+    clients, compiler = busy
     for number in range(1, 300):
         clients.make_request("many", f"m{number}", "same")
     clients.queue.cancel("m7")
@@ -132,16 +130,14 @@ def test_requests_with_one_schema_wait_together(one_thread: None) -> None:
     assert compiler.order == ["m0", "same"]
     assert clients.received.pop("m7").info.kind is ErrorKind.CANCELLED
     assert all(found in (["m0"], ["same"]) for found in clients.received.values())
-    clients.queue.close()
 
 
-def test_waiting_requests_with_one_schema_are_limited(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_with_one_schema_are_limited(
+    busy: tuple[Clients, SlowCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_compile_queue, "MAX_WAITING_JOBS", 12)
     monkeypatch.setattr(grammar_compile_queue, "MAX_WAITING_JOBS_PER_CLIENT", 8)
-    compiler = SlowCompiler()
-    clients = Clients(compiler)
-    clients.make_request("many", "m0")
-    assert compiler.begun.acquire(timeout=WAIT_S)
+    clients, compiler = busy
     for client in ("a", "b"):
         for number in range(10):
             clients.make_request(client, f"{client}{number}", "same")
@@ -152,17 +148,13 @@ def test_waiting_requests_with_one_schema_are_limited(one_thread: None, monkeypa
     for _ in range(3):
         compiler.may.release()
     clients.wait(21)
-    clients.queue.close()
 
 
 def test_a_job_that_another_engine_has_admitted_is_not_refused(
-    one_thread: None, monkeypatch: pytest.MonkeyPatch
+    busy: tuple[Clients, SlowCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compile_queue, "MAX_WAITING_GROUPS_PER_CLIENT", 2)
-    compiler = SlowCompiler()
-    clients = Clients(compiler)
-    clients.make_request("many", "m0")
-    assert compiler.begun.acquire(timeout=WAIT_S)
+    clients, compiler = busy
     for number in range(1, 4):
         clients.make_request("many", f"m{number}")
     assert set(clients.received) == {"m3"}
@@ -171,7 +163,6 @@ def test_a_job_that_another_engine_has_admitted_is_not_refused(
         compiler.may.release()
     clients.wait(5)
     assert clients.received["m4"] == ["m4"]
-    clients.queue.close()
 
 
 def test_a_process_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,14 @@ class Device:
         self.interleaved_within: list[list[ScheduledRow]] = []
         """steps launched within another one"""
 
+    @classmethod
+    def with_batch(cls) -> Device:
+        """Return a device that has launched a step with 300 batch rows."""
+        device = cls()
+        device.batch(300)
+        device.step()
+        return device
+
     def chat_at(self, at: float, prompt_tokens: int = 80) -> Sequence:
         _, (sequence,) = job(1, prompt_tokens, client=f"chat at {at}")
         self.coming.append((at, sequence))
@@ -111,9 +119,7 @@ def test_a_first_token_waits_for_a_piece_and_not_for_the_step() -> None:
 
 def test_no_job_overtakes_a_step_with_its_own_rows() -> None:
     """If it failed there, its slots would be free. The rest of the step would still write to them."""
-    device = Device()
-    device.batch(300)
-    device.step()
+    device = Device.with_batch()
     chat = device.chat_at(device.now)
     device.step()
     rows = device.step()  # it decodes together with the batch
@@ -139,9 +145,7 @@ def test_no_job_overtakes_a_step_with_its_own_rows() -> None:
 
 def test_a_scored_prompt_does_not_overtake() -> None:
     """A step in flight may contain an earlier part of it. The scores of that part would be reported later."""
-    device = Device()
-    device.batch(300)
-    device.step()
+    device = Device.with_batch()
     scored, other = (device.chat_at(device.now + 0.1) for _ in range(2))
     scored.scored = range(80)
     device.step()
@@ -164,9 +168,7 @@ def test_overtaking_steps_are_limited_per_step() -> None:
 
 
 def test_batch_work_has_one_launch_in_seven_however_many_requests_come() -> None:
-    device = Device()
-    device.batch(300)
-    device.step()
+    device = Device.with_batch()
     for number in range(2000):
         device.chat_at(device.now + number * 0.2)
     of_batch = []
@@ -182,9 +184,7 @@ def test_batch_work_has_one_launch_in_seven_however_many_requests_come() -> None
 
 
 def test_a_long_prompt_continues_between_the_next_pieces() -> None:
-    device = Device()
-    device.batch(300)
-    device.step()
+    device = Device.with_batch()
     chat = device.chat_at(device.now + 1, prompt_tokens=2500)
     device.step()
     assert [row.num_tokens for (row,) in device.interleaved_within] == [1024, 1024, 452]

@@ -9,13 +9,11 @@ import torch
 
 from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import hopper_gemm as cuda_wide
-from rwkv_batch.kernels.cuda import hopper_gemm_weight_only
-from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
+from rwkv_batch.kernels.cuda import hopper_gemm, hopper_gemm_weight_only
 from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import fp16_gemm, launch_weight_only
 from rwkv_batch.kernels.cuda.packed_weights import pack
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
-from test.model.emulated.library import call, emulated
+from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
@@ -35,18 +33,11 @@ LIBRARIES: dict[Format, ctypes.CDLL] = {}
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
-    class Kernels:
-        """As library.Kernels."""
+    def library_of(name: str) -> ctypes.CDLL:
+        return LIBRARIES[Format(name.rpartition("_")[2])]
 
-        def call(self, name: str, *args: object) -> None:
-            """Run a launcher."""
-            call(LIBRARIES[Format(name.rpartition("_")[2])], name, *args)
-
-    monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
-    monkeypatch.setattr(hopper_gemm_weight_only, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+    send_launches_to(library_of, monkeypatch, hopper_gemm, hopper_gemm_weight_only)
     monkeypatch.setattr(hopper_gemm_weight_only, "is_mps_active", lambda: True)
-    work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(hopper_gemm_weight_only, "prepare_hopper_gemm", lambda device: work)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import hopper_gemm as cuda_wide
-from rwkv_batch.kernels.cuda import hopper_gemm_fp8, hopper_quantised_launch, packed_weights
-from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
+from rwkv_batch.kernels.cuda import hopper_gemm, hopper_gemm_fp8, hopper_quantised_launch, packed_weights
 from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, launch_hopper_fp8
 from rwkv_batch.model.quant.formats import Format, quantise
-from test.model.emulated.library import call, emulated
+from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
@@ -45,21 +43,12 @@ def on_cpu(
 ) -> None:
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
-    class Kernels:
-        """As library.Kernels."""
+    def library_of(name: str) -> ctypes.CDLL:
+        return of_parts if name.endswith("two_part") else of_transposed if name.endswith("transposed") else library
 
-        def call(self, name: str, *args: object) -> None:
-            """Run a launcher."""
-            found = of_parts if name.endswith("two_part") else of_transposed if name.endswith("transposed") else library
-            call(found, name, *args)
-
-    monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
-    for module in (cuda_wide, hopper_gemm_fp8):
-        monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+    send_launches_to(library_of, monkeypatch, hopper_gemm, hopper_gemm_fp8)
     for module in (hopper_quantised_launch, hopper_gemm_fp8):
         monkeypatch.setattr(module, "is_mps_active", lambda: True)
-    work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(hopper_gemm_fp8, "prepare_hopper_gemm", lambda device: work)
     for each in (library, of_parts, of_transposed):
         each.emulation_set(2, 227 << 10)
 
@@ -167,14 +156,7 @@ def test_matrices_of_a_size_are_turned_in_one_place(tmp_path: Path, monkeypatch:
     """[k, n] -> [n, k]; the last tile of outputs may be narrower."""
     kernels = emulated("transpose_weights", tmp_path)
 
-    class Kernels:
-        """As library.Kernels."""
-
-        def call(self, name: str, *args: object) -> None:
-            """Run a launcher."""
-            call(kernels, name, *args)
-
-    monkeypatch.setattr(packed_weights, "library", Kernels)
+    send_launches_to(lambda name: kernels, monkeypatch, packed_weights)
     for n in (256, 160):
         matrices = [quantise(torch.randn(n, 256), Format.FP8) for _ in range(2)]
         place = packed_weights.transposed_buffer(matrices[0].codes)

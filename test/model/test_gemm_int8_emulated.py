@@ -13,13 +13,11 @@ from torch import Tensor
 
 from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import hopper_gemm as cuda_wide
-from rwkv_batch.kernels.cuda import hopper_gemm_int8, hopper_quantised_launch
-from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
+from rwkv_batch.kernels.cuda import hopper_gemm, hopper_gemm_int8, hopper_quantised_launch
 from rwkv_batch.kernels.cuda.hopper_gemm_int8 import Int8Gemm, launch_hopper_int8, pitch_of
 from rwkv_batch.kernels.cuda.packed_weights import pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
-from test.model.emulated.library import call, emulated
+from test.model.emulated.library import emulated, send_launches_to
 from test.model.row_bytes import assert_items_fit, bytes_of, meaning
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
@@ -41,21 +39,11 @@ def of_transposed(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def on_cpu(library: ctypes.CDLL, of_transposed: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches go to the emulation, which runs one block at a time: none may wait for another."""
 
-    class Kernels:
-        """As library.Kernels."""
+    def library_of(name: str) -> ctypes.CDLL:
+        return of_transposed if name.endswith("transposed") else library
 
-        def call(self, name: str, *args: object) -> None:
-            """Run a launcher."""
-            call(of_transposed if name.endswith("transposed") else library, name, *args)
-
-    work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    for module in (hopper_gemm_int8, cuda_wide):
-        monkeypatch.setattr(
-            module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
-        )
-    monkeypatch.setattr(cuda_wide, "hopper_library", Kernels)
+    send_launches_to(library_of, monkeypatch, hopper_gemm, hopper_gemm_int8)
     monkeypatch.setattr(hopper_quantised_launch, "is_mps_active", lambda: True)
-    monkeypatch.setattr(hopper_gemm_int8, "prepare_hopper_gemm", lambda device: work)
     monkeypatch.setattr(hopper_quantised_launch, "FP16_SPLITS", 1)
     monkeypatch.setattr(hopper_quantised_launch, "fits_fp16_gemms", lambda *args: True)
     for each in (library, of_transposed):

@@ -13,7 +13,7 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import fused_input_projections, hopper_gemm
 from rwkv_batch.kernels.cuda.fused_input_projections import launch_fused_projections
 from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, HopperWorkspace
-from test.model.emulated.library import call, emulated
+from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 ROWS = 21
@@ -28,17 +28,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture(autouse=True)
 def on_cpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> HopperWorkspace:
     """Launches go to the emulation. It runs one CTA after the other, so a CTA must wait for earlier ones only."""
-
-    class Kernels:
-        """As library.Kernels, for the emulated library."""
-
-        def call(self, name: str, *args: object) -> None:
-            call(library, name, *args)
-
-    work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(hopper_gemm, "hopper_library", Kernels)
-    monkeypatch.setattr(hopper_gemm, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
-    monkeypatch.setattr(fused_input_projections, "prepare_hopper_gemm", lambda device: work)
+    work = send_launches_to(lambda name: library, monkeypatch, hopper_gemm, fused_input_projections)
     monkeypatch.setattr(fused_input_projections, "FP16_SPLITS", 1)
     return work
 

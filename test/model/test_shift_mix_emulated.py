@@ -36,7 +36,7 @@ from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.quant.w8a8 import InputTransform
 from rwkv_batch.model.quant.w8a8 import quantise_rows as quantise_rows_w8a8
 from rwkv_batch.model.step_inputs import StepInputs
-from test.model.emulated.library import call, emulated
+from test.model.emulated.library import emulated, send_launches_to
 from test.model.row_bytes import assert_stands_for
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
@@ -57,24 +57,16 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
 def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOps:
     """Its kernels on the CPU, of a GPU that multiplies fp8 codes."""
 
-    class Kernels:
-        """As library.Kernels."""
+    def library_of(name: str) -> ctypes.CDLL:
+        known = {
+            "rwkv_two_part_rows": "quantise",
+            "rwkv_two_byte_rows": "quantise",
+            "rwkv_add_partials": "shift_mix",
+        }
+        source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
+        return libraries[SOURCES.index(source)]
 
-        def call(self, name: str, *args: object) -> None:
-            """Run a launcher."""
-            known = {
-                "rwkv_two_part_rows": "quantise",
-                "rwkv_two_byte_rows": "quantise",
-                "rwkv_add_partials": "shift_mix",
-            }
-            source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
-            call(libraries[SOURCES.index(source)], name, *args)
-
-    for module in (cuda_shift_mix, quantised_weights, skinny_quant, quantised_rows):
-        monkeypatch.setattr(module, "library", Kernels)
-        monkeypatch.setattr(
-            module, "cuda_pointer", lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr()
-        )
+    send_launches_to(library_of, monkeypatch, cuda_shift_mix, quantised_weights, skinny_quant, quantised_rows)
     monkeypatch.setattr(cuda_shift_mix, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
     monkeypatch.setattr(packed_weights, "scaled_mm_dtypes", lambda device: (torch.float16,))
     monkeypatch.setattr(packed_weights, "fits_weight_only", lambda *args: False)

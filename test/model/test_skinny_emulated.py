@@ -16,7 +16,7 @@ from rwkv_batch.kernels.cuda.linear import Gemm, skinny
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
-from test.model.emulated.library import call, emulated
+from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 SHAPES = ((96, 512), (32, 256))
@@ -31,17 +31,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -> None:
     """Launches go to the emulation."""
-
-    class Kernels:
-        """As library.Kernels."""
-
-        def call(self, name: str, *args: object) -> None:
-            """Run a launcher."""
-            call(libraries[name], name, *args)
-
-    for module in (cuda_linear, skinny_quant):
-        monkeypatch.setattr(module, "library", Kernels)
-        monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
+    send_launches_to(libraries.__getitem__, monkeypatch, cuda_linear, skinny_quant)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -11,7 +11,6 @@ from torch import Tensor
 from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import hopper_gemm
-from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
 from rwkv_batch.kernels.cuda.w8a8 import mixed_launch, products
 from rwkv_batch.kernels.cuda.w8a8.mixed_launch import launch_mixed
 from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Plan, Tile
@@ -27,7 +26,7 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
 )
 from rwkv_batch.model.quant.w8a8 import Codes, input_transform, product, quantise_rows, quantise_weight
 from rwkv_batch.model.quant.w8a8 import InputTransform as Transform
-from test.model.emulated.library import call, emulated
+from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
@@ -49,25 +48,10 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -> None:
     """Launches go to the emulation."""
-
-    class Kernels:
-        """As library.Kernels."""
-
-        def call(self, name: str, *args: object) -> None:
-            """Run a launcher."""
-            call(libraries[name], name, *args)
-
-    monkeypatch.setattr(products, "library", Kernels)
-    monkeypatch.setattr(hopper_gemm, "hopper_library", Kernels)
-    for module in (hopper_gemm, mixed_launch):
-        monkeypatch.setattr(module, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
-    shared = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
-    monkeypatch.setattr(mixed_launch, "prepare_hopper_gemm", lambda device: shared)
-    monkeypatch.setattr(products, "hopper_library", Kernels)
+    send_launches_to(libraries.__getitem__, monkeypatch, hopper_gemm, mixed_launch, products)
     monkeypatch.setattr(products, "has_hopper_gemm", lambda device: True)
     work = W8A8Workspace(torch.empty(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int32), 4)
     monkeypatch.setattr(products, "prepare_w8a8", lambda device: work)
-    monkeypatch.setattr(products, "cuda_pointer", lambda tensor, dtype=None: tensor.data_ptr())
 
 
 def channels(k: int) -> Tensor:

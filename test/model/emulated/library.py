@@ -5,9 +5,15 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from native.build import SHARED_HEADERS
+from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
 from rwkv_batch.kernels.cuda.library import HOPPER_SIGNATURES, SIGNATURES, SOURCES
 
 HERE = Path(__file__).parent
@@ -202,6 +208,34 @@ def call(library: ctypes.CDLL, name: str, *args: object) -> None:
     function = library[name]
     function.argtypes = (SIGNATURES | HOPPER_SIGNATURES)[name]
     assert function(*args, None) == 0, f"{name} is refused"
+
+
+def send_launches_to(
+    library_of: Callable[[str], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, *modules: Any
+) -> HopperWorkspace:
+    """Let the modules' launches go to the emulation, with a workspace on the CPU, which is returned.
+
+    library_of: returns a launcher's library
+    """
+
+    class Kernels:
+        """As library.Kernels."""
+
+        def call(self, name: str, *args: object) -> None:
+            """Run a launcher."""
+            call(library_of(name), name, *args)
+
+    work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))
+    replaced = {
+        "library": Kernels,
+        "hopper_library": Kernels,
+        "cuda_pointer": lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr(),
+        "prepare_hopper_gemm": lambda device: work,
+    }
+    for module in modules:
+        for name in replaced.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, replaced[name])
+    return work
 
 
 def _without_plans(text: str, tiles: tuple[int, ...], splits: tuple[int, ...]) -> str:
