@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError, invalid
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT
 from sampling.grammar.constraint import GrammarError, NoTokenLeftError
@@ -103,8 +103,7 @@ def error_translator(
             return error
         field = next((field for kind, field in fields_by_error.items() if isinstance(error, kind)), None)
         if field is not None:
-            given = getattr(error, "given", None)
-            return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {error}", field=field, given=given)
+            return invalid(field, str(error), getattr(error, "given", None))
         if isinstance(error, PoolError):
             return as_service_error(error)
         logger.error("%s", failure, exc_info=error)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rwkv_batch.core.sequence import NO_SLOT, Member, Sequence, SharedSlot
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import invalid
 from rwkv_batch.request import GenerateRequest
 from state_pool.origins import Origin, TunedState, mixed_origin
 from state_pool.pool import StatePool
@@ -34,9 +34,9 @@ def check_mixture(request: GenerateRequest, pool: StatePool) -> None:
             "a mixture cannot continue a session on this server, which stores no token logs. "
             "Set state_db, and durability to log or lazy"
         )
-        raise _invalid_field(message, without_owner(request.session.session_id))
+        raise invalid("states", message, without_owner(request.session.session_id))
     if request.prompt_logprobs is not None or request.candidates:
-        raise _invalid_field("a mixture cannot be combined with prompt_logprobs or candidates", None)
+        raise invalid("states", "a mixture cannot be combined with prompt_logprobs or candidates", None)
 
 
 def check_members(mixture: list[tuple[str, float]], pool: StatePool) -> None:
@@ -44,9 +44,9 @@ def check_members(mixture: list[tuple[str, float]], pool: StatePool) -> None:
     max_members = min(MAX_MEMBERS, pool.tiers.slots.num_usable // 2)
     if len(mixture) > max_members:
         limit = f"{max_members}" if max_members == MAX_MEMBERS else f"{max_members}, half of this server's slots"
-        raise _invalid_field(f"has {len(mixture)} states, the limit is {limit}", len(mixture))
+        raise invalid("states", f"has {len(mixture)} states, the limit is {limit}", len(mixture))
     if not 0 < sum(weight for _, weight in mixture) < math.inf:
-        raise _invalid_field("the weights must add up to more than 0", [weight for _, weight in mixture])
+        raise invalid("states", "the weights must add up to more than 0", [weight for _, weight in mixture])
     for state, _ in mixture:
         if state:
             pool.tuned.get(state)
@@ -132,10 +132,6 @@ def _release_tuned(sequence: Sequence, pool: StatePool) -> None:
         if member.tuned is not None:
             pool.tuned.drop_ref(member.tuned)
             member.tuned = None
-
-
-def _invalid_field(message: str, given: object) -> ServiceError:
-    return ServiceError(ErrorKind.INVALID_FIELD, f"states: {message}", field="states", given=given)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import msgspec
 from rwkv_batch.core.output import RowOutput, StopRulesCache
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import NOTHING_SCORED, RunningJob, Sequence
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import GenerateRequest, Job
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 from sampling.grammar.constraint import THINK_END, Constraint
@@ -68,19 +68,14 @@ class RowBuilder:
             ("stop_tokens", request.stop_ids),
             ("logit_bias", list(sampling.logit_bias)),
             ("resumed", request.resumed.token_ids if request.resumed is not None else []),
+            ("prediction", request.prediction),
         ]
-        named.append(("prediction", request.prediction))
         named += [("candidates", candidate) for candidate in request.candidates]
         named += [("bad_words", list(word)) for word in bad_words]
         for field, ids in named:
             if ids and not 0 <= min(ids) <= max(ids) < self._vocab:
                 wrong = next(i for i in ids if not 0 <= i < self._vocab)
-                raise ServiceError(
-                    ErrorKind.INVALID_FIELD,
-                    f"{field}: token id {wrong} is outside the model's vocabulary 0..{self._vocab - 1}",
-                    field=field,
-                    given=wrong,
-                )
+                raise invalid(field, f"token id {wrong} is outside the model's vocabulary 0..{self._vocab - 1}", wrong)
 
     def build(self, job: RunningJob) -> list[Sequence]:
         """Create the rows to start with. Several continuations of a longer prompt start as one shared row."""
@@ -145,11 +140,8 @@ def check_resumed(request: GenerateRequest) -> None:
     """
     if request.resumed is not None and (request.num_rows > 1 or len(request.resumed.token_ids) >= request.max_tokens):
         count = len(request.resumed.token_ids)
-        message = (
-            f"resumed: {count} tokens for {request.num_rows} rows; "
-            f"allowed are fewer than max_tokens ({request.max_tokens}) and one row"
-        )
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="resumed", given=count)
+        allowed = f"allowed are fewer than max_tokens ({request.max_tokens}) and one row"
+        raise invalid("resumed", f"{count} tokens for {request.num_rows} rows; {allowed}", count)
 
 
 def _queue_is_full(waiting: str, more: int, limit: str) -> ServiceError:
@@ -170,16 +162,12 @@ def check_scoring(request: GenerateRequest, vocab: int) -> None:
     scoring, session = request.prompt_logprobs, request.session
     if request.max_tokens < 1 and (request.max_tokens < 0 or session is not None):
         least = "at least 0, and at least 1 in a session"
-        raise _invalid_field("max_tokens", f"must be {least}, got {request.max_tokens}", request.max_tokens)
+        raise invalid("max_tokens", f"must be {least}, got {request.max_tokens}", request.max_tokens)
     if session is not None and (scoring is not None or request.candidates):
         message = "a session's turn cannot be scored; leave the session out"
-        raise _invalid_field("session_id", message, session.session_id)
+        raise invalid("session_id", message, session.session_id)
     if request.candidates and (request.n != 1 or not all(request.candidates)):
-        raise _invalid_field("candidates", "each must have at least one token, and n must be 1", request.n)
+        raise invalid("candidates", "each must have at least one token, and n must be 1", request.n)
     if scoring is not None and not (scoring.start >= 1 and 0 <= scoring.top <= vocab):
         given = f"start {scoring.start}, top {scoring.top}"
-        raise _invalid_field("prompt_logprobs", f"start must be at least 1 and top 0..{vocab}, got {given}", given)
-
-
-def _invalid_field(field: str, message: str, given: object) -> ServiceError:
-    return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {message}", field=field, given=given)
+        raise invalid("prompt_logprobs", f"start must be at least 1 and top 0..{vocab}, got {given}", given)

@@ -22,7 +22,7 @@ from rwkv_batch.core.mixtures import (
     release_read_slots,
 )
 from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
-from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError
+from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError, invalid
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import Tokenizer
 from state_pool.cache.prefix_cache import prefix_base
@@ -125,10 +125,10 @@ class StateManager:
         if num_tokens <= limit:
             return None
         message = (
-            f"session_id: {num_tokens} tokens of the session are in no stored state and must be read again, "
+            f"{num_tokens} tokens of the session are in no stored state and must be read again, "
             f"the limit is {limit} (--max-request-tokens); start another session"
         )
-        return ServiceError(ErrorKind.INVALID_FIELD, message, field="session_id", given=num_tokens)
+        return invalid("session_id", message, num_tokens)
 
     # The scheduler's SlotSource ------------------------------------------------------------------------------
 

@@ -6,19 +6,15 @@ flight are bounded.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Generic
 
 import msgspec
 
 from rwkv_batch.ipc import wire
-from rwkv_batch.ipc.wire import FrameTooLong, Incoming, Outgoing
-
-logger = logging.getLogger(__name__)
+from rwkv_batch.ipc.wire import FrameTooLong, Incoming, Outgoing, QueuedLink
 
 PIECE_BYTES = 1 << 20
 WINDOW_BYTES = 256 << 20
@@ -27,63 +23,32 @@ _MORE, _LAST = b"\1", b"\0"
 """First byte of a piece: whether the frame continues in the next one."""
 
 
-class BufferedLink(Generic[Incoming, Outgoing]):
+class BufferedLink(QueuedLink[Incoming, Outgoing]):
     """A `Link` whose pieces a carrier moves.
 
     The carrier calls `take`, `put` and `acknowledge` on any thread.
     """
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[Incoming]]) -> None:
-        self._decoder = decoder
-        self._encoder = msgspec.msgpack.Encoder()
-        lock = threading.Lock()
-        self._can_send, self._has_input = threading.Condition(lock), threading.Condition(lock)
-        self._outbox: deque[bytes] = deque()
-        self._outbox_bytes = 0
+        super().__init__(decoder)
+        self._can_send, self._has_input = threading.Condition(self._lock), threading.Condition(self._lock)
         self._inbox: deque[bytes] = deque()
         self._late_pieces: list[bytes] = []
         self._sent_bytes = self._acknowledged_bytes = 0
-        self._closed = False
         self._last_put_at = time.monotonic()
-        self.num_pieces = 0
         self.read_bytes = 0
-        """the same in bytes, for `acknowledge` of the other end"""
+        """bytes of the pieces that `receive` has read, for `acknowledge` of the other end"""
 
     # For the owner ---------------------------------------------------------------------------------------------
 
-    @property
-    def is_sending(self) -> bool:
-        return bool(self._outbox)
-
-    def send(self, *messages: Outgoing) -> None:
-        body = self._encode(messages, wire.MAX_FRAME_BYTES)
-        with self._can_send:
-            self._send(body)
-
-    def offer(self, message: Outgoing, max_bytes: int | None = None) -> None:
-        body = self._encode((message,), wire.MAX_FRAME_BYTES if max_bytes is None else max_bytes)
-        with self._can_send:
-            wire.check_room(len(self._outbox), self._outbox_bytes, len(body))
-            self._send(body)
-
-    def _encode(self, messages: tuple[Outgoing, ...], max_bytes: int) -> bytes:
-        body = self._encoder.encode(messages)
-        if len(body) > max_bytes:
-            raise FrameTooLong(len(body), max_bytes)
-        return body
-
     def _send(self, body: bytes) -> None:
-        if self._closed:
-            return
         room = PIECE_BYTES - 1
         pieces = [body] if len(body) <= room else [body[start : start + room] for start in range(0, len(body), room)]
-        self._outbox.extend(_MORE + piece for piece in pieces[:-1])
-        self._outbox.append(_LAST + pieces[-1])
-        self._outbox_bytes += len(body) + len(pieces)
+        self._waiting.extend(_MORE + piece for piece in pieces[:-1])
+        self._waiting.append(_LAST + pieces[-1])
+        self._waiting_bytes += len(body) + len(pieces)
         self._can_send.notify()
-        if len(self._outbox) > wire.MAX_WAITING_FRAMES or self._outbox_bytes > wire.MAX_WAITING_BYTES:
-            logger.error("a peer has %d unread frames; closing its connection", len(self._outbox))
-            self._close()
+        self._check_queue()
 
     def receive(self) -> Iterator[Incoming]:
         """See Link."""
@@ -100,17 +65,13 @@ class BufferedLink(Generic[Incoming, Outgoing]):
                 yield from self._decoder.decode(frame[0] if len(frame) == 1 else b"".join(frame))
                 frame, length = [], 0
 
-    def close(self) -> None:
-        with self._can_send:
-            self._close()
-
     @property
     def is_closed(self) -> bool:
         return self._closed
 
     def _close(self) -> None:
         self._closed = True
-        self._outbox.clear()
+        self._waiting.clear()
         self._inbox.clear()
         self._late_pieces.clear()
         self._can_send.notify_all()
@@ -136,17 +97,17 @@ class BufferedLink(Generic[Incoming, Outgoing]):
                 self._can_send.wait(left_s)
             if self._closed:
                 return None
-            outgoing = [self._outbox.popleft()]
+            outgoing = [self._waiting.popleft()]
             size = len(outgoing[0])
-            while self._outbox and size + len(self._outbox[0]) <= PIECE_BYTES:
-                outgoing.append(self._outbox.popleft())
+            while self._waiting and size + len(self._waiting[0]) <= PIECE_BYTES:
+                outgoing.append(self._waiting.popleft())
                 size += len(outgoing[-1])
-            self._outbox_bytes -= size
+            self._waiting_bytes -= size
             self._sent_bytes += size
             return outgoing
 
     def _may_send(self) -> bool:
-        return bool(self._outbox) and self._sent_bytes - self._acknowledged_bytes < WINDOW_BYTES
+        return bool(self._waiting) and self._sent_bytes - self._acknowledged_bytes < WINDOW_BYTES
 
     def put(self, pieces: list[bytes]) -> None:
         """Add received pieces. An empty list is a heartbeat."""

@@ -60,17 +60,10 @@ _LOST = ErrorInfo(
     message="the engine process was lost and is being restarted; send the request again",
     retry_after_s=2.0,
 )
-_LOST_TURN = ErrorInfo(
-    kind=ErrorKind.ENGINE_LOST,
-    message=f"the engine process was lost and is being restarted; {MAY_BE_KEPT}",
-)
 _SHUTDOWN_ERROR = ErrorInfo(
     kind=ErrorKind.DRAINING,
     message="the service was shut down before this answer was complete; send the request again in a moment",
     retry_after_s=5.0,
-)
-_SHUTDOWN_ERROR_TURN = ErrorInfo(
-    kind=ErrorKind.DRAINING, message=f"the service was shut down before this answer was complete; {MAY_BE_KEPT}"
 )
 
 WorkerLink = Link[ToWorker, ToEngine]
@@ -303,7 +296,8 @@ class EngineClient:
                 reply(_decoded(value, answer_type) if error is None else ServiceError.from_info(error))
 
     def _report_engine_lost(self) -> None:
-        lost, lost_turn = (_SHUTDOWN_ERROR, _SHUTDOWN_ERROR_TURN) if self.is_shutting_down else (_LOST, _LOST_TURN)
+        lost = _SHUTDOWN_ERROR if self.is_shutting_down else _LOST
+        lost_turn = _of_turn(lost)
         with self._lock:
             self._link = None
             self.balances = []
@@ -323,6 +317,12 @@ class EngineClient:
         with contextlib.ExitStack() as callbacks:  # runs all callbacks even if one raises, in reverse order
             for callback in reversed(notifications):
                 callbacks.callback(callback)
+
+
+def _of_turn(lost: ErrorInfo) -> ErrorInfo:
+    """Return the error of a session's turn, which may have been kept."""
+    message = f"{lost.message.partition('; ')[0]}; {MAY_BE_KEPT}"
+    return msgspec.structs.replace(lost, message=message, retry_after_s=None)
 
 
 def _refusal(error: NotSent) -> ServiceError:

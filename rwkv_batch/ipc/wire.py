@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from io import BufferedReader
@@ -254,49 +255,75 @@ def check_room(waiting_frames: int, waiting_bytes: int, num_bytes: int) -> None:
         raise LinkFull(waiting_bytes)
 
 
-class SocketLink(Generic[Incoming, Outgoing]):
-    """A `Link` over a stream socket.
+class QueuedLink(ABC, Generic[Incoming, Outgoing]):
+    """What all links have in common: encoded frames with limits, and a queue of what is not sent yet."""
 
-    If the socket's buffer is full, a temporary thread sends the rest. `close` may be called on any thread; the
-    receiving thread then sees the end of the stream.
-    """
-
-    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[list[Incoming]], name: str) -> None:
-        self._connection = connection
+    def __init__(self, decoder: msgspec.msgpack.Decoder[list[Incoming]]) -> None:
         self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._closed = False
-        self._name = name
         self.num_pieces = 0
-        """chunks of `_READ_BYTES` that `receive` has read"""
+        """pieces that `receive` has read"""
 
     @property
     def is_sending(self) -> bool:
         return bool(self._waiting)
 
     def send(self, *messages: Outgoing) -> None:
-        frame = self._frame(messages, MAX_FRAME_BYTES)
+        body = self._encode(messages, MAX_FRAME_BYTES)
         with self._lock:
-            self._send(frame)
+            if not self._closed:
+                self._send(body)
 
     def offer(self, message: Outgoing, max_bytes: int | None = None) -> None:
-        frame = self._frame((message,), MAX_FRAME_BYTES if max_bytes is None else max_bytes)
+        body = self._encode((message,), MAX_FRAME_BYTES if max_bytes is None else max_bytes)
         with self._lock:
-            check_room(len(self._waiting), self._waiting_bytes, len(frame))
-            self._send(frame)
+            check_room(len(self._waiting), self._waiting_bytes, len(body))
+            if not self._closed:
+                self._send(body)
 
-    def _frame(self, messages: tuple[Outgoing, ...], max_bytes: int) -> bytes:
+    def _encode(self, messages: tuple[Outgoing, ...], max_bytes: int) -> bytes:
         body = self._encoder.encode(messages)
         if len(body) > max_bytes:
             raise FrameTooLong(len(body), max_bytes)
-        return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+        return body
 
-    def _send(self, frame: bytes) -> None:
-        if self._closed:
-            return
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _check_queue(self) -> None:
+        """Close the connection if the peer has read too little."""
+        if len(self._waiting) > MAX_WAITING_FRAMES or self._waiting_bytes > MAX_WAITING_BYTES:
+            logger.error("a peer has %d unread frames; closing its connection", len(self._waiting))
+            self._close()
+
+    @abstractmethod
+    def _send(self, body: bytes) -> None:
+        """Send an encoded frame, or queue it. The lock is held."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Close the connection and drop the queue. The lock is held."""
+
+
+class SocketLink(QueuedLink[Incoming, Outgoing]):
+    """A `Link` over a stream socket. Its pieces are chunks of `_READ_BYTES`.
+
+    If the socket's buffer is full, a temporary thread sends the rest. `close` may be called on any thread; the
+    receiving thread then sees the end of the stream. The descriptor closes with its last user, never under a reader.
+    """
+
+    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[list[Incoming]], name: str) -> None:
+        super().__init__(decoder)
+        self._connection = connection
+        self._name = name
+
+    def _send(self, body: bytes) -> None:
+        frame = len(body).to_bytes(_LENGTH_BYTES, "big") + body
         if not self._waiting:
             frame = frame[self._send_now(frame) :]
         if frame:
@@ -326,11 +353,6 @@ class SocketLink(Generic[Incoming, Outgoing]):
             self.num_pieces += 1
         return body
 
-    def close(self) -> None:
-        """Shut the connection down. The descriptor closes with its last user, never under a reader."""
-        with self._lock:
-            self._close()
-
     def _close(self) -> None:
         self._closed = True
         self._waiting.clear()
@@ -350,10 +372,8 @@ class SocketLink(Generic[Incoming, Outgoing]):
     def _enqueue(self, frame: bytes) -> None:
         self._waiting.append(frame)
         self._waiting_bytes += len(frame)
-        if len(self._waiting) > MAX_WAITING_FRAMES or self._waiting_bytes > MAX_WAITING_BYTES:
-            logger.error("a peer has %d unread frames; closing its connection", len(self._waiting))
-            self._close()
-        elif len(self._waiting) == 1:
+        self._check_queue()
+        if len(self._waiting) == 1:
             try:
                 threading.Thread(target=self._send_waiting, name=f"{self._name}-send", daemon=True).start()
             except RuntimeError as error:  # out of threads: give up the peer, not the sender

@@ -8,7 +8,7 @@ from rwkv_batch.calls import CheckModel, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.error_mapping import error_translator
 from rwkv_batch.core.file_thread import FileThread
-from rwkv_batch.errors import ErrorKind, ServiceError, StartupError
+from rwkv_batch.errors import ServiceError, StartupError, invalid
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.merge import merge_adapters
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
@@ -82,12 +82,8 @@ def _description(call: CheckModel) -> str:
     try:
         weights = open_model(call.file)
     except (WeightsError, ValueError) as error:
-        raise _invalid_field("file", error) from error
+        raise invalid("file", str(error), None) from error
     try:
         return with_adapters(weights, call.adapters).shape.describe()
     except ValueError as error:
-        raise _invalid_field("adapters", error) from error
-
-
-def _invalid_field(field: str, error: Exception) -> ServiceError:
-    return ServiceError(ErrorKind.INVALID_FIELD, f"{field}: {error}", field=field)
+        raise invalid("adapters", str(error), None) from error

@@ -211,7 +211,7 @@ def test_an_offer_behind_waiting_frames_has_less_room(
     sender.send((0, LARGE))
     waiting = sender._waiting_bytes
     assert len(held) == 1 and 0 < waiting < len(LARGE) and sender.is_sending
-    offered = len(sender._encoder.encode(((1, b"abc"),))) + 4
+    offered = len(sender._encoder.encode(((1, b"abc"),)))
     monkeypatch.setattr(wire, "MAX_OFFERED_BYTES", waiting + offered - 1)
     with pytest.raises(wire.LinkFull, match=f"^{waiting} bytes wait for the other process, the limit is "):
         sender.offer((1, b"abc"))

@@ -23,8 +23,7 @@ from rwkv_batch.translation.documents.document import (
     slot,
     text_document,
 )
-from rwkv_batch.translation.documents.icu import icu_slot, is_icu
-from rwkv_batch.translation.documents.plurals import plural_forms, plural_units
+from rwkv_batch.translation.documents.plurals import icu_slot, is_icu, plural_forms, plural_units
 from rwkv_batch.translation.languages import language_name
 from rwkv_batch.translation.segments import has_letters
 
