@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import re
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,26 +185,31 @@ def emulated(
     refused. Without them all of a launcher's are compiled, of which there may be 46.
     """
     for path in [*SOURCES.rglob("*.cu*"), *SHARED_HEADERS.iterdir()]:
-        flat = re.sub(r'#include "[\w./]*/', '#include "', path.read_text())
-        (folder / path.name).write_text(_without_plans(_without_ptx(flat), tiles, splits))
+        (folder / path.name).write_text(_without_plans(_without_ptx(path), tiles, splits))
     out = folder / f"{source}.so"
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O0" if source in NOT_OPTIMISED else "-O1",
-        "-w",
-        "-fPIC",
-        "-shared",
-        "-U_FORTIFY_SOURCE",  # it allows no longjmp to another stack
-        "-D__CUDA_ARCH_FEAT_SM90_ALL",
-        "-include",
-        str(HERE / "emulation.h"),
-    ]
+    level = "-O0" if source in NOT_OPTIMISED else "-O1"
+    command = [*_compiler(), level, "-shared", "-include", str(_header(level))]
     files = [str(folder / f"{name}.cu") for name in (source, *others)]
-    command += ["-I", _cuda_include(), "-x", "c++", *files, "-o", str(out)]
+    command += ["-x", "c++", *files, "-o", str(out)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(out))
+
+
+def _compiler() -> list[str]:
+    fortify = "-U_FORTIFY_SOURCE"  # it allows no longjmp to another stack
+    return ["g++", "-std=c++17", "-w", "-fPIC", fortify, "-D__CUDA_ARCH_FEAT_SM90_ALL", "-I", _cuda_include()]
+
+
+@functools.cache
+def _header(level: str) -> Path:
+    """Return emulation.h in a folder with its compiled form: else each source takes seconds for CUDA's headers."""
+    folder = Path(tempfile.mkdtemp(prefix="emulation-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    header = Path(shutil.copy(HERE / "emulation.h", folder))
+    command = [*_compiler(), level, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
+    subprocess.run(command, check=True, capture_output=True)
+    return header
 
 
 def call(library: ctypes.CDLL, name: str, *args: object) -> None:
@@ -254,7 +263,9 @@ def _without_plans(text: str, tiles: tuple[int, ...], splits: tuple[int, ...]) -
     return re.sub(r"case (\d): code = launch\(.*", lambda found: found[0] if int(found[1]) in splits else "", text)
 
 
-def _without_ptx(text: str) -> str:
+@functools.cache
+def _without_ptx(path: Path) -> str:
+    text = re.sub(r'#include "[\w./]*/', '#include "', path.read_text())
     for name, body in BODIES.items():
         for found in reversed(list(re.finditer(rf"^[^\n=();]* &?{name}\([^;{{}}]*\) {{", text, re.MULTILINE))):
             text = text[: found.end()] + f" {body} " + text[_end_of_block(text, found.end()) :]
