@@ -64,7 +64,7 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def mixed_rows() -> list[GenerateRequest]:
     """Rows of all kinds; every other one has no constraint."""
-    samples = {"max_tokens": 80, "sampling": SamplingParams(seed=7, top_p=0.9, presence_penalty=0.5)}
+    samples = {"max_tokens": 40, "sampling": SamplingParams(seed=7, top_p=0.9, presence_penalty=0.5)}
     return [
         make_request("A person:", constraint=schema(PERSON), **samples),
         make_request("Once upon a time", **samples),
