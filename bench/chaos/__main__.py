@@ -13,8 +13,9 @@ malformed packets. In the quiet part it does not. It counts:
 * slots, leases, rows and jobs in use without a request, before and after the quiet part;
 * threads and descriptors that an idle process gained in the quiet part, beyond a few of lazily filled pools;
 * growth of memory, threads and descriptors of each process, and of the number of files, in the last three quarters of
-  the quiet part. The upper bound is 1 % per hour (`slope.py`). Files and descriptors come and go with requests, so
-  their lowest numbers count. The caches are full by then. Pages of files (code, embedding rows) do not count.
+  the quiet part. The upper bound is 1 % per hour (`slope.py`). Files, threads and descriptors come and go with
+  requests, so their lowest numbers count. The caches are full by then. Pages of files (code, embedding rows) do not
+  count.
 * acknowledged turns that were lost or changed. All sessions run a second time on an undisturbed service
   (`bench/chaos/crash.py`).
 
@@ -171,7 +172,7 @@ def slopes_since(sampler: Sampler, since: float, names: dict[int, str]) -> dict[
         if pid in names and samples[0][0] <= since:
             for what in ("anonymous", "threads", "descriptors"):
                 points = [(at, float(getattr(figures, what))) for at, figures in samples if at > since]
-                found[f"{what} of {pid} {names[pid]}"] = slope(points, has_floor=what == "descriptors")
+                found[f"{what} of {pid} {names[pid]}"] = slope(points, has_floor=what != "anonymous")
     return {what: one for what, one in found.items() if one is not None}
 
 

@@ -39,8 +39,8 @@ class Slope:
 def medians(samples: list[tuple[float, float]], has_floor: bool = False) -> list[tuple[float, float]]:
     """Return (mean time, median) of each block of (seconds, figure) samples; [] if there are too few.
 
-    has_floor: return the lowest figure in place of the median. Files and descriptors come and go with requests, so
-    only their lowest number shows what is left behind.
+    has_floor: return the lowest figure in place of the median. Files, threads and descriptors come and go with
+    requests, so only their lowest number shows what is left behind.
     """
     if len(samples) < 2 * BLOCKS:
         return []

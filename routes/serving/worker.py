@@ -2,7 +2,7 @@
 
 Threads:
 - Robyn's event loop runs the handlers.
-- Robyn's pool writes the streams.
+- Robyn's pool writes the streams. It has a thread per open stream, and ends those idle for 10 s.
 - One thread receives from the engine.
 - One does housekeeping.
 - One listens to the supervisor.
