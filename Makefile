@@ -8,7 +8,7 @@
 # make install-nvcc   NVIDIA's compiler from pip (serve does it where a card is and no toolkit)
 # make install-gpu    that and FlashInfer
 # make lock    requirements/*.lock and licences.md from requirements*.txt
-# make release   wheel, source distribution and SBOM into dist/, after an audit of the dependencies
+# make release   wheels (of any platform, and with compiled kernels), source distribution and SBOM into dist/, after an audit of the dependencies
 #
 # All install what they need into .venv first, from pinned lists; a second start finds it there.
 
@@ -98,8 +98,9 @@ audit: $(RELEASE)/.installed
 	$(RELEASE)/bin/pip-audit --progress-spinner off --disable-pip -r requirements/gpu.lock -r requirements/cluster.lock
 	$(RELEASE)/bin/hadolint deploy/Dockerfile
 
-release: audit
-	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python requirements/release.py \
+release: audit $(VENV)/.installed
+	$(BIN)/python -m requirements.prebuild build/prebuilt
+	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python requirements/release.py build/prebuilt \
 	  requirements/cpu.lock requirements/gpu.lock
 
 clean:

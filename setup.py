@@ -3,6 +3,8 @@
 The tree imports `sampling.params`, the wheel `rwkv_batch.sampling.params`. The names are inserted where Python's own
 parser finds an import, or a string with the dotted name of one of our modules. Nothing else of a line changes.
 Editable installs keep the tree's names.
+
+Two variables make a platform's wheel: PREBUILT, the folder of its compiled libraries, and PLATFORM, its tag.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
@@ -100,6 +103,15 @@ class Build(build_py):
             file.write_bytes(moved_source(file.read_bytes(), known, str(file)))
         version = home / "version.py"
         version.write_text(version.read_text("utf-8").replace('COMMIT = ""', f'COMMIT = "{commit()}"'), "utf-8")
+        if prebuilt := os.environ.get("PREBUILT"):
+            self.copy_tree(prebuilt, str(home / "native" / "prebuilt"))
+
+
+class Wheel(bdist_wheel):
+    """Of the platform that PLATFORM names, else of any. Each is for all versions of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", os.environ.get("PLATFORM", "any")
 
 
 def main() -> None:
@@ -112,7 +124,7 @@ def main() -> None:
     names = [name if name.partition(".")[0] == HOME else f"{HOME}.{name}" for name in packages()]
     assert len(set(names)) == len(names), "a folder of the tree has the name of one in rwkv_batch"
     scripts = {"console_scripts": [f"rwkv-batch={HOME}.app:run"]}
-    own = {"package_dir": places_, "py_modules": [], "cmdclass": {"build_py": Build}}
+    own = {"package_dir": places_, "py_modules": [], "cmdclass": {"build_py": Build, "bdist_wheel": Wheel}}
     setup(packages=names, entry_points=scripts, extras_require=extras(), **own)
 
 

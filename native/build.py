@@ -3,6 +3,9 @@
 The library has a plain C interface, is built by ninja and cached by content. The cache key covers sources, headers,
 flags, compiler versions, CPU features and GPU architectures. Processes that start together build once: the others wait
 at a file lock. A finished library gets its name in one step, so no reader sees half of one.
+
+A platform's wheel brings C++ libraries in `prebuilt/`, one for each instruction set (requirements/prebuild.py). One of
+the same sources that this CPU can run is loaded, and nothing is built.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -25,13 +29,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from native import machine
+from native import instruction_sets, machine
 from native.files import VARIABLE, cache_folder
 from native.nvcc import libraries_of
 
 log = logging.getLogger("native")
 
-CPP_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+CPP_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+NATIVE = "-march=native"
+PREBUILT = Path(__file__).with_name("prebuilt")
 CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden")
 SHARED_HEADERS = Path(__file__).with_name("csrc")
 """Headers for all sources."""
@@ -68,7 +74,32 @@ class Library:
 @functools.cache
 def load(library: Library) -> ctypes.CDLL:
     """Returns the library, built if needed. Raises BuildError if it cannot be built, OSError if it cannot be loaded."""
+    if (ready := prebuilt(library)) is not None:
+        try:
+            # It names no OpenMP library: it uses torch's, and with it torch's threads.
+            ctypes.CDLL(str(_torch_gomp() or "libgomp.so.1"), mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(ready))
+        except OSError as error:
+            log.warning("%s cannot be loaded, so %s is built here: %s", ready, library.name, error)
     return ctypes.CDLL(str(build(library)))
+
+
+def prebuilt(library: Library) -> Path | None:
+    """Returns the fastest library of a wheel with the same sources that this CPU can run; None if there is none."""
+    if not PREBUILT.is_dir():
+        return None
+    files = (PREBUILT / prebuilt_name(library, one) for one in instruction_sets.supported(platform.machine()))
+    return next((file for file in files if file.exists()), None)
+
+
+def prebuilt_name(library: Library, instructions: instruction_sets.InstructionSet) -> str:
+    """Returns the file name of a library compiled for an instruction set."""
+    return f"{library.name}-{instructions.name}-{_source_digest(library).hexdigest()[:20]}.so"
+
+
+def unavailable_reason(library: Library) -> str | None:
+    """Returns why a C++ library can be neither loaded nor built; None if it can."""
+    return None if prebuilt(library) else machine.cpp_unavailable_reason()
 
 
 def build(library: Library) -> Path:
@@ -90,16 +121,23 @@ def build(library: Library) -> Path:
 
 def content_key(library: Library) -> str:
     """Returns 20 hex digits that identify everything the built code depends on."""
-    digest = hashlib.sha256()
-    for path in [*library.sources, *_headers(library)]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    parts = [*library.flags, torch.__version__, str(_torch_gomp())]
+    digest = _source_digest(library)
+    parts = [torch.__version__, str(_torch_gomp())]
     if library.has_cpp:
-        parts += [*CPP_FLAGS, machine.version_of(_path(machine.cxx())), machine.cpu_features()]
+        parts += [NATIVE, machine.version_of(_path(machine.cxx())), machine.cpu_features()]
     if library.has_cuda:
         parts += [*CUDA_FLAGS, machine.version_of(_path(machine.nvcc())), *arch_flags(library)]
     digest.update("\0".join(parts).encode())
     return digest.hexdigest()[:20]
+
+
+def _source_digest(library: Library) -> hashlib._Hash:
+    """Returns the digest of sources, headers and flags."""
+    digest = hashlib.sha256()
+    for path in [*library.sources, *_headers(library)]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest.update("\0".join([*library.flags, *CPP_FLAGS]).encode())
+    return digest
 
 
 def arch_flags(library: Library) -> list[str]:
@@ -129,7 +167,7 @@ def _headers(library: Library) -> list[Path]:
         new = {header for header in headers if header.exists()} - found
         found |= new
         pending += new
-    return sorted(found)
+    return sorted(found, key=lambda path: (path.name, path))  # the order in the tree is the order in a wheel
 
 
 def _torch_gomp() -> Path | None:
@@ -187,7 +225,7 @@ def ninja_file(library: Library) -> str:
     includes = [shlex.quote(word).replace("$", "$$") for word in INCLUDES]
     lines = ["ninja_required_version = 1.5"]
     if library.has_cpp:
-        flags = " ".join([*CPP_FLAGS, *includes, extra])
+        flags = " ".join([*CPP_FLAGS, NATIVE, *includes, extra])
         lines += ["rule cpp", f"  command = {_path(machine.cxx())} {flags} -c $in -o $out"]
     if library.has_cuda:
         flags = " ".join([*CUDA_FLAGS, *includes, *arch_flags(library), extra])

@@ -1,6 +1,6 @@
-"""Builds a release into dist/: wheel, source distribution, an SBOM (CycloneDX), checksums. `make release` runs it.
+"""Builds a release into dist/: wheels, source distribution, an SBOM (CycloneDX), checksums. `make release` runs it.
 
-Arguments: lock files; the SBOM lists what they install.
+Arguments: the folder of compiled libraries (prebuild.py), then lock files; the SBOM lists what they install.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ DIST = TOP / "dist"
 LICENCES = TOP / "requirements" / "licences.md"
 
 
-def main(locks: list[str]) -> int:
+def main(prebuilt: Path, locks: list[str]) -> int:
     """Build, describe, sum up."""
     shutil.rmtree(DIST, ignore_errors=True)
     describe = ["git", "-C", str(TOP), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST), str(TOP)]
-    subprocess.run(build, check=True, env={**os.environ, "SOURCE_COMMIT": commit})  # the wheel is built without git
+    environment = {**os.environ, "SOURCE_COMMIT": commit}  # the wheel is built without git
+    subprocess.run(build, check=True, env=environment)
+    for folder in sorted(prebuilt.iterdir()):
+        own = {"PREBUILT": str(folder.resolve()), "PLATFORM": folder.name}
+        subprocess.run([*build, "--wheel"], check=True, env=environment | own)
     version = next(DIST.glob("*.whl")).name.split("-")[1]
     for lock in locks:
         sbom(Path(lock), version, DIST / f"rwkv-batch-{version}.{Path(lock).stem}.cdx.json")
@@ -60,4 +64,4 @@ def sbom(lock: Path, version: str, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

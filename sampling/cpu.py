@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from native import build, machine, tensors
+from native import build, tensors
 from sampling.params import DEFAULT_ORDER, MAX_WINDOW, Filters, Method, SamplingParams
 from sampling.req_slots import check_bias, inverse_temperature, is_greedy, uses_penalties
 from sampling.row_filters import RowContext, split
@@ -81,8 +81,10 @@ class CpuSampler:
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Return why it cannot run, None if it can. Requires a C++ compiler."""
-        return machine.cpp_unavailable_reason() if device.type == "cpu" else f"needs logits on the CPU, not on {device}"
+        """Return why it cannot run, None if it can. Requires a C++ compiler or the library of a wheel."""
+        if device.type != "cpu":
+            return f"needs logits on the CPU, not on {device}"
+        return build.unavailable_reason(LIBRARY)
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
         """See Sampler. Raises RuntimeError with `unavailable_reason`."""

@@ -12,13 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from native import machine
+from native import build, machine
 from native.files import VARIABLE, cache_folder
 from native.nvcc import torch_cuda
 from programs.settings import CommandParser, Settings, SettingsError, parse_settings
 from programs.settings.command_line import gpu_names
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
+from rwkv_batch.kernels.cpu.library import LIBRARY
 from rwkv_batch.runner.model_files import open_model
 
 MIN_PYTHON = (3, 11)
@@ -97,8 +98,11 @@ def _gpu(_: Settings) -> Iterator[Finding]:
 
 
 def _compiler(_: Settings) -> Iterator[Finding]:
-    missing = machine.cpp_unavailable_reason()
-    yield Finding(missing or f"{machine.cxx()}", "install it; without it plain torch is used" if missing else "")
+    if ready := build.prebuilt(LIBRARY):
+        yield Finding(f"not needed: the kernels of this CPU are in {ready.parent}")
+    else:
+        missing = machine.cpp_unavailable_reason()
+        yield Finding(missing or f"{machine.cxx()}", "install it; without it plain torch is used" if missing else "")
     if machine.gpu_archs():
         nvcc = machine.nvcc()
         yield Finding(nvcc or "no nvcc", "" if nvcc else "pip install -r requirements-nvcc.txt")

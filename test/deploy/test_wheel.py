@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from native import instruction_sets, machine
 from native.files import VARIABLE
+from requirements import prebuild
 from test.programs.batch.runs import read_jsonl, write_jsonl
 from test.serving import ROOT, free_port, wait_for
 
@@ -58,8 +61,10 @@ class Installed:
 
     @property
     def environment(self) -> dict[str, str]:
+        """Without a compiler: what was built before is not looked for either."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_") or name == VARIABLE}
-        return {**kept, "PYTHONDONTWRITEBYTECODE": "1"}
+        own = {"PATH": str(self.venv / "bin"), "CXX": ""}
+        return {**kept, **own, "PYTHONDONTWRITEBYTECODE": "1"}
 
     @property
     def command(self) -> str:
@@ -91,7 +96,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """Tree -> source distribution -> wheel -> virtual environment.
+    """Tree -> source distribution -> wheel with this CPU's libraries -> virtual environment.
 
     The environment also sees the packages of the one that runs the tests.
     """
@@ -102,7 +107,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
-    wheel = dist / _build("wheel", unpacked, dist)
+    prebuilt = folder / "prebuilt"
+    prebuilt.mkdir()
+    fastest = instruction_sets.supported(platform.machine())[0]
+    for library in (prebuild.KERNELS, prebuild.SAMPLER):
+        prebuild.compile_library(library, fastest, machine.cxx() or "", prebuilt)
+    tag = f"{prebuild.TAG}_{platform.machine()}"
+    wheel = dist / _build("wheel", unpacked, dist, {"PREBUILT": str(prebuilt), "PLATFORM": tag})
+    assert wheel.name.endswith(f"-py3-none-{tag}.whl")
     shutil.rmtree(unpacked)
     elsewhere.mkdir()
     made = Installed(folder / "venv", elsewhere, wheel, sdist, tree)
@@ -121,12 +133,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     assert not (folder / "imported").exists(), f"we imported the user's {(folder / 'imported').read_text()}"
 
 
-def _build(kind: str, tree: Path, into: Path) -> str:
+def _build(kind: str, tree: Path, into: Path, variables: dict[str, str] | None = None) -> str:
     """Build as pip and build do; returns the file's name."""
     into.mkdir(exist_ok=True)
     program = f"import setuptools.build_meta as back; print(back.build_{kind}({str(into)!r}))"
     command = [sys.executable, "-c", program]
-    environment = {**os.environ, "SOURCE_COMMIT": "0123456789ab"}
+    environment = {**os.environ, "SOURCE_COMMIT": "0123456789ab", **(variables or {})}
     built = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert built.returncode == 0, built.stderr
     return built.stdout.split()[-1]
@@ -194,6 +206,21 @@ def test_it_says_its_version_and_commit(installed: Installed) -> None:
     for command in ((), ("batch",), ("chat",)):
         reported = installed.run(installed.command, *command, "--help")
         assert reported.returncode == 0 and "usage: rwkv-batch" in reported.stdout, reported.stderr
+
+
+def test_the_kernels_are_there_without_a_compiler(installed: Installed) -> None:
+    program = (
+        "import torch\n"
+        "from rwkv_batch.kernels.registry import choose_ops\n"
+        "from rwkv_batch.sampling.registry import choose_sampler\n"
+        "device = torch.device('cpu')\n"
+        "ops, _ = choose_ops('cpu', device)\n"
+        "sampler, _ = choose_sampler(['cpu'], device, 1, 64, [])\n"
+        "lines = open('/proc/self/maps').read().splitlines()\n"
+        "print(ops.name, sampler.name, len({line.split()[-1] for line in lines if 'libgomp' in line}))\n"
+    )
+    ran = installed.run(installed.python, "-c", program)
+    assert ran.stdout.split() == ["cpu", "cpu", "1"], ran.stderr
 
 
 def test_lines_are_answered_by_the_demo_model(installed: Installed) -> None:
