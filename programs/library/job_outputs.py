@@ -75,6 +75,8 @@ class JobOutputs:
         output.text += text
         output.reasoning += reasoning
         self._append_logprobs(output, update.logprobs)
+        if request.prompt_logprobs is not None and index == 0:
+            request.prompt_logprobs += update.prompt_logprobs
         if update.finish is not None:
             self._finish(self._prompt_requests[i], request, output, update.finish)
         return Piece(
@@ -114,7 +116,11 @@ def _output(prompt_request: PromptRequest) -> RequestOutput:
         for output in outputs:
             output.token_ids, output.logprobs = [], []
     return RequestOutput(
-        request_id=uuid.uuid4().hex, prompt=prompt_request.prompt, prompt_token_ids=row.prompt, outputs=outputs
+        request_id=uuid.uuid4().hex,
+        prompt=prompt_request.prompt,
+        prompt_token_ids=row.prompt,
+        outputs=outputs,
+        prompt_logprobs=None if row.prompt_logprobs is None else [None],
     )
 
 

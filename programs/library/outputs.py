@@ -141,6 +141,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool = False
     num_cached_tokens: int = 0
     """Prompt tokens restored from a state."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One per prompt token, None for the first one. With `prompt_logprobs` only."""
     state: State | None = None
     """State after prompt and answer, if the call passed a `State`."""
 

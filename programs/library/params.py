@@ -34,7 +34,7 @@ def as_llm_error(error: ServiceError | ErrorInfo) -> LLMError:
 
 
 _SEEDS = 2**64
-_SAME = ("min_p", "repetition_penalty", "min_tokens", "bad_words", "include_stop_str_in_output")
+_SAME = ("min_p", "repetition_penalty", "min_tokens", "bad_words", "include_stop_str_in_output", "prompt_logprobs")
 """Parameters that are fields of the routes."""
 
 
@@ -62,6 +62,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """Return `token_ids` with log-probabilities, and this number of alternatives for each."""
+    prompt_logprobs: int | None = None
+    """Return the prompt's log-probabilities, with this number of alternatives. Not for streams and sessions."""
     logit_bias: dict[int, float] = {}
     """Token id -> value added to its logit; -100 bans the token."""
     min_p: float = 0.0

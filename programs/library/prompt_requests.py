@@ -11,7 +11,7 @@ import msgspec
 from programs.library.outputs import State
 from programs.library.params import SamplingParams, chat_body, completion_body
 from routes.context import Context
-from routes.openai.formatter import conversation_rows, openai_rows
+from routes.openai.formatter import conversation_rows, openai_rows, with_prompt_logprobs
 from routes.request.jobs import as_turn, row_stops
 from routes.response.answer_parser import AnswerFormat
 from rwkv_batch.request import GenerateRequest
@@ -86,6 +86,7 @@ async def requests_from_prompts(
     body = completion_body(texts, generate_input.params, first, generate_input.session_id, generate_input.streams)
     stops = row_stops(body)
     rows = await openai_rows(context, body, texts, stops, "prompts")
+    rows = with_prompt_logprobs(rows, body.prompt_logprobs)
     if generate_input.session_id is not None:
         rows = await as_turn(context, rows, texts[0], generate_input.session_id, texts[0], "prompts")
     source = None
@@ -111,7 +112,7 @@ async def requests_from_conversations(
             generate_input.streams,
             enable_think=generate_input.think,
         )
-        (row,) = await conversation_rows(context, body, "messages")
+        (row,) = with_prompt_logprobs(await conversation_rows(context, body, "messages"), body.prompt_logprobs)
         found.append(
             PromptRequest(
                 row, context.tokenizer.decode_bytes(row.prompt).decode("utf-8", "replace"), body.answer_format

@@ -110,12 +110,27 @@ def test_token_ids_and_several_answers(llm: LLM) -> None:
     assert first.token_ids is not None and len(first.token_ids) == first.num_tokens == 8
     assert llm.get_tokenizer().decode_bytes(first.token_ids).decode("utf-8", "replace") == first.text
     assert first.cumulative_logprob == pytest.approx(sum(one.logprob for one in first.logprobs or ()))
+    assert output.prompt_logprobs is None
     both = llm.generate([{"prompt": "Hello"}, {"prompt": "World is"}], n=2, seed=7, max_tokens=8)
     assert [[one.index for one in output.outputs] for output in both] == [[0, 1], [0, 1]]
     again = llm.generate("World is", n=2, seed=9, max_tokens=8)
     assert [one.text for one in again[0].outputs] == [one.text for one in both[1].outputs]
     ids = llm.get_tokenizer().encode("World is")
     assert texts(llm, ids) == texts(llm, "World is")
+
+
+def test_prompts_are_scored(llm: LLM) -> None:
+    (candidate,) = llm.score("Hello", [" World"], logprobs=True)[0]
+    (output,) = llm.generate("Hello World", max_tokens=1, n=2, prompt_logprobs=2)
+    ids, scored = output.prompt_token_ids, output.prompt_logprobs
+    assert scored is not None and len(scored) == len(ids) and scored[0] is None
+    last = scored[-candidate.tokens :]
+    assert [one and one.logprob for one in last] == pytest.approx(candidate.token_logprobs, abs=1e-3)
+    assert all(one is None or len(one.top) == 2 for one in scored)
+    (answer,) = llm.chat([{"role": "user", "content": "Hello"}], max_tokens=1, prompt_logprobs=0)
+    assert len(answer.prompt_logprobs or ()) == len(answer.prompt_token_ids)
+    with pytest.raises(LLMError, match="prompt_logprobs cannot be combined with stream"):
+        list(llm.generate("Hello", stream=True, prompt_logprobs=1))
 
 
 def test_states_are_values(llm: LLM, tmp_path: Path) -> None:
