@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from programs.settings import CommandParser, SettingsError
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import Adapter, read_adapter
@@ -17,7 +19,7 @@ from rwkv_batch.model.adapters.merge import kind_of
 from rwkv_batch.model.files.blocks import BlockTensor
 from rwkv_batch.model.quant.formats import Format, format_for
 from rwkv_batch.model.state import RWKV7, ModelShape, StateFormat
-from rwkv_batch.model.tensor_files import FileError, FileKind, files_of, metadata_of, read_tensors
+from rwkv_batch.model.tensor_files import FileError, FileKind, files_of, metadata_of, read_json_file, read_tensors
 from rwkv_batch.model.weights import Weights, open_weights
 from rwkv_batch.translation.prompt_forms import prompt_form
 from state_pool.session_file import MAX_FILE_BYTES, InvalidSessionFile, decode
@@ -46,7 +48,11 @@ _ANY_FILE = FileKind(
 )
 _STATE = re.compile(r"att\.time_state$")
 _ADAPTER = re.compile(r"\.(lora_A|lora_B|bone|disha|miss)\b|\.(lora_A|lora_B|bone)_expert_\d+$|^moe_info$")
-_SHOWN_METADATA = {"general.name": "name", "general.license": "licence", "tokenizer.chat_template": "chat form"}
+_SHOWN_METADATA = {"general.name": "name", "general.license": "licence"}
+_TEMPLATE = "tokenizer.chat_template"
+_WORLD = "rwkv-world"
+"""llama.cpp's name of the form with the labels User and Assistant."""
+_TOKENIZER = "tokenizer_config.json"
 _MAX_TEXT = 80
 _PIECE = 1 << 20
 
@@ -83,6 +89,8 @@ def _described(path: Path) -> Iterator[tuple[str, str]]:
     if path.is_dir():
         is_adapter = any(path.glob("adapter_model.*"))
         yield from _adapter(read_adapter(path)) if is_adapter else _model(open_weights(path))
+        if not is_adapter and (path / _TOKENIZER).is_file():
+            yield "chat form", chat_form(_folder_template(path / _TOKENIZER))
         return
     metadata = metadata_of(path)
     if metadata.get("format", "").startswith("rwkv-session"):
@@ -96,6 +104,25 @@ def _described(path: Path) -> Iterator[tuple[str, str]]:
     else:
         yield from _model(open_weights(path))
     yield from ((name, ascii(metadata[key][:_MAX_TEXT])) for key, name in _SHOWN_METADATA.items() if key in metadata)
+    if _TEMPLATE in metadata:
+        yield "chat form", chat_form(metadata[_TEMPLATE])
+
+
+def _folder_template(file: Path) -> str:
+    """Return the template of a tokenizer_config.json; "" if there is none. Raises FileError."""
+    try:
+        found = msgspec.json.decode(read_json_file(file), type=dict[str, Any]).get("chat_template")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"{file} is no JSON object ({error}); download it again") from error
+    return found if isinstance(found, str) else msgspec.json.encode(found).decode() if found else ""
+
+
+def chat_form(template: str) -> str:
+    """Return the form that a file brings, and whether prompts have it. Templates are shown, never run."""
+    used = "User and Assistant, or the request's template"
+    if not template or template == _WORLD:
+        return f"{template or 'none in the file'}: labels {used}"
+    return f"Jinja, not used (labels are {used}): {template[:_MAX_TEXT]!a}"
 
 
 def _model(weights: Weights) -> Iterator[tuple[str, str]]:

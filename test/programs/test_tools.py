@@ -13,6 +13,7 @@ import torch
 
 from app import main
 from demo.random_weights import random_weights
+from programs.tools.inspect_file import chat_form
 from programs.tools.plan import MEASURED
 from rwkv_batch.model.weights import open_weights
 from test.ray_nodes import free_port
@@ -78,7 +79,10 @@ def test_a_model_is_described(rwkv_batch: Run, model: Path) -> None:
     sizes = {line.split()[0]: float(line.split()[1]) for line in lines if line.endswith("L4)")}
     assert list(sizes) == ["fp16", "bf16", "fp32", "fp8", "int8", "int4", "w8a8"]
     digest = hashlib.sha256(Path("model.gguf").read_bytes()).hexdigest()
-    assert "chat form   'rwkv-world'" in lines and lines[-1] == f"sha256      {digest}  model.gguf"
+    assert (
+        "chat form   rwkv-world: labels User and Assistant, or the request's template" in lines
+        and lines[-1] == f"sha256      {digest}  model.gguf"
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,6 +99,12 @@ def test_a_model_is_described(rwkv_batch: Run, model: Path) -> None:
 def test_other_files_are_described(rwkv_batch: Run, file: str, parts: tuple[str, ...]) -> None:
     code, out, _ = rwkv_batch("inspect", ROOT / file)
     assert code == 0 and all(part in out for part in parts), out
+
+
+def test_the_templates_of_a_file_are_shown_but_not_run() -> None:
+    assert chat_form("").startswith("none in the file: labels User")
+    shown = chat_form("{% for i in range(10**9) %}\x1b[2J{{ ''.__class__ }}{% endfor %}" + "x" * 10**6)
+    assert shown.startswith("Jinja, not used") and len(shown) < 200 and shown.isprintable()
 
 
 def test_a_file_that_cannot_be_read_is_one_line(rwkv_batch: Run, tmp_path: Path) -> None:
