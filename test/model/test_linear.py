@@ -1,8 +1,10 @@
-"""Linear maps on a CPU: plain and packed are equal, and packed rows do not depend on the batch."""
+"""Linear maps on a CPU: plain, packed and quantised are equal, and packed rows do not depend on the batch."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.kernels.cpu.library import Packing
-from rwkv_batch.kernels.cpu.linear import CpuLinear, run_linears
+from rwkv_batch.kernels.cpu.linear import CpuLinear, CpuQuantLinear, CpuW8A8Linear, make_quantised, run_linears
 from rwkv_batch.model.layer import Linear
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 
 needs_compiler = pytest.mark.skipif(
     cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
 )
-SHAPES = [(64, 64), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768), (40, 2101)]
+SHAPES = [(64, 64), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768), (40, 1000), (40, 2101)]
 
 
 def make(out: int, inner: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -69,21 +72,43 @@ def test_bf16_numbers_in_fp32_take_half_the_bytes() -> None:
     assert short.packed.numel() * 2 == long.packed.numel()
 
 
+KINDS: dict[str, Callable[[int, int], CpuLinear]] = {
+    "fp32": lambda out, inner: CpuLinear(make(out, inner, torch.float32)),
+    "fp32 of bf16 numbers": lambda out, inner: CpuLinear(make(out, inner, torch.bfloat16).float()),
+    "bf16": lambda out, inner: CpuLinear(make(out, inner, torch.bfloat16)),
+    "int8": lambda out, inner: quantised(make(out, inner, torch.float32), Format.INT8),
+    "w8a8": lambda out, inner: w8a8_linear(out, inner, 8),
+    "w8a8, 16 bits": lambda out, inner: w8a8_linear(out, inner, 16),
+}
+
+
+def quantised(weight: Tensor, format_: Format) -> CpuLinear:
+    linear = make_quantised("", quantise(weight, format_))
+    assert isinstance(linear, CpuLinear)
+    return linear
+
+
+def w8a8_linear(out: int, inner: int, bits: int) -> CpuLinear:
+    """Return a map whose rows may be a few times larger than it is made for."""
+    largest = make(1, inner, torch.float32, 5)[0].abs() + 0.5
+    stored = quantise(make(out, inner, torch.float32) * 0.05, Format.W8A8, largest)
+    return CpuW8A8Linear(dataclasses.replace(stored, activation_bits=bits))
+
+
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bf16_numbers", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", [200, 1100])
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, bf16_numbers: bool, inner: int) -> None:
-    weight = make(96, inner, torch.bfloat16 if bf16_numbers else torch.float32).to(dtype)
-    linear, x = CpuLinear(weight), make(1000, inner, torch.float32, 1)
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(kind: str, inner: int) -> None:
+    linear, x = KINDS[kind](96, inner), make(1000, inner, torch.float32, 1)
     whole = linear(x)
     for start, stop in ((0, 1), (479, 481), (3, 4), (999, 1000), (5, 17), (0, 200), (100, 131), (480, 1000)):
         assert torch.equal(linear(x[start:stop]), whole[start:stop]), (start, stop)
 
 
 @needs_compiler
-def test_the_number_of_threads_changes_nothing() -> None:
-    linear, x = CpuLinear(make(700, 64, torch.float32)), make(40, 64, torch.float32, 1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_threads_changes_nothing(kind: str) -> None:
+    linear, x = KINDS[kind](700, 64), make(40, 64, torch.float32, 1)
     threads = torch.get_num_threads()
     try:
         results = []
@@ -96,14 +121,39 @@ def test_the_number_of_threads_changes_nothing() -> None:
 
 
 @needs_compiler
-def test_activations_and_several_maps_in_one_call() -> None:
+def test_activations_and_maps_of_several_types_in_one_call() -> None:
     x = [make(7, 64, torch.float32, i) for i in range(4)]
     weights = [make(24 + 40 * i, 64, torch.float32, 10 + i) * 0.1 for i in range(4)]
+    weights[2] = weights[2].bfloat16().float()
+    stored = quantise(weights[3], Format.INT8)
+    linears = [*map(CpuLinear, weights[:3]), make_quantised("", stored)]
+    meaning = [*weights[:3], dequantise(stored)]
     kinds = [Activation.NONE, Activation.TANH, Activation.SIGMOID, Activation.RELU_SQUARED]
-    results = run_linears([(CpuLinear(w), xi, kind) for w, xi, kind in zip(weights, x, kinds, strict=True)])
+    results = run_linears(list(zip(linears, x, kinds, strict=True)))  # type: ignore[arg-type]
     functions = [lambda t: t, torch.tanh, torch.sigmoid, lambda t: torch.relu(t).square()]
-    for y, w, xi, function in zip(results, weights, x, functions, strict=True):
-        assert (y - function(exact(xi, w))).abs().max() < 1e-5
+    for y, w, xi, function, linear in zip(results, meaning, x, functions, linears, strict=True):
+        limit = 2e-4 if isinstance(linear, CpuQuantLinear) else 1e-5
+        assert (y - function(exact(xi, w))).abs().max() < limit
+
+
+@needs_compiler
+@pytest.mark.parametrize("format_", [Format.INT8, Format.INT4])
+@pytest.mark.parametrize(("out", "inner"), SHAPES)
+def test_a_quantised_map_equals_the_dequantised_one(format_: Format, out: int, inner: int) -> None:
+    stored = quantise(make(out, inner, torch.float32), format_)
+    meaning, linear = dequantise(stored).double(), make_quantised("", stored)
+    assert isinstance(linear, CpuQuantLinear)
+    for rows in (1, 2, 3, 5, 11, 12, 13, 33):
+        x = make(rows, inner, torch.float32, 1) * 10 ** torch.linspace(-6, 3, rows).unsqueeze(1)
+        scale = x.abs().amax(1, keepdim=True).double() * meaning.abs().sum(1)
+        assert ((linear(x) - x.double() @ meaning.T).abs() <= 2e-5 * scale + 1e-12).all()
+
+
+@needs_compiler
+def test_int8_takes_one_byte_per_weight() -> None:
+    weight = make(256, 1024, torch.float32)
+    assert make_quantised("", quantise(weight, Format.INT8)).num_bytes < 1.04 * weight.numel()
+    assert make_quantised("", quantise(weight, Format.FP8)).num_bytes == 2 * weight.numel()
 
 
 @needs_compiler
@@ -120,6 +170,15 @@ def test_nan_stays_nan() -> None:
         x[1, 5] = float("nan")
         y = CpuLinear(weight)(x)
         assert y[1].isnan().all() and y[0].isfinite().all() and y[2].isfinite().all()
+
+
+@needs_compiler
+def test_nan_stays_in_its_row_of_int8() -> None:
+    linear, x = quantised(make(8, 256, torch.float32), Format.INT8), make(4, 256, torch.float32, 1)
+    x[1, 5], x[2, 200], x[3] = float("nan"), float("inf"), 0.0
+    y = linear(x)
+    assert y[1].isnan().all() and not y[2].isfinite().any()
+    assert y[0].isfinite().all() and not y[3].any()
 
 
 @needs_compiler

@@ -63,27 +63,6 @@ def test_bits_equal_the_definition(unsigned: bool, bits: int) -> None:
     check_bits(unsigned, bits)
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(bits: int) -> None:
-    stored, largest = matrix(96, 300, bits=bits)
-    linear, x = CpuW8A8Linear(stored), inputs(1000, largest)
-    whole = linear(x)
-    for start, stop in ((0, 1), (479, 481), (3, 4), (999, 1000), (5, 17), (0, 200), (100, 131), (480, 1000)):
-        assert torch.equal(linear(x[start:stop]), whole[start:stop]), (start, stop)
-
-
-def test_the_number_of_threads_changes_nothing() -> None:
-    stored, largest = matrix(700, 200)
-    linear, x = CpuW8A8Linear(stored), inputs(40, largest)
-    threads = torch.get_num_threads()
-    try:
-        for n in (1, 2, 5):
-            torch.set_num_threads(n)
-            assert torch.equal(linear(x), W8A8Linear(stored)(x)), n
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("activation", [Activation.NONE, Activation.TANH, Activation.SIGMOID, Activation.RELU_SQUARED])
 def test_activations_and_other_types_in_one_call(activation: Activation) -> None:
     stored, largest = matrix(100, 200)
