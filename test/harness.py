@@ -17,7 +17,7 @@ from rwkv_batch.calls import AnyCall
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.request import Finish, GenerateRequest, Job, JobEvents, SessionTurn
+from rwkv_batch.request import Finish, GenerateRequest, Job, JobEvents, SessionTurn, TokenLogprob
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
@@ -63,6 +63,11 @@ class RunningJob:
     def wait(self) -> RunningJob:
         assert self.done.wait(WAIT_S), "the job did not end"
         return self
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Log-probabilities of all rows' sampled tokens."""
+        return [entry for events in self.events for delta in events.deltas for entry in delta.logprobs or ()]
 
     @property
     def all_texts(self) -> list[bytes]:

@@ -65,7 +65,7 @@ def test_a_turn_is_reported_before_it_can_be_kept(engine: Engine, monkeypatch: p
 
 def sampled_ids(job: RunningJob) -> list[int]:
     """Token ids of the shown text, from a job with log-probabilities."""
-    entries = [entry for events in job.events for delta in events.deltas for entry in delta.logprobs or []]
+    entries = job.logprobs
     return [TOKENIZER.byte_table.index(entry.token) for entry in entries]
 
 

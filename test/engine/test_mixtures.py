@@ -16,7 +16,7 @@ from demo.random_weights import write_random_model
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet.in_flight_job import Progress
-from rwkv_batch.request import Finish, GenerateRequest, JobEvents, PromptLogprobs
+from rwkv_batch.request import Finish, GenerateRequest, JobEvents
 from sampling.naive import NaiveSampler
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
@@ -173,24 +173,18 @@ def test_a_constraint_and_log_probabilities(engine: Engine) -> None:
     mix = [("poet", 2.0), ("", -1.0)]
     sampling = SamplingParams(temperature=0.0, top_logprobs=2)
     received = run(engine, make_request("hello", mixture=mix, sampling=sampling, max_tokens=4))
-    entries = [entry for events in received.events for delta in events.deltas for entry in delta.logprobs or []]
+    entries = received.logprobs
     assert all(entry.top[0][1] <= 0 and entry.logprob == entry.top[0][1] for entry in entries) and entries
 
 
 @pytest.mark.parametrize(
     ("row", "kind", "why"),
     [
-        (make_request("a", mixture=[("poet", 1.0), ("", -1.0)]), ErrorKind.INVALID_FIELD, "must add up to more than 0"),
         (make_request("a", mixture=[("poet", 1.0), ("nobody", 1.0)]), ErrorKind.STATE_NOT_FOUND, "'nobody'"),
         (make_request("a", mixture=[("", 1.0)] * 17), ErrorKind.INVALID_FIELD, "has 17 states, the limit is 16"),
         (turn("s", "a", mixture=[("poet", 1.0), ("", 1.0)]), ErrorKind.INVALID_FIELD, "which stores no token logs"),
-        (
-            make_request("a b", mixture=[("", 1.0)] * 2, prompt_logprobs=PromptLogprobs(start=1, top=1)),
-            ErrorKind.INVALID_FIELD,
-            "cannot be combined with prompt_logprobs",
-        ),
     ],
-    ids=["sum 0", "unknown", "too many", "session", "scored"],
+    ids=["unknown", "too many", "session"],
 )
 def test_refused(engine: Engine, row: GenerateRequest, kind: ErrorKind, why: str) -> None:
     with pytest.raises(ServiceError) as refused:
@@ -248,7 +242,7 @@ def whole_conversation(engine: Engine, session_id: str, mix: list[tuple[str, flo
         assert received.finishes[0].error is None, received.finishes[0].error
         alone = run(engine, make_request(list(said), mixture=mix, sampling=sampling, max_tokens=9))
         assert received.texts == alone.texts and received.finishes[0].prompt_tokens == len(said)
-        entries = [entry for events in received.events for delta in events.deltas for entry in delta.logprobs or []]
+        entries = received.logprobs
         said += [TOKENIZER.byte_table.index(entry.token) for entry in entries]
         texts.append(received.texts[0])
     return texts

@@ -14,7 +14,6 @@ from rwkv_batch.core.fair_queue import FairQueue
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.engine import Engine
-from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest, Priority
 from rwkv_batch.runner.step_sampling import InFlightStep
 from sampling.params import SamplingParams
@@ -139,28 +138,6 @@ def test_paused_rows_end_and_leave_nothing(engine: Engine, paused: list[Sequence
     status = call(engine, "status")
     assert (status["free_slots"], status["paused_rows"], status["running_rows"]) == (free, 0, 0)
     assert len(engine.scheduler.admission.free_req_slots) == engine.model_runner.limits.num_req_slots
-
-
-def test_the_queue_is_limited_per_client(model: Path) -> None:
-    with started_engine(model, max_waiting_rows=40, max_waiting_rows_per_client=20) as engine:
-        with pytest.raises(ServiceError) as refusal:
-            run(engine, *[make_request("x")] * 21, client="greedy")
-        assert refusal.value.info.kind is ErrorKind.OVERLOADED and refusal.value.info.retry_after_s
-        assert "21 more would exceed the limit of 20" in str(refusal.value)
-        assert "max_waiting_rows_per_client" in str(refusal.value)
-        assert len(run(engine, *[make_request("x", max_tokens=2)] * 20, client="greedy").finishes) == 20
-        assert len(run(engine, *[make_request("x", max_tokens=2)] * 40).finishes) == 40, "without a client"
-
-
-def test_other_clients_do_not_use_up_a_clients_queue(model: Path) -> None:
-    with started_engine(model, max_running=1, max_waiting_rows=40) as engine:
-        hog = submit(engine, *[make_request("x", max_tokens=10**6, ignore_eos=True)] * 30, client="hog")
-        assert hog.started.wait(60)
-        refused = submit(engine, *[make_request("x")] * 2, client="hog").wait().refusal
-        assert refused is not None and "29 rows of this client wait" in str(refused) and "limit of 30" in str(refused)
-        assert run(engine, make_request("hi", max_tokens=2), client="other").finishes[0].completion_tokens == 2
-        engine.cancel(hog.job.job_id)
-        hog.wait()
 
 
 def test_no_row_waits_for_the_prefix_of_a_preempted_row(model: Path, paused: list[Sequence]) -> None:

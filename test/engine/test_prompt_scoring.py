@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from rwkv_batch.engine import Engine
-from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
 from rwkv_batch.runner import prompt_logprobs
 from sampling.params import SamplingParams
-from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit, turn
+from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit
 from test.logprob_oracle import LogprobOracle
 
 TOLERANCE = 1e-4
@@ -89,13 +88,10 @@ def test_scoring_does_not_change_other_rows(engine: Engine) -> None:
     sampled = SamplingParams(temperature=1.0, seed=4, top_logprobs=2)
     prompt = PROMPTS[1]
 
-    def entries(job: RunningJob) -> list[TokenLogprob]:
-        return [entry for events in job.events for delta in events.deltas for entry in delta.logprobs or ()]
-
     alone = run(engine, make_request(prompt, sampling=sampled, max_tokens=30))
     background = submit(engine, *[scoring_request(LONG_PROMPT, use_prefix_cache=False) for _ in range(12)])
     under_load = run(engine, make_request(prompt, sampling=sampled, max_tokens=30))
-    assert (under_load.texts, entries(under_load)) == (alone.texts, entries(alone))
+    assert (under_load.texts, under_load.logprobs) == (alone.texts, alone.logprobs)
     assert len(background.wait().finishes) == 12
 
 
@@ -183,33 +179,13 @@ def test_jobs_can_be_cancelled_while_they_are_scored(engine: Engine) -> None:
     assert call(engine, "status")["free_slots"] == free
 
 
-@pytest.mark.parametrize(
-    ("row", "field"),
-    [
-        (turn("scored", "a b", prompt_logprobs=WHOLE_PROMPT), "session_id"),
-        (turn("scored", "a b", candidates=[[5]]), "session_id"),
-        (turn("scored", "a b", max_tokens=0), "max_tokens"),
-        (make_request("a b", max_tokens=-1), "max_tokens"),
-        (make_request("a b", candidates=[[5], []]), "candidates"),
-        (make_request("a b", candidates=[[70000]]), "candidates"),
-        (make_request("a b", candidates=[[5]], n=2), "candidates"),
-        (make_request("a b", prompt_logprobs=PromptLogprobs(start=0)), "prompt_logprobs"),
-        (make_request("a b", prompt_logprobs=PromptLogprobs(top=-1)), "prompt_logprobs"),
-    ],
-)
-def test_invalid_scoring_fields_are_refused_by_name(engine: Engine, row: GenerateRequest, field: str) -> None:
-    with pytest.raises(ServiceError) as refusal:
-        run(engine, row)
-    assert (refusal.value.info.kind, refusal.value.info.field) == (ErrorKind.INVALID_FIELD, field)
-
-
 def test_the_end_token_has_a_log_probability(engine: Engine) -> None:
     """It was sampled and has no text. Clients that score by `echo` expect an entry per sampled token."""
     forced = SamplingParams(temperature=0.0, logit_bias={0: 1e9}, top_logprobs=1)
     job = run(engine, make_request("Hello", sampling=forced))
-    entries = [entry for events in job.events for delta in events.deltas for entry in delta.logprobs or ()]
+    entries = job.logprobs
     assert [entry.token for entry in entries] == [b""] and job.texts[0] == b""
     assert (job.finishes[0].reason, job.finishes[0].completion_tokens) == (FinishReason.STOP, 1)
     stopped = SamplingParams(temperature=0.0, logit_bias={11: 1e9}, top_logprobs=1)
     job = run(engine, make_request("Hello", sampling=stopped, stop_ids=[11]))
-    assert not [entry for events in job.events for delta in events.deltas for entry in delta.logprobs or ()]
+    assert not job.logprobs

@@ -121,6 +121,7 @@ def test_the_queue_has_a_limit_for_all_and_for_each_client(builder: RowBuilder, 
     builder.check(job(*[row()] * 7))
     assert error_of(builder, *[row()] * 8).message == full.format("3 rows wait", 8, "10 (max_waiting_rows)")
     builder.check(job(*[row()] * 99, was_admitted=True, client="a"))
+    assert Limits(4, 40, 64, 16, 64).waiting_rows_per_client == 30, "by default"
 
 
 def build(builder: RowBuilder, *rows: GenerateRequest, **fields: Any) -> list[Sequence]:

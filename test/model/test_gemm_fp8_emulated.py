@@ -14,27 +14,21 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import hopper_gemm, hopper_gemm_fp8, hopper_quantised_launch, packed_weights
 from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, launch_hopper_fp8
 from rwkv_batch.model.quant.formats import Format, quantise
-from test.model.emulated.library import emulated, send_launches_to
+from test.model.emulated.library import emulated, emulation_of, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels, for the CPU."""
-    return emulated("gemm_fp8", tmp_path_factory.mktemp("emulated"), (96, 160, 320), (1,))
+library = emulation_of("gemm_fp8", (96, 160, 320), (1,))
+"""The kernels, for the CPU."""
 
 
-@pytest.fixture(scope="module")
-def of_parts(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Those of rows in two parts."""
-    return emulated("gemm_two_part", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
+of_parts = emulation_of("gemm_two_part", splits=(1, 4))
+"""Those of rows in two parts."""
 
 
-@pytest.fixture(scope="module")
-def of_transposed(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Those of weights [k, n]."""
-    return emulated("gemm_fp8_transposed", tmp_path_factory.mktemp("emulated"), (96, 320), (1,))
+of_transposed = emulation_of("gemm_fp8_transposed", (96, 320), (1,))
+"""Those of weights [k, n]."""
 
 
 @pytest.fixture(autouse=True)

@@ -17,22 +17,18 @@ from rwkv_batch.kernels.cuda import hopper_gemm, hopper_gemm_int8, hopper_quanti
 from rwkv_batch.kernels.cuda.hopper_gemm_int8 import Int8Gemm, launch_hopper_int8, pitch_of
 from rwkv_batch.kernels.cuda.packed_weights import pack
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
-from test.model.emulated.library import emulated, send_launches_to
+from test.model.emulated.library import emulation_of, send_launches_to
 from test.model.row_bytes import assert_items_fit, bytes_of, meaning
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels, for the CPU."""
-    return emulated("gemm_int8", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
+library = emulation_of("gemm_int8", splits=(1, 4))
+"""The kernels, for the CPU."""
 
 
-@pytest.fixture(scope="module")
-def of_transposed(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Those of weights [k, n]."""
-    return emulated("gemm_int8_transposed", tmp_path_factory.mktemp("emulated"), splits=(1, 4))
+of_transposed = emulation_of("gemm_int8_transposed", splits=(1, 4))
+"""Those of weights [k, n]."""
 
 
 @pytest.fixture(autouse=True)

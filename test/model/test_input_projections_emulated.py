@@ -13,16 +13,14 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import fused_input_projections, hopper_gemm
 from rwkv_batch.kernels.cuda.fused_input_projections import launch_fused_projections
 from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, HopperWorkspace
-from test.model.emulated.library import emulated, send_launches_to
+from test.model.emulated.library import emulation_of, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 ROWS = 21
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel compiled for the CPU. It has tiles of 80 rows and no split-K."""
-    return emulated("gemm_input_projections", tmp_path_factory.mktemp("emulated"), (80,), (1,))
+library = emulation_of("gemm_input_projections", (80,), (1,))
+"""The kernel compiled for the CPU. It has tiles of 80 rows and no split-K."""
 
 
 @pytest.fixture(autouse=True)

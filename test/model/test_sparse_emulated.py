@@ -15,7 +15,7 @@ from bench.tools import cuda_check
 from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_SPLITS
 from rwkv_batch.kernels.cuda.packed_weights import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
-from test.model.emulated.library import call, emulated
+from test.model.emulated.library import call, emulation_of
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 WIDTH, FFN = 64, 2304
@@ -23,22 +23,16 @@ FFN_OF_ONE_ROW = 8320
 """Three times as many rows of a warp as it looks at at once"""
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel of several rows on the CPU."""
-    return emulated("sparse_value_quant", tmp_path_factory.mktemp("emulated"))
+library = emulation_of("sparse_value_quant")
+"""The kernel of several rows on the CPU."""
 
 
-@pytest.fixture(scope="module")
-def few_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel of 2 to 8 rows on the CPU."""
-    return emulated("sparse_few_quant", tmp_path_factory.mktemp("emulated"))
+few_library = emulation_of("sparse_few_quant")
+"""The kernel of 2 to 8 rows on the CPU."""
 
 
-@pytest.fixture(scope="module")
-def of_one_row(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """That of one row."""
-    return emulated("sparse_row_quant", tmp_path_factory.mktemp("emulated"))
+of_one_row = emulation_of("sparse_row_quant")
+"""That of one row."""
 
 
 def hidden_of(rows: int, share: float, ffn: int = FFN) -> Tensor:

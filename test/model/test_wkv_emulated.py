@@ -21,7 +21,7 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.state import pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import StepInputs
-from test.model.emulated.library import call, emulated
+from test.model.emulated.library import call, emulation_of
 from test.model.row_bytes import assert_stands_for
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
@@ -29,16 +29,12 @@ HEADS, RANK, GATE_RANK = 2, 128, 192
 WIDTH = 64 * HEADS
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel of few rows on the CPU."""
-    return emulated("wkv_few", tmp_path_factory.mktemp("emulated"))
+library = emulation_of("wkv_few")
+"""The kernel of few rows on the CPU."""
 
 
-@pytest.fixture(scope="module")
-def decode(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel of any rows."""
-    return emulated("wkv_decode", tmp_path_factory.mktemp("emulated_decode"))
+decode = emulation_of("wkv_decode")
+"""The kernel of any rows."""
 
 
 def make_layer() -> Any:

@@ -196,6 +196,16 @@ def emulated(
     return ctypes.CDLL(str(out))
 
 
+def emulation_of(source: str, tiles: tuple[int, ...] = (), splits: tuple[int, ...] = (1, 2, 4)) -> Any:
+    """Return a fixture: the library of `emulated`, compiled once for a module's tests."""
+
+    @pytest.fixture(scope="module")
+    def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+        return emulated(source, tmp_path_factory.mktemp("emulated"), tiles, splits)
+
+    return compiled
+
+
 def _compiler() -> list[str]:
     fortify = "-U_FORTIFY_SOURCE"  # it allows no longjmp to another stack
     return ["g++", "-std=c++17", "-w", "-fPIC", fortify, "-D__CUDA_ARCH_FEAT_SM90_ALL", "-I", _cuda_include()]
