@@ -19,7 +19,7 @@ from routes.openai import chat
 from routes.request import prompts
 from routes.request.bodies import BatchBody, PromptBody, SamplingBody, Texts
 from routes.request.fields import IgnoredValue
-from routes.request.jobs import BIG_BATCH_LABEL, build_rows, make_job, native_job, offload_if_large, row_stops
+from routes.request.jobs import BIG_BATCH_LABEL, make_job, make_rows, native_job, row_stops
 from routes.request_context import current_request
 from routes.response.batch_formatter import BatchFormatter, batch_output, make_decoder
 from routes.response.event_stream import OutputDecoder
@@ -176,10 +176,7 @@ class FimBody(SamplingBody):
 async def fim_job(context: Context, body: FimBody) -> Job:
     texts = [prompts.fill_in_the_middle(*pair) for pair in zip(body.prefix, body.suffix, strict=True)]
     stops = row_stops(body, built_in=(prompts.FIM_STOP,))
-    characters = sum(map(len, texts))
-    rows = await offload_if_large(
-        characters, build_rows, context.tokenizer, context.config, body, texts, stops, "prefix"
-    )
+    rows = await make_rows(context, body, texts, stops, "prefix")
     return make_job(rows, body, FIM_PATH)
 
 

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
 from routes.request.fields import NO_NUL, Fields, SessionId
-from routes.request.jobs import as_turn, build_rows, make_job, offload_if_large, row_stops
+from routes.request.jobs import as_turn, make_job, make_rows, row_stops
 from routes.request_context import current_request, own_id, reachable_ids
 from routes.response.batch_formatter import BatchFormatter
 from routes.response.event_stream import OutputDecoder, RowUpdate
@@ -96,9 +96,7 @@ class DeleteBody(Body):
 async def turn_job(context: Context, body: TurnBody, label: str) -> Job:
     """Build the job of one turn. Raises ServiceError."""
     prompt, stops = body.contents[0], row_stops(body, DEFAULT_STOPS)
-    rows = await offload_if_large(
-        len(prompt), build_rows, context.tokenizer, context.config, body, [prompt], stops, "contents"
-    )
+    rows = await make_rows(context, body, [prompt], stops, "contents")
     rows = await as_turn(
         context, rows, prompt, body.session_id, prompt, "contents[0]", branch_from=body.branch_from, wait=body.wait
     )

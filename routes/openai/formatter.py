@@ -13,7 +13,7 @@ from routes.context import Context
 from routes.openai.request import ConversationBody, OpenAIBody
 from routes.request import prompts
 from routes.request.bodies import Template
-from routes.request.jobs import as_turn, build_rows, offload_if_large
+from routes.request.jobs import as_turn, make_rows
 from routes.request.messages import Message
 from routes.request.model_names import requested_adapter
 from routes.request.tools import FENCE, ToolSet, begins_with_call
@@ -61,8 +61,7 @@ async def openai_rows(
             name, f"{len(prompts)} prompts times {n} are above the limit of {limit} (--max-contents); send fewer", n
         )
     check_logprobs(body, len(prompts) * n)
-    size = sum(map(len, prompts))
-    return await offload_if_large(size, build_rows, context.tokenizer, context.config, body, prompts, stops, field, n=n)
+    return await make_rows(context, body, prompts, stops, field, n)
 
 
 def check_logprobs(body: OpenAIBody, rows: int, echoed: int = 0) -> None:

@@ -197,8 +197,7 @@ def build_rows(
     keep = config.max_prompt_tokens - pad_zero if keep == -1 else keep
     sampling = body.row_sampling(tokenizer.encode)
     stop_ids, stop_strings = split_stops(stops)
-    predicted = body.predicted_text[: body.max_tokens * tokenizer.max_token_bytes]
-    prediction = tokenizer.encode(predicted)[: body.max_tokens]
+    prediction = _prediction(tokenizer, config, body, len(prompts))
     listed = getattr(body, field, None)
     has_index = isinstance(listed, list) and len(listed) == len(prompts)  # else it has no entry per prompt
     names = (f"{field}[{index}]" if has_index else field for index in range(len(prompts)))
@@ -224,6 +223,35 @@ def build_rows(
         )
         for index, ids in enumerate(encode_all(tokenizer, prompts_by_field, config, pad_zero, keep))
     ]
+
+
+async def make_rows(
+    context: Context,
+    body: GenerationBody,
+    prompts: Sequence[str | list[int]],
+    stops: Sequence[int | str],
+    field: str,
+    n: int = 1,
+) -> list[GenerateRequest]:
+    """Call `build_rows`, on a thread if the texts are long. Raises ServiceError."""
+    size = sum(map(len, prompts)) + len(body.predicted_text)
+    return await offload_if_large(size, build_rows, context.tokenizer, context.config, body, prompts, stops, field, n)
+
+
+def _prediction(tokenizer: Tokenizer, config: HttpConfig, body: GenerationBody, num_prompts: int) -> list[int]:
+    """Return the tokens of the request's prediction, which each row has. Raises ServiceError."""
+    if body.speculation == "off":
+        return []
+    text = body.predicted_text[: body.max_tokens * tokenizer.max_token_bytes]
+    ids = tokenizer.encode(text)[: body.max_tokens]
+    if len(ids) * num_prompts > config.max_request_tokens:
+        raise invalid(
+            "prediction",
+            f"has {len(ids)} tokens for each of {num_prompts} prompts, the limit of all is "
+            f"{config.max_request_tokens} (--max-request-tokens); send fewer prompts at once or a shorter prediction",
+            len(ids),
+        )
+    return ids
 
 
 async def as_turn(
@@ -297,8 +325,7 @@ async def native_job(context: Context, body: BatchBody, label: str, sampler: str
     It is a session turn if the body names a session. Raises ServiceError.
     """
     texts, stops, field = prompts_and_stops(body)
-    characters = sum(map(len, texts))
-    rows = await offload_if_large(characters, build_rows, context.tokenizer, context.config, body, texts, stops, field)
+    rows = await make_rows(context, body, texts, stops, field)
     if isinstance(body, PromptBody) and body.session_id is not None:
         resume = texts[0]
         if body.messages:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from routes.request.fields import Fields
 
@@ -25,18 +26,37 @@ class Prediction(Fields):
     type: Literal["content"] = "content"
     content: str | Annotated[list[TextPart], Field(max_length=64)] = Field(max_length=MAX_PREDICTION)
 
+    @property
+    def joined(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @field_validator("content")
+    @classmethod
+    def _check_length(cls, content: str | list[TextPart]) -> str | list[TextPart]:
+        if not isinstance(content, str) and (count := sum(len(part.text) for part in content)) > MAX_PREDICTION:
+            raise PydanticCustomError(
+                "prediction",
+                "must have at most {limit} characters in all its parts, has {count}",
+                {"limit": MAX_PREDICTION, "count": count},
+            )
+        return content
+
+
+def _check_type(given: object) -> object:
+    if given is None or isinstance(given, str | dict):
+        return given
+    raise PydanticCustomError("prediction", "must be a text, or an object with the text as content")
+
 
 class SpeculationFields(Fields):
     """Guesses of the text, which make it faster and do not change it."""
 
-    prediction: Annotated[str, Field(max_length=MAX_PREDICTION)] | Prediction | None = Field(
-        None, description="A text that the answer probably repeats in large part. Needs `--speculate`."
-    )
+    prediction: Annotated[
+        Annotated[str, Field(max_length=MAX_PREDICTION)] | Prediction | None, BeforeValidator(_check_type)
+    ] = Field(None, description="A text that the answer probably repeats in large part. Needs `--speculate`.")
     speculation: Literal["auto", "off"] = Field("auto", description="off: verify no guesses of the next tokens.")
 
     @property
     def predicted_text(self) -> str:
         given = self.prediction
-        if given is None or isinstance(given, str):
-            return given or ""
-        return given.content if isinstance(given.content, str) else "".join(part.text for part in given.content)
+        return given.joined if isinstance(given, Prediction) else given or ""

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from routes.config import HttpConfig
 from routes.openai.chat import ChatFormatter
 from routes.openai.request import ChatBody, CompletionBody
+from routes.request.jobs import build_rows
+from routes.request.json_body import validate
 from routes.request.speculation import MAX_PREDICTION
-from rwkv_batch.request import Finish, FinishReason
+from rwkv_batch.errors import ServiceError
+from rwkv_batch.request import Finish, FinishReason, GenerateRequest
+from rwkv_batch.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -40,6 +45,30 @@ def test_what_is_no_prediction_is_refused() -> None:
     for fields in wrong:
         with pytest.raises(ValidationError):
             ChatBody.model_validate({**CHAT, **fields})
+
+
+def test_errors_of_a_prediction_say_what_is_allowed() -> None:
+    """They said that a text is demanded, and parts had no limit in all: tokenising 12 MB blocked the worker."""
+    with pytest.raises(ServiceError, match="prediction: must be a text, or an object with the text as content, got 5"):
+        validate(ChatBody, {**CHAT, "prediction": 5})
+    parts = [{"type": "text", "text": "x" * (MAX_PREDICTION // 2 + 1)}] * 2
+    with pytest.raises(ServiceError, match=r"prediction\.content: must have at most 200000 characters in all its parts"):
+        validate(ChatBody, {**CHAT, "prediction": {"content": parts}})
+
+
+def test_predictions_of_many_prompts_count() -> None:
+    """Each row has the prediction: 256 prompts made a message of 92 MB."""
+    config = HttpConfig(max_request_tokens=32)
+    tokenizer = Tokenizer()
+
+    def rows(count: int, **fields: Any) -> list[GenerateRequest]:
+        body = CompletionBody.model_validate({"prompt": ["x"] * count, "prediction": "a b c d e f g h", **fields})
+        return build_rows(tokenizer, config, body, ["x"] * count, [], "prompt")
+
+    assert {len(row.prediction) for row in rows(4)} == {8}
+    with pytest.raises(ServiceError, match="has 8 tokens for each of 5 prompts, the limit of all is 32"):
+        rows(5)
+    assert not any(row.prediction for row in rows(5, speculation="off"))
 
 
 def test_usage_reports_predicted_tokens_apart() -> None:
