@@ -243,6 +243,8 @@ class Context:
     )
     """Downloads of files. Each blocks one of Robyn's threads."""
     document_processes: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_DOCUMENT_PROCESSES))
+    file_checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """Checks of examples for fine-tuning. A large file takes a thread for a minute."""
     shared: dict[str, Any] = field(default_factory=dict)
     """Documents built once at start, by name."""
     defaults: DecodeDefaults = field(default_factory=DecodeDefaults)

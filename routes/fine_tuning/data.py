@@ -190,6 +190,7 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
 
 def _tmx_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
     """Yield a translation memory's pairs, from each entry's source language into the others."""
+    count = 0
     try:
         for count, pair in enumerate(read_pairs(content), 1):
             if count > MAX_LINES:
@@ -198,6 +199,12 @@ def _tmx_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
             yield pair.line, _translation(pair.source_language, pair.language, pair.text, pair.translation)
     except TmxError as error:
         yield 0, _LineError("", str(error))
+    else:
+        if not count:
+            yield (
+                0,
+                _LineError("", "has no translation from its source language; a TMX file has tu, tuv and seg elements"),
+            )
 
 
 def _translation(source: str, target: str, text: str, translation: str) -> _Row:

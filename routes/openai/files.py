@@ -195,6 +195,7 @@ def not_found(kind: str, name: str) -> ServiceError:
     "POST",
     PATH,
     "Upload a file of requests for a batch, or of examples for a fine-tuning job.",
+    ends_with_client=True,
     answer=FileObject,
     takes_form=True,
     form={"purpose": "batch", "file": "@lines.jsonl"},
@@ -212,7 +213,12 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
     if not body.content:
         raise invalid("file", "must be a part of a form (multipart/form-data), and must not be empty", "")
     if body.purpose == Purpose.FINE_TUNE:
-        await asyncio.to_thread(_check_examples, body.content, body.filename)
+        async with context.file_checks:
+            checking = asyncio.ensure_future(asyncio.to_thread(_check_examples, body.content, body.filename))
+            try:
+                await asyncio.shield(checking)
+            finally:  # also if the client has left: the thread runs to its end
+                await asyncio.wait([checking])
     created = int(time.time())
     file = StoredFile(
         id=new_id("file-"),

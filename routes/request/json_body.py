@@ -133,12 +133,17 @@ def validate(model: type[Fields], data: Any) -> Any:
 def _most_specific_error(data: dict[str, Any], errors: list[Any]) -> Any:
     """Return the error to report for the first wrong field.
 
-    For a union, this is the deepest error of a type-compatible branch.
+    For a union, this is the deepest error of a type-compatible branch, and a
+    number's limit before the words that may be given instead.
     """
     candidates = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     return max(
         candidates,
-        key=lambda error: (sum(map(_locate(data, error)[0].count, ".[")), not error["type"].endswith("_type")),
+        key=lambda error: (
+            sum(map(_locate(data, error)[0].count, ".[")),
+            not error["type"].endswith("_type"),
+            error["type"].startswith(("greater_than", "less_than")),
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""A client that leaves while its document is stored leaves no file behind."""
+"""Uploads: one large file must not block the others, and a client that leaves must leave no file behind."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Store, StoreFullError
+from routes.openai import files
 from routes.request_context import RequestContext, set_current_request
 from routes.translation import document_clients, documents, stored
 from routes.translation.documents import DocumentFields, create_document
@@ -109,3 +110,31 @@ def test_a_full_store_keeps_nothing(context: Context, monkeypatch: pytest.Monkey
     with pytest.raises(ServiceError, match="too many"):
         asyncio.run(create_document(context, b"Hello\n", "a.txt", FIELDS))
     assert not held(context)
+
+
+def test_examples_are_checked_one_file_at_a_time(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six large files took all threads of an HTTP worker, so no other file was listed for minutes."""
+    running, most, began, goes_on = [0], [0], threading.Event(), threading.Event()
+
+    def check(*_: Any) -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        began.set()
+        assert goes_on.wait(30)
+        running[0] -= 1
+
+    monkeypatch.setattr(files, "_check_examples", check)
+
+    async def upload_all() -> None:
+        body = files.FileBody.model_validate({"purpose": "fine-tune", "content": b"{}", "filename": "a.jsonl"})
+        tasks = [asyncio.create_task(files.upload_file(context, body)) for _ in range(3)]
+        await asyncio.to_thread(began.wait, 30)
+        for task in tasks[:2]:  # one that is checked, and one that waits
+            task.cancel()
+        await asyncio.sleep(0)
+        goes_on.set()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(one, asyncio.CancelledError) for one in done] == [True, True, False]
+
+    asyncio.run(upload_all())
+    assert most == [1]

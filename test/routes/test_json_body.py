@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from routes.fine_tuning.jobs import HyperparametersFields
 from routes.openai.request import ChatBody
 from routes.request import json_body
 from routes.request.bodies import PromptBody
@@ -125,6 +126,8 @@ def test_errors_repeat_at_most_200_characters() -> None:
          "regex and choice exclude each other", '["b"]'),
         (PromptBody, {"contents": ["a"], "session_id": ""}, "session_id",
          "session_id: must have at least 1 character, got an empty text", ""),
+        (HyperparametersFields, {"n_epochs": 0}, "n_epochs", "n_epochs: must be greater than or equal to 1, got 0", 0),
+        (HyperparametersFields, {"n_epochs": "x"}, "n_epochs", "n_epochs: must be 'auto', got x", "x"),
         (ChatBody, {"messages": [{"role": "user"}], "logit_bias": {"x": "y"}}, "logit_bias.x", None, "y"),
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type",
          None, "image"),

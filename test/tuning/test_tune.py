@@ -179,8 +179,13 @@ def test_translations_of_csv_and_tmx_become_the_prompts_of_serving() -> None:
         ("en,de\n a , \n", "x.csv", "line 2: de: must not be empty"),
         ("no xml", "x.tmx", "the file: must be a TMX file"),
         (TMX.replace("</body>", ""), "x.tmx", "the file: must be a TMX file"),
-        ("<tmx></tmx>", "x.TMX", "the file: has no lines"),
-        ('<!DOCTYPE t [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><tmx>&b;</tmx>', "x.tmx", "the file: has no lines"),
+        (TMX.replace("srclang=", "srclang='fr' x="), "x.tmx", "the file: has no translation from its"),
+        ("<tmx></tmx>", "x.TMX", "the file: has no translation from its source language"),
+        (
+            '<!DOCTYPE t [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><tmx>&b;</tmx>',
+            "x.tmx",
+            "the file: has no translation",
+        ),
     ],
 )
 def test_bad_translations_are_named(content: str, name: str, expected: str) -> None:
