@@ -183,12 +183,8 @@ def parser_of(name: str) -> CommandParser:
 
 
 def bench_programs(folder: Path) -> list[str]:
-    """Returns the names of a folder's programs for `python -m bench.NAME`.
-
-    A program prints JSON. Helper processes do not.
-    """
-    texts = {file: file.read_text("utf-8") for file in folder.rglob("*.py")}
-    files = [file for file, text in texts.items() if 'if __name__ == "__main__"' in text and "json.dumps(" in text]
+    """Returns the names of a folder's programs for `python -m bench.NAME`."""
+    files = [file for file in folder.rglob("*.py") if 'if __name__ == "__main__"' in file.read_text("utf-8")]
     paths = [file.relative_to(folder).with_suffix("").parts for file in files]
     return sorted(".".join(path[:-1] if path[-1] == "__main__" else path) for path in paths)
 

@@ -12,7 +12,6 @@ Prints one JSON line per figure; the last line has all. `share`: tokens/s relati
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.tools.origin import commit
+from bench.tools.record import Arguments, commit, finish
 from demo import files
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
 from rwkv_batch.model.state import StateFormat
@@ -95,7 +94,7 @@ def cpu_step_ms(rows: int, counts: list[int], rank: int) -> dict[int, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--size", default="", help="a released shape, on a GPU; without it the demo model on a CPU")
     parser.add_argument("--dtype", default="fp16", help="on a GPU: fp16, fp8, int8, int4")
     parser.add_argument("--rows", type=int, default=0, help="in the batch; 0: 320 on a GPU, 32 on a CPU")
@@ -117,8 +116,8 @@ def main() -> None:
     for result in results:
         result["share"] = round(times[args.adapters[0]] / result["step_ms"], 4)
         print(json.dumps(result), flush=True)
-    what = {"model": args.size or "demo", "dtype": args.dtype if args.size else "auto", "commit": commit()}
-    print(json.dumps(what | {"results": results}))
+    what = {"model": args.size or "demo", "dtype": args.dtype if args.size else "auto", "commit": commit(args.commit)}
+    finish(what | {"results": results}, args.out)
 
 
 if __name__ == "__main__":

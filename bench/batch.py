@@ -1,8 +1,6 @@
-"""Speed and memory of `app.py batch`.
+"""Speed of `app.py batch`, compared with the engine alone and with the `rwkv` package.
 
-Compares its speed with the engine alone and with the `rwkv` package. Measures its memory with a long file.
-
-    python -m bench.batch [--model-path FILE] [--lines 512] [--rows 64] [--memory-lines 1000000] [--rounds 3]
+    python -m bench.batch [--model-path FILE] [--lines 512] [--rows 64] [--rounds 3]
 
 Put `taskset -c 0,1` in front to use two cores.
 
@@ -11,8 +9,6 @@ Each measurement runs in its own process. The lines have 8 to 100 words; 32 toke
   synced line.
 - engine: the same rows in one job of an engine with as many running slots, from submission to the last event.
 - peer: the `rwkv` package with the same file. It processes one line at a time.
-- memory: peak resident memory of the command's loop over `--memory-lines` lines, minus that over 1,000 lines. The
-  backend answers at once, so this measures reader, window, writer and sidecar file without a model.
 
 A ratio compares figures of one round; the result is the median over the rounds. Rounds alternate between cli first
 and engine first. Bound of cli: on a CPU the command's event loop shares the cores with the engine.
@@ -23,11 +19,9 @@ Without --model-path the demo model runs. The peer reads .pth files only. The la
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -37,12 +31,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.tools.origin import origin
+from bench.tools.record import Arguments, finish, origin
 
 MAX_TOKENS = 32
 PEER_LINES = 4
 WORDS = "time people water house light river stone morning winter garden letter answer music window story".split()
-TARGETS = {"cli_over_engine": 0.97, "cli_over_peer": 10.0, "memory_mb": 500.0}
+TARGETS = {"cli_over_engine": 0.97, "cli_over_peer": 10.0}
 
 
 def write_lines(path: Path, count: int) -> None:
@@ -67,18 +61,8 @@ def demo_as_pth(path: Path) -> None:
 def measure_cli(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Measure the command as its user runs it."""
     target = folder / "out.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "app",
-        "batch",
-        str(options.input),
-        "-o",
-        str(target),
-        "--fresh",
-        "--task",
-        "complete",
-    ]
+    command = [sys.executable, "-m", "app", "batch", str(options.input), "-o", str(target)]
+    command += ["--fresh", "--task", "complete"]
     command += ["--max-tokens", str(MAX_TOKENS), "--temperature", "0", "--max-running", str(options.rows)]
     command += ["--progress", "json", *(["--model-path", options.model_path] if options.model_path else [])]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -142,41 +126,9 @@ def measure_peer(options: argparse.Namespace) -> dict[str, float]:
     return {"lines_per_s": round(1 / statistics.mean(seconds[1:]), 3)}
 
 
-def measure_memory(lines: int, folder: Path) -> float:
-    """Return the peak resident memory of the command's loop in MB. No model runs."""
-    from programs.backends.backend import Reply
-    from programs.batch import command as batch_command
-
-    class InstantBackend:
-        """A backend that answers at once."""
-
-        async def model(self) -> str:
-            return "none"
-
-        async def open(self) -> int:
-            return 512
-
-        async def request(self, path: str, body: dict[str, Any]) -> Reply:
-            await asyncio.sleep(0)
-            choice = {"finish_reason": "stop", "message": {"content": body["contents"][0]}}
-            return Reply(200, {"choices": [choice]})
-
-        async def close(self) -> None: ...
-
-    batch_command.RemoteService = lambda url, password: InstantBackend()  # type: ignore[assignment,misc,return-value]
-    source = folder / "long.jsonl"
-    write_lines(source, lines)
-    command = [str(source), "-o", str(folder / "long.out.jsonl"), "--fresh", "--task", "complete", "--url", "none"]
-    assert batch_command.main([*command, "--progress", "plain"]) == 0
-    # Not getrusage: after fork and exec its maximum includes the memory of the parent.
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found.group(1)) / 1024
-
-
-def run_in_process(options: argparse.Namespace, what: str, *more: str) -> Any:
+def run_in_process(options: argparse.Namespace, what: str) -> Any:
     """Run one measurement in its own process."""
-    command = [sys.executable, "-m", "bench.batch", "--only", what, "--input", str(options.input), *more]
+    command = [sys.executable, "-m", "bench.batch", "--only", what, "--input", str(options.input)]
     command += ["--rows", str(options.rows), *(["--model-path", options.model_path] if options.model_path else [])]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(ran.stdout.splitlines()[-1])
@@ -198,9 +150,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             one = {what: run_in_process(options, what) for what in (*ours, *peers)}
             print(json.dumps(one), flush=True)
             rounds.append(one)
-        memory = run_in_process(options, "memory", "--lines", str(options.memory_lines)) - run_in_process(
-            options, "memory", "--lines", "1000"
-        )
     ratios = {
         f"cli_over_{peer}": round(
             statistics.median(one["cli"]["lines_per_s"] / one[peer]["lines_per_s"] for one in rounds), 3
@@ -208,21 +157,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for peer in ("engine", "peer")
         if peer in rounds[0]
     }
-    figures = {**ratios, "memory_mb": round(memory, 1), "memory_lines": options.memory_lines}
     about = {"model": Path(options.model_path).name, "load": round(os.getloadavg()[0], 2), **origin(options.commit)}
     setting = {"rows": options.rows, "lines": options.lines, "rounds": rounds}
-    return {"bench": "batch", **about, **setting, **figures, "targets": TARGETS}
+    return {"bench": "batch", **about, **setting, **ratios, "targets": TARGETS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--model-path", default="")
     parser.add_argument("--lines", type=int, default=512)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--memory-lines", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
-    parser.add_argument("--only", choices=("cli", "engine", "peer", "memory"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("cli", "engine", "peer"), help=argparse.SUPPRESS)
     parser.add_argument("--input", help=argparse.SUPPRESS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -233,11 +179,9 @@ def main() -> None:
                 found = measure_engine(options)
             case "peer":
                 found = measure_peer(options)
-            case "memory":
-                found = measure_memory(options.lines, Path(folder))
             case _:
                 found = run(options)
-    print(json.dumps(found))
+    finish(found, options.out)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.tools.record import Arguments, finish, save
 from demo.files import ensure_model
 from rwkv_batch.config import DTYPES
 from rwkv_batch.model.state import StateFormat
@@ -166,7 +166,7 @@ def count_differences(stage: Stage, number: int, most_rows: int, vocab: int, see
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--device", default="cpu", help="cpu: the demo model; a GPU: random weights of --size")
     parser.add_argument("--size", default="7.2b")
     parser.add_argument("--layers", type=int, default=2)
@@ -177,7 +177,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=2000, help="per dtype and state format")
     parser.add_argument("--rows", type=int, default=0, help="most rows of a step; default: 24 on a CPU, 960 on a GPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file for the last line")
     return parser.parse_args()
 
 
@@ -201,9 +200,8 @@ def main() -> None:
             results.append({"dtype": dtype, "wkv_state": state_format.value, **counted})
             print(json.dumps(results[-1]), flush=True)
             del stage
-            if args.out:
-                args.out.write_text(json.dumps(results) + "\n")
-    print(json.dumps(results))
+            save(results, args.out)
+    finish(results, args.out)
 
 
 if __name__ == "__main__":

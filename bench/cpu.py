@@ -25,16 +25,12 @@ Prints machine, versions and commit; the last line is JSON. Takes about 5 minute
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib.metadata
 import io
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,6 +40,7 @@ from typing import Any
 
 import torch
 
+from bench.tools.record import Arguments, finish, origin
 from demo.random_weights import write_random_model
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.model.step_inputs import step_inputs
@@ -146,19 +143,15 @@ def ratios(one: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def machine() -> dict[str, Any]:
+def machine(given_commit: str) -> dict[str, Any]:
     """Return the machine and the versions for the record."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "cpu": names[0].partition(": ")[2] if names else platform.processor(),
+        **origin(given_commit),
         "threads": torch.get_num_threads(),
         "amx": bool(cpu_library.library().rwkv_has_amx()),
         "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "rwkv": importlib.metadata.version("rwkv"),
-        "commit": commit.stdout.strip(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
     }
 
@@ -174,7 +167,7 @@ def median_by_name(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(f"{statistics.median(row[name] for row in rows):.4g}") for name in rows[0]}
 
 
-def run(seconds: float, has_peer: bool = True) -> dict[str, Any]:
+def run(seconds: float, has_peer: bool, given_commit: str) -> dict[str, Any]:
     """Run all measurements and return the record."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_random_model(Path(folder) / "random-0.1B.pth", LAYERS, WIDTH, VOCAB)
@@ -194,7 +187,7 @@ def run(seconds: float, has_peer: bool = True) -> dict[str, Any]:
     return {
         "bench": "cpu",
         "model": f"{weights.shape.describe()}, random",
-        **machine(),
+        **machine(given_commit),
         "command": f"python -m bench.cpu{'' if has_peer else ' --no-peer'}",
         "rounds": len(rounds),
         "medians": median_by_name(rounds),
@@ -207,7 +200,7 @@ def run(seconds: float, has_peer: bool = True) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print a table, then the JSON line."""
+    """Print a table."""
     print(f"{result['cpu']}, {result['threads']} threads, AMX {result['amx']}, load {result['load']}")
     print(f"torch {result['torch']}, rwkv {result['rwkv']}, commit {result['commit']}")
     print(f"{result['rounds']} rounds, OMP_WAIT_POLICY {result['omp_wait_policy']}")
@@ -223,23 +216,19 @@ def report(result: dict[str, Any]) -> None:
     for name, target in result["targets"].items() if found else ():
         best = max(found[f"{name} {dtype}"] for dtype in OURS)
         print(f"{name}: {best:.2f} of target {target}: {'reached' if best >= target else 'NOT reached'}")
-    print(json.dumps(result))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser = Arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=200.0, help="for the measuring rounds")
     parser.add_argument("--no-peer", action="store_true", help="our own types alone, in more rounds")
     options = parser.parse_args()
     if problem := cpu_library.library_unavailable_reason():
         print(problem, file=sys.stderr)
         return 1
-    result = run(options.seconds, has_peer=not options.no_peer)
+    result = run(options.seconds, not options.no_peer, options.commit)
     report(result)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    finish(result, options.out)
     return 0
 
 

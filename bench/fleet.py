@@ -16,8 +16,6 @@ per run.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 from collections import deque
@@ -25,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
+from bench.tools.record import Arguments, finish
 from rwkv_batch.fleet.routing import RoutingHints, choose, load_of
 
 STEP_ROWS = (0, 1, 8, 32, 128, 320, 960)
@@ -204,7 +203,7 @@ def simulate(fleet: Fleet, traffic: Traffic, seed: int = 1) -> Figures:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--engines", default="8")
     parser.add_argument("--load", default="0.8")
     parser.add_argument("--seconds", type=float, default=10.0)
@@ -216,7 +215,7 @@ def main(arguments: list[str]) -> None:
             traffic = Traffic(load=load, seconds=given.seconds, popularity=given.popularity)
             results.append(asdict(simulate(Fleet(size), traffic)))
             sys.stderr.write(f"{results[-1]}\n")
-    print(json.dumps(results))
+    finish(results, given.out)
 
 
 if __name__ == "__main__":

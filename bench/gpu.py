@@ -23,13 +23,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.tools.gpu_model import SIZES, VOCAB, active_share, random_stage
-from bench.tools.origin import commit
+from bench.tools.record import Arguments, commit, finish
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
@@ -237,7 +236,7 @@ def ceiling_shares(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> 
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4", "w8a8"), default=["fp16"])
     parser.add_argument("--wkv-state", type=StateFormat, choices=list(StateFormat), default=StateFormat.FP16)
@@ -246,8 +245,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="per measurement; use at least 1 to reach the power limit"
     )
-    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
-    parser.add_argument("--out", type=Path, help="a file for the last line")
     return parser.parse_args()
 
 
@@ -285,7 +282,7 @@ def main() -> None:
     head = {
         "machine": torch.cuda.get_device_name(GPU),
         "torch": torch.__version__,
-        "commit": args.commit or commit(),
+        "commit": commit(args.commit),
         "seconds": args.seconds,
         "copy_tb_s": round(ceilings.copy_tb_s, 3),
         "gemm_tflops": round(ceilings.gemm_tflops, 1),
@@ -297,10 +294,7 @@ def main() -> None:
             results.append(result)
             print(json.dumps(result), flush=True)
         release_memory()
-    last = json.dumps({**head, "results": results})
-    if args.out:
-        args.out.write_text(last + "\n")
-    print(last)
+    finish({**head, "results": results}, args.out)
 
 
 if __name__ == "__main__":

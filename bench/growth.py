@@ -13,7 +13,6 @@ line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -26,10 +25,10 @@ from typing import Any
 import httpx
 
 from bench.chaos.__main__ import TINY
-from bench.chaos.crash import HEADERS, PASSWORD, Service
 from bench.chaos.health import figures_of, names_of
 from bench.chaos.reloads import Files
-from bench.tools.origin import origin
+from bench.chaos.service import HEADERS, PASSWORD, Service
+from bench.tools.record import Arguments, finish, origin
 
 PARTS = 12
 CHAT = "/v1/chat/completions"
@@ -153,19 +152,18 @@ def _own(pid: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--model", default="", help="default: the built-in demo model")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     flags = [*TINY, "--http-workers=1", "--dtype=fp32", "--pp-devices=cpu", "--log-level=warning"]
     flags += ["--access-log=false", *(["--model-path", arguments.model] if arguments.model else [])]
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        flags += [f"--state-db={name}/sessions.db", f"--password={PASSWORD}", *Files(Path(name)).arguments]
-        service = Service(Path(name), *flags)
+        flags += [f"--password={PASSWORD}", *Files(Path(name)).arguments]
+        service = Service(Path(name), *flags, state_db=Path(name) / "sessions.db")
         try:
             pids = {growth.partition("-")[0]: pid for pid, growth in names_of(service.url).items()}
             for kind in arguments.kinds.split(","):
@@ -175,10 +173,8 @@ def main() -> None:
                 print(kind, json.dumps(result[kind]), flush=True)
         finally:
             service.stop()
-    last = {"measure": "growth", **origin(), "clients": arguments.clients, "kinds": result}
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(last, indent=1) + "\n")
-    print(json.dumps(last))
+    last = {"measure": "growth", **origin(arguments.commit), "clients": arguments.clients, "kinds": result}
+    finish(last, arguments.out)
 
 
 if __name__ == "__main__":

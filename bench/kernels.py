@@ -12,7 +12,6 @@ Hopper's kernels and on those for other GPUs. These launches wait for each other
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.adapters import random_pairs
 from bench.gpu import GPU, prefill_inputs
 from bench.tools.gpu_model import SIZES, VOCAB, random_stage
+from bench.tools.record import Arguments, finish
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import hopper_gemm
@@ -267,9 +267,8 @@ def profiled(size: str) -> Iterator[dict[str, Any]]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--out", type=Path, help="a file for the last line")
     parser.add_argument("--launches", action="store_true", help="only print the launches; used by the run without it")
     args = parser.parse_args()
     if args.launches:
@@ -290,10 +289,7 @@ def main() -> None:
     lines = subprocess.run(command, env=serial, stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
     steps = [json.loads(line) for line in lines if line.startswith("{")]
     head = {"machine": torch.cuda.get_device_name(GPU), "width": args.width}
-    last = json.dumps(head | {"results": results, "steps": steps})
-    if args.out:
-        args.out.write_text(last + "\n")
-    print(last)
+    finish(head | {"results": results, "steps": steps}, args.out)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
 """Share of generated mutants that the tests detect, of a random sample.
 
     python -m bench.mutants --sample 500 --seed 1 --workers 14 --out /tmp/mutants
-    python -m bench.mutants --map /tmp/mutants/map.json.gz --only '*Turns.commit*' --out /tmp/turns
-    python -m bench.mutants --again /tmp/mutants/record.json --tests test/engine/test_output.py --out /tmp/again
+    python -m bench.mutants --only '*Turns.commit*' --tests test/state_pool/test_pool_turns.py --out /tmp/turns
 
 mutmut makes the mutants of `[tool.mutmut]` in pyproject.toml. coverage.py records which tests run which lines, also in
 the child processes of a test. A mutant gets a fresh process and the tests that run its statement, cheapest file first,
 for `--test-s` seconds. A test that exceeds its time limit detects the mutant. A test that fails without mutants is left
-out. Control runs have no mutant: a failure there would be a false detection.
+out. `--tests`: all tests of these files run instead, and nothing is recorded before.
 
-`--out` gets `map.json.gz`, `record.json` and `not_detected.diff`. `score`: detected mutants over all that ran.
+`--out` gets `record.json` and `not_detected.diff`. `score`: detected mutants over all that ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
 import json
 import os
 import queue
@@ -47,7 +45,7 @@ from bench.tools.mutant_maker import (
     test_paths,
 )
 from bench.tools.mutant_tests import RECORD, SELECT
-from bench.tools.origin import origin
+from bench.tools.record import origin
 
 DETECTED = {"killed", "timeout"}
 NOT_RUN = "not run"
@@ -89,27 +87,6 @@ class TestMap:
     lines: dict[str, dict[int, set[str]]]
     unreadable: int = 0
     """coverage files of processes that were killed while they wrote"""
-
-    def save(self, target: Path) -> None:
-        names = sorted({name for by_line in self.lines.values() for tests in by_line.values() for name in tests})
-        number = {name: place for place, name in enumerate(names)}
-        packed = {
-            path: {line: sorted(number[test] for test in tests) for line, tests in by_line.items()}
-            for path, by_line in self.lines.items()
-        }
-        record = {"seconds": self.seconds, "failed": self.failed, "names": names, "lines": packed}
-        record["unreadable"] = self.unreadable
-        target.write_bytes(gzip.compress(json.dumps(record).encode()))
-
-    @classmethod
-    def load(cls, source: Path) -> TestMap:
-        record = json.loads(gzip.decompress(source.read_bytes()))
-        names = record["names"]
-        lines = {
-            path: {int(line): {names[one] for one in tests} for line, tests in by_line.items()}
-            for path, by_line in record["lines"].items()
-        }
-        return cls(record["seconds"], record["failed"], lines, record["unreadable"])
 
     def of(self, mutant: Mutant, budget_s: float) -> list[str]:
         """Return the tests for a mutant, cheapest file first."""
@@ -263,7 +240,7 @@ def in_parallel(workers: int, call: Callable[[Any], Any], items: Iterable[Any]) 
 
 
 def try_mutant(
-    trees: Trees, folder: Path, mutant: Mutant, tests: TestMap, chosen: list[str], apply: bool, rest_s: float
+    trees: Trees, folder: Path, mutant: Mutant, tests: TestMap, chosen: list[str], rest_s: float
 ) -> tuple[str, str]:
     """Return a mutant's outcome and the test that detects it. Ends within `rest_s` seconds."""
     if not chosen:
@@ -274,7 +251,7 @@ def try_mutant(
         json.dump(list(limits.items()), file)
     files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
     limit_s = 60.0 + TEST_FACTOR / 2 * sum(tests.seconds.get(test, 10.0) for test in chosen)
-    code, output = trees.pytest(["-x", *files], min(limit_s, rest_s), mutant if apply else None, **{SELECT: name})
+    code, output = trees.pytest(["-x", *files], min(limit_s, rest_s), mutant, **{SELECT: name})
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if code is None and rest_s < limit_s:
         return NOT_RUN, ""
@@ -284,16 +261,13 @@ def try_mutant(
     return outcomes.get(code, "killed"), failed[0][:200] if failed else output[-200:] if code else ""
 
 
-def sample(args: argparse.Namespace, earlier: dict[str, Any]) -> tuple[dict[str, Mutant], int]:
+def sample(args: argparse.Namespace) -> tuple[dict[str, Mutant], int]:
     """Return the sampled mutants, and the number of all."""
     with ProcessPoolExecutor(args.workers) as pool:
         names = sorted(name for found in pool.map(mutant_names, scope_files()) for name in found)
         total = len(names)
-        if args.again:
-            names = [name for name in names if earlier.get(name, ["killed"])[0] not in DETECTED]
         names = [name for name in names if fnmatch(name, args.only)]
         names = random.Random(args.seed).sample(names, min(args.sample, len(names)))
-        names.sort(key=lambda name: name in earlier and earlier[name][0] != NOT_RUN)
         paths = sorted({name.partition(":")[0] for name in names})
         expected = [{name for name in names if name.startswith(f"{path}:")} for path in paths]
         made = {one.name: one for found in pool.map(make_mutants, paths, expected) for one in found}
@@ -305,13 +279,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="*", help="a pattern of mutant names")
-    parser.add_argument("--again", type=Path, help="a record: only its mutants that were not detected or not run")
     parser.add_argument("--tests", nargs="+", help="run the tests of these files for each mutant")
-    parser.add_argument("--map", type=Path, help="the map of an earlier run of the same code")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--test-s", type=float, default=40.0, help="duration of the tests of one mutant")
     parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which mutants are left out")
-    parser.add_argument("--controls", type=int, default=0, help="runs without a mutant")
     parser.add_argument("--commit", default="")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -324,40 +295,30 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="mutants-"))
     print(f"in {folder}", file=sys.stderr)
-    earlier = json.loads(args.again.read_text())["outcomes"] if args.again else {}
-    mutants, total = sample(args, earlier)
+    mutants, total = sample(args)
     names = list(mutants)
     print(f"{time.monotonic() - start:.0f} s: {len(names)} of {total} mutants", file=sys.stderr)
     trees = Trees(folder, args.workers)
-    if args.map:
-        tests = TestMap.load(args.map)
-    elif args.tests:
-        tests = TestMap({}, [], {})
-    else:
-        tests = map_tests(trees, folder, scope_files(), test_paths())
-        tests.save(args.out / "map.json.gz")
+    tests = TestMap({}, [], {}) if args.tests else map_tests(trees, folder, scope_files(), test_paths())
     print(f"{time.monotonic() - start:.0f} s: {len(tests.seconds)} tests, {len(tests.failed)} failed", file=sys.stderr)
 
-    def run(job: tuple[str, bool]) -> tuple[str, str]:
-        name, apply = job
+    def run(name: str) -> tuple[str, str]:
         if (rest_s := args.limit_s - (time.monotonic() - start)) <= 0:
             return NOT_RUN, ""
         mutant = mutants[name]
         chosen = _collected(*args.tests) if args.tests else tests.of(mutant, args.test_s)
         try:
-            return try_mutant(trees, folder, mutant, tests, chosen, apply, rest_s)
+            return try_mutant(trees, folder, mutant, tests, chosen, rest_s)
         except OSError as error:
             return "error", str(error)
 
-    controls = in_parallel(args.workers, run, [(name, False) for name in names[: args.controls]])
-    found = dict(zip(names, in_parallel(args.workers, run, [(name, True) for name in names]), strict=True))
-    outcomes = earlier | {name: one for name, one in found.items() if name not in earlier or one[0] != NOT_RUN}
+    outcomes = dict(zip(names, in_parallel(args.workers, run, names), strict=True))
     record = {"bench": "mutants", **origin(args.commit), "seed": args.seed, "only": args.only, "mutants": total}
-    record |= {"tests": len(tests.seconds), "controls": dict(Counter(outcome for outcome, _ in controls))}
+    record |= {"tests": len(tests.seconds)}
     record |= {"seconds": round(time.monotonic() - start)}
     report(args.out, record, mutants, outcomes)
     record |= {"unreadable_coverage_files": tests.unreadable}
-    details = {"control_details": controls, "failed_tests": tests.failed, "outcomes": outcomes}
+    details = {"failed_tests": tests.failed, "outcomes": outcomes}
     (args.out / "record.json").write_text(json.dumps(record | details, ensure_ascii=False, indent=1))
     shutil.rmtree(folder, ignore_errors=True)
 

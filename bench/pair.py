@@ -25,7 +25,6 @@ import contextlib
 import json
 import operator
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from typing import Any
 
 from bench.tools.cpu_time import Used, cores, used
 from bench.tools.http_load import Load, fetch, over_http
-from bench.tools.origin import origin
+from bench.tools.record import Arguments, finish, origin
 from bench.tools.service import percentile, service
 
 ROUTE = "/v1/chat/completions"
@@ -157,14 +156,13 @@ def _ratio(ones: list[float], others: list[float]) -> float:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the services."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[64], help="per engine")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--chunk-size", type=int, default=4)
     parser.add_argument("--client-processes", type=int, default=2)
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="file for the services' logs")
-    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     return parser.parse_known_args()
 
 
@@ -173,8 +171,8 @@ def main() -> None:
     single_flags = ["--gpu-memory-utilization", MEMORY_OF_ONE, *flags]
     with running(1, single_flags, options.log) as single, running(2, flags, options.log) as double:
         figures = measure({1: single, 2: double}, options)
-    asked = {name: value for name, value in vars(options).items() if name not in ("log", "commit")}
-    sys.stdout.write(json.dumps({"bench": "pair", **asked, "flags": flags, **figures, **origin(options.commit)}) + "\n")
+    asked = {name: value for name, value in vars(options).items() if name not in ("log", "commit", "out")}
+    finish({"bench": "pair", **asked, "flags": flags, **figures, **origin(options.commit)}, options.out)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 
 from bench.tools.gpu_model import SIZES, write_random_file
-from bench.tools.origin import commit
+from bench.tools.record import Arguments, commit, finish, save
 from bench.traffic import measure, numbers
 from programs.settings import parse_settings
 from rwkv_batch.engine import Engine
@@ -139,7 +139,7 @@ def with_ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--model-path", type=Path, help="instead of a random model of --size")
     parser.add_argument("--devices", type=numbers, default=(1, 2, 4))
@@ -149,8 +149,6 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=20)
     parser.add_argument("--drawn", type=numbers, default=(128, 256))
     parser.add_argument("--folder", type=Path, help="folder for the random model, which is kept")
-    parser.add_argument("--out", type=Path, help="file for the last line, written after every figure")
-    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="rwkv-bench-") as temporary:
         folder = args.folder or Path(temporary)
@@ -158,17 +156,15 @@ def main() -> None:
         if not model.exists():
             write_random_file(args.size, model, torch.device("cuda:0"))
             torch.cuda.empty_cache()
-        head = {"machine": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": args.commit or commit()}
+        head = {"machine": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": commit(args.commit)}
         head |= {"size": args.size, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "seconds": args.seconds}
         results: list[dict[str, Any]] = []
         layouts = [list(range(count)) for count in args.devices] + [list(stages) for stages in args.stages]
         for devices in layouts:
             for result in run_on(devices, model, Path(temporary), args, flags):
                 results.append(result)
-                line = json.dumps({**head, "results": with_ratios(results)})
-                if args.out:
-                    args.out.write_text(line + "\n")  # an interrupted run keeps its results
-    print(line)
+                save({**head, "results": with_ratios(results)}, args.out)
+    finish({**head, "results": results}, args.out)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ the cache computes exactly once. Both must give equal texts. Default model: rand
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bench.tools.record import Arguments, finish
 from demo.random_weights import write_random_model
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
@@ -113,12 +112,11 @@ def measure(engine: Engine, requests: int, system: int, rounds: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--system", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as name:
@@ -129,10 +127,7 @@ def main() -> None:
         result = measure(engine, arguments.requests, arguments.system, arguments.rounds)
         result |= {"device": engine.model_runner.device_names(), "torch": torch.__version__, "shape": shape}
         engine.stop()
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +37,7 @@ import torch
 from torch import Tensor
 
 from bench.quality_states import Compared, Text, by_state_format, long_texts
+from bench.tools.record import Arguments, finish, save
 from demo.corpus import translation
 from demo.files import ensure_model
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, dequantise, is_quantised, quantise
@@ -181,16 +181,8 @@ def device_name(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error).replace("--pp-devices", "--device")) from None
 
 
-def file_to_write(text: str) -> Path:
-    """Return a path in an existing folder. Raises ArgumentTypeError."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file in an existing folder, got {text!r}")
-    return path
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--model-path", type=Path, help="a .pth or .safetensors file; without it the demo model")
     parser.add_argument("--text-file", type=Path, help="UTF-8; without it held-out sentences of the demo's corpus")
     parser.add_argument("--device", type=device_name, default="cpu")
@@ -200,7 +192,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--wkv-states", nargs="+", type=StateFormat, choices=list(StateFormat), default=[])
     parser.add_argument("--texts", type=at_least(1), default=2, help="batch size with --wkv-states")
     parser.add_argument("--no-kinds", action="store_true", help="without the table by kind of matrix")
-    parser.add_argument("--out", type=file_to_write, help="file for the results, written after each one")
     return parser.parse_args()
 
 
@@ -233,25 +224,22 @@ def main() -> None:
         return
     text = read_text(args)
     reference = Reader(weights, args.device, "fp32")
-    record: dict[str, Any] = {
-        "model": weights.path.name,
-        "shape": weights.shape.describe(),
-        "tokens": len(text.ids),
-        "device": args.device,
-        "results": [],
-        "kinds": [],
-    }
+    record = about(weights, args) | {"tokens": len(text.ids), "results": [], "kinds": []}
     for row in by_dtype(weights, reference, args, text):
         save_row(record, record["results"], row, args.out)
     if not args.no_kinds:
         for row in by_kind(weights, reference, args.device, text):
             save_row(record, record["kinds"], row, args.out)
-    print(json.dumps(record))
+    finish(record, args.out)
+
+
+def about(weights: Weights, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what both kinds of records begin with."""
+    return {"model": weights.path.name, "shape": weights.shape.describe(), "device": args.device}
 
 
 def compare_states(weights: Weights, args: argparse.Namespace) -> None:
     """Compare WKV state formats instead of dtypes of the weights."""
-
     count, length = args.texts, args.max_tokens
     if args.text_file is None:
         texts = long_texts(count, length)
@@ -261,28 +249,20 @@ def compare_states(weights: Weights, args: argparse.Namespace) -> None:
         if length < 4:
             raise SystemExit(f"{args.text_file} holds {len(ids)} tokens; {count} texts need at least 5 each")
         texts = torch.tensor(ids[: count * (length + 1)]).view(count, length + 1)
-    record: dict[str, Any] = {
-        "model": weights.path.name,
-        "shape": weights.shape.describe(),
-        "texts": count,
-        "tokens": length,
-        "device": args.device,
-        "states": [],
-    }
+    record = about(weights, args) | {"texts": count, "tokens": length, "states": []}
     names = "wkv_state", "quarter", "bits_per_byte", "kl", "logits_error", "same_token"
     print("  ".join(f"{name:>14}" for name in names), flush=True)
     formats = [state_format for state_format in args.wkv_states if state_format is not StateFormat.FP32]
     for row in by_state_format(weights, args.device, formats, texts, lambda line: print(line, flush=True)):
         print(_line(row, names), flush=True)
         save_row(record, record["states"], row, args.out)
-    print(json.dumps(record))
+    finish(record, args.out)
 
 
 def save_row(record: dict[str, Any], rows: list[dict[str, Any]], row: dict[str, Any], out: Path | None) -> None:
     """Add a row and write the file: an interrupted run keeps its results."""
     rows.append(row)
-    if out:
-        out.write_text(json.dumps(record) + "\n")
+    save(record, out)
 
 
 if __name__ == "__main__":

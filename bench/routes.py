@@ -19,6 +19,7 @@ import statistics
 from typing import Any
 
 from bench.tools.http_load import Load, fetch, over_http
+from bench.tools.record import Arguments, finish
 from bench.tools.service import machine, service, service_cpu_s, summary
 
 FIRST = "/v1/chat/completions"
@@ -47,7 +48,7 @@ def load_of(route: str, options: argparse.Namespace) -> Load:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the service."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--url", default="", help="URL of a running service")
     parser.add_argument("--routes", default=",".join(ROUTES), help="the others are compared with the first one")
     parser.add_argument("--rows", type=int, default=64)
@@ -87,7 +88,8 @@ def main() -> None:
         print(f"{route:34} {medians[route]:9.1f} tokens/s ({spread})  {medians[route] / medians[first]:.3f}  {cpu}")
     report = {"rows": options.rows, "max_tokens": options.max_tokens, "tokens_per_s": speeds, "cpu_us": costs}
     ratios = {route: round(median / medians[first], 3) for route, median in medians.items()}
-    print(json.dumps({**machine(), **report, "ratios": ratios, "errors": errors, "samplers": status["samplers"]}))
+    report |= {"ratios": ratios, "errors": errors, "samplers": status["samplers"]}
+    finish({**machine(options.commit), **report}, options.out)
 
 
 if __name__ == "__main__":

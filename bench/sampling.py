@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
+from bench.tools.record import Arguments, finish, origin
 from sampling.cpu import CpuSampler
 from sampling.filtered_sampler import FilteredSampler
 from sampling.params import Filters, Method, SamplingParams
@@ -183,20 +181,12 @@ def refusal(name: str, device: torch.device) -> str | None:
         return str(error)
 
 
-def machine_and_commit(device: torch.device) -> dict[str, object]:
-    names = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
-    return {"device": names, "torch": torch.__version__, "commit": commit.stdout.strip()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samplers", default=",".join(SAMPLERS))
     parser.add_argument("--rows", default="1,32,320")
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--commit", help="the commit to record where git is not available")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
     setting = Setting(device, copy_bandwidth(device))
@@ -204,13 +194,9 @@ def main() -> None:
     for result in measurements(setting, args):
         print(json.dumps(result), flush=True)
         results.append(result)
-    report = machine_and_commit(device) | {"copy_gb_s": round(setting.bandwidth / 1e9), "results": results}
-    if args.commit:
-        report["commit"] = args.commit
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    report: dict[str, object] = origin(args.commit, "torch") | {"copy_gb_s": round(setting.bandwidth / 1e9)}
+    report |= {"device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "results": results}
+    finish(report, args.out)
 
 
 if __name__ == "__main__":

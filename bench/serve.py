@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tools.http_load import Load, fetch, over_http
+from bench.tools.record import Arguments, finish
 from bench.tools.service import machine, service, service_cpu_s, summary
 from programs.settings import parse_settings
 
@@ -130,7 +131,7 @@ def engine_process(arguments: Sequence[str]) -> Iterator[Connection]:
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the service."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--url", help="URL of a running service; skips the engine alone")
     parser.add_argument("--route", default="/v1/chat/completions")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64])
@@ -200,7 +201,7 @@ def main() -> None:
         )
         for concurrency in options.concurrency
     ]
-    report: dict[str, Any] = {**machine(), "load": {**vars(loads[0]), "password": bool(options.password)}}
+    report: dict[str, Any] = {**machine(options.commit), "load": {**vars(loads[0]), "password": bool(options.password)}}
     results = []
     if options.url:
         for load in loads:
@@ -214,7 +215,7 @@ def main() -> None:
             report["status"] = {key: json.loads(fetch(url, "/status", ""))[key] for key in ("kernels", "samplers")}
     for load, result in zip(loads, results, strict=True):
         result["concurrency"] = load.concurrency
-    print(json.dumps({**report, **results[0], "loads": results}))
+    finish({**report, **results[0], "loads": results}, options.out)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,9 @@ import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 
-from bench.tools.origin import origin
+from bench.tools.record import Arguments, origin, save
 from test.simulation.faults import KINDS
 from test.simulation.runs import WorldFailed, run
 from test.simulation.world import STEPS
@@ -109,11 +108,7 @@ def summary(
         "failed": len(failed),
         "failures": {str(seed): failed[seed].partition("\n")[0] for seed in failed},
     }
-    if arguments.out is not None:
-        part = arguments.out.with_suffix(".part")
-        part.write_text(json.dumps(last, indent=1) + "\n")
-        part.replace(arguments.out)
-    return json.dumps(last)
+    return save(last, arguments.out)
 
 
 def record_so_far(arguments: argparse.Namespace) -> tuple[int, Counter[str], dict[int, str], float, float]:
@@ -131,17 +126,13 @@ def record_so_far(arguments: argparse.Namespace) -> tuple[int, Counter[str], dic
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=5000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--without", nargs="*", default=[], choices=KINDS, help="kinds of faults to leave out")
     parser.add_argument("--minimise", action="store_true")
-    parser.add_argument(
-        "--out", type=Path, help="file for the last line, written after every 50 worlds; a run continues it"
-    )
-    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     return parser.parse_args()
 
 

@@ -13,7 +13,6 @@ its tokens is right with probability p. A prediction that is right needs no luck
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -30,7 +29,7 @@ import msgspec
 import torch
 
 from bench.tools.gpu_model import SIZES, write_random_file
-from bench.tools.origin import commit
+from bench.tools.record import Arguments, commit, finish
 from demo.files import ensure_model
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.drafters import Drafter
@@ -207,13 +206,12 @@ def measure_demo(rounds: int, dtype: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--size", choices=SIZES, help="random weights of this size instead of the demo model")
     parser.add_argument("--model-path", type=Path, help="file of `write_random_file`; else one is written")
     parser.add_argument("--dtypes", default="auto")
     parser.add_argument("--tokens", type=int, default=257)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     results: list[dict[str, Any]] = []
     if given.size:
@@ -224,10 +222,7 @@ def main() -> None:
                 results += measure_random(path, dtype, given.tokens, given.rounds)
     else:
         results = measure_demo(given.rounds, given.dtypes)
-    line = json.dumps({"commit": commit(), "size": given.size, "results": results})
-    if given.out:
-        given.out.write_text(line)
-    print(line)
+    finish({"commit": commit(given.commit), "size": given.size, "results": results}, given.out)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Prints one JSON line per measurement; the last line has all of them and the targ
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from bench.tools.pool_bench import TURN_TOKENS, Bench, HostArena
+from bench.tools.record import Arguments, finish
 from state_pool.layout import ZERO_SLOT
 from state_pool.pool import StatePool
 from state_pool.session_key import Tier
@@ -148,8 +148,7 @@ def counters(pool: StatePool) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = Arguments(__doc__)
     parser.add_argument("--folder", type=Path, help="folder for the databases; default: a temporary one")
     parser.add_argument("--synchronous", default="NORMAL", choices=["NORMAL", "FULL"])
     arguments = parser.parse_args()
@@ -180,10 +179,7 @@ def main() -> None:
         for result in measure_resume(folder / "resume", sync):
             note(result)
     last = {"measure": "state_pool", "targets": TARGETS, **figures(results), "all": results}
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(last, indent=1) + "\n")
-    print(json.dumps(last))
+    finish(last, arguments.out)
 
 
 def figures(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench.tools.origin import commit
+from bench.tools.record import Arguments, commit, finish
 from programs.settings import parse_settings
 from programs.settings.model_file import with_default_model
 from rwkv_batch.calls import CancelJobs
@@ -144,12 +144,11 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def parse_arguments() -> tuple[argparse.Namespace, Sequence[str]]:
     """Return this program's flags, and the service's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--clients", type=numbers, default=(32,))
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--prompt-tokens", type=int, default=20)
     parser.add_argument("--drawn", type=numbers, default=(64, 192))
-    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     return parser.parse_known_args()
 
 
@@ -167,8 +166,8 @@ def main() -> None:
             for clients in args.clients:
                 results.append(measure(engine, clients, args))
                 print(json.dumps(results[-1]), flush=True)
-            head = {"machine": machine, "torch": torch.__version__, "commit": args.commit or commit()}
-            print(json.dumps({**head, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "results": results}))
+            head = {"machine": machine, "torch": torch.__version__, "commit": commit(args.commit)}
+            finish({**head, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "results": results}, args.out)
         finally:
             engine.stop()
 

@@ -22,10 +22,8 @@ The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import re
 import statistics
 import threading
@@ -38,7 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from bench.tools.origin import origin
+from bench.tools.record import Arguments, finish, origin
 from demo import vocabulary
 from demo.corpus import pages
 from demo.corpus.translation import fresh_pair
@@ -294,7 +292,7 @@ def mask_cost(engine: Engine, rows: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--model-path", type=Path, help="a model file or a compact file; default: the demo model")
     parser.add_argument("--cases", type=int, default=200, help="held-out sentences of each skill")
     parser.add_argument("--kept", type=int, default=200, help="held-out sentences of each check of the service")
@@ -305,11 +303,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     given = arguments.model_path or MODEL
     model = ensure_model(source=given) if given.suffix == MODEL.suffix else given
-    result: dict[str, Any] = {"program": "bench.translation", "model": model.name, **origin()}
+    result: dict[str, Any] = {"program": "bench.translation", "model": model.name, **origin(arguments.commit)}
     with open_engine(model, device=arguments.device, dtype=arguments.dtype) as client:
         if arguments.cases:
             result["skills"] = skills(client, arguments.cases, arguments.seed)
@@ -320,10 +317,7 @@ def main() -> None:
     if arguments.kept:
         flags = ["--model-path", str(model), "--pp-devices", arguments.device, "--dtype", arguments.dtype]
         result["kept"] = asyncio.run(kept(flags, arguments.kept, arguments.seed))
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.tools.http_load import Load, drive, over_http
+from bench.tools.record import Arguments, finish
 from bench.tools.service import machine, percentile, service, summary
 
 LONG_LAUNCH_MS = 20.0
@@ -39,7 +40,7 @@ _WORTH_SHOWING = re.compile(r"warm-up took|decode graphs| ERROR | WARNING ")
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the rest for the service."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--concurrency", type=int, default=320)
     parser.add_argument("--max-tokens", type=int, default=700)
     parser.add_argument("--bulk-words", type=int, default=16)
@@ -121,7 +122,7 @@ def main() -> None:
         print(f"{at:8.2f} {first * 1e3:10.1f} {engine}  {steps}")
     firsts = [first for _, first in seen]
     report = {
-        **machine(),
+        **machine(options.commit),
         "flags": flags,
         "load": vars(bulk),
         "ttft_ms": [round(first * 1e3, 1) for first in firsts],
@@ -131,7 +132,7 @@ def main() -> None:
         "engine": entries,
         "bulk": summary(bulk, runs[0]),
     }
-    print(json.dumps(report))
+    finish(report, options.out)
 
 
 if __name__ == "__main__":

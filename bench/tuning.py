@@ -20,7 +20,6 @@ Prints one JSON line per figure; the last line has all.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bench.tools.gpu_model import SIZES, VOCAB, random_file
-from bench.tools.origin import commit
+from bench.tools.record import Arguments, commit, finish
 from rwkv_batch.tuning import Document
 from rwkv_batch.tuning.run import Place, prepare
 from rwkv_batch.tuning.trainer import TuneOptions, Tuning
@@ -196,7 +195,7 @@ def against_fla(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--method", choices=("state", "lora", "state+lora"), default="state")
@@ -210,7 +209,7 @@ def main() -> None:
     parser.add_argument("--piece", type=int, default=2, help="rows of --against-fla")
     args = parser.parse_args()
     figures = against_fla(args) if args.against_fla else speed(args)
-    print(json.dumps({"commit": commit(), "gpu": torch.cuda.get_device_name(), **figures}))
+    finish({"commit": commit(args.commit), "gpu": torch.cuda.get_device_name(), **figures}, args.out)
 
 
 if __name__ == "__main__":

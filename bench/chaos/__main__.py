@@ -13,7 +13,7 @@ malformed packets. In the quiet part it does not. It counts:
 * slots, leases, rows and jobs in use without a request, before and after the quiet part;
 * threads and descriptors that an idle process gained in the quiet part, beyond a few of lazily filled pools;
 * growth of memory, threads and descriptors of each process, and of the number of files, in the last three quarters of
-  the quiet part. The upper bound is 1 % per hour (`slope.py`). Files, threads and descriptors come and go with
+  the quiet part. The upper bound is 1 % per hour (`health.py`). Files, threads and descriptors come and go with
   requests, so their lowest numbers count. The caches are full by then. Pages of files (code, embedding rows) do not
   count.
 * acknowledged turns that were lost or changed. All sessions run a second time on an undisturbed service
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import sys
 import tempfile
@@ -37,13 +36,23 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.crash import PASSWORD, Service, check_all, stored_names, wrong_sessions
-from bench.chaos.disturbances import Disturbances
-from bench.chaos.health import Figures, Sampler, all_figures, cache_sizes, held_when_idle, name_of, names_of
+from bench.chaos.crash import check_all, stored_names, wrong_sessions
+from bench.chaos.health import (
+    Figures,
+    Sampler,
+    Slope,
+    all_figures,
+    cache_sizes,
+    held_when_idle,
+    medians,
+    name_of,
+    names_of,
+    slope,
+)
 from bench.chaos.reloads import Administrator, Files
-from bench.chaos.slope import Slope, medians, slope
+from bench.chaos.service import PASSWORD, Disturbances, Service, logs
 from bench.chaos.traffic import Client, Findings, stop
-from bench.tools.origin import origin
+from bench.tools.record import Arguments, finish, origin
 
 STORM_SHARE = 1 / 3
 """Share of the run in which faults are injected."""
@@ -93,9 +102,9 @@ def measure_idle(
 def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str]) -> dict[str, Any]:
     """Run traffic and faults against one service, and return the record."""
     (folder / "tmp").mkdir()
-    files, database = Files(folder), str(folder / "sessions.db")
-    flags = [*service_arguments, *TINY, "--state-db", database, "--password", PASSWORD, *files.arguments]
-    service = Service(folder, *flags, *arguments.service_argument, TMPDIR=str(folder / "tmp"))
+    files, database = Files(folder), folder / "sessions.db"
+    flags = [*service_arguments, *TINY, "--password", PASSWORD, *files.arguments, *arguments.service_argument]
+    service = Service(folder, *flags, state_db=database, TMPDIR=str(folder / "tmp"))
     disturbances, findings, gate = Disturbances(service.url), Findings(), threading.Event()
     gate.set()
     common = (disturbances, findings, gate)
@@ -127,7 +136,7 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         for pid in after
         if pid in sampler.samples
     }
-    stored = stored_names(folder, [*service_arguments, "--state-db", database])
+    stored = stored_names(folder, service_arguments, database)
     wrong = wrong_sessions(talks, stored) + check_all(folder, talks, service_arguments)
     return {
         "answers": dict(sorted(findings.answers.items())),
@@ -197,7 +206,7 @@ def has_violations(result: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--hours", type=float, default=1.5)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--pause-s", type=float, default=0.0, help="mean pause of a client after a request")
@@ -205,8 +214,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, help="file for the service's log")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="", help="the commit to record where git is not available")
     parser.add_argument("--service-argument", action="append", default=[], help="passed to app.py unchanged")
     arguments = parser.parse_args()
     service_arguments = ["--dtype", "fp32", "--pp-devices", "cpu", "--log-level", "warning", "--access-log", "false"]
@@ -216,9 +223,9 @@ def main() -> None:
         try:
             result = run(folder, arguments, service_arguments)
         finally:
-            if arguments.log is not None and (folder / "service.log").exists():
-                arguments.log.write_text((folder / "service.log").read_text(errors="replace"))
-        tracebacks = (folder / "service.log").read_text(errors="replace").count("Traceback")
+            if arguments.log is not None:
+                arguments.log.write_text(logs(folder))
+        tracebacks = logs(folder).count("Traceback")
     last = {
         "measure": "chaos",
         **origin(arguments.commit),
@@ -227,10 +234,7 @@ def main() -> None:
         **result,
     }
     last |= {"tracebacks": tracebacks, "ok": not has_violations(result)}
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(last, indent=1) + "\n")
-    print(json.dumps(last))
+    finish(last, arguments.out)
     sys.exit(1 if has_violations(result) else 0)
 
 

@@ -1,4 +1,4 @@
-"""Memory, threads and file descriptors of the service's processes.
+"""Memory, threads and file descriptors of the service's processes, and whether they grow.
 
 Also the resources that the service holds while idle.
 """
@@ -6,7 +6,9 @@ Also the resources that the service holds while idle.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import statistics
 import threading
 import time
 from dataclasses import dataclass, field
@@ -15,9 +17,17 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.crash import HEADERS, descendants
+from bench.chaos.service import HEADERS, descendants
 
 SAMPLE_S = 2.0
+FLAT = 0.01
+"""Growth per hour, as a share, that counts as flat."""
+BLOCKS = 24
+"""Time blocks, each reduced to its median: samples of neighbouring seconds are not independent."""
+LONG_S = 1800.0
+"""From this length on, the upper bound must be below FLAT. Shorter runs only fail if the lower one is above."""
+_SIGMAS = 1.96
+"""95 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +126,50 @@ def _held(status: dict[str, Any]) -> dict[str, Any]:
         "leases": pool["waiting_leases"],
         "jobs": sum(worker["jobs"] for worker in status["processes"]["http_workers"]),
     }
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Growth per hour as a share, with 95 % bounds.
+
+    This is the Theil-Sen estimator with Sen's bounds. The estimate is the median of the slopes between all pairs of
+    blocks.
+    """
+
+    an_hour: float
+    low: float
+    high: float
+    seconds: float
+    """length of the sampled time"""
+
+    @property
+    def grows(self) -> bool:
+        """Whether the figure grows. Also True if a long run does not show that it is flat."""
+        return (self.high if self.seconds >= LONG_S else self.low) > FLAT
+
+
+def medians(samples: list[tuple[float, float]], has_floor: bool = False) -> list[tuple[float, float]]:
+    """Return (mean time, median) of each block of (seconds, figure) samples; [] if there are too few.
+
+    has_floor: return the lowest figure in place of the median. Files, threads and descriptors come and go with
+    requests, so only their lowest number shows what is left behind.
+    """
+    if len(samples) < 2 * BLOCKS:
+        return []
+    cuts = [len(samples) * number // BLOCKS for number in range(BLOCKS + 1)]
+    blocks = [samples[first:end] for first, end in itertools.pairwise(cuts)]
+    reduce = min if has_floor else statistics.median
+    return [(statistics.fmean(at for at, _ in block), reduce(y for _, y in block)) for block in blocks]
+
+
+def slope(samples: list[tuple[float, float]], has_floor: bool = False) -> Slope | None:
+    """Return the slope of (seconds, figure) samples in time order; None if there are too few. `has_floor`: `medians`"""
+    points = medians(samples, has_floor)
+    if not points:
+        return None
+    slopes = sorted((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2))
+    spread = _SIGMAS * (BLOCKS * (BLOCKS - 1) * (2 * BLOCKS + 5) / 18) ** 0.5
+    low, high = round((len(slopes) - spread) / 2), round((len(slopes) + spread) / 2)
+    scale = 3600 / statistics.median(y for _, y in points)
+    middle, seconds = statistics.median(slopes), samples[-1][0] - samples[0][0]
+    return Slope(scale * middle, scale * slopes[low], scale * slopes[high], seconds)

@@ -16,9 +16,7 @@ history has faults.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import signal
@@ -34,7 +32,7 @@ from typing import Any
 
 import httpx
 
-from bench.tools.origin import origin
+from bench.tools.record import Arguments, finish, origin
 from demo.random_weights import write_random_model
 from test.serving import Service
 
@@ -219,7 +217,7 @@ def run(service: Service, operations: int, clients: int, sessions: int, kill_eve
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--operations", type=int, default=100_000)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--sessions", type=int, default=40)
@@ -227,7 +225,6 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--model", type=Path, help="default: a random model of 2 layers")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -250,14 +247,12 @@ def main() -> None:
     record = {
         "program": "bench.chaos.history",
         "measure": "history",
-        **origin(),
+        **origin(arguments.commit),
         "replicas": arguments.replicas,
         "seed": arguments.seed,
         **found,
     }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record))
+    finish(record, arguments.out)
     sys.exit(bool(found["wrong_sessions"]))
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.crash import HEADERS, Conversation, Turn, send_turn
-from bench.chaos.disturbances import Disturbances
+from bench.chaos.service import HEADERS, Disturbances
 
 SESSIONS_PER_CLIENT = 3
+MAX_UNANSWERED = 3
+"""Unanswered turns after which a session is not used any more: each doubles its possible histories."""
 _SYSTEM = "You are a helpful assistant that answers in one short line and never asks back. Number "
 _ERROR = re.compile(r'"error":(?!\s*(null|""))')
 """An error in a body. Batches, responses and states have an empty one."""
@@ -27,6 +28,67 @@ _BATCHED = "/v1/chat/completions"
 _BATCH_TIMEOUT_S = 100.0
 _ENDED = ("completed", "failed", "expired", "cancelled")
 _WORDS = ("red", "seven", "river", "whose", "Baum", "7", "sky", "天", "né")
+
+
+@dataclass
+class Turn:
+    """One request, and its answer if there was one."""
+
+    prompt: str
+    seed: int
+    text: str | None = None
+    prompt_tokens: int = 0
+
+
+@dataclass
+class Conversation:
+    """A session as its client knows it."""
+
+    name: str
+    branches: bool
+    turns: list[Turn] = field(default_factory=list)
+    dialogue: int = 0
+    deleted: bool = False
+    delete_confirmed: bool = False
+    """Whether the delete was acknowledged."""
+
+    @property
+    def unanswered(self) -> int:
+        """Number of turns that may or may not be stored."""
+        return sum(turn.text is None for turn in self.turns)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the session gets no more turns."""
+        unanswered = bool(self.unanswered)
+        return self.deleted or self.unanswered > MAX_UNANSWERED or (unanswered and self.turns[-1].text is not None)
+
+
+def send_turn(client: httpx.Client, url: str, talk: Conversation, turn: Turn, name: str) -> None:
+    """Send one turn and fill in its answer. Raises httpx.HTTPError if there was none."""
+    body: dict[str, Any] = {
+        "contents": [turn.prompt],
+        "session_id": name,
+        "max_tokens": 6,
+        "stop_tokens": [],
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "seed": turn.seed,
+        "use_prefix_cache": False,
+        "ignore_eos": True,
+    }
+    path = "/state/chat/completions"
+    if talk.branches:
+        path, body["dialogue_idx"] = "/multi_state/chat/completions", talk.dialogue
+    reply = client.post(url + path, json=body)
+    reply.raise_for_status()
+    answer = reply.json()
+    if "error" in answer:  # an error after the status was sent
+        raise httpx.HTTPStatusError(str(answer["error"]), request=reply.request, response=reply)
+    turn.prompt_tokens = int(answer["usage"]["prompt_tokens"])
+    turn.text = str(answer["choices"][0]["message"]["content"])
+    if talk.branches:
+        talk.dialogue = int(answer["dialogue_idx"])
 
 
 @dataclass

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bench.tools.http_load import Load, fetch
-from bench.tools.origin import commit
+from bench.tools.record import origin
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 600.0
@@ -95,10 +93,6 @@ def summary(load: Load, run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
+def machine(given_commit: str) -> dict[str, Any]:
     """Return machine and versions for the record."""
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "robyn", "msgspec")}
-    cpus = len(os.sched_getaffinity(0))
-    return {"cpus": cpus, "machine": platform.machine(), "python": platform.python_version(), **versions} | {
-        "commit": commit()
-    }
+    return origin(given_commit, "torch", "robyn", "msgspec")

@@ -7,9 +7,8 @@ import threading
 import httpx
 import pytest
 
-from bench.chaos.crash import Conversation, Turn, send_turn
-from bench.chaos.disturbances import Disturbances
-from bench.chaos.traffic import Client, Findings
+from bench.chaos.service import Disturbances
+from bench.chaos.traffic import Client, Conversation, Findings, Turn, send_turn
 
 
 def client_with_answer(status: int, body: object) -> httpx.Client:

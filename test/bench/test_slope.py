@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench.chaos.slope import FLAT, slope
+from bench.chaos.health import FLAT, slope
 
 MIB = 1 << 20
 

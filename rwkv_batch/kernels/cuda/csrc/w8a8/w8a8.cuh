@@ -36,7 +36,7 @@
 // Bound: memory up to about 128 rows (n * K bytes, once), then the tensor cores, then power. Share of 4.8 TB/s (H200,
 // ffn.key [16,384, 4,096]): 1 to 32 rows 87 to 89 %, 128 rows 75 %. Share of 1,979 TOPS: 320 rows 62 %, 960 rows 67 %,
 // 4,096 rows 77 %, at the power limit 68 %.
-// Made for: K 4,096 and 16,384, n 4,096 to 65,536 (bench/int8/RESULTS.md).
+// Made for: K 4,096 and 16,384, n 4,096 to 65,536 (bench/results/w8a8.md).
 #pragma once
 
 #include "../common.cuh"

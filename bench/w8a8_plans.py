@@ -1,6 +1,7 @@
 """Times every plan of the W8A8 kernel, and writes the launch table.
 
-    python -m bench.int8.program OUT --seconds 240 --widths 4096
+    python -m bench.w8a8_plans OUT --seconds 240 --widths 4096
+    cp OUT/launch_table.json rwkv_batch/kernels/cuda/w8a8/
 
 Each cell is a matrix of the model and a number of rows. Every compiled tile that takes the launch is timed in graphs
 over rotated weights. From 960 rows on, power binds, so the fastest plans are timed again at the power limit. Writes

@@ -1,4 +1,7 @@
-"""Injects faults into the service and records when. A failure at any other time is unexplained."""
+"""The service under test, and the faults that are injected into it.
+
+A failure while no fault was injected is unexplained.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,20 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 
-from bench.chaos.crash import HEADERS
+from test import serving
 
+PASSWORD = "password-of-the-service"
+HEADERS = {"Authorization": f"Bearer {PASSWORD}"}
+"""Sent to every service, also to those without a password."""
 RECOVERY_S = 180.0
 """Longest time until the service serves again. On idle cores an engine starts in a few seconds."""
 AFTER_S = 3.0
@@ -29,6 +37,45 @@ PACKETS = (
     b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"\r\n\r\n\r\n",
 )
+
+
+class Service(serving.Service):
+    """`app.py` with all its processes, ready; one HTTP worker unless the arguments say otherwise."""
+
+    def __init__(self, folder: Path, *arguments: str, state_db: Path | str = "", **environment: str) -> None:
+        super().__init__(folder, "--http-workers", "1", *arguments, state_db=state_db, **environment)
+        self.wait_ready()
+
+    def kill(self) -> None:
+        """Send SIGKILL to every process. Each one leads its own process session, so killing the group is not enough."""
+        family = [*descendants(self.process.pid), self.process.pid]
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        while any(map(serving.is_process_alive, family)):
+            time.sleep(0.005)
+
+    def stop(self) -> None:
+        """Shut the service down in order."""
+        try:
+            self.terminate(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all child processes, recursively."""
+    try:
+        found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
+        return []
+    return [*found, *(further for child in found for further in descendants(child))]
+
+
+def logs(folder: Path) -> str:
+    """Return the logs of all services in a folder."""
+    return "".join(path.read_text(errors="replace") for path in sorted(folder.glob("service-*.log")))
 
 
 @dataclass
