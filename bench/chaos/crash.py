@@ -40,6 +40,8 @@ from bench.chaos.traffic import MAX_UNANSWERED, Client, Conversation, Findings, 
 from bench.tools.record import Arguments, finish
 
 CLIENTS = 6
+LAST_TURNS, LAST_S = 60, 20.0
+"""Turns of the last round, and the longest time that it gets for them."""
 
 
 class TurnClient(Client):
@@ -80,7 +82,11 @@ def run_kills(folder: Path, arguments: argparse.Namespace, service_arguments: li
         for client, mine in zip(clients, talks, strict=True):
             client.talks = mine
             client.start()
-        time.sleep(rng.uniform(0.3, 4.0) if number < arguments.kills else 5.0)
+        is_last = number == arguments.kills
+        until = time.monotonic() + (LAST_S if is_last else rng.uniform(0.3, 4.0))
+        enough = findings.acknowledged + LAST_TURNS
+        while time.monotonic() < until and not (is_last and findings.acknowledged >= enough):
+            time.sleep(0.05)
         service.kill()
         for client in clients:
             client.join()

@@ -1,12 +1,13 @@
-"""Ten thousand texts with markers by a random model under masks."""
+"""Texts with markers by a random model under masks: ten thousand in the long tests."""
 
 from __future__ import annotations
 
 import pytest
 
+from test.conftest import IS_LONG
 from test.sampling.test_required_text import check_random_texts
 
 
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", range(1, 9) if IS_LONG else range(1, 3))
 def test_a_random_model_gives_each_marker_once_and_tags_nest(seed: int) -> None:
     check_random_texts(seed, 1250)

@@ -11,7 +11,7 @@ from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.pool import StatePool
 from state_pool.sessions import LeaseState
 from test.pool_integrity import integrity_faults, ref_counts
-from test.simulation.violation import demand
+from test.simulation.violation import Violation, demand
 
 MAX_READY_STEPS = 10
 """Steps until a turn starts whose session's state is in a slot."""
@@ -20,9 +20,13 @@ MAX_READY_STEPS = 10
 def check_step(engine: Engine) -> None:
     """Check all invariants. Raises Violation."""
     pool: Any = engine.model_runner.pool
-    _check_scheduler(engine)
+    clients = _clients(engine)
+    paused = [row for rows in clients for row in rows.paused]
+    rows = list(dict.fromkeys([*engine.scheduler._running, *paused]))
+    """those that hold slots: running and paused ones"""
+    _check_scheduler(engine, clients, paused, rows)
     _check_jobs(engine)
-    _check_slots(engine, pool)
+    _check_slots(engine, pool, rows)
     _check_prefixes(pool)
     _check_tiers(pool)
 
@@ -53,70 +57,57 @@ def _could_start(lease: Any, tiers: Any) -> bool:
     return source.host is not None and tiers.can_pin and tiers.slots.num_free > 0
 
 
-def _rows(engine: Engine) -> list[Sequence]:
-    """Rows that hold slots: running and paused ones."""
-    scheduler: Any = engine.scheduler
-    return list(dict.fromkeys([*scheduler._running, *_paused(engine)]))
-
-
 def _clients(engine: Engine) -> list[Any]:
     admission: Any = engine.scheduler.admission
     return [rows for queue in (admission.interactive, admission.batch) for rows in queue._clients.values()]
 
 
-def _paused(engine: Engine) -> list[Sequence]:
-    return [row for rows in _clients(engine) for row in rows.paused]
-
-
-def _check_scheduler(engine: Engine) -> None:
+def _check_scheduler(engine: Engine, clients: list[Any], paused: list[Sequence], rows: list[Sequence]) -> None:
     scheduler: Any = engine.scheduler
     admission, limits = scheduler.admission, scheduler.limits
-    rows = _rows(engine)
     req_slots = [row.req_slot for row in rows if row.req_slot != NO_REQ_SLOT] + list(admission.free_req_slots)
     demand(sorted(req_slots) == list(range(limits.num_req_slots)), f"request slots {sorted(req_slots)}")
     demand(all(row.phase in (Phase.RUNNING, Phase.CLOSING) for row in rows), "a running row has ended")
-    demand(not set(_paused(engine)) & set(scheduler._running), "a row that gave way is in the steps")
-    placed = [row for client in _clients(engine) for row in client.running]
+    demand(not set(paused) & set(scheduler._running), "a row that gave way is in the steps")
+    placed = [row for client in clients for row in client.running]
     demand(set(placed) <= set(scheduler._running) and len(set(placed)) == len(placed), "a place without a row")
     demand(all(row in placed for row in scheduler._running if row.phase is Phase.RUNNING), "a row without a place")
     demand(len(placed) <= limits.max_running, f"{len(placed)} rows have a place")
-    demand(admission.paused_rows == len(_paused(engine)) <= limits.max_paused, f"{admission.paused_rows} rows gave way")
-    _check_waiting(engine, placed)
+    demand(admission.paused_rows == len(paused) <= limits.max_paused, f"{admission.paused_rows} rows gave way")
+    _check_waiting(engine, clients, placed)
 
 
-def _check_waiting(engine: Engine, placed: list[Sequence]) -> None:
+def _check_waiting(engine: Engine, clients: list[Any], placed: list[Sequence]) -> None:
     admission: Any = engine.scheduler.admission
     jobs = list(engine.jobs._jobs.values())
     waiting = [row for job in jobs for row in job.waiting]
     demand(admission.waiting_rows == len(waiting), f"{admission.waiting_rows} rows are counted, {len(waiting)} wait")
     demand(len(set(waiting)) == len(waiting), "a row waits twice")
     demand(all(row.phase is Phase.WAITING for row in waiting), "a waiting row has begun or ended")
-    listed = [job for client in _clients(engine) for job in client.jobs]
+    listed = [job for client in clients for job in client.jobs]
     demand(len(set(listed)) == len(listed), "a job waits twice")
     demand(
         set(listed) == {job for job in jobs if job.waiting},
         "a job with waiting rows is not in the line, or one without",
     )
     demand({*admission.interactive.forked, *admission.batch.forked} <= set(waiting), "a forked row waits nowhere")
+    places = Counter(id(row.job) for row in placed)
     for job in jobs:
-        num_running = sum(row.job is job for row in placed)
-        demand(
-            job.num_running == num_running,
-            f"{job.job_id} is counted with {job.num_running} places and has {num_running}",
-        )
+        if job.num_running != (count := places[id(job)]):
+            raise Violation(f"{job.job_id} is counted with {job.num_running} places and has {count}")
 
 
 def _check_jobs(engine: Engine) -> None:
     for job in engine.jobs._jobs.values():
         live = sum(row.fork_count for row in job.live)
-        demand(live == job.unfinished > 0, f"{job.job_id}: {live} rows live, {job.unfinished} unfinished")
-        demand(not job.deltas, f"{job.job_id}: deltas were not delivered")
+        if not live == job.unfinished > 0:
+            raise Violation(f"{job.job_id}: {live} rows live, {job.unfinished} unfinished")
+        demand(not job.deltas, "deltas were not delivered")
 
 
-def _check_slots(engine: Engine, pool: Any) -> None:
+def _check_slots(engine: Engine, pool: Any, running: list[Sequence]) -> None:
     """Each slot has one owner, and each holder is known."""
     tiers = pool.tiers
-    running = _rows(engine)
     owners: Counter[int] = Counter()
     everyone = list(dict.fromkeys([*running, *(row for job in engine.jobs._jobs.values() for row in job.live)]))
     for row in everyone:
@@ -133,23 +124,21 @@ def _check_slots(engine: Engine, pool: Any) -> None:
     owners.update(pool.prefixes.slots)
     twice = {slot: count for slot, count in owners.items() if count > 1 or slot < FIRST_FREE_SLOT}
     demand(not twice, f"slots with more than one owner, or without a permitted owner: {twice}")
-    expected = owners + Counter(tiers._pins) + Counter(transfer.slot for transfer in tiers._transfers)
+    expected = owners
+    expected.update(tiers._pins)
+    expected.update(transfer.slot for transfer in tiers._transfers)
     readers = [*[one.shared for one in [*running, *_forked(engine), *members]], *(row.tuned_slot for row in everyone)]
     shared = Counter(base.slot for base in set(readers) if base is not None)
     held = ref_counts(tiers.slots)
+    unsettled = 1 if pool.pending else 0
+    """slots that a deleted session's turn may hold until its end is reported"""
     for slot in {*held, *expected}:
-        minimum, maximum = expected[slot], expected[slot] + shared[slot] + _unsettled(pool)
-        demand(
-            minimum <= held.get(slot, 0) <= maximum,
-            f"slot {slot} is held {held.get(slot, 0)} times, not {minimum}..{maximum}",
-        )
+        minimum, maximum = expected[slot], expected[slot] + shared[slot] + unsettled
+        if not minimum <= held.get(slot, 0) <= maximum:
+            raise Violation(f"slot {slot} is held {held.get(slot, 0)} times, not {minimum}..{maximum}")
     free = sorted(tiers.slots._free)
-    demand(free == [s for s in range(FIRST_FREE_SLOT, len(tiers.slots._ref_counts)) if s not in held], f"free {free}")
-
-
-def _unsettled(pool: Any) -> int:
-    """Return how many slots a deleted session's turn may hold. It may hold them until its end is reported."""
-    return 1 if pool.pending else 0
+    if free != [slot for slot in range(FIRST_FREE_SLOT, len(tiers.slots._ref_counts)) if slot not in held]:
+        raise Violation(f"free {free}")
 
 
 def _forked(engine: Engine) -> list[Sequence]:
@@ -174,11 +163,9 @@ def _check_tiers(pool: Any) -> None:
     index = pool._index
     for session in index:
         found = [session in index.l1, session in index.l2]
-        demand(
-            found == [session.slot is not None, session.host is not None] and not all(found),
-            f"{session.key} is on the wrong tier",
-        )
-    demand(all(s in set(index) for s in [*index.l1, *index.l2]), "a session that was forgotten is on a tier")
+        if found != [session.slot is not None, session.host is not None] or all(found):
+            raise Violation(f"{session.key} is on the wrong tier")
+    demand({*index.l1, *index.l2} <= set(index), "a session that was forgotten is on a tier")
     existing = sum(session.exists for session in index)
     demand(index.num_existing == existing, f"{index.num_existing} sessions are counted, {existing} exist")
     config = pool.config

@@ -31,11 +31,24 @@ def batch(service: Service, source: Path, target: Path, *flags: str) -> int:
     return main(["batch", str(source), "-o", str(target), "--url", service.url, *SHORT, *flags])
 
 
-def started(service: Service, source: Path, target: Path, *flags: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Run the command in its own process."""
-    command = [sys.executable, str(ROOT / "app.py"), "batch", str(source), "-o", str(target), "--url", service.url]
+def started(
+    service: Service, source: Path, target: Path, *flags: str, prefix: Sequence[str] = (), **options: Any
+) -> subprocess.Popen[bytes]:
+    """Run the command in its own process. `prefix`: a program that starts it."""
+    command = [
+        *prefix,
+        sys.executable,
+        str(ROOT / "app.py"),
+        "batch",
+        str(source),
+        "-o",
+        str(target),
+        "--url",
+        service.url,
+    ]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
-    return subprocess.Popen([*command, *SHORT, *flags], cwd=ROOT, stderr=subprocess.PIPE, env=clean, **options)
+    command += ["--url", service.url, *SHORT, *flags]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=clean, **options)
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:

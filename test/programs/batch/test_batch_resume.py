@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import sqlite3
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def test_after_kills_and_resumes_every_line_is_there_once(
 ) -> None:
     source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(400)), tmp_path / f"out.jsonl{suffix}"
     flags, rng = ("--order", order), random.Random(order)
-    kills = [killed(fake, source, target, *flags, "--max-in-flight", "3", rng=rng) for _ in range(5)]
+    kills = [killed(fake, source, target, *flags, "--max-in-flight", "3", rng=rng) for _ in range(3)]
     assert any(kills)
     assert batch(fake, source, target, *flags) == 3
     with gzip.open(target, "rt") if suffix else target.open() as file:
@@ -74,9 +73,9 @@ def test_after_kills_and_resumes_every_line_is_there_once(
 
 
 def stopped_half_way(fake: Service, tmp_path: Path) -> tuple[Path, Path]:
-    """Return input and output of a stopped run. It stopped after 120 of 300 lines."""
-    source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(300)), tmp_path / "out.jsonl"
-    assert batch(fake, source, target, "--limit", "120") == 3
+    """Return input and output of a stopped run. It stopped after 40 of 100 lines."""
+    source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(100)), tmp_path / "out.jsonl"
+    assert batch(fake, source, target, "--limit", "40") == 3
     return source, target
 
 
@@ -98,9 +97,9 @@ def test_a_stopped_run_keeps_finished_lines(fake: Service, tmp_path: Path) -> No
 def test_output_lines_missing_in_the_sidecar_run_a_second_time(fake: Service, tmp_path: Path) -> None:
     source, target = stopped_half_way(fake, tmp_path)
     with target.open("ab") as file:
-        file.write(b'{"id": 299, "text": "half a li')  # written, and not known to be done
+        file.write(b'{"id": 99, "text": "half a li')  # written, and not known to be done
     assert batch(fake, source, target) == 3
-    assert read_jsonl(target) == terms_in(300)
+    assert read_jsonl(target) == terms_in(100)
 
 
 def test_a_changed_input_a_cut_output_and_other_settings_are_refused_by_name(
@@ -119,14 +118,14 @@ def test_a_changed_input_a_cut_output_and_other_settings_are_refused_by_name(
     assert "--template" in refused("--template", "{text}!")
     source.write_bytes(content[:-10])
     assert "the input has changed" in refused()
-    source.write_bytes(content.replace(b"n299", b"m299"))
+    source.write_bytes(content.replace(b"n99", b"m99"))
     assert "the input has changed" in refused()
     source.write_bytes(content)
     target.write_bytes(done[:-1])
     assert "it was changed" in refused()
     target.write_bytes(done)
     assert batch(fake, source, target) == 3
-    assert read_jsonl(target) == terms_in(300)
+    assert read_jsonl(target) == terms_in(100)
 
 
 def test_a_foreign_output_is_kept_without_fresh(fake: Service, tmp_path: Path) -> None:
@@ -151,25 +150,17 @@ def test_two_runs_on_one_output(fake: Service, tmp_path: Path, capsys: pytest.Ca
 
 def test_a_full_disk_ends_the_run_and_the_next_one_resumes(fake: Service, tmp_path: Path) -> None:
     """A file size limit stands for a full disk."""
-    source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(1000)), tmp_path / "out.jsonl"
-    size = sum(len(json.dumps(line)) + 1 for line in terms_in(1000))
+    source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(200)), tmp_path / "out.jsonl"
+    size = sum(len(json.dumps(line)) + 1 for line in terms_in(200))
     limited = ["prlimit", f"--fsize={size // 2}"]
     if shutil.which("prlimit") is None:
         pytest.skip("prlimit of util-linux is missing")
-    import os
-    import sys
-
-    from test.programs.batch.runs import SHORT
-    from test.serving import ROOT
-
-    command = [*limited, sys.executable, str(ROOT / "app.py"), "batch", str(source), "-o", str(target)]
-    ran = subprocess.run(
-        [*command, "--url", fake.url, *SHORT], cwd=ROOT, capture_output=True, text=True, env=os.environ
-    )
-    assert ran.returncode == 1, ran.stderr
-    assert "cannot be written" in ran.stderr and "are safe" in ran.stderr
+    process = started(fake, source, target, prefix=limited)
+    errors = process.communicate(timeout=120)[1].decode()
+    assert process.returncode == 1, errors
+    assert "cannot be written" in errors and "are safe" in errors
     assert batch(fake, source, target) == 3
-    assert read_jsonl(target) == terms_in(1000)
+    assert read_jsonl(target) == terms_in(200)
 
 
 def test_a_run_can_resume_after_the_service_ended(fake: Service, tmp_path: Path) -> None:
@@ -189,7 +180,7 @@ def test_the_sidecar_is_behind_the_output_at_every_call(
     fake: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finished lines are synced first: an output cut there is complete."""
-    source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(200)), tmp_path / "out.jsonl"
+    source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(100)), tmp_path / "out.jsonl"
     synced: list[int] = []
     append, commit = OutputFile.append, Sidecar.commit
 
