@@ -13,9 +13,11 @@ SECTOR_BYTES = 512
 class Disk:
     """Knows what SQLite has synced: with FULL each commit, with NORMAL only what a checkpoint has moved."""
 
-    def __init__(self, database: Path, rng: random.Random) -> None:
+    def __init__(self, database: Path, rng: random.Random, *, may_lose_power: bool) -> None:
+        """may_lose_power: False: what is synced is never restored, so the files are not read at each commit"""
         self._database, self._log = database, Path(f"{database}-wal")
         self._rng = rng
+        self._may_lose_power = may_lose_power
         self.syncs_commits = False
         """whether SQLite syncs the log with each commit"""
         self._synced_database = self._synced_log = b""
@@ -23,18 +25,18 @@ class Disk:
 
     def sync(self) -> None:
         """Everything written so far is safe."""
-        self._synced_database, self._synced_log = _read(self._database), _read(self._log)
+        self._synced_database = _read(self._database)
+        if self._may_lose_power:
+            self._synced_log = _read(self._log)
 
     def after(self, sql: str, is_whole: bool) -> bool:
         """A statement has run. Returns whether everything written so far is safe now.
 
         is_whole: of a checkpoint, whether it has moved the whole log
         """
-        if sql == "COMMIT":
-            is_synced = self.syncs_commits
-        else:  # a checkpoint syncs the log before it writes the database
-            is_synced = is_whole or _read(self._database) != self._synced_database
-        if is_synced:
+        is_commit = sql == "COMMIT"  # a checkpoint syncs the log before it writes the database
+        is_synced = self.syncs_commits if is_commit else is_whole or _read(self._database) != self._synced_database
+        if is_synced and (self._may_lose_power or not is_commit):
             self.sync()
         return is_synced
 

@@ -66,7 +66,7 @@ def _check_scheduler(engine: Engine, clients: list[Any], paused: list[Sequence],
     scheduler: Any = engine.scheduler
     admission, limits = scheduler.admission, scheduler.limits
     req_slots = [row.req_slot for row in rows if row.req_slot != NO_REQ_SLOT] + list(admission.free_req_slots)
-    demand(sorted(req_slots) == list(range(limits.num_req_slots)), f"request slots {sorted(req_slots)}")
+    demand(sorted(req_slots) == list(range(limits.num_req_slots)), "a request slot has no owner, or two")
     demand(all(row.phase in (Phase.RUNNING, Phase.CLOSING) for row in rows), "a running row has ended")
     demand(not set(paused) & set(scheduler._running), "a row that gave way is in the steps")
     placed = [row for client in clients for row in client.running]

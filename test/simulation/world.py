@@ -56,7 +56,7 @@ class World:
             self.settings.disk = 0.03  # no state of a mixture is in memory when the disk refuses its turn
         self.tasks = tasks
         self.database = folder / "sessions.db"
-        self.disk = Disk(self.database, more)
+        self.disk = Disk(self.database, more, may_lose_power=self.settings.power > 0)
         self.ledger = Ledger(self.settings.durability == "lazy", lambda: tasks.now)
         self.faults = Faults(
             self.settings, tasks, random.Random(f"{seed} faults"), more, self.disk, self.ledger.on_sync

@@ -150,8 +150,8 @@ def test_two_runs_on_one_output(fake: Service, tmp_path: Path, capsys: pytest.Ca
 
 def test_a_full_disk_ends_the_run_and_the_next_one_resumes(fake: Service, tmp_path: Path) -> None:
     """A file size limit stands for a full disk."""
-    source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(200)), tmp_path / "out.jsonl"
-    size = sum(len(json.dumps(line)) + 1 for line in terms_in(200))
+    source, target = write_jsonl(tmp_path / "in.jsonl", lines_of(1000)), tmp_path / "out.jsonl"
+    size = sum(len(json.dumps(line)) + 1 for line in terms_in(1000))
     limited = ["prlimit", f"--fsize={size // 2}"]
     if shutil.which("prlimit") is None:
         pytest.skip("prlimit of util-linux is missing")
@@ -160,7 +160,7 @@ def test_a_full_disk_ends_the_run_and_the_next_one_resumes(fake: Service, tmp_pa
     assert process.returncode == 1, errors
     assert "cannot be written" in errors and "are safe" in errors
     assert batch(fake, source, target) == 3
-    assert read_jsonl(target) == terms_in(200)
+    assert read_jsonl(target) == terms_in(1000)
 
 
 def test_a_run_can_resume_after_the_service_ended(fake: Service, tmp_path: Path) -> None:
