@@ -82,6 +82,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str = "rwkv7"
     models_dir: str = ""
     """Folder of files that requests may name. "": none."""
+    speculate: str = "off"
+    """As `EngineConfig.speculate`."""
 
     @property
     def max_body_bytes(self) -> int:

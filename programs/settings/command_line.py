@@ -173,7 +173,8 @@ def parse_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     _apply_strategy(values[EngineConfig])
     engine = EngineConfig(**{"model_path": "", **values[EngineConfig]}, pool=PoolConfig(**values[PoolConfig]))
     _refuse_file_in_cluster(values[ServiceConfig].get("cluster", ""), engine.pool)
-    shared: dict[str, Any] = {name: getattr(engine, name) for name in ("drain_timeout_s", "model_name", "models_dir")}
+    names = ("drain_timeout_s", "model_name", "models_dir", "speculate")
+    shared: dict[str, Any] = {name: getattr(engine, name) for name in names}
     service = ServiceConfig(**values[ServiceConfig])
     if service.http_workers == 0:
         service = msgspec.structs.replace(service, http_workers=default_http_workers(os.cpu_count() or 1))

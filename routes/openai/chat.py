@@ -27,7 +27,7 @@ from routes.response.generate import RowResult, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.response.tool_call_parser import DeltaToolCall
 from routes.route import SESSION_ERRORS, Routes
-from rwkv_batch.request import Finish, FinishReason, TokenLogprob
+from rwkv_batch.request import FinishReason, TokenLogprob
 
 ROUTES = Routes()
 
@@ -85,16 +85,8 @@ class ChatFormatter(OpenAIFormatter):
             answer["prompt_logprobs"] = self.scored(rows[0].prompt_logprobs)
         return answer
 
-    def counts(self, finishes: Sequence[Finish | None]) -> dict[str, Any]:
-        """See OpenAIFormatter; adds the numbers of reasoning tokens and of predicted ones."""
-        num_reasoning_tokens = sum(self._count_tokens("".join(texts)) for texts in self._reasoning if texts)
-        ended = [finish for finish in finishes if finish is not None]
-        details = {
-            "reasoning_tokens": num_reasoning_tokens,
-            "accepted_prediction_tokens": sum(finish.accepted_drafts.get("prediction", 0) for finish in ended),
-            "rejected_prediction_tokens": sum(finish.rejected_drafts.get("prediction", 0) for finish in ended),
-        }
-        return {**super().counts(finishes), "completion_tokens_details": details}
+    def num_reasoning_tokens(self) -> int:
+        return sum(self._count_tokens("".join(texts)) for texts in self._reasoning if texts)
 
     def _full_choice(self, index: int, row: RowResult) -> dict[str, Any]:
         parts = self._parsers[index].feed(row.text, final=True)

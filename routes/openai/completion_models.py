@@ -104,7 +104,7 @@ class CompletionTokensDetails(BaseModel):
     )
 
 
-class ChatUsage(Usage):
+class CompletionUsage(Usage):
     """Tokens of all answers. The prompt counts once, for any `n`."""
 
     completion_tokens_details: CompletionTokensDetails
@@ -127,7 +127,7 @@ class ChatAnswer(OpenAIFrame):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: ChatUsage
+    usage: CompletionUsage
     prompt_logprobs: PromptTokens | None = Field(
         None, description="Only with `prompt_logprobs`. One entry per token of the prompt; null for the first one."
     )
@@ -156,7 +156,7 @@ class ChatChunk(OpenAIFrame):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice] = Field(description="One choice. Empty in the chunk with the usage.")
-    usage: ChatUsage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
+    usage: CompletionUsage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
 
 
 class CompletionLogprobs(BaseModel):
@@ -191,7 +191,7 @@ class CompletionAnswer(OpenAIFrame):
 
     object: Literal["text_completion"]
     choices: list[ScoredChoice]
-    usage: Usage
+    usage: CompletionUsage
 
 
 class CompletionChunk(OpenAIFrame):
@@ -199,4 +199,4 @@ class CompletionChunk(OpenAIFrame):
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice] = Field(description="One choice. Empty in the chunk with the usage.")
-    usage: Usage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")
+    usage: CompletionUsage | None = Field(None, description="In the last chunk, with stream_options.include_usage.")

@@ -181,7 +181,17 @@ class OpenAIFormatter(BaseFormatter):
         return sse({**self._head, "object": self.chunk_object, "choices": [], "usage": counts})
 
     def counts(self, finishes: Sequence[Finish | None]) -> dict[str, Any]:
-        return usage(finishes, self._n)
+        """Return the usage, with the numbers of reasoning tokens and of predicted ones."""
+        ended = [finish for finish in finishes if finish is not None]
+        details = {
+            "reasoning_tokens": self.num_reasoning_tokens(),
+            "accepted_prediction_tokens": sum(finish.accepted_drafts.get("prediction", 0) for finish in ended),
+            "rejected_prediction_tokens": sum(finish.rejected_drafts.get("prediction", 0) for finish in ended),
+        }
+        return {**usage(finishes, self._n), "completion_tokens_details": details}
+
+    def num_reasoning_tokens(self) -> int:
+        return 0
 
     def answer(self, choices: list[dict[str, Any]], rows: list[RowResult]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""

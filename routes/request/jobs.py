@@ -25,7 +25,7 @@ from routes.request.bodies import (
     PromptBody,
 )
 from routes.request.model_names import requested_adapter, requested_state
-from routes.request_context import current_request
+from routes.request_context import current_request, warn
 from rwkv_batch.errors import invalid
 from rwkv_batch.request import GenerateRequest, Job, SessionTurn
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
@@ -239,8 +239,15 @@ async def make_rows(
 
 
 def _prediction(tokenizer: Tokenizer, config: HttpConfig, body: GenerationBody, num_prompts: int) -> list[int]:
-    """Return the tokens of the request's prediction, which each row has. Raises ServiceError."""
-    if body.speculation == "off":
+    """Return the tokens of the request's prediction, which each row has. Raises ServiceError.
+
+    If speculation is off, a prediction is ignored with a warning.
+    """
+    if not body.predicted_text:
+        return []
+    if "off" in (config.speculate, body.speculation):
+        where = '`speculation` is "off"' if body.speculation == "off" else "the service runs without --speculate"
+        warn("prediction", f"prediction: was ignored, because {where}")
         return []
     text = body.predicted_text[: body.max_tokens * tokenizer.max_token_bytes]
     ids = tokenizer.encode(text)[: body.max_tokens]

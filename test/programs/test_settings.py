@@ -33,6 +33,7 @@ DERIVED = {
     "drain_timeout_s",
     "model_name",
     "models_dir",
+    "speculate",
     "replica_devices",
     "replica",
     "replicas",

@@ -9,10 +9,13 @@ from pydantic import ValidationError
 
 from routes.config import HttpConfig
 from routes.openai.chat import ChatFormatter
+from routes.openai.completions import CompletionFormatter
+from routes.openai.formatter import OpenAIFormatter
 from routes.openai.request import ChatBody, CompletionBody
 from routes.request.jobs import build_rows
 from routes.request.json_body import validate
 from routes.request.speculation import MAX_PREDICTION
+from routes.request_context import RequestContext, set_current_request
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.request import Finish, FinishReason, GenerateRequest
 from rwkv_batch.tokenizer import Tokenizer
@@ -58,7 +61,7 @@ def test_errors_of_a_prediction_say_what_is_allowed() -> None:
 
 def test_predictions_of_many_prompts_count() -> None:
     """Each row has the prediction: 256 prompts made a message of 92 MB."""
-    config = HttpConfig(max_request_tokens=32)
+    config = HttpConfig(max_request_tokens=32, speculate="auto")
     tokenizer = Tokenizer()
 
     def rows(count: int, **fields: Any) -> list[GenerateRequest]:
@@ -71,9 +74,13 @@ def test_predictions_of_many_prompts_count() -> None:
     assert not any(row.prediction for row in rows(5, speculation="off"))
 
 
-def test_usage_reports_predicted_tokens_apart() -> None:
-    body = ChatBody.model_validate({**CHAT, "prediction": "x"})
-    formatter = ChatFormatter(body, "fp_x", 1, len)
+def formatters() -> list[OpenAIFormatter]:
+    chat, completion = ChatBody.model_validate(CHAT), CompletionBody.model_validate({"prompt": "x"})
+    return [ChatFormatter(chat, "fp_x", 1, len), CompletionFormatter(completion, "fp_x", 1)]
+
+
+@pytest.mark.parametrize("formatter", formatters())
+def test_usage_reports_predicted_tokens_apart(formatter: OpenAIFormatter) -> None:
     drafts = {"accepted_drafts": {"prediction": 3, "ngram": 9}, "rejected_drafts": {"prediction": 2}}
     end = Finish(reason=FinishReason.STOP, prompt_tokens=4, completion_tokens=5, **drafts)
     counts = formatter.counts([end, None])
@@ -83,3 +90,29 @@ def test_usage_reports_predicted_tokens_apart() -> None:
         "accepted_prediction_tokens": 3,
         "rejected_prediction_tokens": 2,
     }
+    off = formatter.counts([Finish(reason=FinishReason.STOP, prompt_tokens=1, completion_tokens=1)])[
+        "completion_tokens_details"
+    ]
+    assert off == dict.fromkeys(counts["completion_tokens_details"], 0)
+
+
+@pytest.mark.parametrize(
+    ("service", "request_mode", "reason"),
+    [
+        ("off", "auto", "the service runs without --speculate"),
+        ("auto", "off", '`speculation` is "off"'),
+        ("auto", "auto", ""),
+    ],
+)
+def test_a_prediction_that_changes_nothing_is_a_warning(service: str, request_mode: str, reason: str) -> None:
+    body = CompletionBody.model_validate({"prompt": "x", "prediction": "a text", "speculation": request_mode})
+    request = RequestContext()
+    set_current_request(request)
+    tokenizer, config = Tokenizer(), HttpConfig(speculate=service)
+    (row,) = build_rows(tokenizer, config, body, ["x"], [], "prompt")
+    message = f"prediction: was ignored, because {reason}"
+    assert request.warnings == ([{"field": "prediction", "message": message}] if reason else [])
+    assert row.prediction == ([] if reason else tokenizer.encode("a text"))
+    request.warnings.clear()
+    build_rows(tokenizer, config, CompletionBody(prompt="x", speculation=body.speculation), ["x"], [], "prompt")
+    assert not request.warnings
