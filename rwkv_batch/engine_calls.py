@@ -80,7 +80,7 @@ class EngineCalls:
             case calls.ListSessions():
                 self._list_sessions(reply, call)
             case calls.FindSession(session_ids):
-                self._find_session(reply, session_ids)
+                self._pool.listing.find_first(session_ids, _answer(reply))
             case calls.DeleteSessions(session_id, delete_prefix):
                 self._delete_sessions(reply, session_id, delete_prefix)
             case calls.ExportSession():
@@ -94,35 +94,30 @@ class EngineCalls:
             case _:
                 self._user_files.handle(call, reply)
 
-    def _find_session(self, reply: calls.Reply[str | None], session_ids: tuple[str, ...]) -> None:
-        def found(session_id: str | Exception | None) -> None:
-            reply(as_service_error(session_id) if isinstance(session_id, Exception) else session_id)
-
-        self._pool.listing.find_first(session_ids, found)
-
     def _list_sessions(self, reply: calls.Reply[SessionPage], call: calls.ListSessions) -> None:
         """Reply when the pool has read the page."""
-
-        def listed(page: SessionPage | Exception) -> None:
-            reply(as_service_error(page, field=None) if isinstance(page, Exception) else page)
-
         try:
-            self._pool.listing.request(listed, call.limit, call.offset, call.owner)
+            self._pool.listing.request(_answer(reply, field=None), call.limit, call.offset, call.owner)
         except PoolError as error:
             reply(as_service_error(error, field=None))
 
     def _delete_sessions(self, reply: calls.Reply[int], session_id: str, delete_prefix: bool) -> None:
         """Reply once the delete is durable."""
 
-        def done(outcome: int | Exception) -> None:
-            reply(as_service_error(outcome, given=session_id) if isinstance(outcome, Exception) else outcome)
-
         def failed(error: Exception) -> ServiceError:
             if not isinstance(error, PoolError):
                 logger.error("deleting a session failed", exc_info=error)
             return as_service_error(error, given=session_id)
 
+        done = _answer(reply, given=session_id)
         calls.reply_on_error(reply, failed, lambda: self._pool.turns.delete_counted(session_id, delete_prefix, done))
+
+
+def _answer(
+    reply: calls.Reply[Any], field: str | None = "session_id", given: str | None = None
+) -> Callable[[Any], None]:
+    """Return a function that replies with the pool's result, or with its translated error."""
+    return lambda found: reply(as_service_error(found, field, given) if isinstance(found, Exception) else found)
 
 
 def reply_with(reply: Callable[[Any], None], action: Callable[[], Any]) -> None:
