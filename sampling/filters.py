@@ -290,6 +290,23 @@ def min_p(s: Tensor, group: Group) -> Tensor:
     return s.masked_fill_(s - largest < floor, -_INFINITY)
 
 
+def epsilon_cutoff(s: Tensor, group: Group) -> Tensor:
+    """Keep s [g, V] from a probability on."""
+    return _keep_from(s, group.column("epsilon_cutoff").log())
+
+
+def eta_cutoff(s: Tensor, group: Group) -> Tensor:
+    """Keep s [g, V] from min(eta, sqrt(eta) e^-entropy) on (Hewitt et al., 2022)."""
+    floor = group.column("eta_cutoff").log()
+    return _keep_from(s, torch.minimum(floor, floor / 2 - _log_probs(s)[1]))
+
+
+def _keep_from(s: Tensor, floor: Tensor) -> Tensor:
+    """Keep s [g, V] from a logarithm of probability on, and the largest: floor [g, 1] fp64."""
+    largest, _, total = masses(s)
+    return s.masked_fill_(s - largest < (floor + total.log()).clamp_(max=0).float(), -_INFINITY)
+
+
 def top_p(s: Tensor, group: Group) -> Tensor:
     """Keep the most probable s [g, V], up to top_p.
 
@@ -353,7 +370,11 @@ def mirostat(s: Tensor, group: Group) -> Tensor:
 
 
 FILTERS: dict[str, Callable[[Tensor, Group], Tensor]] = {
-    one.__name__: one for one in (penalties, dry, temperature, top_n_sigma, typ_p, min_p, top_p, top_k, xtc, mirostat)
+    one.__name__: one
+    for one in (
+        *(penalties, dry, temperature, top_n_sigma, typ_p, min_p, epsilon_cutoff, eta_cutoff),
+        *(top_p, top_k, xtc, mirostat),
+    )
 }
 
 

@@ -23,7 +23,9 @@ MAX_WINDOW = 4096
 """Largest number of last tokens that repetition_penalty and DRY look at."""
 MAX_BREAKERS, MAX_BREAKER_BYTES = 8, 32
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 64, 32
-DEFAULT_ORDER = ("penalties", "dry", "temperature", "top_n_sigma", "min_p", "typ_p", "top_p", "top_k", "xtc")
+DEFAULT_ORDER = tuple(
+    "penalties dry temperature top_n_sigma min_p typ_p epsilon_cutoff eta_cutoff top_p top_k xtc".split()
+)
 """Names of the filters in llama.cpp's `samplers`, in the order of requests that give none."""
 Window = Annotated[int, Meta(ge=-1, lt=2**31)]
 
@@ -40,6 +42,11 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     typical_p: Annotated[
         float, Meta(gt=0, le=1, description="Locally typical sampling: mass of the typical tokens. 1 turns it off.")
     ] = 1.0
+    epsilon_cutoff: Annotated[float, Meta(ge=0, le=1, description="Minimum probability. 0 turns it off.")] = 0.0
+    eta_cutoff: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Minimum probability, smaller where the entropy is high. 0 turns it off."),
+    ] = 0.0
     top_n_sigma: Annotated[
         float,
         Meta(ge=-1, le=1000, description="Keep logits within n standard deviations of the largest. 0 turns it off."),
@@ -101,6 +108,8 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
         return bool(
             self.min_p > 0
             or self.typical_p < 1
+            or self.epsilon_cutoff > 0
+            or self.eta_cutoff > 0
             or self.top_n_sigma > 0
             or self.xtc_probability > 0
             or self.uses_repetition

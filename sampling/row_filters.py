@@ -94,6 +94,8 @@ def _is_active(name: str, params: SamplingParams) -> bool:
         "top_n_sigma": filters.top_n_sigma > 0,
         "typ_p": filters.typical_p < 1,
         "min_p": filters.min_p > 0,
+        "epsilon_cutoff": filters.epsilon_cutoff > 0,
+        "eta_cutoff": filters.eta_cutoff > 0,
         "top_p": params.top_p < 1,
         "top_k": params.top_k > 0,
         "xtc": filters.xtc_probability > 0,

@@ -27,7 +27,10 @@ _LETTERS = {
     "k": "top_k", "x": "xtc",
 }  # fmt: skip
 """llama.cpp's letters of its samplers."""
-SamplerName = Literal["penalties", "dry", "temperature", "top_n_sigma", "min_p", "typ_p", "top_p", "top_k", "xtc"]
+SamplerName = Literal[
+    "penalties", "dry", "temperature", "top_n_sigma", "min_p", "typ_p", "epsilon_cutoff", "eta_cutoff", "top_p",
+    "top_k", "xtc",
+]  # fmt: skip
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 _LIMITS = ("ge", "gt", "le", "lt", "description")
 

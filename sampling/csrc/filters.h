@@ -17,11 +17,14 @@ constexpr uint32_t kDomainXtc = 2;
 constexpr double kLog2 = 0.69314718055994530942;
 
 // In the order of STEPS in sampling/cpu.py.
-enum Step : int32_t { kPenalties, kDry, kTemperature, kTopNSigma, kMinP, kTypP, kTopP, kTopK, kXtc, kMirostat };
+enum Step : int32_t {
+  kPenalties, kDry, kTemperature, kTopNSigma, kMinP, kTypP, kEpsilon, kEta, kTopP, kTopK, kXtc, kMirostat
+};
 
 // In the order of FILTER_NUMBERS in sampling/cpu.py.
 struct FilterParameters {
-  double min_p, typical_p, top_n_sigma, xtc_probability, xtc_threshold, repetition_penalty, repeat_last_n;
+  double min_p, typical_p, epsilon_cutoff, eta_cutoff;
+  double top_n_sigma, xtc_probability, xtc_threshold, repetition_penalty, repeat_last_n;
   double dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dynatemp_range, dynatemp_exponent;
   double mirostat, mirostat_tau, mirostat_eta, min_tokens, temperature, top_p, top_k;
 };
@@ -130,6 +133,8 @@ class FilteredRow {
         case kTopNSigma: keep_from_sigma(); break;
         case kMinP: keep_near(static_cast<float>(std::log(p_.min_p))); break;
         case kTypP: typical(); break;
+        case kEpsilon: keep_from(std::log(p_.epsilon_cutoff), false); break;
+        case kEta: keep_from(std::log(p_.eta_cutoff), true); break;
         case kTopP: truncate({vocab_, p_.top_p * total_mass(row())}); break;
         case kTopK: truncate({static_cast<int64_t>(p_.top_k), std::numeric_limits<double>::infinity()}); break;
         case kXtc: xtc(seed, step); break;
@@ -294,6 +299,13 @@ class FilteredRow {
     const double mean = sum[0] / counts[0], variance = squares[0] / counts[0] - mean * mean;
     const double floor = largest_ - p_.top_n_sigma * std::sqrt(std::max(variance, 0.0));
     keep_if(just_below(floor), [&](int token) { return s_[token] >= floor; });
+  }
+
+  void keep_from(double floor, bool follows_entropy) {
+    const Sums all = sums();
+    const double log_total = std::log(all.total), entropy = log_total - all.weighted / all.total;
+    if (follows_entropy) floor = std::min(floor, floor / 2 - entropy);
+    keep_near(static_cast<float>(std::min(floor + log_total, 0.0)));
   }
 
   void typical() {

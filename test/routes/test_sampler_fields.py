@@ -23,6 +23,8 @@ from test.serving import Service
 GIVEN: dict[str, Any] = {
     "min_p": 0.05,
     "typical_p": 0.9,
+    "epsilon_cutoff": 0.001,
+    "eta_cutoff": 0.002,
     "top_n_sigma": 1,
     "xtc_probability": 0.5,
     "xtc_threshold": 0.2,

@@ -49,6 +49,8 @@ EVERY = Filters(
 CASES: dict[str, dict[str, Any]] = {
     "min_p": {"filters": Filters(min_p=0.05)},
     "typical_p": {"filters": Filters(typical_p=0.6)},
+    "epsilon": {"filters": Filters(epsilon_cutoff=0.02)},
+    "eta": {"filters": Filters(eta_cutoff=0.1)},
     "top_n_sigma": {"filters": Filters(top_n_sigma=1.0)},
     "xtc": {"filters": Filters(xtc_probability=0.5, xtc_threshold=0.02)},
     "xtc after top_p": {"top_p": 0.9, "top_k": 40, "filters": Filters(xtc_probability=0.5, xtc_threshold=0.05)},
@@ -141,10 +143,20 @@ def chi_squared(counts: Floats, expected: Floats) -> None:
     assert statistic < degrees + 5 * math.sqrt(2 * degrees) + 15
 
 
-DRAWN = ("min_p", "typical_p", "top_n_sigma", "xtc", "dynamic temperature", "mirostat 2", "mirostat 1", "order")
+DRAWN = (
+    "min_p",
+    "typical_p",
+    "epsilon",
+    "eta",
+    "top_n_sigma",
+    "xtc",
+    "dynamic temperature",
+    "mirostat 2",
+    "mirostat 1",
+)
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", [*DRAWN, "order"])
 def test_a_hundred_thousand_draws_of_the_kernel_follow_the_definition(name: str) -> None:
     """Mirostat's bound stays where it is at a learning rate of 0. XTC is a mixture of two distributions."""
     rows, steps, vocab = 2000, 50, 64
@@ -213,6 +225,16 @@ def test_typical_p_keeps_the_smallest_typical_set(logits: list[float], mass: flo
 
 
 @settings(max_examples=60, deadline=None)
+@given(LOGITS, st.floats(0.001, 1))
+def test_cutoffs_keep_what_is_probable_enough(logits: list[float], value: float) -> None:
+    p, above = kept(logits, epsilon_cutoff=value)
+    floor = min(value, math.sqrt(value) * math.exp((p * np.log(p)).sum()))
+    for is_kept, least in ((above, value), (kept(logits, eta_cutoff=value)[1], floor)):
+        sure = np.abs(p / least - 1) > 1e-5
+        assert (is_kept == ((p >= least) | (p == p.max())))[sure].all() and is_kept[p.argmax()]
+
+
+@settings(max_examples=60, deadline=None)
 @given(LOGITS, st.floats(0.1, 3))
 def test_top_n_sigma_measures_deviations_of_logits(logits: list[float], n: float) -> None:
     values = np.array(logits, dtype=np.float32).astype(np.float64)
@@ -243,6 +265,8 @@ def test_any_mix_of_knobs_samples_the_same_in_both(logits: list[float], factor: 
         repeat_last_n=last - 1,
         min_p=float(rng.choice([0, 0.1])),
         typical_p=float(rng.choice([1, 0.8])),
+        epsilon_cutoff=float(rng.choice([0, 0.03])),
+        eta_cutoff=float(rng.choice([0, 0.1])),
         top_n_sigma=float(rng.choice([0, 1.5])),
         xtc_probability=float(rng.choice([0, 0.5])),
         dry_multiplier=float(rng.choice([0, 2])),
