@@ -72,8 +72,10 @@ class LookupDrafter:
         begin = max(self._indexed, end - MAX_LOOKUP_TOKENS)
         self._indexed = min(end, begin + TOKENS_PER_CALL)
         for number, ends in zip(MATCHES, self._ends, strict=True):
-            for i in range(max(begin, number - 1), self._indexed):
-                ends[tuple(source[i + 1 - number : i + 1])] = i + 1
+            first = max(begin + 1 - number, 0)
+            tokens = source[first : self._indexed]
+            ngrams = zip(*(tokens[i:] for i in range(number)), strict=False)
+            ends.update(zip(ngrams, range(first + number, self._indexed + 1), strict=True))
 
     def _find_place(self, ids: Sequence[int], length: int, source: Sequence[int], end: int) -> None:
         if self._place is not None:

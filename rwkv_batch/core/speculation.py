@@ -222,8 +222,7 @@ class Speculation:
     def settle(self, sequence: Sequence) -> None:
         """End a verified draft. The row continues from the draft's state if all of it was accepted."""
         draft = sequence.draft
-        if draft is None:
-            return
+        assert draft is not None
         # Text that may be a stop must not be in a session's state.
         is_usable = sequence.lease is None or not sequence.output.has_held_text
         is_accepted = draft.num_accepted == len(draft.tokens) and sequence.phase is Phase.RUNNING
