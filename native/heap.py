@@ -23,6 +23,16 @@ def limit_malloc_arenas() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, ARENAS)
 
 
+def release_free_pages() -> None:
+    """Returns the free pages inside the heaps to the system. Without glibc this does nothing.
+
+    Blocks of requests lie between blocks that stay, so a heap keeps free pages: some MB in an hour. Releasing them
+    takes below 1 ms.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def mmap_large_blocks() -> None:
     """Keeps large blocks out of heaps. Without glibc this does nothing.
 

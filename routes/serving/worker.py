@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 from robyn import Headers, Robyn, robyn
 
-from native.heap import mmap_large_blocks
+from native.heap import mmap_large_blocks, release_free_pages
 from routes import system, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
@@ -61,6 +61,8 @@ _TICKS_PER_THREAD_CLEANUP = 50
 """Housekeeping ticks between two searches for ended threads."""
 _TICKS_PER_DISCONNECT_CHECK = 2
 """Housekeeping ticks between two searches for clients that have left."""
+_TICKS_PER_PAGE_RELEASE = 600
+"""Housekeeping ticks between two releases of free memory."""
 _TICKS_PER_USE_REPORT = 5
 """Housekeeping ticks between two reports of used models."""
 _MIN_FINISH_S = 4.5
@@ -245,6 +247,8 @@ def _housekeeping_tick(tick: int, cpus: set[int], supervisor: SupervisorLink, mo
         _reset_affinity(cpus)
     if tick % _TICKS_PER_THREAD_CLEANUP == 0:
         drop_ended()
+    if tick % _TICKS_PER_PAGE_RELEASE == 0:
+        release_free_pages()
 
 
 def _block_signals() -> None:

@@ -44,6 +44,35 @@ def test_each_large_body_has_its_own_mapping() -> None:
     assert mappings(kept=False) == 0  # glibc's default
 
 
+SCATTERED = """
+import ctypes
+from pathlib import Path
+from native.heap import release_free_pages
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+blocks = [libc.malloc(8_000) for _ in range(4_000)]
+for address in blocks:
+    ctypes.memset(address, 1, 8_000)
+for number, address in enumerate(blocks):
+    if number % 100 < 99:
+        libc.free(address)
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+before = resident()
+if {released}:
+    release_free_pages()
+print((before - resident()) * 4096)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the heap of glibc")
+def test_free_pages_between_used_blocks_return_to_the_system() -> None:
+    def returned(released: bool) -> int:
+        return run_and_read(SCATTERED.replace("{released}", str(released)))
+
+    assert returned(True) > 24 << 20 > 1 << 20 > returned(False)
+
+
 THREADS = """
 import ctypes, os, threading
 from rwkv_batch.ipc.process import LogConfig, become_child
