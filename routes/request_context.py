@@ -55,6 +55,8 @@ class RequestContext:
     """Time from the request's arrival to its submission to an engine."""
     prefill_s: float = 0.0
     """Longest time from a finished row's request slot to the step that sampled its first token."""
+    is_from_openai_sdk: bool = False
+    """Whether a client library of OpenAI's kind sent it."""
     traceparent: str = ""
     """W3C's header, with --otlp-endpoint."""
     first_byte_s: float = 0.0

@@ -15,11 +15,13 @@ from pydantic import ConfigDict, Field
 
 from routes.context import Context
 from routes.models import LoadBody, loaded_models, model_spec
+from routes.models import models as openai_models
 from routes.openai import chat
 from routes.request.bodies import Body, Weights
 from routes.request.fields import Number, rename_fields, unescaped
 from routes.request.json_body import validate
 from routes.request.model_names import base_name, sanitize_name, state_names
+from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.response_models import RwkvInferDone, RwkvInferHealth
@@ -145,7 +147,12 @@ ROUTES.append(chat.ROUTES[0].at("/chat/completions", summary="RWKV-Infer: same a
 
 @ROUTES.add("GET", "/models", "RWKV-Infer: list models.", errors=_ENGINE_ERRORS, waits_for_engine=True)
 async def models(context: Context) -> HandlerResponse:
-    """List the model that was loaded last, or the service's own. The list includes each of the model's states."""
+    """List the model that was loaded last, or the service's own. The list includes each of the model's states.
+
+    OpenAI's SDKs get the answer of `/openai/v1/models`, so their `base_url` may lack the path.
+    """
+    if current_request().is_from_openai_sdk:
+        return await openai_models(context)
     context = await _target_context(context)
     name = context.config.model_name
     states = [info.name for info in await call_engine(context, ListStates()) if not info.error]

@@ -1,4 +1,4 @@
-"""The command `plan`: how much memory a model needs with a number of rows, and what fits on a GPU."""
+"""The command `plan`: how much memory a model needs with a number of rows, and what fits on a GPU or a CPU."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ MEASURED = {
 }
 """Tokens/s of the 7.2B shape on one H200 by (weights, states), from docs/performance.md."""
 _MEASURED_PARAMETERS = 7.2e9
+MEASURED_CPU = {1: 89, 32: 1309}
+"""Tokens/s by rows of the 0.1B shape with bf16 weights, on two threads of a Xeon with AMX."""
+_MEASURED_CPU_PARAMETERS = 0.19e9
+_ON_CPU = {"fp8": "bf16", "int4": "int8"}
+"""`--dtype` -> the type in which a CPU keeps the weights."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)?", re.IGNORECASE)
 _MAX_GB, _MAX_ROWS = 10_000, 1_000_000
 
@@ -40,7 +45,10 @@ def main(arguments: Sequence[str]) -> int:
     except (StartupError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    lines, fits = plan(weights, given.gpu, given.rows, given.dtype, StateFormat(given.wkv_state))
+    is_cpu = given.cpu is not None
+    dtype = given.dtype or ("fp32" if is_cpu else "fp16")
+    form = StateFormat(given.wkv_state) if given.wkv_state else None
+    lines, fits = plan(weights, given.cpu if is_cpu else given.gpu, given.rows, dtype, form, is_cpu=is_cpu)
     sys.stdout.writelines(f"{name:<12}{text}\n" for name, text in lines)
     return 0 if fits else 1
 
@@ -49,58 +57,73 @@ def build_parser() -> CommandParser:
     """Returns the parser of `plan`."""
     parser = CommandParser(
         "plan",
-        "Says how much memory a model needs, and what fits on a GPU. No GPU is needed.",
-        "--model model.pth --gpu 24GB --rows 320 --dtype fp8 --wkv-state int8",
+        "Says how much memory a model needs, and what fits on a GPU or a CPU. No GPU is needed.",
+        "--model model.pth --gpu 24GB --rows 320 --dtype fp8 --wkv-state int8\n--model model.pth --cpu 16GB --rows 32",
     )
     parser.add_argument("--model", type=Path, required=True, metavar="FILE", help="the model's file or folder")
-    parser.add_argument("--gpu", type=_gigabytes, default=24.0, metavar="SIZE", help="memory, as 24GB; default: 24GB")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--gpu", type=_gigabytes, default=24.0, metavar="SIZE", help="memory, as 24GB; default: 24GB")
+    where.add_argument("--cpu", type=_gigabytes, metavar="SIZE", help="no GPU: the machine's free memory, as 16GB")
     parser.add_argument("--rows", type=_rows, default=320, metavar="N", help="--max-running; default: 320")
-    parser.add_argument("--dtype", choices=[*BYTES_PER_NUMBER], default="fp16", help="default: fp16")
-    parser.add_argument("--wkv-state", choices=["fp32", "fp16", "int8"], default="fp16", help="default: fp16")
+    parser.add_argument("--dtype", choices=[*BYTES_PER_NUMBER], help="default: fp16, on a CPU fp32")
+    parser.add_argument("--wkv-state", choices=["fp32", "fp16", "int8"], help="default: fp16, on a CPU fp32")
     return parser
 
 
 def plan(
-    weights: Weights, gpu_gb: float, rows: int, dtype: str, form: StateFormat
+    weights: Weights, memory_gb: float, rows: int, dtype: str, form: StateFormat | None, *, is_cpu: bool = False
 ) -> tuple[list[tuple[str, str]], bool]:
     """Return lines (name, text), and whether the model fits with these rows."""
     pool = PoolConfig()
-    slot = slot_bytes(weights.shape, dtype, form if weights.shape.version == RWKV7 else None)
+    dtype = _ON_CPU.get(dtype, dtype) if is_cpu else dtype
+    form = form if weights.shape.version == RWKV7 else None
+    slot = slot_bytes(weights.shape, "fp32" if is_cpu else dtype, form)  # a CPU's activations are fp32
     size = weight_bytes(weights, dtype)
     parked = pool.l1_sessions + pool.prefix_cache_slots + FIRST_FREE_SLOT
     slots = rows + max(4, rows // 8) + parked
     work = (OVERHEAD - 1) * (size + slots * slot)
     needed = (size + slots * slot + work) / 1e9
-    most = int(((gpu_gb * 1e9 / OVERHEAD - size) / slot - parked) * 8 / 9)
-    fits = needed <= gpu_gb
+    most = int(((memory_gb * 1e9 / OVERHEAD - size) / slot - parked) * 8 / 9)
+    fits = needed <= memory_gb
     lines = [
         ("model", f"{weights.shape.describe()}, {weights.num_parameters / 1e6:,.0f} million parameters"),
         ("weights", f"{size / 1e9:.2f} GB in {dtype}"),
         ("states", f"{slots * slot / 1e9:.2f} GB: {slots} slots of {slot / 1e6:.2f} MB, {rows} rows at once"),
         ("work space", f"{work / 1e9:.2f} GB, estimated as {OVERHEAD - 1:.0%}"),
-        ("needed", f"{needed:.2f} GB of {gpu_gb:g} GB: {'fits' if fits else 'does not fit'}"),
+        ("needed", f"{needed:.2f} GB of {memory_gb:g} GB: {'fits' if fits else 'does not fit'}"),
         ("most rows", f"{most}" if most >= 1 else "none"),
     ]
-    return [*lines, *_advice(weights, gpu_gb, most, dtype, fits), *_speed(weights, rows, dtype, form)], fits
+    advice = () if fits else _advice(weights, memory_gb, most, dtype, is_cpu)
+    speed = _cpu_speed(weights, rows) if is_cpu else _speed(weights, rows, dtype, form)
+    return [*lines, *advice, *speed], fits
 
 
-def _advice(weights: Weights, gpu_gb: float, most: int, dtype: str, fits: bool) -> Iterator[tuple[str, str]]:
-    if fits:
-        return
-    smaller = [name for name, per in BYTES_PER_NUMBER.items() if per < BYTES_PER_NUMBER[dtype]]
-    fitting = [name for name in smaller if weight_bytes(weights, name) * OVERHEAD / 1e9 < gpu_gb]
-    gpus = [f"{size} GB ({names})" for size, names in GPUS_GB.items() if size > gpu_gb]
+def _advice(weights: Weights, memory_gb: float, most: int, dtype: str, is_cpu: bool) -> Iterator[tuple[str, str]]:
+    names = [name for name in BYTES_PER_NUMBER if not is_cpu or name not in ("fp16", *_ON_CPU)]
+    smaller = [name for name in names if BYTES_PER_NUMBER[name] < BYTES_PER_NUMBER[dtype]]
+    fitting = [name for name in smaller if weight_bytes(weights, name) * OVERHEAD / 1e9 < memory_gb]
+    gpus = [f"a GPU of {size} GB ({names})" for size, names in GPUS_GB.items() if size > memory_gb]
     remedies = [
         *(["fewer --rows"] if most >= 1 else []),
         *(f"--dtype {name}" for name in fitting[:1]),
-        *(f"a GPU of {one}" for one in gpus[:1]),
-        "several GPUs with --pp-devices",
+        *(["a machine with more memory"] if is_cpu else [*gpus[:1], "several GPUs with --pp-devices"]),
     ]
     yield "remedy", ", or ".join(remedies)
 
 
-def _speed(weights: Weights, rows: int, dtype: str, form: StateFormat) -> Iterator[tuple[str, str]]:
+def _cpu_speed(weights: Weights, rows: int) -> Iterator[tuple[str, str]]:
+    nearest = min(MEASURED_CPU, key=lambda count: abs(count - rows))
+    yield (
+        "speed",
+        f"not measured for this case. The nearest one: {MEASURED_CPU[nearest]:,} tokens/s with {nearest} rows of a "
+        "0.1B model, bf16 weights, two threads of a Xeon with AMX",
+    )
+    yield "", f"this model has {weights.num_parameters / _MEASURED_CPU_PARAMETERS:.2g} times its parameters"
+
+
+def _speed(weights: Weights, rows: int, dtype: str, form: StateFormat | None) -> Iterator[tuple[str, str]]:
     """Yield the nearest measured speed."""
+    form = form or StateFormat.FP16
     measured = MEASURED.get((dtype, form.value)) or next(
         (figures for (name, _), figures in MEASURED.items() if name == dtype), MEASURED["fp16", "fp16"]
     )

@@ -303,6 +303,7 @@ def _start_request(request: Request, route: str, client: str, allowed_origin: st
     scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else "http"
     base_url = f"{scheme}://{request.headers.get('host') or 'localhost'}"
     request_context = RequestContext(name, request.method, base_url, route, client, allowed_origin=allowed_origin)
+    request_context.is_from_openai_sdk = request.headers.get("x-stainless-lang") is not None
     set_current_request(request_context)
     return request_context
 

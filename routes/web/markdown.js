@@ -1,19 +1,53 @@
-// Turns Markdown of a model into safe HTML: parsed by marked, sanitized by DOMPurify.
+// Turns Markdown of a model into safe HTML: parsed by marked, sanitized by DOMPurify. LaTeX maths becomes MathML.
 
+import { escaped, mathml } from "./math.js";
 import "./vendor/dompurify.js";
 import { marked } from "./vendor/marked.js";
 
 const { DOMPurify } = globalThis;
-const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
+
+/** Formulas: $$…$$ and \\[…\\] are displayed, \\(…\\) and $…$ are in the line. A price like $5 is no formula. */
+const DISPLAYED = /^(?:\$\$([^$]+)\$\$|\\\[([^]+?)\\\])/;
+const INLINE = /^(?:\\\(([^]+?)\\\)|\$(?![\s$])((?:\\[^]|[^\\$\n])*?[^\s\\$])\$(?!\d))/;
+
+/** An extension of marked for formulas of one pattern. */
+const formulas = (name, level, pattern, isDisplay, start) => ({
+  name,
+  level,
+  start: (text) => text.match(start)?.index,
+  tokenizer(text) {
+    const found = pattern.exec(text);
+    return found && { type: name, raw: found[0], formula: found[1] ?? found[2] };
+  },
+  renderer: ({ formula }) => mathml(formula, isDisplay),
+});
 
 // HTML in an answer is shown as text.
-marked.use({ gfm: true, breaks: true, renderer: { html: ({ text }) => text.replace(/[&<>"]/g, (letter) => ESCAPES[letter]) } });
+marked.use({
+  gfm: true,
+  breaks: true,
+  renderer: { html: ({ text }) => escaped(text) },
+  extensions: [
+    formulas("formulaBlock", "block", new RegExp(`${DISPLAYED.source}[ \\t]*(?:\\n|$)`), true, /(?<=\n)(?:\$\$|\\\[)/),
+    formulas("formulaDisplay", "inline", DISPLAYED, true, /\$\$|\\\[/),
+    formulas("formula", "inline", INLINE, false, /\$|\\\(/),
+  ],
+});
+
+/** Attributes that are no addresses. */
+const PLAIN = [
+  "title", "start", "align", "display", "displaystyle", "mathvariant", "stretchy", "fence", "minsize", "movablelimits", "accent",
+  "accentunder", "linethickness", "width", "lspace", "notation", "columnalign",
+];
 const CLEAN = {
   ALLOWED_TAGS: [
     "p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code", "em", "strong",
     "del", "sub", "sup", "a", "table", "thead", "tbody", "tr", "th", "td",
+    "math", "mrow", "mi", "mn", "mo", "mtext", "mspace", "mstyle", "mpadded", "mphantom", "menclose", "mfrac", "msqrt", "mroot",
+    "msub", "msup", "msubsup", "munder", "mover", "munderover", "mtable", "mtr", "mtd",
   ],
-  ALLOWED_ATTR: ["href", "title", "start", "align"],
+  ALLOWED_ATTR: ["href", ...PLAIN],
+  ADD_URI_SAFE_ATTR: PLAIN,
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,

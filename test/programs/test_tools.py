@@ -14,7 +14,7 @@ import torch
 from app import main
 from demo.random_weights import random_weights
 from programs.tools.inspect_file import chat_form
-from programs.tools.plan import MEASURED
+from programs.tools.plan import MEASURED, MEASURED_CPU
 from rwkv_batch.model.weights import open_weights
 from test.ray_nodes import free_port
 
@@ -145,9 +145,15 @@ def test_a_plan_says_what_fits(rwkv_batch: Run, model: Path) -> None:
     code, said, _ = rwkv_batch("plan", "--model", str(model), "--gpu", "0.00001")
     assert code == 1 and "a GPU of 24 GB" in said and "fewer --rows" not in said
     assert rwkv_batch("plan", "--model", "absent.pth")[0] == 1
+    code, said, _ = rwkv_batch("plan", "--model", str(model), "--rows", "32", "--cpu", "16GB")
+    assert code == 0 and "GB in fp32" in said and "fits" in said and "1,309 tokens/s with 32 rows" in said
+    code, said, _ = rwkv_batch("plan", "--model", str(model), "--cpu", "0.0001", "--dtype", "fp8")
+    assert code == 1 and "GB in bf16" in said and "a machine with more memory" in said and "GPU" not in said
+    assert rwkv_batch("plan", "--model", str(model), "--cpu", "16GB", "--gpu", "24GB")[0] == 2
 
 
 def test_a_plans_speeds_are_those_of_the_page() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     for (weights, states), figures in MEASURED.items():
         assert f"| {weights}, {states} | {' | '.join(f'{one:,}' for one in figures)} |" in page
+    assert f"bf16 decodes {MEASURED_CPU[1]} tokens/s with one row and {MEASURED_CPU[32]:,} with 32" in page
