@@ -134,7 +134,7 @@ SHARING = {
         "routes/web/test_chat.py",
         "routes/web/test_accessibility.py",
         "routes/web/test_batch.py",
-        "routes/web/test_admin.py",
+        "routes/web/test_answers.py",
         "routes/web/test_dashboard.py",
         "routes/web/test_page.py",
         "routes/web/test_translate.py",

@@ -2,6 +2,7 @@
 
 import { number, t } from "../i18n.js";
 import { download, html, useRef, useState } from "../ui.js";
+import { glossary } from "./glossary.js";
 import { languageName } from "./languages.js";
 import { translateFile } from "./work.js";
 
@@ -33,7 +34,7 @@ export function useFiles() {
     Object.assign(one, { state: "running", target });
     changed();
     try {
-      const { content, filename, failed } = await translateFile(one.file, source, target, one.control.signal, (found) => {
+      const { content, filename, failed } = await translateFile(one.file, source, target, glossary.get().stored, one.control.signal, (found) => {
         Object.assign(one, { done: found.translated + found.failed, count: found.texts });
         changed();
       });

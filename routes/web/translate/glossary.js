@@ -8,14 +8,14 @@ const MODES = ["check", "enforce", "hint"];
 
 function kept() {
   try {
-    const { terms, mode } = JSON.parse(settings.get("glossary"));
-    return { terms: terms.map(([term, translation]) => [String(term), String(translation)]), mode: MODES.includes(mode) ? mode : MODES[0] };
+    const { terms, mode, stored = "" } = JSON.parse(settings.get("glossary"));
+    return { terms: terms.map(([term, translation]) => [String(term), String(translation)]), mode: MODES.includes(mode) ? mode : MODES[0], stored };
   } catch {
-    return { terms: [], mode: MODES[0] };
+    return { terms: [], mode: MODES[0], stored: "" };
   }
 }
 
-/** {terms: [[term, translation with forms separated by "|"]], mode}. */
+/** {terms: [[term, translation with forms separated by "|"]], mode, stored: id of a glossary of the service}. */
 export const glossary = createStore(kept());
 glossary.subscribe((now) => settings.set("glossary", JSON.stringify(now)));
 
@@ -23,6 +23,7 @@ glossary.subscribe((now) => settings.set("glossary", JSON.stringify(now)));
 export const glossaryFields = () => ({
   glossary: Object.fromEntries(glossary.get().terms.filter(([term, translation]) => term.trim() && translation.trim())),
   glossaryMode: glossary.get().mode,
+  glossaryId: glossary.get().stored,
 });
 
 const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");

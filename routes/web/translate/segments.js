@@ -47,7 +47,7 @@ export function segmented(text) {
 }
 
 /**
- * Translate segments and call `arrived(segment)` for each. `options`: source, target, glossary, glossaryMode, signal.
+ * Translate segments and call `arrived(segment)` for each. `options`: source, target, signal, glossaryFields().
  * Throws ApiError, or AbortError after `options.signal`.
  */
 export async function translateSegments(segments, options, arrived) {
@@ -70,12 +70,14 @@ export async function translateSegments(segments, options, arrived) {
   await Promise.all(Array.from({ length: REQUESTS_AT_ONCE }, work));
 }
 
-const bodyOf = (segments, { source, target, glossary, glossaryMode }) => ({
+const bodyOf = (segments, { source, target, glossary, glossaryMode, glossaryId }) => ({
   source_lang: source,
   target_lang: target,
   text_list: segments.map((one) => one.source),
   memory: true,
-  ...(Object.keys(glossary).length ? { glossary, glossary_mode: glossaryMode } : {}),
+  ...(Object.keys(glossary).length ? { glossary } : {}),
+  ...(glossaryId ? { glossary_id: glossaryId } : {}),
+  ...(Object.keys(glossary).length || glossaryId ? { glossary_mode: glossaryMode } : {}),
 });
 
 /** Other translations of a segment, most likely first. Throws ApiError. */

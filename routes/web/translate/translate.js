@@ -10,6 +10,7 @@ import { AUTO, LanguageChoice, languageName, LANGUAGES } from "./languages.js";
 import { ImmersiveTranslate } from "./plugin.js";
 import { Segment } from "./segment.js";
 import { segmented, translateSegments } from "./segments.js";
+import { StoredGlossaries } from "./stored.js";
 
 const MAX_WARNINGS = 200;
 const ROW_PX = 48;
@@ -152,7 +153,7 @@ export function Translate() {
         : html`<${Source} ...${{ text, setText, begin, files }} />`}
       <${Chips} files=${files} />
     </div><div class="beside">
-      <${GlossaryEditor} /><${History} open=${reopen} changes=${state?.ended} /><${ImmersiveTranslate} />
+      <${GlossaryEditor} /><${StoredGlossaries} source=${source} target=${target} /><${History} open=${reopen} changes=${state?.ended} /><${ImmersiveTranslate} />
     </div></div>
   </div>`;
 }

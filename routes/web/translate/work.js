@@ -10,8 +10,8 @@ const POLL_MS = 500;
  * Translate a File. Calls `progress(document)`, and returns the document with its translation as `content`, a Blob.
  * Throws ApiError, or AbortError after `signal`, which stops the translation.
  */
-export async function translateFile(file, source, target, signal, progress) {
-  const query = new URLSearchParams({ source_lang: source, target_lang: target });
+export async function translateFile(file, source, target, glossaryId, signal, progress) {
+  const query = new URLSearchParams({ source_lang: source, target_lang: target, ...(glossaryId && { glossary_id: glossaryId }) });
   const upload = { method: "PUT", body: file, type: "application/octet-stream", signal };
   const json = async (path, options) => (await request(path, options)).json();
   let found = await json(`${DOCUMENTS}/${encodeURIComponent(file.name)}?${query}`, upload);

@@ -24,6 +24,8 @@ FLAGS = (
 ).split()
 WAIT_MS = 100_000
 PASSWORD = "芝麻开门 sesame"
+both_widths = pytest.mark.parametrize("width", [1280, 390])
+"""A desk and a phone."""
 Opener = Callable[..., Page]
 
 
@@ -61,8 +63,8 @@ def open_page(browser: Browser) -> Iterator[Opener]:
     troubles: list[str] = []
     with contextlib.ExitStack() as opened:
 
-        def opener(service: Service, panel: str = "chat", **options: Any) -> Page:
-            options = {"locale": "en-US", "viewport": {"width": 1280, "height": 800}, **options}
+        def opener(service: Service, panel: str = "chat", width: int = 1280, height: int = 800, **options: Any) -> Page:
+            options = {"locale": "en-US", "viewport": {"width": width, "height": height}, **options}
             context = browser.new_context(**options)
             opened.callback(context.close)
             page = context.new_page()
@@ -101,13 +103,3 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(os.environ.get("RWKV_SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-@pytest.fixture
-def own_demo(tmp_path: Path) -> Iterator[Service]:
-    """A service with the demo model that a test may damage."""
-    running = Service(tmp_path)
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()

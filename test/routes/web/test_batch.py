@@ -1,4 +1,4 @@
-"""The batch panel with a thousand rows, and runs in the background."""
+"""The batch panel with the demo model, and runs in the background."""
 
 from __future__ import annotations
 
@@ -9,52 +9,17 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from test.routes.web.conftest import WAIT_MS, Opener
+from test.routes.web.conftest import WAIT_MS, Opener, both_widths
 from test.serving import Service
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 ROWS = 1000
-FRAMES = 30
 WHO = ("I", "You", "We", "They", "The teacher", "My brother", "Her mother", "Our friends")
 WHAT = (
     "like tea", "went to Beijing yesterday", "will read two books", "want to buy a red car", "can speak Chinese",
     "live in a big city", "saw three cats in the garden", "would like some coffee",
 )  # fmt: skip
-
-COUNT_FRAMES = """([most, rows]) => new Promise(resolve => {
-    let frames = 0, written = 0;
-    const watch = new MutationObserver(changes => { written += changes.length; });
-    watch.observe(document.querySelector(".wall"), { subtree: true, characterData: true });
-    const count = () => {
-        frames += 1;
-        if (frames < most || written <= rows) return requestAnimationFrame(count);
-        watch.disconnect();
-        resolve({ frames, written });
-    };
-    requestAnimationFrame(count);
-})"""
-
-
-def test_a_thousand_rows_stream_together(fake: Service, open_page: Opener) -> None:
-    page = open_page(fake, "batch")
-    page.fill("#batch-template", "Row {line} says something. ")
-    page.fill("#batch-lines", "\n".join(f"number {index}" for index in range(ROWS)))
-    page.fill("#batch-most", "100000")
-    page.click("#batch-start")
-    expect(page.locator(".wall")).to_have_attribute("data-rows", str(ROWS))
-    expect(page.locator('.card[data-state="running"]').first).to_be_visible()
-    cards = page.locator(".card").count()
-    assert cards < 100, "only the cards in view exist"
-    seen = page.evaluate(COUNT_FRAMES, [FRAMES, cards])  # until the rows have grown too
-    assert seen["written"] <= cards * (seen["frames"] + 1), "each is written once a frame, however much comes"
-    expect(page.locator("#batch-rate")).not_to_have_text("–")
-    page.click("#batch-stop")
-    expect(page.locator("#batch-figures")).to_have_attribute("data-ended", "true")
-    page.select_option("#batch-filter", "stopped")
-    expect(page.locator(".wall")).to_have_attribute("data-rows", str(ROWS))
-    page.select_option("#batch-filter", "error")
-    expect(page.locator(".card")).to_have_count(0)
 
 
 def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page: Opener, tmp_path: Path) -> None:
@@ -83,24 +48,9 @@ def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page
     expect(page.locator("dialog[open]")).to_have_count(0)
 
 
-def test_rows_are_shown_by_their_state(fake: Service, open_page: Opener) -> None:
-    page = open_page(fake, "batch")
-    page.fill("#batch-template", "{line}")
-    page.fill("#batch-lines", "one\nmore of one\n\ntwo")
-    expect(page.locator("#batch-start")).to_have_text("Run 3 rows")
-    page.select_option("#batch-unit", "block")
-    expect(page.locator("#batch-start")).to_have_text("Run 2 rows")
-    page.fill("#batch-most", "3")
-    page.click("#batch-start")
-    expect(page.locator('.card[data-state="length"]')).to_have_count(2)
-    for state, count in (("error", 0), ("length", 2), ("stop", 0), ("all", 2)):
-        page.select_option("#batch-filter", state)
-        expect(page.locator(".card:visible")).to_have_count(count)
-
-
-@pytest.mark.parametrize("width", [1280, 390])
+@both_widths
 def test_a_background_run_is_found_again_after_a_reload(demo: Service, open_page: Opener, width: int) -> None:
-    page = open_page(demo, "batch", viewport={"width": width, "height": 800})
+    page = open_page(demo, "batch", width=width)
     page.click("text=Translation")
     page.fill("#batch-lines", "Good morning\nHow are you?\nHello world")
     page.select_option("#batch-way", "background")

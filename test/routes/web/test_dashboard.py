@@ -1,4 +1,4 @@
-"""The dashboard shows the values of /metrics."""
+"""The dashboard shows the values of /metrics; the administrator's panel changes states and sessions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from test.routes.web.conftest import WAIT_MS, Opener
-from test.serving import Service, wait_for
+from test.routes.web.conftest import WAIT_MS, Opener, both_widths
+from test.serving import ROOT, Service, wait_for
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -78,8 +78,51 @@ def test_the_dashboard_shows_the_metrics(demo: Service, open_page: Opener, shots
         demo.post("/v1/chat/completions", {"contents": prompts * rows, "max_tokens": 40 * rows, "ignore_eos": True})
     page.locator("#panel-dashboard").evaluate("(place) => place.scrollTo(0, 0)")
     page.screenshot(path=shots / "dashboard.png")
+    page.set_viewport_size({"width": 390, "height": 800})
+    expect(page.locator('[data-series="first_p50"]')).to_be_visible()
+    assert page.evaluate("document.querySelector('#panel-dashboard').scrollWidth") <= 390
+    page.screenshot(path=shots / "phone-dashboard.png")
     points = page.evaluate("import('./web/dashboard/series.js').then(({series}) => series.get().times.length)")
     page.reload()
     expect(page.locator('[data-series="first_p50"]')).not_to_have_text("–")
     kept = page.evaluate("import('./web/dashboard/series.js').then(({series}) => series.get().times.length)")
     assert kept >= points, "the figures of this tab outlive a reload"
+
+
+@both_widths
+def test_a_state_is_uploaded_used_and_deleted(demo: Service, open_page: Opener, shots: Path, width: int) -> None:
+    page = open_page(demo, "admin", width=width)
+    states = page.locator("#admin-states")
+    states.get_by_label("Name").fill("chinese")
+    states.get_by_label("File").set_input_files(ROOT / "demo" / "tuned" / "chinese.pth")
+    states.get_by_role("button", name="Add").click()
+    expect(states.locator("li b")).to_have_text("chinese")
+    page.screenshot(path=shots / ("admin.png" if width > 900 else "phone-admin.png"))
+    assert (
+        demo.post("/v1/chat/completions", {"contents": ["x"], "state": "chinese", "max_tokens": 1}).status_code == 200
+    )
+    page.on("dialog", lambda dialog: dialog.accept())
+    states.get_by_role("button", name="Delete chinese").click()
+    expect(states.locator("li")).to_have_count(0)
+    assert (
+        demo.post("/v1/chat/completions", {"contents": ["x"], "state": "chinese", "max_tokens": 1}).status_code == 404
+    )
+
+
+def test_a_refusal_is_shown_and_sessions_are_searched(demo: Service, open_page: Opener) -> None:
+    for name in range(7):
+        body = {"contents": ["User: Hi\n\nAssistant:"], "session_id": f"find-{name}", "max_tokens": 1}
+        assert demo.post("/state/chat/completions", body).status_code == 200
+    page = open_page(demo, "admin")
+    models = page.locator("#admin-models")
+    models.get_by_label("Name").fill("other")
+    models.get_by_label("File").fill("absent.pth")
+    models.get_by_role("button", name="Add").click()
+    expect(models.get_by_role("alert")).to_contain_text("--models-dir")
+    sessions = page.locator("#admin-sessions")
+    sessions.get_by_label("Search").fill("FIND-3")
+    expect(sessions.locator("li b")).to_have_text("find-3")
+    page.on("dialog", lambda dialog: dialog.accept())
+    sessions.get_by_role("button", name="Delete find-3").click()
+    expect(sessions.locator("li")).to_have_count(0)
+    expect(page.locator("#admin-engines li small")).to_have_text(re.compile("ready"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from test.routes.web.conftest import WAIT_MS, Opener
+from test.routes.web.conftest import WAIT_MS, Opener, both_widths
 from test.routes.web.test_accessibility import answer_at_once
 from test.serving import Service
 from test.translation.documents import epub
@@ -55,9 +55,9 @@ def test_paragraphs_are_kept(demo: Service, open_page: Opener, shots: Path) -> N
     expect(page.locator(".segment.current .warning")).to_be_visible()
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@both_widths
 def test_a_segment_is_edited_by_keyboard_and_kept(demo: Service, open_page: Opener, shots: Path, width: int) -> None:
-    page = open_page(demo, "translate", viewport={"width": width, "height": 800})
+    page = open_page(demo, "translate", width=width)
     page.locator("#glossary summary").click()
     page.fill("#glossary-term", "tea")
     page.fill("#glossary-translation", "茶")
@@ -94,8 +94,8 @@ def test_a_segment_is_edited_by_keyboard_and_kept(demo: Service, open_page: Open
     assert demo.request("DELETE", "/translate/v1/memory").status_code == 200
 
 
-def test_a_hundred_thousand_characters_scroll(fake: Service, open_page: Opener) -> None:
-    page = open_page(fake, "translate")
+def test_a_hundred_thousand_characters_scroll(demo: Service, open_page: Opener) -> None:
+    page = open_page(demo, "translate")
     page.route("**/batch-translate", answer_at_once)
     lines = [f"Line {number} has some more words in it." for number in range(2_800)]
     assert len("\n".join(lines)) > 100_000
@@ -119,7 +119,7 @@ def test_a_hundred_thousand_characters_scroll(fake: Service, open_page: Opener) 
     print("longest pause in ms:", max(page.evaluate("window.pauses"), default=0))
 
 
-FILES_KEY = {
+FILES = {
     "notes.md": (
         "# Good morning\n\n- How are you?\n\n```\nHow are you?\n```\n",
         "# 早上好\n\n- 你好吗？\n\n```\nHow are you?\n```\n",
@@ -147,15 +147,19 @@ FILES_KEY = {
 }
 
 
-def test_files_are_translated_and_keep_their_format(demo: Service, open_page: Opener, tmp_path: Path) -> None:
-    page = open_page(demo, "translate")
+@both_widths
+def test_files_are_translated_and_keep_their_format(
+    demo: Service, open_page: Opener, tmp_path: Path, width: int
+) -> None:
+    page = open_page(demo, "translate", width=width)
+    given = FILES if width > 900 else {"notes.md": FILES["notes.md"]}
     chips = page.locator("#files li")
-    for name, (content, _) in FILES_KEY.items():
+    for name, (content, _) in given.items():
         (tmp_path / name).write_text(content, "utf-8")
-    page.set_input_files("#translate-file", [tmp_path / name for name in FILES_KEY])
-    expect(page.locator("#translate-start")).to_have_text(f"Translate files into 简体中文: {len(FILES_KEY)}")
+    page.set_input_files("#translate-file", [tmp_path / name for name in given])
+    expect(page.locator("#translate-start")).to_have_text(f"Translate files into 简体中文: {len(given)}")
     page.click("#translate-start")
-    for name, (_, translation) in FILES_KEY.items():
+    for name, (_, translation) in given.items():
         file = tmp_path / name
         with page.expect_download() as waiting:
             chips.filter(has_text=name).get_by_role("button", name="Download").click()
@@ -176,4 +180,4 @@ def test_files_are_translated_and_keep_their_format(demo: Service, open_page: Op
         assert translated_book.read("style.css") == b"p {}" * 100
     expect(chips.filter(has_text="broken.json").get_by_role("alert")).to_contain_text("broken.json")
     chips.filter(has_text="broken.json").get_by_role("button", name="Remove").click()
-    expect(chips).to_have_count(len(FILES_KEY) + 1)
+    expect(chips).to_have_count(len(given) + 1)

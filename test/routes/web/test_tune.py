@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,9 @@ def lines() -> list[str]:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("width", [1280, 390])
-def test_examples_become_a_published_state(
-    demo: Service, open_page: Opener, tmp_path: Path, shots: Path, width: int
-) -> None:
-    page = open_page(demo, "tune", viewport={"width": width, "height": 1150})
+def test_examples_become_a_published_state(demo: Service, open_page: Opener, tmp_path: Path, shots: Path) -> None:
+    """One training, shown on a desk and on a phone."""
+    page = open_page(demo, "tune", height=1150)
     file = tmp_path / "examples.jsonl"
     file.write_text("\n".join([*lines(), "{", '{"messages": []}']), "utf-8")
     page.set_input_files("#tune-file", file)
@@ -43,21 +40,21 @@ def test_examples_become_a_published_state(
     expect(page.locator("#tune-start")).to_have_text("Start with 12 examples")
     expect(page.locator("#tune-preview li").first).to_have_text("Say one → Good morning.")
     page.fill("#tune-suffix", "polite")
-    is_wide = width > 900
-    page.fill("#tune-epochs", "8" if is_wide else "1")  # training takes most of the time: the answer changes once
+    page.fill("#tune-epochs", "8")  # training takes most of the time
     page.click("#tune-start")
     expect(page.locator("#tune-job")).to_have_attribute("data-status", "succeeded", timeout=TRAINING_MS)
-    expect(page.locator("#tune-curve")).to_be_visible()
     expect(page.locator("#tune-job")).to_contain_text("only 12 lines differ")
     expect(page.locator("#tune-ask")).to_have_value("Say one")
-    page.click("#tune-compare")
-    expect(page.locator("#tune-answers .answer").last).to_contain_text("Good morning" if is_wide else re.compile(r"\w"))
-    page.fill("#tune-name", f"polite-{width}")
-    page.click("#tune-publish")
-    expect(page.get_by_text(f"as the state polite-{width}")).to_be_visible()
-    page.screenshot(path=shots / ("tune.png" if is_wide else "phone-tune.png"))
-    assert f"polite-{width}" in [one["name"] for one in demo.get("/v1/states").json()["data"]]
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 1150})
+        expect(page.locator("#tune-curve")).to_be_visible()
+        page.click("#tune-compare")
+        expect(page.locator("#tune-answers .answer").last).to_contain_text("Good morning")
+        page.fill("#tune-name", f"polite-{width}")
+        page.click("#tune-publish")
+        expect(page.get_by_text(f"as the state polite-{width}")).to_be_visible()
+        page.screenshot(path=shots / ("tune.png" if width > 900 else "phone-tune.png"))
+        assert demo.request("DELETE", f"/v1/states/polite-{width}").status_code == 200
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator("#tune-job").get_by_role("button", name="Delete").click()
     expect(page.locator("#tune-compare")).to_have_count(0)
-    assert demo.request("DELETE", f"/v1/states/polite-{width}").status_code == 200
