@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import Field
 
 from routes.context import Context
+from routes.file_store import Store
+from routes.fine_tuning.store import JobStore
+from routes.openai.files import call_store, get_store, new_id
 from routes.request.bodies import Body, Fields, MixedState
 from routes.request.decode_defaults import Defaults, as_defaults
-from routes.request.model_names import TUNED_PREFIX, adapter_names, state_names
+from routes.request.model_names import TUNED_PREFIX, adapter_names, parse_model_id, state_names
 from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
@@ -26,12 +31,14 @@ from rwkv_batch.calls import (
     RemoveState,
     StateInfo,
 )
-from rwkv_batch.errors import ErrorKind
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.models_folder import relative_to_folder
 
 STATES_PATH, ADAPTERS_PATH = "/v1/states", "/v1/adapters"
 ROUTES = Routes(errors=(ErrorKind.ENGINE_LOST, ErrorKind.DRAINING), waits_for_engine=True)
 _LOADS = (ErrorKind.NAME_TAKEN, ErrorKind.OVERLOADED)
+_PUBLISHED = "published-"
+"""First part of the names of copies of jobs' LoRAs."""
 
 
 class NameQuery(Fields):
@@ -124,9 +131,14 @@ class AdapterBody(Body):
         min_length=1, max_length=64, description="The adapter's name in requests: letters, digits, '.', '_' and '-'."
     )
     file: str = Field(
-        min_length=1,
+        "",
         max_length=4096,
         description="Path within --models-dir: a LoRA, PiSSA or two-dimensional MiSS file, or a PEFT folder.",
+    )
+    job: str = Field(
+        "",
+        max_length=80,
+        description="Instead of a file: id of a fine-tuning job. Its LoRA then serves every key under this name.",
     )
     scale: float | None = Field(
         None, ge=-1000, le=1000, description="Factor of the matrix pairs. Required if the file has none."
@@ -157,9 +169,37 @@ async def list_adapters(context: Context) -> HandlerResponse:
 )
 async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
     """Load an adapter. Requests may name it after this answer."""
-    return json_response(
-        _adapter_entry(context, await call_engine(context, AddAdapter(body.name, body.file, body.scale)))
-    )
+    if bool(body.file) == bool(body.job):
+        raise invalid("file", "must be a path within --models-dir, or absent if job names a fine-tuning job", body.file)
+    if body.job:
+        return json_response(_adapter_entry(context, await _publish(context, body)))
+    call = AddAdapter(body.name, body.file, body.scale)
+    return json_response(_adapter_entry(context, await call_engine(context, call)))
+
+
+async def _publish(context: Context, body: AdapterBody) -> AdapterInfo:
+    """Load a copy of a job's LoRA, which outlives the job's own model. Raises ServiceError."""
+    store, owner = get_store(context), current_request().owner
+    job = await call_store(JobStore(store).job, "the fine-tuning jobs cannot be read", owner, body.job)
+    model = job.fine_tuned_model if job is not None and not job.is_deleted else None
+    tuned = parse_model_id(model or "")
+    if tuned is None or not tuned.has_adapter:
+        message = "must be a succeeded fine-tuning job with a LoRA; GET /openai/v1/fine_tuning/jobs lists the jobs"
+        raise invalid("job", message, body.job)
+    copy = store.adapter_path(new_id(_PUBLISHED))
+    await call_store(shutil.copyfile, "the LoRA cannot be copied", store.adapter_path(tuned.name), copy)
+    try:
+        return await call_engine(context, AddAdapter(body.name, str(copy), 1.0 if body.scale is None else body.scale, is_own=True))
+    except ServiceError:
+        await call_store(_forget, "the LoRA's copy cannot be removed", store, str(copy))
+        raise
+
+
+def _forget(store: Store, file: str) -> None:
+    """Remove the copy of a published LoRA. Other files stay."""
+    path = Path(file)
+    if path.name.startswith(_PUBLISHED) and path == store.adapter_path(path.stem):
+        path.unlink(missing_ok=True)
 
 
 @ROUTES.add(
@@ -173,4 +213,7 @@ async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
 )
 async def remove_adapter(context: Context, query: NameQuery) -> HandlerResponse:
     """Remove an adapter. Admitted rows keep it until they end. Its sessions cannot continue without it."""
-    return json_response(_adapter_entry(context, await call_engine(context, RemoveAdapter(query.name))))
+    info = await call_engine(context, RemoveAdapter(query.name))
+    if context.files is not None:
+        await call_store(_forget, "the LoRA's copy cannot be removed", context.files, info.file)
+    return json_response(_adapter_entry(context, info))

@@ -38,6 +38,7 @@ from programs.batch.tasks import TaskRequest, with_terms
 from programs.record import Record, RunError
 from programs.settings import CommandParser, Settings, SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
+from routes.translation.translator import UNCHANGED, unknown_language
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
 from rwkv_batch.translation.documents.document import (
     MAX_BYTES,
@@ -166,6 +167,9 @@ class DocumentJob:
         self.task = SegmentTask(options.target_lang, terms)
         notes = [f"{len(self.document.units)} texts", *self.document.notes]
         sys.stderr.write(f"{options.input}: {', '.join(notes)}\n")
+        for flag, language in (("--target-lang", options.target_lang), ("--source-lang", options.source_lang)):
+            if problem := unknown_language(language):
+                sys.stderr.write(f"warning: {flag}: {problem}; {UNCHANGED}\n")
 
     @property
     def _document_options(self) -> DocumentOptions:

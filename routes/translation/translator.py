@@ -273,7 +273,17 @@ def _report_problem(name: str, problems: list[str]) -> None:
 def report_unknown_languages(languages: dict[str, str], is_strict: bool) -> None:
     """Add a warning for each unknown language, given by field. Raises ServiceError if `is_strict`."""
     for name, language in languages.items():
-        if language.lower() != AUTO and not is_known_language(language):
-            near = nearest_name(language, [*LANGUAGE_NAMES, *LANGUAGE_NAMES.values()])
-            problem = f"unknown language {language!r}; use an ISO code or an English name{near}"
-            report_unknown(name, problem, "the prompt has it unchanged", language, is_strict=is_strict)
+        if problem := unknown_language(language):
+            report_unknown(name, problem, UNCHANGED, language, is_strict=is_strict)
+
+
+UNCHANGED = "the prompt has it unchanged"
+"""Effect of an unknown language."""
+
+
+def unknown_language(language: str) -> str:
+    """Return what is wrong with a language, or ""."""
+    if language.lower() == AUTO or is_known_language(language):
+        return ""
+    near = nearest_name(language, [*LANGUAGE_NAMES, *LANGUAGE_NAMES.values()])
+    return f"unknown language {language!r}; use an ISO code or an English name{near}"

@@ -83,7 +83,8 @@ class Reader {
   argument(font = this.font) {
     const before = this.font;
     this.font = font;
-    const read = this.took("{") ? this.group("}") : this.atom(this.word()).html;
+    const token = this.word();
+    const read = token === "{" ? this.group("}") : /\d/.test(token) ? tag("mn", styled(token, font)) : this.atom(token).html;
     this.font = before;
     return read;
   }

@@ -28,7 +28,7 @@ class _Folder:
 
     def start(self) -> Service:
         arguments = ("--model-path", str(self._model), "--keys-file", str(self._folder / "keys.toml"))
-        arguments += ("--threads", "1", "--http-workers", "1")
+        arguments += ("--threads", "1", "--http-workers", "1", "--admin-password", "the boss")
         running = Service(self._folder, *arguments, state_db=self._folder / "sessions.db")
         running.headers = {"Authorization": f"Bearer {ALICE}"}
         return running.wait_ready()
@@ -131,9 +131,18 @@ def test_from_upload_to_answer(served: Service) -> None:
             stranger()
     with pytest.raises(openai.NotFoundError):
         other.fine_tuning.jobs.retrieve(job.id)
+    admin: Any = {"headers": {"Authorization": "Bearer the boss"}}
+    for fields in ({"job": job.id, "file": "a.pth"}, {"job": "ftjob-none"}, {}):
+        assert served.request("POST", "/v1/adapters", json={"name": "all", **fields}, **admin).status_code == 422
+    published = served.request("POST", "/v1/adapters", json={"name": "all", "job": job.id}, **admin)
+    assert published.status_code == 200, published.text
     assert client.models.delete(name).deleted
     with pytest.raises(openai.NotFoundError):
         said(client, name)
+    assert said(other, "rwkv7+all") != said(other, "rwkv7"), "the copy outlives the job's own model"
+    copy = Path(published.json()["file"])
+    assert copy.exists() and served.request("DELETE", "/v1/adapters/all", **admin).status_code == 200
+    assert not copy.exists()
     assert name not in [model.id for model in client.models.list()]
 
 

@@ -113,6 +113,8 @@ def test_the_readmes_commands(infer: Service) -> None:
     plain = generate(infer, MODEL)
     shown = infer.get(f"/v1/models/{HERE}").json()
     assert shown["defaults"] == {"temperature": 1.0, "top_p": 0.3, "stop_tokens": [0, "\n\n"]}
+    listed = infer.request("GET", "/models", headers={"X-Stainless-Lang": "python"}).json()
+    assert listed == infer.get("/openai/v1/models").json(), "an OpenAI SDK whose base_url lacks the path"
     answer = route(infer, "loadmodel", model_filename=MIX[0], model_viewname=MODEL)
     assert answer.status_code == 422 and answer.json()["field"] == "model_filename", answer.text
     assert generate(infer, MODEL) == plain, "files are checked before anything is replaced"

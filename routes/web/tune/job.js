@@ -37,13 +37,13 @@ function Publish({ job }) {
   const [name, setName] = useState("");
   const [done, setDone] = useState(null);
   const { status } = useStore(service);
-  if (!status?.processes || job.tuning !== "state" || !job.result_files[1]) return html`<p class="quiet">${t("tune.own", { model: job.model })}</p>`;
+  if (!status?.processes || (job.tuning !== "lora" && !job.result_files[1])) return html`<p class="quiet">${t("tune.own", { model: job.model })}</p>`;
   const submit = async (event) => {
     event.preventDefault();
     try {
       await publish(job, name.trim());
       await loadChoices();
-      setDone({ text: t("tune.published", { name: name.trim() }), good: true });
+      setDone({ text: t(`published.${job.tuning}`, { name: name.trim() }), good: true });
     } catch (error) {
       setDone({ text: error.message || t("notice.offline"), good: false });
     }

@@ -30,8 +30,10 @@ export const eventsOf = async (job) => (await getJson(`${JOBS}/${job.id}/events?
 export const changeJob = (job, action) => post(`${JOBS}/${job.id}/${action}`, {});
 export const removeModel = (name) => request(`${API}/models/${encodeURIComponent(name)}`, { method: "DELETE" });
 
-/** Serve a job's state to every key under `name`. Needs admin rights. */
+/** Serve a job's state and LoRA to every key under `name`. Needs admin rights. */
 export async function publish(job, name) {
+  if (job.tuning !== "state") await post("/v1/adapters", { name, job: job.id });
+  if (job.tuning === "lora") return;
   const content = await (await request(`${API}/files/${job.result_files[1]}/content`)).blob();
   const form = new FormData();
   form.set("name", name);

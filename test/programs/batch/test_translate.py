@@ -34,8 +34,9 @@ def test_a_file_keeps_its_form_and_encoding(fake: Service, tmp_path: Path, capsy
     source = tmp_path / "a.md"
     source.write_bytes("# 标题\n\n```\ncode\n```\n".encode("gbk"))
     flags = ["-s", "zh", "--url", fake.url, "-o", str(tmp_path / "b.md")]
-    assert main(["translate", str(source), "-t", "en", *flags]) == 0
+    assert main(["translate", str(source), "-t", "Englsh", *flags]) == 0
     said = capsys.readouterr().err
+    assert "warning: --target-lang: unknown language 'Englsh'" in said and "the nearest known name is English" in said
     assert "1 texts, encoding gb18030" in said
     content = (tmp_path / "b.md").read_bytes()
     assert content.startswith(b"# ") and content.endswith(b"\n\n```\ncode\n```\n") and content.decode("gbk")
