@@ -117,7 +117,8 @@ function Transcript({ conversation, path }) {
     follows.current = scrollHeight - scrollTop - clientHeight < AT_END_PX;
   };
   useLayoutEffect(() => {
-    if (follows.current) box.current.scrollTop = box.current.scrollHeight;
+    if (path.length === 0) box.current.scrollTop = 0;
+    else if (follows.current) box.current.scrollTop = box.current.scrollHeight;
   });
   useLayoutEffect(() => {
     follows.current = true;

@@ -220,5 +220,18 @@ def test_rows_are_shown_by_their_state(fake: Service, open_page: Opener, width: 
         expect(page.locator(".card:visible")).to_have_count(count)
 
 
+def test_a_background_run_is_cancelled(fake: Service, open_page: Opener) -> None:
+    page = open_page(fake, "batch")
+    page.fill("#batch-template", "{line}")
+    page.fill("#batch-lines", "\n".join(f"number {index}" for index in range(20)))
+    page.fill("#batch-most", "100000")
+    page.select_option("#batch-way", "background")
+    page.click("#batch-start")
+    page.locator("#batch-runs summary").click()
+    page.locator("#batch-runs").get_by_role("button", name="Cancel").click()
+    expect(page.locator("#batch-figures")).to_have_attribute("data-ended", "true")
+    expect(page.locator("#batch-runs li").first).to_contain_text("stopped")
+
+
 def test_closed_pages_leave_nothing_running(fake: Service) -> None:
     wait_for(lambda: fake.status()["running_rows"] == 0, 20, "no row runs")

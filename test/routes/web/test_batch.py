@@ -14,7 +14,6 @@ from test.serving import Service
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
-ROWS = 1000
 WHO = ("I", "You", "We", "They", "The teacher", "My brother", "Her mother", "Our friends")
 WHAT = (
     "like tea", "went to Beijing yesterday", "will read two books", "want to buy a red car", "can speak Chinese",
@@ -68,19 +67,6 @@ def test_a_background_run_is_found_again_after_a_reload(demo: Service, open_page
     assert lines[0] == "line,output,finish_reason" and lines[1].startswith("Good morning,")
     page.locator("#batch-runs summary").click()
     expect(page.locator("#batch-runs li").first).to_contain_text("complete · 3 / 3")
-
-
-def test_a_background_run_is_cancelled(demo: Service, open_page: Opener) -> None:
-    page = open_page(demo, "batch")
-    page.fill("#batch-template", "{line}")
-    page.fill("#batch-lines", "\n".join(f"number {index}" for index in range(ROWS)))
-    page.fill("#batch-most", "2000")
-    page.select_option("#batch-way", "background")
-    page.click("#batch-start")
-    page.locator("#batch-runs summary").click()
-    page.locator("#batch-runs").get_by_role("button", name="Cancel").click()
-    expect(page.locator("#batch-figures")).to_have_attribute("data-ended", "true")
-    expect(page.locator("#batch-runs li").first).to_contain_text("stopped")
 
 
 def test_many_rows_of_a_real_model(demo: Service, open_page: Opener, shots: Path) -> None:

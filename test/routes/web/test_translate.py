@@ -62,10 +62,22 @@ def test_a_segment_is_edited_by_keyboard_and_kept(demo: Service, open_page: Open
     page.fill("#glossary-term", "tea")
     page.fill("#glossary-translation", "茶")
     page.keyboard.press("Enter")
+    page.locator("#stored-glossaries summary").click()
+    page.fill("#store-glossary", "house terms")
+    page.keyboard.press("Enter")
+    expect(page.locator("#stored-glossaries [role=alert]")).to_contain_text("Language of the terms")
+    page.select_option("#source-language", "en")
+    page.locator("#store-glossary").press("Enter")
+    expect(page.locator("#stored-glossary option:checked")).to_have_text("house terms (en → zh: 1)")
     place = f"number {width}"
     page.fill("#translate-source", f"I like tea.\nGood morning.\nI live in house {place}.")
-    page.locator("#translate-source").press("Control+Enter")
+    with page.expect_request("**/batch-translate") as sent:
+        page.locator("#translate-source").press("Control+Enter")
+    assert (sent.value.post_data_json or {})["glossary_id"].startswith("glossary-")
     expect(page.locator("#translate-progress")).to_have_attribute("data-ended", "true")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator("#stored-glossaries").get_by_role("button", name="Delete").click()
+    expect(page.locator("#stored-glossary option")).to_have_count(1)
     expect(page.locator(".source .term")).to_have_text("tea")
     expect(page.locator(".target .term")).to_have_text("茶")
     page.locator("#segments").focus()
@@ -127,22 +139,6 @@ FILES = {
     "film.srt": (
         "1\n00:00:01,000 --> 00:00:02,000\nGood morning\n\n2\n00:00:03,000 --> 00:00:04,000\nHow are you?\n",
         "1\n00:00:01,000 --> 00:00:02,000\n早上好\n\n2\n00:00:03,000 --> 00:00:04,000\n你好吗？\n",
-    ),
-    "film.vtt": (
-        "WEBVTT\n\nNOTE Good morning\n\n00:01.000 --> 00:02.000 align:start\nGood morning\n",
-        "WEBVTT\n\nNOTE Good morning\n\n00:01.000 --> 00:02.000 align:start\n早上好\n",
-    ),
-    "texts.json": (
-        json.dumps({"greeting": "Good morning", "n": 3, "more": [{"ask": "How are you?"}]}),
-        json.dumps({"greeting": "早上好", "n": 3, "more": [{"ask": "你好吗？"}]}, ensure_ascii=False),
-    ),
-    "page.xliff": (
-        '<?xml version="1.0"?>\n<xliff version="1.2"><file source-language="en"><body><trans-unit id="a">'
-        "<source>Good morning</source></trans-unit></body></file></xliff>",
-        '<?xml version="1.0"?>\n'
-        '<xliff version="1.2"><file source-language="en" target-language="zh-CN"><body><trans-unit id="a">'
-        '<source>Good morning</source><target state="needs-review-translation">早上好</target></trans-unit></body>'
-        "</file></xliff>",
     ),
 }
 
