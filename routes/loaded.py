@@ -189,7 +189,9 @@ async def _publish(context: Context, body: AdapterBody) -> AdapterInfo:
     copy = store.adapter_path(new_id(_PUBLISHED))
     await call_store(shutil.copyfile, "the LoRA cannot be copied", store.adapter_path(tuned.name), copy)
     try:
-        return await call_engine(context, AddAdapter(body.name, str(copy), 1.0 if body.scale is None else body.scale, is_own=True))
+        return await call_engine(
+            context, AddAdapter(body.name, str(copy), 1.0 if body.scale is None else body.scale, is_own=True)
+        )
     except ServiceError:
         await call_store(_forget, "the LoRA's copy cannot be removed", store, str(copy))
         raise
