@@ -204,7 +204,8 @@ def test_every_route_is_tested() -> None:
 def test_answers_match_the_schema(
     service: Service, published: Published, path: str, body: dict[str, Any] | None
 ) -> None:
-    route = next(route for route in ROUTES if route.path == path)
+    routes = [route for route in ROUTES if route.path == path]
+    route = next((one for one in routes if one.method == "GET"), routes[0])
     if route.method == "GET":
         published.check("GET", path, service.get(path.format(**(body or {}))))
         return
