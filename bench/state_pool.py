@@ -53,8 +53,7 @@ def measure_turns(folder: Path, durability: str, sessions: int, synchronous: str
     while time.perf_counter() - started < SECONDS:
         waits += bench.turns(names, tokens)
     elapsed = time.perf_counter() - started
-    bench.pool._flush = lambda store: None  # type: ignore[method-assign]
-    bench.pool.close()
+    bench.close_unsaved()
     return {
         "measure": "turns",
         "durability": durability,
@@ -126,8 +125,7 @@ def resume_from_log(folder: Path, sizes: dict[str, Any]) -> list[float]:
     bench = Bench(folder, slots=12, **sizes)
     for i in range(8):
         bench.turns([f"log{i}"], list(range(2048)))
-    bench.pool._flush = lambda store: None  # type: ignore[method-assign]
-    bench.pool.close()
+    bench.close_unsaved()
     bench = Bench(folder, slots=12, **sizes)
     times: list[float] = []
     for i in range(8):

@@ -14,8 +14,10 @@ from bench.tools.pool_driver import PoolDriver
 from state_pool.config import PoolConfig
 from state_pool.disk.store import Store
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
+from state_pool.session_file import SessionFile
 from state_pool.session_key import SessionKey
 from state_pool.sessions import Lease, Session
+from test.pool_integrity import integrity_faults
 
 STATE_WORDS = 32
 
@@ -155,9 +157,9 @@ class Driver(PoolDriver):
         self.arena.run(lease.read_slot, slot, [*lease.replay, *tokens])
         return slot
 
-    def finish_turn(self, lease: Lease, tokens: list[int], slot: int) -> Outcome:
-        """Record and check in a computed turn, without waiting for its acknowledgement."""
-        outcome = Outcome()
+    def finish_turn(self, lease: Lease, tokens: list[int], slot: int | None = None) -> Outcome:
+        """Record and check in a turn, without waiting for its acknowledgement. `slot`: None: it is computed first."""
+        slot, outcome = self.compute(lease, tokens) if slot is None else slot, Outcome()
         self.pool.turns.record(lease, tokens, outcome)
         self.pool.turns.checkin(lease, slot)
         return outcome
@@ -165,7 +167,7 @@ class Driver(PoolDriver):
     def turn(self, session_id: str, tokens: list[int], branch_from: int | None = None) -> Lease:
         """Run a whole turn until it is acknowledged. Raises its error."""
         lease = self.ready(self.pool.turns.checkout(session_id, branch_from))
-        outcome = self.finish_turn(lease, tokens, self.compute(lease, tokens))
+        outcome = self.finish_turn(lease, tokens)
         self.until(lambda: outcome.known)
         if outcome.calls[0] is not None:
             raise outcome.calls[0]
@@ -178,6 +180,23 @@ class Driver(PoolDriver):
         state = fold(self.arena.memory[lease.read_slot], lease.replay)
         self.pool.turns.release(lease)
         return state
+
+    def export(self, session_id: str, dialogue: int | None = None) -> SessionFile:
+        """Export a session. Raises its error."""
+        found: list[SessionFile | Exception] = []
+        self.pool.import_export.export(session_id, found.append, dialogue)
+        self.until(lambda: bool(found))
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    def import_session(self, session_id: str, file: SessionFile) -> None:
+        """Import a session durably. Raises its error."""
+        outcome = Outcome()
+        self.pool.import_export.import_session(session_id, self.pool.import_export.fit(file), outcome)
+        self.until(lambda: outcome.known)
+        if outcome.calls[0] is not None:
+            raise outcome.calls[0]
 
     def delete(self, session_id: str, prefix: bool = False) -> int:
         """Delete durably."""
@@ -220,7 +239,8 @@ def idle_writer(driver: Driver) -> Iterator[None]:
 
 
 def end(*drivers: Driver) -> None:
-    """Settle and close the pools."""
+    """Settle the pools, check their bookkeeping and close them."""
     for driver in drivers:
         driver.settle()
+        assert integrity_faults(driver.pool) == []
         driver.pool.close()

@@ -62,6 +62,11 @@ class PoolDriver:
             raise pages[0]
         return pages[0]
 
+    def close_unsaved(self) -> None:
+        """Close the pool, but do not store the states in memory: the next start reads them from the log."""
+        self.pool._flush = lambda store: None  # type: ignore[method-assign]
+        self.pool.close()
+
     def settle(self) -> None:
         """Poll until nothing is pending."""
         self.until(lambda: not self.pool.pending)

@@ -67,7 +67,7 @@ def test_a_session_passes_two_to_the_power_of_31_tokens(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1, 2, 3])
     driver.settle()
-    file = _exported(driver, "s")
+    file = driver.export("s")
     many = SessionFile(file.fingerprint, MANY - 1, file.replay, file.layout, file.parts).encode()
     for name in ("many", "again"):
         outcome = Outcome()
@@ -76,17 +76,9 @@ def test_a_session_passes_two_to_the_power_of_31_tokens(tmp_path: Path) -> None:
         assert outcome.calls == [None]
         driver.turn(name, [4, 5])
         driver.settle()
-        many = _exported(driver, name).encode()
+        many = driver.export(name).encode()
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
     assert np.array_equal(driver.state("again"), expected_state([1, 2, 3, 4, 5, 4, 5]))
-    assert _exported(driver, "again").num_tokens == MANY + 3
+    assert driver.export("again").num_tokens == MANY + 3
     driver.pool.close()
-
-
-def _exported(driver: Driver, name: str) -> SessionFile:
-    found: list[SessionFile | Exception] = []
-    driver.pool.import_export.export(name, found.append)
-    driver.until(lambda: bool(found))
-    assert isinstance(found[0], SessionFile)
-    return found[0]

@@ -42,9 +42,7 @@ def computed(driver: Driver, name: str, token: int) -> tuple[Lease, int]:
 def test_state_of_deleted_session_is_not_stored(tmp_path: Path, durability: str) -> None:
     driver = opened(tmp_path, delay=3, durability=durability)
     lease, slot = computed(driver, "s", 1)
-    outcome = Outcome()
-    driver.pool.turns.record(lease, [1], outcome)
-    driver.pool.turns.checkin(lease, slot)
+    outcome = driver.finish_turn(lease, [1], slot)
     if durability == "log":
         driver.until(lambda: outcome.known)
         assert driver.pool.tiers.checkpoints.begin(get_session(driver, "s"))
@@ -344,10 +342,7 @@ def test_turn_after_failed_import_starts_a_new_session(tmp_path: Path, monkeypat
     """The import's delete, when it succeeds later, must not touch the turn."""
     driver = reopened(tmp_path)
     lease = failed_import(driver, monkeypatch, stores_state=False)
-    slot = driver.compute(lease, [7])
-    outcome = Outcome()
-    driver.pool.turns.record(lease, [7], outcome)
-    driver.pool.turns.checkin(lease, slot)
+    outcome = driver.finish_turn(lease, [7])
     driver.until(lambda: outcome.known)
     assert outcome.ok
     driver.pool.turns.session_deletes.retry()

@@ -20,8 +20,7 @@ from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.disk.statements import StateRow, put_state
 from state_pool.errors import DatabaseUnusable, SessionUnusable, TurnNotStored
 from state_pool.layout import checksum_pieces
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
-from test.pool_integrity import integrity_faults
+from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state
 from test.s3_server import KEY, SECRET
 
 Engines = Callable[..., Driver]
@@ -50,9 +49,7 @@ def engines(tmp_path: Path, address: str) -> Iterator[Engines]:
     yield make
     for driver in drivers:
         if driver.pool._store is not None and not driver.pool._store.writer._stopping:
-            driver.settle()
-            assert integrity_faults(driver.pool) == []
-            driver.pool.close()
+            end(driver)
 
 
 def keys_in(store: CheckpointStore, key_prefix: str) -> list[str]:
@@ -85,8 +82,7 @@ def named_keys(tmp_path: Path) -> list[str]:
 
 
 def restarted(driver: Driver, engines: Engines, **changes: object) -> Driver:
-    driver.settle()
-    driver.pool.close()
+    end(driver)
     return engines(**changes)
 
 
@@ -253,9 +249,7 @@ def test_delete_during_upload_wins(engines: Engines, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(FolderStore, "put", held)
     lease = one.ready(one.pool.turns.checkout("s"))
-    slot, outcome = one.compute(lease, [1]), Outcome()
-    one.pool.turns.record(lease, [1], outcome)
-    one.pool.turns.checkin(lease, slot)
+    outcome = one.finish_turn(lease, [1])
     store = one.pool._store
     assert store is not None
     one.until(lambda: bool(store.writer._staged.uploading))
@@ -284,9 +278,7 @@ def test_delete_during_commit_keeps_the_object_until_it_is_stored(
     monkeypatch.setattr(writer, "_commit", held)
     monkeypatch.setattr(objects_of(one), "delete", deleted.append)
     lease = one.ready(one.pool.turns.checkout("s"))
-    slot, outcome = one.compute(lease, [1]), Outcome()
-    one.pool.turns.record(lease, [1], outcome)
-    one.pool.turns.checkin(lease, slot)
+    one.finish_turn(lease, [1])
     one.until(commits.is_set)
     one.pool.turns.delete("s")
     assert deleted == []
@@ -366,8 +358,7 @@ def replace_object(tmp_path: Path, store: CheckpointStore, location: ObjectLocat
 def test_wrong_checkpoint_store_is_refused(engines: Engines, tmp_path: Path) -> None:
     one = engines()
     one.turn("s", [1])
-    one.settle()
-    one.pool.close()
+    end(one)
     (tmp_path / "other").mkdir()
     with pytest.raises(DatabaseUnusable, match="none of the session database's states"):
         engines(checkpoint_store=(tmp_path / "other").as_uri())

@@ -12,7 +12,7 @@ import pytest
 from state_pool.disk.recover import salvage
 from state_pool.errors import DatabaseUnusable, SessionUnusable
 from state_pool.layout import InvalidStateValues
-from test.pool_fakes import Driver, FakeArena, FakeHost, config_in, expected_state
+from test.pool_fakes import Driver, FakeArena, FakeHost, config_in, end, expected_state
 from test.pool_integrity import integrity_faults
 from test.state_pool.stored_sessions import WORDS, holds, raw, reopen, write_three
 
@@ -56,8 +56,7 @@ def test_a_damaged_log_is_quarantined(tmp_path: Path, damage: str) -> None:
     driver = reopen(tmp_path)
     driver.turn("a", [1, 2])
     driver.turn("a", [3, 4])
-    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
-    driver.pool.close()
+    driver.close_unsaved()
     with raw(tmp_path) as connection:
         connection.execute(damage)
     driver = reopen(tmp_path)
@@ -87,8 +86,7 @@ def test_stored_state_with_invalid_values_is_quarantined(tmp_path: Path, *, obje
     driver = Driver(FakeArena(words=WORDS), config_in(tmp_path, **kept))
     for name, tokens in (("a", [1, 2]), ("b", [3])):
         driver.turn(name, tokens)
-    driver.settle()
-    driver.pool.close()
+    end(driver)
     driver = Driver(FakeArena(words=WORDS), config_in(tmp_path, **kept))
     host_state, noise = driver.arena.host_state, expected_state([1, 2], WORDS).tobytes()
 
@@ -173,8 +171,7 @@ def test_salvage_copies_sessions_with_only_a_log(tmp_path: Path) -> None:
     driver.turn("s", [1, 2])
     driver.turn("fork", [1], branch_from=0)
     driver.turn("fork", [2], branch_from=1)
-    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
-    driver.pool.close()
+    driver.close_unsaved()
     (tmp_path / "new").mkdir()
     saved, lost = salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")
     assert (sorted(saved), lost) == (["fork:1", "fork:2", "s"], [])

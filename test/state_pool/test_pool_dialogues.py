@@ -11,7 +11,7 @@ import pytest
 from state_pool.disk.recover import salvage
 from state_pool.errors import SessionNotFound
 from state_pool.sessions import DialogueNumbers
-from test.pool_fakes import Driver, FakeArena, config_in
+from test.pool_fakes import Driver, FakeArena, config_in, end
 
 
 def reopen(folder: Path, **changes: object) -> Driver:
@@ -44,8 +44,7 @@ def test_dialogue_number_is_not_reused_after_a_restart(tmp_path: Path, durabilit
             number_of(driver, name)
     driver.delete("some are left:3")
     driver.delete("none is left")
-    driver.settle()
-    driver.pool.close()
+    end(driver)
     driver = reopen(tmp_path, durability=durability)
     assert [number_of(driver, name) for name in ("some are left", "none is left")] == [4, 4]
     driver.pool.close()
@@ -69,8 +68,7 @@ def test_dialogue_number_is_not_reused_after_a_migration(tmp_path: Path) -> None
         connection.execute("DELETE FROM schema_migrations WHERE version >= 2")
     driver = reopen(tmp_path)
     driver.delete("s")
-    driver.settle()
-    driver.pool.close()
+    end(driver)
     driver = reopen(tmp_path)
     assert number_of(driver, "s") == 3
     driver.pool.close()
@@ -82,8 +80,7 @@ def test_dialogue_number_is_not_reused_after_a_salvage(tmp_path: Path) -> None:
         for _ in range(2):
             number_of(driver, name)
     driver.delete("t:2")
-    driver.settle()
-    driver.pool.close()
+    end(driver)
     (tmp_path / "new").mkdir()
     salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")
     driver = reopen(tmp_path / "new")

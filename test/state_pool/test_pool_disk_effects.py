@@ -22,8 +22,7 @@ from state_pool.disk.writer import Writer
 from state_pool.errors import SessionNotFound, SessionReadFailed
 from state_pool.layout import ZERO_SLOT
 from state_pool.session_key import SessionKey
-from test.pool_fakes import Driver, Outcome, expected_state, get_session, get_store
-from test.pool_integrity import integrity_faults
+from test.pool_fakes import Driver, Outcome, end, expected_state, get_session, get_store
 from test.state_pool.stored_sessions import raw, write_three
 from test.state_pool.test_pool_between import opened, reopened, rows_of
 from test.state_pool.test_pool_effects import chunks
@@ -120,10 +119,7 @@ def test_delete_removes_a_queued_state(tmp_path: Path, durability: str) -> None:
     writer = get_store(driver).writer
     with writer._changed:  # the writer thread can take no work meanwhile
         lease = driver.ready(driver.pool.turns.checkout("s"))
-        slot = driver.compute(lease, [2])
-        outcome = Outcome()
-        driver.pool.turns.record(lease, [2], outcome)
-        driver.pool.turns.checkin(lease, slot)
+        outcome = driver.finish_turn(lease, [2])
         if durability == "log":
             assert driver.pool.tiers.checkpoints.begin(next(iter(driver.pool._index)))
         driver.pool.poll()
@@ -131,9 +127,7 @@ def test_delete_removes_a_queued_state(tmp_path: Path, durability: str) -> None:
         assert driver.pool.turns.delete("s") == 1
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], SessionNotFound)
-    driver.settle()
-    assert integrity_faults(driver.pool) == []
-    driver.pool.close()
+    end(driver)
     driver = opened(tmp_path)
     assert driver.list_sessions().total == 0
     driver.pool.close()
@@ -168,8 +162,7 @@ def test_session_without_a_state_is_replayed(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     driver.turn("s", [1, 2])
     driver.turn("s", [3])
-    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
-    driver.pool.close()
+    driver.close_unsaved()
     driver = opened(tmp_path)
     lease = driver.ready(driver.pool.turns.checkout("s"))
     assert (lease.read_slot, lease.replay) == (ZERO_SLOT, [1, 2, 3])

@@ -12,7 +12,7 @@ import pytest
 from state_pool.disk.operations import Append, SessionRow
 from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
 from state_pool.session_key import SessionKey
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, get_session, get_store
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, get_session, get_store
 from test.state_pool.test_pool_prefix import Prompts
 
 WORDS = 4096
@@ -102,13 +102,11 @@ def test_session_is_busy_while_its_turn_is_stored(tmp_path: Path) -> None:
     lease = driver.ready(driver.pool.turns.checkout("s"))
     slot = driver.compute(lease, [1])
     with get_store(driver).writer._changed:
-        driver.pool.turns.record(lease, [1], Outcome())
-        driver.pool.turns.checkin(lease, slot)
+        driver.finish_turn(lease, [1], slot)
         get_session(driver, "s").active = None  # the turn is over but still being stored
         with pytest.raises(SessionBusy):
             driver.pool.turns.checkout("s", wait=False)
-    driver.settle()
-    driver.pool.close()
+    end(driver)
 
 
 def test_checkout_waits_by_default(tmp_path: Path) -> None:
@@ -130,8 +128,7 @@ def test_no_branch_from_an_unusable_or_deleted_dialogue(tmp_path: Path) -> None:
     driver.delete("s:2")
     with pytest.raises(SessionNotFound, match="no dialogue 2"):
         driver.pool.turns.checkout("s", 2)
-    driver.settle()
-    driver.pool.close()
+    end(driver)
 
 
 def test_branch_at_the_size_limit_is_refused(tmp_path: Path) -> None:
@@ -149,17 +146,13 @@ def test_a_deleted_sessions_turn_is_not_acknowledged(tmp_path: Path, durability:
     """Its tokens are committed before the delete. Still it is deleted, and its client gets an error."""
     driver = opened(tmp_path, durability=durability)
     lease = driver.ready(driver.pool.turns.checkout("s"))
-    slot = driver.compute(lease, [1])
-    outcome = Outcome()
-    driver.pool.turns.record(lease, [1], outcome)
-    driver.pool.turns.checkin(lease, slot)
+    outcome = driver.finish_turn(lease, [1])
     while durability == "log" and get_store(driver).writer.stats.turns == 0:
         time.sleep(0.001)  # committed, but not polled yet
     driver.pool.turns.delete("s")
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], SessionNotFound)
-    driver.settle()
-    driver.pool.close()
+    end(driver)
 
 
 def test_one_bad_turn_fails_alone(tmp_path: Path) -> None:
@@ -212,8 +205,7 @@ def test_turn_is_committed_between_chunks_of_a_state(tmp_path: Path, monkeypatch
     driver.until(lambda: writer.stats.states == 1)
     assert order[:2] == ["chunk", "turn acknowledged"]
     assert order.count("chunk") > 8
-    driver.settle()
-    driver.pool.close()
+    end(driver)
 
 
 def test_least_recently_used_prefix_is_evicted_first(tmp_path: Path) -> None:
@@ -280,8 +272,7 @@ def test_state_needed_by_a_waiting_turn_stays_in_host_memory(tmp_path: Path) -> 
         driver.ready(lease)
         driver.pool.turns.release(lease)
     assert driver.pool.tiers.counters.loads == loads
-    driver.settle()
-    driver.pool.close()
+    end(driver)
 
 
 def _take(driver: Driver, held: list[int]) -> int:

@@ -15,7 +15,7 @@ from state_pool.cache import checkpoints
 from state_pool.disk import directory
 from state_pool.expiry import Expiry, Gap, UsageTimes
 from state_pool.turns import deletes, turns
-from test.pool_fakes import Driver, FakeArena, config_in
+from test.pool_fakes import Driver, FakeArena, config_in, end
 
 TTL_S = 60.0
 YEAR_S = 365 * 86400.0
@@ -53,8 +53,7 @@ def names(driver: Driver) -> set[str]:
 
 
 def close(driver: Driver) -> None:
-    driver.settle()
-    driver.pool.close()
+    end(driver)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -14,8 +14,7 @@ from state_pool.disk.checkpoint_store import FolderStore
 from state_pool.errors import SessionUnusable, TurnNotStored
 from state_pool.session_key import Tier
 from state_pool.sessions import LeaseState
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_session
-from test.pool_integrity import integrity_faults
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, get_session
 from test.serving import wait_for
 
 
@@ -80,17 +79,14 @@ def test_turns_fail_and_late_objects_are_deleted(tmp_path: Path, mount: Mount) -
     folder = tmp_path / "objects"
     one.until(lambda: len([file for file in folder.glob("*/*") if file.name != "of-this-database"]) == 1)
     assert one.pool.stats()["degraded"] is None
-    one.settle()
-    assert integrity_faults(one.pool) == []
-    one.pool.close()
+    end(one)
 
 
 def test_loads_fail_with_a_retry_hint(tmp_path: Path, mount: Mount) -> None:
     one = opened(tmp_path)
     for name in ("s", "t", "u"):
         one.turn(name, [1])
-    one.settle()
-    one.pool.close()
+    end(one)
     two = opened(tmp_path)
     mount.hang()
     for name in ("s", "t", "u"):
@@ -108,8 +104,7 @@ def test_a_session_in_memory_does_not_wait_behind_a_hanging_store(tmp_path: Path
     stored = [f"stored {number}" for number in range(100)]
     for name in stored:
         one.turn(name, [1])
-    one.settle()
-    one.pool.close()
+    end(one)
     two = opened(tmp_path, delay=1, l1_sessions=16, l2_sessions=16)
     others = ["in memory", *(f"other {number}" for number in range(two.arena.num_slots))]
     for name in others:

@@ -13,7 +13,7 @@ import pytest
 from state_pool.config import PoolConfig
 from state_pool.disk import database, process_lock
 from state_pool.errors import DatabaseUnusable
-from test.pool_fakes import Driver, FakeArena, config_in, expected_state
+from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state
 
 
 def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +41,7 @@ def test_engine_joins_while_others_write(tmp_path: Path, monkeypatch: pytest.Mon
     two = Driver(FakeArena(), config_in(tmp_path, engine="two", service="here"))
     two.turn("s", [1])
     for driver in (one, two):
-        driver.settle()
-        driver.pool.close()
+        end(driver)
     other.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from state_pool.session_key import owned_id, owner_of, without_owner
-from test.pool_fakes import Driver, FakeArena, config_in
+from test.pool_fakes import Driver, FakeArena, config_in, end
 
 OWN, OTHER, SHARED = owned_id("anna", "s"), owned_id("bert", "s"), "s"
 
@@ -33,11 +33,9 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Driver]:
     makers[-1].turn(SHARED, [3])
     makers[-1].turn(owned_id("bert", "tree"), [4], branch_from=0)
     for maker in makers[1:]:
-        maker.settle()
-        maker.pool.close()
+        end(maker)
     yield used
-    used.settle()
-    used.pool.close()
+    end(used)
 
 
 def names(driver: Driver, owner: str) -> list[str]:

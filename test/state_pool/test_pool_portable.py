@@ -7,7 +7,9 @@ import dataclasses
 import json
 import struct
 import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,25 +22,39 @@ from state_pool.session_file import InvalidSessionFile, SessionFile, decode
 from state_pool.session_key import SessionKey
 from state_pool.turns.import_export import MAX_CONCURRENT
 from test.malformed_files import as_format_1, join, malformed_files, split, with_metadata
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
-from test.pool_integrity import integrity_faults
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, get_store
 
 
 def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
     """Export a session as a file's bytes."""
-    found: list[SessionFile | Exception] = []
-    driver.pool.import_export.export(name, found.append, dialogue)
-    driver.until(lambda: bool(found))
-    assert isinstance(found[0], SessionFile), found
-    return found[0].encode()
+    return driver.export(name, dialogue).encode()
 
 
 def import_session(driver: Driver, name: str, data: bytes) -> None:
     """Import a file durably."""
-    outcome = Outcome()
-    driver.pool.import_export.import_session(name, driver.pool.import_export.fit(decode(data)), outcome)
-    driver.until(lambda: outcome.known)
-    assert outcome.ok, outcome.calls
+    driver.import_session(name, decode(data))
+
+
+def restarted(tmp_path: Path, *histories: list[int]) -> Driver:
+    """Return a pool that has just opened the database with the session "s" of these turns."""
+    driver = Driver(FakeArena(), config_in(tmp_path))
+    for tokens in histories:
+        driver.turn("s", tokens)
+    end(driver)
+    return Driver(FakeArena(), config_in(tmp_path))
+
+
+Late = tuple[Callable[..., None], list[tuple[Any, ...]]]
+
+
+@contextlib.contextmanager
+def late_loads(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    """Hold back all loads; gives what loads, and the arguments of what was asked for."""
+    store, late = get_store(driver), list[tuple[Any, ...]]()
+    with monkeypatch.context() as patched:
+        load = store.load
+        patched.setattr(store, "load", lambda *request: late.append(request))
+        yield load, late
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy", "memory"])
@@ -55,9 +71,7 @@ def test_export_and_import_from_every_tier(tmp_path: Path, durability: str) -> N
     import_session(driver, "fork", export(driver, "fork", 1))
     driver.turn("fork", [2])
     assert np.array_equal(driver.state("fork"), expected_state([1, 2]))
-    driver.settle()
-    assert integrity_faults(driver.pool) == []
-    driver.pool.close()
+    end(driver)
     if durability != "memory":
         driver = Driver(FakeArena(), config_in(tmp_path))
         for i in range(6):
@@ -69,16 +83,14 @@ def test_replay_is_exported(tmp_path: Path) -> None:
     driver = Driver(FakeArena(), config_in(tmp_path))
     driver.turn("s", [1, 2])
     driver.turn("s", [3])
-    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
-    driver.pool.close()
+    driver.close_unsaved()
     driver = Driver(FakeArena(), config_in(tmp_path))
     data = export(driver, "s")
     assert decode(data).replay == [1, 2, 3]
     import_session(driver, "t", data)
     driver.turn("t", [4])
     assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4]))
-    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
-    driver.pool.close()
+    driver.close_unsaved()
     driver = Driver(FakeArena(), config_in(tmp_path))
     assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4]))
     driver.pool.close()
@@ -93,8 +105,7 @@ def test_a_file_with_a_state_and_tokens_after_it(tmp_path: Path, durability: str
     import_session(driver, "t", file.encode())
     for reopens in (False, durability != "memory"):
         if reopens:
-            driver.pool._flush = lambda store: None  # type: ignore[method-assign]
-            driver.pool.close()
+            driver.close_unsaved()
             driver = Driver(FakeArena(), config_in(tmp_path, **changes))
         lease = driver.ready(driver.pool.turns.checkout("t"))
         assert (lease.num_tokens, lease.replay) == (4, [3, 4])
@@ -104,9 +115,7 @@ def test_a_file_with_a_state_and_tokens_after_it(tmp_path: Path, durability: str
         assert (again.num_tokens, again.replay) == (4, [3, 4])
     lease = driver.turn("t", [5])
     assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4, 5]))
-    driver.settle()
-    assert integrity_faults(driver.pool) == []
-    driver.pool.close()
+    end(driver)
 
 
 def test_refused_exports_and_imports_name_the_session(tmp_path: Path) -> None:
@@ -141,27 +150,22 @@ def test_the_file_opens_with_safetensors(tmp_path: Path) -> None:
     driver.pool.close()
 
 
-def test_refused_exports_and_imports(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
-    driver.turn("s", [1])
+def test_files_of_other_models_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    def of(**arena: Any) -> Driver:
+        return Driver(FakeArena(**arena), config_in(tmp_path, state_db=""))
+
+    driver, with_content = of(), of(fingerprint="model-a.content")
+    for one in (driver, with_content):
+        one.turn("s", [1])
     data = export(driver, "s")
-    with pytest.raises(SessionBusy, match="already"):
-        driver.pool.import_export.import_session("s", driver.pool.import_export.fit(decode(data)), Outcome())
-    with pytest.raises(SessionNotFound):
-        driver.pool.import_export.export("nobody", print)
-    driver.pool.close()
-    other = Driver(FakeArena(fingerprint="model-b"), config_in(tmp_path / "..", state_db=""))
-    with pytest.raises(InvalidSessionFile, match="another model"):
-        other.pool.import_export.import_session("t", other.pool.import_export.fit(decode(data)), Outcome())
-    with_content = Driver(FakeArena(fingerprint="model-a.content"), config_in(tmp_path / "..", state_db=""))
     with_content.pool.import_export.fit(decode(data))  # of an earlier version, which samples the weights
-    changed = Driver(FakeArena(fingerprint="model-a.changed"), config_in(tmp_path / "..", state_db=""))
-    with_content.turn("s", [1])
-    with pytest.raises(InvalidSessionFile, match="another model"):
-        changed.pool.import_export.fit(decode(export(with_content, "s")))
-    wide = Driver(FakeArena(words=64), config_in(tmp_path / "..", state_db=""))
-    with pytest.raises(InvalidSessionFile, match="has the layout"):
-        wide.pool.import_export.import_session("t", wide.pool.import_export.fit(decode(data)), Outcome())
+    for file, other, message in (
+        (data, of(fingerprint="model-b"), "another model"),
+        (export(with_content, "s"), of(fingerprint="model-a.changed"), "another model"),
+        (data, of(words=64), "has the layout"),
+    ):
+        with pytest.raises(InvalidSessionFile, match=message):
+            import_session(other, "t", file)
     for damaged in (b"", data[:20], data[:-1], data + b"x", b"\xff" * 64, struct.pack("<Q", 1 << 60) + b"{}"):
         with pytest.raises(InvalidSessionFile):
             decode(damaged)
@@ -265,8 +269,7 @@ def test_stored_session_with_invalid_tokens_is_quarantined(tmp_path: Path) -> No
     driver = Driver(FakeArena(), config_in(tmp_path))
     import_session(driver, "bad", SessionFile("model-a", 2, [1, 40_000], {}, {}).encode())
     driver.turn("good", [1])
-    driver.pool._flush = lambda store: None  # type: ignore[method-assign]
-    driver.pool.close()
+    driver.close_unsaved()
     driver = Driver(FakeArena(vocab=1000), config_in(tmp_path))
     with pytest.raises(SessionUnusable, match=r"token id 40000.*vocabulary ends before 1000"):
         driver.state("bad")
@@ -278,20 +281,11 @@ def test_stored_session_with_invalid_tokens_is_quarantined(tmp_path: Path) -> No
 
 def test_export_of_a_session_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader runs after the delete (simulated world 3116; it was reported as damage)."""
-    driver = Driver(FakeArena(), config_in(tmp_path))
-    driver.turn("s", [1, 2])
-    driver.settle()
-    driver.pool.close()
-    driver = Driver(FakeArena(), config_in(tmp_path))
-    store = driver.pool._store
-    assert store is not None
-    load, late = store.load, []
-    monkeypatch.setattr(store, "load", lambda *request: late.append(request))
-    found: list[object] = []
-    driver.pool.import_export.export("s", found.append)
-    outcome = Outcome()
-    driver.pool.turns.delete("s", on_durable=outcome)
-    driver.until(lambda: outcome.known)
+    driver = restarted(tmp_path, [1, 2])
+    with late_loads(driver, monkeypatch) as (load, late):
+        found: list[object] = []
+        driver.pool.import_export.export("s", found.append)
+        driver.delete("s")
     load(*late[0])
     driver.until(lambda: bool(found))
     assert isinstance(found[0], SessionNotFound), found
@@ -301,16 +295,8 @@ def test_export_of_a_session_deleted_meanwhile(tmp_path: Path, monkeypatch: pyte
 
 def test_an_export_that_reads_a_later_turn_counts_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader runs after another turn was logged (simulated world 1101)."""
-    driver = Driver(FakeArena(), config_in(tmp_path))
-    driver.turn("s", [1, 2])
-    driver.settle()
-    driver.pool.close()
-    driver = Driver(FakeArena(), config_in(tmp_path))
-    store = driver.pool._store
-    assert store is not None
-    load, late = store.load, []
-    with monkeypatch.context() as patched:
-        patched.setattr(store, "load", lambda *request: late.append(request))
+    driver = restarted(tmp_path, [1, 2])
+    with late_loads(driver, monkeypatch) as (load, late):
         found: list[SessionFile | Exception] = []
         driver.pool.import_export.export("s", found.append)
     driver.turn("s", [3])
@@ -325,24 +311,16 @@ def test_an_export_that_reads_a_later_turn_counts_its_tokens(tmp_path: Path, mon
 
 def test_concurrent_exports_and_imports_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a state in host memory. When one ends, the next may start."""
-    driver = Driver(FakeArena(), config_in(tmp_path))
-    driver.turn("s", [1])
-    driver.settle()
-    driver.pool.close()
-    driver = Driver(FakeArena(), config_in(tmp_path))
-    store = driver.pool._store
-    assert store is not None
-    load, late = store.load, []
-    monkeypatch.setattr(store, "load", lambda *request: late.append(request))
-    found: list[SessionFile | Exception] = []
-    for _ in range(MAX_CONCURRENT):
-        driver.pool.import_export.export("s", found.append)
-    with pytest.raises(PoolFull, match="try again"):
-        driver.pool.import_export.export("s", found.append)
+    driver = restarted(tmp_path, [1])
+    with late_loads(driver, monkeypatch) as (load, late):
+        found: list[SessionFile | Exception] = []
+        for _ in range(MAX_CONCURRENT):
+            driver.pool.import_export.export("s", found.append)
+        with pytest.raises(PoolFull, match="try again"):
+            driver.pool.import_export.export("s", found.append)
     for request in late:
         load(*request)
     driver.until(lambda: len(found) == MAX_CONCURRENT)
-    monkeypatch.undo()
     assert decode(export(driver, "s")).replay == []
     driver.pool.close()
 

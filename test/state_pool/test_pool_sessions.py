@@ -14,8 +14,7 @@ from state_pool.config import PoolConfig
 from state_pool.errors import DialogueNotFound, InvalidSessionId, SessionBusy, SessionNotFound
 from state_pool.session_key import SessionKey, Tier
 from state_pool.sessions import LeaseState, Session, SessionIndex
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold
-from test.pool_integrity import integrity_faults
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, fold
 
 
 @pytest.fixture(params=["log", "turn", "lazy", "memory"])
@@ -24,9 +23,7 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path):
     changes = {"state_db": ""} if request.param == "memory" else {"durability": request.param}
     driver = Driver(FakeArena(delay=1), config_in(tmp_path, **changes))
     yield driver
-    driver.settle()
-    assert integrity_faults(driver.pool) == []
-    driver.pool.close()
+    end(driver)
 
 
 def test_new_session_starts_from_zero_and_resumes_without_a_copy(driver: Driver) -> None:
@@ -46,9 +43,7 @@ def test_turns_of_one_session_run_in_order(driver: Driver) -> None:
         driver.ready(lease)
         assert lease.num_tokens == i
         assert all(later.poll() is LeaseState.WAITING for later in leases[i + 1 :])
-        slot = driver.compute(lease, [i])
-        driver.pool.turns.record(lease, [i], Outcome())
-        driver.pool.turns.checkin(lease, slot)
+        driver.finish_turn(lease, [i])
     driver.settle()
     assert np.array_equal(driver.state("s"), expected_state([0, 1, 2, 3]))
 
@@ -91,9 +86,7 @@ def test_forks_of_one_parent_run_at_once(driver: Driver) -> None:
     leases = [driver.ready(driver.pool.turns.checkout("s", 1)) for _ in range(3)]
     assert len({lease.read_slot for lease in leases}) == 1
     for i, lease in enumerate(leases):
-        slot = driver.compute(lease, [10 + i])
-        driver.pool.turns.record(lease, [10 + i], Outcome())
-        driver.pool.turns.checkin(lease, slot)
+        driver.finish_turn(lease, [10 + i])
     driver.settle()
     for i, lease in enumerate(leases):
         assert np.array_equal(driver.state("s", lease.dialogue_idx), expected_state([1, 10 + i]))
@@ -109,10 +102,7 @@ def test_delete_wins_over_a_running_turn(driver: Driver) -> None:
         assert lease.deleted or lease is waiting
         assert lease.poll() is LeaseState.FAILED
         assert isinstance(lease.error, SessionNotFound)
-    slot = driver.compute(running, [2])
-    outcome = Outcome()
-    driver.pool.turns.record(running, [2], outcome)
-    driver.pool.turns.checkin(running, slot)
+    outcome = driver.finish_turn(running, [2])
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], SessionNotFound)
     driver.pool.turns.release(waiting)
@@ -124,10 +114,7 @@ def test_delete_wins_over_a_running_turn(driver: Driver) -> None:
 
 def test_delete_wins_over_a_turn_that_is_being_stored(driver: Driver) -> None:
     lease = driver.ready(driver.pool.turns.checkout("s"))
-    slot = driver.compute(lease, [1])
-    outcome = Outcome()
-    driver.pool.turns.record(lease, [1], outcome)
-    driver.pool.turns.checkin(lease, slot)
+    outcome = driver.finish_turn(lease, [1])
     driver.delete("s")
     driver.settle()
     assert outcome.known
@@ -181,8 +168,7 @@ def test_sessions_expire(tmp_path: Path) -> None:
     next(iter(driver.pool._index)).updated -= 100
     driver.turn("new", [1])
     driver.until(lambda: driver.list_sessions().total == 1)
-    driver.settle()
-    driver.pool.close()
+    end(driver)
     driver = Driver(FakeArena(), config_in(tmp_path))
     assert [entry.session_id for entry in driver.list_sessions().sessions] == ["new"]
     driver.pool.close()
@@ -223,9 +209,7 @@ def test_release_after_record(tmp_path: Path, durability: str) -> None:
     driver.until(lambda: outcome.known)
     assert outcome.ok == (durability != "turn")
     assert np.array_equal(driver.state("s"), expected_state([1] if durability == "turn" else [1, 2]))
-    driver.settle()
-    assert integrity_faults(driver.pool) == []
-    driver.pool.close()
+    end(driver)
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
@@ -251,17 +235,13 @@ def test_more_turns_than_slots_never_deadlock(tmp_path: Path, durability: str) -
                 driver.pool.turns.checkin(lease, slot)
     for i in range(12):
         assert np.array_equal(driver.state(f"s{i}"), expected_state([i, 100 + i]))
-    driver.settle()
-    assert integrity_faults(driver.pool) == []
-    driver.pool.close()
+    end(driver)
 
 
 def test_a_release_while_waiting_keeps_the_order(driver: Driver) -> None:
     first, second, third = (driver.pool.turns.checkout("s") for _ in range(3))
     driver.pool.turns.release(second)
-    slot = driver.compute(first, [1])
-    driver.pool.turns.record(first, [1], Outcome())
-    driver.pool.turns.checkin(first, slot)
+    driver.finish_turn(first, [1])
     driver.ready(third)
     assert np.array_equal(fold(driver.arena.memory[third.read_slot], third.replay), expected_state([1]))
     driver.pool.turns.release(third)

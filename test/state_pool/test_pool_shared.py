@@ -21,8 +21,7 @@ from state_pool.session_key import Tier
 from state_pool.sessions import Lease, LeaseState
 from state_pool.turns import acquisition, deletes
 from state_pool.turns.import_export import MAX_CONCURRENT
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_store, idle_writer
-from test.pool_integrity import integrity_faults
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, fold, get_store, idle_writer
 
 Engines = Callable[..., Driver]
 
@@ -57,9 +56,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     yield make
     for driver in drivers:
         if driver.pool._store is not None and not driver.pool._store.writer._stopping:
-            driver.settle()
-            assert integrity_faults(driver.pool) == []
-            driver.pool.close()
+            end(driver)
 
 
 def begin(driver: Driver, session_id: str, tokens: list[int]) -> tuple[Lease, int]:
@@ -68,11 +65,9 @@ def begin(driver: Driver, session_id: str, tokens: list[int]) -> tuple[Lease, in
     return lease, driver.compute(lease, tokens)
 
 
-def end(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception | None:
+def finish(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception | None:
     """Commit the turn and return its outcome."""
-    outcome = Outcome()
-    driver.pool.turns.record(lease, tokens, outcome)
-    driver.pool.turns.checkin(lease, slot)
+    outcome = driver.finish_turn(lease, tokens, slot)
     driver.until(lambda: outcome.known)
     return outcome.calls[0]
 
@@ -118,7 +113,7 @@ def test_checkout_waits_for_another_engines_turn(engines: Engines) -> None:
     deadline = time.monotonic() + 0.2
     two.until(lambda: time.monotonic() > deadline)
     assert waiting.poll() is LeaseState.WAITING
-    assert end(one, lease, slot, [1]) is None
+    assert finish(one, lease, slot, [1]) is None
     two.ready(waiting)
     assert waiting.num_tokens == 1
     assert np.array_equal(fold(two.arena.memory[waiting.read_slot], waiting.replay), expected_state([1]))
@@ -131,7 +126,7 @@ def test_wait_for_another_engine_times_out(engines: Engines, monkeypatch: pytest
     with monkeypatch.context() as patched, pytest.raises(SessionBusy, match=r"another engine, and has been for 0\.1 s"):
         patched.setattr(acquisition, "OTHER_ENGINES_TIMEOUT_S", 0.1)
         two.ready(two.pool.turns.checkout("s"))
-    assert end(one, lease, slot, [1]) is None
+    assert finish(one, lease, slot, [1]) is None
     assert np.array_equal(two.state("s"), expected_state([1]))
 
 
@@ -169,7 +164,7 @@ def test_failed_release_is_retried(engines: Engines, monkeypatch: pytest.MonkeyP
         two.until(lambda: time.monotonic() > deadline)
         assert waiting.poll() is LeaseState.WAITING
         two.pool.turns.release(waiting)
-        assert end(one, lease, slot, [1]) is None
+        assert finish(one, lease, slot, [1]) is None
         failing.clear()
     one.settle()
     two.turn("s", [2])
@@ -269,7 +264,7 @@ def test_fenced_engine_acknowledges_nothing(engines: Engines) -> None:
     lease, slot = begin(one, "s", [2])
     declare_lost(one)
     two.turn("s", [3])
-    assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
+    assert isinstance(finish(one, lease, slot, [2]), StaleEpoch)
     assert [engine.pool.stats()["counters"]["stale_turns"] for engine in (one, two)] == [1, 0]
     assert np.array_equal(one.state("s"), expected_state([1, 3]))
     one.turn("s", [4])
@@ -281,7 +276,7 @@ def test_new_session_of_fenced_engine_exists_once(engines: Engines) -> None:
     lease, slot = begin(one, "s", [2])
     declare_lost(one)
     two.turn("s", [3])
-    assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
+    assert isinstance(finish(one, lease, slot, [2]), StaleEpoch)
     assert one.list_sessions().total == two.list_sessions().total == 1
 
 
@@ -289,7 +284,7 @@ def test_lost_engine_keeps_sessions_that_no_other_engine_acquired(engines: Engin
     one, _ = engines("one"), engines("two")
     lease, slot = begin(one, "s", [2])
     declare_lost(one)
-    assert end(one, lease, slot, [2]) is None
+    assert finish(one, lease, slot, [2]) is None
     one.settle()
     one.turn("s", [3])
     assert np.array_equal(one.state("s"), expected_state([2, 3]))
@@ -334,8 +329,8 @@ def test_delete_wins_over_another_engines_turn(engines: Engines) -> None:
     two.delete("s")
     two.delete("d")
     two.turn("s", [9])
-    assert isinstance(end(one, lease, slot, [2]), StaleEpoch)
-    assert isinstance(end(one, branch, branch_slot, [5]), StaleEpoch | SessionNotFound)
+    assert isinstance(finish(one, lease, slot, [2]), StaleEpoch)
+    assert isinstance(finish(one, branch, branch_slot, [5]), StaleEpoch | SessionNotFound)
     assert np.array_equal(one.state("s"), expected_state([9]))
     assert one.list_sessions().total == 1
 
@@ -373,7 +368,7 @@ def test_no_branch_from_a_dialogue_deleted_by_another_engine(engines: Engines) -
     lease = one.ready(one.pool.turns.checkout("s", branch_from=number))
     slot = one.compute(lease, [2])
     assert two.delete(f"s:{number}") == 0  # that engine never knew the session
-    assert isinstance(end(one, lease, slot, [2]), SessionNotFound)
+    assert isinstance(finish(one, lease, slot, [2]), SessionNotFound)
     with pytest.raises(SessionNotFound):
         one.ready(one.pool.turns.checkout("s", branch_from=number))
 
@@ -393,11 +388,7 @@ def test_export_and_import_on_any_engine(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     one.turn("s", [1, 2])
     two.turn("s", [3])
-    actual: list[SessionFile | Exception] = []
-    one.pool.import_export.export("s", actual.append)  # its own copy is older
-    one.until(lambda: bool(actual))
-    assert isinstance(actual[0], SessionFile)
-    file = decode(actual[0].encode())
+    file = decode(one.export("s").encode())
     taken, brought = Outcome(), Outcome()
     one.pool.import_export.import_session("s", one.pool.import_export.fit(file), taken)
     one.until(lambda: taken.known)
@@ -419,10 +410,7 @@ def test_a_refused_export_is_over(engines: Engines) -> None:
         one.until(lambda: bool(found))  # noqa: B023
         assert isinstance(found[0], SessionNotFound) and found[0].given == "nobody"
     assert not one.pool.import_export.pending
-    exported: list[SessionFile | Exception] = []
-    one.pool.import_export.export("s", exported.append)
-    one.until(lambda: bool(exported))
-    assert isinstance(exported[0], SessionFile) and exported[0].num_tokens == 1
+    assert one.export("s").num_tokens == 1
 
 
 def test_a_state_read_before_another_engines_turn_is_not_used(
@@ -457,7 +445,7 @@ def test_idle_sessions_leave_memory_and_turns_stay(engines: Engines, monkeypatch
     monkeypatch.setattr(deletes, "_MAX_IDLE_SESSIONS", 0)
     one.until(lambda: len(one.pool._index) <= 3)
     assert lease.session in list(one.pool._index)
-    assert end(one, lease, slot, [9]) is None
+    assert finish(one, lease, slot, [9]) is None
     for number in range(8):
         assert np.array_equal(one.state(f"s{number}"), expected_state([number, *([9] if number == 0 else [])]))
 
@@ -466,7 +454,7 @@ def test_expired_sessions_are_deleted_unless_in_use(engines: Engines) -> None:
     one, two = engines("one", session_ttl=0.2), engines("two", session_ttl=0.2)
     two.turn("old", [1])
     lease, slot = begin(two, "used", [1])
-    assert end(two, lease, slot, [1]) is None
+    assert finish(two, lease, slot, [1]) is None
     lease, slot = begin(two, "used", [2])
 
     def gone() -> bool:
@@ -474,7 +462,7 @@ def test_expired_sessions_are_deleted_unless_in_use(engines: Engines) -> None:
         return [entry.session_id for entry in one.list_sessions().sessions] == ["used"]
 
     one.until(gone)
-    assert end(two, lease, slot, [2]) is None
+    assert finish(two, lease, slot, [2]) is None
 
 
 def test_sessions_of_a_silent_engine_continue_elsewhere(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,7 +473,7 @@ def test_sessions_of_a_silent_engine_continue_elsewhere(engines: Engines, monkey
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT_S", 2.0)
     monkeypatch.setattr(Membership, "heartbeat_due", property(lambda self: self is not member))
     two.turn("s", [2])
-    assert isinstance(end(one, lease, slot, [1]), StaleEpoch)
+    assert isinstance(finish(one, lease, slot, [1]), StaleEpoch)
 
 
 def test_engines_that_left_are_forgotten(engines: Engines) -> None:

@@ -11,8 +11,7 @@ import pytest
 from state_pool.disk.operations import StagedState
 from state_pool.disk.writer import Writer
 from state_pool.sessions import LeaseState
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_store
-from test.pool_integrity import integrity_faults
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, get_store
 
 
 def small_pool(folder: Path, **changes: object) -> Driver:
@@ -34,9 +33,7 @@ def test_turns_do_not_wait_for_whole_states(tmp_path: Path, monkeypatch: pytest.
         assert driver.pool.stats()["counters"]["left_to_log"] > 0
     for i, name in enumerate(names):
         assert np.array_equal(driver.state(name), expected_state([i, 0, i, 1, i, 2]))
-    driver.settle()
-    assert integrity_faults(driver.pool) == []
-    driver.pool.close()
+    end(driver)
     driver = small_pool(tmp_path)
     assert all(np.array_equal(driver.state(name), expected_state([i, 0, i, 1, i, 2])) for i, name in enumerate(names))
     driver.pool.close()
@@ -67,9 +64,7 @@ def test_all_simultaneous_turns_are_served(tmp_path: Path, monkeypatch: pytest.M
     driver.until(run_ready)
     assert all(outcome.ok for outcome in outcomes)
     monkeypatch.undo()
-    driver.settle()
-    assert integrity_faults(driver.pool) == []
-    driver.pool.close()
+    end(driver)
 
 
 def test_replay_is_bounded_by_the_log_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from state_pool.errors import DialogueNotFound, PoolError, PoolFull, SessionBusy
 from state_pool.origins import Origin, mixed_origin
 from state_pool.session_key import Tier
 from state_pool.sessions import Lease, LeaseState
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
-from test.pool_integrity import integrity_faults
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state
 
 POET = Origin("poet", "d1")
 
@@ -24,9 +23,7 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     changes = {"state_db": ""} if request.param == "memory" else {"durability": request.param}
     driver = Driver(FakeArena(), config_in(tmp_path, **changes))
     yield driver
-    driver.settle()
-    assert integrity_faults(driver.pool) == []
-    driver.pool.close()
+    end(driver)
 
 
 def refusal(kind: type[PoolError], call: Callable[[], object]) -> tuple[str, object]:
@@ -35,8 +32,8 @@ def refusal(kind: type[PoolError], call: Callable[[], object]) -> tuple[str, obj
     return str(caught.value), caught.value.given
 
 
-def end(driver: Driver, lease: Lease, tokens: list[int]) -> None:
-    outcome = driver.finish_turn(lease, tokens, driver.compute(lease, tokens))
+def finish(driver: Driver, lease: Lease, tokens: list[int]) -> None:
+    outcome = driver.finish_turn(lease, tokens)
     driver.until(lambda: outcome.known)
     assert outcome.ok
 
@@ -49,7 +46,7 @@ def test_a_session_is_busy_until_its_turn_is_known(driver: Driver) -> None:
     turns.release(running)
     driver.ready(waiting)
     assert refusal(SessionBusy, lambda: turns.checkout("s", wait=False))[0] == message
-    end(driver, waiting, [1])
+    finish(driver, waiting, [1])
     lease = driver.ready(turns.checkout("s", wait=False))
     assert (lease.exists, lease.num_tokens, lease.tier) == (True, 1, Tier.SLOT)
     turns.release(lease)
@@ -64,10 +61,10 @@ def test_a_branch_needs_a_finished_dialogue(driver: Driver) -> None:
     first = driver.ready(turns.checkout("s", 0))
     assert (first.branch, first.dialogue_idx, first.exists) == (True, None, False)
     assert refusal(DialogueNotFound, lambda: turns.checkout("s", 1))[1] == 1
-    end(driver, first, [1, 2])
+    finish(driver, first, [1, 2])
     second = driver.ready(turns.checkout("s", 1))
     assert (first.dialogue_idx, second.exists, second.num_tokens) == (1, True, 2)
-    end(driver, second, [3])
+    finish(driver, second, [3])
     assert second.dialogue_idx == 2
     assert np.array_equal(driver.state("s", 2), expected_state([1, 2, 3]))
     assert np.array_equal(driver.state("s", 1), expected_state([1, 2]))

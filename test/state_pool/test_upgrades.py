@@ -19,7 +19,7 @@ from state_pool.disk.recover import salvage
 from state_pool.errors import SessionUnusable
 from state_pool.origins import Origin
 from state_pool.session_file import decode
-from test.pool_fakes import Driver, FakeArena, config_in, expected_state, get_session
+from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state, get_session
 from test.state_pool.stored_sessions import raw
 
 DATA = Path(__file__).parent / "upgrades"
@@ -80,8 +80,7 @@ def test_a_database_of_an_earlier_schema_loses_nothing(tmp_path: Path, schema: i
     driver.turn("logged", [31])
     last = max(dialogues(schema))
     assert driver.turn("family", [32], branch_from=last).dialogue_idx == last + 1
-    driver.settle()
-    driver.pool.close()
+    end(driver)
     driver = opened(tmp_path)
     assert names(driver) == {*all_names(schema), f"family:{last + 1}"}
     assert np.array_equal(driver.state("stored"), expected_state([*KINDS["stored"], 30]))
@@ -103,8 +102,7 @@ def test_a_fingerprint_of_earlier_versions_is_replaced_at_the_next_turn(tmp_path
     assert [other["fingerprint"] for other in others] == ["model-b"]
     for name in KINDS:
         driver.turn(name, [30])
-    driver.settle()
-    driver.pool.close()
+    end(driver)
     with raw(tmp_path) as connection:
         found = connection.execute(
             "SELECT session_id, fingerprint, keeps_log FROM sessions WHERE hidden = 0"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, ".")
 
-from test.pool_fakes import Driver, FakeArena, config_in
+from test.pool_fakes import Driver, FakeArena, config_in, end
 
 _DAY_S = 86400.0
 
@@ -41,8 +41,7 @@ def main(schema: int, folder: Path) -> None:
         work = Path(temporary)
         driver = Driver(FakeArena(fingerprint="model-b"), config_in(work))
         driver.turn("other-model", [7, 8])
-        driver.settle()
-        driver.pool.close()
+        end(driver)
         driver = Driver(FakeArena(), config_in(work))
         driver.turn("stored", [1, 2])
         driver.turn("stored", [3])
