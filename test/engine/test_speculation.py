@@ -249,15 +249,17 @@ def test_drafts_change_nothing(model: Path, tmp_path: Path, loop: str) -> None:
         assert eventually_holds(on, lambda: not integrity_faults(on.model_runner.pool)), "every slot has its owner"
 
 
-def test_a_later_launch_of_the_step_keeps_the_drafts_logits(model: Path, tmp_path: Path) -> None:
+def test_a_later_launch_of_the_step_keeps_the_drafts_logits(model: Path) -> None:
     """A graph decodes three rows after the row with a draft was launched, and reuses the memory of logits."""
-    rows = [make_request("x", max_tokens=48, ignore_eos=True, sampling=SamplingParams(seed=1))]
-    rows += [make_request(f"row {i}", max_tokens=48, speculation="off") for i in range(3)]
-    with engines(model, tmp_path, "parts") as (off, on, answers):
-        expected = rows_of(run(off, *rows, return_token_ids=True))
-        on.speculation.make_drafters = lambda one: [TestDrafter("pauses", expected[0].ids, one.prompt_end, answers.rng)]
-        assert rows_of(submit_as(on, "job", rows).wait()) == expected
-        assert on.speculation.totals["test"].accepted > 10
+    rows = [make_request(f"row {i}", max_tokens=48, ignore_eos=True, speculation="off") for i in range(4)]
+    with started_engine(model, speculate="ngram", overlap_on_cpu=True) as engine:
+        engine.model_runner.graphs.decode = FakeGraphs(engine.model_runner)  # type: ignore[assignment]
+        expected = rows_of(run(engine, *rows, return_token_ids=True))
+        rng = random.Random(0)
+        engine.speculation.make_drafters = lambda one: [TestDrafter("pauses", expected[0].ids, one.prompt_end, rng)]
+        drafting = msgspec.structs.replace(rows[0], speculation="")
+        assert rows_of(run(engine, drafting, *rows[1:], return_token_ids=True)) == expected
+        assert engine.speculation.totals["test"].accepted > 10
 
 
 def test_a_repeated_text_takes_few_steps(model: Path) -> None:
