@@ -8,7 +8,7 @@ PYTHONPATH=/tmp/agents python -m pytest test/routes/test_agents.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -35,14 +35,9 @@ def url(service: Service) -> str:
 
 
 @pytest.fixture(scope="module")
-def echo_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def echo_url(fake: Service) -> str:
     """The address of a service that echoes the user message's text."""
-    flags = ("--http-workers", "1")
-    running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield f"{running.wait_ready().url}/openai/v1"
-    finally:
-        running.close()
+    return f"{fake.url}/openai/v1"
 
 
 def weather_tool(units: list[str]) -> Callable[..., str]:

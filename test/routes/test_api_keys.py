@@ -296,6 +296,13 @@ def test_a_key_is_required(keyed: Service) -> None:
         assert refused.status_code == 401
         assert refused.json()["request_id"] == refused.headers["x-request-id"]
     assert keyed.post(CHAT, {**body, "password": "wrong"}, headers=bearer("-")).status_code == 401
+    for anthropics, status in (
+        ({"x-api-key": FREE, **bearer("-")}, 200),
+        ({"x-api-key": f"{FREE}0"}, 401),
+        ({"x-key": FREE}, 401),
+    ):
+        answer = keyed.request("POST", CHAT, json=body, headers=anthropics)
+        assert answer.status_code == status and answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 def test_keys_do_not_affect_each_other(keyed: Service) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,86 +22,74 @@ FOREIGN, PLUGIN = "https://evil.example", "chrome-extension://bpoadfkcbjbfhfodio
 CORS = "access-control-allow-origin"
 
 
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with its defaults: on loopback, without a secret. Its engine has no model."""
-    running = Service(
-        tmp_path_factory.mktemp("opened"), "--http-workers", "1", program="test/fake_app.py", PYTHONPATH="."
-    )
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
-
-
 @pytest.mark.parametrize("origin", [FOREIGN, "null", "http://localhost:1", PLUGIN, "http://["])
 @pytest.mark.parametrize("path", [LIST, DELETE, CHAT])
-def test_a_page_of_another_site_is_refused(opened: Service, path: str, origin: str) -> None:
+def test_a_page_of_another_site_is_refused(fake: Service, path: str, origin: str) -> None:
     """`text/plain` needs no preflight, so the browser sends it at once."""
     body = {"session_id": "x", "contents": ["a"]}
     for headers in (SIMPLE, JSON, {}):
-        answer = opened.post(path, body, headers={**headers, "Origin": origin})
+        answer = fake.post(path, body, headers={**headers, "Origin": origin})
         assert answer.status_code == 403
         assert "--cors-origin" in answer.json()["error"]
         assert CORS not in answer.headers
-    preflight = opened.request("OPTIONS", path, headers={"Origin": origin, "Access-Control-Request-Method": "POST"})
+    preflight = fake.request("OPTIONS", path, headers={"Origin": origin, "Access-Control-Request-Method": "POST"})
     assert CORS not in preflight.headers
 
 
-def test_a_rebound_name_is_refused(opened: Service) -> None:
+def test_a_rebound_name_is_refused(fake: Service) -> None:
     """evil.example may resolve to 127.0.0.1. Its page then has the same origin as the service."""
-    for name in ("evil.example", f"evil.example:{opened.port}", "127.0.0.1.evil.example"):
+    for name in ("evil.example", f"evil.example:{fake.port}", "127.0.0.1.evil.example"):
         headers = {**JSON, "Host": name, "Origin": f"http://{name}", "Sec-Fetch-Site": "same-origin"}
-        for answer in (opened.post(LIST, {}, headers=headers), opened.request("GET", "/status", headers=headers)):
+        for answer in (fake.post(LIST, {}, headers=headers), fake.request("GET", "/status", headers=headers)):
             assert answer.status_code == 403
             assert "--allowed-hosts" in answer.json()["error"]
-        assert opened.request("GET", "/healthz", headers=headers).status_code == 200
+        assert fake.request("GET", "/healthz", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.8.9.1:1", "[::1]:8000", "a.localhost"])
-def test_names_of_loopback_are_allowed(opened: Service, name: str) -> None:
+def test_names_of_loopback_are_allowed(fake: Service, name: str) -> None:
     headers = {**JSON, "Host": name, "Origin": f"http://{name.lower()}"}
-    assert opened.post(LIST, {}, headers=headers).status_code == 200
+    assert fake.post(LIST, {}, headers=headers).status_code == 200
 
 
-def test_the_own_page_sends_json(opened: Service) -> None:
-    own = {"Origin": opened.url, "Sec-Fetch-Site": "same-origin"}
-    assert opened.post(LIST, {}, headers={**own, **JSON}).status_code == 200
-    with_charset = {"Origin": opened.url, "Content-Type": "application/json; charset=utf-8"}
-    assert opened.post(LIST, {}, headers=with_charset).status_code == 200
+def test_the_own_page_sends_json(fake: Service) -> None:
+    own = {"Origin": fake.url, "Sec-Fetch-Site": "same-origin"}
+    assert fake.post(LIST, {}, headers={**own, **JSON}).status_code == 200
+    with_charset = {"Origin": fake.url, "Content-Type": "application/json; charset=utf-8"}
+    assert fake.post(LIST, {}, headers=with_charset).status_code == 200
     for kind in ({}, SIMPLE, {"Content-Type": "application/x-www-form-urlencoded"}):
-        answer = opened.post(LIST, {}, headers={**own, **kind})
+        answer = fake.post(LIST, {}, headers={**own, **kind})
         assert answer.status_code == 415
         assert "application/json" in answer.json()["error"]
     query = {"session_id": "x"}
-    answer = opened.post("/state/import", content=b"x", params=query, headers={**own, **SIMPLE})
+    answer = fake.post("/state/import", content=b"x", params=query, headers={**own, **SIMPLE})
     assert answer.status_code == 415 and "application/octet-stream" in answer.json()["error"]
 
 
-def test_programs_may_send_any_content_type(opened: Service) -> None:
+def test_programs_may_send_any_content_type(fake: Service) -> None:
     """`curl -d` sends a form's type."""
     for kind in ({}, SIMPLE, {"Content-Type": "application/x-www-form-urlencoded"}):
-        assert opened.post(LIST, {}, headers=kind).status_code == 200
+        assert fake.post(LIST, {}, headers=kind).status_code == 200
 
 
-def test_another_page_may_link_to_the_service_but_not_load_it(opened: Service) -> None:
+def test_another_page_may_link_to_the_service_but_not_load_it(fake: Service) -> None:
     for path in ("/status", f"{EXPORT}?session_id=x"):
         image = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
-        assert opened.request("GET", path, headers=image).status_code == 403
+        assert fake.request("GET", path, headers=image).status_code == 403
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
-    assert opened.request("GET", "/status", headers=link).status_code == 200
-    assert opened.request("GET", "/", headers={**link, "Sec-Fetch-Mode": "no-cors"}).status_code == 200
+    assert fake.request("GET", "/status", headers=link).status_code == 200
+    assert fake.request("GET", "/", headers={**link, "Sec-Fetch-Mode": "no-cors"}).status_code == 200
 
 
-def test_a_plugin_translates_without_a_password(opened: Service) -> None:
+def test_a_plugin_translates_without_a_password(fake: Service) -> None:
     """Immersive Translate sends from its background or from the translated page."""
     for origin in (PLUGIN, "moz-extension://6a0b", FOREIGN):
         headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        preflight = opened.request("OPTIONS", TRANSLATE, headers=headers)
+        preflight = fake.request("OPTIONS", TRANSLATE, headers=headers)
         assert (preflight.status_code, preflight.headers[CORS]) == (204, "*")
-        answer = opened.post(TRANSLATE, TEXTS, headers={**JSON, "Origin": origin, "Sec-Fetch-Site": "cross-site"})
+        answer = fake.post(TRANSLATE, TEXTS, headers={**JSON, "Origin": origin, "Sec-Fetch-Site": "cross-site"})
         assert (answer.status_code, answer.headers[CORS]) == (200, "*")
-        assert opened.post(TRANSLATE, TEXTS, headers={**SIMPLE, "Origin": origin}).status_code == 415
+        assert fake.post(TRANSLATE, TEXTS, headers={**SIMPLE, "Origin": origin}).status_code == 415
 
 
 def refusal(config: HttpConfig, path: str, **headers: str) -> ErrorKind | None:

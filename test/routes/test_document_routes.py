@@ -5,33 +5,18 @@ from __future__ import annotations
 import io
 import time
 import zipfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import deepl
 import httpx
 import pytest
 
-from test.programs.batch.runs import fake_service
+from test.routes.conftest import ANNA, BERT, PASSWORD, bearer
 from test.serving import Service, wait_for
 from test.translation.documents import docx, epub
 
 PATH = "/translate/v1/documents"
-KEY = "a secret"
 SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello\n\n2\n00:00:03,000 --> 00:00:04,500\nBye\n"
-KEYS = '[[key]]\nname = "one"\nkey = "rwkv-one-key-of-a-client-1234567890"\n\n[[key]]\nname = "two"\nkey = "rwkv-two-key-of-a-client-1234567890"\n'  # noqa: E501
-ONE, TWO = ({"Authorization": f"Bearer rwkv-{name}-key-of-a-client-1234567890"} for name in ("one", "two"))
-
-
-@pytest.fixture(scope="module")
-def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with a password."""
-    running = fake_service(tmp_path_factory.mktemp("locked"), "--password", KEY, password=KEY)
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 def send(service: Service, name: str, content: bytes, **fields: str) -> httpx.Response:
@@ -54,32 +39,36 @@ def finished(service: Service, document: dict[str, Any]) -> dict[str, Any]:
     return dict(wait_for(ended, 120, "the document"))
 
 
-def test_a_file_is_translated_in_the_background(locked: Service) -> None:
-    sent = send(locked, "film.srt", SRT.encode())
+def test_a_file_is_translated_in_the_background(locked_fake: Service) -> None:
+    sent = send(locked_fake, "film.srt", SRT.encode())
     assert sent.status_code == 200, sent.text
     document = sent.json()
     assert (document["filename"], document["texts"], document["status"]) == ("film.de.srt", 2, "queued")
-    assert finished(locked, document) | {"created_at": 0} == {
+    assert finished(locked_fake, document) | {"created_at": 0} == {
         "id": document["id"], "filename": "film.de.srt", "status": "done", "texts": 2, "translated": 2, "failed": 0,
         "created_at": 0, "error": "", "notes": [],
     }  # fmt: skip
-    result = get(locked, f"{document['id']}/content")
+    result = get(locked_fake, f"{document['id']}/content")
     assert "film.de.srt" in result.headers["Content-Disposition"]
     assert result.text.startswith("1\n00:00:01,000 --> 00:00:02,000\n") and "Hello" in result.text
-    assert get(locked, f"{document['id']}/content").content == result.content
-    assert httpx.delete(f"{locked.url}{PATH}/{document['id']}", headers=locked.headers).json()["deleted"]
-    assert get(locked, document["id"]).status_code == get(locked, f"{document['id']}/content").status_code == 404
-    assert httpx.get(locked.url + "/openai/v1/batches", headers=locked.headers).json()["data"] == []
-    assert httpx.get(locked.url + "/openai/v1/files", headers=locked.headers).json()["data"] == []
+    assert get(locked_fake, f"{document['id']}/content").content == result.content
+    assert httpx.delete(f"{locked_fake.url}{PATH}/{document['id']}", headers=locked_fake.headers).json()["deleted"]
+    assert (
+        get(locked_fake, document["id"]).status_code == get(locked_fake, f"{document['id']}/content").status_code == 404
+    )
+    assert httpx.get(locked_fake.url + "/openai/v1/batches", headers=locked_fake.headers).json()["data"] == []
+    assert httpx.get(locked_fake.url + "/openai/v1/files", headers=locked_fake.headers).json()["data"] == []
 
 
-def test_the_body_may_be_the_file(locked: Service) -> None:
-    url = f"{locked.url}{PATH}/word%20file.docx"
+def test_the_body_may_be_the_file(locked_fake: Service) -> None:
+    url = f"{locked_fake.url}{PATH}/word%20file.docx"
     content = docx("<w:p><w:r><w:t>Hello</w:t></w:r></w:p>")
-    sent = httpx.put(url, params={"target_lang": "de", "bilingual": "true"}, content=content, headers=locked.headers)
+    sent = httpx.put(
+        url, params={"target_lang": "de", "bilingual": "true"}, content=content, headers=locked_fake.headers
+    )
     assert sent.status_code == 200, sent.text
-    assert finished(locked, sent.json())["status"] == "done"
-    result = get(locked, f"{sent.json()['id']}/content").content
+    assert finished(locked_fake, sent.json())["status"] == "done"
+    result = get(locked_fake, f"{sent.json()['id']}/content").content
     assert (
         "Hello</w:t></w:r><w:r><w:br/></w:r>" in zipfile.ZipFile(io.BytesIO(result)).read("word/document.xml").decode()
     )
@@ -101,46 +90,49 @@ def test_the_body_may_be_the_file(locked: Service) -> None:
     ],
 )
 def test_wrong_files_are_refused_at_once(
-    locked: Service, name: str, content: bytes, fields: dict[str, str], field: str, message: str
+    locked_fake: Service, name: str, content: bytes, fields: dict[str, str], field: str, message: str
 ) -> None:
-    answer = send(locked, name, content, **fields)
+    answer = send(locked_fake, name, content, **fields)
     assert answer.status_code == 400 or answer.status_code == 422, answer.text
     error = answer.json()
     assert message in str(error) and field in str(error)
     assert "/etc" not in str(error)
 
 
-def test_nobody_without_the_password_sends_or_reads_files(locked: Service) -> None:
-    document = send(locked, "a.txt", b"Hello you").json()
-    stranger = {"url": f"{locked.url}{PATH}/{document['id']}"}
+def test_nobody_without_the_password_sends_or_reads_files(locked_fake: Service) -> None:
+    document = send(locked_fake, "a.txt", b"Hello you").json()
+    stranger = {"url": f"{locked_fake.url}{PATH}/{document['id']}"}
     assert httpx.get(**stranger).status_code == httpx.delete(**stranger).status_code == 401
-    assert httpx.post(locked.url + PATH, data={"target_lang": "de"}, files={"file": ("a.txt", b"x")}).status_code == 401
-    assert get(locked, "doc_unknown").status_code == get(locked, "batch_unknown").status_code == 404
+    assert (
+        httpx.post(locked_fake.url + PATH, data={"target_lang": "de"}, files={"file": ("a.txt", b"x")}).status_code
+        == 401
+    )
+    assert get(locked_fake, "doc_unknown").status_code == get(locked_fake, "batch_unknown").status_code == 404
 
 
-def test_a_key_sees_its_own_documents_and_a_running_one_is_stopped_by_delete(tmp_path: Path) -> None:
-    (tmp_path / "keys.toml").write_text(KEYS)
-    service = fake_service(tmp_path, "--keys-file", str(tmp_path / "keys.toml"))
-    try:
-        service.headers = ONE
-        content = b"".join(b"line %d of a long text\n" % i for i in range(3000))
-        document = send(service, "a.txt", content).json()
-        assert get(service, f"{document['id']}/content").status_code == 429
-        service.headers = TWO
-        assert get(service, document["id"]).status_code == 404
-        assert httpx.delete(f"{service.url}{PATH}/{document['id']}", headers=TWO).status_code == 404
-        service.headers = ONE
-        assert httpx.delete(f"{service.url}{PATH}/{document['id']}", headers=ONE).status_code == 200
-        assert get(service, document["id"]).status_code == 404
-        files = lambda: httpx.get(service.url + "/openai/v1/files", headers=ONE).json()["data"]  # noqa: E731
-        wait_for(lambda: not files(), 120, "the deletion of the files")
-    finally:
-        service.close()
+def test_a_key_sees_its_own_documents_and_a_running_one_is_stopped_by_delete(
+    two_keys: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_key(key: str) -> None:
+        monkeypatch.setattr(two_keys, "headers", bearer(key))
+
+    as_key(ANNA)
+    content = b"".join(b"line %d of a long text\n" % i for i in range(3000))
+    document = send(two_keys, "a.txt", content).json()
+    path = f"{PATH}/{document['id']}"
+    assert get(two_keys, f"{document['id']}/content").status_code == 429
+    as_key(BERT)
+    assert get(two_keys, document["id"]).status_code == 404
+    assert two_keys.request("DELETE", path, headers=bearer(BERT)).status_code == 404
+    as_key(ANNA)
+    assert two_keys.request("DELETE", path, headers=bearer(ANNA)).status_code == 200
+    assert get(two_keys, document["id"]).status_code == 404
+    wait_for(lambda: not two_keys.get("/openai/v1/files").json()["data"], 120, "the deletion of the files")
 
 
-def test_deepls_client_translates_a_document(locked: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepls_client_translates_a_document(locked_fake: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.2)))
-    client = deepl.DeepLClient(KEY, server_url=locked.url)
+    client = deepl.DeepLClient(PASSWORD, server_url=locked_fake.url)
     out = io.BytesIO()
     page = '<html xmlns="http://www.w3.org/1999/xhtml"><body><p>Hello</p></body></html>'
     status = client.translate_document(epub(page), out, target_lang="DE", filename="book.epub")
@@ -156,17 +148,19 @@ def test_deepls_client_translates_a_document(locked: Service, monkeypatch: pytes
         client.translate_document_upload(b"%PDF-1.7", target_lang="DE", filename="a.pdf")
 
 
-def test_libretranslates_files(locked: Service) -> None:
-    settings = httpx.get(locked.url + "/frontend/settings").json()
+def test_libretranslates_files(locked_fake: Service) -> None:
+    settings = httpx.get(locked_fake.url + "/frontend/settings").json()
     assert settings["filesTranslation"] and {".docx", ".epub", ".srt"} <= set(settings["supportedFilesFormat"])
-    form = {"source": "en", "target": "zt", "api_key": KEY}
-    answer = httpx.post(locked.url + "/translate_file", data=form, files={"file": ("a.txt", b"Hello you\n")})
+    form = {"source": "en", "target": "zt", "api_key": PASSWORD}
+    answer = httpx.post(locked_fake.url + "/translate_file", data=form, files={"file": ("a.txt", b"Hello you\n")})
     url = answer.json()["translatedFileUrl"]
-    assert url.startswith(f"{locked.url}/download_file/doc_")
+    assert url.startswith(f"{locked_fake.url}/download_file/doc_")
     result = httpx.get(url)
     assert result.status_code == 200 and "a.zh-TW.txt" in result.headers["Content-Disposition"] and result.content
-    assert httpx.get(f"{locked.url}/download_file/doc_unknown").status_code == 404
+    assert httpx.get(f"{locked_fake.url}/download_file/doc_unknown").status_code == 404
     for wrong in (url.rpartition(".")[0], f"{url}0"):
         assert httpx.get(wrong).status_code == 404, "the id alone opens no file"
-    refused = httpx.post(locked.url + "/translate_file", data={**form, "api_key": "x"}, files={"file": ("a.txt", b"x")})
+    refused = httpx.post(
+        locked_fake.url + "/translate_file", data={**form, "api_key": "x"}, files={"file": ("a.txt", b"x")}
+    )
     assert refused.status_code == 403

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from programs.settings import parse_settings
 from routes.config import HttpConfig
 from routes.openai.request import ChatBody
 from routes.request.bodies import BatchBody, MixedState, PromptBody, with_mixture_weights
@@ -128,7 +129,7 @@ def test_several_constraints_exclude_each_other() -> None:
 def test_caches_are_shared_only_if_the_service_says_so() -> None:
     set_current_request(RequestContext(owner="key"))
     assert cache_tenant(HttpConfig(share_prefix_cache=False)) == "key"
-    assert cache_tenant(HttpConfig(share_prefix_cache=True)) == ""
+    assert cache_tenant(parse_settings(["--share-prefix-cache", "true"], {}).http) == ""
     assert reachable_ids("s") == (own_id("s"), "s") and own_id("s") != "s"
     assert reachable_ids(own_id("s")) == (own_id(own_id("s")),)
     set_current_request(RequestContext())

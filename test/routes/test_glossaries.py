@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,11 @@ from deepl.api_data import MultilingualGlossaryDictionaryEntries
 
 from routes.file_store import Store, StoreFullError
 from routes.translation import stored
-from test.programs.batch.runs import fake_service
+from test.routes.conftest import ANNA, BERT, request
 from test.serving import Service
 
-ANNA, BERT = "key-of-anna", "key-of-bert"
-KEYS = f'[[key]]\nname = "anna"\nkey = "{ANNA}"\n[[key]]\nname = "bert"\nkey = "{BERT}"\n'
 PATH = "/translate/v1/glossaries"
 TERMS = {"state pool": "Zustandsspeicher", "row": "Zeile"}
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("glossaries")
-    (folder / "keys.toml").write_text(KEYS, encoding="utf-8")
-    running = fake_service(folder, "--keys-file", str(folder / "keys.toml"), "--http-workers", "2")
-    try:
-        yield running
-    finally:
-        running.close()
-
-
-def request(service: Service, method: str, path: str, key: str = ANNA, **options: Any) -> httpx.Response:
-    return service.request(method, path, headers={"Authorization": f"Bearer {key}"}, **options)
 
 
 def translated(service: Service, **body: Any) -> httpx.Response:
@@ -49,44 +31,44 @@ def body_of(*pairs: tuple[str, str, dict[str, str]], name: str = "terms") -> dic
     }
 
 
-def test_a_glossary_has_versions_and_an_owner(service: Service) -> None:
-    made = request(service, "POST", PATH, json=body_of(("en-US", "German", TERMS))).json()
+def test_a_glossary_has_versions_and_an_owner(two_keys: Service) -> None:
+    made = request(two_keys, "POST", PATH, json=body_of(("en-US", "German", TERMS))).json()
     path = f"{PATH}/{made['glossary_id']}"
     assert (made["version"], made["dictionaries"]) == (
         1, [{"source_lang": "en", "target_lang": "de", "entry_count": 2}]
     )  # fmt: skip
-    changed = request(service, "PUT", path, json=body_of(("en", "de", {"row": "Reihe"}), name="new")).json()
+    changed = request(two_keys, "PUT", path, json=body_of(("en", "de", {"row": "Reihe"}), name="new")).json()
     assert (changed["version"], changed["name"]) == (2, "new")
-    read = request(service, "GET", path).json()
+    read = request(two_keys, "GET", path).json()
     assert read["dictionaries"][0]["entries"] == {"row": "Reihe"}
-    assert request(service, "GET", path, params={"version": "1"}).json()["dictionaries"][0]["entries"] == TERMS
-    assert request(service, "GET", path, BERT).status_code == 404
-    assert request(service, "GET", PATH, BERT).json() == {"glossaries": []}
-    assert request(service, "DELETE", path, BERT).status_code == 404
+    assert request(two_keys, "GET", path, params={"version": "1"}).json()["dictionaries"][0]["entries"] == TERMS
+    assert request(two_keys, "GET", path, BERT).status_code == 404
+    assert request(two_keys, "GET", PATH, BERT).json() == {"glossaries": []}
+    assert request(two_keys, "DELETE", path, BERT).status_code == 404
     for _ in range(10):
-        request(service, "PUT", path, json=body_of(("en", "de", {"row": "Reihe"})))
-    assert request(service, "GET", path, params={"version": "2"}).status_code == 404
-    assert request(service, "DELETE", path).json()["deleted"] is True
-    assert request(service, "GET", path).status_code == 404
+        request(two_keys, "PUT", path, json=body_of(("en", "de", {"row": "Reihe"})))
+    assert request(two_keys, "GET", path, params={"version": "2"}).status_code == 404
+    assert request(two_keys, "DELETE", path).json()["deleted"] is True
+    assert request(two_keys, "GET", path).status_code == 404
 
 
-def test_a_translation_uses_a_stored_glossary(service: Service) -> None:
+def test_a_translation_uses_a_stored_glossary(two_keys: Service) -> None:
     pairs = (("en", "de", TERMS), ("fr", "de", {"ligne": "Zeile"}))
-    glossary_id = request(service, "POST", PATH, json=body_of(*pairs)).json()["glossary_id"]
+    glossary_id = request(two_keys, "POST", PATH, json=body_of(*pairs)).json()["glossary_id"]
     for source in ("en", "auto"):
-        (one,) = translated(service, glossary_id=glossary_id, source_lang=source).json()["translations"]
+        (one,) = translated(two_keys, glossary_id=glossary_id, source_lang=source).json()["translations"]
         assert "Zustandsspeicher" in one["text"] and "Zeile" in one["text"]
-    own = translated(service, glossary_id=glossary_id, glossary={"row": "Linie"}).json()["translations"][0]["text"]
+    own = translated(two_keys, glossary_id=glossary_id, glossary={"row": "Linie"}).json()["translations"][0]["text"]
     assert "Zustandsspeicher" in own and "Linie" in own and "Zeile" not in own
     unknown, other = (
-        translated(service, glossary_id="none"),
-        translated(service, glossary_id=glossary_id, target_lang="it"),
+        translated(two_keys, glossary_id="none"),
+        translated(two_keys, glossary_id=glossary_id, target_lang="it"),
     )
     assert (unknown.status_code, unknown.json()["field"]) == (404, "glossary_id")
     assert other.status_code == 422 and "only of en to de, fr to de" in other.json()["error"]
-    request(service, "PUT", f"{PATH}/{glossary_id}", json=body_of(("en", "de", {"row": "Reihe"})))
-    old = translated(service, glossary_id=glossary_id, glossary_version=1).json()["translations"][0]["text"]
-    new = translated(service, glossary_id=glossary_id).json()["translations"][0]["text"]
+    request(two_keys, "PUT", f"{PATH}/{glossary_id}", json=body_of(("en", "de", {"row": "Reihe"})))
+    old = translated(two_keys, glossary_id=glossary_id, glossary_version=1).json()["translations"][0]["text"]
+    new = translated(two_keys, glossary_id=glossary_id).json()["translations"][0]["text"]
     assert "Zeile" in old and "Reihe" in new
 
 
@@ -103,13 +85,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize("body", WRONG)
-def test_wrong_glossaries_are_refused(service: Service, body: dict[str, Any]) -> None:
-    refused = request(service, "POST", PATH, json=body)
+def test_wrong_glossaries_are_refused(two_keys: Service, body: dict[str, Any]) -> None:
+    refused = request(two_keys, "POST", PATH, json=body)
     assert refused.status_code == 422 and refused.json()["error"].startswith(("dictionaries", "name"))
 
 
-def test_deepl_glossaries_of_one_pair(service: Service) -> None:
-    client = deepl.DeepLClient(ANNA, server_url=service.url)
+def test_deepl_glossaries_of_one_pair(two_keys: Service) -> None:
+    client = deepl.DeepLClient(ANNA, server_url=two_keys.url)
     made = client.create_glossary("two", "EN", "DE", {"state pool": "Zustandsspeicher", "row": "Zeile"})
     assert made.ready and made.entry_count == 2 and made.source_lang == "EN" and made.creation_time.tzinfo
     assert client.get_glossary_entries(made) == TERMS and client.get_glossary(made.glossary_id).name == "two"
@@ -119,7 +101,7 @@ def test_deepl_glossaries_of_one_pair(service: Service) -> None:
     with pytest.raises(deepl.DeepLException, match="has no terms of FR to DE"):
         client.translate_text("The row.", source_lang="FR", target_lang="DE", glossary=made.glossary_id)
     no_source = {"text": ["The row."], "target_lang": "DE", "glossary_id": made.glossary_id}
-    refused = request(service, "POST", "/v2/translate", json=no_source)
+    refused = request(two_keys, "POST", "/v2/translate", json=no_source)
     assert refused.status_code == 400 and refused.json()["message"].startswith("source_lang")
     from_csv = client.create_glossary_from_csv("csv", "EN", "DE", 'a,"b, c"\nd,e,en,de\n')
     assert client.get_glossary_entries(from_csv) == {"a": "b, c", "d": "e"}
@@ -129,8 +111,8 @@ def test_deepl_glossaries_of_one_pair(service: Service) -> None:
     assert any((one.source_lang, one.target_lang) == ("en", "de") for one in client.get_glossary_languages())
 
 
-def test_deepl_glossaries_of_several_pairs(service: Service) -> None:
-    client = deepl.DeepLClient(ANNA, server_url=service.url)
+def test_deepl_glossaries_of_several_pairs(two_keys: Service) -> None:
+    client = deepl.DeepLClient(ANNA, server_url=two_keys.url)
     german = MultilingualGlossaryDictionaryEntries("EN", "DE", {"row": "Zeile"})
     french = MultilingualGlossaryDictionaryEntries("EN", "FR", {"row": "ligne"})
     made = client.create_multilingual_glossary("many", [german, french])
@@ -154,13 +136,14 @@ def test_deepl_glossaries_of_several_pairs(service: Service) -> None:
     client.delete_multilingual_glossary(made)
     terms = {"source_lang": "en", "target_lang": "ja", "entries": "row\t行", "entries_format": "tsv"}
     form = {"name": "from a form", **{f"dictionaries[0].{name}": value for name, value in terms.items()}}
-    sent = request(service, "POST", "/v3/glossaries", data=form)
+    sent = request(two_keys, "POST", "/v3/glossaries", data=form)
     assert sent.status_code == 201 and sent.json()["dictionaries"][0]["entry_count"] == 1
 
 
-def test_a_key_cannot_fill_the_disk(tmp_path: Path) -> None:
+def test_a_key_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_MAX_BYTES", 64 << 10)
     store = Store(tmp_path, 1 << 20, 10)
-    entries = {str(number): "x" * 1000 for number in range(10_000)}
+    entries = {str(number): "x" * 1000 for number in range(10)}
     dictionary = stored.Dictionary(source_lang="en", target_lang="de", entries=entries)
 
     def add(owner: str) -> None:

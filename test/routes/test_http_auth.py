@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+import openai
 import pytest
+from openai import OpenAI
 
+from test.routes.test_openai_routes import chat
 from test.serving import Service
 
 CHAT = "/v1/chat/completions"
@@ -25,6 +28,18 @@ def locked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     arguments = ("--model-path", str(tiny_model), "--password-file", str(secret), "--http-workers", "1")
     arguments += ("--admin-password", BOSS)
     running = Service(folder, *arguments, "--log-format", "json", RWKV_MODEL_NAME="locked")
+    try:
+        yield running.wait_ready()
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A password from the environment, one sampler, and a short queue."""
+    flags = ("--model-path", str(tiny_model), "--http-workers", "1", "--samplers", "naive", "--max-waiting-rows", "8")
+    running = Service(tmp_path_factory.mktemp("plain"), *flags, RWKV_PASSWORD="s3cret")
+    running.headers = {"Authorization": "Bearer s3cret"}
     try:
         yield running.wait_ready()
     finally:
@@ -111,18 +126,46 @@ def test_the_log_does_not_show_the_password(locked: Service) -> None:
     assert '"level":"info"' in locked.log.read_text()
 
 
-def test_bearer_token(tiny_model: Path, tmp_path: Path) -> None:
-    running = Service(tmp_path, "--model-path", str(tiny_model), "--http-workers", "1", RWKV_PASSWORD="s3cret")
-    running.headers = {"Authorization": "Bearer s3cret"}
-    try:
-        running.wait_ready()
-        assert running.post(CHAT, BODY).status_code == 200
-        assert running.get("/v1/models").status_code == 200
-        assert running.post(CHAT, BODY, headers={"Authorization": "bearer s3cret"}).status_code == 200
-        assert running.post(CHAT, BODY, headers={"Authorization": "Bearer s3cre"}).status_code == 401
-        assert running.get("/status", params={"password": "s3cret"}).status_code == 200
-    finally:
-        running.close()
+def test_bearer_token(plain: Service) -> None:
+    assert plain.post(CHAT, BODY).status_code == 200
+    assert plain.get("/v1/models").status_code == 200
+    assert plain.post(CHAT, BODY, headers={"Authorization": "bearer s3cret"}).status_code == 200
+    assert plain.post(CHAT, BODY, headers={"Authorization": "Bearer s3cre"}).status_code == 401
+    assert plain.get("/status", params={"password": "s3cret"}).status_code == 200
+
+
+@pytest.mark.parametrize("prefix", ["/openai/v1", "/v1"])
+def test_openais_package_knows_a_wrong_password_and_a_full_queue(plain: Service, prefix: str) -> None:
+    base = plain.url + prefix
+    with OpenAI(base_url=base, api_key="wrong", max_retries=0) as unauthorized:
+        for refused in (lambda one: chat(one), lambda one: one.models.list()):
+            with pytest.raises(openai.AuthenticationError) as refusal:
+                refused(unauthorized)
+            assert refusal.value.code == "invalid_api_key"
+    with OpenAI(base_url=base, api_key="s3cret", max_retries=0) as authorized:
+        assert chat(authorized).choices
+        with pytest.raises(openai.RateLimitError) as full:
+            authorized.completions.create(model="rwkv7", prompt="a", n=64)
+        assert int(full.value.response.headers["retry-after"]) >= 1
+
+
+SAMPLING = {
+    "/v1/chat/completions": {"contents": ["a"]},
+    "/v2/chat/completions": {"contents": ["a"]},
+    "/big_batch/completions": {"contents": ["a"], "stream": False},
+    "/FIM/v1/batch-FIM": {"prefix": ["a"], "suffix": ["b"]},
+    "/state/chat/completions": {"contents": ["a"], "session_id": "s"},
+    "/multi_state/chat/completions": {"contents": ["a"], "session_id": "m"},
+    "/openai/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/openai/v1/completions": {"prompt": "a"},
+}
+
+
+def test_every_route_uses_the_configured_sampler(plain: Service) -> None:
+    """`--samplers` takes precedence over a route's preferred sampler."""
+    for path, body in SAMPLING.items():
+        assert plain.post(path, {"max_tokens": 2, **body}).status_code == 200, path
+    assert plain.status()["samplers"]["used"] == {"default": "naive", "flashinfer": "naive"}
 
 
 def test_routes_that_change_the_service_require_the_admin_password(locked: Service) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from test.serving import Service, row_texts, sse_data, wait_for
+from test.serving import ROOT, Service, row_texts, sse_data, wait_for
 
 CHAT = "/v1/chat/completions"
 TRANSLATE = "/translate/v1/batch-translate"
@@ -277,3 +279,11 @@ def test_preflights_of_every_route(service: Service) -> None:
 
 def service_options(service: Service, path: str) -> Any:
     return service.request("OPTIONS", path, headers={"Origin": "http://a", "Access-Control-Request-Method": "POST"})
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_tutorials_examples(service: Service) -> None:
+    ran = subprocess.run(
+        ["bash", str(ROOT / "test/test_curl.sh"), service.url], capture_output=True, text=True, timeout=170, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr

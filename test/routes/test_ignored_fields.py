@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from routes.request_context import RequestContext, set_current_request
 from routes.translation import translator
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.translation.plan import Origin, Translation
-from test.programs.batch.runs import fake_service
 from test.programs.batch.test_openai_batches import begun, chat_line, ended, lines_of
 from test.serving import Service, sse_data, wait_for
 
@@ -63,15 +61,6 @@ def path_id(value: Any) -> str | None:
 
 UNKNOWN = "temprature: is not a field of this request; the nearest known name is temperature"
 MISSPELT = {"field": "temprature", "message": f"{UNKNOWN}; it was ignored"}
-
-
-@pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = fake_service(tmp_path_factory.mktemp("strict"), "--strict-fields", "true", "--http-workers", "1")
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 def openai_client(service: Service, base: str = "/openai/v1") -> OpenAI:

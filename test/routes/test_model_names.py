@@ -1,13 +1,11 @@
-"""Names of models in requests: Ollama's tag, unknown names, and keys in Anthropic's header."""
+"""Names of models in requests: Ollama's tag, unknown names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from test.programs.batch.runs import fake_service
 from test.serving import Service, sse_data
 
 V1, COMPLETE = "/v1/chat/completions", "/openai/v1/completions"
@@ -16,17 +14,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (V1, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
     (COMPLETE, {"prompt": "Hi", "max_tokens": 2}),
 ]
-KEY = "secret-key-1"
-
-
-@pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    flags = ("--strict-model", "true", "--http-workers", "1", "--password", KEY)
-    running = fake_service(tmp_path_factory.mktemp("strict"), *flags, password=KEY)
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
@@ -64,13 +51,3 @@ def test_the_entry_of_a_model_with_ollamas_tag(fake: Service) -> None:
 
 def test_a_query_of_a_route_that_reads_none_names_no_model(strict: Service) -> None:
     assert strict.get("/v1/models?model=gpt-9").status_code == 200
-
-
-def test_anthropics_header_has_the_key(strict: Service) -> None:
-    path, body = BODIES[0]
-    for header, status in (("x-api-key", 200), ("x-key", 401)):
-        assert strict.request("POST", path, json=body, headers={header: KEY}).status_code == status
-    wrong = {"x-api-key": KEY, "Authorization": "Bearer wrong"}
-    assert strict.request("POST", path, json=body, headers=wrong).status_code == 200
-    answer = strict.request("POST", path, json=body, headers={"x-api-key": f"{KEY}0"})
-    assert answer.status_code == 401 and answer.headers["request-id"] == answer.headers["x-request-id"]

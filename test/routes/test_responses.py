@@ -7,12 +7,17 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import msgspec
 import openai
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from routes.openai.responses import ResponsesFormatter
+from routes.openai.responses_body import ResponsesBody
+from routes.response.generate import RowResult
+from rwkv_batch.request import Finish, FinishReason
 from test.serving import Service
 
 MODEL = "rwkv7"
@@ -48,16 +53,10 @@ def client(service: Service) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def echo_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a service that answers the user message's text."""
-    flags = ("--http-workers", "1")
-    running = Service(tmp_path_factory.mktemp("fake"), *flags, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        running.wait_ready()
-        with OpenAI(base_url=f"{running.url}/openai/v1", api_key="none", max_retries=0) as made:
-            yield made
-    finally:
-        running.close()
+def echo_client(fake: Service) -> Iterator[OpenAI]:
+    """A client of the service that answers the user message's text."""
+    with OpenAI(base_url=f"{fake.url}/openai/v1", api_key="none", max_retries=0) as made:
+        yield made
 
 
 def respond(client: OpenAI, **fields: Any) -> Any:
@@ -270,3 +269,21 @@ def test_a_stream_reports_an_error(echo_client: OpenAI) -> None:
         list(echo_client.responses.create(model=MODEL, input="break it", stream=True, max_output_tokens=100))
     with pytest.raises(openai.InternalServerError, match="broken on demand"):
         echo_client.responses.create(model=MODEL, input="break it", max_output_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("answer_text", "items"),
+    [
+        ("<think>So it is", [("reasoning", "incomplete")]),
+        ("<think>So it is.</think>", [("reasoning", "completed")]),
+        ("<think>So it is.</think>\n\n", [("reasoning", "completed")]),
+        ("<think>So it is.</think>\n\nYe", [("reasoning", "completed"), ("message", "incomplete")]),
+    ],
+)
+def test_complete_reasoning_is_not_incomplete(answer_text: str, items: list[tuple[str, str]]) -> None:
+    body = ResponsesBody.model_validate({"model": "m", "input": "Is it so?"})
+    end = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=1)
+    answer = ResponsesFormatter(body, len).full_body([RowResult(text=answer_text, finish=end, logprobs=[])])
+    statuses = msgspec.to_builtins(answer)
+    assert statuses["status"] == "incomplete"
+    assert [(item["type"], item["status"]) for item in statuses["output"]] == items

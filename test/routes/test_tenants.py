@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -82,24 +81,14 @@ class Client:
 Clients = tuple[Client, Client, Client]
 
 
-def start(folder: Path, *flags: str) -> Service:
-    keys = folder / "keys.toml"
-    keys.write_text(FILE)
-    service = Service(
-        folder, "--http-workers", "1", "--keys-file", str(keys), "--password", ADMIN, "--log-format", "json", *flags
-    )
-    try:
-        return service.wait_ready()
-    except BaseException:
-        service.close()
-        raise
-
-
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = start(tmp_path_factory.mktemp("tenants"))
+    folder = tmp_path_factory.mktemp("tenants")
+    (folder / "keys.toml").write_text(FILE)
+    flags = ("--keys-file", str(folder / "keys.toml"), "--password", ADMIN, "--log-format", "json")
+    service = Service(folder, "--http-workers", "1", *flags)
     try:
-        yield service
+        yield service.wait_ready()
     finally:
         service.close()
 
@@ -229,17 +218,3 @@ def test_keys_neither_load_nor_remove_shared_files(clients: Clients, kind: str) 
     anna, *_ = clients
     assert anna.post(f"/v1/{kind}", {"name": "mine", "file": "mine.pth"}).status_code == 401
     assert anna.request("DELETE", f"/v1/{kind}/mine").status_code == 401
-
-
-def test_keys_may_share_caches(tmp_path: Path) -> None:
-    service = start(tmp_path, "--share-prefix-cache", "true")
-    try:
-        anna, bert = Client(service, ANNA), Client(service, BERT)
-        assert [client.cached_tokens(LONG) > 0 for client in (anna, anna, bert)] == [False, False, True]
-        assert bert.cached_tokens(LONG, cache_salt="user 7") == 0
-        for client in (anna, bert):
-            client.translate("Everybody knows this sentence.")
-        wait_for(lambda: len(translated_rows(service)) == 2, 30, "two access lines")
-        assert translated_rows(service) == [1, 0]
-    finally:
-        service.close()

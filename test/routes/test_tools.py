@@ -311,20 +311,10 @@ def test_arguments_that_are_not_json_stay_unchanged() -> None:
 
 
 @pytest.fixture(scope="module")
-def echo_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a service that answers with the last user message.
-
-    The answer is without "say", for any max_tokens.
-    """
-    running = Service(
-        tmp_path_factory.mktemp("fake"), "--http-workers", "1", program="test/fake_app.py", PYTHONPATH="."
-    )
-    try:
-        running.wait_ready()
-        with OpenAI(base_url=f"{running.url}/openai/v1", api_key="none", max_retries=0) as client:
-            yield client
-    finally:
-        running.close()
+def echo_client(fake: Service) -> Iterator[OpenAI]:
+    """A client of the service that answers with the last user message, without its "say", for any max_tokens."""
+    with OpenAI(base_url=f"{fake.url}/openai/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def call_chat(client: OpenAI, text: str, **fields: Any) -> Any:

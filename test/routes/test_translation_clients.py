@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.error
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -16,26 +14,15 @@ import httpx
 import pytest
 from libretranslatepy import LibreTranslateAPI
 
-from test.programs.batch.runs import fake_service
-from test.serving import Service
+from test.routes.conftest import PASSWORD
+from test.serving import Service, wait_for
 
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
-KEY = "a secret"
-
-
-@pytest.fixture(scope="module")
-def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with a password."""
-    running = fake_service(tmp_path_factory.mktemp("locked"), "--password", KEY, password=KEY)
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 @pytest.fixture
-def translator(locked: Service) -> deepl.DeepLClient:
-    return deepl.DeepLClient(KEY, server_url=locked.url)
+def translator(locked_fake: Service) -> deepl.DeepLClient:
+    return deepl.DeepLClient(PASSWORD, server_url=locked_fake.url)
 
 
 def test_deepl_translates_texts(translator: deepl.DeepLClient) -> None:
@@ -63,56 +50,54 @@ def test_deepl_lists(translator: deepl.DeepLClient) -> None:
     assert usage.character.valid and not usage.any_limit_reached
 
 
-def test_deepl_errors(translator: deepl.DeepLClient, locked: Service) -> None:
+def test_deepl_errors(translator: deepl.DeepLClient, locked_fake: Service) -> None:
     with pytest.raises(deepl.AuthorizationException):
-        deepl.DeepLClient("wrong", server_url=locked.url).get_usage()
+        deepl.DeepLClient("wrong", server_url=locked_fake.url).get_usage()
     with pytest.raises(deepl.DeepLException, match="is not supported"):
         translator.translate_text("Hello", target_lang="DE", formality="more")
-    refused = httpx.post(f"{locked.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
+    refused = httpx.post(f"{locked_fake.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
     assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
 
 
-def test_deepl_node_repeats_a_slow_request(tmp_path: Path) -> None:
+def test_deepl_node_repeats_a_slow_request(locked_fake: Service) -> None:
     """deepl-node needs the head within 5 s. It sends forms, and the same again while the first runs."""
-    service = fake_service(tmp_path, "--http-workers", "1")
     fields = [("text", "A slow text. " * 40), ("target_lang", "de"), ("source_lang", "en"), ("split_sentences", "0")]
     content = urlencode([*fields, ("context", "A page."), ("outline_detection", "0"), ("show_billed_characters", "1")])
-    headers = {**FORM, "Authorization": "DeepL-Auth-Key none", "User-Agent": "deepl-node/1.28.0 (linux) node/22.0.0"}
+    agent = "deepl-node/1.28.0 (linux) node/22.0.0"
+    headers = {**FORM, "Authorization": f"DeepL-Auth-Key {PASSWORD}", "User-Agent": agent}
+
+    def sent(body: str) -> tuple[float, bytes, int]:
+        started = time.monotonic()
+        with httpx.stream(
+            "POST", f"{locked_fake.url}/v2/translate", content=body, headers=headers, timeout=30
+        ) as answer:
+            return time.monotonic() - started, answer.read(), answer.status_code
+
+    def running() -> int:
+        return int(locked_fake.status()["jobs"].get("/v2/translate", 0))
+
     with ThreadPoolExecutor(3) as pool:
-
-        def sent(body: str) -> tuple[float, bytes, int]:
-            started = time.monotonic()
-            with httpx.stream(
-                "POST", f"{service.url}/v2/translate", content=body, headers=headers, timeout=30
-            ) as answer:
-                return time.monotonic() - started, answer.read(), answer.status_code
-
-        try:
-            both = [pool.submit(sent, content), pool.submit(sent, content)]
-            time.sleep(1)
-            assert service.status()["jobs"] == {"/v2/translate": 1}
-            other = pool.submit(sent, content.replace("slow", "long"))
-            time.sleep(0.5)
-            assert service.status()["jobs"] == {"/v2/translate": 2}, "another text is another translation"
-            (head_s, first, status), (_, again, _) = [one.result() for one in both]
-            assert 1.5 < head_s < 5 and status == 200 and first.strip() == again.strip()
-            assert json.loads(first)["translations"][0]["billed_characters"] == 520 and other.result()[2] == 200
-        finally:
-            service.close()
+        both = [pool.submit(sent, content), pool.submit(sent, content)]
+        wait_for(lambda: running() == 1, 10, "it runs")
+        other = pool.submit(sent, content.replace("slow", "long"))
+        wait_for(lambda: running() == 2, 10, "another text is another translation")
+        (head_s, first, status), (_, again, _) = [one.result() for one in both]
+    assert 1.5 < head_s < 5 and status == 200 and first.strip() == again.strip()
+    assert json.loads(first)["translations"][0]["billed_characters"] == 520 and other.result()[2] == 200
 
 
-def test_deepl_forms(locked: Service) -> None:
+def test_deepl_forms(locked_fake: Service) -> None:
     fields = [("text", "1"), ("text", "2"), ("target_lang", "zh-HANS"), ("tag_handling", "xml"), ("ignore_tags", "a,b")]
     fields += [("show_billed_characters", "1"), ("outline_detection", "0"), ("split_sentences", "1")]
-    headers = {**FORM, "Authorization": f"DeepL-Auth-Key {KEY}"}
-    answer = httpx.post(f"{locked.url}/v2/translate", content=urlencode(fields), headers=headers)
+    headers = {**FORM, "Authorization": f"DeepL-Auth-Key {PASSWORD}"}
+    answer = httpx.post(f"{locked_fake.url}/v2/translate", content=urlencode(fields), headers=headers)
     assert [one["text"] for one in answer.json()["translations"]] == ["1", "2"], answer.text
-    many = httpx.post(f"{locked.url}/v2/translate", content="a=1&" * 20_000, headers=headers)
+    many = httpx.post(f"{locked_fake.url}/v2/translate", content="a=1&" * 20_000, headers=headers)
     assert many.status_code == 400 and "10000 fields" in many.json()["message"]
 
 
-def test_libretranslate_translates_and_detects(locked: Service) -> None:
-    client = LibreTranslateAPI(locked.url, KEY)
+def test_libretranslate_translates_and_detects(locked_fake: Service) -> None:
+    client = LibreTranslateAPI(locked_fake.url, PASSWORD)
     assert client.translate("42 {x}", "en", "zh") == "42 {x}"
     assert client.translate("say Hallo", "en", "zt")
     (best, *_) = client.detect("Das ist ein Haus, und die Katze schläft darin.")
@@ -122,9 +107,11 @@ def test_libretranslate_translates_and_detects(locked: Service) -> None:
     assert {"en", "zh-Hans", "pt-BR"} <= set(codes["en"])
 
 
-def test_libretranslate_answers_have_the_form_of_their_request(locked: Service) -> None:
+def test_libretranslate_answers_have_the_form_of_their_request(locked_fake: Service) -> None:
     def post(**body: Any) -> httpx.Response:
-        return httpx.post(f"{locked.url}/translate", json={"api_key": KEY, "source": "auto", "target": "en", **body})
+        return httpx.post(
+            f"{locked_fake.url}/translate", json={"api_key": PASSWORD, "source": "auto", "target": "en", **body}
+        )
 
     one, many = post(q="42", alternatives=2).json(), post(q=["42", "7"], alternatives=1, format="html").json()
     assert one == {
@@ -137,17 +124,17 @@ def test_libretranslate_answers_have_the_form_of_their_request(locked: Service) 
         refused = post(**wrong)
         assert refused.status_code == 400 and refused.json()["error"].startswith(next(reversed(wrong), "q"))
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        LibreTranslateAPI(locked.url, "wrong").translate("a", "en", "de")
-    form = httpx.post(f"{locked.url}/translate", files={name: (None, text) for name, text in
-        {"q": "42", "source": "en", "target": "de", "api_key": KEY}.items()})  # fmt: skip
+        LibreTranslateAPI(locked_fake.url, "wrong").translate("a", "en", "de")
+    form = httpx.post(f"{locked_fake.url}/translate", files={name: (None, text) for name, text in
+        {"q": "42", "source": "en", "target": "de", "api_key": PASSWORD}.items()})  # fmt: skip
     assert form.json() == {"translatedText": "42"}
-    settings = httpx.get(f"{locked.url}/frontend/settings").json()
+    settings = httpx.get(f"{locked_fake.url}/frontend/settings").json()
     assert settings["keyRequired"] is True and settings["filesTranslation"] is True and settings["suggestions"] is True
 
 
-def test_libretranslate_uses_suggestions(locked: Service) -> None:
-    client = LibreTranslateAPI(locked.url, KEY)
+def test_libretranslate_uses_suggestions(locked_fake: Service) -> None:
+    client = LibreTranslateAPI(locked_fake.url, PASSWORD)
     suggestion = {"q": "The pool is empty.", "s": "Der Speicher ist leer.", "source": "en", "target": "de"}
-    sent = httpx.post(f"{locked.url}/suggest", data={**suggestion, "api_key": KEY})
+    sent = httpx.post(f"{locked_fake.url}/suggest", data={**suggestion, "api_key": PASSWORD})
     assert sent.json() == {"success": True}, sent.text
     assert client.translate("The pool is empty.", "en", "de") == "Der Speicher ist leer."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from routes.file_store import Store, StoreFullError
 from routes.translation import stored
 from routes.translation.memory import MemoryQuery, read_tmx
 from rwkv_batch.translation.context import Example
-from test.programs.batch.runs import fake_service
-from test.routes.test_glossaries import BERT, KEYS, request
+from test.routes.conftest import BERT, request
 from test.serving import Service
 
 PATH = "/translate/v1/memory"
@@ -30,17 +28,6 @@ TU = '<tmx><header srclang="en"/><body><tu><tuv xml:lang="en"><seg>{0}</seg></tu
 DE = '<tuv xml:lang="de"><seg>x</seg></tuv>'
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("memory")
-    (folder / "keys.toml").write_text(KEYS, encoding="utf-8")
-    running = fake_service(folder, "--keys-file", str(folder / "keys.toml"), "--http-workers", "1")
-    try:
-        yield running
-    finally:
-        running.close()
-
-
 def translated(service: Service, *texts: str, **body: Any) -> list[tuple[str, str]]:
     key = {"key": body.pop("key")} if "key" in body else {}
     fields = {"source_lang": "en", "target_lang": "de", "text_list": texts, **body}
@@ -52,33 +39,33 @@ def upload(service: Service, content: str, **query: str) -> Any:
     return request(service, "POST", f"{PATH}/tmx", content=content.encode(), params=query)
 
 
-def test_approved_translations_replace_the_model(service: Service) -> None:
+def test_approved_translations_replace_the_model(two_keys: Service) -> None:
     body = {"source_lang": "en-GB", "target_lang": "German", "pairs": [PAIR]}
-    assert request(service, "POST", PATH, json=body).json() == {"stored": 1}
+    assert request(two_keys, "POST", PATH, json=body).json() == {"stored": 1}
     text = PAIR["source"]
-    assert translated(service, text, memory=True) == [(PAIR["target"], "memory")]
-    ((by_model, origin),) = translated(service, text)
+    assert translated(two_keys, text, memory=True) == [(PAIR["target"], "memory")]
+    ((by_model, origin),) = translated(two_keys, text)
     assert by_model != PAIR["target"] and not origin
-    ((other_key, _),) = translated(service, text, memory=True, key=BERT)
+    ((other_key, _),) = translated(two_keys, text, memory=True, key=BERT)
     assert other_key != PAIR["target"]
-    mixed = translated(service, f"{text}\nAnother line of text", memory=True)
+    mixed = translated(two_keys, f"{text}\nAnother line of text", memory=True)
     assert mixed[0][0].startswith(PAIR["target"]) and mixed[0][1] == "model"
-    assert request(service, "GET", PATH).json()["memory"][0] == {
+    assert request(two_keys, "GET", PATH).json()["memory"][0] == {
         "source_lang": "English", "target_lang": "German", "count": 1
     }  # fmt: skip
-    assert request(service, "GET", PATH, BERT).json() == {"memory": []}
-    assert request(service, "DELETE", PATH, params={"source_lang": "fr"}).json() == {"deleted": 0}
-    assert request(service, "DELETE", PATH).json() == {"deleted": 1}
+    assert request(two_keys, "GET", PATH, BERT).json() == {"memory": []}
+    assert request(two_keys, "DELETE", PATH, params={"source_lang": "fr"}).json() == {"deleted": 0}
+    assert request(two_keys, "DELETE", PATH).json() == {"deleted": 1}
 
 
-def test_a_tmx_file_is_imported(service: Service) -> None:
-    assert upload(service, TMX).json() == {"stored": 3}
-    assert translated(service, "Open {0} now", "Close", memory=True) == [
+def test_a_tmx_file_is_imported(two_keys: Service) -> None:
+    assert upload(two_keys, TMX).json() == {"stored": 3}
+    assert translated(two_keys, "Open {0} now", "Close", memory=True) == [
         ("{0} öffnen", "memory"), ("Schließen", "memory")
     ]  # fmt: skip
-    request(service, "DELETE", PATH)
-    assert upload(service, TMX, target_lang="fr").json() == {"stored": 1}
-    request(service, "DELETE", PATH)
+    request(two_keys, "DELETE", PATH)
+    assert upload(two_keys, TMX, target_lang="fr").json() == {"stored": 1}
+    request(two_keys, "DELETE", PATH)
 
 
 HOSTILE = [
@@ -88,8 +75,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
-def test_wrong_files_are_refused(service: Service, content: str) -> None:
-    refused = upload(service, content)
+def test_wrong_files_are_refused(two_keys: Service, content: str) -> None:
+    refused = upload(two_keys, content)
     assert refused.status_code == 422 and refused.json()["error"].startswith("content"), refused.text
 
 
@@ -99,9 +86,9 @@ def test_entities_are_not_expanded(prefix: str, name: str) -> None:
     assert [pair.source for pair in read_tmx(content.encode(), MemoryQuery())] == [f"text &{name};"]
 
 
-def test_the_answer_tells_whether_it_was_cached(service: Service) -> None:
+def test_the_answer_tells_whether_it_was_cached(two_keys: Service) -> None:
     text = "A text that only this test sends"
-    origins = [translated(service, text, cache=use)[0][1] for use in ("off", "use", "use", "refresh", "use")]
+    origins = [translated(two_keys, text, cache=use)[0][1] for use in ("off", "use", "use", "refresh", "use")]
     assert origins == ["model", "model", "cache", "model", "cache"]
 
 
@@ -118,21 +105,23 @@ def test_similar_translations_are_examples(tmp_path: Path) -> None:
     assert not stored.recall(store, "anna", [("en", known[2][0])], "fr").exact
 
 
-def test_the_memory_is_bounded(tmp_path: Path) -> None:
+def test_the_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_MAX_PAIRS", 10)
     store = Store(tmp_path, 1 << 20, 10)
     with pytest.raises(StoreFullError, match="delete some"):
-        stored.add_pairs(store, "anna", (stored.Pair("en", "de", str(number), "x") for number in range(100_001)))
+        stored.add_pairs(store, "anna", (stored.Pair("en", "de", str(number), "x") for number in range(11)))
     assert stored.count_pairs(store, "anna") == []
 
 
-def test_requests_of_a_document_at_the_same_time(tmp_path: Path) -> None:
+def test_requests_of_a_document_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_MAX_DOCUMENTS", 3)
     store = Store(tmp_path, 1 << 20, 10)
     page = stored.Document(context="A page")
     assert stored.save_document(store, "anna", "d", page) and stored.save_document(store, "anna", "d", page)
     assert not stored.save_document(store, "anna", "d", stored.Document(context="Another page"))
     assert stored.find_document(store, "anna", "d").context == "A page"
     assert stored.find_document(store, "bert", "d") == stored.Document()
-    for number in range(1001):
+    for number in range(4):
         stored.save_document(store, "anna", str(number), page)
     assert stored.find_document(store, "anna", "d") == stored.find_document(store, "anna", "0") == stored.Document()
-    assert stored.find_document(store, "anna", "1000").context == "A page"
+    assert stored.find_document(store, "anna", "3").context == "A page"

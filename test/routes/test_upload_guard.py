@@ -83,6 +83,13 @@ def test_many_small_bodies_do_not_close_another_clients_large_one(direct: Servic
         assert large.recv(12) == b"HTTP/1.1 401"
 
 
+def test_the_size_of_a_session_file_is_limited(direct: Service) -> None:
+    path, large = "/state/import?session_id=large", b"x" * 9 * MIB
+    refused = direct.post(path, content=large, headers={"Authorization": "Bearer s3cret"})
+    assert refused.status_code == 413 and "--max-state-mb" in refused.json()["error"]
+    assert direct.get("/state/export?session_id=s").status_code == direct.post(path, content=b"x").status_code == 401
+
+
 @pytest.mark.parametrize("first", ["", "GET /healthz", "GET /v1/models"])
 def test_a_large_body_without_a_secret_is_cut_off(direct: Service, first: str) -> None:
     """Robyn would read it to its end. The connection's earlier requests change nothing."""

@@ -1,0 +1,52 @@
+"""Services with the fake engine that several files share. `test/longest_files.py` names the files of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import httpx
+import pytest
+
+from test.programs.batch.runs import fake_service
+from test.serving import Service
+
+PASSWORD = "a secret"
+ANNA, BERT = "key-of-anna", "key-of-bert"
+KEYS = f'[[key]]\nname = "anna"\nkey = "{ANNA}"\n[[key]]\nname = "bert"\nkey = "{BERT}"\n'
+
+
+@pytest.fixture(scope="session")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service that refuses unknown fields and unknown models."""
+    flags = ("--strict-fields", "true", "--strict-model", "true", "--http-workers", "1")
+    with closing(fake_service(tmp_path_factory.mktemp("strict"), *flags)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def locked_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with a password."""
+    folder = tmp_path_factory.mktemp("locked")
+    with closing(fake_service(folder, "--password", PASSWORD, password=PASSWORD)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def two_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with one HTTP worker and the keys of Anna and Bert."""
+    folder = tmp_path_factory.mktemp("keys")
+    (folder / "keys.toml").write_text(KEYS, encoding="utf-8")
+    flags = ("--keys-file", str(folder / "keys.toml"), "--http-workers", "1")
+    with closing(fake_service(folder, *flags)) as running:
+        yield running
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def request(service: Service, method: str, path: str, key: str = ANNA, **options: Any) -> httpx.Response:
+    """Send a request with a key."""
+    return service.request(method, path, headers=bearer(key), **options)
