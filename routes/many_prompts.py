@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any, Self
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.openai import chat
 from routes.request import prompts
-from routes.request.bodies import BatchBody, PromptBody, SamplingBody, Texts
+from routes.request.bodies import BatchBody, PromptBody, SamplingBody, Texts, check_gaps
 from routes.request.fields import IgnoredValue
 from routes.request.jobs import BIG_BATCH_LABEL, make_job, make_rows, native_job, row_stops
 from routes.request_context import current_request
@@ -164,12 +163,7 @@ class FimBody(SamplingBody):
 
     @model_validator(mode="after")
     def _equal_lengths(self) -> Self:
-        if len(self.prefix) != len(self.suffix):
-            raise PydanticCustomError(
-                "fim_lengths",
-                "prefix and suffix must be of equal length, got {prefixes} and {suffixes}",
-                {"prefixes": len(self.prefix), "suffixes": len(self.suffix)},
-            )
+        check_gaps(self.prefix, self.suffix)
         return self
 
 

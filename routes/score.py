@@ -8,11 +8,10 @@ from typing import Annotated, Any, Self
 
 import msgspec
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request.bodies import ModelFields, PrefixCacheFields, PriorityFields, Texts
-from routes.request.fields import FixedSamplingFields
+from routes.request.fields import FixedSamplingFields, body_error
 from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
 from routes.request.model_names import requested_adapter, requested_state
 from routes.response.event_stream import OutputDecoder
@@ -55,15 +54,10 @@ class ScoreBody(FixedSamplingFields, PriorityFields, PrefixCacheFields, ModelFie
     @model_validator(mode="after")
     def _check_lists(self) -> Self:
         if len(self.candidate_lists) != len(self.contents):
-            raise PydanticCustomError(
-                "candidates",
-                "candidates must be texts, or one list per prompt: got {lists} lists for {contents} prompts",
-                {"lists": len(self.candidate_lists), "contents": len(self.contents), "field": "candidates"},
-            )
+            counts = f"{len(self.candidate_lists)} lists for {len(self.contents)} prompts"
+            raise body_error(f"candidates must be texts, or one list per prompt: got {counts}", "candidates")
         if not all(self.candidate_lists):
-            raise PydanticCustomError(
-                "candidates", "candidates must have at least one text for every prompt", {"field": "candidates"}
-            )
+            raise body_error("candidates must have at least one text for every prompt", "candidates")
         return self
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.openai.formatter import prompt_of
 from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Body, Messages, Texts
+from routes.request.fields import body_error
 from routes.request.jobs import offload_if_large
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import Detokenized, Prompt, TokenCount, Tokenized, TokenizerInfo
@@ -49,7 +49,7 @@ class TemplateBody(Body):
     def _has_tools(self) -> Self:
         chat_tool_set(self.tools, self.tool_choice, parallel_calls=True)
         if self.tools and not self.messages:
-            raise PydanticCustomError("tools", "tools can only be given with messages", {"field": "tools"})
+            raise body_error("tools can only be given with messages", "tools")
         return self
 
 
@@ -122,7 +122,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _check_one_text(self) -> Self:
         if (self.prompt is None) == (self.content is None):
-            raise PydanticCustomError("text", "exactly one of prompt and content must be given", {"field": "prompt"})
+            raise body_error("exactly one of prompt and content must be given", "prompt")
         return self
 
 

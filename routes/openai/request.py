@@ -13,7 +13,7 @@ from routes.openai.response_format import SCHEMA_FIELD, ResponseFormat
 from routes.openai.tools import PARAMETERS_FIELD, ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Messages, SamplingBody, SessionFields, StopTokens, TemplateFields, Texts
-from routes.request.fields import Fields, UnsupportedOpenAIFields, at_most_one
+from routes.request.fields import Fields, UnsupportedOpenAIFields, at_most_one, body_error
 from routes.request.jobs import row_stops
 from routes.request.messages import Message
 from routes.request.tools import ToolSet, begins_with_call, tool_call_constraint
@@ -209,7 +209,7 @@ class PromptLogprobsField(BaseModel):
         for other in ("stream", "session_id", "suffix", "echo") if self.prompt_logprobs is not None else ():
             if getattr(self, other, None) not in (None, False):
                 message = f"prompt_logprobs cannot be combined with {other}; leave one of them out"
-                raise PydanticCustomError("prompt_logprobs", message, {"field": "prompt_logprobs"})
+                raise body_error(message, "prompt_logprobs")
         return self
 
 
@@ -283,20 +283,13 @@ class ChatBody(PromptLogprobsField, ConversationBody):
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("logprobs", "top_logprobs needs logprobs: true", {"field": "top_logprobs"})
+            raise body_error("top_logprobs needs logprobs: true", "top_logprobs")
         if self.continue_final_message and not self._ends_with_text_of_assistant:
-            raise PydanticCustomError(
-                "continue",
-                "continue_final_message needs a last message of the assistant, without tool_calls",
-                {"field": "messages"},
-            )
+            message = "continue_final_message needs a last message of the assistant, without tool_calls"
+            raise body_error(message, "messages")
         if self.continue_final_message and self.session_id is not None:
-            raise PydanticCustomError(
-                "continue",
-                "continue_final_message cannot be combined with session_id: the session already contains its "
-                "last answer",
-                {"field": "continue_final_message"},
-            )
+            message = "cannot be combined with session_id: the session already contains its last answer"
+            raise body_error(f"continue_final_message {message}", "continue_final_message")
         return self
 
 
@@ -361,19 +354,19 @@ class CompletionBody(PromptLogprobsField, OpenAIBody):
         if (field_constraint := super().constraint) is not None and self.format_constraint is not None:
             at_most_one([field_constraint.form, "response_format"])
         if not self.prompt:
-            raise PydanticCustomError("prompt", "prompt must not be empty", {"field": "prompt"})
+            raise body_error("prompt must not be empty", "prompt")
         for other, reason in (
             ("session_id", "log-probabilities of a session's text are not supported"),
             ("suffix", "the prompt is in the fill-in-the-middle format"),
         ):
             if self.scores_prompts and getattr(self, other) is not None:
                 message = f"echo with logprobs cannot be combined with {other}: {reason}"
-                raise PydanticCustomError("echo", message, {"field": "echo"})
+                raise body_error(message, "echo")
         if self.samples_per_prompt < self.n:
-            raise PydanticCustomError("best_of", "best_of must be at least n", {"field": "best_of"})
+            raise body_error("best_of must be at least n", "best_of")
         if self.stream and self.samples_per_prompt > self.n:
             message = "best_of above n cannot be streamed: the best answers are known at the end"
-            raise PydanticCustomError("best_of", message, {"field": "best_of"})
+            raise body_error(message, "best_of")
         return self
 
 

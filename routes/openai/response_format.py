@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import to_json
 
-from routes.request.fields import Fields, Ignored, Pattern
+from routes.request.fields import Fields, Ignored, Pattern, body_error
 from sampling.grammar.constraint import Constraint, Form
 
 SCHEMA_FIELD = "response_format.json_schema.schema"
@@ -40,9 +40,7 @@ class ResponseFormat(Fields):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError(
-                "json_schema", "json_schema must be given with the type json_schema, and only then"
-            )
+            raise body_error("json_schema must be given with the type json_schema, and only then")
         return self
 
     def constraint(self, after: str = "", field: str = SCHEMA_FIELD) -> Constraint | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from routes.openai.request import MAX_TOP_LOGPROBS, ConversationBody
 from routes.openai.response_format import ResponseFormat
@@ -18,6 +17,7 @@ from routes.request.fields import (
     IgnoredValue,
     Repeated,
     Unsupported,
+    body_error,
 )
 from routes.request.messages import Message
 from routes.request.tools import ToolSet
@@ -241,16 +241,12 @@ class ResponsesBody(ConversationBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs and LOGPROBS not in self.include:
-            raise PydanticCustomError(
-                "logprobs", "top_logprobs needs {name} in include", {"name": LOGPROBS, "field": "top_logprobs"}
-            )
+            raise body_error(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
         if LOGPROBS in self.include and (self.thinks or self.tool_set is not None):
-            raise PydanticCustomError(
-                "logprobs",
-                "log-probabilities are not available with reasoning or tools; leave out include, or "
-                "reasoning and tools",
-                {"field": "include"},
+            message = (
+                "log-probabilities are not available with reasoning or tools; leave out include, or reasoning and tools"
             )
+            raise body_error(message, "include")
         if self.max_output_tokens is not None:
             self.max_tokens = self.max_output_tokens
         return self

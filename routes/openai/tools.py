@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from routes.request.bodies import Fields
-from routes.request.fields import Pattern
+from routes.request.fields import Pattern, body_error
 from routes.request.tools import Function, ToolSet
 
 MAX_TOOLS = 128
@@ -113,4 +113,4 @@ def build_tool_set(
 
 
 def _tool_error(reason: str, field: str) -> PydanticCustomError:
-    return PydanticCustomError("tools", "{field}: {why}", {"field": field, "why": reason})
+    return body_error(f"{field}: {reason}", field)

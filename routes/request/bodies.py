@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from routes.request.fields import (
     ChatOnlyFields,
@@ -21,6 +20,7 @@ from routes.request.fields import (
     Number,
     Pattern,
     SessionId,
+    body_error,
     list_default,
 )
 from routes.request.messages import Message
@@ -131,14 +131,12 @@ class MixtureFields(ModelFields):
     @model_validator(mode="after")
     def _check_one_mixture(self) -> Self:
         if self.states and self.state:
-            raise PydanticCustomError(
-                "states", "state and states cannot be given together; leave one of them out", {"field": "states"}
-            )
+            raise body_error("state and states cannot be given together; leave one of them out", "states")
         if self.states and self.mrss_gatingweight:
             message = (
                 "mrss_gatingweight cannot be given with states, which have weights of their own; leave one of them out"
             )
-            raise PydanticCustomError("states", message, {"field": "mrss_gatingweight"})
+            raise body_error(message, "mrss_gatingweight")
         return self
 
 
@@ -311,6 +309,12 @@ class Template(Fields):
     opening: str = Field("", max_length=256, description="Start of an answer without thought.")
 
 
+def check_gaps(prefixes: list[str], suffixes: list[str]) -> None:
+    """Check that every gap has both sides. Raises PydanticCustomError."""
+    if (before := len(prefixes)) != (after := len(suffixes)):
+        raise body_error(f"prefix and suffix must be of equal length, got {before} and {after}")
+
+
 class TemplateFields(Body):
     """The prompt format of a conversation."""
 
@@ -347,15 +351,8 @@ class PromptFields(TemplateFields):
     def _check_one_prompt_form(self) -> Self:
         forms = [bool(self.contents), bool(self.messages), bool(self.prefixes or self.suffixes)]
         if sum(forms) != 1:
-            raise PydanticCustomError(
-                "prompt_form", "exactly one of contents, messages and prefix/suffix must be given and not be empty"
-            )
-        if len(self.prefixes) != len(self.suffixes):
-            raise PydanticCustomError(
-                "fim_lengths",
-                "prefix and suffix must be of equal length, got {prefixes} and {suffixes}",
-                {"prefixes": len(self.prefixes), "suffixes": len(self.suffixes)},
-            )
+            raise body_error("exactly one of contents, messages and prefix/suffix must be given and not be empty")
+        check_gaps(self.prefixes, self.suffixes)
         return self
 
 

@@ -98,6 +98,12 @@ Number = Annotated[float, BeforeValidator(_number)]
 """A number, or text with a number."""
 
 
+def body_error(message: str, field: str | None = None) -> PydanticCustomError:
+    """Return the error of a validator that sees several fields. `field`: the one to report."""
+    context = {"message": message} | ({} if field is None else {"field": field})
+    return PydanticCustomError("body", "{message}", context)
+
+
 @dataclass(frozen=True)
 class OneOf:
     """Restricts a text to one of these names. "" is allowed too and means the default."""
@@ -352,8 +358,7 @@ def at_most_one(given: Iterable[str]) -> None:
     """Check that at most one constraint is given. Raises PydanticCustomError for more."""
     names = list(given)
     if len(names) > 1:
-        what = " and ".join(names)
-        raise PydanticCustomError("constraint", "{what} exclude each other", {"what": what, "field": names[-1]})
+        raise body_error(f"{' and '.join(names)} exclude each other", names[-1])
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -172,7 +172,7 @@ class BaseFormatter:
         return b""
 
 
-class SseChunks:
+class SseChunks(Iterator[bytes]):
     """A job's output as a stream of its route's format. Waiting events are merged into one chunk."""
 
     def __init__(self, stream: EventStream, output_decoder: OutputDecoder, formatter: ResponseFormatter) -> None:
@@ -182,9 +182,6 @@ class SseChunks:
         self._format = formatter.error_format.stream
         self._start = formatter.stream_start()
         self.ended = False
-
-    def __iter__(self) -> SseChunks:
-        return self
 
     def __next__(self) -> bytes:
         if self.ended:

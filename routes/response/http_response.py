@@ -227,7 +227,7 @@ CHUNK_BYTES = 1 << 18
 """Bytes per chunk passed to Robyn."""
 
 
-class FileChunks:
+class FileChunks(Iterator[bytes]):
     """Implements `Chunks`. Calls `on_close` once, when the file has been read or the client has left.
 
     If the disk fails, the last line is a JSON error: Robyn cannot end a stream as failed.
@@ -237,9 +237,6 @@ class FileChunks:
         self._file = file
         self._on_close: Callable[[], None] | None = on_close
         self.ended = False
-
-    def __iter__(self) -> FileChunks:
-        return self
 
     def __next__(self) -> bytes:
         if self.ended:

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from typing import Any
 
 from routes.request_context import current_request
@@ -30,7 +30,7 @@ START_WAIT_S = 2.0
 UNWRITABLE = ErrorInfo(kind=ErrorKind.INTERNAL, message="the answer could not be written; the server's log says why")
 
 
-class JsonChunks:
+class JsonChunks(Iterator[bytes]):
     """A JSON answer whose status and headers are sent. White space follows until the value is ready."""
 
     def __init__(self, task: asyncio.Task[HttpResponse], error_format: ErrorFormat) -> None:
@@ -40,9 +40,6 @@ class JsonChunks:
         self._is_over = threading.Event()
         task.add_done_callback(lambda _: self._is_over.set())
         self.ended = False
-
-    def __iter__(self) -> JsonChunks:
-        return self
 
     def __next__(self) -> bytes:
         if self.ended:
@@ -102,7 +99,7 @@ class SharedAnswers:
                 task.cancel()
 
 
-class EventChunks:
+class EventChunks(Iterator[bytes]):
     """A stream of a task's events. The last one is the task's error, if it failed."""
 
     def __init__(self, error_format: ErrorFormat) -> None:
@@ -113,9 +110,6 @@ class EventChunks:
         self.started = asyncio.Event()
         """Set by the first event."""
         self.ended = False
-
-    def __iter__(self) -> EventChunks:
-        return self
 
     def __next__(self) -> bytes:
         if self.ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from routes.context import Context
@@ -66,7 +67,7 @@ def report(context: Context, request_context: RequestContext, status: int, outco
         tracer.record(request_context, status, outcome)
 
 
-class RobynChunks:
+class RobynChunks(Iterator[bytes]):
     """A stream for Robyn, which drops it when the client disconnects. This ends the job."""
 
     def __init__(
@@ -87,9 +88,6 @@ class RobynChunks:
         self._has_begun = False
         self._guarded: int | None = None
         """Number of the stream at the guard."""
-
-    def __iter__(self) -> RobynChunks:
-        return self
 
     def __next__(self) -> bytes:
         keep_state()

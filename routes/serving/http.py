@@ -99,16 +99,18 @@ def _body_bytes(request: Request, limit: int, flag: str = "--max-body-mb") -> by
     """Return the complete body. Raises ServiceError above the limit that `flag` sets."""
     raw = request.body
     body = raw.encode() if isinstance(raw, str) else bytes(raw)
-    content_length = request.headers.get("content-length")
-    length = int(content_length) if content_length and content_length.isdecimal() else len(body)
-    if max(length, len(body)) > limit:
-        raise ServiceError(
-            ErrorKind.BODY_TOO_LARGE,
-            f"the body has {max(length, len(body))} bytes, the limit is {limit} ({flag})",
-        )
+    length = max(_length(request), len(body))
+    _check_length(length, limit, flag)
     if len(body) < length:
         raise ServiceError(ErrorKind.NOT_JSON, f"the body ended after {len(body)} of the {length} announced bytes")
     return body
+
+
+def _check_length(length: int, limit: int, flag: str) -> None:
+    """Raise ServiceError above the limit of a body's bytes that `flag` sets."""
+    if length > limit:
+        message = f"the body has {length} bytes, the limit is {limit} ({flag})"
+        raise ServiceError(ErrorKind.BODY_TOO_LARGE, message)
 
 
 def _query(request: Request) -> dict[str, str]:
@@ -182,11 +184,7 @@ def _is_form(request: Request) -> bool:
 
 async def _form_data(context: Context, request: Request, access: Grant | None, is_authorized: bool) -> object:
     """Return the fields of a form, and its one file as `content`."""
-    length, limit = _length(request), context.config.max_state_bytes
-    if length > limit:
-        raise ServiceError(
-            ErrorKind.BODY_TOO_LARGE, f"the body has {length} bytes, the limit is {limit} (--max-state-mb)"
-        )
+    _check_length(_length(request), context.config.max_state_bytes, "--max-state-mb")
     files = list(request.files.values())
     if len(files) != 1 and is_authorized:
         message = f"content: a form must have exactly one file with a file name, got {len(files)}"

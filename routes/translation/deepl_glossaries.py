@@ -8,11 +8,10 @@ from typing import Any, Literal, Self
 
 import msgspec
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
-from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request.bodies import Body
-from routes.request.fields import Fields
+from routes.request.fields import Fields, body_error
 from routes.request_context import current_request
 from routes.response.http_response import DEEPL_ERRORS, NO_CONTENT, HandlerResponse, HttpResponse, json_response
 from routes.route import Routes
@@ -122,15 +121,13 @@ def _parse_terms(text: str, form: str) -> dict[str, str]:
         rows: Iterable[list[str]] = csv.reader(lines, strict=True) if form == "csv" else (x.split("\t") for x in lines)
         pairs = [row for row in rows if any(cell.strip() for cell in row)]
     except csv.Error as error:
-        raise PydanticCustomError(
-            "entries", "must be valid CSV: {error}", {"error": str(error), "field": "entries"}
-        ) from None
+        raise body_error(f"must be valid CSV: {error}", "entries") from None
     if not pairs or len(pairs) > MAX_TERMS:
-        raise PydanticCustomError("entries", f"must have 1 to {MAX_TERMS} terms", {"field": "entries"})
+        raise body_error(f"must have 1 to {MAX_TERMS} terms", "entries")
     if any(len(row) not in (2, 4) for row in pairs):
-        raise PydanticCustomError("entries", "must have a term and its translation in each line", {"field": "entries"})
+        raise body_error("must have a term and its translation in each line", "entries")
     if len({row[0].strip() for row in pairs}) < len(pairs):
-        raise PydanticCustomError("entries", "must have each term once", {"field": "entries"})
+        raise body_error("must have each term once", "entries")
     return check_terms({row[0]: row[1] for row in pairs})
 
 
