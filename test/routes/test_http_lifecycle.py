@@ -9,14 +9,25 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app import main
-from test.serving import REQUEST_TIMEOUT_S, ROOT, Service, free_port, raw_request, read_all, sse_data, wait_for
+from test.serving import (
+    REQUEST_TIMEOUT_S,
+    ROOT,
+    Service,
+    children,
+    free_port,
+    is_process_alive,
+    raw_request,
+    read_all,
+    sse_data,
+    wait_for,
+)
 
 CHAT, BIG = "/v1/chat/completions", "/big_batch/completions"
 ENDLESS: dict[str, Any] = {
@@ -26,16 +37,32 @@ ENDLESS: dict[str, Any] = {
     "stop_tokens": [],
     "stream": True,
 }
+Refusal = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def mortal(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service whose processes may be killed. Every test leaves it ready."""
-    running = Service(tmp_path_factory.mktemp("mortal"), "--model-path", str(tiny_model), "--resubmit", "0")
+    """A service whose processes may be killed. Every test leaves it ready, except the last one, which ends it."""
+    flags = ("--model-path", str(tiny_model), "--resubmit", "0", "--drain-timeout-s", "150")
+    running = Service(tmp_path_factory.mktemp("mortal"), *flags)
     try:
         yield running.wait_ready()
     finally:
         running.close()
+
+
+@pytest.fixture
+def refusal(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refusal:
+    """Calls the command with wrong arguments. Returns its one error line."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the command replaces it
+
+    def refused(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        return str(line)
+
+    return refused
 
 
 def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -71,30 +98,22 @@ def one_line(ended: subprocess.CompletedProcess[str]) -> str:
         (["--password-file", "/no/such/file"], "/no/such/file"),
     ],
 )
-def test_bad_flags_end_with_2_and_one_line(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the command replaces it
-    assert main(arguments) == 2
-    errors = capfd.readouterr().err.splitlines()
-    assert len(errors) == 1 and errors[0].startswith("error: ") and named in errors[0]
+def test_bad_flags_end_with_2_and_one_line(refusal: Refusal, arguments: list[str], named: str) -> None:
+    assert named in refusal(*arguments)
 
 
-def test_a_directory_is_refused_as_database_without_a_lock_file(tmp_path: Path) -> None:
+def test_a_directory_is_refused_as_database_without_a_lock_file(refusal: Refusal, tmp_path: Path) -> None:
     folder = tmp_path / "sessions"
     folder.mkdir()
-    ended = start("--state-db", str(folder))
-    assert ended.returncode == 2
-    assert "--state-db" in one_line(ended)
-    assert f"got the directory {folder}" in one_line(ended)
+    refused = refusal("--state-db", str(folder))
+    assert "--state-db" in refused and f"got the directory {folder}" in refused
     assert list(tmp_path.iterdir()) == [folder]
     assert not list(folder.iterdir())
 
 
-def test_a_bad_variable_ends_with_2_and_its_name() -> None:
-    ended = start(RWKV_PORT="http")
-    assert ended.returncode == 2
-    assert "RWKV_PORT" in one_line(ended)
+def test_a_bad_variable_ends_with_2_and_its_name(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RWKV_PORT", "http")
+    assert "RWKV_PORT" in refusal()
 
 
 def test_a_port_in_use_ends_with_1(tiny_model: Path) -> None:
@@ -195,94 +214,70 @@ def test_malformed_chunks_end_one_worker_at_most(mortal: Service) -> None:
     mortal.wait_idle()
 
 
-def test_sigterm_drains_and_exits_with_0(tiny_model: Path, tmp_path: Path) -> None:
-    service = Service(tmp_path, "--model-path", str(tiny_model), "--drain-timeout-s", "150")
+@pytest.fixture
+def fake(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
+    """A service without a model whose own process a test ends."""
+    flags = ("--http-workers", "1", "--drain-timeout-s", getattr(request, "param", "0"))
+    running = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
-        service.wait_ready()
-        received: dict[bool, str] = {}
-
-        def ask(stream: bool) -> None:
-            received[stream] = service.post(BIG, {**ENDLESS, "stream": stream}).text
-
-        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: service.status()["running_rows"] == 2, 30, "2 rows run")
-        service.process.send_signal(signal.SIGTERM)
-
-        def drains() -> bool:
-            """Workers get the signal one after the other. Each handles some of the requests."""
-            return all(service.get("/readyz").status_code == 503 for _ in range(16))
-
-        wait_for(drains, 10, "every worker drains")
-        assert service.get("/readyz").json() == {"status": "draining", "error": "draining"}
-        assert service.get("/health").status_code == 503
-        refused = service.post(CHAT, {"contents": ["a"], "max_tokens": 1})
-        assert refused.status_code == 503
-        assert "shutting down" in refused.json()["error"]
-        assert service.get("/healthz").status_code == 200
-        assert not received and service.status()["running_rows"] == 2, "they are not cut"
-        assert service.post("/big_batch/clean").json()["cancelled"] == 2
-        for thread in threads:
-            thread.join()
-        assert sse_data(received[True])[-1]["choices"][-1]["finish_reason"] == "cancelled"
-        assert json.loads(received[False])["choices"][0]["finish_reason"] == "cancelled"
-        assert service.process.wait(REQUEST_TIMEOUT_S) == 0
+        yield running.wait_ready()
     finally:
-        service.close()
+        running.close()
 
 
-@pytest.mark.parametrize(("drain_s", "signals"), [("0.5", 1), ("60", 2)])
-def test_a_stream_cut_by_the_shutdown_gets_an_error(
-    tiny_model: Path, tmp_path: Path, drain_s: str, signals: int
-) -> None:
-    service = Service(tmp_path, "--model-path", str(tiny_model), "--drain-timeout-s", drain_s)
-    try:
-        reader = Reader(service.wait_ready())
-        for _ in range(signals):
-            service.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: "shutting down" in service.log.read_text(), 10, "it drains")
-        reader.join()
-        text = reader.received.decode(errors="replace")
-        assert "the service was shut down before this answer was complete" in text
-        assert "[DONE]" in text
-        assert "takes no new" not in text
-        assert "restarted" not in text
-        assert service.process.wait(REQUEST_TIMEOUT_S) == 0
-    finally:
-        service.close()
+@pytest.mark.parametrize(("fake", "signals"), [("0.5", 1), ("60", 2)], indirect=["fake"])
+def test_a_stream_cut_by_the_shutdown_gets_an_error(fake: Service, signals: int) -> None:
+    reader = Reader(fake)
+    for _ in range(signals):
+        fake.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "shutting down" in fake.log.read_text(), 10, "it drains")
+    reader.join()
+    text = reader.received.decode(errors="replace")
+    assert "the service was shut down before this answer was complete" in text
+    assert "[DONE]" in text
+    assert "takes no new" not in text
+    assert "restarted" not in text
+    assert fake.process.wait(REQUEST_TIMEOUT_S) == 0
 
 
-def test_a_killed_engine_causes_no_warnings_at_exit(tiny_model: Path, tmp_path: Path) -> None:
-    service = Service(tmp_path, "--model-path", str(tiny_model), "--http-workers", "1")
-    try:
-        os.kill(service.wait_ready().pids()["engine"], signal.SIGKILL)
-        wait_for(lambda: service.get("/readyz").status_code == 503, 20, "the loss is noticed")
-        service.wait_ready()
-        pid = service.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        assert service.terminate() == 0
-        # Python's resource tracker also warns, after the supervisor has ended.
-        wait_for(lambda: all(map(_has_ended, map(int, children))), 20, "the last process has ended")
-        assert "resource_tracker" not in service.log.read_text()
-    finally:
-        service.close()
+def test_children_do_not_outlive_a_killed_supervisor(fake: Service) -> None:
+    pids = list(fake.pids().values())
+    fake.process.kill()
+    fake.process.wait(60)
+    wait_for(lambda: not any(map(is_process_alive, pids)), 30, "no child lives on")
 
 
-def test_children_do_not_outlive_a_killed_supervisor(tiny_model: Path, tmp_path: Path) -> None:
-    service = Service(tmp_path, "--model-path", str(tiny_model), "--http-workers", "1")
-    try:
-        pids = list(service.wait_ready().pids().values())
-        service.process.kill()
-        service.process.wait(60)
-        wait_for(lambda: all(map(_has_ended, pids)), 30, "no child lives on")
-    finally:
-        service.close()
+def test_sigterm_drains_and_exits_with_0_and_no_warning_of_a_killed_engine(mortal: Service) -> None:
+    received: dict[bool, str] = {}
 
+    def ask(stream: bool) -> None:
+        received[stream] = mortal.post(BIG, {**ENDLESS, "stream": stream}).text
 
-def _has_ended(pid: int) -> bool:
-    """Return whether the process is gone or a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: mortal.status()["running_rows"] == 2, 30, "2 rows run")
+    processes = children(mortal.process.pid)
+    mortal.process.send_signal(signal.SIGTERM)
+
+    def drains() -> bool:
+        """Workers get the signal one after the other. Each handles some of the requests."""
+        return all(mortal.get("/readyz").status_code == 503 for _ in range(16))
+
+    wait_for(drains, 10, "every worker drains")
+    assert mortal.get("/readyz").json() == {"status": "draining", "error": "draining"}
+    assert mortal.get("/health").status_code == 503
+    refused = mortal.post(CHAT, {"contents": ["a"], "max_tokens": 1})
+    assert refused.status_code == 503
+    assert "shutting down" in refused.json()["error"]
+    assert mortal.get("/healthz").status_code == 200
+    assert not received and mortal.status()["running_rows"] == 2, "they are not cut"
+    assert mortal.post("/big_batch/clean").json()["cancelled"] == 2
+    for thread in threads:
+        thread.join()
+    assert sse_data(received[True])[-1]["choices"][-1]["finish_reason"] == "cancelled"
+    assert json.loads(received[False])["choices"][0]["finish_reason"] == "cancelled"
+    assert mortal.process.wait(REQUEST_TIMEOUT_S) == 0
+    # Python's resource tracker also warns, after the supervisor has ended.
+    wait_for(lambda: not any(map(is_process_alive, processes)), 20, "the last process has ended")
+    assert "resource_tracker" not in mortal.log.read_text()

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
+from routes.engines import AddBody
 from routes.fine_tuning.jobs import HyperparametersFields
+from routes.models import LoadBody
 from routes.openai.request import ChatBody
+from routes.openai.responses_body import ResponsesBody
 from routes.request import json_body
 from routes.request.bodies import PromptBody
 from routes.request.fields import describe_value, error_field_name, error_value
 from routes.request.json_body import parse_json, validate
+from routes.state import BranchBody, DeleteBody, ExportQuery, ImportQuery, TurnBody
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from state_pool.session_file import InvalidSessionFile, decode
 
 
 def error_of(call: Any, *arguments: Any) -> ErrorInfo:
@@ -32,6 +38,7 @@ MARKS = '"[,{:\\"[,:"'
 """A text with marks that count outside of texts only."""
 
 
+TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 VALUES, NAMES = "10 values in lists and objects", "4 lists, objects and names in them"
 
 
@@ -79,6 +86,7 @@ def test_a_body_is_json_with_or_without_a_byte_order_mark() -> None:
     [
         (rb'{"a": "ok", "b": ["\ud800"]}', "b", '["\\ud800"]'),
         (rb'{"\ud800": 1}', "\\ud800", 1),
+        (rb'{"contents": ["a"], "session_id": "a\ud800"}', "session_id", "a\\ud800"),
         (rb'["\ud800"]', "body", '["\\ud800"]'),
     ],
 )
@@ -128,19 +136,79 @@ def test_errors_repeat_at_most_200_characters() -> None:
          "session_id: must have at least 1 character, got an empty text", ""),
         (HyperparametersFields, {"n_epochs": 0}, "n_epochs", "n_epochs: must be greater than or equal to 1, got 0", 0),
         (HyperparametersFields, {"n_epochs": "x"}, "n_epochs", "n_epochs: must be 'auto', got x", "x"),
-        (ChatBody, {"messages": [{"role": "user"}], "logit_bias": {"x": "y"}}, "logit_bias.x", None, "y"),
+        (LoadBody, {"file": "a", "dtype": "fp7"}, "dtype",
+         "dtype: must be one of auto, fp32, bf16, fp16, fp8, int8, int4, w8a8, got fp7", "fp7"),
+        (LoadBody, {"file": "a", "wkv_state": "fp8"}, "wkv_state",
+         "wkv_state: must be one of auto, fp32, fp16, int8, got fp8", "fp8"),
+        (LoadBody, {"file": "a", "kernels": "CUDA"}, "kernels",
+         "kernels: must be one of auto, cuda, cpu, naive, got CUDA", "CUDA"),
+        (LoadBody, {"file": "a", "devices": ["0", "gpu"]}, "devices[1]",
+         "devices[1]: must be a device like cuda:0, a GPU's number, …", "gpu"),
+        (AddBody, {"devices": ["cuda:0\n"]}, "devices[0]",
+         "devices[0]: must be a device like cuda:0, a GPU's number, …", "cuda:0\n"),
+        (PromptBody, {**TALK, "template": {"user": "a:b"}}, "template.user",
+         "template.user: must be a label of one line without…", "a:b"),
+        (ChatBody, {**TALK, "logit_bias": {"1": "a"}}, "logit_bias.1",
+         "logit_bias.1: must be a valid number, got a", "a"),
+        (ChatBody, {**TALK, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name",
+         "tools[0].function.name: must be 1 to 128 letters, digits, '_', '.' and '-', got a b", "a b"),
+        (PromptBody, {"contents": ["a"], "mrss_gatingweight": ["abc"]}, "mrss_gatingweight[0]",
+         "mrss_gatingweight[0]: must be a valid number, got abc", "abc"),
+        (PromptBody, {"contents": ["a"], "mrss_gatingweight": [1] * 17}, "mrss_gatingweight",
+         "mrss_gatingweight: must have at most 16 items, got [1…", ANY),
+        (PromptBody, {"contents": ["a"], "stop_tokens": [""]}, "stop_tokens[0]",
+         "stop_tokens[0]: must have at least 1 character, got an empty text", ""),
+        (PromptBody, {"contents": ["a"], "temperature": {"a": [True, None, "b"]}}, "temperature",
+         'temperature: must be a valid number, got {"a": [true, null, "b"]}', '{"a": [true, null, "b"]}'),
+        (PromptBody, {"contents": ["a"], "session_id": True}, "session_id",
+         "session_id: must be a valid string, got true", True),
+        (PromptBody, {"contents": ["a"], "session_id": "x" * 257}, "session_id",
+         "session_id: must have at most 256 characters…", ANY),
+        (ChatBody, {"messages": [{"role": "user"}], "logit_bias": {"x": "y"}}, "logit_bias.x", "…", "y"),
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type",
-         None, "image"),
+         "…", "image"),
     ],
 )  # fmt: skip
 def test_an_invalid_field_is_named_with_its_limit_and_value(
-    model: Any, body: Any, field: str, message: str | None, given: Any
+    model: Any, body: Any, field: str, message: str, given: Any
 ) -> None:
     info = error_of(validate, model, body)
     assert (info.kind, info.field, info.given) == (ErrorKind.INVALID_FIELD, field, given)
-    assert message is None or info.message == message
+    assert info.message == message or (message.endswith("…") and info.message.startswith(message[:-1]))
+    assert "pattern" not in info.message
 
 
 def test_null_is_the_default_and_unknown_fields_are_ignored() -> None:
     body = validate(PromptBody, {"contents": ["a"], "top_k": None, "seed": None, "unknown": 1})
     assert (body.top_k, body.seed) == (50, None) and "top_k" not in body.model_fields_set
+
+
+def test_an_empty_file_name_is_refused() -> None:
+    with pytest.raises(InvalidSessionFile, match="this is not a session file: it has 3 bytes"):
+        decode(b"abc")
+
+
+def test_an_empty_name_is_the_default() -> None:
+    assert validate(LoadBody, {"file": "a.pth", "dtype": "", "kernels": None, "devices": ["0", "cuda:1", "cpu"]})
+
+
+def test_documents_list_the_names() -> None:
+    fields = LoadBody.model_json_schema()["properties"]
+    assert fields["kernels"]["enum"] == ["", "auto", "cuda", "cpu", "naive"]
+    assert "cuda" in fields["devices"]["items"]["pattern"]
+
+
+@pytest.mark.parametrize("model", [PromptBody, TurnBody, BranchBody, ChatBody, ResponsesBody, DeleteBody])
+def test_names_with_nul_are_refused_everywhere(model: Any) -> None:
+    others = TALK if model is ChatBody else {"contents": ["a"], "input": "a", "dialogue_idx": 0}
+    assert validate(model, {**others, "session_id": "a\tb"}).session_id == "a\tb"
+    for name in ("\0", "a\0b"):
+        with pytest.raises(ServiceError, match=r"session_id: must be a name without the character U\+0000") as caught:
+            validate(model, {**others, "session_id": name})
+        assert (caught.value.info.field, caught.value.info.given) == ("session_id", name)
+
+
+@pytest.mark.parametrize("query", [ExportQuery, ImportQuery])
+def test_exports_refuse_names_with_nul(query: Any) -> None:
+    with pytest.raises(ServiceError, match=r"session_id: must be a name without the character U\+0000"):
+        validate(query, {"session_id": "a\0"})

@@ -1,18 +1,25 @@
-"""OpenAI's format without a service: reasoning, bodies, chunks, errors.
-
-python test/routes/test_openai_adapter.py
-"""
+"""OpenAI's format without a service: reasoning, bodies, chunks, errors."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from routes.openai.chat import ChatFormatter
+from routes.openai.completions import CompletionFormatter
+from routes.openai.request import ChatBody, CompletionBody
+from routes.request.json_body import validate
+from routes.request.prompts import Think
+from routes.response.answer_parser import ReasoningParser
+from routes.response.event_stream import RowUpdate
+from routes.response.generate import RowResult
+from routes.response.http_response import OPENAI_ERRORS
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.request import Finish, FinishReason, TokenLogprob
 
 TAGGED = [
     (True, ">\nLet me see.\n\nYes.\n</think>\n\nHello <b>you</b>", "Let me see.\n\nYes.", "Hello <b>you</b>"),
@@ -29,8 +36,6 @@ TAGGED = [
 
 
 def part(thinks: bool, pieces: list[str]) -> tuple[str, str]:
-    from routes.response.answer_parser import ReasoningParser
-
     parser = ReasoningParser(thinks)
     update = [parser.feed(piece, final=False) for piece in pieces] + [parser.feed("", final=True)]
     return "".join(one.reasoning for one in update), "".join(one.content for one in update)
@@ -50,16 +55,11 @@ def test_reasoning_is_split_at_any_cut(thinks: bool, text: str, reasoning: str, 
 
 
 def test_an_answer_is_not_delayed() -> None:
-    from routes.response.answer_parser import ReasoningParser
-
     parser = ReasoningParser(thinks=False)
     assert [parser.feed(piece, False).content for piece in ("Hel", "lo <", "b>")] == ["Hel", "lo <", "b>"]
 
 
 def chat_body(**fields: Any) -> Any:
-    from routes.openai.request import ChatBody
-    from routes.request.json_body import validate
-
     return validate(ChatBody, {"messages": [{"role": "user", "content": "a"}], **fields})
 
 
@@ -94,8 +94,6 @@ def test_with_tools_penalties_default_to_0() -> None:
 
 
 def test_alternative_names_of_fields() -> None:
-    from routes.request.prompts import Think
-
     assert chat_body(max_completion_tokens=5, max_tokens=9).max_tokens == 5
     assert chat_body(stop="x").more_stops == ["x"]
     assert chat_body(stop=["x", "y"]).more_stops == ["x", "y"]
@@ -130,6 +128,7 @@ def tool(name: str, **parameters: Any) -> dict[str, Any]:
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format"),
         ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logit_bias": {"65536": 1}}, "logit_bias.65536"),
@@ -145,9 +144,6 @@ def tool(name: str, **parameters: Any) -> dict[str, Any]:
     ],
 )
 def test_unsupported_values_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    from routes.response.http_response import OPENAI_ERRORS
-    from rwkv_batch.errors import ServiceError
-
     with pytest.raises(ServiceError) as refusal:
         chat_body(**fields)
     error = OPENAI_ERRORS.body(refusal.value.info)["error"]
@@ -168,9 +164,6 @@ def test_harmless_values_are_accepted() -> None:
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])],
 )
 def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
-    from routes.openai.request import CompletionBody
-    from routes.request.json_body import validate
-
     assert validate(CompletionBody, {"prompt": prompt}).prompts == prompts
 
 
@@ -187,18 +180,12 @@ def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
     ],
 )
 def test_raw_prompts_that_are_refused(fields: dict[str, Any], param: str) -> None:
-    from routes.openai.request import CompletionBody
-    from routes.request.json_body import validate
-    from rwkv_batch.errors import ServiceError
-
     with pytest.raises(ServiceError) as refusal:
         validate(CompletionBody, fields)
     assert refusal.value.info.field == param
 
 
 def test_errors_use_json_terms() -> None:
-    from rwkv_batch.errors import ServiceError
-
     for fields, field in (({"messages": [1]}, "messages[0]"), ({"stream_options": True}, "stream_options")):
         with pytest.raises(ServiceError) as refusal:
             chat_body(**fields)
@@ -210,10 +197,6 @@ def read_chunks(stream: bytes) -> list[dict[str, Any]]:
 
 
 def test_a_stream_has_one_choice_per_chunk_and_usage_last() -> None:
-    from routes.openai.chat import ChatFormatter
-    from routes.response.event_stream import RowUpdate
-    from rwkv_batch.request import Finish, FinishReason, TokenLogprob
-
     body = chat_body(n=2, logprobs=True, stream=True, stream_options={"include_usage": True}, enable_think=True)
     formatter = ChatFormatter(body, "fp_x", 2, len)
     ends = [
@@ -257,13 +240,6 @@ def test_a_stream_has_one_choice_per_chunk_and_usage_last() -> None:
 
 def test_finish_reasons_are_openais_with_end_reason() -> None:
     """OpenAI's clients know four finish reasons and fail at others. Only `length` means a cut answer."""
-    from routes.openai.chat import ChatFormatter
-    from routes.openai.completions import CompletionFormatter
-    from routes.openai.request import CompletionBody
-    from routes.response.generate import RowResult
-    from rwkv_batch.errors import ErrorInfo, ErrorKind
-    from rwkv_batch.request import Finish, FinishReason
-
     failed = ErrorInfo(kind=ErrorKind.OVERLOADED, message="too little memory")
     reasons = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR]
     finishes = [
@@ -283,16 +259,8 @@ def test_finish_reasons_are_openais_with_end_reason() -> None:
 
 
 def test_every_error_kind_has_an_openai_form() -> None:
-    from routes.response.http_response import OPENAI_ERRORS
-    from rwkv_batch.errors import ErrorInfo, ErrorKind
-
     types = {kind: OPENAI_ERRORS.body(ErrorInfo(kind=kind, message="m"))["error"] for kind in ErrorKind}
     assert all(set(error) == {"message", "type", "param", "code"} for error in types.values())
     assert types[ErrorKind.UNAUTHORIZED]["code"] == "invalid_api_key"
     assert types[ErrorKind.OVERLOADED]["type"] == "rate_limit_error"
     assert types[ErrorKind.ENGINE_LOST]["type"] == "server_error"
-
-
-if __name__ == "__main__":
-    ROOT = Path(__file__).resolve().parents[2]
-    sys.exit(pytest.main([__file__, "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *sys.argv[1:]]))

@@ -24,34 +24,40 @@ def resident_mib(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
 
 
-@pytest.mark.parametrize("framing", [f"Content-Length: {SENT_MIB * MIB}", "Transfer-Encoding: chunked"])
-def test_a_body_without_end_is_cut_off(tmp_path: Path, framing: str) -> None:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service whose key holders may send 2 MiB."""
     flags = ("--http-workers", "1", "--password", "s3cret", "--max-body-mb", "2", "--max-state-mb", "2")
-    running = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
+    running = Service(tmp_path_factory.mktemp("small"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     running.headers = {"Authorization": "Bearer s3cret"}
     try:
-        before = running.wait_ready().pids()
-        peak = resident_mib(before["http-0"])
-        large = json.dumps({"contents": ["a"], "max_tokens": 1, "unknown": "x" * MIB})
-        with httpx.Client(base_url=running.url, headers=running.headers, verify=NO_TLS) as client:
-            for _ in range(40):  # many answered bodies on one connection are no endless one
-                assert client.post(CHAT, content=large).status_code == 200
-        piece = b"%x\r\n%s\r\n" % (MIB, b"x" * MIB) if "chunked" in framing else b"x" * MIB
-        with running.connect() as connection:
-            send_head(connection, f"POST {CHAT}", f"{framing}\r\n{SECRET}")
-            sent = 0
-            with contextlib.suppress(OSError):
-                while sent < SENT_MIB:
-                    connection.sendall(piece)
-                    sent += 1
-            assert sent < SENT_MIB, "it was read to the end"
-            assert read_all(connection) == b""
-        assert resident_mib(before["http-0"]) - peak < SENT_MIB / 2
-        assert running.pids() == before
-        refused = running.post(CHAT, content=b"x" * 3 * MIB)
-        assert refused.status_code == 413, "a body that is a little too large gets the reason"
+        yield running.wait_ready()
     finally:
         running.close()
+
+
+@pytest.mark.parametrize("framing", [f"Content-Length: {SENT_MIB * MIB}", "Transfer-Encoding: chunked"])
+def test_a_body_without_end_is_cut_off(small: Service, framing: str) -> None:
+    before = small.pids()
+    peak = resident_mib(before["http-0"])
+    large = json.dumps({"contents": ["a"], "max_tokens": 1, "unknown": "x" * MIB})
+    with httpx.Client(base_url=small.url, headers=small.headers, verify=NO_TLS) as client:
+        for _ in range(40):  # many answered bodies on one connection are no endless one
+            assert client.post(CHAT, content=large).status_code == 200
+    piece = b"%x\r\n%s\r\n" % (MIB, b"x" * MIB) if "chunked" in framing else b"x" * MIB
+    with small.connect() as connection:
+        send_head(connection, f"POST {CHAT}", f"{framing}\r\n{SECRET}")
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < SENT_MIB:
+                connection.sendall(piece)
+                sent += 1
+        assert sent < SENT_MIB, "it was read to the end"
+        assert read_all(connection) == b""
+    assert resident_mib(before["http-0"]) - peak < SENT_MIB / 2
+    assert small.pids() == before
+    refused = small.post(CHAT, content=b"x" * 3 * MIB)
+    assert refused.status_code == 413, "a body that is a little too large gets the reason"
 
 
 @pytest.fixture(scope="module")
