@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -23,13 +24,42 @@ from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
 
 
+class News:
+    """Wakes the coroutines that wait for a change, whichever thread makes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiters: set[Callable[[], object]] = set()
+
+    def announce(self) -> None:
+        """Wake all waiters."""
+        with self._lock:
+            waiting, self._waiters = self._waiters, set()
+        for wake in waiting:
+            wake()
+
+    async def wait(self, is_known: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for the next announcement, at most `timeout_s` seconds. Return at once if the change is known."""
+        heard = asyncio.Event()
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, heard.set)
+        with self._lock:  # before the check, so that no announcement is missed
+            self._waiters.add(wake)
+        try:
+            if not is_known():
+                await asyncio.wait_for(heard.wait(), timeout_s)
+        except TimeoutError:
+            pass
+        finally:
+            with self._lock:
+                self._waiters.discard(wake)
+
+
 class Readiness:
     """An HTTP worker's knowledge of its engine and the other workers. Thread-safe."""
 
     def __init__(self, wait_s: float, all_workers_ready: bool = False) -> None:
         self._wait_s = wait_s
-        self._lock = threading.Lock()
-        self._waiters: set[Callable[[], object]] = set()
+        self._connected = News()
         self._has_engine = False
         self.all_workers_ready = all_workers_ready
         """Whether all HTTP workers take work, from the supervisor."""
@@ -38,39 +68,19 @@ class Readiness:
 
     def engine_changed(self, is_connected: bool) -> None:
         """Record that the engine has connected or disconnected."""
-        with self._lock:
-            self._has_engine = is_connected
-            self.fingerprint = ""  # a restarted engine may have read other weights
-            waiting, self._waiters = (self._waiters, set()) if is_connected else (set(), self._waiters)
-        for wake in waiting:
-            wake()
+        self.fingerprint = ""  # a restarted engine may have read other weights
+        self._has_engine = is_connected
+        if is_connected:
+            self._connected.announce()
 
     def release_all(self) -> None:
         """Wake all waiters for the shutdown, and let nobody wait."""
-        with self._lock:
-            waiting, self._waiters = self._waiters, set()
-            self._wait_s = 0.0
-        for wake in waiting:
-            wake()
+        self._wait_s = 0.0
+        self._connected.announce()
 
     async def wait_for_engine(self) -> None:
         """Wait until the engine is connected, at most --engine-wait-s."""
-        loop, connected = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(connected.set)
-
-        with self._lock:
-            if self._has_engine or not self._wait_s:
-                return
-            self._waiters.add(wake)
-        try:
-            await asyncio.wait_for(connected.wait(), self._wait_s)
-        except TimeoutError:
-            pass
-        finally:
-            with self._lock:
-                self._waiters.discard(wake)
+        await self._connected.wait(lambda: self._has_engine or not self._wait_s, self._wait_s)
 
 
 MAX_SESSION_TRANSFERS, MAX_FILE_DOWNLOADS = 2, 32
@@ -207,6 +217,15 @@ class TransferLimiter:
                 self._refuse(f"{self._limit} {self._what} in progress, the maximum")
             self._active_by_client[client] += 1
         return partial(self._release, client)
+
+    @contextmanager
+    def place(self, client: str) -> Iterator[None]:
+        """Hold a place while a transfer runs. Raises ServiceError (overloaded) at a limit."""
+        release = self.acquire(client)
+        try:
+            yield
+        finally:
+            release()
 
     def _refuse(self, reason: str) -> NoReturn:
         message = f"this HTTP worker has {reason}; retry in 1 s"

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from routes.context import Context
+from routes.context import Context, News
 from routes.request.fields import error_value
 from routes.request.model_names import base_name, means_model, model_not_found
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -70,7 +70,7 @@ class ModelRegistry:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Callable[[str | None, int], object]] = {}
-        self._listeners: set[Callable[[], object]] = set()
+        self._updated = News()
         self._connected: dict[str, tuple[Context, ModelClient]] = {}
         """By address."""
         self._used_names: set[str] = set()
@@ -93,16 +93,12 @@ class ModelRegistry:
                 self._connected[model.address][1].update([model])
             elif model.status is ModelStatus.READY:
                 self._connected[model.address] = self._connect(model)
-        with self._lock:
-            self.registered = tuple(registered)
-            self._num_updates += 1
-            wakes, self._listeners = self._listeners, set()
-        for address in (
-            set(self._connected) - addresses
-        ):  # after the new list is visible: models that it lists as ready have a connection
+        self.registered = tuple(registered)
+        self._num_updates += 1
+        # After the new list is visible: models that it lists as ready have a connection.
+        for address in set(self._connected) - addresses:
             self._connected.pop(address)[1].stop()
-        for wake in wakes:
-            wake()
+        self._updated.announce()
 
     def command_answered(self, number: int, refusal: str | None) -> None:
         """Pass on the supervisor's answer to a command."""
@@ -283,22 +279,7 @@ class ModelRegistry:
 
     async def _wait_for_update(self, num_updates: int, timeout_s: float) -> None:
         """Wait until more than `num_updates` lists were received, or for the timeout."""
-        loop, updated = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(updated.set)
-
-        with self._lock:
-            if self._num_updates > num_updates:
-                return
-            self._listeners.add(wake)
-        try:
-            await asyncio.wait_for(updated.wait(), timeout_s)
-        except TimeoutError:
-            pass
-        finally:
-            with self._lock:
-                self._listeners.discard(wake)
+        await self._updated.wait(lambda: self._num_updates > num_updates, timeout_s)
 
 
 def _is_own(context: Context, requested: str) -> bool:

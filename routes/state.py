@@ -266,17 +266,17 @@ async def export_session(context: Context, query: ExportQuery) -> HandlerRespons
 
     The file has the turns that are stored durably. HEAD creates no file.
     """
-    include_file = current_request().method != "HEAD"
-    release = context.session_files.acquire(current_request().client)
+    client, headers = current_request().client, {"Content-Disposition": 'attachment; filename="session.safetensors"'}
+    if current_request().method == "HEAD":
+        with context.session_files.place(client):
+            await _export(context, query, include_file=False)
+        return HttpResponse(b"", content_type=FILE, headers=headers)
+    release = context.session_files.acquire(client)
     try:
-        content = await _export(context, query, include_file)
+        content = await _export(context, query, include_file=True)
     except BaseException:
         release()
         raise
-    headers = {"Content-Disposition": 'attachment; filename="session.safetensors"'}
-    if not include_file:
-        release()
-        return HttpResponse(b"", content_type=FILE, headers=headers)
     return StreamedResponse(FileChunks(io.BytesIO(content), release), FILE, headers)
 
 
@@ -306,9 +306,6 @@ async def _export(context: Context, query: ExportQuery, include_file: bool) -> b
 async def import_session(context: Context, upload: Upload[ImportQuery]) -> HandlerResponse:
     """Create a session from a file of `/state/export`. The exporting service must have the same model."""
     query: ImportQuery = upload.query
-    release = context.session_files.acquire(current_request().client)
-    try:
+    with context.session_files.place(current_request().client):
         num_tokens = await call_engine(context, ImportSession(own_id(query.session_id), upload.content))
-    finally:
-        release()
     return json_response({"status": "success", "session_id": query.session_id, "num_tokens": num_tokens})

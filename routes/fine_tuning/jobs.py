@@ -162,15 +162,11 @@ def job_object(job: Job) -> dict[str, Any]:
         "batch_size": job.batch_size or _AUTO,
         "learning_rate_multiplier": job.multiplier or _AUTO,
     }
+    method = {"type": "supervised", "supervised": {"hyperparameters": numbers}}
     return {
-        "id": job.id, "object": "fine_tuning.job", "created_at": job.created_at, "error": job.error,
-        "fine_tuned_model": job.fine_tuned_model, "finished_at": job.finished_at,
-        "estimated_finish": job.estimated_finish, "hyperparameters": numbers,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": numbers}}, "model": job.model,
-        "organization_id": job.owner, "result_files": job.result_files, "seed": job.seed, "status": job.status,
-        "trained_tokens": job.trained_tokens, "training_file": job.training_file,
-        "validation_file": job.validation_file, "metadata": job.metadata, "integrations": [], "tuning": job.tuning,
-        "rank": job.rank,
+        **{name: getattr(job, name) for name in JobObject.model_fields if hasattr(job, name)},
+        "object": "fine_tuning.job", "hyperparameters": numbers, "method": method, "organization_id": job.owner,
+        "integrations": [],
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from routes.openai.files import (
     READ_FAILED,
     STORE_ERRORS,
     ListQuery,
+    Page,
     call_store,
     get_store,
     list_page,
@@ -117,36 +118,17 @@ class BatchObject(BaseModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(BaseModel):
+class BatchList(Page[BatchObject]):
     """A page of batches."""
-
-    object: Literal["list"] = "list"
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 def batch_object(batch: Batch) -> dict[str, Any]:
-    times = {
-        f"{status.value}_at": batch.times.get(status.value) for status in Status if status is not Status.VALIDATING
+    others: dict[str, Any] = {
+        f"{status}_at": batch.times.get(status) for status in Status if status is not Status.VALIDATING
     }
-    return {
-        "id": batch.id,
-        "object": "batch",
-        "endpoint": batch.endpoint,
-        "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
-        "input_file_id": batch.input_file_id,
-        "completion_window": batch.completion_window,
-        "status": batch.status,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        "created_at": batch.created_at,
-        "expires_at": batch.expires_at,
-        **times,
-        "request_counts": msgspec.to_builtins(batch.counts),
-        "metadata": batch.metadata,
-    }
+    others["errors"] = {"object": "list", "data": batch.errors} if batch.errors else None
+    others["request_counts"] = msgspec.to_builtins(batch.counts)
+    return BatchObject.model_validate(msgspec.to_builtins(batch) | others).model_dump()
 
 
 def _window_s(text: str) -> int:

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar
+from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -45,6 +45,7 @@ STORE_ERRORS = (ErrorKind.OVERLOADED, ErrorKind.STORAGE_FAILED)
 ROUTES = Routes(error_format=OPENAI_ERRORS, errors=STORE_ERRORS)
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+_Entry = TypeVar("_Entry")
 _Seconds = Annotated[str, Pattern(r"^[0-9]{1,9}$", "a whole number of seconds below 1000000000")]
 
 
@@ -99,14 +100,18 @@ class FileObject(BaseModel):
     expires_at: int | None = None
 
 
-class FileList(BaseModel):
-    """A page of files."""
+class Page(BaseModel, Generic[_Entry]):
+    """A page of a list."""
 
     object: Literal["list"] = "list"
-    data: list[FileObject]
+    data: list[_Entry]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class FileList(Page[FileObject]):
+    """A page of files."""
 
 
 class DeletedFile(BaseModel):
@@ -158,16 +163,7 @@ def new_id(prefix: str) -> str:
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
-    return {
-        "id": file.id,
-        "object": "file",
-        "bytes": file.bytes,
-        "created_at": file.created_at,
-        "filename": file.filename,
-        "purpose": file.purpose,
-        "status": "processed",
-        "expires_at": file.expires_at,
-    }
+    return FileObject.model_validate(file, from_attributes=True).model_dump()
 
 
 def list_page(entries: list[dict[str, Any]], limit: int) -> dict[str, Any]:

@@ -186,7 +186,7 @@ async def _read(context: Context, content: bytes, name: str, fields: DocumentFie
 @contextlib.asynccontextmanager
 async def _sandbox(context: Context) -> AsyncIterator[None]:
     """Wait for one of the worker's processes for documents. Raises ServiceError if too many wait."""
-    with contextlib.closing(_Release(context.stored_files.acquire(current_request().client))):
+    with context.stored_files.place(current_request().client):
         async with context.document_processes:
             yield
 
@@ -236,13 +236,6 @@ def _store_all(store: Store, batch: Batch, files: list[tuple[StoredFile, bytes]]
     except BaseException:
         stored.delete_document(store, batch)
         raise
-
-
-class _Release:
-    """Frees a place at `close`."""
-
-    def __init__(self, release: Any) -> None:
-        self.close = release
 
 
 def _stored(owner: str, name: str, size: int) -> StoredFile:
