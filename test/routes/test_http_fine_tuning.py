@@ -67,6 +67,10 @@ SHORT = [chat(f"Say {word}", "yes yes") for word in "one two three four five six
 LONG = [chat(f"Number {i}", f"It is {i * 7919 % 1000}") for i in range(300)]
 
 
+HASTE: Any = {"n_epochs": 12, "batch_size": "auto", "learning_rate_multiplier": 4}
+"""Teaches the answer of SHORT."""
+
+
 def wait_for_status(client: openai.OpenAI, job_id: str, *statuses: str) -> Any:
     def look() -> Any:
         job = client.fine_tuning.jobs.retrieve(job_id)
@@ -102,7 +106,7 @@ def training_processes(service: Service) -> list[int]:
 
 def test_from_upload_to_answer(served: Service) -> None:
     client, other = client_of(served), client_of(served, BOB)
-    method: Any = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 40, "batch_size": "auto"}}}
+    method: Any = {"type": "supervised", "supervised": {"hyperparameters": HASTE}}
     job = client.fine_tuning.jobs.create(
         model="rwkv7", training_file=uploaded(client, SHORT), validation_file=uploaded(client, SHORT), method=method,
         suffix="yes", seed=3, metadata={"for": "a test"}, extra_body={"tuning": "state+lora"},
@@ -111,14 +115,14 @@ def test_from_upload_to_answer(served: Service) -> None:
     done = wait_for_status(client, job.id, "succeeded")
     name = done.fine_tuned_model
     assert name.startswith("ft:rwkv7:alice:yes:") and done.seed == 3 and done.trained_tokens > 100
-    assert done.hyperparameters.n_epochs == 40 and done.hyperparameters.batch_size == 10
+    assert done.hyperparameters.n_epochs == 12 and done.hyperparameters.batch_size == 10
     events = messages_of(client, job.id)
     assert events[0] == f"The job has succeeded; the model is {name}" and "The held-out loss went from" in events[1]
     assert f"Created fine-tuning job: {job.id}" in events and any("only 10 lines differ" in one for one in events)
     (checkpoint,) = client.fine_tuning.jobs.checkpoints.list(job.id).data
-    assert checkpoint.fine_tuned_model_checkpoint == name and checkpoint.step_number == 40
+    assert checkpoint.fine_tuned_model_checkpoint == name and checkpoint.step_number == 12
     table = client.files.content(done.result_files[0]).text.splitlines()
-    assert table[0].startswith("step,train_loss") and len(table) == 41
+    assert table[0].startswith("step,train_loss") and len(table) == 13
     assert client.files.retrieve(done.result_files[1]).filename == "tuned.state.pth"
     assert [one.id for one in client.fine_tuning.jobs.list(limit=1)][:1] == [job.id]
 
@@ -176,7 +180,8 @@ def test_a_job_pauses_continues_after_a_kill_and_a_restart_and_is_cancelled(fold
     client = client_of(served)
     numbers: Any = {"n_epochs": 100, "batch_size": 1}
     job = client.fine_tuning.jobs.create(model="rwkv7", training_file=uploaded(client, LONG), hyperparameters=numbers)
-    waiting = client.fine_tuning.jobs.create(model="rwkv7", training_file=uploaded(client, SHORT))
+    short = uploaded(client, SHORT)
+    waiting = client.fine_tuning.jobs.create(model="rwkv7", training_file=short, hyperparameters={"n_epochs": 1})
 
     def has_step() -> bool:
         return any(one.startswith("Step ") and "loss" in one for one in messages_of(client, job.id))
