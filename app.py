@@ -14,7 +14,7 @@ from typing import NoReturn
 _OWN_PACKAGES = {"programs", "routes", "rwkv_batch", "sampling", "state_pool", "native", "demo"}
 try:
     from programs.serve.service import Supervisor, listen
-    from programs.settings import CommandParser, Settings, SettingsError, parse_settings, program
+    from programs.settings import CommandParser, Settings, parse_settings, program, reports_errors
     from programs.settings.command_line import build_parser as build_serve_parser
     from programs.settings.model_file import with_default_model
     from programs.settings.parser import VERBOSE
@@ -149,15 +149,12 @@ def run() -> NoReturn:
     sys.exit(main(sys.argv[1:]))
 
 
+@reports_errors()
 def completion(arguments: list[str]) -> int:
     """Prints the completion script of a shell. Returns the exit code."""
     from programs.tools.completion import build_parser, script
 
-    try:
-        shell = build_parser().parse(arguments)[0].shell
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    shell = build_parser().parse(arguments)[0].shell
     sys.stdout.write(script(shell, {name: (text, parser_of(name)) for name, text in COMMANDS.items()}))
     return 0
 
@@ -211,20 +208,13 @@ def bench(arguments: list[str]) -> int:
     return 0
 
 
+@reports_errors(StartupError)
 def serve(arguments: list[str]) -> int:
     """Returns the exit code: 2 for a wrong flag, 1 for a failed start."""
-    try:
-        settings = parse_settings(arguments, os.environ)
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    settings = parse_settings(arguments, os.environ)
     set_up_logging("supervisor", log_style(settings))
-    try:
-        listeners = listen(settings)  # before the model is created, so that the port is reserved from the start
-        return Supervisor(with_default_model(settings), listeners=listeners).run()
-    except StartupError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    listeners = listen(settings)  # before the model is created, so that the port is reserved from the start
+    return Supervisor(with_default_model(settings), listeners=listeners).run()
 
 
 if __name__ == "__main__":

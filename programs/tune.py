@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from native.priority import cores, die_with_parent, lower_process_priority
-from programs.settings import CommandParser, SettingsError, parse_settings
+from programs.settings import CommandParser, parse_settings, reports_errors
 from programs.settings.model_file import with_default_model
 from routes.fine_tuning.data import MAX_TOKENS, Data, read_data, split
 from rwkv_batch.errors import StartupError
@@ -24,7 +24,7 @@ from rwkv_batch.tuning import Document
 if TYPE_CHECKING:
     from rwkv_batch.tuning.trainer import Tuning
 
-OK, CANNOT_RUN, BAD_FLAG, STOPPED = 0, 1, 2, 130
+OK, STOPPED = 0, 130
 """Exit codes. STOPPED: by a signal; the same command continues."""
 METHODS = ("state", "lora", "state+lora", "full")
 _MAX_HELD_OUT = 1000
@@ -75,17 +75,11 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@reports_errors(StartupError, OSError)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit code."""
-    try:
-        given, _ = build_parser().parse(arguments)
-        return _Command(given).run()
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return BAD_FLAG
-    except (StartupError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return CANNOT_RUN
+    given, _ = build_parser().parse(arguments)
+    return _Command(given).run()
 
 
 class _Command:

@@ -12,8 +12,7 @@ from programs.settings.command_line import build_parser as build_serve_parser
 from programs.settings.command_line import parse_settings
 from programs.settings.config_file import CONFIG_FILE, file_values
 from programs.settings.flags import FLAGS, HEADINGS, default_text, field_default
-from programs.settings.parser import CommandParser
-from programs.settings.values import SettingsError
+from programs.settings.parser import CommandParser, reports_errors
 
 _SECRET_FIELDS = {"password", "state_db", "checkpoint_store"}
 """Their values may hold a password."""
@@ -68,15 +67,12 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@reports_errors()
 def main(arguments: Sequence[str]) -> int:
     """Print the template, or the settings in effect. Returns the exit code."""
-    try:
-        parser = build_parser()
-        chosen, flags = parser.parse(arguments)
-        if flags and not chosen.show:
-            parser.error(f"{flags[0]} is a flag of serve; give --show too")
-        sys.stdout.write(in_effect(flags, os.environ) if chosen.show else template())
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    parser = build_parser()
+    chosen, flags = parser.parse(arguments)
+    if flags and not chosen.show:
+        parser.error(f"{flags[0]} is a flag of serve; give --show too")
+    sys.stdout.write(in_effect(flags, os.environ) if chosen.show else template())
     return 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from programs.settings.config_file import CONFIG_FILE, options
 from programs.settings.flags import REMOVED
@@ -27,6 +28,29 @@ def program(command: str = "") -> str:
     """Return the command that the user typed, for messages."""
     name = Path(sys.argv[0]).name
     return f"{name if name == 'rwkv-batch' else 'python app.py'} {command}".rstrip()
+
+
+Arguments = TypeVar("Arguments", bound=Sequence[str])
+
+
+def reports_errors(*failures: type[Exception]) -> Callable[[Callable[[Arguments], int]], Callable[[Arguments], int]]:
+    """Return a decorator for a command's main function: errors are one line.
+
+    The exit code is then 2 for a wrong flag (SettingsError), 1 for `failures`.
+    """
+
+    def decorate(main: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
+        @functools.wraps(main)
+        def run(arguments: Arguments) -> int:
+            try:
+                return main(arguments)
+            except (SettingsError, *failures) as error:
+                sys.stderr.write(f"error: {error}\n")
+                return 2 if isinstance(error, SettingsError) else 1
+
+        return run
+
+    return decorate
 
 
 def settings_options() -> list[str]:

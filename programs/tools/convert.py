@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from programs.settings import CommandParser, SettingsError
+from programs.settings import CommandParser, reports_errors
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.export import DTYPES, SUFFIXES, default_dtype, write_model
 from rwkv_batch.model.weights import open_weights
@@ -29,19 +29,13 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@reports_errors(StartupError, ValueError, OSError)
 def main(arguments: Sequence[str]) -> int:
     """Convert a model. Returns the exit code: 2 for a wrong flag, 1 if it cannot be converted."""
-    try:
-        given, _ = build_parser().parse(arguments)
-        weights = open_weights(given.source)
-        dtype = given.dtype or default_dtype(weights)
-        write_model(weights, given.target, dtype)
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except (StartupError, ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    given, _ = build_parser().parse(arguments)
+    weights = open_weights(given.source)
+    dtype = given.dtype or default_dtype(weights)
+    write_model(weights, given.target, dtype)
     size = given.target.stat().st_size
     sys.stdout.write(f"{given.target}: {weights.shape.describe()}, {dtype}, {size / 1e6:.1f} MB\n")
     return 0

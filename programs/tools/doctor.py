@@ -15,7 +15,7 @@ from typing import NamedTuple
 from native import build, machine
 from native.files import VARIABLE, cache_folder
 from native.nvcc import torch_cuda
-from programs.settings import CommandParser, Settings, SettingsError, parse_settings
+from programs.settings import CommandParser, Settings, parse_settings, reports_errors
 from programs.settings.command_line import gpu_names
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
@@ -47,14 +47,11 @@ def build_parser() -> CommandParser:
     )
 
 
+@reports_errors()
 def main(arguments: Sequence[str]) -> int:
     """Print one line per check. Returns 0 if all are well, 1 if one is not, 2 for a wrong flag."""
-    try:
-        _, flags = build_parser().parse(arguments)
-        settings = parse_settings(flags, os.environ)
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    _, flags = build_parser().parse(arguments)
+    settings = parse_settings(flags, os.environ)
     bad = 0
     for name, check in CHECKS.items():
         for finding in check(settings):

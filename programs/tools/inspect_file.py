@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from programs.settings import CommandParser, SettingsError
+from programs.settings import CommandParser, reports_errors
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import Adapter, read_adapter
 from rwkv_batch.model.adapters.merge import kind_of
@@ -67,20 +67,14 @@ def build_parser() -> CommandParser:
     return parser
 
 
+@reports_errors(StartupError, FileError, InvalidSessionFile, OSError)
 def main(arguments: Sequence[str]) -> int:
     """Describe a file. Returns the exit code: 2 for a wrong flag, 1 for a file that cannot be read."""
-    try:
-        given, _ = build_parser().parse(arguments)
-        for name, text in _described(given.file):
-            sys.stdout.write(f"{name:<12}{text}\n")
-        for file in files_of(given.file) if given.checksum else ():
-            sys.stdout.write(f"{'sha256':<12}{_checksum(file)}  {file.name}\n")
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except (StartupError, FileError, InvalidSessionFile, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    given, _ = build_parser().parse(arguments)
+    for name, text in _described(given.file):
+        sys.stdout.write(f"{name:<12}{text}\n")
+    for file in files_of(given.file) if given.checksum else ():
+        sys.stdout.write(f"{'sha256':<12}{_checksum(file)}  {file.name}\n")
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from programs.settings import CommandParser, SettingsError
+from programs.settings import CommandParser, reports_errors
 from programs.tools.inspect_file import BYTES_PER_NUMBER, GPUS_GB, OVERHEAD, slot_bytes, weight_bytes
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.state import RWKV7, StateFormat
@@ -34,17 +34,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)?", re.IGNORECASE)
 _MAX_GB, _MAX_ROWS = 10_000, 1_000_000
 
 
+@reports_errors(StartupError, OSError)
 def main(arguments: Sequence[str]) -> int:
     """Print the memory by part. Returns the exit code: 2 for a wrong flag, 1 if it does not fit."""
-    try:
-        given, _ = build_parser().parse(arguments)
-        weights = open_weights(given.model)
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except (StartupError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
+    given, _ = build_parser().parse(arguments)
+    weights = open_weights(given.model)
     is_cpu = given.cpu is not None
     dtype = given.dtype or ("fp32" if is_cpu else "fp16")
     form = StateFormat(given.wkv_state) if given.wkv_state else None
