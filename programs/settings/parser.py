@@ -39,12 +39,14 @@ def reports_errors(*failures: type[Exception]) -> Callable[[Callable[[Arguments]
     The exit code is then 2 for a wrong flag (SettingsError), 1 for `failures`.
     """
 
+    expected: tuple[type[Exception], ...] = (SettingsError, *failures)
+
     def decorate(main: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
         @functools.wraps(main)
         def run(arguments: Arguments) -> int:
             try:
                 return main(arguments)
-            except (SettingsError, *failures) as error:
+            except expected as error:
                 sys.stderr.write(f"error: {error}\n")
                 return 2 if isinstance(error, SettingsError) else 1
 

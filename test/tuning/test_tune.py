@@ -91,9 +91,9 @@ def test_too_little_memory_and_wrong_flags_are_refused(
 ) -> None:
     data = as_file(tmp_path / "d.jsonl", LINES)
     monkeypatch.setattr("rwkv_batch.tuning.run.free_memory", lambda: 1 << 20)
-    assert run(data, "-o", tmp_path / "x", "--model-path", model) == tune.CANNOT_RUN
+    assert run(data, "-o", tmp_path / "x", "--model-path", model) == 1
     assert "GiB are free; lower --batch-tokens" in capsys.readouterr().err
-    assert run(data, "-o", tmp_path / "x", "--rank", 0) == tune.BAD_FLAG
+    assert run(data, "-o", tmp_path / "x", "--rank", 0) == 2
     assert "must be 1 to 128, got 0" in capsys.readouterr().err
 
 
@@ -122,7 +122,7 @@ def test_a_bad_line_is_named_with_its_field_and_reason(line: str) -> None:
 
 def test_the_first_hundred_errors_are_reported(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = as_file(tmp_path / "d.jsonl", ["x"] * 150)
-    assert run(data, "-o", tmp_path / "x", "--model-path", model) == tune.CANNOT_RUN
+    assert run(data, "-o", tmp_path / "x", "--model-path", model) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == MAX_ERRORS + 1 and lines[-1].startswith("  line 100: ")
 
