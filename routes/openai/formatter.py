@@ -55,7 +55,7 @@ async def openai_rows(
 ) -> list[GenerateRequest]:
     """Return one row per prompt, with `samples_per_prompt` continuations. Raises ServiceError."""
     n = body.samples_per_prompt
-    if len(prompts) * n > context.config.max_contents:
+    if n > 1 and len(prompts) * n > context.config.max_contents:  # `build_rows` checks one each
         limit, name = context.config.max_contents, "n" if n == body.n else "best_of"
         raise invalid(
             name, f"{len(prompts)} prompts times {n} are above the limit of {limit} (--max-contents); send fewer", n

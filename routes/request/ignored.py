@@ -49,9 +49,9 @@ def validated(model: type[Fields], data: Any, *, others: Collection[str] = (), i
 
 
 def report_query(query: Mapping[str, str], *, is_strict: bool) -> None:
-    """Report the query of a route that reads only its body. Raises ServiceError if `is_strict`."""
+    """Report the query of a route that reads none. Raises ServiceError if `is_strict`."""
     for name, given in itertools.islice(query.items(), MAX_WARNINGS):
-        problem = "is in the query, and this route reads only its body"
+        problem = "is in the query, which this route does not read"
         report_unknown(f"?{error_field_name(name)}", problem, "it was ignored", error_value(given), is_strict=is_strict)
 
 

@@ -225,6 +225,9 @@ async def _handler_argument(context: Context, route: Route, request: Request, da
         limit = context.config.max_state_bytes
         return Upload(query, _body_bytes(request, limit, "--max-state-mb")) if route.uploads else query
     if route.body is None:
+        if not route.is_public and isinstance(data, dict):
+            unread = {name: given for name, given in data.items() if name != "model"}  # `model_context` has read it
+            report_query(unread, is_strict=context.config.strict_fields)
         return data
     known = {*route.ignored_query, *request.path_params}
     query = {name: given for name, given in _query(request).items() if name not in known}

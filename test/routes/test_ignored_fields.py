@@ -89,10 +89,12 @@ def test_the_first_event_of_a_stream_names_an_unknown_field(fake: Service, path:
 
 def test_a_query_that_is_not_read_is_named(fake: Service, strict: Service) -> None:
     (warning,) = fake.post(f"{V1}?temperature=0.5", TWO).json()["warnings"]
-    problem = "?temperature: is in the query, and this route reads only its body"
+    problem = "?temperature: is in the query, which this route does not read"
     assert warning == {"field": "?temperature", "message": f"{problem}; it was ignored"}
     refused = strict.post(f"{V1}?temperature=0.5", TWO)
     assert refused.status_code == 422 and refused.json()["error"].startswith(problem)
+    (warning,) = fake.get("/version?limit=3").json()["warnings"]
+    assert warning["field"] == "?limit"
 
 
 def test_the_access_log_names_the_ignored_fields(fake: Service) -> None:

@@ -257,7 +257,8 @@ class BatchJob:
             ends_as = await self._run(worker)
         self._check_key()
         if ends_as is not Status.COMPLETED:
-            await self._run(_RejectingWorker(ends_as))
+            with contextlib.suppress(_InputError):  # the lines of a deleted file are not listed
+                await self._run(_RejectingWorker(ends_as))
         return ends_as
 
     def _status_now(self) -> Status:

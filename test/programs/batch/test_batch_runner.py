@@ -179,6 +179,16 @@ def test_a_failed_try_leaves_no_lock_on_the_results(tmp_path: Path) -> None:
     files.close()
 
 
+def test_a_cancelled_batch_whose_file_was_deleted_is_cancelled(tmp_path: Path) -> None:
+    """It failed: the file was deleted."""
+    store = Store(tmp_path, 1 << 30, 100)
+    batch = store.update(faulty_batch(store).id, lambda one: one.with_status(Status.CANCELLING, 5))
+    store.content(batch.input_file_id).unlink()
+    asyncio.run(BatchJob(store, SimpleNamespace(config=HttpConfig()), batch).run())  # type: ignore[arg-type]
+    ended = store.batch("", batch.id)
+    assert ended is not None and ended.status is Status.CANCELLED and ended.output_file_id
+
+
 class Unusable(Store):
     """Fails the first reads, for two different reasons."""
 
