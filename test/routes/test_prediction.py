@@ -1,16 +1,19 @@
-"""`prediction` and `speculation`: OpenAI's forms, limits, and the usage of predicted tokens."""
+"""`prediction` and `speculation`: OpenAI's forms, limits, and the usage of predicted tokens. Limits of prompts."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from routes.config import HttpConfig
+from routes.context import Context, Readiness, RequestLimiter
 from routes.openai.chat import ChatFormatter
 from routes.openai.completions import CompletionFormatter
 from routes.openai.formatter import OpenAIFormatter
+from routes.openai.formatter import openai_rows
 from routes.openai.request import ChatBody, CompletionBody
 from routes.request.jobs import build_rows
 from routes.request.json_body import validate
@@ -80,6 +83,16 @@ def formatters() -> list[OpenAIFormatter]:
 
 
 @pytest.mark.parametrize("formatter", formatters())
+@pytest.mark.parametrize(("n", "field"), [(1, "prompt"), (3, "n")])
+def test_too_many_prompts_blame_what_was_given(n: int, field: str) -> None:
+    """An n of 1 was blamed."""
+    context = Context(None, HttpConfig(max_contents=2), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
+    body = CompletionBody.model_validate({"prompt": ["x"] * 3, "n": n})
+    with pytest.raises(ServiceError) as refused:
+        asyncio.run(openai_rows(context, body, ["x"] * 3, [], "prompt"))
+    assert refused.value.info.field == field
+
+
 def test_usage_reports_predicted_tokens_apart(formatter: OpenAIFormatter) -> None:
     drafts = {"accepted_drafts": {"prediction": 3, "ngram": 9}, "rejected_drafts": {"prediction": 2}}
     end = Finish(reason=FinishReason.STOP, prompt_tokens=4, completion_tokens=5, **drafts)
