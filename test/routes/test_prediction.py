@@ -12,8 +12,7 @@ from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.openai.chat import ChatFormatter
 from routes.openai.completions import CompletionFormatter
-from routes.openai.formatter import OpenAIFormatter
-from routes.openai.formatter import openai_rows
+from routes.openai.formatter import OpenAIFormatter, openai_rows
 from routes.openai.request import ChatBody, CompletionBody
 from routes.request.jobs import build_rows
 from routes.request.json_body import validate
