@@ -81,7 +81,6 @@ def formatters() -> list[OpenAIFormatter]:
     return [ChatFormatter(chat, "fp_x", 1, len), CompletionFormatter(completion, "fp_x", 1)]
 
 
-@pytest.mark.parametrize("formatter", formatters())
 @pytest.mark.parametrize(("n", "field"), [(1, "prompt"), (3, "n")])
 def test_too_many_prompts_blame_what_was_given(n: int, field: str) -> None:
     """An n of 1 was blamed."""
@@ -92,6 +91,7 @@ def test_too_many_prompts_blame_what_was_given(n: int, field: str) -> None:
     assert refused.value.info.field == field
 
 
+@pytest.mark.parametrize("formatter", formatters())
 def test_usage_reports_predicted_tokens_apart(formatter: OpenAIFormatter) -> None:
     drafts = {"accepted_drafts": {"prediction": 3, "ngram": 9}, "rejected_drafts": {"prediction": 2}}
     end = Finish(reason=FinishReason.STOP, prompt_tokens=4, completion_tokens=5, **drafts)
