@@ -10,7 +10,7 @@ extern "C" {
 int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t packing);
 void rwkv_pack_fp32(const float*, int64_t, int64_t, int64_t in, int64_t out, float*, int64_t threads);
 void rwkv_pack_bf16(const uint16_t*, int64_t, int64_t, int64_t in, int64_t out, uint16_t*, int64_t threads);
-void rwkv_pack_int8(const int8_t*, const float*, int64_t in, int64_t out, int8_t*, int64_t threads);
+void rwkv_pack_int8(const int8_t*, const int8_t*, const float*, int64_t in, int64_t out, int8_t*, int64_t threads);
 int64_t rwkv_linear(const void* gemms, int64_t count, int64_t rows, int64_t threads);
 void* sampler_new(int64_t max_rows, int64_t vocab, const uint8_t* penalty_exempt);
 void sampler_admit(void*, int64_t slot, const void* parameters, const int32_t*, const float*);
@@ -43,7 +43,7 @@ int main() {
     void* packed = std::aligned_alloc(64, (rwkv_packed_bytes(IN, OUT, packing) + 127) / 64 * 64);
     if (packing == 0) rwkv_pack_fp32(weight.data(), IN, 1, IN, OUT, static_cast<float*>(packed), 2);
     if (packing == 1) rwkv_pack_bf16(halves.data(), IN, 1, IN, OUT, static_cast<uint16_t*>(packed), 2);
-    if (packing == 2) rwkv_pack_int8(codes.data(), scales.data(), IN, OUT, static_cast<int8_t*>(packed), 2);
+    if (packing == 2) rwkv_pack_int8(codes.data(), nullptr, scales.data(), IN, OUT, static_cast<int8_t*>(packed), 2);
     const Gemm gemm{{packed, IN, OUT, packing, packing == 1 ? 3 : 1}, x.data(), y.data(), 0};
     rwkv_linear(&gemm, 1, ROWS, 2);
     for (float one : y) std::printf("%.9g\n", one);

@@ -15,7 +15,7 @@ from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.kernels.cpu.library import Packing
 from rwkv_batch.kernels.cpu.linear import CpuLinear, CpuQuantLinear, CpuW8A8Linear, make_quantised, run_linears
 from rwkv_batch.model.layer import Linear
-from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, codes_int4, dequantise, quantise
 
 needs_compiler = pytest.mark.skipif(
     cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
@@ -150,8 +150,21 @@ def test_a_quantised_map_equals_the_dequantised_one(format_: Format, out: int, i
 
 
 @needs_compiler
-def test_int8_takes_one_byte_per_weight() -> None:
+@pytest.mark.parametrize(("out", "inner"), SHAPES)
+def test_int4_is_int8_of_the_same_weights_bit_by_bit(out: int, inner: int) -> None:
+    stored = quantise(make(out, inner, torch.float32), Format.INT4)
+    assert stored.zeros is not None
+    zeros = stored.zeros.to(torch.int8).repeat_interleave(GROUP, dim=1)[:, :inner]
+    whole = CpuQuantLinear(codes_int4(stored).to(torch.int8) - zeros, stored.scales.float() * SCALE_UNIT)
+    for rows in (1, 2, 4, 7, 40):
+        x = make(rows, inner, torch.float32, 1)
+        assert torch.equal(make_quantised("", stored)(x), whole(x))
+
+
+@needs_compiler
+def test_int8_takes_one_byte_per_weight_and_int4_half_a_byte() -> None:
     weight = make(256, 1024, torch.float32)
+    assert make_quantised("", quantise(weight, Format.INT4)).num_bytes < 0.55 * weight.numel()
     assert make_quantised("", quantise(weight, Format.INT8)).num_bytes < 1.04 * weight.numel()
     assert make_quantised("", quantise(weight, Format.FP8)).num_bytes == 2 * weight.numel()
 

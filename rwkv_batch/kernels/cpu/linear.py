@@ -17,7 +17,6 @@ from rwkv_batch.kernels.cpu.memory import allocate_plain
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant import w8a8
 from rwkv_batch.model.quant.formats import (
-    GROUP,
     SCALE_UNIT,
     Format,
     Quantised,
@@ -69,21 +68,32 @@ class CpuLinear(Linear):
 
 
 class CpuQuantLinear(CpuLinear):
-    """An int8 matrix on a CPU.
+    """An int8 or int4 matrix on a CPU.
 
-    Maps [T, in] fp32 to [T, out] fp32. The matrix has a scale per output and 128 inputs. x is quantised to 16-bit
-    integers with a scale per 128 inputs; sums over these are exact.
+    Maps [T, in] fp32 to [T, out] fp32. The matrix has a scale per output and 128 inputs; int4 also has a zero. x is
+    quantised to 16-bit integers with a scale per 128 inputs; sums over these are exact.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, allocate: Allocate = allocate_plain) -> None:
-        """Packs codes [out, in] int8 and scales [out, ceil(in / 128)] fp32."""
-        self.parts, self.packing = 1, Packing.INT8
+    def __init__(
+        self, codes: Tensor, scales: Tensor, allocate: Allocate = allocate_plain, zeros: Tensor | None = None
+    ) -> None:
+        """Packs codes [out, in] int8, and scales fp32 and zeros int8 [out, ceil(in / 128)].
+
+        zeros: subtracted from codes of 0 to 15, which take half the memory. None: there are none
+        """
+        self.parts, self.packing = 1, Packing.INT8 if zeros is None else Packing.INT4
         self.out_features, self.in_features = codes.shape
         self.packed = allocate(library().rwkv_packed_bytes(self.in_features, self.out_features, self.packing))
         codes, scales = codes.contiguous(), scales.contiguous()
+        zeros = None if zeros is None else zeros.contiguous()
         sizes = self.in_features, self.out_features
         library().rwkv_pack_int8(
-            codes.data_ptr(), scales.data_ptr(), *sizes, self.packed.data_ptr(), torch.get_num_threads()
+            codes.data_ptr(),
+            None if zeros is None else zeros.data_ptr(),
+            scales.data_ptr(),
+            *sizes,
+            self.packed.data_ptr(),
+            torch.get_num_threads(),
         )
         self.args = MatrixArgs(self.packed.data_ptr(), *sizes, self.packing, self.parts)
 
@@ -121,16 +131,15 @@ class CpuW8A8Linear(CpuLinear):
 
 
 def make_quantised(name: str, stored: Quantised, allocate: Allocate = allocate_plain) -> Linear:
-    """Returns a quantised matrix. int4 is stored as int8, without loss; fp8 as bf16, as CPUs have no fp8 arithmetic."""
+    """Returns a quantised matrix. fp8 is stored as bf16, as CPUs have no fp8 arithmetic."""
     if stored.format is Format.W8A8:
         return CpuW8A8Linear(stored, has_squared_inputs(name), allocate)
     if stored.format is Format.FP8:
         return CpuLinear(dequantise(stored).bfloat16().float(), allocate)
-    codes = stored.codes
-    if stored.zeros is not None:
-        zeros = stored.zeros.to(torch.int8).repeat_interleave(GROUP, dim=1)[:, : stored.in_features]
-        codes = codes_int4(stored).to(torch.int8) - zeros
-    return CpuQuantLinear(codes, stored.scales.float() * SCALE_UNIT, allocate)
+    scales = stored.scales.float() * SCALE_UNIT
+    if stored.zeros is None:
+        return CpuQuantLinear(stored.codes, scales, allocate)
+    return CpuQuantLinear(codes_int4(stored).to(torch.int8), scales, allocate, stored.zeros.to(torch.int8))
 
 
 def run_linears(

@@ -1,6 +1,8 @@
-// int8 weights times rows of 16-bit integers. Sums of 128 inputs are exact integers, so their order does not matter.
+// int8 and int4 weights times rows of 16-bit integers. Sums of 128 inputs are exact integers, so their order does not matter.
 //
 // panel  [groups of 128 inputs]: scales [OUTPUTS] fp32, then int8 [64 pairs][OUTPUTS][2]
+// int4   [groups of 128 inputs]: scales, zeros int8 [OUTPUTS][2], then [64 pairs][OUTPUTS] bytes. A byte has a number of
+//        the first half of the outputs (low) and one of the second half; the weight is number - zero, as in int8.
 // row    [groups]: scale fp32 (two elements), then 128 int16. 127 * 32767 * 128 fits 32 bits
 #pragma once
 #include <algorithm>
@@ -13,7 +15,10 @@
 namespace int8 {
 
 constexpr int64_t INPUTS = 128, OUTPUTS = 2 * LANES;
-constexpr int64_t SCALE_BYTES = OUTPUTS * 4, GROUP_BYTES = SCALE_BYTES + OUTPUTS * INPUTS;
+constexpr int64_t SCALE_BYTES = OUTPUTS * 4, ZERO_BYTES = OUTPUTS * 2;
+constexpr int64_t group_bytes(int bits) {
+  return SCALE_BYTES + (bits == 4 ? ZERO_BYTES : 0) + OUTPUTS * INPUTS * bits / 8;
+}
 constexpr int64_t ROW_ELEMENTS = 2 + INPUTS;
 constexpr int64_t AHEAD = 4096;  // prefetch distance in bytes, as in fp32.h
 constexpr float LARGEST = 32767.f;
@@ -51,7 +56,7 @@ inline void pack_row(const float* x, int64_t in, uint16_t* to) {
 
 // Copies one output's weights into a panel.
 inline void pack_output(const int8_t* codes, const float* scales, int64_t in, int64_t o, int8_t* panel) {
-  for (int64_t g = 0; g < groups(in); ++g, panel += GROUP_BYTES) {
+  for (int64_t g = 0; g < groups(in); ++g, panel += group_bytes(8)) {
     std::memcpy(panel + o * 4, scales + g, 4);
     for (int64_t i = 0; i < std::min(INPUTS, in - g * INPUTS); ++i) {
       panel[SCALE_BYTES + (i / 2 * OUTPUTS + o) * 2 + i % 2] = codes[g * INPUTS + i];
@@ -59,12 +64,33 @@ inline void pack_output(const int8_t* codes, const float* scales, int64_t in, in
   }
 }
 
+// The same for int4: codes are 0 to 15.
+inline void pack_output4(const int8_t* codes, const int8_t* zeros, const float* scales, int64_t in, int64_t o, int8_t* panel) {
+  for (int64_t g = 0; g < groups(in); ++g, panel += group_bytes(4)) {
+    std::memcpy(panel + o * 4, scales + g, 4);
+    std::memset(panel + SCALE_BYTES + 2 * o, zeros[g], 2);
+    int8_t* bytes = panel + SCALE_BYTES + ZERO_BYTES;
+    for (int64_t i = 0; i < std::min(INPUTS, in - g * INPUTS); ++i) {
+      const int64_t at = 2 * o + i % 2;
+      bytes[i / 2 * OUTPUTS + at % OUTPUTS] |= int8_t(codes[g * INPUTS + i] << (at < OUTPUTS ? 0 : 4));
+    }
+  }
+}
+
+typedef int8_t Bytes __attribute__((vector_size(OUTPUTS)));
+typedef uint8_t UnsignedBytes __attribute__((vector_size(OUTPUTS)));
+inline Bytes load_bytes(const int8_t* from) {
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return bytes;
+}
+
 #if defined(__AVX512BW__)
 using Sums = __m512i;
 using Pairs = __m512i;
 inline Sums zero() { return _mm512_setzero_si512(); }
 inline Sums add(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
-inline Pairs widen(const int8_t* w) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)w)); }
+inline Pairs widen(Bytes w) { return _mm512_cvtepi8_epi16((__m256i)w); }
 inline Pairs spread(const uint16_t* pair) {
   int32_t both;
   std::memcpy(&both, pair, 4);
@@ -83,7 +109,7 @@ using Sums = __m256i;
 using Pairs = __m256i;
 inline Sums zero() { return _mm256_setzero_si256(); }
 inline Sums add(Sums a, Sums b) { return _mm256_add_epi32(a, b); }
-inline Pairs widen(const int8_t* w) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)w)); }
+inline Pairs widen(Bytes w) { return _mm256_cvtepi8_epi16((__m128i)w); }
 inline Pairs spread(const uint16_t* pair) {
   int32_t both;
   std::memcpy(&both, pair, 4);
@@ -98,7 +124,7 @@ struct Pairs {
 };
 inline Sums zero() { return vi{}; }
 inline Sums add(Sums a, Sums b) { return a + b; }
-inline Pairs widen(const int8_t* w) {
+inline Pairs widen(Bytes w) {
   Pairs p;
   for (int i = 0; i < LANES; ++i) p.even[i] = w[2 * i], p.odd[i] = w[2 * i + 1];
   return p;
@@ -109,24 +135,33 @@ inline vf as_floats(Sums s) { return __builtin_convertvector(s, vf); }
 #endif
 
 // out [ROWS, OUTPUTS] = x @ panel. CHAINS independent sums per output hide latency with few rows.
-template <int ROWS>
+template <int ROWS, int BITS>
 void tile_of(const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
   constexpr int CHAINS = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;
   const int64_t row_size = groups * ROW_ELEMENTS;
   vf total[ROWS][2] = {};
-  for (int64_t g = 0; g < groups; ++g, x += ROW_ELEMENTS, w += GROUP_BYTES) {
+  for (int64_t g = 0; g < groups; ++g, x += ROW_ELEMENTS, w += group_bytes(BITS)) {
     Sums sums[CHAINS][ROWS][2];
 #pragma GCC unroll 4
     for (int c = 0; c < CHAINS; ++c) {
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) sums[c][r][0] = zero(), sums[c][r][1] = zero();
     }
-    const int8_t* codes = w + SCALE_BYTES;
+    constexpr int64_t PAIR_BYTES = OUTPUTS * BITS / 4;
+    const int8_t* codes = w + SCALE_BYTES + (BITS == 4 ? ZERO_BYTES : 0);
+    const Bytes zero0 = load_bytes(w + SCALE_BYTES), zero1 = load_bytes(w + SCALE_BYTES + OUTPUTS);  // of int4
     for (int64_t pair = 0; pair < INPUTS / 2; pair += CHAINS) {
 #pragma GCC unroll 4
-      for (int c = 0; c < CHAINS; ++c, codes += 2 * OUTPUTS) {
-        if (c * 2 * OUTPUTS % 64 == 0) __builtin_prefetch(codes + AHEAD);
-        const Pairs w0 = widen(codes), w1 = widen(codes + OUTPUTS);
+      for (int c = 0; c < CHAINS; ++c, codes += PAIR_BYTES) {
+        if (c * PAIR_BYTES % 64 == 0) __builtin_prefetch(codes + AHEAD);
+        Bytes bytes0 = load_bytes(codes), bytes1;
+        if constexpr (BITS == 8) {
+          bytes1 = load_bytes(codes + OUTPUTS);
+        } else {
+          bytes1 = (Bytes)((UnsignedBytes)bytes0 >> 4) - zero1;
+          bytes0 = (bytes0 & 15) - zero0;
+        }
+        const Pairs w0 = widen(bytes0), w1 = widen(bytes1);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
           const Pairs a = spread(x + r * row_size + 2 + 2 * (pair + c));
@@ -154,16 +189,17 @@ void tile_of(const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
   for (int r = 0; r < ROWS; ++r) store(out + r * OUTPUTS, total[r][0]), store(out + r * OUTPUTS + LANES, total[r][1]);
 }
 
-template <int... R>
+template <int BITS, int... R>
 void tile_among(int rows, const uint16_t* x, const int8_t* w, float* out, int64_t groups, std::integer_sequence<int, R...>) {
   using Tile = void (*)(const uint16_t*, const int8_t*, float*, int64_t);
-  static constexpr Tile tiles[] = {tile_of<R + 1>...};
+  static constexpr Tile tiles[] = {tile_of<R + 1, BITS>...};
   tiles[rows - 1](x, w, out, groups);
 }
 
 // 1 to TILE_ROWS rows of x times one panel.
-inline void tile(int rows, const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
-  tile_among(rows, x, w, out, groups, std::make_integer_sequence<int, TILE_ROWS>{});
+template <int BITS>
+void tile(int rows, const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
+  tile_among<BITS>(rows, x, w, out, groups, std::make_integer_sequence<int, TILE_ROWS>{});
 }
 
 }  // namespace int8

@@ -73,7 +73,7 @@ inline Weights spread(const Code* x, int32_t offset) {
 inline int8::Sums accumulate(int8::Sums sum, Weights w, Weights x) { return _mm256_dpbusd_avx_epi32(sum, x, w); }
 #else
 using Weights = int8::Pairs;
-inline Weights load_weights(const int8_t* w) { return int8::widen(w); }
+inline Weights load_weights(const int8_t* w) { return int8::widen(int8::load_bytes(w)); }
 inline Weights spread(const Code* x, int32_t) { return int8::spread(reinterpret_cast<const uint16_t*>(x)); }
 inline int8::Sums accumulate(int8::Sums sum, Weights w, Weights x) { return int8::multiply_add(sum, w, x); }
 #endif
