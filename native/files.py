@@ -13,6 +13,7 @@ import stat
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 VARIABLE = "RWKV_BUILD_DIR"
@@ -43,6 +44,18 @@ def write_private(path: Path, content: bytes) -> None:
     """Writes a file that other users cannot read. Raises OSError."""
     with os.fdopen(open_private(path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
         file.write(content)
+
+
+def replace_private(path: Path, content: bytes) -> None:
+    """Writes a private file in one step: readers see the old content or the new. Raises OSError."""
+    temp_path = path.with_name(f".{uuid.uuid4().hex}.new")  # unique: processes may write at the same time
+    try:
+        write_private(temp_path, content)
+        temp_path.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temp_path.unlink(missing_ok=True)
+        raise
 
 
 def make_private_folder(folder: Path) -> None:

@@ -6,16 +6,14 @@ database. They are loaded again after a restart if their files are unchanged. A 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from native.files import make_private, write_private
+from native.files import make_private, replace_private
 from rwkv_batch.calls import AdapterInfo, AddAdapter, Reply
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ServiceError, StartupError
@@ -83,17 +81,8 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         """Write the list of adapters that requests loaded, but not `without`. Raises OSError."""
         if self._list is None:
             return
-        temp_path = self._list.with_suffix(
-            f".{uuid.uuid4().hex}.new"
-        )  # unique: engines that share the list may write at the same time
-        try:
-            kept = [info for name, info in self._infos.items() if info.is_kept and name != without]
-            write_private(temp_path, msgspec.json.encode(kept))
-            temp_path.replace(self._list)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temp_path.unlink(missing_ok=True)
-            raise
+        kept = [info for name, info in self._infos.items() if info.is_kept and name != without]
+        replace_private(self._list, msgspec.json.encode(kept))
 
     def _read(self, path: Path, scale: float | None) -> ServedAdapter:
         """Read an adapter file. Any thread. Raises FileError."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from native.files import make_private, make_private_folder, remove_stale_files
+from native.files import make_private, make_private_folder, remove_stale_files, replace_private
 from rwkv_batch.calls import AddState, DecodeDefaults, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.mixtures import check_members
@@ -194,13 +194,8 @@ class StateLibrary(FileLibrary[StateInfo]):
         check_members(members, self._pool)
         if self._folder is not None:
             make_private_folder(self._folder)
-            temp_path = _temp_path_in(self._folder)
-            try:
-                temp_path.write_bytes(msgspec.json.encode(_KeptMixture(members, call.defaults)))
-                temp_path.replace(self._folder / f"{call.name}{_MIXTURE_SUFFIX}")
-            except OSError:
-                _discard(temp_path)
-                raise
+            kept = _KeptMixture(members, call.defaults)
+            replace_private(self._folder / f"{call.name}{_MIXTURE_SUFFIX}", msgspec.json.encode(kept))
         info = self._infos[call.name] = StateInfo(
             name=call.name,
             mixture=members,
