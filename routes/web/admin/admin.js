@@ -1,7 +1,10 @@
-// The panel of the administrator: models, tuned states, adapters, engines and sessions of the service.
+// The panel of the administrator: models, tuned states, adapters, engines, sessions, jobs and clients of the service.
 
 import { post, request } from "../api.js";
-import { t, useLanguage } from "../i18n.js";
+import { TIERS } from "../chat/sessions.js";
+import { parseMetrics, total } from "../dashboard/prometheus.js";
+import { number, t, useLanguage } from "../i18n.js";
+import { firstTier, service } from "../monitor.js";
 import { html, useEffect, useState } from "../ui.js";
 
 const PAGE = 50;
@@ -10,8 +13,8 @@ const listOf = (path) => async () => (await (await request(path)).json()).data;
 const deleteAt = (path) => (name) => request(`${path}/${encodeURIComponent(name)}`, { method: "DELETE" });
 
 /**
- * Each kind: `list()` -> entries, `name(entry)`, `about(entry)` -> text, `actions`: name -> act(name), `fields` of the
- * form that adds one (the file is uploaded), `add(values)`.
+ * Each kind: `list()` -> entries, `name(entry)`, `about(entry)` -> text, `actions`: name -> act(name), `isEnded(entry)`
+ * without actions, `fields` of the form that adds one (the file is uploaded), `add(values)`.
  */
 const KINDS = {
   models: {
@@ -52,8 +55,41 @@ const KINDS = {
   sessions: {
     list: async () => (await post("/state/status", { limit: 10_000 })).sessions,
     name: (entry) => entry.session_id,
-    about: (entry) => `${new Date(entry.timestamp * 1000).toLocaleString()} · ${entry.cache_level}`,
+    about: (entry) => {
+      const tier = TIERS[entry.cache_level.slice(0, 2)];
+      return `${new Date(entry.timestamp * 1000).toLocaleString()} · ${t(`tier.${tier === "vram" ? firstTier(service.get()) : tier}`)}`;
+    },
     actions: { remove: (id) => post("/state/delete", { session_id: id }) },
+  },
+  batches: {
+    list: listOf("/openai/v1/batches?limit=100"),
+    name: (entry) => entry.id,
+    about: ({ status, endpoint, request_counts: counts }) => `${status} · ${counts.completed + counts.failed} / ${counts.total} · ${endpoint}`,
+    actions: { cancel: (id) => post(`/openai/v1/batches/${id}/cancel`, {}) },
+    isEnded: (entry) => !["validating", "in_progress", "finalizing"].includes(entry.status),
+  },
+  tunings: {
+    list: listOf("/openai/v1/fine_tuning/jobs?limit=50"),
+    name: (entry) => entry.id,
+    about: (entry) => [entry.status, entry.fine_tuned_model].filter(Boolean).join(" · "),
+    actions: { cancel: (id) => post(`/openai/v1/fine_tuning/jobs/${id}/cancel`, {}) },
+    isEnded: (entry) => ["succeeded", "failed", "cancelled"].includes(entry.status),
+  },
+  clients: {
+    list: async () => {
+      const metrics = parseMetrics(await (await request("/metrics")).text());
+      const names = new Set((metrics.get("rwkv_client_requests_total") ?? []).map((one) => one.labels.client));
+      return [...names].map((client) => ({ client, metrics }));
+    },
+    name: (entry) => entry.client,
+    about: ({ client, metrics }) => {
+      const count = (name, wanted) => number(total(metrics, `rwkv_client_${name}_total`, { client, ...wanted }) ?? 0);
+      return t("admin.use", {
+        taken: count("requests", { outcome: "taken" }), refused: count("requests", { outcome: "refused" }),
+        read: count("tokens", { kind: "prompt" }), written: count("tokens", { kind: "completion" }),
+      });
+    },
+    actions: {},
   },
 };
 
@@ -72,7 +108,7 @@ function AddForm({ kind, done }) {
 }
 
 function Kind({ kind, visible }) {
-  const { list, name, about, actions, fields } = KINDS[kind];
+  const { list, name, about, actions, isEnded, fields } = KINDS[kind];
   const [entries, setEntries] = useState([]);
   const [wanted, setWanted] = useState("");
   const [shown, setShown] = useState(PAGE);
@@ -96,13 +132,13 @@ function Kind({ kind, visible }) {
     if (visible) run(async () => {});
   }, [visible]);
   const found = entries.filter((entry) => name(entry).toLowerCase().includes(wanted.trim().toLowerCase()));
-  const confirmed = (action, one) => action === "restart" || confirm(t("admin.confirm", { name: one }));
-  return html`<section class="figures-box" aria-label=${t(`admin.${kind}`)} aria-busy=${busy} id="admin-${kind}">
+  const confirmed = (action, one) => ["restart", "cancel"].includes(action) || confirm(t("admin.confirm", { name: one }));
+  return html`<section class="figures-box" aria-label=${t(`admin.${kind}`)} aria-busy=${busy} id="admin-${kind}" hidden=${!fields && !entries.length}>
     <h2>${t(`admin.${kind}`)} (${found.length})</h2>
     ${entries.length > 5 && html`<input type="search" aria-label=${t("admin.search")} placeholder=${t("admin.search")} value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} />`}
     <ul class="plainlist">${found.slice(0, shown).map((entry) => html`<li key=${name(entry)} class="row">
       <b>${name(entry)}</b> <small>${about(entry)}</small><span class="space"></span>
-      ${Object.entries(actions).map(([action, act]) => html`<button disabled=${busy} onClick=${() => confirmed(action, name(entry)) && run(() => act(name(entry)))}
+      ${Object.entries(isEnded?.(entry) ? {} : actions).map(([action, act]) => html`<button disabled=${busy} onClick=${() => confirmed(action, name(entry)) && run(() => act(name(entry)))}
         aria-label="${t(`admin.do.${action}`)} ${name(entry)}">${t(`admin.do.${action}`)}</button>`)}
     </li>`)}</ul>
     ${found.length > shown && html`<button onClick=${() => setShown(shown + PAGE)}>${t("more")}</button>`}

@@ -5,7 +5,7 @@ import { html, useRef, useState, useStore } from "../ui.js";
 import { firstTier, service } from "../monitor.js";
 import * as control from "./controller.js";
 
-const TIERS = { L1: "vram", L2: "ram", Da: "disk" };
+export const TIERS = { L1: "vram", L2: "ram", Da: "disk" };
 
 function entries({ conversations, sessions }) {
   const all = new Map();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,11 @@ SHOWN = (
     "rwkv_pool_slots_total", "rwkv_pool_prefix_cache_hits", "rwkv_pool_prefix_cache_misses",
     "rwkv_pool_prefix_cache_saved_tokens",
 )  # fmt: skip
+
+KEY_METRICS = """rwkv_client_requests_total{client="team-a",outcome="taken"} 3.0
+rwkv_client_requests_total{client="team-a",outcome="refused"} 1.0
+rwkv_client_tokens_total{client="team-a",kind="prompt"} 1200.0
+"""
 
 
 def reported(service: Service) -> dict[str, float]:
@@ -113,7 +119,16 @@ def test_a_refusal_is_shown_and_sessions_are_searched(demo: Service, open_page: 
     for name in range(7):
         body = {"contents": ["User: Hi\n\nAssistant:"], "session_id": f"find-{name}", "max_tokens": 1}
         assert demo.post("/state/chat/completions", body).status_code == 200
-    page = open_page(demo, "admin")
+    body = {"contents": ["x"], "max_tokens": 1}
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body})
+    file = demo.request("POST", "/openai/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", line)}).json()
+    demo.post("/openai/v1/batches", {"input_file_id": file["id"], "endpoint": "/v1/chat/completions"})
+    page = open_page(demo, "chat")
+    page.route("**/metrics", lambda route: route.fulfill(body=KEY_METRICS))
+    page.click("text=Admin")
+    expect(page.locator("#admin-batches li small").first).to_contain_text("/v1/chat/completions")
+    expect(page.locator("#admin-clients li")).to_have_text("team-a 3 requests, 1 refused, 1,200 tokens in, 0 out")
+    expect(page.locator("#admin-sessions li small").first).to_contain_text("memory")
     models = page.locator("#admin-models")
     models.get_by_label("Name").fill("other")
     models.get_by_label("File").fill("absent.pth")
