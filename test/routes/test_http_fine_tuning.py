@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -71,8 +72,11 @@ HASTE: Any = {"n_epochs": 12, "batch_size": "auto", "learning_rate_multiplier": 
 """Teaches the answer of SHORT."""
 
 
-def wait_for_status(client: openai.OpenAI, job_id: str, *statuses: str) -> Any:
+def wait_for_status(service: Service, job_id: str, *statuses: str) -> Any:
+    client = client_of(service)
+
     def look() -> Any:
+        raise_priority(service)
         job = client.fine_tuning.jobs.retrieve(job_id)
         assert job.status in statuses or job.status not in ENDED, job
         return job if job.status in statuses else None
@@ -104,6 +108,14 @@ def training_processes(service: Service) -> list[int]:
     return found
 
 
+def raise_priority(service: Service) -> None:
+    """Let a training take as much of a busy machine as the other tests do: it has a tenth."""
+    for process in training_processes(service):
+        with contextlib.suppress(OSError):  # it has ended, or only root may
+            for thread in os.listdir(f"/proc/{process}/task"):
+                os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+
+
 def test_from_upload_to_answer(served: Service) -> None:
     client, other = client_of(served), client_of(served, BOB)
     method: Any = {"type": "supervised", "supervised": {"hyperparameters": HASTE}}
@@ -112,7 +124,7 @@ def test_from_upload_to_answer(served: Service) -> None:
         suffix="yes", seed=3, metadata={"for": "a test"}, extra_body={"tuning": "state+lora"},
     )  # fmt: skip
     assert job.status in ("queued", "running") and job.fine_tuned_model is None and job.metadata == {"for": "a test"}
-    done = wait_for_status(client, job.id, "succeeded")
+    done = wait_for_status(served, job.id, "succeeded")
     name = done.fine_tuned_model
     assert name.startswith("ft:rwkv7:alice:yes:") and done.seed == 3 and done.trained_tokens > 100
     assert done.hyperparameters.n_epochs == 12 and done.hyperparameters.batch_size == 10
@@ -184,6 +196,7 @@ def test_a_job_pauses_continues_after_a_kill_and_a_restart_and_is_cancelled(fold
     waiting = client.fine_tuning.jobs.create(model="rwkv7", training_file=short, hyperparameters={"n_epochs": 1})
 
     def has_step() -> bool:
+        raise_priority(served)
         return any(one.startswith("Step ") and "loss" in one for one in messages_of(client, job.id))
 
     wait_for(has_step, 60, "the job makes steps")
@@ -191,9 +204,9 @@ def test_a_job_pauses_continues_after_a_kill_and_a_restart_and_is_cancelled(fold
     assert client.fine_tuning.jobs.pause(job.id).status == "paused"
     with pytest.raises(openai.BadRequestError, match="pause needs one that is queued or running"):
         client.fine_tuning.jobs.pause(job.id)
-    wait_for_status(client, waiting.id, "succeeded")  # the paused one makes room
+    wait_for_status(served, waiting.id, "succeeded")  # the paused one makes room
     client.fine_tuning.jobs.resume(job.id)
-    wait_for_status(client, job.id, "running")
+    wait_for_status(served, job.id, "running")
     (process,) = wait_for(lambda: training_processes(served), 30, "the process runs")
     os.kill(process, signal.SIGKILL)
     wait_for(lambda: any("killed by SIGKILL" in one for one in messages_of(client, job.id)), 30, "the kill is noticed")
@@ -203,7 +216,7 @@ def test_a_job_pauses_continues_after_a_kill_and_a_restart_and_is_cancelled(fold
     again = folder.start()
     try:
         client = client_of(again)
-        wait_for_status(client, job.id, "running")
+        wait_for_status(again, job.id, "running")
         wait_for(lambda: training_processes(again), 30, "it continues")
         done = client.fine_tuning.jobs.cancel(job.id)
         assert done.status == "cancelled" and done.finished_at
