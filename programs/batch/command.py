@@ -217,7 +217,7 @@ class _Command:
             reorder_buffer = ReorderBuffer(options.order == "keep", files.progress)
             stats = RunStats(lambda: records.fraction(source.fraction()))
             answers = files.sidecar if options.dedupe else None
-            worker = LineWorker(self.backend, task, options.retry, answers=answers)
+            worker = LineWorker(self.backend, task, options.retry, answers=answers, fails_missing_terms=True)
             with Reporter(stats, options.progress):
                 await Run(records, worker, files, reorder_buffer, stats, options.max_in_flight).run()
         finally:

@@ -56,6 +56,8 @@ class LineWorker:
     """
     answers: Sidecar | None = None
     """Store of the answers to equal lines (--dedupe)."""
+    fails_missing_terms: bool = False
+    """Whether a translation that lacks a glossary term is reported as failed too. Files of documents have a warning."""
     in_progress: dict[bytes, asyncio.Future[Outcome]] = field(default_factory=dict)
     """Requests whose answers are not in the sidecar yet."""
     answered_at: float = 0.0
@@ -112,7 +114,8 @@ class LineWorker:
             if reply.status == OK:
                 self.answered_at = time.monotonic()
                 try:
-                    return Outcome(self.task.text(reply.value), _missing_terms(reply.value), OK, *tokens)
+                    problem = _missing_terms(reply.value) if self.fails_missing_terms else ""
+                    return Outcome(self.task.text(reply.value), problem, OK, *tokens)
                 except LineError as error:
                     return Outcome(None, str(error), OK, *tokens)
                 except (KeyError, IndexError, TypeError):

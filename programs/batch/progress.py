@@ -25,6 +25,8 @@ class RunStats:
 
     fraction: Callable[[], float | None]
     """Share of the input that was read."""
+    noun: str = "lines"
+    """Word for the counted records, in texts for people."""
     answered: int = 0
     failed: int = 0
     skipped: int = 0
@@ -96,7 +98,7 @@ class Reporter:
         if self._bar is not None:
             self._write()
             self._bar.close()
-        sys.stderr.write(summary(self._stats.figures()))
+        sys.stderr.write(summary(self._stats.figures(), self._stats.noun))
 
     def _run(self) -> None:
         while not self._stopped.wait(_PLAIN_S if self._bar is None else _BAR_S):
@@ -106,20 +108,22 @@ class Reporter:
         figures = self._stats.figures()
         if self._bar is not None:
             self._bar.n = round(_PERCENT * (figures["read"] or 0))
-            self._bar.set_postfix_str(as_text(figures))
+            self._bar.set_postfix_str(as_text(figures, self._stats.noun))
         else:
-            sys.stderr.write((json.dumps(figures) if self._format == "json" else as_text(figures)) + "\n")
+            sys.stderr.write(
+                (json.dumps(figures) if self._format == "json" else as_text(figures, self._stats.noun)) + "\n"
+            )
             sys.stderr.flush()
 
 
-def as_text(figures: dict[str, float | int | None]) -> str:
+def as_text(figures: dict[str, float | int | None], noun: str) -> str:
     """Formats the counters for people."""
-    parts = [f"{figures['lines']} lines"]
+    parts = [f"{figures['lines']} {noun}"]
     if figures["read"] is not None:
         parts[0] += f" ({figures['read']:.0%} read)"
     if figures["resumed"]:
         parts.append(f"{figures['resumed']} of them before")
-    parts += [f"{figures['failed']} failed", f"{figures['lines_per_s']} lines/s"]
+    parts += [f"{figures['failed']} failed", f"{figures['lines_per_s']} {noun}/s"]
     if figures["tokens_per_s"]:  # some routes report no tokens
         parts.append(f"{figures['tokens_per_s']} tokens/s")
     if figures["eta_s"]:
@@ -127,15 +131,15 @@ def as_text(figures: dict[str, float | int | None]) -> str:
     return ", ".join(parts)
 
 
-def summary(figures: dict[str, float | int | None]) -> str:
-    """Formats the counters of a finished run: three lines."""
-    before = f", {figures['resumed']} of them before" if figures["resumed"] else ""
-    tokens = f"{figures['prompt_tokens']:,} read, {figures['completion_tokens']:,} new"
-    speed = f", {figures['tokens_per_s']:,} tokens/s"
-    if not figures["prompt_tokens"]:  # cached answers, and services that report no tokens
-        tokens, speed = "none reported", ""
+def summary(figures: dict[str, float | int | None], noun: str) -> str:
+    """Formats the counters of a finished run."""
+    resumed = f", {figures['resumed']} of them before" if figures["resumed"] else ""
+    tokens, speed = "", ""
+    if figures["prompt_tokens"]:  # none for cached answers, and from services that report no tokens
+        tokens = f"tokens  {figures['prompt_tokens']:,} read, {figures['completion_tokens']:,} new\n"
+        speed = f", {figures['tokens_per_s']:,} tokens/s"
     return (
-        f"lines   {figures['lines']:,}{before}; {figures['failed']:,} failed\n"
-        f"tokens  {tokens}\n"
-        f"time    {figures['seconds']:,} s: {figures['lines_per_s']:,} lines/s{speed}\n"
+        f"{noun}   {figures['lines']:,}{resumed}; {figures['failed']:,} failed\n"
+        f"{tokens}"
+        f"time    {figures['seconds']:,} s: {figures['lines_per_s']:,} {noun}/s{speed}\n"
     )

@@ -165,7 +165,9 @@ class DocumentJob:
             raise SettingsError(f"{options.input}: {error}") from None
         terms = load_glossary(options.glossary) if options.glossary else None
         self.task = SegmentTask(options.target_lang, terms)
-        notes = [f"{len(self.document.units)} texts", *self.document.notes]
+        num_units, num_different = len(self.document.units), len({unit_key(unit) for unit in self.document.units})
+        different = [f"{num_different} of them different"] if num_different < num_units else []
+        notes = [f"{num_units} texts", *different, *self.document.notes]
         sys.stderr.write(f"{options.input}: {', '.join(notes)}\n")
         for flag, language in (("--target-lang", options.target_lang), ("--source-lang", options.source_lang)):
             if problem := unknown_language(language):
@@ -205,7 +207,7 @@ class DocumentJob:
         try:
             total = len({unit_key(unit) for unit in self.document.units})
             total = min(total, options.limit or total)
-            stats = RunStats(lambda: (stats.answered + stats.failed) / max(1, total))
+            stats = RunStats(lambda: (stats.answered + stats.failed) / max(1, total), noun="texts")
             worker = LineWorker(backend, self.task, options.retry, answers=files.sidecar)
             with Reporter(stats, options.progress):
                 buffer = ReorderBuffer(keeps_order=False, previous=Progress())

@@ -1,7 +1,7 @@
 // Files to translate, each with its progress and its result.
 
 import { number, t } from "../i18n.js";
-import { download, html, useRef, useState } from "../ui.js";
+import { download, html, useRef, useState, useStore } from "../ui.js";
 import { glossary } from "./glossary.js";
 import { languageName } from "./languages.js";
 import { translateFile } from "./work.js";
@@ -57,9 +57,15 @@ function Chip({ one, remove }) {
       <small>${t("translate.paragraphs", { done: number(done), count: number(count) })}</small>`}
     ${state === "waiting" && html`<small>${t("file.waiting")}</small>`}
     ${state === "done" && html`<small>${languageName(target)}</small> <button onClick=${() => download(one.filename, one.content)} aria-label=${`${t("translate.download")} ${one.filename}`}>${t("translate.download")}</button>`}
-    ${problem && html`<span class="bad" role="alert">${file.name}: ${problem}</span>`}
+    ${problem && html`<span class="bad" role="alert">${problem.includes(file.name) ? problem : `${file.name}: ${problem}`}</span>`}
     <button class="plain" onClick=${() => remove(one)} aria-label=${`${t("file.remove")} ${file.name}`}>✕</button></li>`;
 }
 
-/** The files as a list. */
-export const Chips = ({ files }) => (files.all.length ? html`<ul class="plainlist" id="files">${files.all.map((one) => html`<${Chip} key=${one.id} one=${one} remove=${files.remove} />`)}</ul>` : null);
+/** The files as a list, with a note if the terms of this browser will not be used for them. */
+export function Chips({ files }) {
+  const { terms, stored } = useStore(glossary);
+  if (!files.all.length) return null;
+  const lacksTerms = terms.length > 0 && !stored && files.all.some((one) => one.state === "waiting");
+  return html`<ul class="plainlist" id="files">${files.all.map((one) => html`<${Chip} key=${one.id} one=${one} remove=${files.remove} />`)}</ul>
+    ${lacksTerms && html`<p id="files-glossary" class="warning" role="status">${t("file.noTerms")}</p>`}`;
+}

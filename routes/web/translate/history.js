@@ -9,11 +9,12 @@ const KEPT = 20;
 const storage = createStorage("rwkv-translations", "translations");
 const byTime = (one, other) => other.id - one.id;
 
-/** Keep a translation {source, target, text, translation}, and forget the oldest ones. */
+/** Keep a translation {source, target, text, translation}. Forget the oldest ones, and earlier ones of the same text. */
 export async function keepInHistory(entry) {
+  const isSame = (one) => one.text === entry.text && one.target === entry.target;
+  const others = (await storage.load().catch(() => [])).sort(byTime);
   await storage.save({ id: Date.now(), ...entry }).catch(() => {});
-  const all = (await storage.load().catch(() => [])).sort(byTime);
-  for (const { id } of all.slice(KEPT)) await storage.remove(id).catch(() => {});
+  for (const [at, one] of others.entries()) if (at >= KEPT - 1 || isSame(one)) await storage.remove(one.id).catch(() => {});
 }
 
 /** The list. `open(entry)` shows one again. `changes`: the list is loaded again when it changes. */

@@ -85,13 +85,8 @@ function Source({ text, setText, begin, files }) {
     files.add(given);
     input.current.value = "";
   };
-  const drop = (event) => {
-    if (!event.dataTransfer.files.length) return;
-    event.preventDefault();
-    take(event.dataTransfer.files);
-  };
   const key = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && text.trim() && begin();
-  return html`<div onDragOver=${(event) => event.preventDefault()} onDrop=${drop}>
+  return html`<div>
     <textarea id="translate-source" rows="8" aria-label=${t("translate.source")} placeholder=${t("translate.placeholder", { endings: LISTED_ENDINGS })} value=${text}
       onInput=${(event) => setText(event.currentTarget.value)} onKeyDown=${key}></textarea>
     <p class="row"><button onClick=${() => input.current.click()}>${t("translate.file")}</button>
@@ -143,7 +138,14 @@ export function Translate() {
     start(entry.text, entry.source, entry.target);
   };
   const what = waiting ? t("translate.startFiles", { count: number(waiting), language: languageName(target) }) : t("translate.start", { language: languageName(target) });
-  return html`<div class="translate">
+  /** A file is taken anywhere on the panel: outside of it, the browser would leave the page to show the file. */
+  const dragOver = (event) => event.dataTransfer.types.includes("Files") && event.preventDefault();
+  const drop = (event) => {
+    if (!event.dataTransfer.files.length) return;
+    event.preventDefault();
+    files.add(event.dataTransfer.files);
+  };
+  return html`<div class="translate" onDragOver=${dragOver} onDrop=${drop}>
     <p class="row"><${LanguageChoice} id="source-language" label=${t("translate.from")} value=${source} choose=${setSource} auto=${true} />
       <button id="swap" onClick=${swap} aria-label=${t("translate.swap")} title=${t("translate.swap")}>⇄</button>
       <${LanguageChoice} id="target-language" label=${t("translate.to")} value=${target} choose=${chooseTarget} />

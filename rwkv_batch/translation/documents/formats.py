@@ -71,7 +71,7 @@ def check_name(name: str) -> None:
     if format_of(name) is None:
         ending = PurePath(name).suffix.lower().lstrip(".")
         if ending in _ADVICE:
-            raise DocumentError(f"{ending} is not translated: {_ADVICE[ending]}")
+            raise DocumentError(f"is a {ending} file, which is not translated: {_ADVICE[ending]}")
         raise DocumentError(f"is of no known format ({ending or 'no ending'}); the name must end in {_endings()}")
 
 
@@ -82,7 +82,7 @@ def _endings() -> str:
 def read_document(data: bytes, name: str, options: DocumentOptions) -> Document:
     """Read a file. Raises DocumentError."""
     if data.startswith(b"%PDF-"):
-        raise DocumentError(f"pdf is not translated: {_ADVICE['pdf']}")
+        raise DocumentError(f"is a pdf file, which is not translated: {_ADVICE['pdf']}")
     check_name(name)
     kind = format_of(name) or ""
     if len(data) > MAX_BYTES:

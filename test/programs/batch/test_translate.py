@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import csv
 import io
@@ -12,11 +13,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app import main
-from programs.batch.translate import Result, review
+from programs.backends.backend import Reply
+from programs.batch.lines import LineWorker
+from programs.batch.translate import DocumentJob, Result, TranslateOptions, review
 from rwkv_batch.translation.documents.document import DocumentOptions
 from rwkv_batch.translation.documents.formats import read_document
 from test.programs.batch.runs import batch, read_jsonl, started, write_jsonl
@@ -61,14 +65,47 @@ def test_texts_that_fail_stay_and_are_named(fake: Service, tmp_path: Path) -> No
     assert (tmp_path / "film.de.srt").read_text() == SRT.format("Bye")
 
 
+class Termless:
+    """A Backend whose translations lack the glossary's terms."""
+
+    async def open(self) -> int:
+        return 2
+
+    async def model(self) -> str:
+        return "termless"
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+    async def request(self, path: str, body: dict[str, Any]) -> Reply:
+        message = "text_list[0]: the translation lacks the terms cat = Kater"
+        return Reply(200, {"translations": [{"text": "Katze"}], "warnings": [{"message": message}]})
+
+
+def test_a_text_without_its_term_is_translated_and_may_be_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("A cat\nA cat\n")
+    job = DocumentJob(TranslateOptions(input=str(source), target_lang="de", progress="plain"))
+    assert asyncio.run(job.run(Termless())) == 0
+    assert (tmp_path / "a.de.txt").read_text() == "Katze\nKatze\n"
+    shown = capsys.readouterr().err
+    assert "a.txt: 2 texts, 1 of them different\ntexts   1; 0 failed\ntime  " in shown and " texts/s\n" in shown
+    assert "2 of 2 translations may be wrong" in shown and "stay as they were" not in shown
+    batch_worker = LineWorker(Termless(), job.task, 0, fails_missing_terms=True)
+    outcome = asyncio.run(batch_worker.outcome(next(job.records())))
+    assert outcome.answer is not None and outcome.problem.endswith("cat = Kater")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "flags", "message"),
     [
         ("a.csv", b"id,body\n1,x\n", ("--column", "text"), "there is no column 'text'; name one of 'id', 'body'"),
         ("a.csv", b"id,body\n1,x\n", (), "no column is given; name one of 'id', 'body'"),
         ("a.pdf", b"%PDF-1.7", (), "convert it to docx or html"),
-        ("a.docx", b"%PDF-1.7", (), "pdf is not translated"),
-        ("a.tex", b"\\section{A}", (), "tex is not translated: LaTeX's macros"),
+        ("a.docx", b"%PDF-1.7", (), "is a pdf file, which is not translated"),
+        ("a.tex", b"\\section{A}", (), "is a tex file, which is not translated: LaTeX's macros"),
         ("a.foo", b"x", (), "the name must end in .txt"),
         ("a.json", b"{", (), "is not JSON"),
         ("a.txt", b"\xff", ("--encoding", "klingon"), "is not klingon"),

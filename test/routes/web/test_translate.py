@@ -77,6 +77,10 @@ def test_a_segment_is_edited_by_keyboard_and_kept(demo: Service, open_page: Open
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator("#stored-glossaries").get_by_role("button", name="Delete").click()
     expect(page.locator("#stored-glossary option")).to_have_count(1)
+    drop_file(page, "#segments", "a.pdf")
+    expect(page.locator("#files-glossary")).to_contain_text("Files use a stored glossary")
+    page.locator("#files").get_by_role("button", name="Remove").click()
+    expect(page.locator("#files-glossary")).to_have_count(0)
     expect(page.locator(".source .term")).to_have_text("tea")
     expect(page.locator(".target .term")).to_have_text("茶")
     page.locator("#segments").focus()
@@ -142,11 +146,29 @@ FILES = {
 }
 
 
+def drop_file(page: Page, place: str, name: str) -> None:
+    """Drop a file on an element. The browser must not leave the page to show it."""
+    script = """(element, name) => {
+      const dataTransfer = new DataTransfer();
+      dataTransfer.items.add(new File(["%PDF-1.7"], name));
+      const about = { dataTransfer, bubbles: true, cancelable: true };
+      const drop = (type) => element.dispatchEvent(new DragEvent(type, about));
+      return drop("dragover") || drop("drop");
+    }"""
+    assert not page.locator(place).evaluate(script, name), "the page takes the file"
+
+
 @both_widths
 def test_files_are_translated_and_keep_their_format(
     demo: Service, open_page: Opener, tmp_path: Path, width: int
 ) -> None:
     page = open_page(demo, "translate", width=width)
+    page.locator("#glossary summary").click()
+    drop_file(page, "#glossary", "paper.pdf")
+    page.click("#translate-start")
+    alert = "file: paper.pdf is a pdf file, which is not translated: a PDF has lines"
+    expect(page.locator("#files [role=alert]")).to_contain_text(alert)
+    page.locator("#files").get_by_role("button", name="Remove").click()
     given = FILES if width > 900 else {"notes.md": FILES["notes.md"]}
     chips = page.locator("#files li")
     for name, (content, _) in given.items():
