@@ -61,7 +61,7 @@ def backup(settings: Settings, archive: Path) -> str:
     _sync(archive.absolute().parent)
     store = settings.engine.pool.checkpoint_store
     warning = f"; states are in {store.partition('?')[0]} too: copy that store as well" if store else ""
-    return f"{count} sessions, {archive.stat().st_size >> 10} kB in {archive}{warning}"
+    return f"sessions: {count}; {archive.stat().st_size >> 10} kB in {archive}{warning}"
 
 
 def restore(settings: Settings, archive: Path, *, replace: bool) -> str:
@@ -103,7 +103,7 @@ def restore(settings: Settings, archive: Path, *, replace: bool) -> str:
             if (folder / name).exists():
                 (folder / name).rename(targets[name])
         _sync(Path(stem).absolute().parent)
-    return f"{len(intact)} sessions restored to {stem}" + (f", {len(damaged)} of them damaged" if damaged else "")
+    return f"sessions restored to {stem}: {len(intact)}" + (f", {len(damaged)} of them damaged" if damaged else "")
 
 
 def check(database: Path) -> tuple[str, int]:
@@ -111,7 +111,7 @@ def check(database: Path) -> tuple[str, int]:
     if not database.is_file():
         raise BackupError(f"there is no database {database}; name its file")
     intact, damaged = verify_sessions(database)
-    lines = [f"{len(intact)} sessions are intact, {len(damaged)} damaged", *damaged[:20]]
+    lines = [f"sessions: {len(intact)} intact, {len(damaged)} damaged", *damaged[:20]]
     if damaged:
         lines.append(f"`python -m state_pool.salvage {database} NEW` copies the intact ones")
     return "\n".join(lines), len(damaged)

@@ -136,7 +136,7 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _nginx_errors(self) -> list[tuple[int, str, str, int]]:
         """Returns nginx's own error answers: status, OpenAI error type, message, Retry-After in seconds."""
         limit = f"{self.connections_per_client} (--max-streams-per-client)"
-        large = "Unauthorized: invalid or missing password; a body above 65536 bytes needs it as a header"
+        large = "Unauthorized: invalid or missing password or key; a body above 65536 bytes needs it as a header"
         return [
             (401, "authentication_error", f"{large}, Authorization: Bearer", 0),
             (413, "invalid_request_error", f"the body is larger than {self.body_mb:g} MiB (--max-body-mb)", 0),

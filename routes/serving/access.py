@@ -147,7 +147,7 @@ def grant(context: Context, secret: str, is_header: bool = False) -> Grant | Non
 def unauthorized(access: Grant | None, *, has_large_body: bool = False) -> ServiceError:
     """Return the error for a request whose permission is not enough."""
     if access is None:
-        message = "Unauthorized: invalid or missing password"
+        message = "Unauthorized: invalid or missing password or key"
         if has_large_body:
             message += f"; a body above {MAX_ANONYMOUS_BYTES} bytes needs it as a header, Authorization: Bearer"
     elif access.key is not None:

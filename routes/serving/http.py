@@ -332,8 +332,7 @@ def _fallback_response(table: dict[str, set[str]], request: Request) -> HttpResp
     path = unquote_plus(request.url.path).rstrip("/") or "/"
     methods = table.get(path) or _methods_of_prefix(table, path)
     if methods is None or request.method in methods:  # a known method: the path is spelt differently
-        lacks_version = path.startswith(PREFIX) and not path.startswith(f"{PREFIX}v1/")
-        openai_path = path.replace(PREFIX, f"{PREFIX}v1/", 1) if lacks_version else PREFIX.rstrip("/") + path
+        openai_path = f"{PREFIX}v1{path.removeprefix(PREFIX.rstrip('/')).removeprefix('/v1')}"
         is_openai_path = openai_path in table or _methods_of_prefix(table, openai_path) is not None
         remedy = f"it is {openai_path[:200]} here" if is_openai_path else "/openapi.json lists all paths"
         info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; {remedy}")

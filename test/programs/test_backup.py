@@ -66,14 +66,14 @@ def test_a_backup_of_a_running_service_is_restored(tmp_path: Path, capsys: pytes
     driver = reopen(old)  # a service has the database open
     archive = tmp_path / "backup.tar"
     assert main(["backup", str(archive), "--state-db", str(old / "sessions.db")]) == 0
-    assert capsys.readouterr().out.startswith("3 sessions, ")
+    assert capsys.readouterr().out.startswith("sessions: 3; ")
     assert archive.stat().st_mode & 0o777 == 0o600
     driver.turn("a", [9])
     driver.pool.close()
     assert main(["backup", str(archive), "--state-db", str(old / "sessions.db")]) == 1
     assert "exists already" in capsys.readouterr().err
     assert main(["restore", str(archive), "--state-db", str(new / "sessions.db")]) == 0
-    assert capsys.readouterr().out == f"3 sessions restored to {new / 'sessions.db'}\n"
+    assert capsys.readouterr().out == f"sessions restored to {new / 'sessions.db'}: 3\n"
     assert_whole(new)
 
 
@@ -97,7 +97,7 @@ def test_a_restore_replaces_only_on_request(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_check_names_the_damaged_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_three(tmp_path)
-    assert check(tmp_path / "sessions.db") == ("3 sessions are intact, 0 damaged", 0)
+    assert check(tmp_path / "sessions.db") == ("sessions: 3 intact, 0 damaged", 0)
     with raw(tmp_path) as connection:
         connection.execute(
             "UPDATE state_chunks SET data = zeroblob(length(data)) WHERE id = (SELECT min(id) FROM state_chunks)"
@@ -105,7 +105,7 @@ def test_a_check_names_the_damaged_session(tmp_path: Path, capsys: pytest.Captur
         connection.execute("UPDATE turns SET tokens = x'00' WHERE session = 1")
     assert main(["check", str(tmp_path / "sessions.db")]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("2 sessions are intact, 1 damaged\na: ") and "state_pool.salvage" in text
+    assert text.startswith("sessions: 2 intact, 1 damaged\na: ") and "state_pool.salvage" in text
     assert main(["check", str(tmp_path / "none.db")]) == 1
 
 

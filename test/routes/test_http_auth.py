@@ -60,7 +60,7 @@ def test_a_non_ascii_password_is_percent_encoded(locked: Service) -> None:
 def test_a_wrong_password_is_401(locked: Service, wrong: object) -> None:
     answer = locked.post(CHAT, {**BODY, "password": wrong})
     assert answer.status_code == 401
-    assert answer.json()["error"] == "Unauthorized: invalid or missing password"
+    assert answer.json()["error"] == "Unauthorized: invalid or missing password or key"
     assert answer.headers["access-control-allow-origin"] == "*"
 
 

@@ -140,6 +140,7 @@ def test_unknown_paths_and_wrong_methods(service: Service) -> None:
     assert "/nowhere" in service.post("/nowhere/deep", {}).json()["error"]
     for path in ("/v1/files", "/v1/files/file-1", "/v1/embeddings", "/v1/batches"):
         assert f"it is /openai{path} here" in service.get(path).json()["error"]["message"]
+    assert "it is /openai/v1/models/rwkv7 here" in service.get("/models/rwkv7").json()["error"]["message"]
     refused = service.post("/openai/chat/completions", {})
     assert "it is /openai/v1/chat/completions here" in refused.json()["error"]["message"]
     for method in ("GET", "PUT", "DELETE", "PATCH"):
