@@ -42,7 +42,7 @@ class RemoteAnswers:
     """An AnswerSource: a service at a URL."""
 
     def __init__(self, url: str, password: str) -> None:
-        self._service = url.rstrip("/")
+        self._service = (url if "://" in url else f"http://{url}").rstrip("/")
         self._url = self._service + V1_PATH
         self._headers = {"Authorization": f"Bearer {password}"} if password else {}
         self._session: aiohttp.ClientSession | None = None
@@ -74,7 +74,8 @@ class RemoteAnswers:
                         for one in pieces_of(event):
                             yield one
         except (aiohttp.ClientError, OSError) as error:
-            raise ConsoleError(f"no answer from {self._url} ({type(error).__name__}: {error})") from None
+            reason = f"{type(error).__name__}: {error}"
+            raise ConsoleError(f"no answer from {self._url} ({reason}); check --url, and that it is running") from None
 
     async def close(self) -> None:
         if self._session is not None:

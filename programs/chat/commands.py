@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from programs.chat.conversation import ConsoleError, Conversation, Piece, as_value
@@ -89,7 +90,9 @@ class Console:
     def set(self, name: str, value: Any) -> None:
         """Changes a setting. None resets it to the default. Raises ConsoleError."""
         if name not in (*SETTABLE, _MODEL):
-            raise ConsoleError(f"there is no setting {name!r}, only {', '.join(SETTABLE)}")
+            near = get_close_matches(name, SETTABLE)
+            known = f"did you mean {' or '.join(near)}?" if near else f"the names are {', '.join(SETTABLE)}"
+            raise ConsoleError(f"there is no setting {name!r}; {known}")
         if name == SYSTEM and not isinstance(value, str | None):
             value = str(value)
         changed = {**self.settings, name: value}
@@ -117,7 +120,8 @@ def _branch(console: Console, rest: str) -> str:
 def _undo(console: Console, rest: str) -> str:
     if rest and not rest.isdecimal():
         raise ConsoleError(f"/undo takes a number of turns, got {rest!r}")
-    return f"{console.conversation.undo(int(rest or 1))} turns removed"
+    removed = console.conversation.undo(int(rest or 1))
+    return f"{removed} turn{'s' * (removed != 1)} removed"
 
 
 def _save(console: Console, rest: str) -> str:
@@ -189,7 +193,7 @@ _HELP_TEXTS = {
     "branch": "NAME: continue in a copy of the conversation, or return to a branch; without NAME: list them",
     "undo": "[N]: remove the last N turns",
     "save": "FILE: all branches and settings",
-    "load": "FILE: as they were",
+    "load": "FILE: branches and settings that /save wrote",
     "reset": "forget the conversation",
     "set": "NAME VALUE: max_tokens, temperature, enable_think, system, ...; without a value: the default",
     "model": "[NAME]: use another model; without NAME: list them",

@@ -84,8 +84,10 @@ class Conversation:
         """Reads a conversation and returns its settings. Raises ConsoleError and changes nothing on failure."""
         try:
             saved = msgspec.json.decode(Path(path).read_bytes(), type=Saved)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConsoleError(f"{path} cannot be read: {error}") from None
+        except OSError as error:
+            raise ConsoleError(f"{path} cannot be read: {error.strerror}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConsoleError(f"{path} is not a conversation ({error}); give a file that /save wrote") from None
         if saved.branch not in saved.branches:
             raise ConsoleError(f"{path} names the branch {saved.branch!r}, which it does not contain")
         self.branch, self.branches = saved.branch, msgspec.to_builtins(saved.branches)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from programs.settings import CommandParser, reports_errors
+from programs.settings.model_source import resolve
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.export import DTYPES, SUFFIXES, default_dtype, write_model
 from rwkv_batch.model.weights import open_weights
@@ -19,7 +20,7 @@ def build_parser() -> CommandParser:
         "Writes a model in the format of the new file's name.",
         "model.pth model.gguf --dtype q8_0",
     )
-    parser.add_argument("source", type=Path, metavar="IN", help="a .pth, .safetensors or .gguf file, or a folder")
+    parser.add_argument("source", metavar="IN", help="a model, as --model-path of serve")
     parser.add_argument("target", type=Path, metavar="OUT", help=f"a new file that ends in {', '.join(SUFFIXES)}")
     parser.add_argument(
         "--dtype",
@@ -33,7 +34,7 @@ def build_parser() -> CommandParser:
 def main(arguments: Sequence[str]) -> int:
     """Convert a model. Returns the exit code: 2 for a wrong flag, 1 if it cannot be converted."""
     given, _ = build_parser().parse(arguments)
-    weights = open_weights(given.source)
+    weights = open_weights(Path(resolve(given.source)))
     dtype = given.dtype or default_dtype(weights)
     write_model(weights, given.target, dtype)
     size = given.target.stat().st_size

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from programs.settings import CommandParser, reports_errors
+from programs.settings.model_source import resolve
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import Adapter, read_adapter
 from rwkv_batch.model.adapters.merge import kind_of
@@ -62,7 +63,9 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         "inspect", "Describes a model, a tuned state, an adapter or a session file.", "model.gguf --checksum"
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the file, or a Hugging Face or PEFT folder")
+    parser.add_argument(
+        "file", metavar="FILE", help="the file, a Hugging Face or PEFT folder, or a name as --model-path of serve"
+    )
     parser.add_argument("--checksum", action="store_true", help="also print the SHA-256 of each file")
     return parser
 
@@ -71,9 +74,10 @@ def build_parser() -> CommandParser:
 def main(arguments: Sequence[str]) -> int:
     """Describe a file. Returns the exit code: 2 for a wrong flag, 1 for a file that cannot be read."""
     given, _ = build_parser().parse(arguments)
-    for name, text in _described(given.file):
+    path = Path(resolve(given.file))
+    for name, text in _described(path):
         sys.stdout.write(f"{name:<12}{text}\n")
-    for file in files_of(given.file) if given.checksum else ():
+    for file in files_of(path) if given.checksum else ():
         sys.stdout.write(f"{'sha256':<12}{_checksum(file)}  {file.name}\n")
     return 0
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from programs.settings import CommandParser, reports_errors
+from programs.settings.model_source import resolve
 from programs.tools.inspect_file import BYTES_PER_NUMBER, GPUS_GB, OVERHEAD, slot_bytes, weight_bytes
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.state import RWKV7, StateFormat
@@ -38,7 +39,7 @@ _MAX_GB, _MAX_ROWS = 10_000, 1_000_000
 def main(arguments: Sequence[str]) -> int:
     """Print the memory by part. Returns the exit code: 2 for a wrong flag, 1 if it does not fit."""
     given, _ = build_parser().parse(arguments)
-    weights = open_weights(given.model)
+    weights = open_weights(Path(resolve(given.model)))
     is_cpu = given.cpu is not None
     dtype = given.dtype or ("fp32" if is_cpu else "fp16")
     form = StateFormat(given.wkv_state) if given.wkv_state else None
@@ -54,7 +55,7 @@ def build_parser() -> CommandParser:
         "Says how much memory a model needs, and what fits on a GPU or a CPU. No GPU is needed.",
         "--model model.pth --gpu 24GB --rows 320 --dtype fp8 --wkv-state int8\n--model model.pth --cpu 16GB --rows 32",
     )
-    parser.add_argument("--model", type=Path, required=True, metavar="FILE", help="the model's file or folder")
+    parser.add_argument("--model", required=True, metavar="FILE", help="a model, as --model-path of serve")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpu", type=_gigabytes, default=24.0, metavar="SIZE", help="memory, as 24GB; default: 24GB")
     where.add_argument("--cpu", type=_gigabytes, metavar="SIZE", help="no GPU: the machine's free memory, as 16GB")

@@ -47,7 +47,7 @@ class FileKind:
     noun: str = "model file"
     folder: str = "model path"
     content: str = "RWKV-7 weights"
-    remedy: str = "give --model-path"
+    remedy: str = "give"
     formats: str = ".pth, .safetensors or .gguf"
     suffixes: tuple[str, ...] = (PTH, *SAFETENSORS, ".gguf")
     """The first bytes decide which of the formats a file has."""

@@ -117,6 +117,15 @@ def test_a_file_that_cannot_be_read_is_one_line(rwkv_batch: Run, tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize("command", [("inspect",), ("convert",), ("plan", "--model")])
+def test_tools_take_the_names_of_models(
+    rwkv_batch: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
+    code, _, error = rwkv_batch(*command, "ollama:no-such-model", *(["a.gguf"] if command == ("convert",) else []))
+    assert code == 1 and "ollama:no-such-model is not in ollama's store" in error, error
+
+
 def test_the_doctor_finds_nothing_wrong_here(rwkv_batch: Run) -> None:
     code, out, _ = rwkv_batch("doctor", "--port", free_port())
     names = [line.split()[1] for line in out.splitlines() if line.startswith("ok ")]

@@ -1,7 +1,7 @@
 // One visible turn: message, reasoning, answer and buttons.
 
 import { number, t } from "../i18n.js";
-import { html, useState } from "../ui.js";
+import { html, useEffect, useRef, useState } from "../ui.js";
 import { Answer } from "./answer.js";
 import * as control from "./controller.js";
 import { childrenOf } from "./conversation.js";
@@ -9,14 +9,16 @@ import { parted } from "./prompt.js";
 
 function Editor({ turn, close }) {
   const [text, setText] = useState(turn.user);
+  const field = useRef(null);
+  useEffect(() => field.current.focus(), []);
   const submit = (event) => {
     event.preventDefault();
     if (!text.trim()) return;
     close();
     control.edit(turn, text);
   };
-  return html`<form onSubmit=${submit}>
-    <textarea aria-label=${t("chat.edit")} value=${text} onInput=${(event) => setText(event.currentTarget.value)} rows="3"></textarea>
+  return html`<form onSubmit=${submit} onKeyDown=${(event) => event.key === "Escape" && close()}>
+    <textarea ref=${field} aria-label=${t("chat.edit")} value=${text} onInput=${(event) => setText(event.currentTarget.value)} rows="3"></textarea>
     <button class="main">${t("chat.branch")}</button> <button type="button" onClick=${close}>${t("cancel")}</button>
   </form>`;
 }

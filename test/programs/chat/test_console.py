@@ -46,7 +46,7 @@ def said(console: Console) -> list[str]:
 def test_branches_are_copies_to_return_to() -> None:
     console = console_after("a", "b")
     assert "new branch other" in console.handle_command("/branch other")
-    assert console.handle_command("/undo") == "1 turns removed"
+    assert console.handle_command("/undo") == "1 turn removed"
     console.conversation.say("user", "c")
     assert said(console) == ["a", "A", "c"]
     console.handle_command("/branch main")
@@ -106,6 +106,8 @@ def test_settings_are_fields_of_the_body_within_their_limits() -> None:
     for wrong in ("temperature -1", "temperature warm", "contents x", "nonsense 1", "max_tokens 0"):
         with pytest.raises(ConsoleError, match=wrong.split()[0]):
             console.handle_command(f"/set {wrong}")
+    with pytest.raises(ConsoleError, match=r"no setting 'temprature'; did you mean temperature"):
+        console.handle_command("/set temprature 0")
     assert console.handle_command("/set").splitlines() == ["enable_think True", "system Be brief.", "temperature 0"]
     console.handle_command("/set temperature")
     assert "temperature" not in console.body()
@@ -174,7 +176,7 @@ def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
     output, errors = process.communicate("\n".join(lines) + "\n", timeout=START_TIMEOUT_S)
     assert (process.returncode, errors) == (0, "")
     reported = output.splitlines()[3:]
-    assert reported[:3] == ["HiHi", "1 turns removed", "HoHo"]
+    assert reported[:3] == ["HiHi", "1 turn removed", "HoHo"]
     assert "temperature" in reported[3] and any("broken on demand" in line for line in reported[4:6])
     assert "never said" not in output
     assert [one["content"] for one in json.loads(talk.read_text())["branches"]["main"]][:2] == ["Ho", "HoHo"]
@@ -195,9 +197,9 @@ def test_an_answer_can_be_interrupted_and_the_conversation_continues(fake: Servi
 
 
 def test_an_unreachable_service_is_reported(fake: Service) -> None:
-    command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", "http://127.0.0.1:1"]
+    command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", "127.0.0.1:1"]
     ran = subprocess.run(command, cwd=ROOT, input="Hi\n", capture_output=True, text=True, timeout=START_TIMEOUT_S)
-    assert "no answer from http://127.0.0.1:1" in ran.stdout
+    assert "no answer from http://127.0.0.1:1/" in ran.stdout and "check --url" in ran.stdout
     wrong = subprocess.run([*command, "--nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=START_TIMEOUT_S)
     assert wrong.returncode == 2 and "--nonsense" in wrong.stderr
 

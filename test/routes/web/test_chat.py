@@ -56,6 +56,10 @@ def test_a_chat_from_the_first_screen_to_its_branches(
     assert "Anna" in answers(page, 2)[-1]
     first = page.locator(".turn").first
     first.get_by_role("button", name="Edit").click()
+    expect(first.locator("textarea")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(first.locator("textarea")).to_have_count(0)
+    first.get_by_role("button", name="Edit").click()
     first.locator("textarea").fill("My name is Peter.")
     first.get_by_role("button", name="Send as new branch").click()
     answers(page, 3)
