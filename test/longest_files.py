@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 HERE = Path(__file__).resolve().parent
 LONGEST = (
@@ -160,6 +161,22 @@ class GroupScheduling(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group(nodeid.partition("::")[0])
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Forget a worker's finished files: after a crash, xdist would wait for their end in another worker."""
+        files = self.assigned_work[node]
+        for name in [name for name, tests in files.items() if all(tests.values())]:
+            del files[name]
+        return super().remove_node(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a worker two tests, or tell it to end: it never begins its last test otherwise.
+
+        xdist gives one file to a worker that replaces a crashed one.
+        """
+        super()._reschedule(node)
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
 
 
 def scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
