@@ -70,7 +70,7 @@ def results_of(runs: Iterable[Future[list[Compiled]]]) -> dict[str, Compiled]:
 
 def is_arch_specific(source: Path) -> bool:
     """Whether a source or its headers use instructions of a single architecture."""
-    return ARCH_SPECIFIC_MACRO in _with_headers(source)
+    return ARCH_SPECIFIC_MACRO in with_headers(source)
 
 
 def virtual_arch(arch: str, source: Path) -> str:
@@ -79,7 +79,7 @@ def virtual_arch(arch: str, source: Path) -> str:
     The source and its headers do not distinguish these architectures. The front end takes as long as the back end, and
     gives the same result for all of them.
     """
-    text = _with_headers(source)
+    text = with_headers(source)
     number = arch.removeprefix("sm_")
     if number.endswith("a") and ARCH_SPECIFIC_MACRO in text:
         return number
@@ -110,7 +110,7 @@ def _by_arch(output: str, archs: list[str]) -> dict[str, str]:
     return output_by_arch
 
 
-def _with_headers(source: Path) -> str:
+def with_headers(source: Path) -> str:
     """Return the text of a source and of its included headers.
 
     Leaves out headers of other projects.
@@ -118,4 +118,4 @@ def _with_headers(source: Path) -> str:
     text = source.read_text()
     names = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
     headers = [folder / name for name in names for folder in (source.parent, SHARED_HEADERS)]
-    return text + "".join(_with_headers(header) for header in headers if header.exists())
+    return text + "".join(with_headers(header) for header in headers if header.exists())

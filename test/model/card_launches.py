@@ -1,9 +1,14 @@
-"""Every launcher of the CUDA sources on made-up cards: what it would launch, and whether the card could run it."""
+"""Every launcher of the CUDA sources on made-up cards: what it would launch, and whether the card could run it.
+
+`python -m test.model.card_launches` compiles the sources for Hopper and writes compiled.json.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +50,9 @@ ROOT = Path(__file__).parents[2]
 CHECKED_ARCHS = cuda_check.CHECKED_ARCHS if IS_LONG else ("sm_86", "sm_90")
 """The least shared memory, and the newest code of a common front end. `make test-long` compiles for all."""
 HOPPER_STEMS = {Path(name).name for name in HOPPER_NAMES}
+COMPILED = Path(__file__).with_name("compiled.json")
+"""Source for Hopper -> digest of what compiled without large spills. Compiling all takes minutes."""
+MAX_SPILL_BYTES = 160
 SOMEWHERE = 1 << 20
 VOCAB = 65536
 KIB = 1024
@@ -154,6 +162,42 @@ def needs(arch: str) -> dict[str, Needs]:
             assert used is not None, part
             found[part.partition("'")[0]] = Needs(int(used.group(1)), int(shared.group(1)) if shared else 0)
     return found
+
+
+def digest(source: Path) -> str:
+    """Of a source, its headers, the flags and the compiler."""
+    compiler = machine.version_of(machine.nvcc() or "nvcc")
+    return hashlib.sha256(
+        "\0".join([cuda_check.with_headers(source), *cuda_check.FLAGS, compiler]).encode()
+    ).hexdigest()
+
+
+def to_compile() -> list[Path]:
+    """The sources that tests compile: not those for Hopper that are in compiled.json as they are."""
+    if IS_LONG or cuda_check.unavailable_reason():
+        return product_sources()
+    known = json.loads(COMPILED.read_text())
+    return [path for path in product_sources() if path.name not in known or known[path.name] != digest(path)]
+
+
+def check_compiled(source: Path) -> None:
+    """AssertionError if a source does not compile for its architectures, or a kernel has large spills."""
+    results = compiled(source)
+    assert set(results) == set(archs_of(source))
+    for result in results.values():
+        assert result.ok, result.output
+        spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", result.output)]
+        assert max(spills, default=0) <= MAX_SPILL_BYTES, result.output
+
+
+def main() -> None:
+    known = {}
+    for source in product_sources():
+        if source.stem in HOPPER_STEMS:
+            print(f"compiling {source.name}", flush=True)
+            check_compiled(source)
+            known[source.name] = digest(source)
+    COMPILED.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def build_library(folder: Path) -> ctypes.CDLL:
@@ -325,3 +369,7 @@ def problems(card: Card, launch: Record) -> list[str]:
         f"a grid of {tuple(launch.grid)}": lambda: min(launch.grid) > 0 and max(launch.grid[1:]) <= 65535,
     }
     return [f"{kernel} on {card.name}: {what}" for what, fits in limits.items() if not fits()]
+
+
+if __name__ == "__main__":
+    main()
