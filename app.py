@@ -88,8 +88,6 @@ def main(arguments: list[str]) -> int:
         arguments = [argument for argument in arguments if argument != VERBOSE]
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     arguments = arguments[bool(name) :]
-    if name in _PRINTS:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if name in _MODULES:
         return int(importlib.import_module(_MODULES[name]).main(arguments))
     if name in _BACKUP:
@@ -146,6 +144,14 @@ def run() -> NoReturn:
     if len(sys.argv) == 1:
         sys.stdout.write(overview())
         sys.exit(0)
+    start()
+
+
+def start() -> NoReturn:
+    """Runs the command of this process's arguments."""
+    name = next((argument for argument in sys.argv[1:] if argument != VERBOSE), "")
+    if name in _PRINTS:  # not in `main`: a signal that ends a whole program is not for one that calls it
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
 
 
@@ -218,4 +224,4 @@ def serve(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,12 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=app.__file__[:-6]
     )
     assert (done.stderr, done.returncode) in (("", 0), ("", 141))
+
+
+def test_a_program_that_runs_a_command_keeps_its_signals(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGPIPE)
+    assert main(["completion", "bash"]) == 0 and capsys.readouterr().out
+    assert signal.getsignal(signal.SIGPIPE) is before is signal.SIG_IGN
 
 
 def completed(shell: str, script: Path, words: list[str]) -> set[str]:
