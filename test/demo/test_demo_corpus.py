@@ -15,6 +15,7 @@ from demo.evaluate import held_pairs
 from rwkv_batch.translation.markers import MarkerOptions, Segment
 from rwkv_batch.translation.prompts import shared_prompt
 from rwkv_batch.translation.segments import Split, split_text
+from test.conftest import IS_LONG
 
 WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
 
@@ -48,7 +49,7 @@ def test_training_never_contains_evaluation_prompts() -> None:
     held = held_pairs(300, seed=1)
     english, chinese = {en for en, _ in held}, {zh for _, zh in held}
     rng = Random(5)
-    for _ in range(20_000):
+    for _ in range(20_000 if IS_LONG else 7_000):
         pair = translation.fresh_pair(rng)
         assert pair.en not in english and pair.zh not in chinese
         assert not any(held_out(meaning) for meaning in pair.meanings)
@@ -67,7 +68,7 @@ def test_training_sessions_are_never_held_out_ones() -> None:
 
 def test_a_meaning_has_one_translation_each_way() -> None:
     rng, to_chinese, to_english, clashes = Random(7), {}, {}, 0
-    for _ in range(40_000):
+    for _ in range(40_000 if IS_LONG else 15_000):
         pair = translation.sentence(rng)
         clashes += to_chinese.setdefault(pair.en, pair.zh) != pair.zh
         clashes += to_english.setdefault(pair.zh, pair.en) != pair.en

@@ -13,13 +13,15 @@ from native import build, machine
 from native.instruction_sets import INSTRUCTION_SETS, InstructionSet
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.kernels.cpu import linear as cpu_linear
+from test.conftest import IS_LONG
 from test.model.test_w8a8_cpu import check_bits
 
 pytestmark = pytest.mark.skipif(
     cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
 )
-INSTRUCTIONS = {one.name: one for one in INSTRUCTION_SETS["x86_64"] if one.name not in ("amx", "vbmi2")}
-"""Those of a wheel. Newer CPUs have the others in all tests."""
+TESTED = ("avxvnni", "vnni", "avx512", "avx2") if IS_LONG else ("avx512", "avx2")
+"""Newer CPUs have the others of a wheel in all tests."""
+INSTRUCTIONS = {one.name: one for one in INSTRUCTION_SETS["x86_64"] if one.name in TESTED}
 INSTRUCTIONS["sse2"] = InstructionSet("sse2", ("-march=x86-64",))
 
 
