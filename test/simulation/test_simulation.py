@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rwkv_batch.core import state_manager
 from rwkv_batch.core.sequence import RunningJob
 from rwkv_batch.fleet.member import Member
-from state_pool.cache.prefix_cache import PrefixCache
-from state_pool.origins import Adapters
+from state_pool.cache.prefix_cache import PrefixCache, prefix_base
+from state_pool.origins import Adapters, LoadedAdapter, Origin
 from test.simulation.runs import FLEET_WORLDS, WorldFailed, run
 from test.simulation.world import OWN_WORLDS
 
@@ -79,7 +80,15 @@ def test_the_worlds_notice_a_wrong_cached_prefix(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_worlds_notice_a_prefix_that_was_read_under_another_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Adapters, "base", lambda _self, state, _adapter: state)
+    add = Adapters.add
+
+    def add_without_number(adapters: Adapters, origin: Origin) -> LoadedAdapter:
+        adapter = add(adapters, origin)
+        adapter.number = 0
+        return adapter
+
+    monkeypatch.setattr(Adapters, "add", add_without_number)
+    monkeypatch.setattr(state_manager, "prefix_base", lambda numbers, salt: prefix_base(filter(None, numbers), salt))
     with pytest.raises(WorldFailed):
         for seed in range(0, SEEDS, OWN_WORLDS):
             run(seed)
