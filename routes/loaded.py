@@ -170,7 +170,9 @@ async def list_adapters(context: Context) -> HandlerResponse:
 async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
     """Load an adapter. Requests may name it after this answer."""
     if bool(body.file) == bool(body.job):
-        raise invalid("file", "must be a path within --models-dir, or absent if job names a fine-tuning job", body.file or None)
+        raise invalid(
+            "file", "must be a path within --models-dir, or absent if job names a fine-tuning job", body.file or None
+        )
     if body.job:
         return json_response(_adapter_entry(context, await _publish(context, body)))
     call = AddAdapter(body.name, body.file, body.scale)
