@@ -150,7 +150,7 @@ def run() -> NoReturn:
 def start() -> NoReturn:
     """Runs the command of this process's arguments."""
     name = next((argument for argument in sys.argv[1:] if argument != VERBOSE), "")
-    if name in _PRINTS:  # not in `main`: a signal that ends a whole program is not for one that calls it
+    if name in _PRINTS:  # not in `main`, whose caller may be another program with its own handler
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
 
