@@ -87,10 +87,11 @@ def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iter
         return actor
 
     yield start
-    for thread in threading.enumerate():  # before os._exit is restored
-        if thread.name in ("engine-life", "engine-end"):
-            thread.join(60)
-            assert not thread.is_alive()
+    for name in ("engine-life", "engine-end"):  # before os._exit is restored; the first starts the second
+        for thread in threading.enumerate():
+            if thread.name == name:
+                thread.join(60)
+                assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("will_restart", [True, False])
