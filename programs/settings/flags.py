@@ -241,7 +241,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag(
             "activation_bits",
             lambda text: int(one_of(*map(str, ACTIVATION_BITS))(text)),
-            "bits of the inputs with --dtype w8a8; 16: more exact, twice the products (CPUs)",
+            "bits of the inputs with --dtype w8a8; 16: more exact, twice the products",
         ),
         Flag(
             "states",

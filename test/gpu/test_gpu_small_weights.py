@@ -59,15 +59,18 @@ def weights_of(size: str) -> Weights:
     return Weights(Path("random"), tensors, ModelShape(LAYERS, width, VOCAB, ffn, *ranks), "")
 
 
-@pytest.fixture(scope="module", params=[(s, f) for s in SIZES for f in Format], ids=lambda param: " ".join(param))
+CASES = [*((size, format_, 8) for size in SIZES for format_ in Format), ("2.9B", Format.W8A8, 16)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda param: " ".join(map(str, param)))
 def pair(request: pytest.FixtureRequest) -> Pair:
     from rwkv_batch.kernels.cuda.ops import CudaOps
 
-    size, format_ = request.param
+    size, format_, bits = request.param
     weights, half, full = weights_of(size), torch.float16, torch.float32
     largest = MeasuredInputs(weights, GPU)
-    fast_precision = Precision(GPU, half, half, StateFormat.FP16, format_)
-    true_precision = Precision(GPU, full, full, StateFormat.FP32, format_)
+    fast_precision = Precision(GPU, half, half, StateFormat.FP16, format_, bits)
+    true_precision = Precision(GPU, full, full, StateFormat.FP32, format_, bits)
     made = Pair(
         Stage(weights, 0, LAYERS, fast_precision, CudaOps(), largest_inputs=largest),
         Stage(weights, 0, LAYERS, true_precision, NaiveOps(), largest_inputs=largest),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.ops import CudaOps
-from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaInt8Linear, CudaW8A8Linear, CudaW8A16Linear
 from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Launch, Plan, fits
 from rwkv_batch.kernels.cuda.w8a8.products import (
     W8A8Gemm,
@@ -68,7 +68,7 @@ class Matrix:
         return codes[:, self.transform.positions[self.weights.order.long()].long()]
 
 
-def random_codes(rows: int, k: int, unsigned: bool) -> Codes:
+def random_codes(rows: int, k: int, unsigned: bool, bits: int = 8) -> Codes:
     """Codes over the whole range, sometimes the extremes alone; scales and ratios padded by NaN and 0."""
     low, high = (0, 256) if unsigned else (-127, 128)
     codes = torch.randint(low, high, (rows, k), device=GPU, dtype=torch.int16)
@@ -76,8 +76,10 @@ def random_codes(rows: int, k: int, unsigned: bool) -> Codes:
         codes.fill_(high - 1)
     scales = torch.full((pitch_of(rows),), torch.nan, device=GPU)
     ratios = torch.zeros(pitch_of(rows), device=GPU, dtype=torch.int32)
-    scales[:rows] = torch.rand(rows, device=GPU)
-    ratios[:rows] = torch.randint(16, (MAX_UNSIGNED_RATIO if unsigned else MAX_RATIO) + 1, (rows,), device=GPU)
+    parts = bits // 8  # rows of an input, of one scale and ratio
+    scales[:rows] = torch.rand(rows // parts, device=GPU).repeat_interleave(parts)
+    of_inputs = torch.randint(16, (MAX_UNSIGNED_RATIO if unsigned else MAX_RATIO) + 1, (rows // parts,), device=GPU)
+    ratios[:rows] = of_inputs.repeat_interleave(parts)
     return Codes(codes.to(torch.uint8 if unsigned else torch.int8), scales, ratios)
 
 
@@ -89,10 +91,10 @@ def random_weights(n: int, k: int) -> tuple[W8A8Weights, Codes]:
     return W8A8Weights.prepare(codes, identity), codes
 
 
-def wanted(x: Codes, w: Codes) -> Tensor:
+def wanted(x: Codes, w: Codes, bits: int = 8) -> Tensor:
     """y [T, n] fp16 of the definition; x is padded."""
     rows = len(x.codes)
-    return product(Codes(x.codes, x.scales[:rows], x.ratios[:rows]), w).half()
+    return product(Codes(x.codes, x.scales[:rows], x.ratios[:rows]), w, bits).half()
 
 
 def poisoned(rows: int, n: int) -> Tensor:
@@ -105,17 +107,17 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_products(
-    ns: Sequence[int], k: int, rows: int, unsigned: bool, plan: Plan | None = None, mma: bool = False
+    ns: Sequence[int], k: int, rows: int, unsigned: bool, plan: Plan | None = None, mma: bool = False, bits: int = 8
 ) -> None:
     gemms, true, ys = [], [], []
     for n in ns:
         weights, codes = random_weights(n, k)
-        x, y = random_codes(rows, k, unsigned), poisoned(rows, n)
+        x, y = random_codes(rows * bits // 8, k, unsigned, bits), poisoned(rows, n)
         gemms.append(W8A8Gemm(x, weights, y[:rows]))
-        true.append(wanted(x, codes))
+        true.append(wanted(x, codes, bits))
         ys.append(y)
     torch.cuda.synchronize()  # weights are read before the previous kernel ends
-    multiply_by_mma(gemms) if mma else multiply(gemms, plan)
+    multiply_by_mma(gemms, bits) if mma else multiply(gemms, plan, bits)
     torch.cuda.synchronize()
     for y, t in zip(ys, true, strict=True):
         assert t.isfinite().all()
@@ -135,6 +137,7 @@ def test_every_tile_has_the_bits_of_the_definition(unsigned: bool, tile: tuple[i
             plan = Plan(next(found for found in TILES[unsigned] if found == tile))
             if fits(plan, Launch(ns, k, unsigned, rows), num_sms):
                 assert_products(ns, k, rows, unsigned, plan)
+                assert_products(ns, k, rows // 2 + 1, unsigned, plan, bits=16)
                 cases += 1
     assert cases > 3
 
@@ -156,6 +159,8 @@ def test_the_chosen_plan_has_the_bits_of_the_definition(width: int, rows: int) -
     assert_products((width,) * 3, width, rows, unsigned=False)
     assert_products((4 * width,), width, rows, unsigned=False)
     assert_products((width,), 4 * width, rows, unsigned=True)
+    assert_products((width,) * 3, width, rows, unsigned=False, bits=16)
+    assert_products((width,), 4 * width, rows, unsigned=True, bits=16)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 64, 65, 200])
@@ -164,22 +169,24 @@ def test_mma_has_the_bits_of_the_definition(rows: int, unsigned: bool) -> None:
     torch.manual_seed(rows)
     for ns, k in (((64,), 128), ((192, 4160, 64), 2048), ((768,), 3072), ((4096,), 16384)):
         assert_products(ns, k, rows, unsigned, mma=True)
+        assert_products(ns, k, rows, unsigned, mma=True, bits=16)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 100])
-def test_a_channel_mix_has_the_same_bits_in_stored_order(rows: int) -> None:
+@pytest.mark.parametrize("kind", [CudaW8A8Linear, CudaW8A16Linear])
+def test_a_channel_mix_has_the_same_bits_in_stored_order(rows: int, kind: type[CudaInt8Linear]) -> None:
     torch.manual_seed(rows)
     stored = [
         quantise(torch.randn(n, k, device=GPU) / 32, Format.W8A8, 3 * channels(k))
         for n, k in ((3072, 768), (768, 3072))
     ]
-    key, value = CudaW8A8Linear(stored[0]), CudaW8A8Linear(stored[1], squares_inputs=True)
+    key, value = kind(stored[0]), kind(stored[1], squares_inputs=True)
     x = torch.randn(rows, 768, device=GPU).half()
     hidden = key(x)
     y = value(hidden)
     key.feed(value)
     assert same_bits(key(x), hidden)
-    assert same_bits(value.multiply_stored(key.multiply_codes(quantise_inputs(x, key.weights))), y)
+    assert same_bits(value.multiply_stored(key.multiply_codes(key.quantise(x))), y)
 
 
 @hopper
@@ -207,7 +214,8 @@ def test_few_rows_by_active_inputs_have_the_bits_of_the_definition(rows: int, k:
 
 @pytest.mark.parametrize("k", [128, 768, 2048, 2560, 3072, 4096, 8192, 10240, 16384])
 @pytest.mark.parametrize("relu_squared", [False, True])
-def test_inputs_have_the_bits_of_the_definition(k: int, relu_squared: bool) -> None:
+@pytest.mark.parametrize("bits", [8, 16])
+def test_inputs_have_the_bits_of_the_definition(k: int, relu_squared: bool, bits: int) -> None:
     torch.manual_seed(k)
     for rows in (1, 2, 8, 64, 333):
         sizes = channels(k)
@@ -223,16 +231,16 @@ def test_inputs_have_the_bits_of_the_definition(k: int, relu_squared: bool) -> N
         weights = [m.weights for m in matrices]
         in_order = torch.stack([x[i][:, w.order.long()] for i, w in enumerate(weights)])
         for got in (
-            quantise_mixed(x, weights, relu_squared),
-            quantise_mixed(in_order, weights, relu_squared, in_order=True),
+            quantise_mixed(x, weights, relu_squared, bits=bits),
+            quantise_mixed(in_order, weights, relu_squared, in_order=True, bits=bits),
         ):
             for i, m in enumerate(matrices):
                 v = x[i].float()
                 v = torch.where(v <= 0, 0, v).square() if relu_squared else v
-                true = quantise_rows(v, m.transform, relu_squared)
+                true = quantise_rows(v, m.transform, relu_squared, bits)
                 assert torch.equal(got[i].codes, m.stored(true.codes))
-                assert torch.equal(got[i].ratios[:rows], true.ratios)
-                assert torch.equal(got[i].scales[:rows].nan_to_num(-1), true.scales.nan_to_num(-1))
+                assert torch.equal(got[i].ratios[: len(true.codes)], true.ratios)
+                assert torch.equal(got[i].scales[: len(true.codes)].nan_to_num(-1), true.scales.nan_to_num(-1))
 
 
 @pytest.mark.parametrize("outliers", [1, 20, 100])

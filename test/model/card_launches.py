@@ -272,7 +272,7 @@ class Launcher:
             for inputs in (width, 4 * width):
                 yield from self.call("rwkv_quantise_rows", *[SOMEWHERE] * 3, tokens, inputs, 1)
                 quantise = W8A8QuantiseArgs(count=3, rows=tokens, k=inputs, relu_squared=inputs > width)
-                for quantise.order[0] in (None, SOMEWHERE):
+                for quantise.order[0], quantise.is_two_byte in product((None, SOMEWHERE), (False, True)):
                     yield from self.call("rwkv_w8a8_quantise", byref(quantise))
                 w8a8 = W8A8Args(count=1, rows=tokens, k=inputs, is_unsigned=inputs > width)
                 w8a8.gemms[0].n = 5 * width - inputs

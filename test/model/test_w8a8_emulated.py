@@ -92,27 +92,28 @@ def same(got: Tensor, wanted: Tensor) -> bool:
 
 @pytest.mark.parametrize(("k", "count", "rows"), [(128, 1, 3), (768, 3, 8), (2560, 1, 19), (5120, 1, 2), (5120, 1, 15)])
 @pytest.mark.parametrize("relu_squared", [False, True])
-def test_inputs_have_the_bits_of_the_definition(k: int, count: int, rows: int, relu_squared: bool) -> None:
+@pytest.mark.parametrize("bits", [8, 16])
+def test_inputs_have_the_bits_of_the_definition(k: int, count: int, rows: int, relu_squared: bool, bits: int) -> None:
     sizes = channels(k)
     matrices = [made(64, k, sizes) for _ in range(count)]
     x = torch.stack([rows_of(rows, sizes) for _ in range(count)])
     all_weights = [weights for weights, _, _ in matrices]
     in_order = torch.stack([x[i][:, weights.order.long()] for i, weights in enumerate(all_weights)])
     for got in (
-        quantise_mixed(x, all_weights, relu_squared),
-        quantise_mixed(in_order, all_weights, relu_squared, in_order=True),
+        quantise_mixed(x, all_weights, relu_squared, bits=bits),
+        quantise_mixed(in_order, all_weights, relu_squared, in_order=True, bits=bits),
     ):
         for i, (weights, _, transform) in enumerate(matrices):
             v = x[i].float()
             v = torch.where(v <= 0, 0, v).square() if relu_squared else v
-            wanted = quantise_rows(v, transform, unsigned=relu_squared)
+            wanted = quantise_rows(v, transform, relu_squared, bits)
             assert torch.equal(got[i].codes, stored(wanted.codes, weights, transform))
-            assert same(got[i].scales[:rows], wanted.scales)
-            assert torch.equal(got[i].ratios[:rows], wanted.ratios)
+            assert same(got[i].scales[: len(wanted.codes)], wanted.scales)
+            assert torch.equal(got[i].ratios[: len(wanted.codes)], wanted.ratios)
 
 
 def random_gemms(
-    rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool = False
+    rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool = False, bits: int = 8
 ) -> tuple[list[W8A8Gemm], list[Tensor]]:
     """GEMMs and what they must give."""
     gemms, wanted = [], []
@@ -120,22 +121,24 @@ def random_gemms(
         sizes = channels(k)
         weights, codes, transform = made(n, k, sizes)
         x = torch.randn(rows, k) * sizes
-        inputs = quantise_rows(x.relu().square() if is_unsigned else x, transform, is_unsigned)
-        padding = pitch_of(rows) - rows
+        inputs = quantise_rows(x.relu().square() if is_unsigned else x, transform, is_unsigned, bits)
+        padding = pitch_of(len(inputs.codes)) - len(inputs.codes)
         padded = Codes(
             stored(inputs.codes, weights, transform),
             torch.cat([inputs.scales, torch.full((padding,), torch.nan)]),
             torch.cat([inputs.ratios, torch.zeros(padding, dtype=torch.int32)]),
         )
         gemms.append(W8A8Gemm(padded, weights, torch.full((rows, n), torch.nan, dtype=torch.float16)))
-        wanted.append(product(inputs, codes).half())
+        wanted.append(product(inputs, codes, bits).half())
     return gemms, wanted
 
 
-def assert_products(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool, plan: Plan | None) -> None:
+def assert_products(
+    rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool, plan: Plan | None, bits: int = 8
+) -> None:
     """Multiply by Hopper's kernel, or by mma without a plan."""
-    gemms, wanted = random_gemms(rows, k, ns, is_unsigned)
-    multiply_by_mma(gemms) if plan is None else multiply(gemms, plan)
+    gemms, wanted = random_gemms(rows, k, ns, is_unsigned, bits)
+    multiply_by_mma(gemms, bits) if plan is None else multiply(gemms, plan, bits)
     for gemm, y in zip(gemms, wanted, strict=True):
         assert torch.equal(gemm.y.view(torch.int16), y.view(torch.int16))
 
@@ -169,8 +172,11 @@ def test_low_ranks_in_the_same_launch(
     ("rows", "k", "ns"), [(1, 768, (64,)), (8, 1152, (64, 128, 64)), (19, 256, (64,)), (70, 384, (128,))]
 )
 @pytest.mark.parametrize("is_unsigned", [False, True])
-def test_mma_has_the_bits_of_the_definition(rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool) -> None:
-    assert_products(rows, k, ns, is_unsigned, None)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_mma_has_the_bits_of_the_definition(
+    rows: int, k: int, ns: tuple[int, ...], is_unsigned: bool, bits: int
+) -> None:
+    assert_products(rows, k, ns, is_unsigned, None, bits)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +188,7 @@ def test_hopper_has_the_bits_of_the_definition(is_unsigned: bool, tile: Tile) ->
     """K of fewer stages than the ring and of more; several tiles per CTA, with warpgroups apart."""
     rows = tile.tile_rows
     assert_products(rows + 3, 384, (192, 64), is_unsigned, Plan(tile))
+    assert_products(rows // 2 + 3, 384, (192, 64), is_unsigned, Plan(tile), bits=16)
     if rows == 8:
         assert_products(33 * rows - 1, 256, (192, 64), is_unsigned, Plan(tile))  # row blocks in three bands
     if rows in (8, 128):

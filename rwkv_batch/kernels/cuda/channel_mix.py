@@ -34,7 +34,7 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     sum_partials,
 )
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
-from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaInt8Linear
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS, Workspace
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
 from rwkv_batch.model.layer import Layer
@@ -58,11 +58,11 @@ def channel_mix(
     if isinstance(x, QuantisedRows):
         assert adapters is None, "adapters read fp16 inputs, so these are not quantised"
         return _mix_quantised(layer, x)
-    if isinstance(x, Codes):
-        assert adapters is None, "adapters read fp16 inputs"
-        key, value = layer.ffn_key, layer.ffn_value
-        assert isinstance(key, CudaW8A8Linear) and isinstance(value, CudaW8A8Linear), "inputs in 8 bits are for w8a8"
-        return value.multiply_stored(key.multiply_codes(x))
+    key, value = layer.ffn_key, layer.ffn_value
+    if isinstance(key, CudaInt8Linear) and isinstance(value, CudaInt8Linear) and adapters is None:
+        assert isinstance(x, Tensor | Codes), "inputs of int8 weights"
+        return value.multiply_stored(key.multiply_codes(x if isinstance(x, Codes) else key.quantise(x)))
+    assert not isinstance(x, Codes), "adapters read fp16 inputs"
     if isinstance(x, DeferredMix):
         assert adapters is None, "what adapters read is made before"
         return _mix_deferred(layer, x)
@@ -73,7 +73,7 @@ def channel_mix(
         hidden, is_squared = hidden_quantised(layer, layer.ffn_value, x, adapters)
         of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
         y = _value_quantised(layer.ffn_value, hidden, is_squared)
-    elif isinstance(layer.ffn_value, CudaW8A8Linear):
+    elif isinstance(layer.ffn_value, CudaInt8Linear):
         hidden, is_squared = layer.ffn_key(x), False
         if adapters is not None:
             adapters.add(AdaptedLinear(Target.FFN_KEY, x, hidden))

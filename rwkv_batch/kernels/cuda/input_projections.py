@@ -42,7 +42,7 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     quantise_rows,
 )
 from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS, QuantGemm, multiply_few
-from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear, mixed_gemms, multiply_mixed
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaInt8Linear, CudaW8A8Linear, mixed_gemms, multiply_mixed
 from rwkv_batch.kernels.cuda.w8a8.mixed_launch import fits_mixed_launch, launch_mixed
 from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
 from rwkv_batch.model.layer import Projections
@@ -80,7 +80,7 @@ def _uses_grouped_projections(layer: CudaLayer, tokens: int) -> bool:
     if layer.rkv is not None:
         return is_grouped(tokens, layer.rkv[0])
     linear = layer.receptance
-    if isinstance(linear, CudaW8A8Linear):
+    if isinstance(linear, CudaInt8Linear):
         return is_grouped(tokens, layer.low_in[0]) or _fits_one_w8a8_launch(layer, tokens)
     assert isinstance(linear, CudaQuantLinear), "gemms without a stack are in small codes"
     if linear.takes_fp16_rows(tokens):
@@ -110,8 +110,8 @@ def _fits_one_quantised_launch(layer: CudaLayer, tokens: int) -> bool:
 
 
 def _fits_one_w8a8_launch(layer: CudaLayer, tokens: int) -> bool:
-    """Whether the low ranks run in the launch of W8A8 r, k, v."""
-    linears = _w8a8_rkv(layer)
+    """Whether the low ranks run in the launch of r, k, v with inputs in 8 bits."""
+    linears = [m for m in _int8_rkv(layer) if isinstance(m, CudaW8A8Linear)]
     full = [GemmShape(*m.weights.shape) for m in linears]
     low = [GemmShape(*matrix.shape) for matrix in (*layer.low_in, layer.gate_in)]
     return bool(linears) and fits_mixed_launch(tokens, full, low, layer.low_in.device)
@@ -136,17 +136,17 @@ def _quantised_rkv(layer: CudaLayer) -> list[CudaQuantLinear]:
     return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaQuantLinear)]
 
 
-def _w8a8_rkv(layer: CudaLayer) -> list[CudaW8A8Linear]:
-    """r, k, v of a w8a8 layer; empty for others."""
-    return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaW8A8Linear)]
+def _int8_rkv(layer: CudaLayer) -> list[CudaInt8Linear]:
+    """r, k, v of a layer in int8; empty for others."""
+    return [m for m in (layer.receptance, layer.key, layer.value) if isinstance(m, CudaInt8Linear)]
 
 
 def _rkv_quantised(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: LowRanks | None = None) -> None:
     """Quantised r, k, v: mixed [6, T, C] -> rkv [3, T, C]. low: the low ranks, if they are in the same launch."""
-    in_8_bits = _w8a8_rkv(layer)
-    if in_8_bits or isinstance(mixed, W8A8Mix):
-        assert not isinstance(mixed, QuantisedMix), "w8a8 has codes of its own"
-        multiply_mixed(in_8_bits, mixed, rkv)
+    in_int8 = _int8_rkv(layer)
+    if in_int8 or isinstance(mixed, W8A8Mix):
+        assert not isinstance(mixed, QuantisedMix), "int8 has codes of its own"
+        multiply_mixed(in_int8, mixed, rkv)
         return
     linears = _quantised_rkv(layer)
     tokens = rkv.shape[1]
@@ -191,7 +191,7 @@ def _project_grouped(layer: CudaLayer, mixed: MixedInputs) -> Projections:
         return low.projections(*rkv.unbind())
     if _fits_one_w8a8_launch(layer, len(inputs[0])):
         assert not isinstance(mixed, QuantisedMix), "w8a8 has codes of its own"
-        gemms, is_pending = mixed_gemms(_w8a8_rkv(layer), mixed, rkv), len(inputs[0]) <= MAX_FUSED_WKV_ROWS
+        gemms, is_pending = mixed_gemms(_int8_rkv(layer), mixed, rkv), len(inputs[0]) <= MAX_FUSED_WKV_ROWS
         launch_mixed(gemms, _fp16_gemms(low.down_gemms), [] if is_pending else _fp16_gemms(low.up_gemms))
         return low.projections(*rkv.unbind(), pending=is_pending)
     if _fits_one_fp16_launch(layer, mixed, low):

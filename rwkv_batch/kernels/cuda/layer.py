@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
-from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaInt8Linear
 from rwkv_batch.model.layer import MIX_ORDER, Layer, Linear
 from rwkv_batch.model.mmap_release import release
 
@@ -47,11 +47,11 @@ def prepare_layer(layer: Layer) -> CudaLayer:
     twice. Raises ValueError for weights of another type.
     """
     width, device = layer.att_mix.shape[1], layer.att_mix.device
-    small = isinstance(layer.receptance, CudaQuantLinear | CudaW8A8Linear)
+    small = isinstance(layer.receptance, CudaQuantLinear | CudaInt8Linear)
     given = layer.w1.weight.dtype if small else layer.receptance.weight.dtype
     if given != torch.float16:
         raise ValueError(f"the cuda kernels support fp16 weights only, got {given}; use --kernels naive")
-    if isinstance(layer.ffn_key, CudaW8A8Linear) and isinstance(layer.ffn_value, CudaW8A8Linear):
+    if isinstance(layer.ffn_key, CudaInt8Linear) and isinstance(layer.ffn_value, CudaInt8Linear):
         layer.ffn_key.feed(layer.ffn_value)
     low = [(layer.w1, layer.w2), (layer.a1, layer.a2)]
     if layer.v_residual is not None:

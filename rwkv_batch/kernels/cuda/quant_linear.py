@@ -12,7 +12,7 @@ from rwkv_batch.kernels.cuda.quantised_gemm import multiply_into, multiply_rows
 from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows
 from rwkv_batch.kernels.cuda.quantised_weights import QuantisedWeights
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm
-from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear, CudaW8A16Linear
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, has_squared_inputs
 from rwkv_batch.model.state import HEAD_SIZE
@@ -89,9 +89,8 @@ class CudaQuantValue(CudaQuantLinear):
 def make_quantised(name: str, stored: Quantised) -> Linear:
     """Returns the linear layer of the weight file's tensor `name`. Raises ValueError for unsupported sizes."""
     if stored.format is Format.W8A8:
-        if stored.activation_bits != 8:
-            raise ValueError(f"--activation-bits {stored.activation_bits} runs on CPUs only; on a GPU give 8")
-        return CudaW8A8Linear(stored, squares_inputs=has_squared_inputs(name))
+        kind = CudaW8A8Linear if stored.activation_bits == 8 else CudaW8A16Linear
+        return kind(stored, squares_inputs=has_squared_inputs(name))
     if name.endswith("ffn.value.weight"):
         return CudaQuantValue(stored)
     return CudaQuantLinear(stored, HEAD_SIZE if name.endswith("att.output.weight") else INT8_GROUP)

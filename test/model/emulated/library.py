@@ -88,6 +88,7 @@ BODIES = {
     "mma_s8": "emulation::multiply_codes<int8_t>(c, a.x, a.y, a.z, a.w, b0, b1);",
     "mma_s8_u8": "emulation::multiply_codes<uint8_t>(c, a.x, a.y, a.z, a.w, b0, b1);",
     "max_or_nan": "return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b);",
+    "rounded_int": "return emulation::saturated(x, -2147483648.0f, 2147483520.0f);",
     "pack_s8": "return emulation::packed({a, b, c, d}, -128.0f, 127.0f);",
     "pack_u8": "return emulation::packed({a, b, c, d}, 0.0f, 255.0f);",
     "load_head": (

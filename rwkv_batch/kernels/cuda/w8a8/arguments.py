@@ -23,7 +23,7 @@ class W8A8Args(Structure):
 
     _fields_ = [
         ("gemms", W8A8GemmArgs * MAX_W8A8_GEMMS),
-        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "is_unsigned")],
+        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "is_unsigned", "is_two_byte")],
         *[(name, c_int) for name in ("tile_rows", "splits", "in_memory", "pair")],
         *[(name, c_int) for name in ("warpgroups", "blocks", "lead", "ctas_per_sm")],
         *[(name, c_void_p) for name in ("exchange", "counters")],
@@ -36,7 +36,7 @@ class W8A8QuantiseArgs(Structure):
     _fields_ = [
         *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "stored_factors", "order")],
         *[(name, c_void_p) for name in ("x", "codes", "scales", "ratios")],
-        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "relu_squared", "unused")],
+        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "relu_squared", "is_two_byte")],
     ]
 
 

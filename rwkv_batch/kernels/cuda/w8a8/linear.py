@@ -1,4 +1,4 @@
-"""Linear maps of W8A8 weights on a GPU."""
+"""Linear maps of int8 weights on a GPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ from rwkv_batch.model.quant.formats import Quantised
 from rwkv_batch.model.quant.w8a8 import Codes
 
 
-class CudaW8A8Linear(Linear):
-    """W8A8 weights [out, in]; exact sums, results in fp16."""
+class CudaInt8Linear(Linear):
+    """Int8 weights [out, in] times inputs in 8 or 16 bits; exact sums, results in fp16."""
+
+    bits = 8
+    """of an input"""
 
     def __init__(self, stored: Quantised, squares_inputs: bool = False) -> None:
         """squares_inputs: the map takes x and multiplies max(x, 0)^2.
@@ -38,16 +41,14 @@ class CudaW8A8Linear(Linear):
         self.weight = self.weights.codes
         self.squares_inputs = squares_inputs
         self.output_positions: Tensor | None = None
-        is_sparse = squares_inputs and fits_sparse(len(self.weight), self.weight.device)
-        self.transposed = self.weight.T.contiguous() if is_sparse else None
         prepare_w8a8(self.weight.device)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and the inputs' transform, and of the transposed codes if there are some."""
-        return self.weights.num_bytes + (0 if self.transposed is None else self.transposed.nbytes)
+        """Bytes of codes, scales and the inputs' transform."""
+        return self.weights.num_bytes
 
-    def feed(self, consumer: CudaW8A8Linear) -> None:
+    def feed(self, consumer: CudaInt8Linear) -> None:
         """Store the outputs in the order of another map's codes. Called once, at load."""
         order = consumer.weights.order.long()
         parts = {name: getattr(self.weights, name)[order] for name in ("codes", "scales", "ratios")}
@@ -57,26 +58,26 @@ class CudaW8A8Linear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps [T, in] fp16 to [T, out] fp16."""
-        y = self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs))
+        y = self.multiply_codes(self.quantise(x))
         return y if self.output_positions is None else y.index_select(1, self.output_positions)
 
-    def multiply_stored(self, x: Tensor) -> Tensor:
-        """Map [T, in] fp16 to [T, out] fp16.
+    def quantise(self, x: Tensor, in_order: bool = False) -> Codes:
+        """Quantise inputs [T, in] fp16. in_order: they are in the order of the codes."""
+        return quantise_inputs(x, self.weights, self.squares_inputs, in_order, self.bits)
 
-        The input comes from a map that feeds this one. Few rows skip inputs that are zero in all of them.
-        """
-        if self.transposed is not None and 0 < len(x) <= MAX_SPARSE_ROWS:
-            return multiply_sparse(x, self.weights, self.transposed)
-        return self.multiply_codes(quantise_inputs(x, self.weights, self.squares_inputs, in_order=True))
+    def multiply_stored(self, x: Tensor) -> Tensor:
+        """Map [T, in] fp16 to [T, out] fp16. The input comes from a map that feeds this one."""
+        return self.multiply_codes(self.quantise(x, in_order=True))
 
     def multiply_codes(self, codes: Codes) -> Tensor:
-        """Map [T, in] in 8 bits to [T, out] fp16.
+        """Map quantised [T, in] to [T, out] fp16.
 
         The outputs are in the stored order.
         """
-        y = torch.empty(len(codes.codes), len(self.weight), dtype=torch.float16, device=self.weight.device)
-        if len(y):
-            multiply([W8A8Gemm(codes, self.weights, y)])
+        rows = len(codes.codes) * 8 // self.bits
+        y = torch.empty(rows, len(self.weight), dtype=torch.float16, device=self.weight.device)
+        if rows:
+            multiply([W8A8Gemm(codes, self.weights, y)], bits=self.bits)
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -92,14 +93,41 @@ class CudaW8A8Linear(Linear):
         return out.copy_(y)
 
 
-def multiply_mixed(linears: Sequence[CudaW8A8Linear], x: Tensor | W8A8Mix, y: Tensor) -> None:
+class CudaW8A8Linear(CudaInt8Linear):
+    """Inputs in 8 bits. Few rows skip inputs that are zero in all of them."""
+
+    def __init__(self, stored: Quantised, squares_inputs: bool = False) -> None:
+        """As `CudaInt8Linear`."""
+        super().__init__(stored, squares_inputs)
+        is_sparse = squares_inputs and fits_sparse(len(self.weight), self.weight.device)
+        self.transposed = self.weight.T.contiguous() if is_sparse else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Also counts the transposed codes if there are some."""
+        return super().num_bytes + (0 if self.transposed is None else self.transposed.nbytes)
+
+    def multiply_stored(self, x: Tensor) -> Tensor:
+        """As `CudaInt8Linear`."""
+        if self.transposed is not None and 0 < len(x) <= MAX_SPARSE_ROWS:
+            return multiply_sparse(x, self.weights, self.transposed)
+        return super().multiply_stored(x)
+
+
+class CudaW8A16Linear(CudaInt8Linear):
+    """Inputs in 16 bits, as two rows of bytes each: twice the products."""
+
+    bits = 16
+
+
+def multiply_mixed(linears: Sequence[CudaInt8Linear], x: Tensor | W8A8Mix, y: Tensor) -> None:
     """Run up to 3 maps over inputs of their own: x [M, T, in] fp16 or in 8 bits -> y [M, T, out] fp16."""
-    multiply(mixed_gemms(linears, x, y))
+    multiply(mixed_gemms(linears, x, y), bits=linears[0].bits)
 
 
-def mixed_gemms(linears: Sequence[CudaW8A8Linear], x: Tensor | W8A8Mix, y: Tensor) -> list[W8A8Gemm]:
+def mixed_gemms(linears: Sequence[CudaInt8Linear], x: Tensor | W8A8Mix, y: Tensor) -> list[W8A8Gemm]:
     """Return the GEMMs of `multiply_mixed`, x [M, T, in]; quantises x if it is in fp16."""
     weights = [linear.weights for linear in linears]
-    count = len(linears)
-    codes = [x[i] for i in range(count)] if isinstance(x, W8A8Mix) else quantise_mixed(x[:count], weights)
+    count, bits = len(linears), linears[0].bits
+    codes = [x[i] for i in range(count)] if isinstance(x, W8A8Mix) else quantise_mixed(x[:count], weights, bits=bits)
     return [W8A8Gemm(*gemm) for gemm in zip(codes, weights, y, strict=True)]

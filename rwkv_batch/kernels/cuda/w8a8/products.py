@@ -114,7 +114,7 @@ class W8A8Gemm(NamedTuple):
     """One GEMM of a launch: y = x @ W^T."""
 
     x: Codes
-    """[T, K], scales and ratios padded to `pitch_of` the rows"""
+    """[T, K], in 16 bits [2 T, K]; scales and ratios padded to `pitch_of` the rows"""
     weights: W8A8Weights
     y: Tensor
     """[T, n] fp16"""
@@ -173,18 +173,20 @@ def empty_rows(rows: int, k: int, count: int, is_unsigned: bool, device: torch.d
     )
 
 
-def quantise_inputs(x: Tensor, weights: W8A8Weights, relu_squared: bool = False, in_order: bool = False) -> Codes:
+def quantise_inputs(
+    x: Tensor, weights: W8A8Weights, relu_squared: bool = False, in_order: bool = False, bits: int = 8
+) -> Codes:
     """Quantise x [T, K] fp16 as `weights` takes it.
 
     relu_squared: quantises max(x, 0)^2 to u8. Scales and ratios are padded.
     """
-    return quantise_mixed(x.unsqueeze(0), [weights], relu_squared, in_order)[0]
+    return quantise_mixed(x.unsqueeze(0), [weights], relu_squared, in_order, bits)[0]
 
 
 def quantise_mixed(
-    x: Tensor, weights: Sequence[W8A8Weights], relu_squared: bool = False, in_order: bool = False
+    x: Tensor, weights: Sequence[W8A8Weights], relu_squared: bool = False, in_order: bool = False, bits: int = 8
 ) -> list[Codes]:
-    """Quantise x [M, T, K] fp16 for M <= 3 matrices.
+    """Quantise x [M, T, K] fp16 for M <= 3 matrices, in 8 or 16 bits.
 
     Each matrix has its own transform. All run in one launch.
     in_order: x is in the order of the codes, not of the channels.
@@ -195,7 +197,7 @@ def quantise_mixed(
     if count != len(weights) or count > MAX_W8A8_GEMMS or any(w.shape[1] != k for w in weights):
         shapes = [tuple(w.shape) for w in weights]
         raise ValueError(f"inputs {tuple(x.shape)} do not fit {shapes}; a launch takes {MAX_W8A8_GEMMS} matrices")
-    out = empty_rows(rows, k, count, relu_squared, x.device)
+    out = empty_rows(rows * bits // 8, k, count, relu_squared, x.device)
     args = W8A8QuantiseArgs(
         x=cuda_pointer(x),
         codes=out.codes.data_ptr(),
@@ -206,6 +208,7 @@ def quantise_mixed(
         k=k,
         pitch=out.scales.shape[1],
         relu_squared=relu_squared,
+        is_two_byte=bits == 16,
     )
     for i, w in enumerate(weights):
         args.factors[i] = cuda_pointer(w.stored_factors if in_order else w.factors, torch.float32)
@@ -215,17 +218,17 @@ def quantise_mixed(
     return [Codes(*parts) for parts in zip(*out, strict=True)]
 
 
-def multiply(gemms: Sequence[W8A8Gemm], plan: Plan | None = None) -> None:
-    """Run up to 3 GEMMs of the same K and rows.
+def multiply(gemms: Sequence[W8A8Gemm], plan: Plan | None = None, bits: int = 8) -> None:
+    """Run up to 3 GEMMs of the same K and rows, with inputs in 8 or 16 bits.
 
     They run in one launch. plan: for tests and tuning; None: the best known. GPUs without Hopper's kernels use
     mma.sync. Raises ValueError for shapes that do not match.
     """
     device = gemms[0].y.device
     if not has_hopper_gemm(device):
-        multiply_by_mma(gemms)
+        multiply_by_mma(gemms, bits)
         return
-    args, launch = _launch_args(gemms)
+    args, launch = _launch_args(gemms, bits)
     if launch.rows == 0:
         return
     work = prepare_w8a8(device)
@@ -238,9 +241,9 @@ def multiply(gemms: Sequence[W8A8Gemm], plan: Plan | None = None) -> None:
     hopper_library().call("rwkv_w8a8", ctypes.byref(args))
 
 
-def multiply_by_mma(gemms: Sequence[W8A8Gemm]) -> None:
+def multiply_by_mma(gemms: Sequence[W8A8Gemm], bits: int = 8) -> None:
     """As `multiply`, by the kernel for every GPU."""
-    args, _ = _launch_args(gemms)
+    args, _ = _launch_args(gemms, bits)
     library().call("rwkv_w8a8_mma", ctypes.byref(args))
 
 
@@ -281,7 +284,7 @@ def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tens
     return y
 
 
-def _launch_args(gemms: Sequence[W8A8Gemm]) -> tuple[W8A8Args, Launch]:
+def _launch_args(gemms: Sequence[W8A8Gemm], bits: int) -> tuple[W8A8Args, Launch]:
     first = gemms[0].x
     rows, k = first.codes.shape
     pitch, dtype = len(first.scales), first.codes.dtype
@@ -290,10 +293,12 @@ def _launch_args(gemms: Sequence[W8A8Gemm]) -> tuple[W8A8Args, Launch]:
             f"got {len(gemms)} GEMMs of {dtype} {tuple(first.codes.shape)} with {pitch} scales; a launch takes "
             f"{MAX_W8A8_GEMMS} of int8 or uint8 with {pitch_of(rows)} scales"
         )
-    args = W8A8Args(count=len(gemms), rows=rows, k=k, pitch=pitch, is_unsigned=dtype == torch.uint8)
+    args = W8A8Args(
+        count=len(gemms), rows=rows, k=k, pitch=pitch, is_unsigned=dtype == torch.uint8, is_two_byte=bits == 16
+    )
     for slot, (x, w, y) in zip(args.gemms, gemms, strict=False):
         n = w.shape[0]
-        if w.shape[1] != k or x.codes.shape != (rows, k) or len(x.scales) != pitch or y.shape != (rows, n):
+        if w.shape[1] != k or x.codes.shape != (rows, k) or len(x.scales) != pitch or y.shape != (rows * 8 // bits, n):
             raise ValueError(f"shapes {tuple(w.shape)}, {tuple(x.codes.shape)}, {tuple(y.shape)} do not fit each other")
         slot.weights, slot.x, slot.n = cuda_pointer(w.codes, torch.int8), cuda_pointer(x.codes, dtype), n
         slot.weight_scales = cuda_pointer(w.scales, torch.float32)

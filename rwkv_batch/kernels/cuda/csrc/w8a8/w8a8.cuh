@@ -19,6 +19,9 @@
 // inout  exchange       [CTAs, outputs, ROWS] s32       with GLOBAL: sums on their way between CTAs
 //        counters       [tiles, 8] s32                 with GLOBAL: a multiple of SPLITS between launches
 //
+// Inputs in two bytes are two adjacent rows of x, high bytes first, with the same scales. y has T / 2 rows then:
+//   y[t / 2, n] = fp16((float(S[t, n]) + float(S[t + 1, n]) / 256) * (input_scales[t] * weight_scales[n]))
+//
 // Up to 3 GEMMs of the same K and T, each with its own x, form one launch.
 // A CTA computes tiles of 64 * BLOCKS * WARPGROUPS outputs by ROWS rows: outputs are wgmma's M, rows its N.
 // Segment 1 is the first stage of a tile: its sums are multiplied by the ratios in place, then the others are added.
@@ -62,6 +65,7 @@ struct W8A8Launch {
     int groups, row_blocks, band;  // row_blocks: of STACKED tiles; band: row blocks that all outputs are computed of before the next ones
     int4* exchange;       // GLOBAL: [tiles][FINISHERS][SPLITS - 1][SHARE / 8][THREADS]
     unsigned* counters;   // GLOBAL: [tiles][8], counted up by every launch, of 2 and of 4 splits apart
+    int is_two_byte;
     int lead;  // stages that each warpgroup is ahead of the next one, so that epilogues overlap with products
 };
 
@@ -364,8 +368,9 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
                 const uint32_t to = buffer + ((lane >> 4) * 8 + (lane & 7)) * 128 + ((warp * 2 + (lane >> 3 & 1)) ^ (lane & 7)) * 16;
                 const uint32_t from = buffer + tid / 8 * 128 + ((tid ^ tid / 8) & 7) * 16;
                 int row = work.row + first + tid / 8;
-                __half* y = gemm.y + static_cast<int64_t>(row) * gemm.n + output + tid % 8 * 8;
-                const bool inside = output < gemm.n && (Tile::BATCH >= 16 || tid < 8 * Tile::BATCH);
+                __half* y = gemm.y + static_cast<int64_t>(row >> p.is_two_byte) * gemm.n + output + tid % 8 * 8;
+                const bool inside = output < gemm.n && (Tile::BATCH >= 16 || tid < 8 * Tile::BATCH) && (tid / 8 & p.is_two_byte) == 0;
+                const float of_low = p.is_two_byte ? OF_LOW_BYTES : 0.0f;  // a thread holds both rows of an input
 #pragma unroll
                 for (int batch = 0; batch < SHARE; batch += Tile::BATCH) {
                     float of_row[CHUNKS][2];
@@ -376,11 +381,9 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
                     for (int j = 0; j < CHUNKS; ++j) {
 #pragma unroll
                         for (int up = 0; up < 2; ++up) {
-                            float v[2];
-#pragma unroll
-                            for (int i = 0; i < 2; ++i)
-                                v[i] = scaled_sum(mine[4 * (batch / 8 + j) + 2 * up + i], of_row[j][i], of_output[2 * block + up]);
-                            const __half2 pair = __floats2half2_rn(v[0], v[1]);
+                            const int* const two = mine + 4 * (batch / 8 + j) + 2 * up;
+                            const float scale = of_output[2 * block + up];
+                            const __half2 pair = __floats2half2_rn(scaled_sum(joined_sum(two[0], two[1], of_low), of_row[j][0], scale), scaled_sum(two[1], of_row[j][1], scale));
                             pairs[j][up] = *reinterpret_cast<const uint32_t*>(&pair);
                         }
                     }
@@ -394,7 +397,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
 #pragma unroll
                     for (int i = 0; i < LINES; ++i) {
                         if (inside && row < p.rows) store_global_int4(y, lines[i]);
-                        row += 16, y += static_cast<int64_t>(16) * gemm.n;
+                        row += 16, y += static_cast<int64_t>(16 >> p.is_two_byte) * gemm.n;
                     }
                 }
             };

@@ -17,6 +17,7 @@ struct W8A8Args {
     W8A8GemmArgs gemms[MAX_W8A8_GEMMS];
     int count, rows, k, pitch;
     int is_unsigned;
+    int is_two_byte;  // an input is two adjacent rows, high bytes first: y has rows / 2 rows
     int tile_rows, splits, in_memory, pair, warpgroups, blocks, lead, ctas_per_sm;  // the plan; w8a8_mma.cu has none
     void *exchange, *counters;                                                      // read with in_memory
 };
@@ -26,6 +27,14 @@ __device__ __forceinline__ int in_units_of_rest(int sum, int ratios) {
     return static_cast<int>(static_cast<int64_t>(sum) * ratios >> 8);
 }
 // fp32 y of a sum. Each operation rounds on its own.
+__device__ __forceinline__ float scaled_sum(float sum, float input_scale, float weight_scale) {
+    return __fmul_rn(sum, __fmul_rn(input_scale, weight_scale));
+}
 __device__ __forceinline__ float scaled_sum(int sum, float input_scale, float weight_scale) {
-    return __fmul_rn(__int2float_rn(sum), __fmul_rn(input_scale, weight_scale));
+    return scaled_sum(__int2float_rn(sum), input_scale, weight_scale);
+}
+constexpr float OF_LOW_BYTES = 1.0f / 256;
+// The sum of an input in two bytes. of_low: OF_LOW_BYTES; 0: `high` is an input of one byte. The product is exact.
+__device__ __forceinline__ float joined_sum(int high, int low, float of_low) {
+    return __fmaf_rn(__int2float_rn(low), of_low, __int2float_rn(high));
 }

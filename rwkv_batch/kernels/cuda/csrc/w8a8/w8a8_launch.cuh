@@ -33,11 +33,11 @@ template <typename Tile, bool UNSIGNED>
 int launch_w8a8(const W8A8Args& args, void* stream) {
     constexpr int REFUSED = static_cast<int>(cudaErrorInvalidValue);
     const int stages = args.k / DEPTH;
-    if (args.k % DEPTH != 0 || stages < Tile::SPLITS || encode_tiled() == nullptr) return REFUSED;
+    if (args.k % DEPTH != 0 || stages < Tile::SPLITS || args.rows % (1 + args.is_two_byte) != 0 || encode_tiled() == nullptr) return REFUSED;
     W8A8Launch p = {};
     p.exchange = static_cast<int4*>(args.exchange), p.counters = static_cast<unsigned*>(args.counters);
     p.count = args.count, p.rows = args.rows, p.k = args.k, p.lead = Tile::SPLITS == 1 ? args.lead : 0;
-    p.pitch = args.pitch;
+    p.pitch = args.pitch, p.is_two_byte = args.is_two_byte;
     p.row_blocks = (args.rows + Tile::ROWS * Tile::STACKED - 1) / (Tile::ROWS * Tile::STACKED), p.band = 1;
     while (p.band * 2 * Tile::STACKED <= MAX_BAND && static_cast<int64_t>(p.band) * 2 * Tile::STACKED * Tile::ROWS * args.k <= BAND_BYTES) p.band *= 2;
     if (p.lead > stages || p.lead >= Tile::STAGES || args.pitch < (args.rows + Tile::ROWS - 1) / Tile::ROWS * Tile::ROWS) return REFUSED;

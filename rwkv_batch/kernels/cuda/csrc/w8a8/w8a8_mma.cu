@@ -5,7 +5,7 @@
 // in     x, input_scales, input_ratios            as in w8a8.cuh
 //        weights, weight_scales, weight_ratios    as in w8a8.cuh
 //
-// out    y  [T, n] fp16
+// out    y  [T, n] fp16; inputs in two bytes: [T / 2, n]
 //
 // Both operands go from memory to registers: a thread's 16 bytes of K stand for four steps of mma.m16n8k32. This
 // permutes K alike in both. WARPS_K warps share a tile's K and add their sums in shared memory, which is exact in any
@@ -102,13 +102,15 @@ __global__ void __launch_bounds__(MMA_WARPS * 32) w8a8_mma_kernel(const __grid_c
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < ROWS * OUTPUTS / 2; i += MMA_WARPS * 32) {
-        const int row = i / (OUTPUTS / 2), output = i % (OUTPUTS / 2) * 2, at_row = first_row + row, at_output = first_output + output;
+    const float of_low = a.is_two_byte ? OF_LOW_BYTES : 0.0f;
+    for (int i = threadIdx.x; i < (ROWS >> a.is_two_byte) * OUTPUTS / 2; i += MMA_WARPS * 32) {
+        const int row = i / (OUTPUTS / 2) << a.is_two_byte, output = i % (OUTPUTS / 2) * 2, at_row = first_row + row, at_output = first_output + output;
         if (at_row >= a.rows) break;
+        const int *const high = &sums[row][output], *const low = &sums[row | a.is_two_byte][output];
         const float input_scale = static_cast<const float*>(gemm.input_scales)[at_row];
         const float2 weight_scales = __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(gemm.weight_scales) + at_output));
-        *reinterpret_cast<__half2*>(static_cast<__half*>(gemm.y) + static_cast<int64_t>(at_row) * gemm.n + at_output) =
-            __floats2half2_rn(scaled_sum(sums[row][output], input_scale, weight_scales.x), scaled_sum(sums[row][output + 1], input_scale, weight_scales.y));
+        *reinterpret_cast<__half2*>(static_cast<__half*>(gemm.y) + static_cast<int64_t>(at_row >> a.is_two_byte) * gemm.n + at_output) =
+            __floats2half2_rn(scaled_sum(joined_sum(high[0], low[0], of_low), input_scale, weight_scales.x), scaled_sum(joined_sum(high[1], low[1], of_low), input_scale, weight_scales.y));
     }
 }
 

@@ -8,9 +8,10 @@
 // out    codes    [M, T, K]   s8; u8 with relu_squared
 //        scales   [M, pitch]  fp32
 //        ratios   [M, pitch]  s32
+//        In two bytes (is_two_byte) a row of x is two rows of all three: high bytes, then low bytes.
 //
 // A CTA takes one row. With at most one CTA per SM it loads the factors before the previous kernel ends. Of more than
-// three rows per SM it takes some at a time, and keeps the factors in registers.
+// three rows per SM it takes some at a time, and keeps the factors in registers. In two bytes: one row each.
 //
 // Grid: (rows, GEMMs); many rows: as many CTAs as are resident, in all.
 // Block: K / 8 threads up to K = 4,096; then K / 16, or K / 32 for at most three rows per SM.
@@ -29,14 +30,14 @@ struct W8A8QuantiseArgs {
     uint2* codes;
     float* scales;
     int* ratios;
-    int count, rows, k, pitch, relu_squared, unused;
+    int count, rows, k, pitch, relu_squared, is_two_byte;  // rows: of x
 };
 
-template <int OCTETS, int THREADS, int CTAS, bool RELU_SQUARED, bool IN_ORDER>
+template <int OCTETS, int THREADS, int CTAS, int BYTES, bool RELU_SQUARED, bool IN_ORDER>
 __global__ void __launch_bounds__(THREADS, CTAS) w8a8_quantise_kernel(const __grid_constant__ W8A8QuantiseArgs a) {
     constexpr bool PRELOADED = CTAS == 1;
     __shared__ W8A8Maxima maxima;
-    __shared__ __align__(8) uint8_t codes_of_row[IN_ORDER ? 8 : OCTETS * THREADS * 8];
+    __shared__ __align__(8) uint8_t codes_of_row[IN_ORDER ? 8 : BYTES * OCTETS * THREADS * 8];
     const int gemm = blockIdx.y;
     const int64_t at_row = static_cast<int64_t>(gemm) * a.rows + blockIdx.x;
     const auto channel = [&](int i) { return (i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * 8; };
@@ -72,30 +73,39 @@ __global__ void __launch_bounds__(THREADS, CTAS) w8a8_quantise_kernel(const __gr
     __syncthreads();
     const W8A8Largest of_all = maxima.of_row();
     const W8A8Row<RELU_SQUARED> of_row(of_all.rest, of_all.of_large());
-    if (threadIdx.x == 0) {
-        a.scales[gemm * a.pitch + blockIdx.x] = of_row.scale;
-        a.ratios[gemm * a.pitch + blockIdx.x] = of_row.ratio;
+    if (threadIdx.x < BYTES) {
+        a.scales[gemm * a.pitch + BYTES * blockIdx.x + threadIdx.x] = of_row.scale;
+        a.ratios[gemm * a.pitch + BYTES * blockIdx.x + threadIdx.x] = of_row.ratio;
     }
-    uint2* const codes = a.codes + at_row * (a.k / 8);
+    uint2* const codes = a.codes + BYTES * at_row * (a.k / 8);
 #pragma unroll
     for (int i = 0; i < OCTETS; ++i) {
         if (channel(i) >= a.k) continue;
         const W8A8Octet octet = octet_of(i);
         octet.template scale<RELU_SQUARED>(x[i], v);
-        const uint2 eight = octet.template codes<RELU_SQUARED>(v, of_row.inverses());
-        if (IN_ORDER) {
-            codes[channel(i) / 8] = eight;
-        } else {
-            *reinterpret_cast<uint2*>(codes_of_row + channel(i)) = eight;
+        uint2 eight[BYTES];
+        octet.template codes<RELU_SQUARED>(v, of_row.inverses(), eight);
+#pragma unroll
+        for (int byte = 0; byte < BYTES; ++byte) {
+            if (IN_ORDER) {
+                codes[(byte * a.k + channel(i)) / 8] = eight[byte];
+            } else {
+                *reinterpret_cast<uint2*>(codes_of_row + byte * a.k + channel(i)) = eight[byte];
+            }
         }
     }
     if constexpr (!IN_ORDER) {
         __syncthreads();
-        for (int p = threadIdx.x; p < SEGMENT; p += blockDim.x) swap_codes(codes_of_row, p, __ldg(a.order[gemm] + p));
+        for (int p = threadIdx.x; p < SEGMENT; p += blockDim.x) {
+#pragma unroll
+            for (int byte = 0; byte < BYTES; ++byte) swap_codes(codes_of_row + byte * a.k, p, __ldg(a.order[gemm] + p));
+        }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < OCTETS; ++i) {
-            if (channel(i) < a.k) codes[channel(i) / 8] = *reinterpret_cast<const uint2*>(codes_of_row + channel(i));
+            if (channel(i) >= a.k) continue;
+#pragma unroll
+            for (int byte = 0; byte < BYTES; ++byte) codes[(byte * a.k + channel(i)) / 8] = *reinterpret_cast<const uint2*>(codes_of_row + byte * a.k + channel(i));
         }
     }
 }
@@ -220,21 +230,25 @@ void launch_w8a8_quantise_many(const W8A8QuantiseArgs& a, void* stream) {
     a.relu_squared ? run(w8a8_quantise_many_kernel<OCTETS, ROWS, CTAS, true>, raised[1]) : run(w8a8_quantise_many_kernel<OCTETS, ROWS, CTAS, false>, raised[0]);
 }
 
-template <int OCTETS, int THREADS, int CTAS>
+template <int OCTETS, int THREADS, int CTAS, int BYTES = 1>
 void launch_w8a8_quantise(const W8A8QuantiseArgs& a, void* stream) {
     const int threads = (a.k / 8 + OCTETS * 32 - 1) / (OCTETS * 32) * 32;
     const bool in_order = a.order[0] == nullptr;
     const auto run = [&](auto kernel) { launch(kernel, dim3(a.rows, a.count), threads, stream, a); };
     if (a.relu_squared) {
-        in_order ? run(w8a8_quantise_kernel<OCTETS, THREADS, CTAS, true, true>) : run(w8a8_quantise_kernel<OCTETS, THREADS, CTAS, true, false>);
+        in_order ? run(w8a8_quantise_kernel<OCTETS, THREADS, CTAS, BYTES, true, true>) : run(w8a8_quantise_kernel<OCTETS, THREADS, CTAS, BYTES, true, false>);
     } else {
-        in_order ? run(w8a8_quantise_kernel<OCTETS, THREADS, CTAS, false, true>) : run(w8a8_quantise_kernel<OCTETS, THREADS, CTAS, false, false>);
+        in_order ? run(w8a8_quantise_kernel<OCTETS, THREADS, CTAS, BYTES, false, true>) : run(w8a8_quantise_kernel<OCTETS, THREADS, CTAS, BYTES, false, false>);
     }
 }
 
 RWKV_API int rwkv_w8a8_quantise(const W8A8QuantiseArgs* a, void* stream) {
     if (a->rows == 0) return 0;
     if (a->k % SEGMENT != 0 || a->k > 16384 || a->count > MAX_W8A8_GEMMS) return static_cast<int>(cudaErrorInvalidValue);
+    if (a->is_two_byte) {
+        a->k <= 4096 ? launch_w8a8_quantise<1, 512, 3, 2>(*a, stream) : launch_w8a8_quantise<4, 512, 2, 2>(*a, stream);
+        return launch_result();
+    }
     const bool few = a->rows * a->count <= device_info().num_sms;
     if (a->rows * a->count > 3 * device_info().num_sms) {
         a->k <= 4096 ? launch_w8a8_quantise_many<1, 4, 2>(*a, stream) : launch_w8a8_quantise_many<2, 2, 1>(*a, stream);

@@ -11,6 +11,7 @@
 // Only pairs of channels change their place: a large one from 128 on, and one below 128 that is not large. So threads
 // round the channels that they hold.
 // A row with NaN or infinity has a NaN scale, so that its products are NaN.
+// Codes in two bytes are rounded to 256ths: code = high + low / 256. s8: both bytes are signed.
 #pragma once
 
 #include "../common.cuh"
@@ -34,6 +35,9 @@ __device__ __forceinline__ uint32_t pack_u8(float a, float b, float c, float d) 
         : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
     return word;
 }
+
+// Ties to even, saturating; NaN gives 0.
+__device__ __forceinline__ int rounded_int(float x) { return __float2int_rn(x); }
 
 // Bits of |x|: ordered like |x|, NaN above all.
 __device__ __forceinline__ uint32_t abs_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
@@ -105,13 +109,36 @@ struct W8A8Octet {
     template <bool UNSIGNED>
     __device__ __forceinline__ uint2 codes(const float (&v)[8], const W8A8Inverses& of_row) const {
         float s[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) s[i] = __fmul_rn(v[i], __float_as_int(factors[i]) < 0 ? of_row.large : of_row.rest);
+        steps(v, of_row, s);
         if constexpr (UNSIGNED) {
             return make_uint2(pack_u8(s[0], s[1], s[2], s[3]), pack_u8(s[4], s[5], s[6], s[7]));
         } else {
             return make_uint2(pack_s8(s[0], s[1], s[2], s[3]), pack_s8(s[4], s[5], s[6], s[7]));
         }
+    }
+    template <bool UNSIGNED>
+    __device__ __forceinline__ void codes(const float (&v)[8], const W8A8Inverses& of_row, uint2 (&out)[1]) const {
+        out[0] = codes<UNSIGNED>(v, of_row);
+    }
+    // The same in two bytes: high ones, low ones.
+    template <bool UNSIGNED>
+    __device__ __forceinline__ void codes(const float (&v)[8], const W8A8Inverses& of_row, uint2 (&out)[2]) const {
+        constexpr int LEAST = UNSIGNED ? 0 : -128 * 256, MOST = UNSIGNED ? 255 * 256 : 127 * 256, HALF = UNSIGNED ? 0 : 128;
+        float s[8];
+        steps(v, of_row, s);
+        uint32_t high[2] = {}, low[2] = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint32_t code = min(max(rounded_int(__fmul_rn(s[i], 256.0f)), LEAST), MOST) + HALF;
+            high[i / 4] |= ((code >> 8) & 0xffu) << (i % 4 * 8), low[i / 4] |= ((code & 0xffu) ^ HALF) << (i % 4 * 8);
+        }
+        out[0] = make_uint2(high[0], high[1]), out[1] = make_uint2(low[0], low[1]);
+    }
+
+private:
+    __device__ __forceinline__ void steps(const float (&v)[8], const W8A8Inverses& of_row, float (&s)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) s[i] = __fmul_rn(v[i], __float_as_int(factors[i]) < 0 ? of_row.large : of_row.rest);
     }
 };
 
