@@ -108,7 +108,7 @@ class CudaW8A8Linear(CudaInt8Linear):
         return super().num_bytes + (0 if self.transposed is None else self.transposed.nbytes)
 
     def multiply_stored(self, x: Tensor) -> Tensor:
-        """As `CudaInt8Linear`."""
+        """Map [T, in] fp16 to [T, out] fp16, as `CudaInt8Linear`."""
         if self.transposed is not None and 0 < len(x) <= MAX_SPARSE_ROWS:
             return multiply_sparse(x, self.weights, self.transposed)
         return super().multiply_stored(x)
