@@ -1,6 +1,6 @@
 """Every launcher of the CUDA sources on made-up cards: what it would launch, and whether the card could run it.
 
-`python -m test.model.card_launches` compiles the sources for Hopper and writes compiled.json.
+`python -m test.model.card_launches` compiles changed sources, checks launches and writes compiled.json.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -51,7 +52,14 @@ CHECKED_ARCHS = cuda_check.CHECKED_ARCHS if IS_LONG else ("sm_86", "sm_90")
 """The least shared memory, and the newest code of a common front end. `make test-long` compiles for all."""
 HOPPER_STEMS = {Path(name).name for name in HOPPER_NAMES}
 COMPILED = Path(__file__).with_name("compiled.json")
-"""Source for Hopper -> digest of what compiled without large spills. Compiling all takes minutes."""
+"""Source -> digest of what compiled without large spills; LAUNCHES -> digest of the launches that fit.
+
+Compiling all takes minutes.
+"""
+LAUNCHES = "launches"
+LAUNCHING_FILES = ("rwkv_batch/kernels/cuda/**/*.py", "rwkv_batch/model/quant/formats.py", "sampling/rapid.py")
+"""Where the arguments of launches come from, next to `test/model`'s files."""
+WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096)
 MAX_SPILL_BYTES = 160
 SOMEWHERE = 1 << 20
 VOCAB = 65536
@@ -172,12 +180,22 @@ def digest(source: Path) -> str:
     ).hexdigest()
 
 
+def launches_digest() -> str:
+    """Of everything that decides what is launched, and what the kernels need."""
+    here = Path(__file__)
+    files = [path for pattern in LAUNCHING_FILES for path in sorted(ROOT.glob(pattern))]
+    texts = [path.read_bytes() for path in (*files, *sorted(here.parent.glob("fake_runtime.*")), here)]
+    return hashlib.sha256(b"\0".join([*(digest(path).encode() for path in sources()), *texts])).hexdigest()
+
+
+def is_recorded(name: str, current: str) -> bool:
+    """Whether compiled.json has this digest; `make test-long` ignores the file."""
+    return not IS_LONG and json.loads(COMPILED.read_text()).get(name) == current
+
+
 def to_compile() -> list[Path]:
-    """The sources that tests compile: not those for Hopper that are in compiled.json as they are."""
-    if IS_LONG or cuda_check.unavailable_reason():
-        return product_sources()
-    known = json.loads(COMPILED.read_text())
-    return [path for path in product_sources() if path.name not in known or known[path.name] != digest(path)]
+    """The sources that compiled.json does not have as they are."""
+    return [path for path in product_sources() if not is_recorded(path.name, digest(path))]
 
 
 def check_compiled(source: Path) -> None:
@@ -190,13 +208,29 @@ def check_compiled(source: Path) -> None:
         assert max(spills, default=0) <= MAX_SPILL_BYTES, result.output
 
 
+def check_launches(folder: Path) -> None:
+    """AssertionError if a card could not run a launch of a step."""
+    library = build_library(folder)
+    for number, card in enumerate(CARDS):
+        launcher = Launcher(library, number, card)
+        met: set[str] = set()
+        for width, rows in product(WIDTHS, [*range(1, 33), *range(33, 1025, 31), 1024]):
+            for launch in launcher.step(width, rows):
+                met.add(launch.kernel.decode())
+                assert problems(card, launch, needs(card.arch)) == [], f"width {width}, {rows} rows"
+        assert len(met) > 30
+
+
 def main() -> None:
-    known = {}
-    for source in product_sources():
-        if source.stem in HOPPER_STEMS:
+    known = {path.name: digest(path) for path in product_sources()}
+    changed = to_compile()
+    with compiling(changed), tempfile.TemporaryDirectory() as folder:
+        for source in changed:
             print(f"compiling {source.name}", flush=True)
             check_compiled(source)
-            known[source.name] = digest(source)
+        if not is_recorded(LAUNCHES, launches_digest()):
+            check_launches(Path(folder))
+    known[LAUNCHES] = launches_digest()
     COMPILED.write_text(json.dumps(known, indent=1) + "\n")
 
 
@@ -347,10 +381,10 @@ class Launcher:
                 yield from self.call("rwkv_shift_mix", byref(args), rows)
 
 
-def problems(card: Card, launch: Record) -> list[str]:
-    """What of a launch the card could not run."""
+def problems(card: Card, launch: Record, needs_of: dict[str, Needs]) -> list[str]:
+    """What of a launch the card could not run, with the needs of its architecture's kernels."""
     kernel = launch.kernel.decode()
-    need = needs(card.arch).get(kernel)
+    need = needs_of.get(kernel)
     if need is None:
         return [f"{kernel} is not in the cubin of {card.arch}"]
     warps = -(-launch.threads // 32)
