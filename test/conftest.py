@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
+import ssl
 import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the engine process; before torch is loaded
@@ -33,6 +35,8 @@ ANSWER_S = 60.0
 """Default request timeout: httpx's five seconds are too short on a busy machine."""
 for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, ANSWER_S)
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+"""Clients share a context. Each new one would read the certificates, which takes 30 ms of CPU time."""
 _running: dict[str | None, pytest.FixtureDef[Any]] = {}
 """Shared fixtures by group name."""
 M_MMAP_THRESHOLD = -3

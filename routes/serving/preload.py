@@ -25,14 +25,12 @@ for _name in ("ROBYN_HOST", "ROBYN_PORT", "ROBYN_DEV_MODE", "ROBYN_BROWSER_OPEN"
 import uvloop  # noqa: E402, F401  # Robyn imports it at start
 
 from routes import web_page  # noqa: E402
-from routes.docs.openapi import openapi_document  # noqa: E402
 from routes.serving import http, listen_socket  # noqa: E402, F401  # these import Robyn
-from routes.table import ROUTES  # noqa: E402
+from routes.table import ROUTES  # noqa: E402, F401
 from rwkv_batch.tokenizer import Tokenizer, make_tables  # noqa: E402
 
 make_tables()
 TOKENIZER = Tokenizer()
-OPENAPI_DOCUMENT = openapi_document(ROUTES)
 WEB_FILES = web_page.read_files()
 # Exclude these objects from collections: walking them stops all streams for 10 ms and unshares their memory.
 gc.freeze()

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from routes import system, web_page
 from routes.api_keys import KeyRing
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
+from routes.docs.openapi import openapi_document
 from routes.file_store import open_store
 from routes.model_connections import connect_model
 from routes.model_registry import ModelRegistry
@@ -207,7 +208,7 @@ def _context(fleet: Fleet, config: HttpConfig, readiness: Readiness) -> Context:
     limiter = RequestLimiter(config.max_streams, config.max_streams_per_client)
     context = Context(fleet, config, limiter, readiness, KeyRing(bool(config.keys_file)), tokenizer=preload.TOKENIZER)
     context.files, context.defaults = open_store(config), msgspec.convert(config.defaults, DecodeDefaults)
-    context.shared[system.OPENAPI_KEY] = preload.OPENAPI_DOCUMENT
+    context.shared[system.OPENAPI_KEY] = cache(partial(openapi_document, ROUTES))
     context.shared[CACHE_KEY] = TranslationCache(config.translate_cache)
     context.shared[web_page.FILES_KEY] = preload.WEB_FILES
     return context

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from test.serving import START_TIMEOUT_S, Service, row_texts, sse_data, wait_for
+from test.serving import START_TIMEOUT_S, Service, children, raise_priority, row_texts, sse_data, wait_for
 
 CHAT, STATE = "/v1/chat/completions", "/state/chat/completions"
 ADMIN = {"Authorization": "Bearer boss"}
@@ -189,6 +189,8 @@ def test_no_request_fails_while_all_engines_restart(pair: Service, undisturbed: 
         rounds = 0
         while not restart.done() or not rounds:
             assert texts(pair, [body(number) for number in range(12)]) == undisturbed
+            servers = children(pair.process.pid)  # engines are forked from one
+            raise_priority(one for server in servers for one in children(server))  # the streams starve a loading one
             rounds += 1
     assert not before & {one["pid"] for one in restart.result().json()["data"]}
     all_ready(pair)

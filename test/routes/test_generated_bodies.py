@@ -23,7 +23,7 @@ import pytest
 
 from routes.route import Route
 from routes.table import ROUTES
-from test.serving import NO_TLS, Service
+from test.serving import Service
 
 BODIES = 20_000 if os.environ.get("RWKV_LONG_TESTS") else 1000
 WANT_FILES = (
@@ -223,7 +223,7 @@ def test_spoiled_bodies_are_refused_without_harm(bounded: Service) -> None:
     own, clients = threading.local(), contextlib.ExitStack()
 
     def begin() -> None:  # a connection pool shared by threads may close a connection that another thread has just got
-        own.client = clients.enter_context(httpx.Client(base_url=bounded.url, timeout=90, verify=NO_TLS))
+        own.client = clients.enter_context(httpx.Client(base_url=bounded.url, timeout=90))
 
     def send(seed: int) -> tuple[int, str]:
         route, body, spoiled = generated(seed)

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from test.serving import NO_TLS, REQUEST_TIMEOUT_S, Service, raw_request, read_all, sse_data, wait_for
+from test.serving import REQUEST_TIMEOUT_S, Service, raw_request, read_all, sse_data, wait_for
 
 CHAT = "/v1/chat/completions"
 STATE = "/state/chat/completions"
@@ -218,7 +218,7 @@ def test_a_worker_without_a_free_descriptor_keeps_serving(fake: Service) -> None
     """Clients may hold all of them."""
     before = fake.pids()
     limits = resource.prlimit(before["http-0"], resource.RLIMIT_NOFILE)
-    with httpx.Client(base_url=fake.url, verify=NO_TLS) as client, fake.connect() as leaving:
+    with httpx.Client(base_url=fake.url) as client, fake.connect() as leaving:
         leaving.sendall(raw_request(CHAT, json.dumps({"contents": ["held"], "max_tokens": 5}).encode()))
         wait_for(lambda: client.get("/status").json()["running_rows"] == 1, 10, "it runs")
         resource.prlimit(before["http-0"], resource.RLIMIT_NOFILE, (1, limits[1]))

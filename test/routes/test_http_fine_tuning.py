@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from test.serving import Service, wait_for
+from test.serving import Service, raise_priority, wait_for
 
 ALICE, BOB = "key-of-alice", "key-of-bob"
 KEYS = f'[[key]]\nname = "alice"\nkey = "{ALICE}"\n[[key]]\nname = "bob"\nkey = "{BOB}"\n'
@@ -76,7 +75,7 @@ def wait_for_status(service: Service, job_id: str, *statuses: str) -> Any:
     client = client_of(service)
 
     def look() -> Any:
-        raise_priority(service)
+        raise_priority(training_processes(service))
         job = client.fine_tuning.jobs.retrieve(job_id)
         assert job.status in statuses or job.status not in ENDED, job
         return job if job.status in statuses else None
@@ -106,14 +105,6 @@ def training_processes(service: Service) -> list[int]:
             if b"programs.tune" in line and str(service.state_db).encode() in line:
                 found.append(int(process.name))
     return found
-
-
-def raise_priority(service: Service) -> None:
-    """Let a training take as much of a busy machine as the other tests do: it has a tenth."""
-    for process in training_processes(service):
-        with contextlib.suppress(OSError):  # it has ended, or only root may
-            for thread in os.listdir(f"/proc/{process}/task"):
-                os.setpriority(os.PRIO_PROCESS, int(thread), 0)
 
 
 def test_from_upload_to_answer(served: Service) -> None:
@@ -196,7 +187,7 @@ def test_a_job_pauses_continues_after_a_kill_and_a_restart_and_is_cancelled(fold
     waiting = client.fine_tuning.jobs.create(model="rwkv7", training_file=short, hyperparameters={"n_epochs": 1})
 
     def has_step() -> bool:
-        raise_priority(served)
+        raise_priority(training_processes(served))
         return any(one.startswith("Step ") and "loss" in one for one in messages_of(client, job.id))
 
     wait_for(has_step, 60, "the job makes steps")

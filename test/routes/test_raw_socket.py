@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
-from test.serving import NO_TLS, Service, wait_for
+from test.serving import Service, wait_for
 
 IS_LONG = os.environ.get("RWKV_LONG_TESTS") == "1"
 ABUSES = 2000 if IS_LONG else 150
@@ -191,7 +191,7 @@ class Neighbours:
     def _ask(self) -> None:
         while not self._ends.is_set():
             try:
-                answer = httpx.post(self._service.url + CHAT, content=BODY, timeout=60, verify=NO_TLS)
+                answer = httpx.post(self._service.url + CHAT, content=BODY, timeout=60)
             except httpx.HTTPError as error:
                 self._failed(error)
                 continue
@@ -206,7 +206,7 @@ class Neighbours:
     def _probe(self) -> None:
         while not self._ends.is_set():
             try:
-                answer = httpx.get(self._service.url + "/healthz", timeout=60, verify=NO_TLS)
+                answer = httpx.get(self._service.url + "/healthz", timeout=60)
             except httpx.HTTPError as error:
                 self._failed(error)
                 continue
