@@ -249,9 +249,9 @@ class Engine:
         self.model_runner.pool.poll()
         now = time.monotonic()
         self.jobs.expire(now)
+        has_verified = self._verify_in_flight()
         oldest = self._in_flight[0].number if self._in_flight else self._next_step
-        awaits_drafts = self.scheduler.limits.groups == 1 and any(step.has_drafts for step in self._in_flight)
-        rows = [] if awaits_drafts else self.speculation.add_drafts(self.scheduler.schedule(oldest, now))
+        rows = self.speculation.add_drafts(self.scheduler.schedule(oldest, now))
         if rows:
             between_pieces = self._interleaver.begin(rows) if self.model_runner.has_pieces else None
             self._in_flight.append(self._launch(rows, between_pieces))
@@ -266,8 +266,19 @@ class Engine:
         self._interleaver.finish()
         if not self._in_flight:
             self._interleaver.reset()
-        self.jobs.deliver()  # for rows that ended without a step
-        return bool(rows) or has_outputs
+        self.jobs.deliver()  # of `_verify_in_flight`, and rows that ended without a step
+        return bool(rows) or has_outputs or has_verified
+
+    def _verify_in_flight(self) -> bool:
+        """Process steps in flight that verify drafts: the next step needs their tokens. Returns whether there were any.
+
+        Their deltas are delivered after its launch, because the device waits for it.
+        """
+        has_verified = False
+        while self.scheduler.limits.groups == 1 and any(step.has_drafts for step in self._in_flight):
+            self._process_outputs(self._in_flight.popleft(), self._interleave_now, delivers=False)
+            has_verified = True
+        return has_verified
 
     def _launch(self, rows: list[ScheduledRow], between_pieces: BetweenPieces | None = None) -> Step:
         """Launch a step part by part. A failure ends the jobs of its part, not the engine.
@@ -351,10 +362,13 @@ class Engine:
         for sequence, failure in failures:
             self.jobs.fail_grammar(sequence, failure)
 
-    def _process_outputs(self, finished_step: Step, interleave_now: Callable[[], None] = lambda: None) -> None:
+    def _process_outputs(
+        self, finished_step: Step, interleave_now: Callable[[], None] = lambda: None, delivers: bool = True
+    ) -> None:
         """Read a step's sampled tokens, process and deliver them, part by part.
 
         interleave_now: called before each delivery
+        delivers: False: the caller delivers
         """
         self.jobs.send_turn_starts()
         for step in finished_step.parts:
@@ -373,17 +387,24 @@ class Engine:
             self.speculation.count_step(step.rows, step.started, step.num_drafted)
             self._sample_constrained()  # before the delivery: the device waits for it
             interleave_now()
-            self.jobs.deliver()
+            if delivers:
+                self.jobs.deliver()
 
     def _verify_drafts(self, step: InFlightStep) -> int:
         """Sample and commit the tokens after accepted drafts. Returns their number."""
         num_accepted = 0
         try:
+            self.model_runner.step_sampler.read_ahead(step)
             while rows := self.speculation.accepted_rows(step.rows):
-                part = self.model_runner.sample_drafts(step, rows)
-                self._sample_constrained_part(part)
-                self.jobs.commit(rows, self.model_runner.read(part), step.number)
                 num_accepted += len(rows)
+                ahead = [(row, token) for row in rows if (token := row.sequence.next_ahead) is not None]
+                self.jobs.commit([row for row, _ in ahead], [(token, None) for _, token in ahead], step.number)
+                if len(ahead) < len(rows):
+                    rows = [row for row in rows if row.sequence.next_ahead is None]
+                    part = self.model_runner.sample_drafts(step, rows)
+                    self._sample_constrained_part(part)
+                    self.jobs.commit(rows, self.model_runner.read(part), step.number)
+            self.model_runner.count_ahead(step)
         except (RuntimeError, MemoryError) as error:  # of the device
             self._fail_step(step.rows, error)
         self.jobs.settle_drafts(step.rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -149,6 +150,22 @@ class CpuSampler:
         for req_slot, run in zip(req_slots, runs, strict=True):
             tokens, size = (ctypes.c_int32 * len(run))(*run), ctypes.c_int64(len(run))
             self._library.sampler_append_tokens(self._handle, ctypes.c_int64(req_slot), tokens, size)
+
+    def sample_ahead(self, logits: Tensor, req_slots: list[int], runs: list[list[int]]) -> Tensor:
+        """See `SamplesAhead`."""
+        rows, numbers = len(req_slots), [*accumulate(map(len, runs), initial=0), *chain.from_iterable(runs)]
+        address = tensors.pointer(logits, "logits", torch.float32, (rows, self._vocab), self._device)
+        tokens = torch.empty(rows, dtype=torch.int64)
+        self._library.sampler_sample_ahead(
+            self._handle,
+            ctypes.c_void_p(address),
+            ctypes.c_int64(rows),
+            (ctypes.c_int64 * rows)(*req_slots),
+            (ctypes.c_int32 * len(numbers))(*numbers),
+            ctypes.c_void_p(tokens.data_ptr()),
+            ctypes.c_int32(torch.get_num_threads()),
+        )
+        return tokens
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Sample and count one token per row of logits [R, V].

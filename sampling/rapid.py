@@ -7,6 +7,7 @@ capture it, and its tokens can feed the next step. Every call works on the curre
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -30,6 +31,8 @@ MAX_CHUNKS = 2048
 """Per row: the kernel adds up a row chunk by chunk"""
 MAX_SPLITS = 8
 """CTAs per row"""
+AHEAD_STEP = 32
+"""Slots by which the memory of `sample_ahead` grows."""
 
 
 class SlotState(ctypes.Structure):
@@ -82,6 +85,32 @@ class Launch(ctypes.Structure):
     )
 
 
+@dataclass(slots=True)
+class Slots:
+    """Device memory of request slots."""
+
+    numbers: Tensor
+    """[n] int32: 0, 1, ..."""
+    table: Tensor
+    """[n, 64] uint8: SlotState"""
+    entries: Tensor
+    """[n, capacity, 16] uint8: Entry"""
+    chunks: Tensor
+    best: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def allocate(cls, count: int, capacity: int, device: torch.device) -> Slots:
+        return cls(
+            torch.arange(count, dtype=torch.int32, device=device),
+            torch.zeros(count, ctypes.sizeof(SlotState), dtype=torch.uint8, device=device),
+            torch.zeros(count, capacity, ENTRY_BYTES, dtype=torch.uint8, device=device),
+            torch.zeros(count, MAX_CHUNKS, 2, device=device),
+            torch.zeros(count, MAX_SPLITS, dtype=torch.int64, device=device),
+            torch.zeros(count, dtype=torch.int32, device=device),
+        )
+
+
 class RapidSampler:
     name = "rapid"
 
@@ -102,16 +131,16 @@ class RapidSampler:
         self.max_rows, self.vocab = max_rows, vocab
         self.capacity = min(vocab, MAX_ENTRIES)
         self._params = [SamplingParams(temperature=0.0)] * max_rows
-        self._table = torch.zeros(max_rows, ctypes.sizeof(SlotState), dtype=torch.uint8, device=self.device)
-        self._entries = torch.zeros(max_rows, self.capacity, ENTRY_BYTES, dtype=torch.uint8, device=self.device)
+        self._slots = Slots.allocate(max_rows, self.capacity, self.device)
+        self._ahead: Slots | None = None
+        """copies of slots for `sample_ahead`"""
         self._penalty_exempt = torch.zeros(vocab, dtype=torch.uint8, device=self.device)
         self._penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=self.device)] = 1
-        self._chunks = torch.zeros(max_rows, MAX_CHUNKS, 2, device=self.device)
-        self._best = torch.zeros(max_rows, MAX_SPLITS, dtype=torch.int64, device=self.device)
-        self._arrived = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         properties = torch.cuda.get_device_properties(self.device)
         self._num_sms, self._early = properties.multi_processor_count, int(properties.major >= 9)
         self._req_slots: tuple[list[int], Tensor] | None = None
+        self._numbers = torch.zeros(0, dtype=torch.int32, device=self.device)
+        """of the last `append_tokens`: slots, offsets, tokens"""
         self._uploads = Uploads(self.device)
         self._prepare_library()
 
@@ -124,7 +153,7 @@ class RapidSampler:
         self._launch = tensors.bind(library, "rapid_sample", *types)
         pointer, number = ctypes.c_void_p, ctypes.c_int32
         self._apply_masks = tensors.bind(library, "rapid_apply_masks", pointer, pointer, number, number, pointer)
-        pointers = (ctypes.POINTER(Launch), pointer, pointer, pointer)
+        pointers = (ctypes.POINTER(Launch), *[pointer] * 6)
         self._append_tokens = tensors.bind(library, "rapid_append_tokens", *pointers)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
@@ -140,8 +169,8 @@ class RapidSampler:
         self._params[req_slot] = params
         entries = [Entry(token, bias, -1.0, 0.0) for token, bias in params.logit_bias.items()]
         if entries:
-            self._uploads.send(self._entries[req_slot, : len(entries)], (Entry * len(entries))(*entries))
-        self._uploads.send(self._table[req_slot], self._packed(params))
+            self._uploads.send(self._slots.entries[req_slot, : len(entries)], (Entry * len(entries))(*entries))
+        self._uploads.send(self._slots.table[req_slot], self._packed(params))
 
     def _packed(self, params: SamplingParams) -> SlotState:
         return SlotState(
@@ -167,21 +196,55 @@ class RapidSampler:
             return
         if not 0 <= min(req_slots) <= max(req_slots) < self.max_rows:
             raise IndexError(f"request slots {req_slots}: they are 0 to {self.max_rows - 1}")
+        numbers = self._send_numbers(req_slots, runs)
+        launch = self._launch_of(self._slots, len(req_slots), req_slots=numbers)
+        self._append(launch, numbers, None)
+
+    def sample_ahead(self, logits: Tensor, req_slots: list[int], runs: list[list[int]]) -> Tensor:
+        """See `SamplesAhead`. Three launches."""
+        rows = len(req_slots)
+        if self._ahead is None or len(self._ahead.table) < rows:
+            self._ahead = Slots.allocate(-(-rows // AHEAD_STEP) * AHEAD_STEP, self.capacity, self.device)
+        ahead, numbers = self._ahead, self._send_numbers(req_slots, runs)
+        self._append(self._launch_of(ahead, rows, req_slots=ahead.numbers.data_ptr()), numbers, self._slots)
+        tokens = torch.empty(rows, dtype=torch.int64, device=self.device)
+        self._sample_slots(ahead, logits.contiguous(), ahead.numbers[:rows], tokens)
+        return tokens
+
+    def _send_numbers(self, req_slots: list[int], runs: list[list[int]]) -> int:
+        """Return the device's address of the slots, the offsets of the runs and their tokens."""
         numbers = [*req_slots, *accumulate(map(len, runs), initial=0), *chain.from_iterable(runs)]
-        packed = on_device(numbers, torch.int32, self.device)
-        launch = Launch(
-            req_slots=packed.data_ptr(),
-            table=self._table.data_ptr(),
-            entries=self._entries.data_ptr(),
-            penalty_exempt=self._penalty_exempt.data_ptr(),
-            rows=len(req_slots),
-            capacity=self.capacity,
-        )
-        offsets = packed.data_ptr() + 4 * len(req_slots)
+        if len(numbers) > len(self._numbers):
+            self._numbers = torch.empty(2 * len(numbers), dtype=torch.int32, device=self.device)
+        target = self._numbers[: len(numbers)].view(torch.uint8)
+        self._uploads.send(target, (ctypes.c_int32 * len(numbers))(*numbers))
+        return self._numbers.data_ptr()
+
+    def _append(self, launch: Launch, numbers: int, source: Slots | None) -> None:
+        """Count runs; numbers: of `_send_numbers`. source: copy these slots to the launch's first."""
+        offsets, sources = numbers + 4 * launch.rows, (None, None, None)
+        if source is not None:
+            sources = (numbers, source.table.data_ptr(), source.entries.data_ptr())
         with torch.cuda.device(self.device):
             stream = tensors.stream_pointer(self.device)
-            code = self._append_tokens(ctypes.byref(launch), offsets, offsets + 4 * (len(req_slots) + 1), stream)
+            tokens = offsets + 4 * (launch.rows + 1)
+            code = self._append_tokens(ctypes.byref(launch), offsets, tokens, *sources, stream)
         tensors.check_status(code, "rapid_append_tokens")
+
+    def _launch_of(self, slots: Slots, rows: int, **pointers: int) -> Launch:
+        return Launch(
+            **pointers,
+            table=slots.table.data_ptr(),
+            entries=slots.entries.data_ptr(),
+            penalty_exempt=self._penalty_exempt.data_ptr(),
+            chunks=slots.chunks.data_ptr(),
+            best=slots.best.data_ptr(),
+            arrived=slots.arrived.data_ptr(),
+            rows=rows,
+            vocab=self.vocab,
+            max_rows=len(slots.table),
+            capacity=self.capacity,
+        )
 
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """Sample and count a token per row in one launch. A graph may capture the launch.
@@ -189,21 +252,16 @@ class RapidSampler:
         logits: [R, V] fp32, contiguous, read only. out: [R] int64.
         req_slots: [R] int32, distinct. Padding rows hold max_rows or another number out of range and get token 0.
         """
+        self._sample_slots(self._slots, logits, req_slots, out)
+
+    def _sample_slots(self, slots: Slots, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         rows = logits.shape[0]
-        launch = Launch(
+        launch = self._launch_of(
+            slots,
+            rows,
             logits=tensors.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device),
             req_slots=tensors.pointer(req_slots, "req_slots", torch.int32, (rows,), self.device),
             tokens=tensors.pointer(out, "out", torch.int64, (rows,), self.device),
-            table=self._table.data_ptr(),
-            entries=self._entries.data_ptr(),
-            penalty_exempt=self._penalty_exempt.data_ptr(),
-            chunks=self._chunks.data_ptr(),
-            best=self._best.data_ptr(),
-            arrived=self._arrived.data_ptr(),
-            rows=rows,
-            vocab=self.vocab,
-            max_rows=self.max_rows,
-            capacity=self.capacity,
         )
         if rows == 0:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -67,6 +67,19 @@ class Sampler(Protocol):
 
         May overwrite the logits. Row i belongs to req_slots[i]; slots are distinct. masks [R, V/32] int32: bit j % 32
         of word j / 32 is 1 if token j is allowed; None: all are. Does not wait for the device.
+        """
+        ...
+
+
+@runtime_checkable
+class SamplesAhead(Protocol):
+    """A sampler that samples several tokens of a row at once, if those between them are guessed."""
+
+    def sample_ahead(self, logits: Tensor, req_slots: list[int], runs: list[list[int]]) -> Tensor:
+        """Sample for each row as if `append_tokens` had counted its run, but count nothing.
+
+        logits: [R, V] fp32, may be overwritten. req_slots need not be distinct; their rows have no filters. Returns
+        [R] int64. Does not wait for the device.
         """
         ...
 

@@ -6,7 +6,7 @@ The length of a draft depends on what the row accepted so far (`RowDrafter`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 MAX_DRAFT_TOKENS = 16
@@ -147,6 +147,8 @@ class Draft:
     first_logit: int = 0
     """index in `InFlightStep.draft_logits` of the logits after the first drafted token"""
     num_accepted: int = 0
+    sampled: list[int] = field(default_factory=list)
+    """the tokens after each drafted one, sampled as if all before were accepted; []: they are sampled one by one"""
 
     def accepts(self, ids: Sequence[int]) -> bool:
         """Return whether the row's tokens agree with the draft and the logits after them are known."""

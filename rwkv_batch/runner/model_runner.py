@@ -221,6 +221,8 @@ class ModelRunner:
             inputs, into = self._inputs.build(rows, self._tokens), None if is_routed else self._logits
             logits, step.draft_logits = split_drafts(self._forward(inputs, into, between), step.sampling_rows)
             self.step_sampler.sample(step, mix_logits(logits, step.sampling_rows), self._tokens)
+        if step.draft_logits is not None:
+            self.step_sampler.sample_ahead(step)
         step.layers_s = self.pipeline.layers_s
         return step
 
@@ -329,6 +331,11 @@ class ModelRunner:
     def sample_drafts(self, step: InFlightStep, rows: list[ScheduledRow]) -> InFlightStep:
         """Sample for rows of a step after their accepted drafted tokens. See `StepSampler.sample_drafts`."""
         return self.step_sampler.sample_drafts(step, rows, self._tokens)
+
+    @torch.inference_mode()
+    def count_ahead(self, step: InFlightStep) -> None:
+        """See `StepSampler.count_ahead`."""
+        self.step_sampler.count_ahead(step, self._tokens)
 
     def read(self, step: InFlightStep) -> list[SampledToken]:
         """Return the tokens of the sampling rows, in order. Waits for the step."""

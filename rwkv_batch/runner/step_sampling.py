@@ -7,14 +7,16 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from native.tensors import on_device
+from rwkv_batch.core.drafters import Draft
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.core.shares import StepCosts
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.links import HostCopy, LastTokens, TokenCopy
@@ -26,7 +28,7 @@ from sampling.grammar.constraint import EARLY_ENDS, GrammarError
 from sampling.params import MAX_WINDOW
 from sampling.registry import choose_sampler, order
 from sampling.row_filters import BreakerMasks, RowContext
-from sampling.sampler import Logprobs, Sampler
+from sampling.sampler import Logprobs, Sampler, SamplesAhead
 
 if TYPE_CHECKING:
     from sampling.grammar.masks import Masks
@@ -84,6 +86,8 @@ class InFlightStep:
     """for the unconstrained rows"""
     draft_logits: Tensor | None = None
     """[d, V] fp32: after each drafted token of the rows' drafts, in order"""
+    ahead: list[tuple[list[Draft], HostCopy]] = field(default_factory=list)
+    """tokens sampled after drafted tokens, by sampler"""
     constrained_sample_s: float = 0.0
     """seconds to compute masks and to sample the constrained rows"""
 
@@ -150,6 +154,8 @@ class StepSampler:
         """for rows with filters, by name of the sampler after them"""
         self._breakers = BreakerMasks(tokenizer.byte_table[:vocab])
         self._masks: Masks | None = None
+        self.may_sample_ahead = device.type == "cuda"
+        """On a CPU, tokens after rejected ones cost more than the launches that are saved."""
         self.refusals: dict[str, str] = {}
         """by sampler name"""
         self.is_compiling = False
@@ -237,8 +243,50 @@ class StepSampler:
         self._sample_rows(step, unconstrained, logits, unconstrained, last_tokens)
         step.sample_s = time.perf_counter() - started
 
+    def sample_ahead(self, step: InFlightStep) -> None:
+        """Sample after all drafted tokens at once, for rows of which a sampler can. Does not wait for the device.
+
+        `read_ahead` returns the tokens. The samplers count them in `count_ahead`.
+        """
+        assert step.draft_logits is not None
+        groups: dict[SamplesAhead, list[ScheduledRow]] = {}
+        for row in step.rows:
+            sequence = row.sequence
+            if sequence.draft is None or sequence.matcher is not None or not sequence.request.sampling.is_fused:
+                continue
+            if self.may_sample_ahead and isinstance(sampler := self._sampler_of(sequence), SamplesAhead):
+                groups.setdefault(sampler, []).append(row)
+        for sampler, rows in groups.items():
+            drafts = [row.sequence.draft for row in rows if row.sequence.draft is not None]
+            row_indices = [i for one in drafts for i in range(one.first_logit, one.first_logit + len(one.tokens))]
+            req_slots = [row.sequence.req_slot for row, one in zip(rows, drafts, strict=True) for _ in one.tokens]
+            runs = [one.tokens[1 : i + 1] for one in drafts for i in range(len(one.tokens))]
+            tokens = sampler.sample_ahead(_select_rows(step.draft_logits, row_indices), req_slots, runs)
+            step.ahead.append((drafts, HostCopy(tokens)))
+
+    @staticmethod
+    def read_ahead(step: InFlightStep) -> None:
+        """Set `Draft.sampled` of the drafts of `sample_ahead`. Waits for the step."""
+        for drafts, copy in step.ahead:
+            tokens = iter(copy.tokens())
+            for draft in drafts:
+                draft.sampled = list(islice(tokens, len(draft.tokens)))
+
+    def count_ahead(self, step: InFlightStep, last_tokens: LastTokens) -> None:
+        """Count the accepted tokens of `sample_ahead`. Does not wait for the device."""
+        groups: dict[Sampler | FilteredSampler, list[tuple[int, list[int]]]] = {}
+        for row in step.rows:
+            sequence, draft = row.sequence, row.sequence.draft
+            if draft is not None and draft.sampled and draft.num_accepted and sequence.phase is Phase.RUNNING:
+                taken = sequence.req_slot, draft.sampled[: draft.num_accepted]
+                groups.setdefault(self._sampler_of(sequence), []).append(taken)
+        for sampler, counted in groups.items():
+            req_slots, runs = [req_slot for req_slot, _ in counted], [run for _, run in counted]
+            sampler.append_tokens(req_slots, runs)
+            step.tokens_sent = last_tokens.store(req_slots, [run[-1] for run in runs])
+
     def sample_drafts(self, step: InFlightStep, rows: list[ScheduledRow], last_tokens: LastTokens) -> InFlightStep:
-        """Sample after the accepted drafted tokens of these rows of a step. Does not wait for the device.
+        """Sample after the latest accepted drafted token of rows without `sample_ahead`. Does not wait for the device.
 
         Constrained rows await `sample_constrained`.
         """

@@ -27,7 +27,8 @@
 // apply_masks    logits [rows, vocab] fp32 = -inf where masks [rows, vocab / 32] int32 has a 0. Grid (vocab / 1,024,
 //                rows), 256 threads, no shared memory. Bound: memory, 4 bytes per forbidden token; 320 rows 70 %.
 // append_tokens  counts tokens of rows as if they had been sampled. One CTA of 256 threads per row, no shared memory.
-//                Bound: latency of one pass over a slot's entries per token, 3.3 us for 4 tokens.
+//                Bound: latency of one pass over a slot's entries per token, 3.3 us for 4 tokens. With `sources` it
+//                first copies a slot of another table, so that rows are sampled ahead and their own slots stay.
 #include <cuda_runtime.h>
 
 #include "programmatic_launch.cuh"
@@ -247,11 +248,26 @@ __global__ void __launch_bounds__(kThreads) apply_masks_kernel(float* logits, co
     if (!(bits >> i & 1)) at[i] = -INFINITY;
 }
 
+// Slots to copy first: row r's slot becomes a copy of sources[r]. Null: none is copied.
+struct Sources {
+  const int32_t* req_slots;
+  const SlotState* table;
+  const Entry* entries;
+};
+
 // Counts tokens begins[r] .. begins[r + 1] - 1 of row r's slot as if they had been sampled.
-__global__ void __launch_bounds__(kThreads) append_tokens_kernel(Launch launch, const int32_t* begins, const int32_t* tokens) {
+__global__ void __launch_bounds__(kThreads) append_tokens_kernel(
+    Launch launch, Sources sources, const int32_t* begins, const int32_t* tokens) {
   const int number = launch.req_slots[blockIdx.x], begin = begins[blockIdx.x], end = begins[blockIdx.x + 1];
   SlotState& slot = launch.table[number];
   Entry* entries = launch.entries + static_cast<int64_t>(number) * launch.capacity;
+  if (sources.req_slots) {
+    const int source = sources.req_slots[blockIdx.x];
+    const Entry* from = sources.entries + static_cast<int64_t>(source) * launch.capacity;
+    for (int i = threadIdx.x; i < sources.table[source].num_entries; i += kThreads) entries[i] = from[i];
+    if (threadIdx.x == 0) slot = sources.table[source];
+    __syncthreads();
+  }
   int num_entries = slot.num_entries;
   for (int at = begin; at < end && slot.penalised; ++at) {
     const int token = tokens[at];
@@ -309,9 +325,14 @@ EXPORT int rapid_apply_masks(float* logits, const uint32_t* masks, int32_t rows,
   return cudaGetLastError();
 }
 
-// Rows of `launch`; begins [rows + 1] delimits each row's `tokens`. Returns a CUDA error code.
-EXPORT int rapid_append_tokens(const sampling::Launch* launch, const int32_t* begins, const int32_t* tokens, void* stream) {
+// Rows of `launch`; begins [rows + 1] delimits each row's `tokens`. source_slots [rows]: slots of `source_table` to copy
+// first, or null. Returns a CUDA error code.
+EXPORT int rapid_append_tokens(const sampling::Launch* launch, const int32_t* begins, const int32_t* tokens,
+                               const int32_t* source_slots, const void* source_table, const void* source_entries,
+                               void* stream) {
   using namespace sampling;
-  append_tokens_kernel<<<launch->rows, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*launch, begins, tokens);
+  const Sources sources{source_slots, static_cast<const SlotState*>(source_table),
+                        static_cast<const Entry*>(source_entries)};
+  append_tokens_kernel<<<launch->rows, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(*launch, sources, begins, tokens);
   return cudaGetLastError();
 }

@@ -357,6 +357,22 @@ EXPORT void sampler_append_tokens(Sampler* sampler, int64_t slot, const int32_t*
   for (int64_t i = 0; i < size; ++i) sampling::count(sampler->req_slots[slot], tokens[i], sampler->penalty_exempt);
 }
 
+// As sampler_sample without masks, for copies of slots without filters that have counted a run of tokens. numbers: the
+// offsets [rows + 1] of the runs, then their tokens.
+EXPORT void sampler_sample_ahead(Sampler* sampler, float* logits, int64_t rows, const int64_t* req_slots,
+                                 const int32_t* numbers, int64_t* tokens, int32_t threads) {
+  sampler->scratch.resize(std::max<size_t>(sampler->scratch.size(), threads));
+  const int32_t* runs = numbers + rows + 1;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    const sampling::SlotState& from = sampler->req_slots[req_slots[row]];
+    sampling::SlotState slot{from.parameters, from.step, from.bias_tokens, from.seen, from.bias_values, from.counts, {}};
+    for (int32_t i = numbers[row]; i < numbers[row + 1]; ++i) sampling::count(slot, runs[i], sampler->penalty_exempt);
+    sampling::Scratch& scratch = sampler->scratch[omp_get_thread_num()];
+    tokens[row] = sampling::sample_row(logits + row * sampler->vocab, nullptr, sampler->vocab, slot, scratch);
+  }
+}
+
 // Sets logits [rows, vocab] fp32 to -inf where the bit of masks [rows, ceil(vocab / 32)] is 0.
 EXPORT void sampler_apply_masks(float* logits, const uint32_t* masks, int64_t rows, int64_t vocab, int32_t threads) {
   const int64_t words = (vocab + 31) / 32;
