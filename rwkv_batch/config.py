@@ -15,7 +15,7 @@ DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4", "w8a8")
 ACTIVATION_BITS = (8, 16)
 WKV_STATES = ("auto", "fp32", "fp16", "int8")
 KERNELS = ("auto", "cuda", "cpu", "naive")
-SPECULATE = ("off", "auto", "ngram")
+SPECULATE = ("off", "auto", "ngram", "model")
 """allowed values of `dtype`, `activation_bits`, `wkv_state`, `kernels` and `speculate`"""
 ALL_BATCH_ROWS = -1
 """value of `max_batch_rows_with_interactive`"""
@@ -68,8 +68,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculate: str = "off"
     """one of SPECULATE: whether rows verify guesses of their next tokens
 
-    auto: where measured times say that it pays; ngram: wherever the text has a guess.
+    auto: where measured times say that it pays; ngram: wherever the text has a guess; model: always `draft_model`'s.
     """
+    draft_model: str = ""
+    """file of a small model that guesses tokens for `speculate`; "": none"""
     max_running: int = 0
     """rows that decode at once; 0: from free memory (GPU) or 256 (CPU)"""
     max_waiting_rows: int = 8192

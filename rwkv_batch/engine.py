@@ -208,7 +208,9 @@ class Engine:
         self._user_files.states.open(runner.pool, runner.arena, runner.weights.shape)
         self.state_manager = StateManager(runner.pool, runner.tokenizer, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
-        self.speculation = Speculation(self.config.speculate, runner.pool.tiers.slots, self.scheduler.forget_plain)
+        self.speculation = Speculation(
+            self.config.speculate, runner.pool.tiers.slots, self.scheduler.forget_plain, runner.draft_model
+        )
         self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, runner.tokenizer, runner.vocab)
 
     def _make_texts(self) -> RequiredTexts:

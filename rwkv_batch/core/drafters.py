@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 MAX_DRAFT_TOKENS = 16
 """Tokens of a draft at most."""
@@ -97,6 +97,63 @@ class LookupDrafter:
             self._place = None
 
 
+MAX_CONTEXT = 1024
+"""Latest tokens of a text that a draft model reads."""
+CHUNK = 128
+"""Tokens of them per step, so that long prompts delay no step."""
+RING = MAX_DRAFT_TOKENS + 2
+"""Positions of a row whose states a draft model keeps. So it reads no token again when drafts are rejected."""
+
+
+class ModelDrafter:
+    """A row's place in a draft model, which guesses for all rows of a step at once (`DraftModel`).
+
+    It has the states after `num_read` tokens and after each guess but the last.
+    """
+
+    name = "model"
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self.guesses: list[int] = []
+
+    def propose(self, ids: Sequence[int], length: int, count: int) -> list[int]:
+        """Return the guesses of the last `DraftModel.guess` for this text."""
+        return self.guesses[:count] if length == self.num_read else []
+
+    def next_read(self, ids: Sequence[int], length: int) -> tuple[int, list[int]]:
+        """Return the position in ids[:length] to continue from, and the next tokens to read. They may be a part.
+
+        0: the zero state, even if the tokens begin later in the text.
+        """
+        position = self.num_read
+        for guess in self.guesses[:-1]:
+            if position + 1 >= length or ids[position] != guess:
+                break
+            position += 1
+        begin = position or max(0, length - MAX_CONTEXT)
+        tokens = list(ids[begin : min(length, begin + CHUNK)])
+        self.num_read, self.guesses = begin + len(tokens), []
+        return position, tokens
+
+
+class Wanted(NamedTuple):
+    """A row for which a draft model guesses."""
+
+    drafter: ModelDrafter
+    ids: Sequence[int]
+    length: int
+    count: int
+
+
+class DraftModel(Protocol):
+    """A model that guesses the next tokens of many rows in one call."""
+
+    def guess(self, wanted: list[Wanted]) -> None:
+        """Set `ModelDrafter.guesses` of rows whose texts it has read. Waits for the device."""
+        ...
+
+
 PRIOR_TRIALS = 2.0
 """Tokens that the expected acceptance of a new row counts for."""
 MEMORY = 0.8
@@ -142,6 +199,8 @@ class Draft:
     tokens: list[int]
     start: int
     """index of the first drafted token in `Sequence.token_ids`"""
+    num_wanted: int = 0
+    """tokens that a draft model has to guess; 0: `tokens` are known"""
     slot: int = -1
     """the state after all drafted tokens"""
     first_logit: int = 0
@@ -156,8 +215,8 @@ class Draft:
         return self.num_accepted < count <= len(self.tokens) and list(ids[self.start :]) == self.tokens[:count]
 
 
-def best_length(rate: float, fixed_cost: float, token_cost: float) -> int:
-    """Return the number of tokens to draft. 0 if no draft pays.
+def best_length(rate: float, fixed_cost: float, token_cost: float) -> tuple[int, float]:
+    """Return the number of tokens to draft, and how many tokens that gains. 0 if no draft pays.
 
     rate: chance that a token is accepted
     fixed_cost, token_cost: time of a draft and of each token, in tokens that the step yields in it without drafts
@@ -168,4 +227,4 @@ def best_length(rate: float, fixed_cost: float, token_cost: float) -> int:
         gain += chance - token_cost
         if gain > best_gain:
             best, best_gain = length, gain
-    return best
+    return best, best_gain

@@ -23,7 +23,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, Draft, Drafter, LookupDrafter, RowDrafter, best_length
+from rwkv_batch.core.drafters import (
+    MAX_DRAFT_TOKENS,
+    Draft,
+    Drafter,
+    DraftModel,
+    LookupDrafter,
+    ModelDrafter,
+    RowDrafter,
+    Wanted,
+    best_length,
+)
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import PENDING, Phase, Sequence, SharedSlot
 from state_pool.cache.slots import Slots
@@ -38,17 +48,24 @@ DECAY = 0.95
 SKIPPED_STEPS = 2
 PROBE_TOKENS = 4
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
+PROBE_GAIN = 1e-6
+"""The expected gain of such a draft, which is less than of any draft that pays."""
 PROBE_SHARE = 0.005
 """Share of the time for such drafts."""
 MAX_PROBES = 2.0
 """Their cost at most, in tokens, after a time without them."""
 
 
-def make_drafters(sequence: Sequence) -> list[Drafter]:
-    """Return the drafters of a row that starts to sample."""
-    lookup = LookupDrafter("ngram")
-    prediction = sequence.request.prediction
-    return [LookupDrafter("prediction", prediction, sequence.prompt_end), lookup] if prediction else [lookup]
+def make_drafters(sequence: Sequence, mode: str = "auto", has_model: bool = False) -> list[Drafter]:
+    """Return the drafters of a row that starts to sample. mode: `EngineConfig.speculate`"""
+    drafters: list[Drafter] = []
+    if prediction := sequence.request.prediction:
+        drafters.append(LookupDrafter("prediction", prediction, sequence.prompt_end))
+    if mode != "model":
+        drafters.append(LookupDrafter("ngram"))
+    if has_model and mode != "ngram":
+        drafters.append(ModelDrafter())
+    return drafters
 
 
 class DraftCost(NamedTuple):
@@ -120,17 +137,24 @@ class DraftTotals(NamedTuple):
 class Speculation:
     """Drafts of all rows. Owned by the engine's thread."""
 
-    def __init__(self, mode: str, slots: Slots, forget_plain: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self, mode: str, slots: Slots, forget_plain: Callable[[Sequence], None], model: DraftModel | None = None
+    ) -> None:
         """mode: `EngineConfig.speculate`
 
         forget_plain: makes the scheduler create the row's next `ScheduledRow` anew
         """
+        self.model = model
+        self.model_s = 0.0
+        """smoothed seconds per token that the draft model guesses"""
         self.mode = mode
         self._slots = slots
         self._forget_plain = forget_plain
-        self.make_drafters: Callable[[Sequence], list[Drafter]] = make_drafters
+        self.make_drafters: Callable[[Sequence], list[Drafter]] = partial(
+            make_drafters, mode=mode, has_model=model is not None
+        )
         self.times = StepTimes()
-        self.totals = dict.fromkeys(("ngram", "prediction"), DraftTotals())
+        self.totals = dict.fromkeys(("ngram", "prediction", "model"), DraftTotals())
         """by drafter"""
         self._probe_credit = MAX_PROBES
         """tokens that probes may cost by now"""
@@ -145,11 +169,13 @@ class Speculation:
         cost, num_drafting = self.times.cost(len(rows)), 0
         self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE * len(rows))
         result = []
-        for row in rows:
-            draft = self._propose(row, cost)
-            if draft is None:
+        drafts = [self._propose(row, cost) for row in rows]
+        self._guess(list(zip(rows, drafts, strict=True)))
+        for row, draft in zip(rows, drafts, strict=True):
+            is_pending = row.sequence.token_ids[-1] == PENDING
+            if draft is None or not (draft.tokens or is_pending):
                 result.append(row)
-            elif row.sequence.token_ids[-1] != PENDING:
+            elif not is_pending:
                 num_drafting += self._take_slots(row.sequence, draft)
                 result.append(row)
         if not num_drafting:
@@ -158,7 +184,7 @@ class Speculation:
         return [_without_device_token(row) for row in result]
 
     def _propose(self, row: ScheduledRow, cost: DraftCost) -> Draft | None:
-        """Return a draft for a scheduled row, if one pays."""
+        """Return a draft for a scheduled row, if one pays: by the drafter that gains most."""
         sequence = row.sequence
         if not _may_draft(row):
             return None
@@ -168,26 +194,61 @@ class Speculation:
         is_pending = ids[-1] == PENDING
         known = len(ids) - is_pending
         room = sequence.request.max_tokens - (known - sequence.prompt_end) - 1
+        best, best_gain = None, 0.0
         for one in sequence.drafters if room > 0 else ():
-            tokens = one.drafter.propose(ids, known, min(MAX_DRAFT_TOKENS, room) + is_pending)
-            if len(tokens) > is_pending and (length := self._length(one.rate, cost)):
-                return Draft(one, tokens[:length], known)
-        return None
+            count, one_cost = min(MAX_DRAFT_TOKENS, room), cost
+            if isinstance(one.drafter, ModelDrafter):
+                if not sequence.has_sampled:  # the first token does not wait for guesses
+                    continue
+                tokens, one_cost = [], DraftCost(cost.fixed, cost.token + self._model_cost(cost))
+            else:
+                tokens = one.drafter.propose(ids, known, count + is_pending)
+                if len(tokens) <= is_pending:
+                    continue
+            length, gain = self._length(one.rate, one_cost)
+            if length and gain > best_gain:
+                num_wanted = 0 if tokens else min(length, count)
+                best, best_gain = Draft(one, tokens[:length], known, num_wanted), gain
+        return best
+
+    def _model_cost(self, cost: DraftCost) -> float:
+        """Return the cost of guessing a token in tokens. All rows with a draft share it."""
+        added_s = self.times.added_s
+        if not self.model_s or not added_s or not added_s[1]:
+            return CERTAIN_COST.token
+        return cost.token * self.model_s / added_s[1] / self.times.num_drafting
+
+    def _guess(self, drafts: list[tuple[ScheduledRow, Draft | None]]) -> None:
+        """Fill in the tokens that the draft model guesses."""
+        wanted = [
+            (one, Wanted(one.drafter.drafter, row.sequence.token_ids, one.start, one.num_wanted))
+            for row, one in drafts
+            if one is not None and isinstance(one.drafter.drafter, ModelDrafter) and row.sequence.token_ids[-1] != PENDING
+        ]
+        if not wanted or self.model is None:
+            return
+        started = time.monotonic()
+        self.model.guess([row for _, row in wanted])
+        seconds = (time.monotonic() - started) / max(row.count for _, row in wanted)
+        self.model_s = self.model_s + (seconds - self.model_s) * SMOOTHING if self.model_s else seconds
+        for draft, row in wanted:
+            draft.tokens = row.drafter.propose(row.ids, row.length, row.count)
 
     def _expected_rate(self, name: str) -> float:
         """Return the expected acceptance of a new row."""
         total = self.totals.get(name, DraftTotals())
         return (total.accepted + 6) / (total.drafted + 10)
 
-    def _length(self, rate: float, cost: DraftCost) -> int:
-        """Return how many tokens to draft."""
-        if self.mode == "ngram":
-            return MAX_DRAFT_TOKENS
-        length, probe_cost = best_length(rate, cost.fixed, cost.token), cost.fixed + cost.token * PROBE_TOKENS
+    def _length(self, rate: float, cost: DraftCost) -> tuple[int, float]:
+        """Return how many tokens to draft, and their gain in tokens."""
+        if self.mode != "auto":
+            return MAX_DRAFT_TOKENS, 1.0
+        length, gain = best_length(rate, cost.fixed, cost.token)
+        probe_cost = cost.fixed + cost.token * PROBE_TOKENS
         if length or probe_cost > self._probe_credit:
-            return length
+            return length, gain
         self._probe_credit -= probe_cost
-        return PROBE_TOKENS
+        return PROBE_TOKENS, PROBE_GAIN
 
     def _take_slots(self, sequence: Sequence, draft: Draft) -> bool:
         """Give the draft a slot, and keep the state that both device rows read. Returns False without free slots."""

@@ -16,6 +16,7 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.runner.draft_steps import DraftSteps
 from rwkv_batch.runner.graphs.capture import CaptureError
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.step import LaunchGroups, StepGraphs, are_all_plain, split_prefill_decode
@@ -78,6 +79,7 @@ class ModelRunner:
             torch.cuda.set_device(self.device if self.device.type == "cuda" else self._gpus[-1])
             torch.cuda.empty_cache()  # left over from loading
         self._weight_bytes = {device: torch.cuda.memory_allocated(device) for device in self._gpus}
+        self.draft_model = DraftSteps(config, self.device) if config.draft_model and config.speculate != "off" else None
         memory = Memory(config, self.pipeline)
         self.limits = memory.limits()
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)

@@ -13,13 +13,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, TOKENS_PER_CALL, Drafter, LookupDrafter, best_length
+from rwkv_batch.core.drafters import (
+    MAX_DRAFT_TOKENS,
+    TOKENS_PER_CALL,
+    Drafter,
+    LookupDrafter,
+    ModelDrafter,
+    best_length,
+)
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.speculation import StepTimes, make_drafters
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, PromptLogprobs, SessionTurn, TokenLogprob
 from sampling.params import Filters, Method, SamplingParams
 from state_pool.config import PoolConfig
+from demo.random_weights import write_random_model
 from test.engine.test_constraints import LOOPS, PERSON, choice, lark, regex, schema
 from test.engine.test_step_parts import FakeGraphs
 from test.harness import (
@@ -50,7 +58,7 @@ FILTERS = (
     Filters(xtc_probability=0.5, dry_multiplier=0.8, typical_p=0.95),
     Filters(top_n_sigma=2.0, dynatemp_range=0.3, bad_words=((11, 12), (300, 301))),
 )
-KINDS = ("right", "wrong", "random", "half right", "late", "pauses", "lookup", "lookup")
+KINDS = ("right", "wrong", "random", "half right", "late", "pauses", "lookup", "lookup", "model", "model")
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
@@ -169,6 +177,8 @@ class Answers:
 
     def drafters(self, sequence: Sequence) -> list[Drafter]:
         kind = self.rng.choice(KINDS)
+        if kind == "model":
+            return [ModelDrafter()]
         answer = self.ids.get((sequence.job.job_id, sequence.row))
         if answer is None or kind == "lookup":
             return make_drafters(sequence)
@@ -181,9 +191,11 @@ def engines(model: Path, folder: Path, loop: str) -> Iterator[tuple[Engine, Engi
     fields = {"max_running": 24, **LOOPS.get(loop, {"overlap_on_cpu": True})}
     pools = [PoolConfig(state_db=str(folder / f"{name}.db")) for name in ("off", "on")]
     answers = Answers()
+    # The model itself is a draft that is right where rows are greedy; another one is always wrong.
+    draft = model if loop != "plain" else write_random_model(folder / "draft.safetensors", layers=1, width=64, seed=1)
     with (
         started_engine(model, pools[0], **fields) as off,
-        started_engine(model, pools[1], speculate="ngram", **fields) as on,
+        started_engine(model, pools[1], speculate="ngram", draft_model=str(draft), **fields) as on,
     ):
         on.speculation.make_drafters = answers.drafters
         if loop == "parts":  # as on a GPU: decode rows by a graph, rows with drafts by another launch
@@ -246,7 +258,8 @@ def test_drafts_change_nothing(model: Path, tmp_path: Path, loop: str) -> None:
         drafted, accepted = map(sum, zip(*on.speculation.totals.values(), strict=True))
         print(f"{loop}: {jobs} jobs, {accepted} of {drafted} drafted tokens accepted")
         assert drafted > accepted > 0
-        assert off.speculation.totals == {"ngram": (0, 0), "prediction": (0, 0)}
+        assert on.speculation.totals["model"].drafted
+        assert set(off.speculation.totals.values()) == {(0, 0)}
         assert eventually_holds(on, lambda: not integrity_faults(on.model_runner.pool)), "every slot has its owner"
 
 
@@ -303,8 +316,8 @@ def test_a_prediction_is_followed_over_a_replaced_word() -> None:
 
 
 def test_a_draft_is_as_long_as_it_pays() -> None:
-    assert best_length(0.0, 0.0, 0.1) == best_length(0.9, 0.1, 5.0) == best_length(0.9, 20.0, 0.1) == 0
-    lengths = [best_length(rate, 0.1, 0.1) for rate in (0.3, 0.5, 0.7, 0.9, 1.0)]
+    assert best_length(0.0, 0.0, 0.1) == best_length(0.9, 0.1, 5.0) == best_length(0.9, 20.0, 0.1) == (0, 0.0)
+    lengths = [best_length(rate, 0.1, 0.1)[0] for rate in (0.3, 0.5, 0.7, 0.9, 1.0)]
     assert lengths == sorted(lengths) and lengths[-1] == MAX_DRAFT_TOKENS
 
 

@@ -122,14 +122,15 @@ class DecodeGraphs:
         """Whether any stage is capturing a graph. Includes graphs of prompts."""
         return any(graph_stage.recorder.is_recording for graph_stage in self.graph_stages)
 
-    def warm_up(self, adapters: bool = False) -> None:
+    def warm_up(self, adapters: bool = False, logits: bool = True) -> None:
         """Capture every size. Largest size first, so that smaller ones fit into its memory.
 
         adapters: also capture the graphs of steps with adapters.
+        logits: also those of `run_logits`.
         """
         started = time.perf_counter()
         for size, with_adapters in product(reversed(self.sizes), (False, True) if adapters else (False,)):
-            for sampled in (True, False):
+            for sampled in (True, False) if logits else (True,):
                 for number in range(len(self.graph_stages)):
                     self._graph(number, size, sampled, with_adapters)
         logger.info("captured %d decode graphs in %.1f s", len(self._captured), time.perf_counter() - started)

@@ -1,0 +1,152 @@
+"""Runs a draft model: a small model on the last stage's device that guesses the next tokens of rows with drafts.
+
+Each row has a ring of slots, one per position. After a verify step it continues from the last position whose tokens
+were accepted, so nothing is read again. A row that ends frees its ring.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from native.tensors import on_device
+from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.drafters import RING, ModelDrafter, Wanted
+from rwkv_batch.core.speculation import MAX_ROWS
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.runner.graphs.capture import make_graph_stages
+from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
+from rwkv_batch.runner.memory import allocate_slots
+from rwkv_batch.runner.model_files import load_pipeline
+from sampling.rapid import RapidSampler
+from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
+
+FEW_TOKENS = 4
+"""Up to this many known tokens are read one by one with graphs: kernel by kernel, the host takes longer."""
+
+
+class _Row(NamedTuple):
+    """A row of a call: its ring, the known tokens to read, and the position before them."""
+
+    drafter: ModelDrafter
+    ring: int
+    position: int
+    tokens: list[int]
+    start: int
+    """position of the first of `tokens`: `position`, or later in the text if nothing is read yet"""
+    count: int
+    """tokens to guess; 0: more of its text must be read first"""
+
+    def slot(self, read: int) -> int:
+        """Return the slot of the state after `read` of its tokens and guesses."""
+        if not read and not self.position:
+            return ZERO_SLOT
+        return FIRST_FREE_SLOT + self.ring * RING + (self.start + read) % RING
+
+
+class DraftSteps:
+    """Implements `DraftModel`. Engine thread."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        """Load the model. Raises StartupError."""
+        fields = {"model_path": config.draft_model, "devices": (str(device),), "dtype": "auto", "wkv_state": "auto"}
+        own = {"adapters": (), "layers": (), "resident": (), "auto_fallback_fields": ("wkv_state", "kernels")}
+        _, self._pipeline = load_pipeline(msgspec.structs.replace(config, **fields, **own))
+        self._device = device
+        allocate_slots(self._pipeline, FIRST_FREE_SLOT + MAX_ROWS * RING)
+        self._rings: weakref.WeakKeyDictionary[ModelDrafter, int] = weakref.WeakKeyDictionary()
+        self._free = list(range(MAX_ROWS))
+        self._graphs: DecodeGraphs | None = None
+        if device.type == "cuda" and DecodeGraphs.unavailable_reason(self._pipeline.stages, Greedy()) is None:
+            stages = make_graph_stages(self._pipeline.stages, MAX_ROWS, depth=2)
+            vocab = self._pipeline.weights.shape.vocab
+            self._graphs = DecodeGraphs(stages, MAX_ROWS, RapidSampler(MAX_ROWS, vocab, device, []))
+            self._graphs.warm_up(logits=False)
+
+    @torch.inference_mode()
+    def guess(self, wanted: list[Wanted]) -> None:
+        """See `DraftModel`."""
+        rows = [row for one in wanted if (row := self._row(one)) is not None]
+        if not rows:
+            return
+        tokens = self._run_graphs(rows) if self._graphs is not None else self._run(rows)
+        for row, guesses in zip([row for row in rows if row.count], tokens, strict=True):
+            row.drafter.guesses = guesses[: row.count]
+
+    def _row(self, wanted: Wanted) -> _Row | None:
+        """Return a row's plan. None: it needs none, or all rings are in use."""
+        drafter = wanted.drafter
+        if drafter.num_read == wanted.length:  # its guesses are not verified yet
+            return None
+        if drafter not in self._rings:
+            if not self._free:
+                return None
+            ring = self._rings[drafter] = self._free.pop()
+            weakref.finalize(drafter, self._free.append, ring)
+        position, tokens = drafter.next_read(wanted.ids, wanted.length)
+        is_done = drafter.num_read == wanted.length
+        start = drafter.num_read - len(tokens)
+        return _Row(drafter, self._rings[drafter], position, tokens, start, wanted.count if is_done else 0)
+
+    def _run(self, rows: list[_Row]) -> list[list[int]]:
+        """Return the guesses of rows whose text is read."""
+        guessing = [i for i, row in enumerate(rows) if row.count]
+        chosen = self._step(rows, [row.tokens for row in rows], [0] * len(rows), guessing)
+        rows = [rows[i] for i in guessing]
+        guesses = [[token] for token in chosen]
+        for number in range(1, max((row.count for row in rows), default=0)):
+            read = [len(row.tokens) + number - 1 for row in rows]
+            chosen = self._step(rows, [[one[-1]] for one in guesses], read, list(range(len(rows))))
+            for one, token in zip(guesses, chosen, strict=True):
+                one.append(token)
+        return guesses
+
+    def _step(self, rows: list[_Row], tokens: list[list[int]], read: list[int], guessing: list[int]) -> list[int]:
+        """Read tokens kernel by kernel. Returns the likeliest next ones of the rows `guessing`.
+
+        read: tokens and guesses that each row has read before
+        """
+        reads = [row.slot(count) for row, count in zip(rows, read, strict=True)]
+        writes = [row.slot(count + len(ids)) for row, count, ids in zip(rows, read, tokens, strict=True)]
+        inputs = step_inputs(tokens, reads, writes, guessing)
+        if not guessing:
+            self._pipeline.run_layers(inputs)
+            return []
+        chosen: list[int] = self._pipeline.forward(inputs).argmax(-1).tolist()
+        return chosen
+
+    def _run_graphs(self, rows: list[_Row]) -> list[list[int]]:
+        """The same with one graph per guess, and without waiting between them."""
+        guessing = [row for row in rows if row.count]
+        known = [row.tokens[:-1] if row.count else row.tokens for row in rows]
+        if max(map(len, known)) > FEW_TOKENS:
+            reading = [i for i, tokens in enumerate(known) if tokens]
+            self._step([rows[i] for i in reading], [known[i] for i in reading], [0] * len(reading), [])
+        else:
+            for number in range(max(map(len, known))):
+                reading = [i for i, tokens in enumerate(known) if len(tokens) > number]
+                self._decode([rows[i] for i in reading], [number] * len(reading), [known[i][number] for i in reading])
+        steps: list[Tensor] = []
+        last: list[int] | None = [row.tokens[-1] for row in guessing]
+        for number in range(max((row.count for row in guessing), default=0)):
+            read = [len(row.tokens) - 1 + number for row in guessing]
+            steps.append(self._decode(guessing, read, last).clone())
+            last = None
+        return torch.stack(steps, 1).tolist() if steps else []
+
+    def _decode(self, rows: list[_Row], read: list[int], tokens: list[int] | None) -> Tensor:
+        """Launch a graph that reads a token per row. Returns the likeliest next ones [B] int64.
+
+        tokens: None: those that the last launch chose for these rows
+        """
+        assert self._graphs is not None
+        rings = [row.ring for row in rows]
+        if tokens is not None:
+            self._graphs.tokens.store(rings, on_device(tokens, torch.int64, self._device))
+        reads = [row.slot(count) for row, count in zip(rows, read, strict=True)]
+        writes = [row.slot(count + 1) for row, count in zip(rows, read, strict=True)]
+        return self._graphs.run(rings, reads, writes)
