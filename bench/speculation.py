@@ -7,20 +7,23 @@ The demo model answers requests whose texts repeat something: a prediction with 
 items, JSON by a schema. Each round runs a request with `speculation` off and on. The figure is the median of the
 rounds' ratios, of CPU seconds. Texts must be equal.
 
-Random weights have no text. There the text is one token, which a logit bias forces, and an oracle drafts it: each of
-its tokens is right with probability p. A prediction that is right needs no luck. The oracle itself takes no time.
+Random weights have no text. There the text is one token, which a logit bias forces. A draft model of the 0.1B shape
+runs, and an oracle replaces its guesses: each is right with probability p. A prediction that is right needs no luck.
+`--profile` adds the time of each kernel in a step that verifies 4 or 16 right tokens.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import itertools
 import json
 import random
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +35,8 @@ from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.record import Arguments, commit, finish
 from demo.files import ensure_model
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.drafters import Drafter
-from rwkv_batch.core.speculation import make_drafters
+from rwkv_batch.core.drafters import DraftModel, ModelDrafter, Wanted
+from rwkv_batch.core.speculation import DraftTotals, make_drafters
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
 from rwkv_batch.tokenizer import Tokenizer
@@ -43,8 +46,7 @@ from state_pool.config import PoolConfig
 
 FORCED, OTHER = 300, 301
 """Token of the text with random weights, and a wrong one."""
-RATES = (0.0, 0.7, 0.9)
-ROWS = (1, 4, 8, 32)
+RATES = (0.0, 0.7, 0.9, 1.0)
 PERSON = {
     "type": "object",
     "properties": {
@@ -56,17 +58,22 @@ PERSON = {
 }
 
 
-class OracleDrafter:
-    """Drafts the forced token; each of its tokens is right with probability `rate`."""
+class Oracle:
+    """A draft model whose steps run. Its guesses are replaced: each is right with probability `rate`."""
 
-    def __init__(self, rate: float) -> None:
-        self.name = f"oracle {rate}"
+    def __init__(self, model: DraftModel | None, rate: float) -> None:
+        """model: None: guesses take no time"""
+        self._model = model
         self._rate = rate
         self._rng = random.Random(0)
 
-    def propose(self, ids: Sequence[int], length: int, count: int) -> list[int]:
-        """See Drafter."""
-        return [FORCED if self._rng.random() < self._rate else OTHER for _ in range(count)]
+    def guess(self, wanted: list[Wanted]) -> None:
+        """See DraftModel."""
+        if self._model is not None:
+            self._model.guess(wanted)
+        for drafter, _, length, count in wanted:
+            drafter.num_read = length
+            drafter.guesses = [FORCED if self._rng.random() < self._rate else OTHER for _ in range(count)]
 
 
 class Answer:
@@ -118,23 +125,26 @@ def started(path: Path, **fields: Any) -> Iterator[Engine]:
 # Random weights ----------------------------------------------------------------------------------------------
 
 
-def measure_random(path: Path, dtype: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
+def measure_random(path: Path, draft: Path, dtype: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure one type: rows x (off, p, right prediction)."""
+    tokens = args.tokens
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=1, logit_bias={FORCED: 1000.0})
     row = GenerateRequest(prompt=[7] * 24, max_tokens=tokens, sampling=sampling, chunk_size=1, speculation="off")
     results = []
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    with started(path, dtype=dtype, devices=(device,), max_running=64) as engine:
-        for rows in ROWS:
-            cases: dict[str, tuple[GenerateRequest, list[Drafter]]] = {"off": (row, [])}
-            on = msgspec.structs.replace(row, speculation="")
-            cases |= {f"p {rate}": (on, [OracleDrafter(rate)]) for rate in RATES}
-            cases["prediction"] = (msgspec.structs.replace(on, prediction=[FORCED] * tokens), [])
+    fields: dict[str, Any] = {"dtype": dtype, "devices": (device,), "max_running": 64, "draft_model": str(draft)}
+    with started(path, **fields) as engine:
+        model = engine.speculation.model
+        on = msgspec.structs.replace(row, speculation="")
+        predicted = msgspec.structs.replace(on, prediction=[FORCED] * tokens)
+        for rows in map(int, args.rows.split(",")):
+            cases: dict[str, tuple[GenerateRequest, float | None]] = {"off": (row, None)}
+            cases |= {f"p {rate}": (on, rate) for rate in RATES}
+            cases["prediction"] = (predicted, None)
             speeds: dict[str, list[float]] = {}
-            for number in range(rounds + 1):
-                for name, (request, drafters) in cases.items():
-                    own = make_drafters if not drafters else (lambda _sequence, chosen=drafters: chosen)
-                    engine.speculation.make_drafters = own
+            for number in range(args.rounds + 1):
+                for name, (request, rate) in cases.items():
+                    use_oracle(engine, model, rate)
                     answer = Answer(engine, [request] * rows, f"{rows}-{name}-{number}")
                     assert answer.ids == [[FORCED] * tokens] * rows, "the text is forced"
                     if number:
@@ -146,11 +156,68 @@ def measure_random(path: Path, dtype: str, tokens: int, rounds: int) -> list[dic
                     {"dtype": dtype, "rows": rows, "case": name, "tokens_per_s": speed, "ratio": round(ratio, 3)}
                 )
                 print(json.dumps(results[-1]), flush=True)
-        times = {rows: round(1e3 * s, 3) for rows, s in engine.speculation.times.plain_s.items()}
-        added = [round(1e3 * seconds, 4) for seconds in engine.speculation.times.added_s or ()]
-        print(json.dumps({"plain_step_ms": times, "draft_ms_fixed_and_token": added}), flush=True)
-        print(json.dumps({name: total._asdict() for name, total in engine.speculation.totals.items()}), flush=True)
+            print(json.dumps({"rows": rows, **costs(engine)}), flush=True)
+        if args.profile:
+            for drafted, rate in itertools.product((4, 16), (1.0, None)):
+                request = on if rate else predicted
+                use_oracle(engine, model, rate)
+                print(
+                    json.dumps({"dtype": dtype, "drafted": drafted, **profiled(engine, request, drafted)}), flush=True
+                )
     return results
+
+
+def use_oracle(engine: Engine, model: DraftModel | None, rate: float | None) -> None:
+    """Let an oracle guess the tokens of all rows. rate: None: only predictions and lookups do"""
+    speculation = engine.speculation
+    speculation.totals["model"] = DraftTotals()
+    speculation.model = None if rate is None else Oracle(model, rate)
+    speculation.make_drafters = (lambda _: [ModelDrafter()]) if rate is not None else make_drafters
+
+
+def costs(engine: Engine) -> dict[str, Any]:
+    """Return what the controller has measured, in ms."""
+    times = engine.speculation.times
+    return {
+        "plain_step_ms": {rows: round(1e3 * seconds, 3) for rows, seconds in times.plain_s.items()},
+        "draft_ms_fixed_and_token": [round(1e3 * seconds, 4) for seconds in times.added_s or ()],
+        "model_ms_per_token": round(1e3 * engine.speculation.model_s, 4),
+    }
+
+
+def profiled(engine: Engine, request: GenerateRequest, drafted: int) -> dict[str, Any]:
+    """Return where a step's time goes on the GPU: microseconds per step by kernel, and those without any kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    speculation, plain = engine.speculation, engine.speculation._length
+    speculation._length = lambda _rate, _cost: (drafted, 1.0)  # type: ignore[method-assign]
+    try:
+        Answer(engine, [request], f"warm-{drafted}-{bool(request.prediction)}")
+        steps = engine.throughput.steps
+        kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+        with profile(activities=[kind]) as found:
+            answer = Answer(engine, [request], f"profiled-{drafted}-{bool(request.prediction)}")
+        steps = engine.throughput.steps - steps
+    finally:
+        speculation._length = plain  # type: ignore[method-assign]
+    events = sorted((one.time_range.start, one.time_range.end, one.name) for one in found.events())
+    busy_us, end = 0.0, events[0][0] if events else 0.0
+    sums: dict[str, float] = {}
+    for begin, stop, name in events:
+        busy_us += max(0.0, stop - max(begin, end))
+        sums[name[:70]] = sums.get(name[:70], 0.0) + stop - begin
+        end = max(end, stop)
+    span_us = end - events[0][0] if events else 0.0
+    largest = sorted(sums.items(), key=lambda one: -one[1])[:24]
+    return {
+        "by": "prediction" if request.prediction else "model",
+        "steps": steps,
+        "tokens_per_s": round(answer.tokens_per_s, 1),
+        "step_us": round(span_us / steps, 1),
+        "idle_us": round((span_us - busy_us) / steps, 1),
+        "launches": round(len(events) / steps, 1),
+        "kernel_us": {name: round(us / steps, 1) for name, us in largest},
+    }
 
 
 # The demo model ----------------------------------------------------------------------------------------------
@@ -209,7 +276,10 @@ def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument("--size", choices=SIZES, help="random weights of this size instead of the demo model")
     parser.add_argument("--model-path", type=Path, help="file of `write_random_file`; else one is written")
+    parser.add_argument("--draft-model", type=Path, help="file of the draft model; else one of 0.1B is written")
     parser.add_argument("--dtypes", default="auto")
+    parser.add_argument("--rows", default="1,4,8,32")
+    parser.add_argument("--profile", action="store_true", help="kernels of a step, for one row")
     parser.add_argument("--tokens", type=int, default=257)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
@@ -218,8 +288,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
             path = given.model_path or write_random_file(given.size, Path(folder) / "random.safetensors", device)
+            draft = given.draft_model or write_random_file("0.1b", Path(folder) / "draft.safetensors", device)
             for dtype in given.dtypes.split(","):
-                results += measure_random(path, dtype, given.tokens, given.rounds)
+                results += measure_random(path, draft, dtype, given)
     else:
         results = measure_demo(given.rounds, given.dtypes)
     finish({"commit": commit(given.commit), "size": given.size, "results": results}, given.out)

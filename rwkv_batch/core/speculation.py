@@ -75,6 +75,8 @@ class DraftCost(NamedTuple):
     """of a row's draft of any length"""
     token: float
     """of each of its tokens"""
+    per_second: float = 0.0
+    """tokens that a step yields in a second; 0: not measured"""
 
 
 CERTAIN_COST = DraftCost(0.3, 0.1)
@@ -124,7 +126,7 @@ class StepTimes:
         if plain_s is None or added_s is None:
             return DraftCost(CERTAIN_COST.fixed, CERTAIN_COST.token * num_rows)
         tokens_per_s = num_rows / plain_s
-        return DraftCost(added_s[0] * tokens_per_s / self.num_drafting, added_s[1] * tokens_per_s)
+        return DraftCost(added_s[0] * tokens_per_s / self.num_drafting, added_s[1] * tokens_per_s, tokens_per_s)
 
 
 class DraftTotals(NamedTuple):
@@ -158,7 +160,8 @@ class Speculation:
         """by drafter"""
         self._probe_credit = MAX_PROBES
         """tokens that probes may cost by now"""
-        self._last_end = 0.0
+        self._last_end = self._begun = self._guess_s = 0.0
+        """when the last step ended, when the last one with drafts was begun, and the seconds of its guesses"""
 
     # Before a step -------------------------------------------------------------------------------------------
 
@@ -166,6 +169,7 @@ class Speculation:
         """Return a step's rows with their drafts. A row whose draft needs a token in flight is left out."""
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return rows
+        begun, self._guess_s = time.monotonic(), 0.0
         cost, num_drafting = self.times.cost(len(rows)), 0
         self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE * len(rows))
         result = []
@@ -180,7 +184,7 @@ class Speculation:
                 result.append(row)
         if not num_drafting:
             return result
-        self.times.num_drafting = num_drafting
+        self.times.num_drafting, self._begun = num_drafting, begun
         return [_without_device_token(row) for row in result]
 
     def _propose(self, row: ScheduledRow, cost: DraftCost) -> Draft | None:
@@ -212,24 +216,25 @@ class Speculation:
         return best
 
     def _model_cost(self, cost: DraftCost) -> float:
-        """Return the cost of guessing a token in tokens. All rows with a draft share it."""
-        added_s = self.times.added_s
-        if not self.model_s or not added_s or not added_s[1]:
-            return CERTAIN_COST.token
-        return cost.token * self.model_s / added_s[1] / self.times.num_drafting
+        """Return the cost of a guessed token in tokens. All rows with a draft share it."""
+        is_measured = self.model_s and cost.per_second
+        return self.model_s * cost.per_second / self.times.num_drafting if is_measured else CERTAIN_COST.token
 
     def _guess(self, drafts: list[tuple[ScheduledRow, Draft | None]]) -> None:
         """Fill in the tokens that the draft model guesses."""
         wanted = [
             (one, Wanted(one.drafter.drafter, row.sequence.token_ids, one.start, one.num_wanted))
             for row, one in drafts
-            if one is not None and isinstance(one.drafter.drafter, ModelDrafter) and row.sequence.token_ids[-1] != PENDING
+            if one is not None
+            and isinstance(one.drafter.drafter, ModelDrafter)
+            and row.sequence.token_ids[-1] != PENDING
         ]
         if not wanted or self.model is None:
             return
         started = time.monotonic()
         self.model.guess([row for _, row in wanted])
-        seconds = (time.monotonic() - started) / max(row.count for _, row in wanted)
+        self._guess_s = time.monotonic() - started
+        seconds = self._guess_s / max(row.count for _, row in wanted)
         self.model_s = self.model_s + (seconds - self.model_s) * SMOOTHING if self.model_s else seconds
         for draft, row in wanted:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.count)
@@ -307,6 +312,8 @@ class Speculation:
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return
         now = time.monotonic()
+        if num_draft_tokens:  # what the host does before its launch is part of it
+            started = min(started, self._begun + self._guess_s)
         seconds, self._last_end = now - max(started, self._last_end), now
         if num_draft_tokens or all(row.num_tokens == 1 for row in rows):
             self.times.count(len(rows), num_draft_tokens, seconds)

@@ -20,6 +20,7 @@ from sampling.grammar.masks import Masks
 from sampling.grammar.matcher import Matcher
 from sampling.params import Filters, Method, SamplingParams
 from sampling.registry import sampler_class
+from sampling.sampler import SamplesAhead
 from state_pool.config import PoolConfig
 from test.engine.random_schemas import random_schema
 from test.engine.test_constraints import LOOPS, PERSON, by_row, choice, lark, regex, schema
@@ -231,6 +232,8 @@ def test_samplers_count_jump_forward_tokens_for_penalties(name: str) -> None:
     for req_slot, own in enumerate(params):
         appended.admit(req_slot, own)
         sampled.admit(req_slot, own)
+    logits = torch.randn(5, vocab)
+    ahead = appended.sample_ahead(logits.clone(), req_slots, runs) if isinstance(appended, SamplesAhead) else None
     appended.append_tokens(req_slots[1:], runs[1:])
     appended.append_tokens(req_slots[:1], runs[:1])
     for req_slot, slot_tokens in enumerate(runs):
@@ -238,7 +241,12 @@ def test_samplers_count_jump_forward_tokens_for_penalties(name: str) -> None:
             mask = torch.zeros(1, -(-vocab // 32), dtype=torch.int32)
             mask[0, token // 32] = 1 << token % 32
             assert sampled.sample(torch.randn(1, vocab), [req_slot], mask).token_ids.tolist() == [token]
+    both = [each.sample(logits.clone(), req_slots).token_ids for each in (appended, sampled)]
+    assert torch.equal(*both) and (ahead is None or torch.equal(ahead, both[0]))
     for step in range(20):
         logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(step)) * 2
         expected = sampled.sample(logits.clone(), req_slots).token_ids
+        if isinstance(appended, SamplesAhead):
+            ahead = appended.sample_ahead(logits.repeat(2, 1), req_slots * 2, [[]] * 10)
+            assert torch.equal(ahead, expected.repeat(2)), "and it counts nothing"
         assert torch.equal(appended.sample(logits.clone(), req_slots).token_ids, expected)

@@ -185,3 +185,19 @@ def test_a_run_without_sampling_is_counted_like_the_definition(name: str) -> Non
         logits = random_logits(60, step)
         expected = naive.sample(logits.clone(), list(range(60))).token_ids
         assert int((sampler.sample(logits.clone(), list(range(60))).token_ids != expected).sum()) <= step // 4
+
+
+def test_sampling_ahead_is_sampling_after_a_run_and_counts_nothing() -> None:
+    params = mixed(60)
+    sampler, req_slots = made("rapid", params), list(range(60))
+    first, logits = random_logits(60, 0), random_logits(60, 1)
+    sampler.sample(first.clone(), req_slots)
+    for count in (0, 1, 5, 0):
+        runs = [[(req_slot * 31 + i) % VOCAB for i in range(count)] for req_slot in req_slots]
+        naive = made("naive", params)
+        naive.sample(first.clone(), req_slots)
+        if count:
+            naive.append_tokens(req_slots, runs)
+        expected = naive.sample(logits.clone(), req_slots).token_ids
+        twice = sampler.sample_ahead(torch.cat([logits, logits]), req_slots * 2, runs * 2)
+        assert torch.equal(twice[:60], twice[60:]) and int((twice[:60] != expected).sum()) <= 1

@@ -109,3 +109,20 @@ def test_a_session_continues_after_drafts(model: Path) -> None:
                 truth.setdefault(job.finishes[0].prompt_tokens, rows_of(job)[0].ids)
     same = [one == other for one, other in zip(*texts.values(), strict=True)]
     assert same[0] and sum(same) >= 2, texts
+
+
+def test_the_model_as_its_own_draft_is_mostly_right(model: Path) -> None:
+    """Greedy rows of several lengths: a wrong state after rejected guesses would make the next ones wrong."""
+    greedy = SamplingParams(temperature=0.0)
+    texts = [english for english, _ in held_pairs(12, 1)]
+    rows = [make_request(f"English: {text}\n\nChinese:", max_tokens=48, sampling=greedy) for text in texts]
+    off = [msgspec.structs.replace(one, speculation="off") for one in rows]
+    with started_engine(model, speculate="model", draft_model=str(model), **ON_GPU) as engine:
+        assert engine.model_runner.draft_model is not None and engine.model_runner.draft_model._graphs is not None
+        alone = answers(engine, off, 1)
+        for together in (1, 5, 12):
+            before = engine.speculation.totals["model"]
+            share = different(alone, answers(engine, rows, together))
+            after = engine.speculation.totals["model"]
+            print(together, share, after)
+            assert share <= MAX_DIFFERENT and after.accepted - before.accepted > 100

@@ -16,7 +16,7 @@ from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces
-from rwkv_batch.runner.graphs.prefill import SIZES, PrefillSize, padded, smallest_fitting
+from rwkv_batch.runner.graphs.prefill import SIZES, PrefillSize, padded, smallest_fitting, usable_sizes
 from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import DUMMY_SLOT
 
@@ -118,9 +118,19 @@ def test_the_smallest_fitting_size_comes_first() -> None:
         "as many as rows are missing, and one"
     )
     assert not PrefillSize(4, 64).holds(5, 20)
-    assert size_for([15]) == (1, 16) and size_for([16]) == (1, 32) and size_for([1, 1]) == (4, 16)
-    assert size_for([2] * 16) == (16, 64) and size_for([255]) == (1, 256)
+    found = [size_for(lengths)[:2] for lengths in ([15], [16], [1, 1], [2] * 16, [255])]
+    assert found == [(1, 16), (1, 32), (4, 16), (16, 64), (1, 256)]
     assert not any(size.holds(1, 512) or size.holds(49, 49) for size in SIZES)
+
+
+def test_a_step_with_a_draft_has_a_size_of_two_rows() -> None:
+    """Not of a row per logit: each padding row would read a token."""
+    inputs = step_inputs([[5], [5, *range(16)]], [2, 2], [3, 4], [0])
+    inputs.logit_tokens = torch.arange(17)
+    sizes = usable_sizes([], 64, verifies=True)
+    size = smallest_fitting(sizes, inputs)
+    assert size == (2, 32, 32) and len(padded(inputs, size)["logit_tokens"]) == 32
+    assert smallest_fitting(usable_sizes([], 64), inputs) == (32, 64, 0)
 
 
 def test_an_empty_step_is_all_padding() -> None:

@@ -1,7 +1,7 @@
 """Prefill of short prompts as CUDA graphs: kernel by kernel, launching takes longer than running.
 
 A graph reads up to 48 rows and 512 tokens in all, padded. It has one more row than it serves. That row reads the
-remaining padding tokens, from the zero state into the dummy slot.
+remaining padding tokens, from the zero state into the dummy slot. Graphs that verify drafts have more logits than rows.
 
 Prompts of batch rows also run in pieces of a few layers. Launched kernel by kernel, such a step takes the host three
 times as long as the GPU. A new interactive request would wait for it. While interactive requests arrive, the batch's
@@ -41,19 +41,34 @@ class PrefillSize(NamedTuple):
     rows: int
     """rows that it serves; it has one more"""
     tokens: int
+    max_logits: int = 0
+    """tokens with logits, if that is not one per row"""
+
+    @property
+    def num_logits(self) -> int:
+        """Tokens with logits, including padding."""
+        return self.max_logits or self.rows
 
     def holds(self, rows: int, tokens: int) -> bool:
         """Return whether a step fits: each padding row takes at least one token."""
         return rows <= self.rows and tokens + (self.rows - rows) + 1 <= self.tokens
 
 
+VERIFY_SIZES = (
+    *(PrefillSize(2, tokens, tokens) for tokens in (16, 32, 48)),
+    *(PrefillSize(8, tokens, tokens) for tokens in (32, 64, 96)),
+    *(PrefillSize(16, tokens, tokens) for tokens in (64, 128, 192)),
+    *(PrefillSize(64, tokens, tokens * 3 // 4) for tokens in (192, 256, 320)),
+)
+"""Of steps that verify drafts: two rows and many logits for each row with a draft."""
 SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize(rows, tokens)).holds(rows, rows))
 
 
 def input_lengths(rows: int, tokens: int) -> dict[str, int]:
     """Return the array lengths of a step's inputs."""
     per_token = dict.fromkeys(("tokens", "token_rows"), tokens)
-    return {**per_token, "cu_seqlens": rows + 1, **dict.fromkeys(("read_slots", "write_slots", "logit_tokens"), rows)}
+    per_row = dict.fromkeys(("read_slots", "write_slots"), rows)
+    return {**per_token, **per_row, "cu_seqlens": rows + 1, "logit_tokens": max(rows, tokens)}
 
 
 def empty_step() -> StepInputs:
@@ -86,7 +101,7 @@ class StagedPrompts:
             cu_seqlens=staged["cu_seqlens"][: rows + 1],
             read_slots=staged["read_slots"][:rows],
             write_slots=staged["write_slots"][:rows],
-            logit_tokens=staged["logit_tokens"][: size.rows],
+            logit_tokens=staged["logit_tokens"][: size.num_logits],
             max_seqlen=size.tokens,  # an upper bound; kernels only test for 1
             token_rows=staged["token_rows"][: size.tokens],
         )
@@ -95,14 +110,21 @@ class StagedPrompts:
 class PrefillGraphs:
     """Captures and replays prefill of short prompts over all stages. Engine thread only."""
 
-    def __init__(self, graph_stages: Sequence[GraphStage], logits: Tensor, depth: int = 2) -> None:
-        """logits [rows, V] fp32: output of the steps; depth: steps in flight."""
-        self.sizes = usable_sizes([graph_stage.stage for graph_stage in graph_stages], len(logits))
+    def __init__(
+        self, graph_stages: Sequence[GraphStage], logits: Tensor, depth: int = 2, verifies: bool = False
+    ) -> None:
+        """logits [rows, V] fp32: output of the steps
+        depth: steps in flight
+        verifies: whether steps verify drafts
+        """
+        self.sizes = usable_sizes([graph_stage.stage for graph_stage in graph_stages], len(logits), verifies)
         self._graph_stages = list(graph_stages)
         self._logits = logits
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
         self._staged = StagedPrompts(
-            PrefillSize(max(ROWS), max(TOKENS)), [graph_stage.device for graph_stage in graph_stages], depth
+            PrefillSize(max(*ROWS, VERIFY_SIZES[-1].rows), max(TOKENS)),
+            [graph_stage.device for graph_stage in graph_stages],
+            depth,
         )
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
@@ -150,14 +172,22 @@ def smallest_fitting(sizes: Sequence[PrefillSize], inputs: StepInputs) -> Prefil
     """
     if inputs.tokens.is_cuda or inputs.adapters is not None:
         return None
-    rows, tokens = max(len(inputs.read_slots), len(inputs.logit_tokens)), len(inputs.tokens)
-    return next((size for size in sizes if size.holds(rows, tokens)), None)
+    rows, logits, tokens = len(inputs.read_slots), len(inputs.logit_tokens), len(inputs.tokens)
+    return next((size for size in sizes if size.holds(rows, tokens) and logits <= size.num_logits), None)
 
 
-def usable_sizes(stages: Sequence[Stage], max_rows: int) -> tuple[PrefillSize, ...]:
-    """Return the sizes worth a graph: larger ones keep each stage's GPU busy longer than the host."""
-    weights = max(13 * stage.width**2 * len(stage.layers) for stage in stages)
-    return tuple(size for size in SIZES if size.rows <= max_rows and size.tokens * weights <= MAX_PADDED_WORK)
+def usable_sizes(stages: Sequence[Stage], max_rows: int, verifies: bool = False) -> tuple[PrefillSize, ...]:
+    """Return the sizes worth a graph: larger ones keep each stage's GPU busy longer than the host.
+
+    max_rows: of logits; verifies: also for steps that verify drafts
+    """
+    weights = max((13 * stage.width**2 * len(stage.layers) for stage in stages), default=0)
+    sizes = (size for size in SIZES + VERIFY_SIZES * verifies if size.num_logits <= max_rows)
+    return tuple(sorted((size for size in sizes if size.tokens * weights <= MAX_PADDED_WORK), key=_cost))
+
+
+def _cost(size: PrefillSize) -> tuple[int, int, int]:
+    return size.tokens, size.num_logits, size.rows
 
 
 def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
@@ -182,7 +212,7 @@ def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[
         "cu_seqlens": cu_seqlens,
         "read_slots": filled(inputs.read_slots, size.rows + 1, ZERO_SLOT),
         "write_slots": filled(inputs.write_slots, size.rows + 1, DUMMY_SLOT),
-        "logit_tokens": filled(inputs.logit_tokens, size.rows, size.tokens - 1),
+        "logit_tokens": filled(inputs.logit_tokens, size.num_logits, size.tokens - 1),
     }
 
 

@@ -20,7 +20,7 @@ from rwkv_batch.runner.graphs.capture import CaptureError, GraphStage, make_grap
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler, padded_sizes
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.graphs.pieces import piece_layers
-from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PromptPieces, usable_sizes
+from rwkv_batch.runner.graphs.prefill import VERIFY_SIZES, PrefillGraphs, PromptPieces, usable_sizes
 from rwkv_batch.runner.pipeline import Pipeline, Stage
 from rwkv_batch.runner.row_inputs import RowInputs, num_device_rows
 from rwkv_batch.runner.step_sampling import StepSampler
@@ -60,15 +60,19 @@ class StepGraphs:
             return graphs
         assert isinstance(sampler, DeviceSampler), "see `unavailable_reason`"
         rows, mixed_sizes = limits.rows_in_step, usable_mixed_sizes(limits.rows_in_mixed_step)
-        tokens = [size.tokens for size in mixed_sizes] + [size.tokens for size in usable_sizes(stages, rows)]
+        verifies = config.speculate != "off"
+        num_logits = max((size.num_sampled for size in mixed_sizes), default=0)
+        if verifies:
+            num_logits = max(num_logits, *(size.num_logits for size in VERIFY_SIZES))
+        prompt_sizes = usable_sizes(stages, max(padded_sizes(rows)[-1], num_logits), verifies)
+        tokens = [size.tokens for size in (*mixed_sizes, *prompt_sizes)]
         graph_stages = make_graph_stages(stages, max(padded_sizes(rows)[-1], *tokens), depth)
-        num_sampled = max((size.num_sampled for size in mixed_sizes), default=0)
         pieces = piece_layers(config.batch_step_layers, graph_stages, parameters)
         decode = DecodeGraphs(
-            graph_stages, rows, sampler, limits.num_req_slots, depth, num_sampled, config.pool.max_adapters, pieces
+            graph_stages, rows, sampler, limits.num_req_slots, depth, num_logits, config.pool.max_adapters, pieces
         )
         graphs.decode = decode
-        graphs.prompts = PrefillGraphs(graph_stages, decode.logits, depth)
+        graphs.prompts = PrefillGraphs(graph_stages, decode.logits, depth, verifies)
         graphs.mixed = MixedGraphs(decode, mixed_sizes, depth)
         if decode.pieces is not None:
             graphs.prompt_pieces = PromptPieces(decode.pieces, decode.logits, depth)
