@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from rwkv_batch import calls
@@ -167,8 +167,8 @@ class Engine:
 
     @cached_property
     def _calls(self) -> EngineCalls:
-        pool, jobs = self.model_runner.pool, self.jobs
-        queries = (self.status, pool, jobs.cancel_label, jobs.count_by_label)
+        jobs = self.jobs
+        queries = (self.status, self.model_runner.pool, jobs.cancel_label, jobs.count_by_label)
         return EngineCalls(*queries, self._session_transfer, self._user_files)
 
     def status(self) -> dict[str, Any]:
@@ -208,9 +208,8 @@ class Engine:
         self._user_files.states.open(runner.pool, runner.arena, runner.weights.shape)
         self.state_manager = StateManager(runner.pool, runner.tokenizer, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
-        self.speculation = Speculation(
-            self.config.speculate, runner.pool.tiers.slots, self.scheduler.forget_plain, runner.draft_model
-        )
+        slots, forget_plain = runner.pool.tiers.slots, self.scheduler.forget_plain
+        self.speculation = Speculation(self.config.speculate, slots, forget_plain, runner.draft_model)
         self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, runner.tokenizer, runner.vocab)
 
     def _make_texts(self) -> RequiredTexts:
@@ -258,7 +257,8 @@ class Engine:
             between_pieces = self._interleaver.begin(rows) if self.model_runner.has_pieces else None
             self._in_flight.append(self._launch(rows, between_pieces))
             self._interleaver.finish()
-        may_wait = len(self._in_flight) < self.model_runner.steps_in_flight and not self._awaits_masks()
+        awaits_masks = bool(self._in_flight) and self._in_flight[-1].awaits_masks
+        may_wait = len(self._in_flight) < self.model_runner.steps_in_flight and not awaits_masks
         has_outputs = bool(self._in_flight) and not (rows and may_wait)
         while has_outputs:
             self._process_outputs(self._in_flight.popleft(), self._interleave_now)
@@ -272,15 +272,11 @@ class Engine:
         return bool(rows) or has_outputs or has_verified
 
     def _verify_in_flight(self) -> bool:
-        """Process steps in flight that verify drafts: the next step needs their tokens. Returns whether there were any.
-
-        Their deltas are delivered after its launch, because the device waits for it.
-        """
-        has_verified = False
-        while self.scheduler.limits.groups == 1 and any(step.has_drafts for step in self._in_flight):
-            self._process_outputs(self._in_flight.popleft(), self._interleave_now, delivers=False)
-            has_verified = True
-        return has_verified
+        """Process steps in flight that verify drafts, whose tokens the next step needs. Returns if there were any."""
+        count = len(self._in_flight)
+        while self.scheduler.limits.groups == 1 and any(one.has_drafts for one in self._in_flight):
+            self._process_outputs(self._in_flight.popleft(), self._interleave_now)
+        return len(self._in_flight) < count
 
     def _launch(self, rows: list[ScheduledRow], between_pieces: BetweenPieces | None = None) -> Step:
         """Launch a step part by part. A failure ends the jobs of its part, not the engine.
@@ -325,8 +321,7 @@ class Engine:
 
         Such a part still needs its logits for the masks. The prefill would overwrite those logits.
         """
-        in_flight = (part for step in self._in_flight for part in step.parts)
-        if not any(part.awaits_masks for part in (*in_flight, *launched)):
+        if not any(step.awaits_masks for step in self._in_flight) and not any(part.awaits_masks for part in launched):
             self._interleaver.interleave_now()
 
     def _has_awaited_first_token(self, step: Step) -> bool:
@@ -337,13 +332,6 @@ class Engine:
         return (
             self.model_runner.has_pieces and self.scheduler.admission.batch.num_running > 0 and step.samples_first_token
         )
-
-    def _awaits_masks(self) -> bool:
-        """Return whether rows of the latest step await masks.
-
-        They sample only after the host has read the step before.
-        """
-        return any(part.awaits_masks for part in self._in_flight[-1].parts) if self._in_flight else False
 
     def _sample_constrained(self) -> None:
         """Sample deferred rows whose earlier tokens the host knows by now."""
@@ -364,13 +352,11 @@ class Engine:
         for sequence, failure in failures:
             self.jobs.fail_grammar(sequence, failure)
 
-    def _process_outputs(
-        self, finished_step: Step, interleave_now: Callable[[], None] = lambda: None, delivers: bool = True
-    ) -> None:
+    def _process_outputs(self, finished_step: Step, interleave_now: Callable[[], None] = lambda: None) -> None:
         """Read a step's sampled tokens, process and deliver them, part by part.
 
+        Text of a step with drafts is delivered after the next launch, for which the device waits.
         interleave_now: called before each delivery
-        delivers: False: the caller delivers
         """
         self.jobs.send_turn_starts()
         for step in finished_step.parts:
@@ -389,28 +375,19 @@ class Engine:
             self.speculation.count_step(step.rows, step.started, step.num_drafted)
             self._sample_constrained()  # before the delivery: the device waits for it
             interleave_now()
-            if delivers:
+            if not finished_step.has_drafts:
                 self.jobs.deliver()
 
     def _verify_drafts(self, step: InFlightStep) -> int:
         """Sample and commit the tokens after accepted drafts. Returns their number."""
-        num_accepted = 0
+        accepted, commit = self.speculation.accepted_rows, partial(self.jobs.commit, step=step.number)
         try:
-            self.model_runner.step_sampler.read_ahead(step)
-            while rows := self.speculation.accepted_rows(step.rows):
-                num_accepted += len(rows)
-                ahead = [(row, token) for row in rows if (token := row.sequence.next_ahead) is not None]
-                self.jobs.commit([row for row, _ in ahead], [(token, None) for _, token in ahead], step.number)
-                if len(ahead) < len(rows):
-                    rows = [row for row in rows if row.sequence.next_ahead is None]
-                    part = self.model_runner.sample_drafts(step, rows)
-                    self._sample_constrained_part(part)
-                    self.jobs.commit(rows, self.model_runner.read(part), step.number)
-            self.model_runner.count_ahead(step)
+            return self.model_runner.drafts.verify(step, accepted, commit, self._sample_constrained_part)
         except (RuntimeError, MemoryError) as error:  # of the device
             self._fail_step(step.rows, error)
-        self.jobs.settle_drafts(step.rows)
-        return num_accepted
+            return 0
+        finally:
+            self.jobs.settle_drafts(step.rows)
 
     def _fail_step(self, rows: list[ScheduledRow], error: Exception) -> None:
         logger.error("a step over %d rows failed", len(rows), exc_info=error)

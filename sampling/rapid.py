@@ -153,7 +153,7 @@ class RapidSampler:
         self._launch = tensors.bind(library, "rapid_sample", *types)
         pointer, number = ctypes.c_void_p, ctypes.c_int32
         self._apply_masks = tensors.bind(library, "rapid_apply_masks", pointer, pointer, number, number, pointer)
-        pointers = (ctypes.POINTER(Launch), *[pointer] * 6)
+        pointers = (ctypes.POINTER(Launch), pointer, pointer, pointer, pointer, pointer, pointer)
         self._append_tokens = tensors.bind(library, "rapid_append_tokens", *pointers)
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
@@ -222,7 +222,8 @@ class RapidSampler:
 
     def _append(self, launch: Launch, numbers: int, source: Slots | None) -> None:
         """Count runs; numbers: of `_send_numbers`. source: copy these slots to the launch's first."""
-        offsets, sources = numbers + 4 * launch.rows, (None, None, None)
+        offsets = numbers + 4 * launch.rows
+        sources: tuple[int, ...] = (0, 0, 0)
         if source is not None:
             sources = (numbers, source.table.data_ptr(), source.entries.data_ptr())
         with torch.cuda.device(self.device):

@@ -143,7 +143,7 @@ class Wanted(NamedTuple):
     drafter: ModelDrafter
     ids: Sequence[int]
     length: int
-    count: int
+    num_tokens: int
 
 
 class DraftModel(Protocol):

@@ -234,10 +234,10 @@ class Speculation:
         started = time.monotonic()
         self.model.guess([row for _, row in wanted])
         self._guess_s = time.monotonic() - started
-        seconds = self._guess_s / max(row.count for _, row in wanted)
+        seconds = self._guess_s / max(row.num_tokens for _, row in wanted)
         self.model_s = self.model_s + (seconds - self.model_s) * SMOOTHING if self.model_s else seconds
         for draft, row in wanted:
-            draft.tokens = row.drafter.propose(row.ids, row.length, row.count)
+            draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
 
     def _expected_rate(self, name: str) -> float:
         """Return the expected acceptance of a new row."""

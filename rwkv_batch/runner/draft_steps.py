@@ -38,7 +38,7 @@ class _Row(NamedTuple):
     tokens: list[int]
     start: int
     """position of the first of `tokens`: `position`, or later in the text if nothing is read yet"""
-    count: int
+    num_tokens: int
     """tokens to guess; 0: more of its text must be read first"""
 
     def slot(self, read: int) -> int:
@@ -74,8 +74,8 @@ class DraftSteps:
         if not rows:
             return
         tokens = self._run_graphs(rows) if self._graphs is not None else self._run(rows)
-        for row, guesses in zip([row for row in rows if row.count], tokens, strict=True):
-            row.drafter.guesses = guesses[: row.count]
+        for row, guesses in zip([row for row in rows if row.num_tokens], tokens, strict=True):
+            row.drafter.guesses = guesses[: row.num_tokens]
 
     def _row(self, wanted: Wanted) -> _Row | None:
         """Return a row's plan. None: it needs none, or all rings are in use."""
@@ -90,15 +90,15 @@ class DraftSteps:
         position, tokens = drafter.next_read(wanted.ids, wanted.length)
         is_done = drafter.num_read == wanted.length
         start = drafter.num_read - len(tokens)
-        return _Row(drafter, self._rings[drafter], position, tokens, start, wanted.count if is_done else 0)
+        return _Row(drafter, self._rings[drafter], position, tokens, start, wanted.num_tokens if is_done else 0)
 
     def _run(self, rows: list[_Row]) -> list[list[int]]:
         """Return the guesses of rows whose text is read."""
-        guessing = [i for i, row in enumerate(rows) if row.count]
+        guessing = [i for i, row in enumerate(rows) if row.num_tokens]
         chosen = self._step(rows, [row.tokens for row in rows], [0] * len(rows), guessing)
         rows = [rows[i] for i in guessing]
         guesses = [[token] for token in chosen]
-        for number in range(1, max((row.count for row in rows), default=0)):
+        for number in range(1, max((row.num_tokens for row in rows), default=0)):
             read = [len(row.tokens) + number - 1 for row in rows]
             chosen = self._step(rows, [[one[-1]] for one in guesses], read, list(range(len(rows))))
             for one, token in zip(guesses, chosen, strict=True):
@@ -121,8 +121,8 @@ class DraftSteps:
 
     def _run_graphs(self, rows: list[_Row]) -> list[list[int]]:
         """The same with one graph per guess, and without waiting between them."""
-        guessing = [row for row in rows if row.count]
-        known = [row.tokens[:-1] if row.count else row.tokens for row in rows]
+        guessing = [row for row in rows if row.num_tokens]
+        known = [row.tokens[:-1] if row.num_tokens else row.tokens for row in rows]
         if max(map(len, known)) > FEW_TOKENS:
             reading = [i for i, tokens in enumerate(known) if tokens]
             self._step([rows[i] for i in reading], [known[i] for i in reading], [0] * len(reading), [])
@@ -132,7 +132,7 @@ class DraftSteps:
                 self._decode([rows[i] for i in reading], [number] * len(reading), [known[i][number] for i in reading])
         steps: list[Tensor] = []
         last: list[int] | None = [row.tokens[-1] for row in guessing]
-        for number in range(max((row.count for row in guessing), default=0)):
+        for number in range(max((row.num_tokens for row in guessing), default=0)):
             read = [len(row.tokens) - 1 + number for row in guessing]
             steps.append(self._decode(guessing, read, last).clone())
             last = None

@@ -16,6 +16,7 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.runner.draft_sampling import DraftSampler
 from rwkv_batch.runner.draft_steps import DraftSteps
 from rwkv_batch.runner.graphs.capture import CaptureError
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
@@ -83,8 +84,7 @@ class ModelRunner:
         memory = Memory(config, self.pipeline)
         self.limits = memory.limits()
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
-        # One spare slot keeps the state from before a session's turn. With overlap, a second one keeps the state from
-        # before the last token.
+        # A spare slot keeps the state before a session's turn. With overlap, another one keeps that before the last token.
         self._num_slots = memory.num_slots(self.limits.max_running, session_slots=2 if self.overlaps else 1)
         # A GPU's memory must be allocated on the thread with its streams.
         yields_cores = config.loads_at_low_priority and not self._gpus
@@ -103,18 +103,17 @@ class ModelRunner:
         if yields_cores:
             low_priority(partial(self.step_sampler.sampler, ""))
         self._scorer = PromptScorer(self.pipeline.stages[-1], self.tokenizer)
-        stages, parameters = self.pipeline.stages, self.weights.num_parameters
+        sampler, parameters = self.step_sampler.sampler(""), self.weights.num_parameters
         self.graphs = StepGraphs.for_stages(
-            stages, self.step_sampler.sampler(""), self.limits, config, self.steps_in_flight, parameters
+            self.pipeline.stages, sampler, self.limits, config, self.steps_in_flight, parameters
         )
         self._inputs = RowInputs(self.pool.adapters, self.pipeline.devices[0])
         self._launch_groups = LaunchGroups(self.graphs, self.pipeline, self.step_sampler, self._inputs)
         self._require_pieces()
-        decode = self.graphs.decode
-        self._tokens = decode.tokens if decode is not None else self._make_last_tokens()
+        self._tokens = self._make_last_tokens()
         self._last_received = 0
         """number of the `send` of the last step that the host has read"""
-        self._logits = decode.logits if decode is not None else self._make_logits()
+        self._logits = self._make_logits()
         """[rows, V]: the logits of steps; None: each step allocates its own"""
         if config.warmup:
             self._warm_up()
@@ -127,11 +126,10 @@ class ModelRunner:
         mapped again page by page, while all compute threads wait.
         """
         if self.device.type != "cpu" or self.steps_in_flight > 1:
-            return None
+            return None if self.graphs.decode is None else self.graphs.decode.logits
         return torch.empty(self.limits.rows_in_step, self.vocab)
 
     def device_names(self) -> list[str]:
-        """Return the names of the stages' devices."""
         return [str(device) for device in self.pipeline.devices]
 
     @cached_property
@@ -139,12 +137,17 @@ class ModelRunner:
         """Copies of tokens that graphs sample."""
         return TokenCopies(self.device, max(self.limits.rows_in_step, self.graphs.max_sampled_with_prompts, 1))
 
+    @cached_property
+    def drafts(self) -> DraftSampler:
+        return DraftSampler(self.step_sampler, self._tokens, self.device)
+
     def _make_last_tokens(self) -> LastTokens:
+        if self.graphs.decode is not None:
+            return self.graphs.decode.tokens
         first, last = self.pipeline.devices[0], self.device
         if first.type != last.type:  # the host copies the tokens
             first = last
-        depth = self.steps_in_flight
-        return LastTokens(self.limits.num_req_slots, first, last, depth, is_read=depth > 1)
+        return LastTokens(self.limits.num_req_slots, first, last, self.steps_in_flight, self.steps_in_flight > 1)
 
     def _require_pieces(self) -> None:
         """Check that steps can be launched in pieces.
@@ -223,8 +226,7 @@ class ModelRunner:
             inputs, into = self._inputs.build(rows, self._tokens), None if is_routed else self._logits
             logits, step.draft_logits = split_drafts(self._forward(inputs, into, between), step.sampling_rows)
             self.step_sampler.sample(step, mix_logits(logits, step.sampling_rows), self._tokens)
-        if step.draft_logits is not None:
-            self.step_sampler.sample_ahead(step)
+        self.drafts.sample_ahead(step)
         step.layers_s = self.pipeline.layers_s
         return step
 
@@ -328,16 +330,6 @@ class ModelRunner:
         if any(sequence.awaits_earlier_tokens for sequence in constrained if sequence.may_sample_in(step.number)):
             return []
         return self.step_sampler.sample_constrained(step, self._tokens)
-
-    @torch.inference_mode()
-    def sample_drafts(self, step: InFlightStep, rows: list[ScheduledRow]) -> InFlightStep:
-        """Sample for rows of a step after their accepted drafted tokens. See `StepSampler.sample_drafts`."""
-        return self.step_sampler.sample_drafts(step, rows, self._tokens)
-
-    @torch.inference_mode()
-    def count_ahead(self, step: InFlightStep) -> None:
-        """See `StepSampler.count_ahead`."""
-        self.step_sampler.count_ahead(step, self._tokens)
 
     def read(self, step: InFlightStep) -> list[SampledToken]:
         """Return the tokens of the sampling rows, in order. Waits for the step."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Numbers
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from native.tensors import on_device
 from rwkv_batch.core.drafters import Draft
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import Phase, Sequence
+from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.shares import StepCosts
 from rwkv_batch.request import TokenLogprob
 from rwkv_batch.runner.links import HostCopy, LastTokens, TokenCopy
@@ -28,7 +27,7 @@ from sampling.grammar.constraint import EARLY_ENDS, GrammarError
 from sampling.params import MAX_WINDOW
 from sampling.registry import choose_sampler, order
 from sampling.row_filters import BreakerMasks, RowContext
-from sampling.sampler import Logprobs, Sampler, SamplesAhead
+from sampling.sampler import Logprobs, Sampler
 
 if TYPE_CHECKING:
     from sampling.grammar.masks import Masks
@@ -130,6 +129,11 @@ class Step(NamedTuple):
         return any(part.num_drafted for part in self.parts)
 
     @property
+    def awaits_masks(self) -> bool:
+        """Whether rows await masks. They sample only after the host has read the step before."""
+        return any(part.awaits_masks for part in self.parts)
+
+    @property
     def samples_first_token(self) -> bool:
         """Whether an interactive row samples its first token in it. Answers as far as the host knows."""
         rows = (row for part in self.parts for row in part.rows)
@@ -154,8 +158,6 @@ class StepSampler:
         """for rows with filters, by name of the sampler after them"""
         self._breakers = BreakerMasks(tokenizer.byte_table[:vocab])
         self._masks: Masks | None = None
-        self.may_sample_ahead = device.type == "cuda"
-        """On a CPU, tokens after rejected ones cost more than the launches that are saved."""
         self.refusals: dict[str, str] = {}
         """by sampler name"""
         self.is_compiling = False
@@ -205,7 +207,7 @@ class StepSampler:
         """
         for sequence in [row.sequence for row in rows if row.sequence in started] if started else ():
             del started[sequence]
-            sampler, request = self._sampler_of(sequence), sequence.request
+            sampler, request = self.sampler_of(sequence), sequence.request
             if isinstance(sampler, FILTERING):
                 sampler.admit(sequence.req_slot, request.sampling, self._context(sequence))
             else:
@@ -213,7 +215,7 @@ class StepSampler:
             if request.resumed is not None and request.resumed.token_ids:
                 sampler.append_tokens([sequence.req_slot], [request.resumed.token_ids])
 
-    def _sampler_of(self, sequence: Sequence) -> Sampler | FilteredSampler:
+    def sampler_of(self, sequence: Sequence) -> Sampler | FilteredSampler:
         sampler = self.sampler(sequence.sampler)
         if sequence.request.sampling.filters is None or isinstance(sampler, FILTERING):
             return sampler
@@ -243,60 +245,6 @@ class StepSampler:
         self._sample_rows(step, unconstrained, logits, unconstrained, last_tokens)
         step.sample_s = time.perf_counter() - started
 
-    def sample_ahead(self, step: InFlightStep) -> None:
-        """Sample after all drafted tokens at once, for rows of which a sampler can. Does not wait for the device.
-
-        `read_ahead` returns the tokens. The samplers count them in `count_ahead`.
-        """
-        assert step.draft_logits is not None
-        groups: dict[SamplesAhead, list[ScheduledRow]] = {}
-        for row in step.rows:
-            sequence = row.sequence
-            if sequence.draft is None or sequence.matcher is not None or not sequence.request.sampling.is_fused:
-                continue
-            if self.may_sample_ahead and isinstance(sampler := self._sampler_of(sequence), SamplesAhead):
-                groups.setdefault(sampler, []).append(row)
-        for sampler, rows in groups.items():
-            drafts = [row.sequence.draft for row in rows if row.sequence.draft is not None]
-            row_indices = [i for one in drafts for i in range(one.first_logit, one.first_logit + len(one.tokens))]
-            req_slots = [row.sequence.req_slot for row, one in zip(rows, drafts, strict=True) for _ in one.tokens]
-            runs = [one.tokens[1 : i + 1] for one in drafts for i in range(len(one.tokens))]
-            tokens = sampler.sample_ahead(_select_rows(step.draft_logits, row_indices), req_slots, runs)
-            step.ahead.append((drafts, HostCopy(tokens)))
-
-    @staticmethod
-    def read_ahead(step: InFlightStep) -> None:
-        """Set `Draft.sampled` of the drafts of `sample_ahead`. Waits for the step."""
-        for drafts, copy in step.ahead:
-            tokens = iter(copy.tokens())
-            for draft in drafts:
-                draft.sampled = list(islice(tokens, len(draft.tokens)))
-
-    def count_ahead(self, step: InFlightStep, last_tokens: LastTokens) -> None:
-        """Count the accepted tokens of `sample_ahead`. Does not wait for the device."""
-        groups: dict[Sampler | FilteredSampler, list[tuple[int, list[int]]]] = {}
-        for row in step.rows:
-            sequence, draft = row.sequence, row.sequence.draft
-            if draft is not None and draft.sampled and draft.num_accepted and sequence.phase is Phase.RUNNING:
-                taken = sequence.req_slot, draft.sampled[: draft.num_accepted]
-                groups.setdefault(self._sampler_of(sequence), []).append(taken)
-        for sampler, counted in groups.items():
-            req_slots, runs = [req_slot for req_slot, _ in counted], [run for _, run in counted]
-            sampler.append_tokens(req_slots, runs)
-            step.tokens_sent = last_tokens.store(req_slots, [run[-1] for run in runs])
-
-    def sample_drafts(self, step: InFlightStep, rows: list[ScheduledRow], last_tokens: LastTokens) -> InFlightStep:
-        """Sample after the latest accepted drafted token of rows without `sample_ahead`. Does not wait for the device.
-
-        Constrained rows await `sample_constrained`.
-        """
-        assert step.draft_logits is not None
-        drafts = [row.sequence.draft for row in rows]
-        row_indices = [draft.first_logit + draft.num_accepted - 1 for draft in drafts if draft is not None]
-        part = InFlightStep(rows, rows, number=step.number)
-        self.sample(part, _select_rows(step.draft_logits, row_indices), last_tokens)
-        return part
-
     def sample_constrained(self, step: InFlightStep, last_tokens: LastTokens) -> list[tuple[Sequence, GrammarError]]:
         """Sample for the running constrained rows; return those whose grammar failed, with the errors."""
         started = time.perf_counter()
@@ -321,7 +269,7 @@ class StepSampler:
         runs: dict[Sampler | FilteredSampler, list[Sequence]] = {}
         for sequence in sequences:
             if sequence.uncounted_ids:
-                runs.setdefault(self._sampler_of(sequence), []).append(sequence)
+                runs.setdefault(self.sampler_of(sequence), []).append(sequence)
         for sampler, returned in runs.items():
             sampler.append_tokens(
                 [sequence.req_slot for sequence in returned], [sequence.uncounted_ids for sequence in returned]
@@ -353,10 +301,10 @@ class StepSampler:
         """
         groups: dict[Sampler | FilteredSampler, list[int]] = {}
         for number, i in enumerate(indices):
-            groups.setdefault(self._sampler_of(step.sampling_rows[i].sequence), []).append(number)
+            groups.setdefault(self.sampler_of(step.sampling_rows[i].sequence), []).append(number)
         for sampler, numbers in groups.items():
-            picked = _select_rows(logits, [row_indices[number] for number in numbers])
-            allowed = None if masks is None else _select_rows(masks, numbers)
+            picked = select_rows(logits, [row_indices[number] for number in numbers])
+            allowed = None if masks is None else select_rows(masks, numbers)
             sequences = [step.sampling_rows[indices[number]].sequence for number in numbers]
             req_slots = [sequence.req_slot for sequence in sequences]
             returned = _returned_logits(picked, sequences)
@@ -437,7 +385,7 @@ def _replace_ends(tokens: Tensor, replacements: list[int]) -> Tensor:
     return torch.where(is_end & (others >= 0), others, tokens)
 
 
-def _select_rows(tensor: Tensor, rows: list[int]) -> Tensor:
+def select_rows(tensor: Tensor, rows: list[int]) -> Tensor:
     """Select rows of [R, ...]; a view if they are consecutive."""
     if rows and rows == list(range(rows[0], rows[0] + len(rows))):
         return tensor[rows[0] : rows[0] + len(rows)]

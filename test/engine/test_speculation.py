@@ -207,7 +207,7 @@ def engines(model: Path, folder: Path, loop: str) -> Iterator[tuple[Engine, Engi
         if loop == "parts":  # as on a GPU: decode rows by a graph, rows with drafts by another launch
             for engine in (off, on):
                 engine.model_runner.graphs.decode = FakeGraphs(engine.model_runner)  # type: ignore[assignment]
-                engine.model_runner.step_sampler.may_sample_ahead = True
+                engine.model_runner.drafts.may_sample_ahead = True
         yield off, on, answers
 
 

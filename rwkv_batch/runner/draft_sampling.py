@@ -1,0 +1,103 @@
+"""Samples the tokens of steps that verify drafts. Engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+import torch
+
+from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.core.sequence import Phase
+from rwkv_batch.runner.links import HostCopy, LastTokens
+from rwkv_batch.runner.step_sampling import InFlightStep, SampledToken, StepSampler, select_rows
+from sampling.filtered_sampler import FilteredSampler
+from sampling.sampler import Sampler, SamplesAhead
+
+Rows = list[ScheduledRow]
+
+
+class DraftSampler:
+    """Samples after drafted tokens: after all at once, as if they were accepted, or one by one.
+
+    One by one, each accepted token costs a launch and a wait. At once, the host reads all tokens of a step together.
+    """
+
+    def __init__(self, step_sampler: StepSampler, last_tokens: LastTokens, device: torch.device) -> None:
+        self._step_sampler = step_sampler
+        self._last_tokens = last_tokens
+        self.may_sample_ahead = device.type == "cuda"
+        """On a CPU, tokens after rejected ones cost more than the launches that are saved."""
+
+    def sample_ahead(self, step: InFlightStep) -> None:
+        """Sample at once for rows whose sampler can: they have no grammar, filters or log-probabilities.
+
+        Counts no token. Does not wait for the device.
+        """
+        if step.draft_logits is None or not self.may_sample_ahead:
+            return
+        groups: dict[SamplesAhead, Rows] = {}
+        for row in step.rows:
+            sequence = row.sequence
+            if sequence.draft is None or sequence.matcher is not None or not sequence.request.sampling.is_fused:
+                continue
+            if isinstance(sampler := self._step_sampler.sampler_of(sequence), SamplesAhead):
+                groups.setdefault(sampler, []).append(row)
+        for ahead, rows in groups.items():
+            drafts = [row.sequence.draft for row in rows if row.sequence.draft is not None]
+            row_indices = [i for one in drafts for i in range(one.first_logit, one.first_logit + len(one.tokens))]
+            req_slots = [row.sequence.req_slot for row, one in zip(rows, drafts, strict=True) for _ in one.tokens]
+            runs = [one.tokens[1 : i + 1] for one in drafts for i in range(len(one.tokens))]
+            tokens = ahead.sample_ahead(select_rows(step.draft_logits, row_indices), req_slots, runs)
+            step.ahead.append((drafts, HostCopy(tokens)))
+
+    @torch.inference_mode()
+    def verify(
+        self,
+        step: InFlightStep,
+        accepted_rows: Callable[[Iterable[ScheduledRow]], Rows],
+        commit: Callable[[Rows, list[SampledToken]], None],
+        sample_constrained: Callable[[InFlightStep], None],
+    ) -> int:
+        """Sample and commit the tokens after accepted drafts. Returns their number. Waits for the step.
+
+        accepted_rows: returns the rows whose next token can be sampled
+        sample_constrained: samples the rows of a part that await masks
+        """
+        num_accepted = 0
+        for drafts, copy in step.ahead:
+            tokens = iter(copy.tokens())
+            for draft in drafts:
+                draft.sampled = list(islice(tokens, len(draft.tokens)))
+        while rows := accepted_rows(step.rows):
+            num_accepted += len(rows)
+            ahead = [(row, token) for row in rows if (token := row.sequence.next_ahead) is not None]
+            commit([row for row, _ in ahead], [(token, None) for _, token in ahead])
+            if rest := [row for row in rows if row.sequence.next_ahead is None]:
+                part = self._sample_one(step, rest)
+                sample_constrained(part)
+                commit(rest, self._step_sampler.read(part))
+        self._count_ahead(step)
+        return num_accepted
+
+    def _sample_one(self, step: InFlightStep, rows: Rows) -> InFlightStep:
+        """Sample after the latest accepted drafted token of each row. Constrained rows await masks."""
+        assert step.draft_logits is not None
+        drafts = [row.sequence.draft for row in rows]
+        row_indices = [draft.first_logit + draft.num_accepted - 1 for draft in drafts if draft is not None]
+        part = InFlightStep(rows, rows, number=step.number)
+        self._step_sampler.sample(part, select_rows(step.draft_logits, row_indices), self._last_tokens)
+        return part
+
+    def _count_ahead(self, step: InFlightStep) -> None:
+        """Count the accepted tokens of `sample_ahead` in the samplers. Does not wait for the device."""
+        groups: dict[Sampler | FilteredSampler, list[tuple[int, list[int]]]] = {}
+        for row in step.rows:
+            sequence, draft = row.sequence, row.sequence.draft
+            if draft is not None and draft.sampled and draft.num_accepted and sequence.phase is Phase.RUNNING:
+                taken = sequence.req_slot, draft.sampled[: draft.num_accepted]
+                groups.setdefault(self._step_sampler.sampler_of(sequence), []).append(taken)
+        for sampler, counted in groups.items():
+            req_slots, runs = [req_slot for req_slot, _ in counted], [run for _, run in counted]
+            sampler.append_tokens(req_slots, runs)
+            step.tokens_sent = self._last_tokens.store(req_slots, [run[-1] for run in runs])
