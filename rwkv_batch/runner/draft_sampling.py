@@ -72,8 +72,9 @@ class DraftSampler:
         while rows := accepted_rows(step.rows):
             num_accepted += len(rows)
             ahead = [(row, token) for row in rows if (token := row.sequence.next_ahead) is not None]
+            rest = [row for row in rows if row.sequence.next_ahead is None]  # `commit` ends rows, with their drafts
             commit([row for row, _ in ahead], [(token, None) for _, token in ahead])
-            if rest := [row for row in rows if row.sequence.next_ahead is None]:
+            if rest:
                 part = self._sample_one(step, rest)
                 sample_constrained(part)
                 commit(rest, self._step_sampler.read(part))
