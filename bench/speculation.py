@@ -197,10 +197,14 @@ def profiled(engine: Engine, request: GenerateRequest, drafted: int) -> dict[str
         kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
         with profile(activities=[kind]) as found:
             answer = Answer(engine, [request], f"profiled-{drafted}-{bool(request.prediction)}")
+        with tempfile.TemporaryDirectory() as folder:
+            found.export_chrome_trace(str(trace := Path(folder, "trace.json")))
+            traced = json.loads(trace.read_bytes())["traceEvents"]
         steps = engine.throughput.steps - steps
     finally:
         speculation._length = plain  # type: ignore[method-assign]
-    events = sorted((one.time_range.start, one.time_range.end, one.name) for one in found.events())
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    events = sorted((one["ts"], one["ts"] + one["dur"], one["name"]) for one in traced if one.get("cat") in kinds)
     busy_us, end = 0.0, events[0][0] if events else 0.0
     sums: dict[str, float] = {}
     for begin, stop, name in events:

@@ -231,11 +231,13 @@ class Speculation:
         ]
         if not wanted or self.model is None:
             return
+        num_unread = max(row.length - row.drafter.num_read for _, row in wanted)
         started = time.monotonic()
         self.model.guess([row for _, row in wanted])
         self._guess_s = time.monotonic() - started
         seconds = self._guess_s / max(row.num_tokens for _, row in wanted)
-        self.model_s = self.model_s + (seconds - self.model_s) * SMOOTHING if self.model_s else seconds
+        if num_unread <= MAX_DRAFT_TOKENS:  # else it has read a prompt
+            self.model_s = self.model_s + (seconds - self.model_s) * SMOOTHING if self.model_s else seconds
         for draft, row in wanted:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
 

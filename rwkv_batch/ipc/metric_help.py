@@ -27,6 +27,8 @@ HELP = {
     "speculation_ngram_accepted": "Those of them that sampling chose.",
     "speculation_prediction_drafted": "Tokens drafted from predictions since the start.",
     "speculation_prediction_accepted": "Those of them that sampling chose.",
+    "speculation_model_drafted": "Tokens drafted by the draft model since the start.",
+    "speculation_model_accepted": "Those of them that sampling chose.",
     # Model
     "parameters": "Parameters of the model.",
     "weight_bytes": "Bytes of the weights on all devices.",

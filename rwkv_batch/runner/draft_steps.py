@@ -17,10 +17,10 @@ from native.tensors import on_device
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.drafters import RING, ModelDrafter, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
+from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
-from rwkv_batch.runner.memory import allocate_slots
 from rwkv_batch.runner.model_files import load_pipeline
 from sampling.rapid import RapidSampler
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
@@ -51,13 +51,27 @@ class _Row(NamedTuple):
 class DraftSteps:
     """Implements `DraftModel`. Engine thread."""
 
+    @classmethod
+    def load(cls, config: EngineConfig, device: torch.device) -> DraftSteps | None:
+        """Load the configured draft model on a device; None: none is used. Raises StartupError."""
+        if config.speculate == "model" and not config.draft_model:
+            raise StartupError(
+                "--speculate model needs a small model that guesses tokens; give its file: --draft-model FILE"
+            )
+        return cls(config, device) if config.draft_model and config.speculate not in ("off", "ngram") else None
+
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Load the model. Raises StartupError."""
         fields = {"model_path": config.draft_model, "devices": (str(device),), "dtype": "auto", "wkv_state": "auto"}
         own = {"adapters": (), "layers": (), "resident": (), "auto_fallback_fields": ("wkv_state", "kernels")}
         _, self._pipeline = load_pipeline(msgspec.structs.replace(config, **fields, **own))
         self._device = device
-        allocate_slots(self._pipeline, FIRST_FREE_SLOT + MAX_ROWS * RING)
+        slots = FIRST_FREE_SLOT + MAX_ROWS * RING
+        try:
+            self._pipeline.allocate_slots(slots)
+        except (RuntimeError, MemoryError) as error:
+            size = f"{slots} slots of {self._pipeline.slot_bytes >> 10} KiB for the draft model do not fit ({error})"
+            raise StartupError(f"Out of memory: {size}. Take a smaller --draft-model.") from error
         self._rings: weakref.WeakKeyDictionary[ModelDrafter, int] = weakref.WeakKeyDictionary()
         self._free = list(range(MAX_ROWS))
         self._graphs: DecodeGraphs | None = None

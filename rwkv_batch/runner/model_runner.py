@@ -80,7 +80,7 @@ class ModelRunner:
             torch.cuda.set_device(self.device if self.device.type == "cuda" else self._gpus[-1])
             torch.cuda.empty_cache()  # left over from loading
         self._weight_bytes = {device: torch.cuda.memory_allocated(device) for device in self._gpus}
-        self.draft_model = DraftSteps(config, self.device) if config.draft_model and config.speculate != "off" else None
+        self.draft_model = DraftSteps.load(config, self.device)
         memory = Memory(config, self.pipeline)
         self.limits = memory.limits()
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)

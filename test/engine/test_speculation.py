@@ -12,8 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
-from torch import Tensor
 
 from demo.random_weights import write_random_model
 from rwkv_batch.core.drafters import (
@@ -22,16 +20,12 @@ from rwkv_batch.core.drafters import (
     Drafter,
     LookupDrafter,
     ModelDrafter,
-    Wanted,
     best_length,
 )
 from rwkv_batch.core.sequence import Sequence
-from rwkv_batch.core.speculation import MAX_ROWS, StepTimes, make_drafters
+from rwkv_batch.core.speculation import StepTimes, make_drafters
 from rwkv_batch.engine import Engine
-from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.request import GenerateRequest, Job, PromptLogprobs, SessionTurn, TokenLogprob
-from rwkv_batch.runner.draft_steps import DraftSteps
-from rwkv_batch.runner.links import LastTokens
 from sampling.params import Filters, Method, SamplingParams
 from state_pool.config import PoolConfig
 from test.engine.test_constraints import LOOPS, PERSON, choice, lark, regex, schema
@@ -201,7 +195,7 @@ def engines(model: Path, folder: Path, loop: str) -> Iterator[tuple[Engine, Engi
     draft = model if loop != "plain" else write_random_model(folder / "draft.safetensors", layers=1, width=64, seed=1)
     with (
         started_engine(model, pools[0], **fields) as off,
-        started_engine(model, pools[1], speculate="ngram", draft_model=str(draft), **fields) as on,
+        started_engine(model, pools[1], speculate="model", draft_model=str(draft), **fields) as on,
     ):
         on.speculation.make_drafters = answers.drafters
         if loop == "parts":  # as on a GPU: decode rows by a graph, rows with drafts by another launch
@@ -280,64 +274,6 @@ def test_a_later_launch_of_the_step_keeps_the_drafts_logits(model: Path) -> None
         drafting = msgspec.structs.replace(rows[0], speculation="")
         assert rows_of(run(engine, drafting, *rows[1:], return_token_ids=True)) == expected
         assert engine.speculation.totals["test"].accepted > 10
-
-
-class FakeDraftGraphs:
-    """Replaces the draft model's `DecodeGraphs` without a GPU."""
-
-    def __init__(self, model: DraftSteps) -> None:
-        self._pipeline = model._pipeline
-        self.tokens = LastTokens(MAX_ROWS, torch.device("cpu"), torch.device("cpu"), 2)
-        self.launches = 0
-
-    def run(self, rings: list[int], reads: list[int], writes: list[int]) -> Tensor:
-        self.launches += 1
-        inputs = step_inputs(
-            [[t] for t in self.tokens.input_tokens[rings].tolist()], reads, writes, list(range(len(rings)))
-        )
-        chosen = self._pipeline.forward(inputs).argmax(-1)
-        self.tokens.store(rings, chosen)
-        return chosen
-
-
-@pytest.mark.parametrize("has_graphs", [False, True])
-def test_a_draft_model_reads_no_token_again(model: Path, has_graphs: bool) -> None:
-    """The model is its own draft: all its guesses for greedy rows are right, after rejected ones too."""
-    greedy = SamplingParams(temperature=0.0)
-    rows = [make_request(f"row {i}", max_tokens=70 - 9 * i, ignore_eos=True, sampling=greedy) for i in range(3)]
-    rows.append(make_request("a long text " * 60, max_tokens=40, ignore_eos=True, sampling=greedy))
-    with started_engine(model) as off:
-        expected = rows_of(run(off, *rows, return_token_ids=True))
-    with started_engine(model, speculate="model", draft_model=str(model)) as engine:
-        steps = engine.model_runner.draft_model
-        assert steps is not None
-        if has_graphs:
-            steps._graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
-        for share in (1.0, 0.7):
-            engine.speculation.model = Faulty(steps, share)
-            before = engine.speculation.totals["model"]
-            assert rows_of(run(engine, *rows, return_token_ids=True)) == expected
-            drafted, accepted = (
-                one - other for one, other in zip(engine.speculation.totals["model"], before, strict=True)
-            )
-            assert accepted == drafted > 150 if share == 1.0 else 80 < accepted < drafted
-        assert eventually_holds(engine, lambda: len(steps._free) == MAX_ROWS), "rows that ended free their rings"
-
-
-class Faulty:
-    """A draft model that replaces some guesses."""
-
-    def __init__(self, model: DraftSteps, share: float) -> None:
-        self._model, self._share, self._rng = model, share, random.Random(0)
-
-    def guess(self, wanted: list[Wanted]) -> None:
-        self._model.guess(wanted)
-        for one in wanted:
-            for i in range(len(one.drafter.guesses)):
-                if self._rng.random() > self._share:
-                    # The state after a replaced guess is wrong, as is that guess: it is never accepted.
-                    one.drafter.guesses[i:] = [self._rng.randrange(1, 60000)] * (len(one.drafter.guesses) - i)
-                    break
 
 
 def test_a_repeated_text_takes_few_steps(model: Path) -> None:

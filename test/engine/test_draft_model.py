@@ -1,0 +1,96 @@
+"""The draft model of speculative decoding: its states follow the accepted text, with and without graphs."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from rwkv_batch.core.drafters import Wanted
+from rwkv_batch.core.speculation import MAX_ROWS
+from rwkv_batch.engine import Engine
+from rwkv_batch.errors import StartupError
+from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.runner.draft_steps import DraftSteps
+from rwkv_batch.runner.links import LastTokens
+from sampling.params import SamplingParams
+from test.engine.test_speculation import rows_of
+from test.harness import eventually_holds, make_request, run, started_engine, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class FakeDraftGraphs:
+    """Replaces the draft model's `DecodeGraphs` without a GPU."""
+
+    def __init__(self, model: DraftSteps) -> None:
+        self._pipeline = model._pipeline
+        self.tokens = LastTokens(MAX_ROWS, torch.device("cpu"), torch.device("cpu"), 2)
+
+    def run(self, rings: list[int], reads: list[int], writes: list[int]) -> Tensor:
+        inputs = step_inputs(
+            [[t] for t in self.tokens.input_tokens[rings].tolist()], reads, writes, list(range(len(rings)))
+        )
+        chosen = self._pipeline.forward(inputs).argmax(-1)
+        self.tokens.store(rings, chosen)
+        return chosen
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with started_engine(model, speculate="model", draft_model=str(model)) as started:
+        yield started
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) -> None:
+    """The model is its own draft: all its guesses for greedy rows are right, after rejected ones too."""
+    greedy = SamplingParams(temperature=0.0)
+    prompts = ["row 1", "row 2", "a long text " * 60]
+    rows = [make_request(one, max_tokens=30 - i, ignore_eos=True, sampling=greedy) for i, one in enumerate(prompts)]
+    plain = [msgspec.structs.replace(one, speculation="off") for one in rows]
+    expected = rows_of(run(engine, *plain, return_token_ids=True))
+    steps = engine.model_runner.draft_model
+    assert steps is not None
+    if has_graphs:
+        steps._graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
+    for share in (1.0, 0.7):
+        engine.speculation.model = Faulty(steps, share)
+        before = engine.speculation.totals["model"]
+        assert rows_of(run(engine, *rows, return_token_ids=True)) == expected
+        drafted, accepted = map(operator.sub, engine.speculation.totals["model"], before)
+        assert accepted == drafted > 60 if share == 1.0 else 20 < accepted < drafted
+    assert eventually_holds(engine, lambda: len(steps._free) == MAX_ROWS), "rows that ended free their rings"
+
+
+class Faulty:
+    """A draft model that replaces some guesses."""
+
+    def __init__(self, model: DraftSteps, share: float) -> None:
+        self._model, self._share, self._rng = model, share, random.Random(0)
+
+    def guess(self, wanted: list[Wanted]) -> None:
+        self._model.guess(wanted)
+        for one in wanted:
+            for i in range(len(one.drafter.guesses)):
+                if self._rng.random() > self._share:
+                    # The state after a replaced guess is wrong, as is that guess: it is never accepted.
+                    one.drafter.guesses[i:] = [self._rng.randrange(1, 60000)] * (len(one.drafter.guesses) - i)
+                    break
+
+
+def test_speculation_by_a_model_needs_one(model: Path) -> None:
+    with (
+        pytest.raises(StartupError, match="give its file: --draft-model FILE"),
+        started_engine(model, speculate="model"),
+    ):
+        pass
