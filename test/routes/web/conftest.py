@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from test.conftest import IS_LONG
 from test.serving import Service
 
 pytest.importorskip("playwright")
@@ -24,9 +25,14 @@ FLAGS = (
 ).split()
 WAIT_MS = 100_000
 PASSWORD = "芝麻开门 sesame"
-both_widths = pytest.mark.parametrize("width", [1280, 390])
-"""A desk and a phone."""
+DESK, PHONE = 1280, 390
+both_widths = pytest.mark.parametrize("width", [DESK, PHONE])
 Opener = Callable[..., Page]
+
+
+def at_width(usual: int) -> pytest.MarkDecorator:
+    """One width for a panel that other tests show at the other one; both for `make test-long` and for screenshots."""
+    return both_widths if IS_LONG or "RWKV_SCREENSHOTS" in os.environ else pytest.mark.parametrize("width", [usual])
 
 
 @pytest.fixture(scope="package")

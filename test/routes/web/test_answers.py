@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from test.routes.web.conftest import WAIT_MS, Opener, both_widths
+from test.routes.web.conftest import DESK, PHONE, WAIT_MS, Opener, at_width
 from test.routes.web.test_chat import say
 from test.serving import Service, wait_for
 
@@ -20,7 +20,7 @@ ROWS = 1000
 FRAMES = 30
 
 
-@both_widths
+@at_width(DESK)
 def test_keys_a_dropped_file_and_a_stopped_answer(fake: Service, open_page: Opener, tmp_path: Path, width: int) -> None:
     page = open_page(fake, width=width)
     page.fill("#question", "Read this:")
@@ -121,7 +121,7 @@ READ = """texts => import('/web/markdown.js').then(({ markdown }) => texts.map(t
 }))"""
 
 
-@both_widths
+@at_width(PHONE)
 def test_maths_code_and_tables_are_shown(fake: Service, open_page: Opener, shots: Path, width: int) -> None:
     page = open_page(fake, width=width)
     given = "$$\\sum_{k=1}^{n} k = \\frac{n(n+1)}{2}$$\n\n| a | b |\n|---|---|\n| $x^2$ | `code` |\n\n```\n1\n```\n\n"
@@ -204,7 +204,7 @@ def test_a_thousand_rows_stream_together(fake: Service, open_page: Opener) -> No
     expect(page.locator(".card")).to_have_count(0)
 
 
-@both_widths
+@at_width(PHONE)
 def test_rows_are_shown_by_their_state(fake: Service, open_page: Opener, width: int) -> None:
     page = open_page(fake, "batch", width=width)
     page.fill("#batch-template", "{line}")

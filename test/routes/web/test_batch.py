@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from test.routes.web.conftest import WAIT_MS, Opener, both_widths
+from test.routes.web.conftest import DESK, WAIT_MS, Opener, at_width
 from test.serving import Service
 
 pytestmark = pytest.mark.browser
@@ -47,7 +47,7 @@ def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page
     expect(page.locator("dialog[open]")).to_have_count(0)
 
 
-@both_widths
+@at_width(DESK)
 def test_a_background_run_is_found_again_after_a_reload(demo: Service, open_page: Opener, width: int) -> None:
     page = open_page(demo, "batch", width=width)
     page.click("text=Translation")

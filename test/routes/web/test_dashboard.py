@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from test.routes.web.conftest import WAIT_MS, Opener, both_widths
+from test.routes.web.conftest import PHONE, WAIT_MS, Opener, at_width
 from test.serving import ROOT, Service, wait_for
 
 pytestmark = pytest.mark.browser
@@ -95,7 +95,7 @@ def test_the_dashboard_shows_the_metrics(demo: Service, open_page: Opener, shots
     assert kept >= points, "the figures of this tab outlive a reload"
 
 
-@both_widths
+@at_width(PHONE)
 def test_a_state_is_uploaded_used_and_deleted(demo: Service, open_page: Opener, shots: Path, width: int) -> None:
     page = open_page(demo, "admin", width=width)
     states = page.locator("#admin-states")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from test.routes.web.conftest import PASSWORD, WAIT_MS, Opener, both_widths
+from test.routes.web.conftest import PASSWORD, PHONE, WAIT_MS, Opener, at_width
 from test.serving import ROOT, Service, wait_for
 
 pytestmark = pytest.mark.browser
@@ -93,7 +93,7 @@ def sign_in(page: Page) -> None:
     expect(page.locator("dialog[open]")).to_have_count(0)
 
 
-@both_widths
+@at_width(PHONE)
 def test_a_password_is_requested_once_per_tab(locked: Service, open_page: Opener, width: int) -> None:
     page = open_page(locked, width=width, locale="zh-CN")
     dialog = page.locator("dialog[open]")

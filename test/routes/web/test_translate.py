@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from test.routes.web.conftest import WAIT_MS, Opener, both_widths
+from test.routes.web.conftest import DESK, PHONE, WAIT_MS, Opener, at_width
 from test.routes.web.test_accessibility import answer_at_once
 from test.serving import Service
 from test.translation.documents import epub
@@ -54,7 +54,7 @@ def test_paragraphs_are_kept(demo: Service, open_page: Opener, shots: Path) -> N
     expect(page.locator(".segment.current .warning")).to_be_visible()
 
 
-@both_widths
+@at_width(PHONE)
 def test_a_segment_is_edited_by_keyboard_and_kept(demo: Service, open_page: Opener, shots: Path, width: int) -> None:
     page = open_page(demo, "translate", width=width)
     page.locator("#glossary summary").click()
@@ -158,7 +158,7 @@ def drop_file(page: Page, place: str, name: str) -> None:
     assert not page.locator(place).evaluate(script, name), "the page takes the file"
 
 
-@both_widths
+@at_width(DESK)
 def test_files_are_translated_and_keep_their_format(
     demo: Service, open_page: Opener, tmp_path: Path, width: int
 ) -> None:
