@@ -18,6 +18,7 @@ from pathlib import Path
 
 from native.files import FILE_MODE, FOLDER_MODE, make_private_folder, open_private
 from programs.settings import CommandParser, Settings, SettingsError, parse_settings
+from programs.settings.values import file_error
 from state_pool.disk.copies import copy_file
 from state_pool.disk.process_lock import ProcessLock
 from state_pool.disk.recover import verify_sessions
@@ -195,7 +196,8 @@ def main(name: str, arguments: Sequence[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except (BackupError, DatabaseUnusable, OSError) as error:
-        sys.stderr.write(f"error: {name} failed: {error}\n")
+        reason = file_error(error) if isinstance(error, OSError) else error
+        sys.stderr.write(f"error: {name} failed: {reason}\n")
         return 1
     sys.stdout.write(text + "\n")
     return 0

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 from programs.settings.flags import FLAGS, PASSWORD_FILE
-from programs.settings.values import SettingsError
+from programs.settings.values import SettingsError, file_error
 
 CONFIG_FILE = ("--config", "RWKV_CONFIG")
 """Flag and variable of the file of settings."""
@@ -23,7 +23,9 @@ def file_values(path: str) -> dict[str, str]:
         if len(content) > _MAX_BYTES:
             raise SettingsError(f"{where} has more than 1 MiB; give a file of settings")
         table = tomllib.loads(content.decode())
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise SettingsError(f"{CONFIG_FILE[0]}: {file_error(error)}") from None
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{where} cannot be read as TOML: {error}") from None
     variables = {option.removeprefix("--"): name for option, name in options().items()}
     values = {}

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from programs.settings.config_file import CONFIG_FILE, options
 from programs.settings.flags import REMOVED
-from programs.settings.values import SettingsError
+from programs.settings.values import SettingsError, file_error
 
 VERBOSE = "--verbose"
 """Flag of all commands, which `app.main` removes from the arguments."""
@@ -47,7 +47,7 @@ def reports_errors(*failures: type[Exception]) -> Callable[[Callable[[Arguments]
             try:
                 return main(arguments)
             except expected as error:
-                sys.stderr.write(f"error: {error}\n")
+                sys.stderr.write(f"error: {file_error(error) if isinstance(error, OSError) else error}\n")
                 return 2 if isinstance(error, SettingsError) else 1
 
         return run

@@ -5,8 +5,10 @@ A strategy is a text of the `rwkv` package, like "cuda fp16 *10 -> cpu fp32".
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -28,6 +30,26 @@ _ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://(?:{_HOST}|\[[0-9a-f:]+\])(?::\d+
 
 class SettingsError(Exception):
     """A flag or variable is invalid. The message is one line."""
+
+
+def file_error(error: OSError) -> str:
+    """Return an error's file, its reason and a remedy, in one line."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    remedy = _REMEDIES.get(error.errno or 0, "check the file and its disk")
+    return f"{os.fsdecode(error.filename)} cannot be read or written ({error.strerror}); {remedy}"
+
+
+_REMEDIES = {
+    errno.ENOENT: "check the name",
+    errno.ENOTDIR: "check the name",
+    errno.EISDIR: "name a file, not a folder",
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.EROFS: "use another disk",
+    errno.ENOSPC: "free space on its disk",
+    errno.EDQUOT: "free space on its disk",
+}
 
 
 def integer(lowest: int, highest: int) -> Callable[[str], int]:

@@ -7,8 +7,9 @@ end of text after the last one. Only answers count in the loss.
 from __future__ import annotations
 
 import csv
-import io
 import itertools
+import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -36,6 +37,8 @@ MAX_TOKENS = 4096
 """Default of a line's maximum."""
 MIN_DIFFERENT = 20
 """Fewer different lines are worth a warning."""
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+_UTF8_MARK = b"\xef\xbb\xbf"
 _PROMPT, _COMPLETION = "prompt", "completion"
 _Texts = str | Annotated[list[str], Field(min_length=1, max_length=1024)]
 
@@ -100,7 +103,31 @@ class Data:
 
 def read_data(content: bytes, name: str, max_tokens: int = MAX_TOKENS) -> Data:
     """Return a data file's examples. The end of `name` decides its format; `max_tokens` is a line's limit."""
-    data, tokenizer, seen = Data(), Tokenizer(), set[int]()
+    data, seen = Data(), set[int]()
+    for found in _examples(content, name, max_tokens):
+        if isinstance(found, LineProblem):
+            data.problems.append(found)
+            continue
+        key = hash(tuple(found.ids))
+        data.num_repeated += key in seen
+        seen.add(key)
+        data.examples.append(found)
+    return data
+
+
+def check_data(content: bytes, name: str) -> tuple[list[LineProblem], int]:
+    """Return the first errors of a data file and the number of its examples. Keeps one example at a time."""
+    problems, count = list[LineProblem](), 0
+    for found in _examples(content, name, MAX_TOKENS):
+        if isinstance(found, LineProblem):
+            problems.append(found)
+        else:
+            count += 1
+    return problems, count
+
+
+def _examples(content: bytes, name: str, max_tokens: int) -> Iterator[Document | LineProblem]:
+    """Yield examples, and up to MAX_ERRORS errors."""
     match name.lower().rpartition(".")[2]:
         case "csv":
             rows = _csv_rows(content)
@@ -108,21 +135,17 @@ def read_data(content: bytes, name: str, max_tokens: int = MAX_TOKENS) -> Data:
             rows = _tmx_rows(content)
         case _:
             rows = _json_rows(content, max_tokens)
+    tokenizer, num_problems, number = Tokenizer(), 0, 0
     for number, row in rows:
         try:
-            example = _tokenised(_segments(row), tokenizer, max_tokens)
+            yield _tokenised(_segments(row), tokenizer, max_tokens)
         except _LineError as error:
-            data.problems.append(LineProblem(number, error.field, error.reason))
-            if len(data.problems) >= MAX_ERRORS:
-                break
-            continue
-        key = hash(tuple(example.ids))
-        data.num_repeated += key in seen
-        seen.add(key)
-        data.examples.append(example)
-    if not data.examples and not data.problems:
-        data.problems.append(LineProblem(0, "", "has no lines"))
-    return data
+            yield LineProblem(number, error.field, error.reason)
+            num_problems += 1
+            if num_problems >= MAX_ERRORS:
+                return
+    if not number and not num_problems:
+        yield LineProblem(0, "", "has no lines")
 
 
 def split(examples: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
@@ -147,8 +170,14 @@ _Segment = tuple[str, str, int]
 """prompt, answer, weight of the answer"""
 
 
+def _lines(content: bytes) -> Iterator[bytes]:
+    """Yield the lines with their ends, one at a time: a list of all takes twice the file's memory."""
+    start = len(_UTF8_MARK) * content.startswith(_UTF8_MARK)
+    return (found[0] for found in _LINE.finditer(content, start))
+
+
 def _json_rows(content: bytes, max_tokens: int) -> Iterator[tuple[int, _Row]]:
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+    for number, line in enumerate(_lines(content), 1):
         if not line.strip():
             continue
         if number > MAX_LINES:
@@ -164,12 +193,7 @@ def _json_rows(content: bytes, max_tokens: int) -> Iterator[tuple[int, _Row]]:
 
 def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
     """Yield a CSV's pairs. Its first row names the columns: prompt and completion, or two languages."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        yield 0, _LineError("", f"is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8")
-        return
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    reader = csv.reader((line.decode() for line in _lines(content)), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
         if len(header) != 2 or not all(header):
@@ -186,6 +210,9 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
                 yield reader.line_num, _translation(header[0], header[1], cells[0], cells[1])
     except csv.Error as error:
         yield reader.line_num, _LineError("", f"is not CSV: {error}")
+    except UnicodeDecodeError as error:
+        reason = f"is not UTF-8 ({error.reason} at its byte {error.start}); save the file as UTF-8"
+        yield reader.line_num + 1, _LineError("", reason)
 
 
 def _tmx_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
@@ -272,8 +299,7 @@ def _answer_start(opening: str) -> str:
 
 def _tokenised(segments: Sequence[_Segment], tokenizer: Tokenizer, max_tokens: int) -> Document:
     """Return a line's token ids. Raises _LineError."""
-    ids: list[int] = []
-    weights: list[float] = []
+    ids, weights = array("H"), array("f")  # 6 bytes a token; lists take 44
 
     def add(tokens: list[int], weight: float) -> None:
         ids.extend(tokens)

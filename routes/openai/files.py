@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from routes.context import Context
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
-from routes.fine_tuning.data import read_data
+from routes.fine_tuning.data import check_data
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern
 from routes.request_context import current_request
@@ -231,11 +231,11 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
 
 def _check_examples(content: bytes, filename: str) -> None:
     """Check a file of examples. Raises ServiceError with its first errors."""
-    data = read_data(content, filename)
-    if data.problems:
-        raise invalid("file", "has errors:\n" + "\n".join(map(str, data.problems)), filename)
-    if len(data.examples) < MIN_LINES:
-        raise invalid("file", f"has {len(data.examples)} lines; give at least {MIN_LINES}", filename)
+    problems, num_lines = check_data(content, filename)
+    if problems:
+        raise invalid("file", "has errors:\n" + "\n".join(map(str, problems)), filename)
+    if num_lines < MIN_LINES:
+        raise invalid("file", f"has {num_lines} lines; give at least {MIN_LINES}", filename)
 
 
 @ROUTES.add("GET", PATH, "List files.", answer=FileList)

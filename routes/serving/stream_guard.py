@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import resource
 import select
 import socket
 import struct
 import threading
+import time
 from collections import deque
 
 from routes.serving.connections import Connection
+
+logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct(">II")
 """Process id of the worker, number of the stream."""
 _MAX_MESSAGE_BYTES = 1 << 14
 _RESERVED_FILES = 256
 """Descriptors that the supervisor needs for other purposes."""
+_RETRY_S = 1.0
+"""after an error of the thread that receives"""
 
 
 class StreamGuard:
@@ -94,9 +100,13 @@ class GuardedStreams:
         poll = select.poll()
         poll.register(self._link, select.POLLIN)
         while True:
-            poll.poll()
-            with self._lock:
-                self._receive()
+            try:
+                poll.poll()
+                with self._lock:
+                    self._receive()
+            except Exception:  # the supervisor ends no process for it: later streams need this thread
+                logger.exception("a message of an HTTP worker about its streams cannot be read; the next one is")
+                time.sleep(_RETRY_S)
 
     def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -84,9 +84,9 @@ def _filled(placed: list[list[tuple[int, Document]]], time: int) -> Batch:
         end = 0
         for at, document in documents:
             span, end = slice(at, at + len(document)), at + aligned(len(document))
-            ids = torch.tensor(document.ids)
+            ids = torch.tensor([*document.ids])
             inputs[row, span], targets[row, span] = ids[:-1], ids[1:]
-            weights[row, span] = torch.tensor(document.weights[1:])
+            weights[row, span] = torch.tensor([*document.weights[1:]])
             begins[row, at] = True
         if end < time:
             begins[row, end] = True

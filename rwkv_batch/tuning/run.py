@@ -149,7 +149,7 @@ def prepare(
     model.plan = plan
     digest = hashlib.blake2b(digest_size=16)
     for one in [*documents, *held_out]:
-        digest.update(f"{one.ids}{one.weights};".encode())
+        digest.update(f"{[*one.ids]}{[*one.weights]};".encode())
     identity = f"{weights.sample_digest} {weights.adapters} {digest.hexdigest()} {len(held_out)}"
     return Tuning(model, documents, held_out, options, place.dtype, identity, checkpoint)
 

@@ -121,6 +121,14 @@ def test_only_a_database_of_the_service_is_backed_up(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "copy.tar").exists()
 
 
+def test_a_backup_that_cannot_be_read_is_named_with_a_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, reason in (("none.tar", "No such file or directory); check the name"), ("", "Is a directory); name a")):
+        assert main(["restore", str(tmp_path / file), "--state-db", str(tmp_path / "s.db")]) == 1
+        assert f"restore failed: {tmp_path / file} cannot be read or written ({reason}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", [b"", b"text", b"\0" * 2048])
 def test_a_file_that_is_no_backup_is_refused(
     tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]

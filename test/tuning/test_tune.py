@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from demo.random_weights import write_random_model
 from programs import tune
-from routes.fine_tuning.data import MAX_ERRORS, read_data, split
+from routes.fine_tuning.data import MAX_ERRORS, check_data, read_data, split
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import read_adapter
 from rwkv_batch.model.adapters.per_row import per_row_adapter
@@ -177,6 +178,7 @@ def test_translations_of_csv_and_tmx_become_the_prompts_of_serving() -> None:
     ("content", "name", "expected"),
     [
         ("en,de\n a , \n", "x.csv", "line 2: de: must not be empty"),
+        ("prompt,completion\na,b\nc,d\udcff\n", "x.csv", "line 3: is not UTF-8 (invalid start byte at its byte 3)"),
         ("no xml", "x.tmx", "the file: must be a TMX file"),
         (TMX.replace("</body>", ""), "x.tmx", "the file: must be a TMX file"),
         (TMX.replace("srclang=", "srclang='fr' x="), "x.tmx", "the file: has no translation from its"),
@@ -189,8 +191,25 @@ def test_translations_of_csv_and_tmx_become_the_prompts_of_serving() -> None:
     ],
 )
 def test_bad_translations_are_named(content: str, name: str, expected: str) -> None:
-    (problem,) = read_data(content.encode(), name).problems
+    (problem,) = read_data(content.encode(errors="surrogateescape"), name).problems
     assert str(problem).startswith(expected)
+
+
+def test_a_check_keeps_one_line_at_a_time() -> None:
+    """A check of 30 MB took 370 MB."""
+    content = "".join(f'{{"prompt": "What is {i}?", "completion": "A number."}}\n' for i in range(1500)).encode()
+    check_data(content[:500], "d.jsonl")  # loads the vocabulary
+    tracemalloc.start()
+    try:
+        assert check_data(content, "d.jsonl") == ([], 1500)
+        check_peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        data = read_data(content, "d.jsonl")
+        read_peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert check_peak < len(content) / 5
+    assert read_peak / data.num_tokens < 60  # short lines: most of it is per line
 
 
 def test_held_out_lines_are_not_trained_on() -> None:

@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,8 @@ class TuningRunner:
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
         )  # fmt: skip
-        watcher = asyncio.create_task(self._stop_when_asked(job, process, stop))
-        pacer = asyncio.create_task(self._pause_while_requests_wait(process))
+        watcher = asyncio.create_task(_restarted(lambda: self._stop_when_asked(job, process, stop)))
+        pacer = asyncio.create_task(_restarted(lambda: self._pause_while_requests_wait(process)))
         errors = asyncio.create_task(_last_lines(process))
         try:
             result = await self._follow(job, process)
@@ -228,15 +229,23 @@ class TuningRunner:
     async def _pause_while_requests_wait(self, process: asyncio.subprocess.Process) -> None:
         """Stop the process while interactive requests wait for a running slot of an engine."""
         is_paused = False
-        while True:
-            await asyncio.sleep(_PACE_S)
-            num_waiting = 0
-            with contextlib.suppress(ServiceError):  # no engine: nothing waits for it
-                num_waiting = (await call_engine(self._context, GetStatus())).get("waiting_interactive_rows", 0)
-            if is_paused is not (num_waiting > 0):
-                is_paused = not is_paused
+
+        def set_paused(value: bool) -> None:
+            nonlocal is_paused
+            if value is not is_paused:
+                is_paused = value
                 with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
+                    process.send_signal(signal.SIGSTOP if value else signal.SIGCONT)
+
+        try:
+            while True:
+                await asyncio.sleep(_PACE_S)
+                num_waiting = 0
+                with contextlib.suppress(ServiceError):  # no engine: nothing waits for it
+                    num_waiting = (await call_engine(self._context, GetStatus())).get("waiting_interactive_rows", 0)
+                set_paused(num_waiting > 0)
+        finally:  # also after an error: nobody else would continue it
+            set_paused(False)
 
     async def _follow(self, job: Job, process: asyncio.subprocess.Process) -> dict[str, Any]:
         """Record the process's progress; return its last report, {} without one."""
@@ -340,6 +349,16 @@ class TuningRunner:
         )  # fmt: skip
         await asyncio.to_thread(self._store.add_file, file, content)
         return file.id
+
+
+async def _restarted(work: Callable[[], Awaitable[None]]) -> None:
+    """Run work that never ends. Log an error of it, and run it again."""
+    while True:
+        try:
+            await work()
+        except Exception:  # a bug: the training must neither outlive its job nor stay paused
+            logger.exception("a watch of a training process failed; it starts again in %g s", _RETRY_S)
+        await asyncio.sleep(_RETRY_S)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -7,6 +7,9 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
+
+from routes.serving import stream_guard
 from routes.serving.connections import Connection
 from routes.serving.stream_guard import GuardedStreams, StreamGuard
 from test.serving import read_all, wait_for
@@ -65,6 +68,23 @@ def test_a_connection_that_has_closed_is_not_held() -> None:
     assert guard.watch(connection, b"data: lost\n\n") is None
     wait_for(lambda: descriptors_of(connection.inode) == 1, 20, "it is closed again")
     ours.close()
+
+
+def test_the_thread_that_receives_outlives_a_message_that_it_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It died without a line in the log, and no later stream of any worker got its error event."""
+    monkeypatch.setattr(stream_guard, "_RETRY_S", 0.0)
+    streams = GuardedStreams()
+    guard = StreamGuard(streams.worker_link)
+    streams.worker_link.send(b"short")
+    connection, ours, client = connected()
+    assert guard.watch(connection, b"data: lost\n\n") is not None
+    wait_for(lambda: descriptors_of(connection.inode) == 2, 20, "the supervisor has it")
+    assert "cannot be read" in caplog.text
+    ours.close()
+    client.close()
+    streams.end(os.getpid())
 
 
 def test_a_full_link_leaves_streams_unguarded_and_forgets_no_end() -> None:

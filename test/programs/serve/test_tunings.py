@@ -126,18 +126,21 @@ def test_the_process_stops_while_interactive_requests_wait(store: Store, monkeyp
     runner, waiting = TuningRunner(store, context_of(store), EngineConfig(model_path="")), {"rows": 3}
 
     async def status(*_: object) -> dict[str, int]:
+        if waiting["rows"] < 0:
+            raise KeyError("a bug")
         return {"waiting_rows": 9, "waiting_interactive_rows": waiting["rows"]}
 
     async def run() -> None:
         process = await asyncio.create_subprocess_exec("sleep", "600")
-        pacer = asyncio.create_task(runner._pause_while_requests_wait(process))
+        pacer = asyncio.create_task(tunings._restarted(lambda: runner._pause_while_requests_wait(process)))
 
         async def until(letter: str) -> None:
             while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != letter:  # noqa: ASYNC110, ASYNC240
                 await asyncio.sleep(0.01)
 
         try:
-            for rows, letter in ((3, "T"), (0, "S"), (1, "T")):
+            # -1: its thread died, and the process stayed stopped
+            for rows, letter in ((3, "T"), (0, "S"), (1, "T"), (-1, "S"), (2, "T")):
                 waiting["rows"] = rows
                 await asyncio.wait_for(until(letter), 60)
         finally:
@@ -147,6 +150,7 @@ def test_the_process_stops_while_interactive_requests_wait(store: Store, monkeyp
 
     monkeypatch.setattr(tunings, "call_engine", status)
     monkeypatch.setattr(tunings, "_PACE_S", 0.01)
+    monkeypatch.setattr(tunings, "_RETRY_S", 0.01)
     asyncio.run(run())
 
 
