@@ -173,6 +173,7 @@ class Fleet:
 
     def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None:
         members = [member for member in self.members if member.client.is_connected]
+        members.sort(key=lambda member: not member.is_available)  # one that drains may lack the newest tuned state
         if not members:
             reply(ServiceError.from_info(self._unavailable_reason()))
             return

@@ -231,6 +231,14 @@ def test_a_draining_engine_gets_no_jobs_and_a_removed_one_loses_its_jobs(two_eng
     assert running.texts == {0: b"a"}
 
 
+def test_lists_come_from_an_engine_that_does_not_drain(two_engines: FakeFleet) -> None:
+    """A worker without a link to a draining engine adds a state to the other one; lists of the first lacked it."""
+    fleet, engines = two_engines
+    fleet.update([engine_info("engine-0", ModelStatus.UNLOADING), engine_info("engine-1")])
+    fleet.call(ListStates(), lambda answer: None)
+    assert engines[1].received_calls == [ListStates()] and not engines[0].received_calls
+
+
 @pytest.mark.parametrize("call", [AddState("s"), RemoveState("s"), AddAdapter("a", "a.pth"), RemoveAdapter("a")])
 def test_a_change_of_states_reaches_all_engines_or_none(two_engines: FakeFleet, call: Any) -> None:
     """A starting engine has read its files, perhaps before the change."""

@@ -157,6 +157,7 @@ class FleetWorld:
             return
         demand(engine._fatal_error is None, f"{process.name} died: {engine._fatal_error}")
         missing = [name for name in self.clients.states if name not in engine._user_files.states._infos]
+        missing *= not engine._draining  # it admits no jobs, and lists are another engine's
         demand(not missing, f"{process.name} serves without {missing}, which were acknowledged")
 
     def _fault(self) -> None:
