@@ -40,8 +40,7 @@ class Fleet:
         on_change: Callable[[bool], None] = lambda is_connected: None,
         quotas: QuotaLedger | None = None,
     ) -> None:
-        """
-        on_change: called with whether any engine accepts work, when that changes; must not call the fleet
+        """on_change: called with whether any engine accepts work, when that changes; must not call the fleet
         quotas: the ledger of another fleet of this process
         """
         self._limits = limits
@@ -172,8 +171,8 @@ class Fleet:
             member.client.cancel(in_flight_job.attempt_id)
 
     def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None:
-        members = [member for member in self.members if member.client.is_connected]
-        members.sort(key=lambda member: not member.is_available)  # one that drains may lack the newest tuned state
+        connected = [member for member in self.members if member.client.is_connected]
+        members = sorted(connected, key=lambda one: not one.is_available)  # one that drains may lack new states
         if not members:
             reply(ServiceError.from_info(self._unavailable_reason()))
             return
