@@ -104,7 +104,7 @@ class GuardedStreams:
                 poll.poll()
                 with self._lock:
                     self._receive()
-            except Exception:  # the supervisor ends no process for it: later streams need this thread
+            except (OSError, struct.error):  # nothing restarts this thread, and later streams need it
                 logger.exception("a message of an HTTP worker about its streams cannot be read; the next one is")
                 time.sleep(_RETRY_S)
 
