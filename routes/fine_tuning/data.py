@@ -26,7 +26,7 @@ from routes.request.json_body import parse_json, validate
 from routes.request.messages import Message
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
-from rwkv_batch.translation.languages import language_name
+from rwkv_batch.translation.languages import is_known_language, language_name
 from rwkv_batch.translation.tmx import TmxError, read_pairs
 from rwkv_batch.tuning import Document
 from rwkv_batch.turn_text import format_turn
@@ -196,8 +196,9 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
     reader = csv.reader((line.decode() for line in _lines(content)), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
-        if len(header) != 2 or not all(header):
-            yield 1, _LineError("", "must name two columns: prompt,completion or two languages like English,Chinese")
+        if header != [_PROMPT, _COMPLETION] and (len(header) != 2 or not all(map(is_known_language, header))):
+            reason = f"must be prompt,completion or two languages like English,de, got {','.join(header)[:80]!r}"
+            yield 1, _LineError("", reason)
             return
         for cells in reader:
             if not any(cells):

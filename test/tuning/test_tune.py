@@ -179,6 +179,7 @@ def test_translations_of_csv_and_tmx_become_the_prompts_of_serving() -> None:
     [
         ("en,de\n a , \n", "x.csv", "line 2: de: must not be empty"),
         ("prompt,completion\na,b\nc,d\udcff\n", "x.csv", "line 3: is not UTF-8 (invalid start byte at its byte 3)"),
+        ("question,answer\na,b\n", "x.csv", "line 1: must be prompt,completion or two languages"),
         ("no xml", "x.tmx", "the file: must be a TMX file"),
         (TMX.replace("</body>", ""), "x.tmx", "the file: must be a TMX file"),
         (TMX.replace("srclang=", "srclang='fr' x="), "x.tmx", "the file: has no translation from its"),
