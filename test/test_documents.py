@@ -29,6 +29,7 @@ LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 CONFLICT = re.compile(r"^(?:<{7}|={7}|>{7})(?: |$)", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 NO_RECORDS = {
+    "compiled.json",
     "generation_config.json",
     "model.safetensors.index.json",
     "adapter_config.json",
