@@ -51,11 +51,13 @@ def initial_weights(shape: ModelShape) -> dict[str, Tensor]:
     return found
 
 
-def training_model(weights: dict[str, Tensor], compact: Compact, shape: ModelShape) -> TrainingModel:
+def training_model(
+    weights: dict[str, Tensor], compact: Compact, shape: ModelShape, kind: type[TrainingModel] = TrainingModel
+) -> TrainingModel:
     """Return the model that trains `weights`. The row of the unused ids counts once per id in the loss."""
     share = torch.zeros(compact.rows, device=weights["emb.weight"].device)
     share[compact.unused] = math.log(compact.multiplicity)
-    return TrainingModel({name: one.requires_grad_() for name, one in weights.items()}, shape, head_bias=share)
+    return kind({name: one.requires_grad_() for name, one in weights.items()}, shape, head_bias=share)
 
 
 def save_compact(path: Path, weights: dict[str, Tensor], ids: NDArray[np.int64]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from itertools import islice
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,24 @@ from rwkv_batch.tuning.trainer import Schedule, Trainer
 WARM_UP, PLATEAU = 100, 0.3
 
 
-def trainer_of(model: TrainingModel, steps: int, peak: float, dtype: torch.dtype = torch.float32) -> Trainer:
+@dataclass(frozen=True, slots=True)
+class TimedSchedule(Schedule):
+    """A schedule by the clock."""
+
+    seconds: float = 0.0
+    end: float = 0.0
+    """of time.monotonic"""
+
+    def progress(self, step: int) -> float:
+        """Return the share of the seconds that is over."""
+        return 1 - (self.end - time.monotonic()) / self.seconds
+
+
+def timed(seconds: float) -> TimedSchedule:
+    return TimedSchedule(0, WARM_UP, PLATEAU, seconds, time.monotonic() + seconds)
+
+
+def trainer_of(model: TrainingModel, schedule: Schedule, peak: float, dtype: torch.dtype = torch.float32) -> Trainer:
     """Return the trainer of all weights.
 
     Only large matrices have weight decay.
@@ -38,7 +56,6 @@ def trainer_of(model: TrainingModel, steps: int, peak: float, dtype: torch.dtype
         {"params": [one for name, one in model.weights.items() if (name in large) == is_large], "weight_decay": decay}
         for is_large, decay in ((True, 0.05), (False, 0.0))
     ]
-    schedule = Schedule(steps, WARM_UP, PLATEAU)
     return Trainer(model, [{**group, "lr": peak} for group in groups], schedule, dtype)
 
 
@@ -54,7 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder for the compact file, loss.svg and figures.json"
     )
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--seconds", type=float, default=600, help="time of the steps, after the start")
     parser.add_argument("--rows", type=int, default=128, help="rows of a batch")
     parser.add_argument("--time", type=int, default=512, help="tokens of a row")
     parser.add_argument("--layers", type=int, default=6)
@@ -62,7 +79,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peak", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
-    parser.add_argument("--vocabulary-documents", type=int, default=150_000, help="documents to count ids in")
+    parser.add_argument(
+        "--vocabulary-documents", type=int, default=150_000, help="documents to count ids in; 0: the ids of --start"
+    )
     parser.add_argument("--start", type=Path, help="a compact file to continue from")
     parser.add_argument("--sentences", type=int, default=1000, help="held-out sentences to evaluate; 0: none")
     return parser.parse_args()
@@ -74,18 +93,25 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    compact = Compact(used_ids(args.seed, args.vocabulary_documents, args.workers))
+    if args.vocabulary_documents:
+        compact = Compact(used_ids(args.seed, args.vocabulary_documents, args.workers))
+    else:
+        compact = load_compact(args.start)[1]
     shape = demo_shape(compact.rows, args.layers, args.width)
     weights = start_from(args.start, compact) if args.start else initial_weights(shape)
-    model = training_model({name: one.to(device) for name, one in weights.items()}, compact, shape)
+    kind = TrainingModel
+    if device.type == "cuda":
+        from demo.gpu_model import GpuDemoModel as kind  # needs Triton
+    model = training_model({name: one.to(device) for name, one in weights.items()}, compact, shape, kind)
     size = sum(p.numel() for p in model.weights.values()) / 1e6
     print(f"{compact.rows} rows, {size:.2f} M parameters, {device}", flush=True)
-    trainer = trainer_of(model, args.steps, args.peak, torch.bfloat16 if device.type == "cuda" else torch.float32)
     stream = Batches(args.seed, compact, args.rows, args.time)
     loader = DataLoader(stream, batch_size=None, num_workers=args.workers, prefetch_factor=4 if args.workers else None)
-    with tqdm(total=args.steps, mininterval=10, unit="step") as bar:
-        for batch in islice(loader, args.steps):
-            bar.set_postfix(loss=f"{trainer.step(batch):.4f}", refresh=False)
+    batches, schedule = iter(loader), timed(args.seconds)
+    trainer = trainer_of(model, schedule, args.peak, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    with tqdm(mininterval=10, unit="step") as bar:
+        while schedule.progress(len(trainer.losses)) < 1:
+            bar.set_postfix(loss=f"{trainer.step(next(batches)):.4f}", refresh=False)
             bar.update()
     losses, path = trainer.losses, args.out / "rwkv7-demo.compact"
     save_compact(path, dict(model.weights), compact.ids)

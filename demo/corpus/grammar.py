@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from random import Random
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,6 +86,19 @@ def sections() -> dict[str, Section]:
         else:
             section.add(line)
     return found
+
+
+@contextmanager
+def often(symbol: str, text: str) -> Iterator[None]:
+    """Sample the alternative of a section with an English text ten times as often as the others together."""
+    section = sections()[symbol]
+    usual = section.weights
+    is_text = [alternative.columns[0] == [text] for alternative in section.alternatives]
+    section.weights = [*accumulate(10.0 * len(usual) if one else 1.0 for one in is_text)]
+    try:
+        yield
+    finally:
+        section.weights = usual
 
 
 class _Expansion:

@@ -56,13 +56,13 @@ def repetition(rng: Random) -> Document:
 
 
 SHARES = {
-    translation.document: 0.41,
-    pages.document: 0.29,
-    chat.document: 0.13,
-    tools.document: 0.055,
-    structured.document: 0.045,
-    arithmetic: 0.025,
-    infill: 0.025,
+    translation.document: 0.31,
+    pages.document: 0.35,
+    chat.document: 0.12,
+    tools.document: 0.06,
+    structured.document: 0.1,
+    arithmetic: 0.02,
+    infill: 0.02,
     repetition: 0.02,
 }
 

@@ -11,7 +11,7 @@ from functools import cache
 from random import Random
 
 from demo.corpus.documents import PROMPT_WEIGHT, Document, Segment, rounds
-from demo.corpus.grammar import pick
+from demo.corpus.grammar import often, pick
 from demo.corpus.translation import Pair, fresh_pair
 from demo.corpus.words import tables
 from rwkv_batch.translation import markers as shown
@@ -74,15 +74,13 @@ def _names() -> dict[str, str]:
     return {entry["en"]: entry["zh"] for name in ("name-f", "name-m") for entry in tables()[name]}
 
 
-def _sentence(rng: Random, pattern: str, chinese: str, held: bool) -> Pair:
-    """Sample a sentence with the English pattern and Chinese text.
-
-    The text is there once.
-    """
-    while True:
-        pair = fresh_pair(rng, held=held)
-        if re.search(pattern, pair.en) and pair.zh.count(chinese) == 1:
-            return pair
+def _sentence(rng: Random, pronoun: str, chinese: str, held: bool) -> Pair:
+    """Sample a sentence with a pronoun, whose Chinese text is there once."""
+    with often("pronoun", pronoun):
+        while True:
+            pair = fresh_pair(rng, held=held)
+            if re.search(rf"\b{pronoun}\b", pair.en, re.IGNORECASE) and pair.zh.count(chinese) == 1:
+                return pair
 
 
 def _words_once(pair: Pair, words: dict[str, str]) -> list[tuple[str, str]]:
@@ -105,7 +103,7 @@ def pronouns(rng: Random, *, held: bool = False) -> Case:
 
     Its Chinese depends on who was named before.
     """
-    pair = _sentence(rng, r"\b[Tt]hey\b", "他们", held)
+    pair = _sentence(rng, "they", "他们", held)
     group, pronoun = pick(rng, _GROUPS)
     two = rng.sample(tables()[group], 2)
     english, chinese = pick(rng, _INTRODUCTIONS)
@@ -164,9 +162,9 @@ def rolling_terms(rng: Random, *, held: bool = False) -> Case:
 
 def address(rng: Random, *, held: bool = False) -> Case:
     """Sample a sentence with "you" in a polite or a plain form."""
-    pair = _sentence(rng, r"\b[Yy]ou\b", "你", held)
+    pair = _sentence(rng, "you", "你", held)
     while "你们" in pair.zh:
-        pair = _sentence(rng, r"\b[Yy]ou\b", "你", held)
+        pair = _sentence(rng, "you", "你", held)
     is_polite = rng.random() < 0.5
     word = "您" if is_polite else "你"
     return Case("address", pair.en, pair.zh.replace("你", word), (word,), style=POLITE if is_polite else PLAIN)

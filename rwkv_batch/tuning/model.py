@@ -23,8 +23,8 @@ from rwkv_batch.model.weights import TABLES, UNUSED_TENSORS, Weights, expected_s
 from rwkv_batch.tuning.wkv import CHUNK, wkv_chunked
 
 _DECAY = math.exp(-0.5)
-_LOSS_ROWS = 256
-"""Rows whose logits over the vocabulary are in memory at once."""
+_LOSS_LOGITS = 1 << 24
+"""Logits in memory at once."""
 LORA_TARGETS = ("att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value")
 
 
@@ -132,9 +132,9 @@ class TrainingModel:
         """
         if self.row_of_id is not None:
             targets = self.row_of_id[targets]
-        found = []
-        for h, t in zip(hidden.split(_LOSS_ROWS), targets.split(_LOSS_ROWS), strict=True):
-            logits = _logits(h, self.weights["head.weight"], None)
+        found, head = [], self.weights["head.weight"]
+        for h, t in zip(hidden.split(_loss_rows(head)), targets.split(_loss_rows(head)), strict=True):
+            logits = _logits(h, head, None)
             is_best = logits.argmax(-1) == t
             if self.head_bias is not None:
                 logits += self.head_bias
@@ -245,6 +245,10 @@ def _logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits + bias
 
 
+def _loss_rows(head: Tensor) -> int:
+    return max(1, _LOSS_LOGITS // len(head))
+
+
 class _HeadLoss(torch.autograd.Function):
     """The head and the weighted mean cross-entropy. Keeps gradients of hidden [N, C] and head, but no logits."""
 
@@ -256,8 +260,8 @@ class _HeadLoss(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden)
         head_grad = torch.zeros_like(head) if head.requires_grad else None
         loss = hidden.new_zeros(())
-        for start in range(0, len(hidden), _LOSS_ROWS):
-            rows = slice(start, start + _LOSS_ROWS)
+        for start in range(0, len(hidden), _loss_rows(head)):
+            rows = slice(start, start + _loss_rows(head))
             logs = F.log_softmax(_logits(hidden[rows], head, bias), -1)
             of_targets = logs.gather(1, targets[rows, None])[:, 0]
             loss -= ((of_targets if bias is None else of_targets - bias[targets[rows]]) * weights[rows]).sum()

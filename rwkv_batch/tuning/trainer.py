@@ -45,11 +45,15 @@ class Schedule:
     plateau: float = 0.0
     """share of the steps before the decay"""
 
+    def progress(self, step: int) -> float:
+        """Return the share of the training that is done."""
+        return step / self.steps
+
     def share(self, step: int) -> float:
         """Return the share of the peak learning rate at a step."""
         if step < self.warm_up:
             return (step + 1) / self.warm_up
-        falling = min(max((step / self.steps - self.plateau) / (1 - self.plateau), 0.0), 1.0)
+        falling = min(max((self.progress(step) - self.plateau) / (1 - self.plateau), 0.0), 1.0)
         return _FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * falling))
 
 

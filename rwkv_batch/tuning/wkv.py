@@ -60,10 +60,10 @@ def wkv_chunked(
     state = torch.zeros_like(add[0])
     begun = state if first is None else first.repeat(batch, 1, 1)
     starts = []
-    for c in range(chunks):
-        state = state * kept[c] + begun * (1 - kept[c])
+    for one_kept, one_add, one_move in zip(kept, add.unbind(), move.unbind(), strict=True):  # one gradient
+        state = state * one_kept + begun * (1 - one_kept)
         starts.append(state)
-        state = torch.baddbmm(add[c], state, move[c])
+        state = torch.baddbmm(one_add, state, one_move)
     start = torch.stack(starts).view(-1, size, size)
     y = torch.bmm(r + torch.bmm(rb, from_state), start.transpose(1, 2)) + torch.bmm(rb, own) + torch.bmm(rk, v)
     return y.view(chunks, batch, heads, CHUNK, size).permute(1, 0, 3, 2, 4).reshape(batch, time, heads, size)

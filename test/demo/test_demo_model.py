@@ -19,6 +19,7 @@ from demo.tune import SOURCES, data
 from demo.vocabulary import Compact
 from routes.fine_tuning.data import read_data
 from rwkv_batch.tuning.model import TrainingModel
+from rwkv_batch.tuning.trainer import Schedule
 
 RANKS = (8, 8, 8, 8)
 
@@ -70,7 +71,7 @@ def test_a_few_steps_lower_the_loss() -> None:
     compact = Compact(used_ids(1, 300))
     torch.manual_seed(0)
     shape = demo_shape(compact.rows, 2, 64, RANKS)
-    trainer = trainer_of(training_model(initial_weights(shape), compact, shape), 800, 0.1)
+    trainer = trainer_of(training_model(initial_weights(shape), compact, shape), Schedule(800, 100, 0.3), 0.1)
     rows = batch(1, 0, compact, 4, 128)
     for _ in range(8):
         trainer.step(rows)
