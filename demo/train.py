@@ -99,9 +99,11 @@ def main() -> None:
         compact = load_compact(args.start)[1]
     shape = demo_shape(compact.rows, args.layers, args.width)
     weights = start_from(args.start, compact) if args.start else initial_weights(shape)
-    kind = TrainingModel
+    kind: type[TrainingModel] = TrainingModel
     if device.type == "cuda":
-        from demo.gpu_model import GpuDemoModel as kind  # needs Triton
+        from demo.gpu_model import GpuDemoModel  # needs Triton
+
+        kind = GpuDemoModel
     model = training_model({name: one.to(device) for name, one in weights.items()}, compact, shape, kind)
     size = sum(p.numel() for p in model.weights.values()) / 1e6
     print(f"{compact.rows} rows, {size:.2f} M parameters, {device}", flush=True)
