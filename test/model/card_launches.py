@@ -57,8 +57,11 @@ COMPILED = Path(__file__).with_name("compiled.json")
 Compiling all takes minutes.
 """
 LAUNCHES = "launches"
-LAUNCHING_FILES = ("rwkv_batch/kernels/cuda/**/*.py", "rwkv_batch/model/quant/formats.py", "sampling/rapid.py")
-"""Where the arguments of launches come from, next to `test/model`'s files."""
+LAUNCHING_FILES = (
+    "sampling/rapid.py",
+    *(f"{name.replace('.', '/')}.py" for name in re.findall(r"(?m)^from (rwkv_batch\S+)", Path(__file__).read_text())),
+)
+"""Where the arguments of launches come from: what this module imports."""
 WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096)
 MAX_SPILL_BYTES = 160
 SOMEWHERE = 1 << 20
@@ -183,8 +186,8 @@ def digest(source: Path) -> str:
 def launches_digest() -> str:
     """Of everything that decides what is launched, and what the kernels need."""
     here = Path(__file__)
-    files = [path for pattern in LAUNCHING_FILES for path in sorted(ROOT.glob(pattern))]
-    texts = [path.read_bytes() for path in (*files, *sorted(here.parent.glob("fake_runtime.*")), here)]
+    files = (*(ROOT / name for name in LAUNCHING_FILES), *sorted(here.parent.glob("fake_runtime.*")), here)
+    texts = [path.read_bytes() for path in files]
     return hashlib.sha256(b"\0".join([*(digest(path).encode() for path in sources()), *texts])).hexdigest()
 
 

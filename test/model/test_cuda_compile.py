@@ -24,6 +24,7 @@ from test.model.card_launches import (
     COMPILED,
     KIB,
     LAUNCHES,
+    LAUNCHING_FILES,
     Needs,
     Record,
     archs_of,
@@ -84,12 +85,14 @@ def test_a_changed_launcher_is_checked(tmp_path: Path, monkeypatch: pytest.Monke
     """The digest of launches is of the sources and of the Python side's files."""
     monkeypatch.setattr(card_launches, "sources", list)
     monkeypatch.setattr(card_launches, "ROOT", tmp_path)
-    empty = launches_digest()
-    (tmp_path / "sampling").mkdir()
-    (tmp_path / "sampling/rapid.py").write_text("ROWS = 1\n")
-    with_file = launches_digest()
+    assert "rwkv_batch/kernels/cuda/shift_mix.py" in LAUNCHING_FILES
+    monkeypatch.setattr(card_launches, "LAUNCHING_FILES", ("shift_mix.py",))
+    digests = set()
+    for number in range(2):
+        (tmp_path / "shift_mix.py").write_text(f"BLOCKS = {number}\n")
+        digests.add(launches_digest())
     monkeypatch.setattr(card_launches, "sources", lambda: SOURCES[:1])
-    assert len({empty, with_file, launches_digest()}) == 3
+    assert len(digests | {launches_digest()}) == 3
 
 
 def test_every_source_belongs_to_a_library() -> None:
