@@ -172,6 +172,21 @@ def test_mma_has_the_bits_of_the_definition(rows: int, unsigned: bool) -> None:
         assert_products(ns, k, rows, unsigned, mma=True, bits=16)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 9, 64, 320, 700])
+@pytest.mark.parametrize("width", [768, 4096])
+def test_results_in_fp32_are_those_in_fp16(rows: int, width: int) -> None:
+    torch.manual_seed(rows)
+    linear = CudaW8A8Linear(quantise(torch.randn(2048, width, device=GPU) / 32, Format.W8A8, 3 * channels(width)))
+    x = (torch.randn(rows, width, device=GPU) * channels(width)).half()
+    out = torch.full((rows + 8, 2048), torch.nan, device=GPU)
+    assert torch.equal(linear.to_fp32(x, out[:rows]), linear(x).float())
+    assert torch.equal(linear.to_fp32(x), out[:rows])
+    assert out[rows:].isnan().all()
+    y = torch.empty(rows, 2048, device=GPU)
+    multiply_by_mma([W8A8Gemm(quantise_inputs(x, linear.weights), linear.weights, y)])
+    assert torch.equal(y, out[:rows])
+
+
 @pytest.mark.parametrize("rows", [1, 8, 9, 100])
 @pytest.mark.parametrize("kind", [CudaW8A8Linear, CudaW8A16Linear])
 def test_a_channel_mix_has_the_same_bits_in_stored_order(rows: int, kind: type[CudaInt8Linear]) -> None:
@@ -323,7 +338,7 @@ def step(lengths: list[int], adapted: bool) -> StepInputs:
 @pytest.mark.parametrize("width", [768, 2560, 4096])
 @pytest.mark.parametrize("mixes", [6, 1])
 def test_the_mix_writes_the_bits_that_a_separate_kernel_makes(width: int, mixes: int) -> None:
-    """One row, a CTA per SM, many rows, prompts; a row with NaN among them."""
+    """One row (elsewhere than on Hopper), a CTA per SM, many rows, prompts; a row with NaN among them."""
     ops = CudaOps()
     ops.prepare_device(GPU, width, 4 * width)
     torch.manual_seed(width)
@@ -332,6 +347,8 @@ def test_the_mix_writes_the_bits_that_a_separate_kernel_makes(width: int, mixes:
     maps = [CudaW8A8Linear(of_map) for of_map in stored[: 3 if mixes == 6 else 1]]
     prologue = Prologue(norm, torch.rand(mixes, width, device=GPU).half(), maps[0], tuple(maps[1:]))
     for lengths in ([1], [1] * 8, [1] * 64, [1] * 320, [300, 1, 77], [2000]):
+        if lengths == [1] and maps[0].takes_one_row:
+            continue
         tokens = sum(lengths)
         x, shift = (
             torch.randn(tokens, width, device=GPU).half(),

@@ -344,7 +344,7 @@ class Launcher:
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
             sparse = W8A8SparseArgs(rows=rows, width=width, ffn=4 * width)
             if width % SPARSE_COLUMNS == 0 and width // SPARSE_COLUMNS * SPARSE_SPLITS <= self._card.num_sms:
-                yield from self.call("rwkv_w8a8_sparse", byref(sparse))
+                yield from self.call("rwkv_w8a8_sparse_row" if rows == 1 else "rwkv_w8a8_sparse", byref(sparse))
             for format_, number in NUMBERS.items():
                 if rows == 1:
                     yield from self.call("rwkv_sparse_row_quant", *[SOMEWHERE] * 4, number, width, 4 * width)

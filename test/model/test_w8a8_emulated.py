@@ -39,7 +39,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
     """Launcher -> the library that has it."""
     found = {f"rwkv_{name}": emulated(name, tmp_path_factory.mktemp(name)) for name in ("w8a8_quantise", "w8a8_mma")}
     others = ("w8a8_middle", "w8a8_many", "w8a8_many_unsigned")
-    found["rwkv_w8a8_sparse"] = emulated("w8a8_sparse", tmp_path_factory.mktemp("w8a8_sparse"))
+    for name in ("w8a8_sparse", "w8a8_sparse_row"):
+        found[f"rwkv_{name}"] = emulated(name, tmp_path_factory.mktemp(name))
     found["rwkv_gemm_w8a8"] = emulated("gemm_w8a8", tmp_path_factory.mktemp("gemm_w8a8"), (32, 320), (1,))
     found["rwkv_w8a8"] = emulated("w8a8_few", tmp_path_factory.mktemp("w8a8"), EMULATED_TILES, others=others)
     return found
@@ -195,7 +196,9 @@ def test_hopper_has_the_bits_of_the_definition(is_unsigned: bool, tile: Tile) ->
         assert_products(2 * rows, 1664, (320, 128, 128), is_unsigned, Plan(tile, lead=1))
 
 
-@pytest.mark.parametrize(("rows", "k", "n"), [(1, 4096, 128), (3, 9216, 256), (8, 640, 128), (8, 16384, 128)])
+@pytest.mark.parametrize(
+    ("rows", "k", "n"), [(1, 4096, 128), (1, 16384, 64), (1, 640, 64), (3, 9216, 256), (8, 640, 128), (8, 16384, 128)]
+)
 @pytest.mark.parametrize("share", [0.12, 1.0])
 def test_sparse_rows_have_the_bits_of_the_definition(
     rows: int, k: int, n: int, share: float, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch

@@ -74,7 +74,11 @@ def channel_mix(
         of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
         y = _value_quantised(layer.ffn_value, hidden, is_squared)
     elif isinstance(layer.ffn_value, CudaInt8Linear):
-        hidden, is_squared = layer.ffn_key(x), False
+        key = layer.ffn_key
+        assert isinstance(key, CudaInt8Linear), "the matrices of a layer are in one format"
+        if adapters is None and len(x) == 1 and key.takes_one_row:
+            return layer.ffn_value.multiply_stored(key.multiply_row(x))
+        hidden, is_squared = key(x), False
         if adapters is not None:
             adapters.add(AdaptedLinear(Target.FFN_KEY, x, hidden))
         of_experts = mix_experts(layer, x, hidden, adapters, is_squared)

@@ -45,6 +45,7 @@ from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS, QuantGemm,
 from rwkv_batch.kernels.cuda.w8a8.linear import CudaInt8Linear, CudaW8A8Linear, mixed_gemms, multiply_mixed
 from rwkv_batch.kernels.cuda.w8a8.mixed_launch import fits_mixed_launch, launch_mixed
 from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
+from rwkv_batch.kernels.cuda.w8a8.row import RowGemm, multiply_row
 from rwkv_batch.model.layer import Projections
 
 MAX_FUSED_WKV_ROWS = 4
@@ -218,8 +219,13 @@ def _project_deferred_mix(layer: CudaLayer, row: DeferredMix) -> Projections:
     """As `_project_grouped`, for one quantised row whose mix the launch computes."""
     rkv = torch.empty_like(row.mix[:3])
     low = LowRanks.build(layer, row.mix[2:])
-    gemms = [QuantGemm(linear, row.mix[i], rkv[i]) for i, linear in enumerate(_quantised_rkv(layer))]
-    multiply_few(gemms, low.down_gemms, row.args)
+    in_int8 = _int8_rkv(layer)
+    if in_int8:
+        row_gemms = [RowGemm(linear.weights, row.mix[i], rkv[i]) for i, linear in enumerate(in_int8)]
+        multiply_row(row_gemms, low.down_gemms, row.args)
+    else:
+        gemms = [QuantGemm(linear, row.mix[i], rkv[i]) for i, linear in enumerate(_quantised_rkv(layer))]
+        multiply_few(gemms, low.down_gemms, row.args)
     return low.projections(*rkv.unbind(), pending=True)
 
 

@@ -39,6 +39,7 @@ NAMES = (
     "w8a8/w8a8_quantise",
     "w8a8/w8a8_mma",
     "w8a8/w8a8_sparse",
+    "w8a8/w8a8_sparse_row",
 )
 HOPPER_NAMES = (
     "gemm/gemm_fp16",
@@ -125,6 +126,7 @@ class QuantGemmArgs(Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("qweight", "scales", "x", "y")],
         *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "out_fp32", "warps_k", "first_block", "blocks")],
+        *[(name, c_void_p) for name in ("weight_ratios", "factors", "order")],
     ]
 
 
@@ -293,6 +295,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_w8a8_quantise": [POINTER(W8A8QuantiseArgs), c_void_p],
     "rwkv_w8a8_mma": [POINTER(W8A8Args), c_void_p],
     "rwkv_w8a8_sparse": [POINTER(W8A8SparseArgs), c_void_p],
+    "rwkv_w8a8_sparse_row": [POINTER(W8A8SparseArgs), c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_gemm_fp16": [POINTER(Fp16LaunchArgs), c_void_p],

@@ -171,6 +171,8 @@ def _defers_mix(prologue: Prologue) -> bool:
     Hopper's kernel for one row does so for a time mix.
     """
     consumer = prologue.consumer
+    if isinstance(consumer, CudaW8A8Linear):
+        return consumer.takes_one_row and len(prologue.mix) > 1
     if not isinstance(consumer, CudaQuantLinear) or consumer.format is Format.INT4:
         return False
     if fits_hopper_row(consumer, [consumer.packed.columns]):
@@ -200,7 +202,7 @@ def _quantised_mix(x: Tensor, prologue: Prologue) -> QuantisedMix | None:
 
 def _w8a8_mix(x: Tensor, prologue: Prologue) -> W8A8Mix | None:
     """Returns buffers for mixed inputs of x [T, C] in 8 bits; None if the GEMM reads others."""
-    if not isinstance(prologue.consumer, CudaW8A8Linear):
+    if not isinstance(prologue.consumer, CudaW8A8Linear) or (len(x) == 1 and prologue.consumer.takes_one_row):
         return None
     (tokens, width), is_time_mix = x.shape, len(prologue.mix) == len(MIX_ORDER)
     codes = empty_rows(tokens, width, 3 if is_time_mix else 1, is_unsigned=False, device=x.device)

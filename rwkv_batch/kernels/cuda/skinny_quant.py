@@ -75,7 +75,7 @@ def multiply_few(
         args.value = value
     # Halves first: they are twice the bytes of an output, and would be what a launch waits for at its end.
     for slot, half in zip(args.gemms[: len(fp16_gemms)], fp16_gemms, strict=True):
-        _fill_fp16_gemm(slot, half, rows)
+        fill_fp16_gemm(slot, half, rows)
     for slot, m in zip(args.gemms[len(fp16_gemms) : count], gemms, strict=True):
         _fill_gemm(slot, m, format_, rows)
     inputs = [slot.k for slot in args.gemms[:count]]
@@ -87,7 +87,7 @@ def multiply_few(
         library().call("rwkv_skinny_quant", ctypes.byref(args))
 
 
-def _fill_fp16_gemm(slot: QuantGemmArgs, half: Gemm, rows: int) -> None:
+def fill_fp16_gemm(slot: QuantGemmArgs, half: Gemm, rows: int) -> None:
     """Fills one fp16 GEMM of a launch. Raises ValueError for tensors that do not match."""
     n, k = half.weight.shape
     if not fits_skinny(half.weight) or half.x.shape != (rows, k) or half.y.shape != (rows, n):

@@ -3,13 +3,14 @@
 //   fp8   e4m3 with an fp32 scale per output. Before sm_89 the bits are shifted instead of converted: values come out
 //         2^-8 times as large, subnormals too (code_scale). There are no NaNs.
 //   int8  u8 1 .. 255 = q + 128, fp16 scale in units of 2^-6 per output and group of 128 inputs.
+//   w8a8  s8, for inputs in 8 bits (w8a8/w8a8_rows.cuh); only hopper_row.cu
 //   int4  u4 0 .. 15, fp16 (scale, 1024 + zero) per output and group: w = (q - zero) * scale.
 //         Nibble i of a word is input 2i, nibble i + 4 is input 2i + 1.
 #pragma once
 
 #include "common.cuh"
 
-enum Format { FP8 = 0, INT8 = 1, INT4 = 2, HALF = 3 };
+enum Format { FP8 = 0, INT8 = 1, INT4 = 2, HALF = 3, W8A8 = 4 };
 
 constexpr int GROUP_INPUTS = 128;
 
@@ -22,7 +23,7 @@ constexpr int GROUP_INPUTS = 128;
 // Factor of sums of products with unpacked weights.
 template <Format FORMAT>
 __device__ __forceinline__ constexpr float code_scale() {
-    return FORMAT == HALF ? 1.0f : FORMAT == FP8 ? (CONVERTS_E4M3 ? 1.0f : 256.0f) : 1.0f / 64.0f;
+    return FORMAT == HALF || FORMAT == W8A8 ? 1.0f : FORMAT == FP8 ? (CONVERTS_E4M3 ? 1.0f : 256.0f) : 1.0f / 64.0f;
 }
 
 __device__ __forceinline__ uint32_t subtract2(uint32_t a, uint32_t b) {

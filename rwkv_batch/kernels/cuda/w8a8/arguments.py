@@ -14,7 +14,7 @@ class W8A8GemmArgs(Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("weights", "x", "weight_scales", "weight_ratios")],
         *[(name, c_void_p) for name in ("input_scales", "input_ratios", "y")],
-        *[(name, c_int) for name in ("n", "unused")],
+        *[(name, c_int) for name in ("n", "out_fp32")],
     ]
 
 

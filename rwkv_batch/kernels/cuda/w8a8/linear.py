@@ -19,6 +19,7 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
     quantise_inputs,
     quantise_mixed,
 )
+from rwkv_batch.kernels.cuda.w8a8.row import RowGemm, fits_row, multiply_row
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import Quantised
@@ -41,6 +42,8 @@ class CudaInt8Linear(Linear):
         self.weight = self.weights.codes
         self.squares_inputs = squares_inputs
         self.output_positions: Tensor | None = None
+        self.takes_one_row = self.bits == 8 and not squares_inputs and fits_row(self.weights)
+        """whether a launch rounds one input itself"""
         prepare_w8a8(self.weight.device)
 
     @property
@@ -58,7 +61,7 @@ class CudaInt8Linear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps [T, in] fp16 to [T, out] fp16."""
-        y = self.multiply_codes(self.quantise(x))
+        y = self.multiply_row(x) if len(x) == 1 and self.takes_one_row else self.multiply_codes(self.quantise(x))
         return y if self.output_positions is None else y.index_select(1, self.output_positions)
 
     def quantise(self, x: Tensor, in_order: bool = False) -> Codes:
@@ -69,28 +72,42 @@ class CudaInt8Linear(Linear):
         """Map [T, in] fp16 to [T, out] fp16. The input comes from a map that feeds this one."""
         return self.multiply_codes(self.quantise(x, in_order=True))
 
-    def multiply_codes(self, codes: Codes) -> Tensor:
-        """Map quantised [T, in] to [T, out] fp16.
+    def multiply_codes(self, codes: Codes, y: Tensor | None = None) -> Tensor:
+        """Map quantised [T, in] to [T, out] fp16, or to fp16 values in y [T, out].
 
         The outputs are in the stored order.
         """
         rows = len(codes.codes) * 8 // self.bits
-        y = torch.empty(rows, len(self.weight), dtype=torch.float16, device=self.weight.device)
+        if y is None:
+            y = torch.empty(rows, len(self.weight), dtype=torch.float16, device=self.weight.device)
         if rows:
             multiply([W8A8Gemm(codes, self.weights, y)], bits=self.bits)
+        return y
+
+    def multiply_row(self, x: Tensor) -> Tensor:
+        """Map [1, in] fp16 to [1, out] fp16, where `takes_one_row`.
+
+        The outputs are in the stored order.
+        """
+        y = x.new_empty(1, len(self.weight))
+        multiply_row([RowGemm(self.weights, x, y)])
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Maps [T, in] fp16 to [T, out] fp32 in `out`.
 
-        The results are computed in fp16. Raises ValueError if `out` has another shape.
+        The results are rounded to fp16. Raises ValueError if `out` has another shape.
         """
-        y = self(x)
+        assert self.output_positions is None, "only ffn.key feeds another map"
+        shape = len(x), len(self.weight)
         if out is None:
-            return y.float()
-        if out.shape != y.shape:
-            raise ValueError(f"the result is {tuple(y.shape)}, the place for it {tuple(out.shape)}")
-        return out.copy_(y)
+            out = torch.empty(shape, dtype=torch.float32, device=x.device)
+        elif out.shape != shape:
+            raise ValueError(f"the result is {shape}, the place for it {tuple(out.shape)}")
+        if len(x) == 1 and self.takes_one_row:
+            multiply_row([RowGemm(self.weights, x, out)])
+            return out
+        return self.multiply_codes(self.quantise(x), out)
 
 
 class CudaW8A8Linear(CudaInt8Linear):

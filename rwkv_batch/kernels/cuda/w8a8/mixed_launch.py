@@ -21,7 +21,7 @@ from rwkv_batch.kernels.cuda.library import cuda_pointer
 from rwkv_batch.kernels.cuda.w8a8.arguments import MAX_MIXED_GEMMS, MAX_W8A8_GEMMS, MixedLaunchArgs
 from rwkv_batch.kernels.cuda.w8a8.products import W8A8Gemm, pitch_of
 
-TILE_ROWS = (32, 64, 128, 160, 320)
+TILE_ROWS = (32, 64, 128, 160, 256, 320)
 """Compiled tiles. One tile holds all rows of a launch."""
 
 

@@ -14,7 +14,7 @@ SEGMENT = 128
 """K per stage of the kernel."""
 BLOCK_OUTPUTS = 64
 """Outputs of a wgmma; n is a multiple."""
-MAX_EXCHANGED_ROWS = 160
+MAX_EXCHANGED_ROWS = 256
 """Largest tile whose sums are exchanged through memory."""
 MAX_TILE_ROWS = 320
 
@@ -101,7 +101,7 @@ TILES: dict[bool, tuple[Tile, ...]] = {
     True: (
         *map(Tile, (32, 64, 128, 160, 240, 256)),
         Tile(32, 2),
-        *(Tile(rows, 4, in_memory=True) for rows in (8, 32, 64, 128)),
+        *(Tile(rows, 4, in_memory=True) for rows in (8, 32, 64, 128, 256)),
         Tile(160, 2, in_memory=True),
         Tile(256, pair=2),
         Tile(256, pair=4),

@@ -117,7 +117,7 @@ class W8A8Gemm(NamedTuple):
     """[T, K], in 16 bits [2 T, K]; scales and ratios padded to `pitch_of` the rows"""
     weights: W8A8Weights
     y: Tensor
-    """[T, n] fp16"""
+    """[T, n] fp16, or fp32 with the same values"""
 
 
 @dataclass(slots=True)
@@ -267,6 +267,7 @@ def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tens
     if transposed.shape != (k, n):
         raise ValueError(f"inputs {tuple(x.shape)} do not fit the transposed weights {tuple(transposed.shape)}")
     y, work = x.new_empty(rows, n), prepare_w8a8(x.device)
+    kernel = "rwkv_w8a8_sparse_row" if rows == 1 else "rwkv_w8a8_sparse"
     args = W8A8SparseArgs(
         h=cuda_pointer(x),
         weights=cuda_pointer(transposed, torch.int8),
@@ -280,7 +281,7 @@ def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tens
         width=n,
         ffn=k,
     )
-    library().call("rwkv_w8a8_sparse", ctypes.byref(args))
+    library().call(kernel, ctypes.byref(args))
     return y
 
 
@@ -305,5 +306,5 @@ def _launch_args(gemms: Sequence[W8A8Gemm], bits: int) -> tuple[W8A8Args, Launch
         slot.weight_ratios = cuda_pointer(w.ratios, torch.int32)
         slot.input_scales = cuda_pointer(x.scales, torch.float32)
         slot.input_ratios = cuda_pointer(x.ratios, torch.int32)
-        slot.y = cuda_pointer(y)
+        slot.y, slot.out_fp32 = cuda_pointer(y, y.dtype), y.dtype == torch.float32
     return args, Launch(tuple(w.shape[0] for _, w, _ in gemms), k, dtype == torch.uint8, rows)

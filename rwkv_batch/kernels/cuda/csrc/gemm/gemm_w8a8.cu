@@ -39,7 +39,7 @@ RWKV_API int rwkv_gemm_w8a8(const MixedLaunchArgs* args, void* stream) {
         p.weight_scales[i] = static_cast<const float*>(m.weight_scales), p.weight_ratios[i] = static_cast<const int*>(m.weight_ratios);
         p.input_scales[i] = static_cast<const float*>(m.input_scales), p.input_ratios[i] = static_cast<const int*>(m.input_ratios);
     }
-    return dispatch_tile<32, 64, 128, 160, 320>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
+    return dispatch_tile<32, 64, 128, 160, 256, 320>(args->tile_rows, args->splits, [&](auto rows, auto splits) {
         constexpr bool supported = splits.value == 4 || (splits.value == 1 && (rows.value == 32 || rows.value == 320));  // 1: for a single CTA
         return supported ? launch_gemm<rows.value, supported ? splits.value : 4, GEMM_W8A8_AND_FP16>(p, stream) : REFUSED;
     });

@@ -1,7 +1,8 @@
 // GEMV on Hopper's tensor cores for 8- and 4-bit weights: y = act(x @ W^T), one row, several weights per launch.
 //
-// in     qweight  [n, k] fp8, int8 or int4; or fp16 without scales
-//        scales   fp8 [n] fp32; int8 [k / 128, n] fp16; int4 [k / 128, n] fp16 (scale, 1024 + zero)
+// in     qweight  [n, k] fp8, int8, int4 or W8A8; or fp16 without scales
+//        scales   fp8, W8A8 [n] fp32; int8 [k / 128, n] fp16; int4 [k / 128, n] fp16 (scale, 1024 + zero)
+//        weight_ratios, factors, order   W8A8: as in w8a8_rows.cuh
 //        x        [k] fp16; or computed in every CTA from `norm` (residual add, LayerNorm, token shift, mix)
 //
 // out    y        [n] fp16 or fp32
@@ -14,6 +15,7 @@
 //          because the fp8 units accumulate in about 14 bits
 //   int8   3 bytes of a 24-bit integer, one scale per 128 inputs
 //   int4   2 bytes of a 16-bit integer; nibbles become bytes by masks, multiplied by mma.m16n8k32 per warp
+//   W8A8   codes of x, rounded in every CTA (w8a8_rows.cuh); sums are exact
 //   fp16   x itself
 // int4: a lane's weights belong to one of four adjacent groups, and so do the two non-zero columns of B. So four groups
 // are summed at once, each in its own lane.
@@ -91,10 +93,10 @@ __device__ __forceinline__ void produce_tiles(const RowLaunch& p, RowSmem& smem,
 }
 #endif
 
-// At most 64 registers per thread (int4), or 48 (8 bits), so that CTAs of ffn.value and the WKV fit on the SM. With 72
+// At most 64 registers per thread (int4), 56 (W8A8) or 48 (8 bits), so that CTAs of ffn.value and the WKV fit on the SM. With 72
 // the WKV's do not. With a value no other CTA fits anyway.
 template <Format FORMAT, bool FROM_NORM, bool HAS_VALUE>
-__global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 1024 : 640, HAS_VALUE || FORMAT == INT4 ? 1 : 2) hopper_row_kernel(const __grid_constant__ RowLaunch p) {
+__global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 1024 : FORMAT == W8A8 ? 576 : 640, HAS_VALUE || FORMAT == INT4 ? 1 : 2) hopper_row_kernel(const __grid_constant__ RowLaunch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     using Tile = RowTile<FORMAT>;
@@ -132,12 +134,26 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
         if (lane == 0) arrive(smem_address(&smem.requested[which]));
     };
 
+    RowCodes row_codes;  // W8A8
+    float row_scale = 0.0f;
+    int row_ratio = 0;
+    if constexpr (FORMAT == W8A8) {
+        static_assert(Mix::TIMES == 1);
+        if (!is_fp16) row_codes.load(m, Mix::channel(0));
+    }
     // Stores the row as operand B.
     const auto store_inputs = [&](int c, const uint4& values) {
+        if constexpr (FORMAT == W8A8) {
+            if (!is_fp16) {
+                const W8A8Row<false> row = row_codes.store(x, smem.maxima, c, m.k, values, sync_consumers);
+                row_scale = row.scale, row_ratio = row.ratio;
+                return;
+            }
+        }
         if (is_fp16) {
             asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(x + 2 * c), "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w) : "memory");
         } else {
-            store_operand<FORMAT>(x, smem, c, values, c < m.k);
+            if constexpr (FORMAT != W8A8) store_operand<FORMAT>(x, smem, c, values, c < m.k);
         }
     };
     const auto finish_inputs = [&] {
@@ -191,9 +207,10 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
     for (int unit = cta_units.first; unit < cta_units.last; ++unit) {
         const int out = unit * OUTPUTS_PER_UNIT + threadIdx.x;  // output of a thread of the first warp
         float scale = is_fp16 ? 1.0f : code_scale<FORMAT>();
-        if (FORMAT == FP8 && !is_fp16 && warp == 0) scale *= __ldg(static_cast<const float*>(m.scales) + out);
+        if ((FORMAT == FP8 || FORMAT == W8A8) && !is_fp16 && warp == 0) scale *= __ldg(static_cast<const float*>(m.scales) + out);
         const int depth = is_fp16 ? PIECES * 64 : Tile::GROUPS * GROUP_INPUTS, steps = (m.k + depth - 1) / depth;
         float sums[2] = {};
+        int exact[2] = {};  // W8A8
         const int first_step = (group - tiles_before) & (WARPGROUPS - 1);  // warpgroup's first tile of the unit
         tiles_before += steps;
         int step = first_step;
@@ -274,6 +291,39 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
             for (int i = 0; i < 8; ++i) asm volatile("" : "+f"(products[i])::"memory");
 #pragma unroll
             for (int i = 0; i < 2; ++i) sums[i] = k_half ? products[4 + 2 * i] : products[2 * i];  // valid in lanes with t == 0
+        } else if constexpr (FORMAT == W8A8) {
+            constexpr int PAIRS = PIECES / 2;
+            int ratios[2] = {};
+            if (first_step == 0 && k_half == 0) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) ratios[i] = row_ratio * __ldg(m.weight_ratios + min(unit * OUTPUTS_PER_UNIT + output + 8 * i, m.n - 1));
+            }
+            for (; step < steps; step += WARPGROUPS) {
+                mbarrier_wait(full + 8 * stage, parity);
+                const uint32_t tile = ring + stage * Tile::BYTES;
+                int products[PAIRS][4];
+                wgmma_fence();
+#pragma unroll
+                for (int pair = 0; pair < PAIRS; ++pair) {
+                    const uint64_t a = smem_descriptor(tile + pair * (TILE_DATA_BYTES / PAIRS));
+                    const uint64_t b = smem_descriptor_rows16(x + (step * PAIRS + pair) * PAIR_BYTES, 128, 128);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) wgmma_s8s8_n8(products[pair], a + 2 * j, b + 16 * j, j);
+                }
+                wgmma_commit();
+                wgmma_wait<0>();
+                release_stage(empty + 8 * stage, lane);
+                advance_stage();
+#pragma unroll
+                for (int pair = 0; pair < PAIRS; ++pair) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(products[pair][i])::"memory");
+                    const int group = 2 * (step * PAIRS + pair) + k_half;
+                    if (group >= m.k / GROUP_INPUTS) continue;
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) exact[i] += group == 0 ? in_units_of_rest(products[pair][2 * i], ratios[i]) : products[pair][2 * i];
+                }
+            }
         } else if constexpr (FORMAT != INT4) {
             constexpr int PAIRS = Tile::GROUPS / 2;  // pairs of input groups
             const int groups = m.k / GROUP_INPUTS;
@@ -341,13 +391,23 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
         }
         auto& unit_sums = smem.sums[unit & 1];
         const int lane_output = FORMAT == INT4 && !is_fp16 ? line : output;
-        if (t == (is_fp16 || FORMAT == INT4 ? 0 : 2 * k_half)) unit_sums[2 * first_step + k_half][lane_output] = sums[0], unit_sums[2 * first_step + k_half][lane_output + 8] = sums[1];
+        if (t == (is_fp16 || FORMAT == INT4 ? 0 : 2 * k_half)) {
+            float* const to = unit_sums[2 * first_step + k_half] + lane_output;
+            const bool in_integers = FORMAT == W8A8 && !is_fp16;
+            to[0] = in_integers ? __int_as_float(exact[0]) : sums[0], to[8] = in_integers ? __int_as_float(exact[1]) : sums[1];
+        }
         sync_consumers();
         if (warp == 0 && out < m.n) {
             float y[1] = {};
 #pragma unroll
             for (int i = 0; i < 2 * WARPGROUPS; ++i) y[0] += unit_sums[i][lane];
             y[0] *= scale;
+            if (FORMAT == W8A8 && !is_fp16) {
+                int total = 0;
+#pragma unroll
+                for (int i = 0; i < 2 * WARPGROUPS; ++i) total += __float_as_int(unit_sums[i][lane]);
+                y[0] = __half2float(__float2half_rn(scaled_sum(total, row_scale, scale)));
+            }
             activate_sums<1>(y, m.activation);
             if constexpr (HAS_VALUE) {
                 const __half input = __float2half_rn(y[0]);
@@ -473,7 +533,7 @@ static int launch_format(const QuantLaunchArgs& args, void* stream) {
         }
         if (RowTile<FORMAT>::grouped && m.scales != nullptr && !tensor_map_scales<FORMAT>(&p.scales[i], m)) return static_cast<int>(cudaErrorInvalidValue);
     }
-    if constexpr (FORMAT != FP8) {
+    if constexpr (FORMAT == INT8 || FORMAT == INT4) {
         if (args.value.qweight != nullptr) return assign_value_ctas(p) ? launch_row<FORMAT, false, true>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
     }
     if (args.value.qweight != nullptr) return static_cast<int>(cudaErrorInvalidValue);
@@ -488,6 +548,7 @@ RWKV_API int rwkv_hopper_row(const QuantLaunchArgs* args, void* stream) {
         case FP8: return launch_format<FP8>(*args, stream);
         case INT8: return launch_format<INT8>(*args, stream);
         case INT4: return launch_format<INT4>(*args, stream);
+        case W8A8: return launch_format<W8A8>(*args, stream);
     }
     return static_cast<int>(cudaErrorInvalidValue);
 }

@@ -27,6 +27,11 @@ __device__ __forceinline__ void wgmma_u8s8(int (&s)[4], uint64_t a, uint64_t b, 
                  "wgmma.mma_async.sync.aligned.m64n8k32.s32.u8.s8 {%0,%1,%2,%3}, %4, %5, add;\n}"
                  : "+r"(s[0]), "+r"(s[1]), "+r"(s[2]), "+r"(s[3]) : "l"(a), "l"(b), "r"(add));
 }
+__device__ __forceinline__ void wgmma_s8s8_n8(int (&s)[4], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%0,%1,%2,%3}, %4, %5, add;\n}"
+                 : "+r"(s[0]), "+r"(s[1]), "+r"(s[2]), "+r"(s[3]) : "l"(a), "l"(b), "r"(add));
+}
 // Per warp: s [16, 8] += a [16, 32] @ b [8, 32]^T.
 __device__ __forceinline__ void mma_u8s8(int (&s)[4], const uint32_t (&a)[4], uint32_t low, uint32_t high) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -80,6 +85,52 @@ __device__ __forceinline__ uint4 ld_shared_u128_if(bool is_loaded, uint32_t at) 
                  : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "r"(at), "r"(static_cast<uint32_t>(is_loaded)) : "memory");
     return v;
 }
+
+// W8A8: address of the code at a position. Only the first column of each group's four is written.
+__device__ __forceinline__ uint32_t code_address(uint32_t x, int position) {
+    const int group = position / GROUP_INPUTS;
+    return x + group / 2 * PAIR_BYTES + group % 2 * 64 + position % GROUP_INPUTS / 16 * 128 + position % 16;
+}
+
+// A row in 8 bits, eight channels per consumer thread.
+struct RowCodes {
+    W8A8Octet octet = {};
+    int partner = 0;  // of position threadIdx.x, below SEGMENT
+
+    // Loads constants. Called before wait_for_previous_kernel.
+    __device__ __forceinline__ void load(const QuantGemmArgs& m, int c) {
+        if (c < m.k) octet.load(m.factors, c);
+        if (threadIdx.x < SEGMENT) partner = __ldg(m.order + threadIdx.x);
+    }
+
+    // Rounds channels c .. c + 7 (zeros from k on) and stores them as operand B at x. All consumers call it; sync is
+    // their barrier.
+    template <typename Sync>
+    __device__ __forceinline__ W8A8Row<false> store(uint32_t x, W8A8Maxima& maxima, int c, int k, const uint4& values, const Sync& sync) const {
+        float v[8];
+        octet.scale<false>(values, v);
+        W8A8Largest largest;
+        largest.add(octet, v);
+        maxima.add(largest);
+        sync();
+        const W8A8Largest of_all = maxima.of_row(CONSUMERS / 32);
+        const W8A8Row<false> row(of_all.rest, of_all.of_large());
+        if (c < k) {
+            const uint2 codes = octet.codes<false>(v, row.inverses());
+            st_shared_v2(code_address(x, c), codes.x, codes.y);
+        }
+        sync();
+        if (threadIdx.x < SEGMENT && partner != static_cast<int>(threadIdx.x)) {
+            const uint32_t here = code_address(x, threadIdx.x), there = code_address(x, partner);
+            uint32_t a, b;
+            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(a) : "r"(here) : "memory");
+            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(b) : "r"(there) : "memory");
+            asm volatile("st.shared.u8 [%0], %1;" ::"r"(here), "r"(b) : "memory");
+            asm volatile("st.shared.u8 [%0], %1;" ::"r"(there), "r"(a) : "memory");
+        }
+        return row;
+    }
+};
 
 // Splits inputs c .. c + 7 (zeros if not `inside`) and stores them as operand B at x. All lanes of a warp call it.
 template <Format FORMAT>

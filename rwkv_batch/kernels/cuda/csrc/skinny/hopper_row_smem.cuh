@@ -3,6 +3,7 @@
 
 #include "../mix/norm_mix.cuh"
 #include "../quant.cuh"
+#include "../w8a8/w8a8_rows.cuh"
 #include "quant_args.cuh"
 #include "../gemm/gemm_launch.cuh"
 
@@ -12,7 +13,7 @@ constexpr int TILE_DATA_BYTES = OUTPUTS_PER_UNIT * PIECES * TILE_K_BYTES, INPUT_
 
 template <Format FORMAT>
 struct RowTile {
-    static constexpr bool grouped = FORMAT != FP8;
+    static constexpr bool grouped = FORMAT == INT8 || FORMAT == INT4;
     static constexpr int GROUPS = FORMAT == INT4 ? 2 * PIECES : PIECES;  // groups of 128 inputs per tile
     static constexpr int SCALE_ITEM = FORMAT == INT4 ? 4 : 2;
     static constexpr int BYTES = TILE_DATA_BYTES + (grouped ? 1024 : 0);  // weights, then scales
@@ -25,4 +26,5 @@ struct RowSmem {
     float input_sums[MAX_CACHED_K / GROUP_INPUTS][2];  // sums of the upper two parts, and of the third, for weights with an offset
     float sums[2][2 * WARPGROUPS][OUTPUTS_PER_UNIT];  // partial sums of a unit, two per warpgroup; two buffers
     MixSmem mix;
+    W8A8Maxima maxima;
 };

@@ -16,6 +16,9 @@ struct QuantGemmArgs {
     int out_fp32;
     int warps_k;  // warps of a CTA that share k: 1, 2, 4 or 8
     int first_block, blocks;  // CTAs of this GEMM
+    const int* weight_ratios;  // W8A8: [n]
+    const float* factors;      // W8A8: [k] by channel
+    const uint16_t* order;     // W8A8: [k], the channel at a position, and the reverse
 };
 
 // ffn.value, multiplied in the launch of ffn.key: sums += h @ Wt over the active rows of Wt, the rows with h != 0. Wt

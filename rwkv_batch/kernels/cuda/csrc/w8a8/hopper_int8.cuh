@@ -57,6 +57,17 @@ __device__ __forceinline__ void store_global_int4(void* to, const int4& v) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// Stores eight fp16 values, as fp32 if asked.
+__device__ __forceinline__ void store_outputs(void* to, const int4& halves, bool as_fp32) {
+    if (!as_fp32) return store_global_int4(to, halves);
+    const int packed[4] = {halves.x, halves.y, halves.z, halves.w};
+    float2 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = __half22float2(*reinterpret_cast<const __half2*>(&packed[i]));
+    store_global_int4(to, *reinterpret_cast<const int4*>(&v[0]));
+    store_global_int4(static_cast<int4*>(to) + 1, *reinterpret_cast<const int4*>(&v[2]));
+}
+
 // Keeps the compiler from moving accesses of these registers across this point.
 template <int COUNT>
 __device__ __forceinline__ void settle(int (&registers)[COUNT]) {

@@ -14,7 +14,7 @@
 //        input_scales   [pitch]  fp32                   pitch: at least the rows of all tiles
 //        input_ratios   [pitch]  s32                    16 to 511 (s8) or 255 (u8)
 //
-// out    y              [T, n]   fp16
+// out    y              [T, n]   fp16, or fp32 of the same values
 //
 // inout  exchange       [CTAs, outputs, ROWS] s32       with GLOBAL: sums on their way between CTAs
 //        counters       [tiles, 8] s32                 with GLOBAL: a multiple of SPLITS between launches
@@ -51,12 +51,12 @@ constexpr int BLOCK_OUTPUTS = 64;  // wgmma's M
 
 struct W8A8Gemm {
     CUtensorMap weights, inputs;
-    __half* y;
+    uint8_t* y;
     const float* weight_scales;
     const int* weight_ratios;
     const float* input_scales;
     const int* input_ratios;
-    int n, first_group;  // groups: ABREAST tiles of outputs
+    int n, out_fp32, first_group;  // groups: ABREAST tiles of outputs
 };
 
 struct W8A8Launch {
@@ -368,7 +368,8 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
                 const uint32_t to = buffer + ((lane >> 4) * 8 + (lane & 7)) * 128 + ((warp * 2 + (lane >> 3 & 1)) ^ (lane & 7)) * 16;
                 const uint32_t from = buffer + tid / 8 * 128 + ((tid ^ tid / 8) & 7) * 16;
                 int row = work.row + first + tid / 8;
-                __half* y = gemm.y + static_cast<int64_t>(row >> p.is_two_byte) * gemm.n + output + tid % 8 * 8;
+                const int bytes = gemm.out_fp32 ? 4 : 2;
+                uint8_t* y = gemm.y + (static_cast<int64_t>(row >> p.is_two_byte) * gemm.n + output + tid % 8 * 8) * bytes;
                 const bool inside = output < gemm.n && (Tile::BATCH >= 16 || tid < 8 * Tile::BATCH) && (tid / 8 & p.is_two_byte) == 0;
                 const float of_low = p.is_two_byte ? OF_LOW_BYTES : 0.0f;  // a thread holds both rows of an input
 #pragma unroll
@@ -396,8 +397,8 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
                     for (int i = 0; i < LINES; ++i) lines[i] = load_shared_int4(from + i * 16 * 128);
 #pragma unroll
                     for (int i = 0; i < LINES; ++i) {
-                        if (inside && row < p.rows) store_global_int4(y, lines[i]);
-                        row += 16, y += static_cast<int64_t>(16 >> p.is_two_byte) * gemm.n;
+                        if (inside && row < p.rows) store_outputs(y, lines[i], gemm.out_fp32);
+                        row += 16, y += static_cast<int64_t>(16 >> p.is_two_byte) * gemm.n * bytes;
                     }
                 }
             };

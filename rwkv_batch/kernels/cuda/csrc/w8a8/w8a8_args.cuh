@@ -1,6 +1,7 @@
-// Arguments of a W8A8 launch, by w8a8.cuh on Hopper and by w8a8_mma.cu on other GPUs.
+// Arguments of W8A8 launches: by w8a8.cuh on Hopper, by w8a8_mma.cu on other GPUs; w8a8_sparse.cu and w8a8_sparse_row.cu.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <stdint.h>
 
 constexpr int MAX_W8A8_GEMMS = 3;
@@ -10,7 +11,7 @@ struct W8A8GemmArgs {
     const void *weights, *x;
     const void *weight_scales, *weight_ratios, *input_scales, *input_ratios;
     void* y;
-    int n, unused;
+    int n, out_fp32;  // y is fp32, with values of fp16
 };
 
 struct W8A8Args {
@@ -20,6 +21,19 @@ struct W8A8Args {
     int is_two_byte;  // an input is two adjacent rows, high bytes first: y has rows / 2 rows
     int tile_rows, splits, in_memory, pair, warpgroups, blocks, lead, ctas_per_sm;  // the plan; w8a8_mma.cu has none
     void *exchange, *counters;                                                      // read with in_memory
+};
+
+// ffn.value by the inputs that are not zero.
+struct W8A8SparseArgs {
+    const __half* h;
+    const int8_t* weights;
+    const float* factors;
+    const float* weight_scales;
+    const int* weight_ratios;
+    __half* y;
+    void* exchange;
+    unsigned* counters;
+    int rows, width, ffn, unused;
 };
 
 // Segment 1's sum in units of segment 0. ratios: 16ths of the row times 16ths of the output, below 2^17.

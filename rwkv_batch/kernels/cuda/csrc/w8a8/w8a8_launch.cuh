@@ -45,7 +45,7 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
         const W8A8GemmArgs& m = args.gemms[i];
         W8A8Gemm& gemm = p.gemms[i];
         if (m.n % BLOCK_OUTPUTS != 0) return REFUSED;
-        gemm.y = static_cast<__half*>(m.y), gemm.n = m.n, gemm.first_group = p.groups;
+        gemm.y = static_cast<uint8_t*>(m.y), gemm.n = m.n, gemm.out_fp32 = m.out_fp32, gemm.first_group = p.groups;
         gemm.weight_scales = static_cast<const float*>(m.weight_scales), gemm.weight_ratios = static_cast<const int*>(m.weight_ratios);
         gemm.input_scales = static_cast<const float*>(m.input_scales), gemm.input_ratios = static_cast<const int*>(m.input_ratios);
         p.groups += (m.n + Tile::OUTPUTS * Tile::ABREAST - 1) / (Tile::OUTPUTS * Tile::ABREAST);

@@ -6,5 +6,6 @@ int launch_w8a8_many_unsigned(const W8A8Args& args, void* stream) {
     W8A8_ROWS(256, true)
     W8A8_TILE(2, 1, 256, 1, 2, false, true)
     W8A8_TILE(2, 1, 256, 1, 4, false, true)
+    W8A8_MEMORY(256, 4, true)
     return NO_SUCH_TILE;
 }

@@ -109,8 +109,14 @@ __global__ void __launch_bounds__(MMA_WARPS * 32) w8a8_mma_kernel(const __grid_c
         const int *const high = &sums[row][output], *const low = &sums[row | a.is_two_byte][output];
         const float input_scale = static_cast<const float*>(gemm.input_scales)[at_row];
         const float2 weight_scales = __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(gemm.weight_scales) + at_output));
-        *reinterpret_cast<__half2*>(static_cast<__half*>(gemm.y) + static_cast<int64_t>(at_row >> a.is_two_byte) * gemm.n + at_output) =
+        const __half2 pair =
             __floats2half2_rn(scaled_sum(joined_sum(high[0], low[0], of_low), input_scale, weight_scales.x), scaled_sum(joined_sum(high[1], low[1], of_low), input_scale, weight_scales.y));
+        const int64_t at = static_cast<int64_t>(at_row >> a.is_two_byte) * gemm.n + at_output;
+        if (gemm.out_fp32) {
+            *reinterpret_cast<float2*>(static_cast<float*>(gemm.y) + at) = __half22float2(pair);
+        } else {
+            *reinterpret_cast<__half2*>(static_cast<__half*>(gemm.y) + at) = pair;
+        }
     }
 }
 

@@ -167,11 +167,11 @@ struct W8A8Maxima {
         of_thread.reduce_warp();
         if ((threadIdx.x & 31) == 0) rest[threadIdx.x >> 5] = of_thread.rest, large[threadIdx.x >> 5] = of_thread.large;
     }
-    // After a barrier.
-    __device__ __forceinline__ W8A8Largest of_row() const {
+    // After a barrier. warps: those that added.
+    __device__ __forceinline__ W8A8Largest of_row(int warps = blockDim.x >> 5) const {
         const int lane = threadIdx.x & 31;
         W8A8Largest largest;
-        if (lane < static_cast<int>(blockDim.x >> 5)) largest.rest = rest[lane], largest.large = large[lane];
+        if (lane < warps) largest.rest = rest[lane], largest.large = large[lane];
         largest.reduce_warp();
         return largest;
     }

@@ -1,4 +1,4 @@
-// ffn.value of W8A8 for 1 to 8 rows: y = codes(max(h, 0)^2) @ Wt over the rows of Wt whose code is not zero in all rows.
+// ffn.value of W8A8 for 2 to 8 rows: y = codes(max(h, 0)^2) @ Wt over the rows of Wt whose code is not zero in all rows.
 //
 //   codes, S and y as in w8a8_rows.cuh and w8a8.cuh. A code of zero adds nothing to S, so the bits are the same.
 //
@@ -13,7 +13,6 @@
 // Four CTAs compute 128 columns, each a quarter of F. They exchange the rows' largest values, and at the end sums, through
 // memory. A warp rounds its inputs, lists the active rows of Wt with their codes, and multiplies 32 at a time: a lane has
 // 16 columns of eight rows, and transposes them in registers. The first 128 positions are segment 1, and all of one warp.
-// With one row each CTA reads all of h instead of the first exchange.
 //
 // inout  exchange        [tiles, 4] SparseExchange
 //        counters        [tiles, 8] u32            multiples of 4 between launches
@@ -26,18 +25,6 @@
 // Made for: T <= 8, F <= 16,384, F % 128 == 0, C % 128 == 0.
 #include "../mma.cuh"
 #include "w8a8_rows.cuh"
-
-struct W8A8SparseArgs {
-    const __half* h;
-    const int8_t* weights;
-    const float* factors;
-    const float* weight_scales;
-    const int* weight_ratios;
-    __half* y;
-    void* exchange;
-    unsigned* counters;
-    int rows, width, ffn, unused;
-};
 
 constexpr int WARPS = 16, COLUMNS = 128, SPLITS = 4, STEP = 32, MAX_ROWS = 8, LANE_COLUMNS = 16;
 constexpr int RANGE = 256;                  // positions of a warp, 8 per lane
@@ -185,13 +172,6 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
     const bool inside = 8 * lane < range.count;
     W8A8Octet octet = {};
     if (inside) octet.load(a.factors, range.first + 8 * lane);
-    W8A8Octet others[SPLITS - 1];  // with one row
-    const auto range_of_other = [&](int i) { return Range(a.ffn, i < rank ? i : i + 1, warp); };
-#pragma unroll
-    for (int i = 0; i < SPLITS - 1; ++i) {
-        const Range other = range_of_other(i);
-        if (a.rows == 1 && 8 * lane < other.count) others[i].load(a.factors, other.first + 8 * lane);
-    }
     if (threadIdx.x < COLUMNS) {
         smem.column_scales[threadIdx.x] = __ldg(a.weight_scales + tile * COLUMNS + threadIdx.x);
         smem.column_ratios[threadIdx.x] = __ldg(a.weight_ratios + tile * COLUMNS + threadIdx.x);
@@ -206,25 +186,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
     }
     float v[8];
     W8A8Largest largest;  // of row lane % 8
-    if (a.rows == 1) {
-        uint4 h_of_others[SPLITS - 1];
-#pragma unroll
-        for (int i = 0; i < SPLITS - 1; ++i) {
-            const Range other = range_of_other(i);
-            if (8 * lane < other.count) h_of_others[i] = load16(a.h + other.first + 8 * lane);
-        }
-#pragma unroll
-        for (int i = 0; i < SPLITS - 1; ++i) {
-            if (8 * lane >= range_of_other(i).count) continue;
-            others[i].template scale<true>(h_of_others[i], v);
-            largest.add(others[i], v);
-        }
-    }
 #pragma unroll
     for (int row = 0; row < MAX_ROWS; ++row) {
         if (row >= a.rows) break;
         W8A8Largest of_row;
-        if (a.rows == 1) of_row = largest;
         if (inside) {
             octet.template scale<true>(h[row], v);
             of_row.add(octet, v);
@@ -247,16 +212,14 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
     }
     SparseExchange* const of_tile = static_cast<SparseExchange*>(a.exchange) + tile * SPLITS;
     unsigned* const counter = a.counters + 8 * tile;
-    if (a.rows > 1) {
-        if (threadIdx.x < MAX_ROWS) __stcg(&of_tile[rank].largest[threadIdx.x], make_uint2(largest.rest, largest.large));
-        __syncwarp();
-        if (threadIdx.x == 0) meet_ctas(counter);
-        __syncthreads();
+    if (threadIdx.x < MAX_ROWS) __stcg(&of_tile[rank].largest[threadIdx.x], make_uint2(largest.rest, largest.large));
+    __syncwarp();
+    if (threadIdx.x == 0) meet_ctas(counter);
+    __syncthreads();
 #pragma unroll
-        for (int i = 0; i < SPLITS; ++i) {
-            const uint2 of_cta = __ldcg(&of_tile[i].largest[lane & 7]);
-            largest.rest = max(largest.rest, static_cast<int>(of_cta.x)), largest.large = max(largest.large, of_cta.y);
-        }
+    for (int i = 0; i < SPLITS; ++i) {
+        const uint2 of_cta = __ldcg(&of_tile[i].largest[lane & 7]);
+        largest.rest = max(largest.rest, static_cast<int>(of_cta.x)), largest.large = max(largest.large, of_cta.y);
     }
     const W8A8Row<true> of_row(largest.rest, largest.of_large());  // of row lane % 8
     if (threadIdx.x < MAX_ROWS) smem.row_scales[threadIdx.x] = of_row.scale;
