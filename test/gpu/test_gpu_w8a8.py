@@ -137,7 +137,8 @@ def test_every_tile_has_the_bits_of_the_definition(unsigned: bool, tile: tuple[i
             plan = Plan(next(found for found in TILES[unsigned] if found == tile))
             if fits(plan, Launch(ns, k, unsigned, rows), num_sms):
                 assert_products(ns, k, rows, unsigned, plan)
-                assert_products(ns, k, rows // 2 + 1, unsigned, plan, bits=16)
+                if rows > 1:  # two rows of bytes per input
+                    assert_products(ns, k, rows // 2, unsigned, plan, bits=16)
                 cases += 1
     assert cases > 3
 

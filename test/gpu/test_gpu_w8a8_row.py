@@ -127,7 +127,7 @@ def test_a_channel_mix_of_one_row_has_the_bits_of_two() -> None:
     x = torch.randn(2, 768, device=GPU).half()
     x[1] = x[0]
     together = value(key(x))
-    alone = value.multiply_stored(key.multiply_row(x[:1]))
+    alone = value.multiply_stored(key.to_stored(x[:1]))
     assert same_bits(alone[0], together[0])
     assert same_bits(key(x[:1]), key(x)[:1])
 

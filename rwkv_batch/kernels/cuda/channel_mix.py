@@ -61,7 +61,7 @@ def channel_mix(
     key, value = layer.ffn_key, layer.ffn_value
     if isinstance(key, CudaInt8Linear) and isinstance(value, CudaInt8Linear) and adapters is None:
         assert isinstance(x, Tensor | Codes), "inputs of int8 weights"
-        return value.multiply_stored(key.multiply_codes(x if isinstance(x, Codes) else key.quantise(x)))
+        return value.multiply_stored(key.to_stored(x))
     assert not isinstance(x, Codes), "adapters read fp16 inputs"
     if isinstance(x, DeferredMix):
         assert adapters is None, "what adapters read is made before"
@@ -74,11 +74,7 @@ def channel_mix(
         of_experts = mix_experts(layer, x, hidden, adapters, is_squared)
         y = _value_quantised(layer.ffn_value, hidden, is_squared)
     elif isinstance(layer.ffn_value, CudaInt8Linear):
-        key = layer.ffn_key
-        assert isinstance(key, CudaInt8Linear), "the matrices of a layer are in one format"
-        if adapters is None and len(x) == 1 and key.takes_one_row:
-            return layer.ffn_value.multiply_stored(key.multiply_row(x))
-        hidden, is_squared = key(x), False
+        hidden, is_squared = layer.ffn_key(x), False
         if adapters is not None:
             adapters.add(AdaptedLinear(Target.FFN_KEY, x, hidden))
         of_experts = mix_experts(layer, x, hidden, adapters, is_squared)

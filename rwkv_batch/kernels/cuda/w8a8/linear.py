@@ -61,7 +61,7 @@ class CudaInt8Linear(Linear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps [T, in] fp16 to [T, out] fp16."""
-        y = self.multiply_row(x) if len(x) == 1 and self.takes_one_row else self.multiply_codes(self.quantise(x))
+        y = self.to_stored(x)
         return y if self.output_positions is None else y.index_select(1, self.output_positions)
 
     def quantise(self, x: Tensor, in_order: bool = False) -> Codes:
@@ -71,6 +71,16 @@ class CudaInt8Linear(Linear):
     def multiply_stored(self, x: Tensor) -> Tensor:
         """Map [T, in] fp16 to [T, out] fp16. The input comes from a map that feeds this one."""
         return self.multiply_codes(self.quantise(x, in_order=True))
+
+    def to_stored(self, x: Tensor | Codes) -> Tensor:
+        """Map [T, in] fp16 or quantised to [T, out] fp16, in the stored order of outputs."""
+        if isinstance(x, Codes):
+            return self.multiply_codes(x)
+        if len(x) > 1 or not self.takes_one_row:
+            return self.multiply_codes(self.quantise(x))
+        y = x.new_empty(1, len(self.weight))
+        multiply_row([RowGemm(self.weights, x, y)])
+        return y
 
     def multiply_codes(self, codes: Codes, y: Tensor | None = None) -> Tensor:
         """Map quantised [T, in] to [T, out] fp16, or to fp16 values in y [T, out].
@@ -82,15 +92,6 @@ class CudaInt8Linear(Linear):
             y = torch.empty(rows, len(self.weight), dtype=torch.float16, device=self.weight.device)
         if rows:
             multiply([W8A8Gemm(codes, self.weights, y)], bits=self.bits)
-        return y
-
-    def multiply_row(self, x: Tensor) -> Tensor:
-        """Map [1, in] fp16 to [1, out] fp16, where `takes_one_row`.
-
-        The outputs are in the stored order.
-        """
-        y = x.new_empty(1, len(self.weight))
-        multiply_row([RowGemm(self.weights, x, y)])
         return y
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
