@@ -80,7 +80,8 @@ class SessionPage(msgspec.Struct, frozen=True, kw_only=True):
 
 OWNED = "owner="
 """Begins every id with an owner: `owner=team-a/anna` is the session `anna` of the key `team-a`."""
-_OWNER = re.compile(rf"{OWNED}([A-Za-z0-9._@-]+)/")
+_OWNER = re.compile(rf"(?<!/){OWNED}([A-Za-z0-9._@-]+)/")
+"""An id that a client chose may begin like an owned one."""
 _MAX_CHAR = "\U0010ffff"
 Condition = tuple[str, tuple[str, ...]]
 """A condition of SQL on the column `session_id`, with its values."""

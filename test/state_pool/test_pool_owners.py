@@ -82,3 +82,4 @@ def test_ids_with_owners() -> None:
     assert [owner_of(name) for name in (OWN, owned_id("bert", OWN))] == ["anna", "bert"]
     assert [owner_of(name) for name in (SHARED, "owner=", "owner=a b/s", "")] == [""] * 4
     assert without_owner(f"session {OWN!r} is busy with {OTHER!r}") == "session 's' is busy with 's'"
+    assert without_owner(repr(owned_id("a", OTHER))) == repr(OTHER)
