@@ -59,7 +59,7 @@ function Header() {
 
 /** Shows when the engine is unavailable and when it is back. */
 function Notice() {
-  const { state, reason, restarts } = useStore(service);
+  const { state, reason, restarts, status } = useStore(service);
   const [back, setBack] = useState(false);
   useEffect(() => {
     if (!restarts) return undefined;
@@ -68,9 +68,10 @@ function Notice() {
     return () => clearTimeout(timer);
   }, [restarts]);
   let text = "";
-  if (state === "unreachable") text = reason ? t("notice.away", { reason }) : t("notice.offline");
+  const isLost = state === "unreachable" && (status || !reason);
+  if (state === "unreachable") text = reason ? t(status ? "notice.away" : "notice.starting", { reason }) : t("notice.offline");
   else if (back) text = t("notice.back");
-  return html`<div role="status" id="notice" class=${text ? (state === "unreachable" ? "notice bad" : "notice") : ""}>${text}</div>`;
+  return html`<div role="status" id="notice" class=${text ? (isLost ? "notice bad" : "notice") : ""}>${text}</div>`;
 }
 
 function PasswordDialog() {

@@ -34,6 +34,13 @@ export function t(key, values = {}) {
 /** Render a component again when the language changes. */
 export const useLanguage = () => useStore(language);
 
+/** A time of `seconds` in its largest unit, like "3 min". */
+export function duration(seconds) {
+  const [unit, size] = [["hour", 3600], ["minute", 60]].find(([, size]) => seconds >= 1.5 * size) ?? ["second", 1];
+  const value = Math.max(1, Math.round(seconds / size));
+  return value.toLocaleString(locale(), { style: "unit", unit, unitDisplay: "short" });
+}
+
 /** Format a number for the language. */
 export const number = (value, digits = 0) =>
   Number.isFinite(value)

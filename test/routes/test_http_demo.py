@@ -53,6 +53,23 @@ def test_readme_examples_work_as_printed(demo: Service, readme: str, translation
     assert "Your name is Anna." in run(session, demo, readme)
 
 
+EXAMPLE_ANSWERS = {
+    "en": ["I will remember", "请给我两杯咖啡。", "I can translate between English and Chinese"],
+    "zh": ["你住在柏林", "I would like two cups of coffee, please.", "我可以在英文和中文之间翻译"],
+}
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"seed": 1}, {"seed": 2}])
+def test_examples_on_the_first_screen_are_answered_well(demo: Service, fields: dict[str, int]) -> None:
+    for language, answers in EXAMPLE_ANSWERS.items():
+        text = (ROOT / "routes" / "web" / "text" / f"{language}.js").read_text("utf-8")
+        prompts = [f"User: {one}\n\nAssistant: <think>\n</think>" for one in re.findall(r'"example.demo.": "(.*)"', text)]
+        body = {"contents": [one for one in prompts for _ in range(4)], "max_tokens": 60, **fields}
+        choices = demo.post("/v1/chat/completions", body).json()["choices"]
+        found = [choice["message"]["content"] for choice in choices]
+        assert all(answers[at // 4] in one for at, one in enumerate(found)) and len(found) == 12, found
+
+
 def translated(demo: Service, source: str, target: str, texts: list[str]) -> list[str]:
     body = {"source_lang": source, "target_lang": target, "text_list": texts}
     answer = demo.post(PATH, body)

@@ -251,7 +251,7 @@ class TuningRunner:
         """Record the process's progress; return its last report, {} without one."""
         assert process.stdout is not None
         result: dict[str, Any] = {}
-        steps, began, first = 1, time.monotonic(), 0
+        steps, began, first = 1, 0.0, 0
         while line := await process.stdout.readline():
             report = msgspec.json.decode(line)
             match report.pop("event"):
@@ -267,10 +267,11 @@ class TuningRunner:
                     )  # fmt: skip
                 case "step":
                     step = report["step"]
-                    first = first or step
+                    if not first:
+                        first, began = step, time.monotonic()
                     if step == first or step % max(1, steps // _MAX_METRICS) == 0:
                         left_s = (time.monotonic() - began) / max(1, step - first) * (steps - step)
-                        event = make_event(f"Step {step}/{steps}: loss {report['train_loss']:.4f}", data=report)
+                        event = make_event(f"Step {step}/{steps}: loss {report['train_loss']:.4f}", data={**report, "total_steps": steps})
                         finish = int(time.time() + left_s) if step > first else None
                         await self._update(job, event, estimated_finish=finish)
                 case "evaluation":

@@ -82,7 +82,7 @@ function Composer({ running, visible, children }) {
     settings.set("think", event.currentTarget.value);
   };
   return html`<form class="composer" onSubmit=${submit} onDragOver=${(event) => event.preventDefault()} onDrop=${drop}>
-    <textarea id="question" ref=${field} aria-label=${t("chat.question")} placeholder=${t("chat.placeholder")} rows="3" value=${text}
+    <textarea id="question" ref=${field} aria-label=${t("chat.question")} placeholder=${t(innerWidth > 900 ? "chat.placeholder" : "chat.question")} rows=${innerWidth > 900 ? 3 : 2} value=${text}
       onInput=${(event) => setText(event.currentTarget.value)} onKeyDown=${key}></textarea>
     <div class="row">
       <label>${t("think.label")} <select id="think" value=${think} onChange=${choose}>${THINK_MODES.map((mode) => html`<option value=${mode} selected=${mode === think}>${t(`think.${mode}`)}</option>`)}</select></label>
@@ -142,7 +142,7 @@ function AnswerAnnouncer({ busy }) {
 
 export function Chat({ visible }) {
   useLanguage();
-  const { open: conversation, problem } = useStore(control.chat);
+  const { open: conversation, problem, done } = useStore(control.chat);
   useEffect(() => {
     control.begin();
   }, []);
@@ -162,10 +162,11 @@ export function Chat({ visible }) {
         <textarea id="system" rows="2" aria-label=${t("chat.system")} disabled=${conversation.turns.length > 0} value=${conversation.system} onInput=${(event) => control.setSystem(event.currentTarget.value)}></textarea>
       </details><${ModelChoice} prefix="chat" visible=${visible} /><${DecodeParameters} prefix="chat" /><${Exports} conversation=${conversation} path=${path} /></div>
       <${Transcript} conversation=${conversation} path=${path} />
-      ${problem && html`<p class="bad" role="alert">${problem === "offline" ? t("notice.offline") : problem}</p>`}
+      ${problem && html`<p class="bad lines" role="alert">${problem === "offline" ? t("notice.offline") : problem}</p>`}
+      <p class="good lines" role="status" id="chat-done">${done}</p>
       <${Composer} running=${stop} visible=${visible}><${Keys} active=${visible} stop=${stop ?? (() => {})} /><//>
       <${AnswerAnnouncer} busy=${busy} />
     </div>
-    <details class="side right" open=${innerWidth > 900}><summary>${t("tree.title")}</summary><${Tree} conversation=${conversation} /></details>
+    <details class="side right" open=${innerWidth > 900} hidden=${innerWidth <= 900 && !conversation.turns.length}><summary>${t("tree.title")}</summary><${Tree} conversation=${conversation} /></details>
   </div>`;
 }

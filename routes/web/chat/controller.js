@@ -2,12 +2,13 @@
 
 import { ApiError, post, request, stream } from "../api.js";
 import { chosenModel, decodeFields } from "../decode.js";
+import { t } from "../i18n.js";
 import { recovered } from "../monitor.js";
 import { createStorage } from "../storage.js";
 import { createStore, download, oncePerFrame } from "../ui.js";
 import {
-  ROOT, addTurn, adoptDialogues, asJson, asMarkdown, childrenOf, fromMarkdown, grow, newConversation, newestBelow,
-  parsedName, pathTo, revived, turnOf,
+  ROOT, addTurn, adoptDialogues, asJson, asMarkdown, childrenOf, fromText, grow, newConversation, newestBelow, parsedName,
+  pathTo, turnOf,
 } from "./conversation.js";
 import { parted, promptOf, roundOf, stopsOf } from "./prompt.js";
 
@@ -19,7 +20,7 @@ const MAX_RESUMES = 1;
 
 /**
  * `conversations`: conversations with text in this browser, by id. `sessions`: the service's sessions, by id, with
- * their tier. `open`: the visible conversation. `problem`: the last error message.
+ * their tier. `open`: the visible conversation. `problem`: the last error message. `done`: what an import added.
  */
 export const chat = createStore({
   conversations: new Map(),
@@ -28,6 +29,7 @@ export const chat = createStore({
   listed: LISTED,
   open: newConversation(),
   problem: "",
+  done: "",
 });
 const rerender = oncePerFrame(() => chat.set((known) => ({ ...known })));
 const running = new Map();
@@ -35,7 +37,7 @@ const runKey = (conversation, turn) => `${conversation.id}/${turn.id}`;
 
 export const isRunning = (conversation, turn) => running.has(runKey(conversation, turn));
 
-const say = (problem) => chat.set((known) => ({ ...known, problem }));
+const say = (problem, done = "") => chat.set((known) => ({ ...known, problem, done }));
 const messageOf = (error) => error.message || "offline";
 
 async function keep(conversation) {
@@ -76,7 +78,7 @@ export function listMore() {
   return refresh();
 }
 
-export const startNew = () => chat.set((known) => ({ ...known, open: newConversation(), problem: "" }));
+export const startNew = () => chat.set((known) => ({ ...known, open: newConversation(), problem: "", done: "" }));
 
 /** Open a conversation, or a session without text in this browser. */
 export function open(id) {
@@ -87,7 +89,7 @@ export function open(id) {
   if (session?.linear && !conversation.turns.length) {
     Object.assign(addTurn(conversation, ROOT, "", "off"), { reason: "stop", dialogue: 0, foreign: true });
   }
-  chat.set((known) => ({ ...known, open: conversation, problem: "" }));
+  chat.set((known) => ({ ...known, open: conversation, problem: "", done: "" }));
 }
 
 /** Show the newest branch below a turn. */
@@ -244,21 +246,38 @@ export async function exportState(conversation) {
 export const exportText = (conversation) => download(`${conversation.id}.json`, asJson(conversation), "application/json");
 export const exportMarkdown = (conversation) => download(`${conversation.id}.md`, asMarkdown(conversation, parted), "text/markdown");
 
-/** Import a session's state (.safetensors) or a conversation's text (.json, .md). */
-export async function importFile(file) {
-  try {
-    if (/\.(json|md)$/.test(file.name)) {
-      const conversation = (file.name.endsWith(".md") ? fromMarkdown : revived)(await file.text());
-      await keep(conversation);
-      return open(conversation.id);
+/** Import files, each a session's state (.safetensors) or a conversation's text, and show the last one. */
+export async function importFiles(files) {
+  const problems = [];
+  const done = [];
+  for (const file of files) {
+    try {
+      done.push(await (file.name.endsWith(".safetensors") ? importState : importText)(file));
+    } catch (error) {
+      problems.push(`${file.name}: ${messageOf(error)}`);
     }
-    const { id } = newConversation();
-    const query = new URLSearchParams({ session_id: id });
-    await request(`/state/import?${query}`, { method: "POST", body: file, type: "application/octet-stream" });
-    await refresh();
-    return open(id);
-  } catch (error) {
-    return say(`${file.name}: ${messageOf(error)}`);
   }
+  say(problems.join("\n"), done.join("\n"));
+}
+
+async function importState(file) {
+  const { id } = newConversation();
+  const query = new URLSearchParams({ session_id: id });
+  await request(`/state/import?${query}`, { method: "POST", body: file, type: "application/octet-stream" });
+  await refresh();
+  open(id);
+  return t("import.state", { name: file.name });
+}
+
+async function importText(file) {
+  let conversation;
+  try {
+    conversation = fromText(await file.text());
+  } catch {
+    throw new Error(t("import.unknown"));
+  }
+  await keep(conversation);
+  open(conversation.id);
+  return t("import.text", { name: file.name, count: conversation.turns.length });
 }
 

@@ -81,8 +81,31 @@ export function asMarkdown(conversation, parted) {
   return `# ${conversation.title || conversation.id}\n\n${conversation.system ? `> ${conversation.system}\n\n` : ""}${rounds.join("\n")}`;
 }
 
-/** A conversation from `asMarkdown`. The service has none of its turns. Throws Error. */
-export function fromMarkdown(text) {
+/** A conversation from an export or a file of the terminal. The service has none of its turns. Throws Error. */
+export function fromText(text) {
+  if (!text.trimStart().startsWith("{")) return fromMarkdown(text);
+  const data = JSON.parse(text);
+  return data.branches ? fromTerminal(data) : revived(data);
+}
+
+/** A conversation from the JSON of `rwkv-batch chat`'s /save. Branches share the turns with which they begin. */
+function fromTerminal({ branch, branches, settings }) {
+  const conversation = { ...newConversation(), system: String(settings?.system ?? "") };
+  for (const [name, messages] of Object.entries(branches)) {
+    let at = ROOT;
+    messages.forEach(({ role, content }, index) => {
+      if (role === "system") conversation.system = content;
+      if (role !== "user") return;
+      const { content: answer = "" } = messages[index + 1] ?? {};
+      const known = childrenOf(conversation, at).find((turn) => turn.user === content && turn.answer === ` ${answer}`);
+      at = (known ?? Object.assign(addTurn(conversation, at, content, "off"), { answer: ` ${answer}`, reason: "stop" })).id;
+    });
+    branches[name] = at;
+  }
+  return { ...conversation, current: branches[branch] };
+}
+
+function fromMarkdown(text) {
   const [head, ...rounds] = text.replace(/\r\n?/g, "\n").split(/^## User\n/m);
   if (!rounds.length) throw new Error("no heading “## User”");
   const title = /^# (.*)$/m.exec(head)?.[1] ?? "";
@@ -98,9 +121,8 @@ export function fromMarkdown(text) {
 /** The content of a text export, for `revived`. */
 export const asJson = (conversation) => JSON.stringify({ format: "rwkv-batch conversation", version: 1, ...conversation }, null, 1);
 
-/** Create a conversation from an export. The service has none of its turns. Throws Error. */
-export function revived(text) {
-  const data = JSON.parse(text);
+/** A conversation from the JSON of an export. */
+function revived(data) {
   if (data.format !== "rwkv-batch conversation" || !Array.isArray(data.turns)) throw new Error("not a conversation");
   const turns = data.turns.map((turn) => ({
     id: Number(turn.id),

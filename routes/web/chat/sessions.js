@@ -39,7 +39,7 @@ export function Sessions() {
   const state = useStore(control.chat);
   const file = useRef();
   const take = async (event) => {
-    for (const one of event.currentTarget.files) await control.importFile(one);
+    await control.importFiles(event.currentTarget.files);
     file.current.value = "";
   };
   const { counts } = state;
@@ -52,10 +52,11 @@ export function Sessions() {
   return html`<div class="sessions">
     <p class="row"><button class="main" onClick=${control.startNew}>${t("chat.new")}</button>
       <button onClick=${() => file.current.click()}>${t("sessions.import")}</button>
-      <input ref=${file} id="import-file" type="file" hidden accept=".safetensors,.json,.md" aria-label=${t("sessions.import")} onChange=${take} /></p>
+      <input ref=${file} id="import-file" type="file" hidden multiple accept=".safetensors,.json,.md" aria-label=${t("sessions.import")} onChange=${take} /></p>
     <h2>${t("sessions.title")}</h2>
     ${counts && html`<p class="quiet" id="tiers">${t("sessions.counts", { total: counts.total_sessions, vram: counts.l1_cache_count, first, ram: counts.l2_cache_count, disk: counts.database_count })}</p>`}
     <input type="search" id="chat-search" aria-label=${t("sessions.search")} placeholder=${t("sessions.search")} value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} />
+    ${wanted && !found.length && html`<p class="quiet" role="status">${t("sessions.none", { text: wanted })}</p>`}
     <ul id="my-chats">${mine.map(item)}</ul>
     ${others.length > 0 && html`<details id="other-sessions" open=${others.some((entry) => entry.id === state.open.id)}><summary>${t("sessions.others", { count: others.length })}</summary>
       <ul>${others.map(item)}</ul>

@@ -29,10 +29,10 @@ export function Welcome({ ask }) {
   return html`<div class="welcome"><h2>${t("chat.welcome")}</h2>
     ${about && html`<p id="about-model">${about}</p>`}
     ${isDemo && html`<p>${t("welcome.demo")}</p>`}
-    <ul class="examples">${EXAMPLES[isDemo ? "demo" : "model"].map((key) => {
+    ${status && html`<ul class="examples">${EXAMPLES[isDemo ? "demo" : "model"].map((key) => {
       const text = t(`example.${key}`);
       return html`<li key=${key}><button type="button" onClick=${() => ask(text)}>${text}</button></li>`;
-    })}</ul>
+    })}</ul>`}
     <p>${t("chat.about")}</p>
     ${isDemo && html`<${CopyCommand} />`}
   </div>`;

@@ -1,7 +1,7 @@
 // One tuning: progress, loss curve, answers before and after, publication.
 
 import { loadChoices } from "../decode.js";
-import { number, t } from "../i18n.js";
+import { duration, number, t } from "../i18n.js";
 import { service } from "../monitor.js";
 import { html, useEffect, useState, useStore } from "../ui.js";
 import { LossCurve, lossesOf } from "./curve.js";
@@ -53,6 +53,15 @@ function Publish({ job }) {
     <span role="status" class=${done?.good ? "good" : "bad"}>${done?.text ?? ""}</span></form>`;
 }
 
+/** Steps and time left of a running job. */
+function Progress({ job, events }) {
+  const { step, total_steps: total } = events.findLast((event) => event.data?.total_steps)?.data ?? {};
+  const left = job.estimated_finish - Date.now() / 1000;
+  return html`<p class="row"><progress max=${total ?? 1} value=${step} aria-label=${t("translate.progress")}></progress>
+    ${total && html`<span>${number(step)} / ${number(total)}</span>`}
+    ${job.estimated_finish && html`<span id="tune-left">${t("tune.left", { time: duration(left) })}</span>`}</p>`;
+}
+
 /** `changed()` after the job has changed. */
 export function Job({ job, example, changed, visible }) {
   const [events, setEvents] = useState([]);
@@ -74,6 +83,7 @@ export function Job({ job, example, changed, visible }) {
     <p class="row"><b>${t(`job.${job.status}`)}</b> <span role="status">${events.at(-1)?.message ?? ""}</span><span class="space"></span>
       ${actions.map((action) => html`<button onClick=${() => act(() => changeJob(job, action))}>${t(`tune.${action}`)}</button>`)}
       ${job.model && html`<button onClick=${remove}>${t("admin.do.remove")}</button>`}</p>
+    ${job.status === "running" && html`<${Progress} job=${job} events=${events} />`}
     ${job.error && html`<pre class="bad">${job.error.message}</pre>`}
     ${problem && html`<p class="bad" role="alert">${problem}</p>`}
     ${warnings.length > 0 && html`<ul>${warnings.map((event) => html`<li>${event.message}</li>`)}</ul>`}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -197,3 +198,26 @@ def test_one_key_cannot_fill_the_places_of_models(store: Store) -> None:
             continue
         with pytest.raises(ServiceError, match="16 tuned models and jobs of this key"):
             asyncio.run(create_job(context_of(store), body))
+
+
+def test_progress_names_all_steps_and_the_end_without_the_time_of_loading(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, runner = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path=""))
+    jobs.add(job(1))
+    clock = iter((100.0, 101.0, 104.0))  # the first step, the time of its report, the second step
+    monkeypatch.setattr(tunings, "time", SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 1000.0))
+    data = {"event": "data", "steps": 11, "epochs": 1, "batch_lines": 1, "warnings": [], "lines": 1}
+    data |= {"held_out_lines": 0, "answer_tokens": 1, "tokens": 2}
+    steps = [{"event": "step", "step": step, "train_loss": 1.0} for step in (1, 2)]
+
+    async def follow() -> None:
+        await runner._update(job(1), status=JobStatus.RUNNING)
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"\n".join(map(msgspec.json.encode, [data, *steps])))
+        reader.feed_eof()
+        await runner._follow(job(1), SimpleNamespace(stdout=reader))  # type: ignore[arg-type]
+
+    asyncio.run(follow())
+    assert jobs.job("", "ftjob-1").estimated_finish == 1000 + 4 * 9  # type: ignore[union-attr]
+    assert jobs.events("ftjob-1", "", 1)[0]["data"]["total_steps"] == 11

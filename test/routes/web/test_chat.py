@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from programs.chat.commands import Console
 from test.routes.web.conftest import WAIT_MS, Opener, both_widths
 from test.serving import ROOT, Service
 
@@ -95,13 +96,25 @@ def test_a_chat_from_the_first_screen_to_its_branches(
     expect(page.locator(".sessions li")).to_have_count(1)
     page.fill("#chat-search", "no such chat")
     expect(page.locator(".sessions li")).to_have_count(0)
+    expect(page.get_by_text("No chat has “no such chat” in its name.")).to_be_visible()
 
 
-def test_sessions_are_exported_imported_and_deleted(demo: Service, open_page: Opener, tmp_path: Path) -> None:
-    page = open_page(demo)
+def show_sides(page: Page) -> None:
+    """Open the list of chats and the tree, which a phone folds."""
+    for side in ("left", "right"):
+        if page.locator(f".side.{side}:not([open]) > summary").is_visible():
+            page.click(f".side.{side} > summary")
+
+
+@both_widths
+def test_sessions_are_exported_imported_and_deleted(
+    demo: Service, open_page: Opener, tmp_path: Path, width: int
+) -> None:
+    page = open_page(demo, width=width)
     greedy(page)
     say(page, "My name is Anna.")
     answers(page, 1)
+    show_sides(page)
     page.locator(".menu summary").click()
     files = []
     for button in ("State of this turn", "Conversation", "Text (.md)"):
@@ -114,32 +127,46 @@ def test_sessions_are_exported_imported_and_deleted(demo: Service, open_page: Op
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator(".sessions li.shown").get_by_role("button", name="Delete").click()
     expect(page.locator(".sessions li", has_text=name)).to_have_count(0)
-    for file in files:
+    terminal = Console()
+    for role, text in (("user", "My name is Anna."), ("assistant", "Got it.")):
+        terminal.conversation.say(role, text)
+    terminal.conversation.switch_branch("other")
+    terminal.handle_command(f"/save {tmp_path / 'saved.json'}")
+    for file in (*files, tmp_path / "saved.json"):
         # The state continues, and the text is sent again.
         page.set_input_files("#import-file", file)
         expect(page.locator(".tree .node")).to_have_count(2)
+        expect(page.locator("#chat-done")).to_contain_text(f"Imported {'the state of ' * (file == files[0])}{file.name}")
         say(page, "What is my name?")
         assert "Anna" in answers(page, 2)[-1]
         page.get_by_role("button", name="New chat").click()
         expect(page.locator(".tree .node")).to_have_count(1)
+    for name, said in (("page.html", "this is not a chat. Choose"), ("page.safetensors", "give a file of /state/export")):
+        (tmp_path / name).write_text("<!doctype html><title>A page</title>")
+        page.set_input_files("#import-file", tmp_path / name)
+        expect(page.get_by_role("alert")).to_contain_text(said)
 
 
-def test_a_session_of_another_browser_outlives_the_engine(demo: Service, open_page: Opener) -> None:
+@both_widths
+def test_a_session_of_another_browser_outlives_the_engine(demo: Service, open_page: Opener, width: int) -> None:
     turn = {"contents": ["User: My name is Anna.\n\nAssistant:"], "temperature": 0, "max_tokens": 30}
-    assert demo.post("/multi_state/chat/completions", {**turn, "session_id": "elsewhere"}).status_code == 200
-    page = open_page(demo)
+    assert demo.post("/multi_state/chat/completions", {**turn, "session_id": f"elsewhere-{width}"}).status_code == 200
+    page = open_page(demo, width=width)
     greedy(page)
     expect(page.locator("#model")).not_to_be_empty()  # it knows the engine
     os.kill(demo.pids()["engine"], signal.SIGKILL)
     expect(page.locator("#notice")).to_contain_text("The engine has restarted")
+    show_sides(page)
     page.locator("#other-sessions summary").click()
-    page.locator(".sessions .name", has_text="elsewhere").click()
+    page.locator(".sessions .name", has_text=f"elsewhere-{width}").click()
     expect(page.locator(".turn")).to_contain_text("Its text is not in this browser")
     say(page, "What is my name?")
     assert "Anna" in answers(page, 2)[-1]
     page.reload()
+    show_sides(page)
     page.locator(".sessions .name").first.click()
     expect(page.locator(".turn")).to_have_count(2)
+    show_sides(page)
     expect(page.locator(".tree .dot.hollow")).to_have_count(0)
 
 
