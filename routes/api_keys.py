@@ -38,6 +38,9 @@ _Key = Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{8,512}\Z")]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
+LIMITS = ("rows", "tokens_per_minute", "requests_per_minute")
+
+
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: _Name
     key: _Key | None = None
@@ -51,9 +54,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def limits(self) -> ClientLimits:
-        return ClientLimits(
-            rows=self.rows, tokens_per_minute=self.tokens_per_minute, requests_per_minute=self.requests_per_minute
-        )
+        return ClientLimits(**{name: getattr(self, name) for name in LIMITS})
 
     @property
     def digest(self) -> str:
@@ -150,6 +151,13 @@ class KeyRing:
         for task, digest in list(self._handlers.items()):
             if not self.is_in_force(digest):
                 task.get_loop().call_soon_threadsafe(self._cancel, task)
+
+    def listed(self) -> list[dict[str, object]]:
+        """Return each key's name, rights and limits, without its secret."""
+        return [
+            {"name": key.name, "admin": key.admin, **{name: getattr(key, name) for name in LIMITS}}
+            for _, key in self._keys
+        ]
 
     def is_in_force(self, digest: str) -> bool:
         """Return whether requests of the key with this digest may continue. "": not sent with a key."""

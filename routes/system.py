@@ -131,7 +131,7 @@ async def authz(context: Context) -> HandlerResponse:
 async def status(context: Context) -> HandlerResponse:
     """Return model, devices, samplers, rows, pool and processes.
 
-    Also returns the models loaded at run time. Without admin rights, the answer describes only the model and how it is
+    Also returns the models loaded at run time and the limits of the API keys. Without admin rights, the answer describes only the model and how it is
     served.
     """
     status_fields = await call_engine(context, GetStatus())
@@ -142,7 +142,7 @@ async def status(context: Context) -> HandlerResponse:
     jobs = status_fields["jobs"].get(BIG_BATCH_LABEL, 0)
     others = [] if context.models is None else context.models.registered
     models = await asyncio.gather(*(_model_status(context, model) for model in others))
-    return json_response(status_fields | {"big_batch_jobs": jobs, "models": models})
+    return json_response(status_fields | {"big_batch_jobs": jobs, "models": models, "keys": context.keys.listed()})
 
 
 async def _model_status(context: Context, model: ServedModel) -> dict[str, object]:

@@ -144,7 +144,9 @@ def _decode(data: bytes) -> SessionFile:
         raise ValueError(f"it has {len(data)} bytes")
     (length,) = struct.unpack_from("<Q", data)
     if length > min(MAX_HEADER_BYTES, len(data) - 8):
-        raise ValueError(f"its header claims {length} bytes of {len(data)}, at most {MAX_HEADER_BYTES}; give a file of /state/export")
+        raise ValueError(
+            f"its header claims {length} bytes of {len(data)}, at most {MAX_HEADER_BYTES}; give a file of /state/export"
+        )
     header = _parse_header(data[8 : 8 + length])
     metadata = msgspec.convert(header.pop("__metadata__", None), _Metadata)
     checksum = _CHECKSUMS.get(metadata.format)

@@ -377,6 +377,7 @@ class Status(BaseModel):
         description="Models loaded at run time with their status. Ready ones have dtype, wkv_state, kernels "
         "and devices.",
     )
+    keys: list[dict[str, Any]] = Field([], description="The API keys: name, rights and limits, null for none.")
     engines: list[dict[str, Any]] = Field(
         [], description="The engines of the service's own model: status, process, devices, load and sessions."
     )

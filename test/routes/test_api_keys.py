@@ -320,6 +320,8 @@ def test_names_counts_and_paths_need_admin_rights(keyed: Service) -> None:
         shown = keyed.get(path)
         for secret in ("narrow", "chief", str(keyed.state_db.parent), '"pid"', "rows"):
             assert secret not in shown.text.replace("max_running", ""), (path, secret)
+    limits = {"admin": False, "rows": 2, "tokens_per_minute": None, "requests_per_minute": None}
+    assert {"name": "narrow", **limits} in status.json()["keys"] and NARROW not in status.text
     assert keyed.get("/status").json()["model"] == status.json()["model"]
 
 

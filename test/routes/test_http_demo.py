@@ -63,7 +63,9 @@ EXAMPLE_ANSWERS = {
 def test_examples_on_the_first_screen_are_answered_well(demo: Service, fields: dict[str, int]) -> None:
     for language, answers in EXAMPLE_ANSWERS.items():
         text = (ROOT / "routes" / "web" / "text" / f"{language}.js").read_text("utf-8")
-        prompts = [f"User: {one}\n\nAssistant: <think>\n</think>" for one in re.findall(r'"example.demo.": "(.*)"', text)]
+        prompts = [
+            f"User: {one}\n\nAssistant: <think>\n</think>" for one in re.findall(r'"example.demo.": "(.*)"', text)
+        ]
         body = {"contents": [one for one in prompts for _ in range(4)], "max_tokens": 60, **fields}
         choices = demo.post("/v1/chat/completions", body).json()["choices"]
         found = [choice["message"]["content"] for choice in choices]

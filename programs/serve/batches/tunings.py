@@ -271,7 +271,10 @@ class TuningRunner:
                         first, began = step, time.monotonic()
                     if step == first or step % max(1, steps // _MAX_METRICS) == 0:
                         left_s = (time.monotonic() - began) / max(1, step - first) * (steps - step)
-                        event = make_event(f"Step {step}/{steps}: loss {report['train_loss']:.4f}", data={**report, "total_steps": steps})
+                        event = make_event(
+                            f"Step {step}/{steps}: loss {report['train_loss']:.4f}",
+                            data={**report, "total_steps": steps},
+                        )
                         finish = int(time.time() + left_s) if step > first else None
                         await self._update(job, event, estimated_finish=finish)
                 case "evaluation":

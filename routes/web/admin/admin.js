@@ -8,6 +8,8 @@ import { firstTier, service } from "../monitor.js";
 import { html, useEffect, useState } from "../ui.js";
 
 const PAGE = 50;
+/** Limits of an API key. */
+const LIMITS = ["rows", "tokens_per_minute", "requests_per_minute"];
 
 const listOf = (path) => async () => (await (await request(path)).json()).data;
 const deleteAt = (path) => (name) => request(`${path}/${encodeURIComponent(name)}`, { method: "DELETE" });
@@ -77,17 +79,21 @@ const KINDS = {
   },
   clients: {
     list: async () => {
-      const metrics = parseMetrics(await (await request("/metrics")).text());
-      const names = new Set((metrics.get("rwkv_client_requests_total") ?? []).map((one) => one.labels.client));
-      return [...names].map((client) => ({ client, metrics }));
+      const [text, status] = await Promise.all(["/metrics", "/status"].map((path) => request(path).then((answer) => answer.text())));
+      const metrics = parseMetrics(text);
+      const keys = new Map(JSON.parse(status).keys.map((key) => [key.name, key]));
+      const names = new Set([...keys.keys(), ...(metrics.get("rwkv_client_requests_total") ?? []).map((one) => one.labels.client)]);
+      return [...names].map((client) => ({ client, metrics, key: keys.get(client) }));
     },
     name: (entry) => entry.client,
-    about: ({ client, metrics }) => {
+    about: ({ client, metrics, key }) => {
       const count = (name, wanted) => number(total(metrics, `rwkv_client_${name}_total`, { client, ...wanted }) ?? 0);
-      return t("admin.use", {
+      const use = t("admin.use", {
         taken: count("requests", { outcome: "taken" }), refused: count("requests", { outcome: "refused" }),
         read: count("tokens", { kind: "prompt" }), written: count("tokens", { kind: "completion" }),
       });
+      const limits = LIMITS.filter((name) => key?.[name]).map((name) => t(`limit.${name}`, { count: number(key[name]) }));
+      return [use, ...(key?.admin ? [t("admin.rights")] : []), ...limits].join(" · ");
     },
     actions: {},
   },

@@ -184,6 +184,7 @@ COUNT_FRAMES = """([most, rows]) => new Promise(resolve => {
 
 
 def test_a_thousand_rows_stream_together(fake: Service, open_page: Opener) -> None:
+    """On a desk, then on a phone."""
     page = open_page(fake, "batch")
     page.fill("#batch-template", "Row {line} says something. ")
     page.fill("#batch-lines", "\n".join(f"number {index}" for index in range(ROWS)))
@@ -191,10 +192,13 @@ def test_a_thousand_rows_stream_together(fake: Service, open_page: Opener) -> No
     page.click("#batch-start")
     expect(page.locator(".wall")).to_have_attribute("data-rows", str(ROWS))
     expect(page.locator('.card[data-state="running"]').first).to_be_visible()
-    cards = page.locator(".card").count()
-    assert cards < 100, "only the cards in view exist"
-    seen = page.evaluate(COUNT_FRAMES, [FRAMES, cards])  # until the rows have grown too
-    assert seen["written"] <= cards * (seen["frames"] + 1), "each is written once a frame, however much comes"
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.querySelector('#panel-batch').scrollWidth") <= width
+        cards = page.locator(".card").count()
+        assert cards < 100, "only the cards in view exist"
+        seen = page.evaluate(COUNT_FRAMES, [FRAMES, cards])  # until the rows have grown too
+        assert seen["written"] <= cards * (seen["frames"] + 1), "each is written once a frame, however much comes"
     expect(page.locator("#batch-rate")).not_to_have_text("–")
     page.click("#batch-stop")
     expect(page.locator("#batch-figures")).to_have_attribute("data-ended", "true")

@@ -136,12 +136,17 @@ def test_sessions_are_exported_imported_and_deleted(
         # The state continues, and the text is sent again.
         page.set_input_files("#import-file", file)
         expect(page.locator(".tree .node")).to_have_count(2)
-        expect(page.locator("#chat-done")).to_contain_text(f"Imported {'the state of ' * (file == files[0])}{file.name}")
+        expect(page.locator("#chat-done")).to_contain_text(
+            f"Imported {'the state of ' * (file == files[0])}{file.name}"
+        )
         say(page, "What is my name?")
         assert "Anna" in answers(page, 2)[-1]
         page.get_by_role("button", name="New chat").click()
         expect(page.locator(".tree .node")).to_have_count(1)
-    for name, said in (("page.html", "this is not a chat. Choose"), ("page.safetensors", "give a file of /state/export")):
+    for name, said in (
+        ("page.html", "this is not a chat. Choose"),
+        ("page.safetensors", "give a file of /state/export"),
+    ):
         (tmp_path / name).write_text("<!doctype html><title>A page</title>")
         page.set_input_files("#import-file", tmp_path / name)
         expect(page.get_by_role("alert")).to_contain_text(said)

@@ -26,6 +26,10 @@ KEY_METRICS = """rwkv_client_requests_total{client="team-a",outcome="taken"} 3.0
 rwkv_client_requests_total{client="team-a",outcome="refused"} 1.0
 rwkv_client_tokens_total{client="team-a",kind="prompt"} 1200.0
 """
+AGES = """import('./web/dashboard/series.js')
+.then(({series}) => series.get().times.map((time) => Date.now() / 1000 - time))"""
+TWO_HOURS = """() => { const times = Array.from({ length: 720 }, (_, at) => Date.now() / 1000 - 10 * (720 - at));
+return JSON.stringify({ times, values: { running: times } }); }"""
 
 
 def reported(service: Service) -> dict[str, float]:
@@ -88,11 +92,13 @@ def test_the_dashboard_shows_the_metrics(demo: Service, open_page: Opener, shots
     expect(page.locator('[data-series="first_p50"]')).to_be_visible()
     assert page.evaluate("document.querySelector('#panel-dashboard').scrollWidth") <= 390
     page.screenshot(path=shots / "phone-dashboard.png")
-    points = page.evaluate("import('./web/dashboard/series.js').then(({series}) => series.get().times.length)")
+    points = len(page.evaluate(AGES))
     page.reload()
     expect(page.locator('[data-series="first_p50"]')).not_to_have_text("–")
-    kept = page.evaluate("import('./web/dashboard/series.js').then(({series}) => series.get().times.length)")
-    assert kept >= points, "the figures of this tab outlive a reload"
+    assert len(page.evaluate(AGES)) >= points, "the figures of this tab outlive a reload"
+    page.add_init_script(f"sessionStorage['rwkv.series'] = ({TWO_HOURS})()")
+    page.reload()
+    assert 3_500 < page.evaluate(AGES)[0] <= 3_600, "an hour of them is shown"
 
 
 @at_width(PHONE)
@@ -124,10 +130,16 @@ def test_a_refusal_is_shown_and_sessions_are_searched(demo: Service, open_page: 
     file = demo.request("POST", "/openai/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", line)}).json()
     demo.post("/openai/v1/batches", {"input_file_id": file["id"], "endpoint": "/v1/chat/completions"})
     page = open_page(demo, "chat")
+    limits = {"rows": 64, "tokens_per_minute": 9000, "requests_per_minute": None}
+    status = {**demo.status(), "keys": [{"name": "team-a", "admin": True, **limits}]}
+    page.route(f"{demo.url}/status", lambda route: route.fulfill(json=status))
     page.route("**/metrics", lambda route: route.fulfill(body=KEY_METRICS))
     page.click("text=Admin")
     expect(page.locator("#admin-batches li small").first).to_contain_text("/v1/chat/completions")
-    expect(page.locator("#admin-clients li")).to_have_text("team-a 3 requests, 1 refused, 1,200 tokens in, 0 out")
+    expect(page.locator("#admin-clients li")).to_have_text(
+        "team-a 3 requests, 1 refused, 1,200 tokens in, 0 out · admin rights · rows: at most 64 · "
+        "tokens a minute: at most 9,000"
+    )
     expect(page.locator("#admin-sessions li small").first).to_contain_text("memory")
     models = page.locator("#admin-models")
     models.get_by_label("Name").fill("other")
