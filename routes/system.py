@@ -131,8 +131,8 @@ async def authz(context: Context) -> HandlerResponse:
 async def status(context: Context) -> HandlerResponse:
     """Return model, devices, samplers, rows, pool and processes.
 
-    Also returns the models loaded at run time and the limits of the API keys. Without admin rights, the answer describes only the model and how it is
-    served.
+    Also returns the models loaded at run time and the limits of the API keys. Without admin rights, the answer
+    describes only the model and how it is served.
     """
     status_fields = await call_engine(context, GetStatus())
     if not current_request().is_admin:
