@@ -62,10 +62,21 @@ _MODULES = {
     "plan": "programs.tools.plan",
     "doctor": "programs.tools.doctor",
 }
-"""Module of each command with `build_parser()` and `main(arguments) -> exit code`.
-
-They are imported when needed, as some import torch.
-"""
+"""Module of each command with `main(arguments) -> exit code`. Imported when needed, as most import torch."""
+_PARSERS = {
+    "batch": ("programs.batch.options", "build_parser"),
+    "translate": ("programs.batch.options", "build_translate_parser"),
+    "chat": ("programs.chat.options", "build_parser"),
+    "tune": ("programs.tune", "build_parser"),
+    "config": ("programs.settings.config_command", "build_parser"),
+    "inspect": ("programs.tools.parsers", "inspect_parser"),
+    "convert": ("programs.tools.parsers", "convert_parser"),
+    "plan": ("programs.tools.parsers", "plan_parser"),
+    "doctor": ("programs.tools.parsers", "doctor_parser"),
+    "completion": ("programs.tools.completion", "build_parser"),
+}
+"""Module and function of each parser. They do not import torch, so help is fast."""
+_HELP = {"-h", "--help", "--help-all"}
 _BACKUP = ("backup", "restore", "check")
 _PRINTS = ("inspect", "plan", "doctor", "config", "completion")
 """Commands that only print. They end silently if their reader does, as `head`."""
@@ -89,6 +100,8 @@ def main(arguments: list[str]) -> int:
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     arguments = arguments[bool(name) :]
     if name in _MODULES:
+        if not _HELP.isdisjoint(arguments):
+            return print_help([name, *arguments])
         return int(importlib.import_module(_MODULES[name]).main(arguments))
     if name in _BACKUP:
         from programs import backup
@@ -156,28 +169,32 @@ def start() -> NoReturn:
 
 
 @reports_errors()
+def print_help(arguments: list[str]) -> int:
+    """Prints the help of a command, the first argument. Returns the exit code."""
+    parser_of(arguments[0]).parse(arguments[1:])
+    return 0
+
+
+@reports_errors()
 def completion(arguments: list[str]) -> int:
     """Prints the completion script of a shell. Returns the exit code."""
-    from programs.tools.completion import build_parser, script
+    from programs.tools.completion import script
 
-    shell = build_parser().parse(arguments)[0].shell
+    shell = parser_of("completion").parse(arguments)[0].shell
     sys.stdout.write(script(shell, {name: (text, parser_of(name)) for name, text in COMMANDS.items()}))
     return 0
 
 
 def parser_of(name: str) -> CommandParser:
     """Returns the parser of a command."""
-    if name in _MODULES:
-        parser: CommandParser = importlib.import_module(_MODULES[name]).build_parser()
+    if name in _PARSERS:
+        module, function = _PARSERS[name]
+        parser: CommandParser = getattr(importlib.import_module(module), function)()
         return parser
     if name in _BACKUP:
         from programs import backup
 
         return backup.build_parser(name)
-    if name == "completion":
-        from programs.tools.completion import build_parser
-
-        return build_parser()
     if name == "bench":
         bench_parser = CommandParser("bench", "Runs a program that measures.", "cpu --help")
         bench_parser.add_argument("program", choices=bench_programs(Path(__file__).parent / "bench"))

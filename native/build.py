@@ -189,7 +189,7 @@ def _build_locked(library: Library, target: Path) -> None:
     work = target.with_suffix(".build")
     work.mkdir(exist_ok=True)
     (work / "build.ninja").write_text(ninja_file(library))
-    log.info("building %s (%d files; once, kept in %s)", library.name, len(library.sources), target.parent)
+    log.info("building %s (files: %d; once, kept in %s)", library.name, len(library.sources), target.parent)
     start = time.monotonic()
     # Without this, ninja would copy the terminal's colour codes into the log.
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb"}

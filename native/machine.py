@@ -91,6 +91,14 @@ def _read_numbers(file: Path) -> dict[str, int]:
     return found
 
 
+def first_gpu() -> tuple[str, int] | None:
+    """Returns the first GPU's name and its memory in bytes; None: there is none."""
+    if not torch.cuda.is_available():
+        return None
+    gpu = torch.cuda.get_device_properties(0)
+    return gpu.name, gpu.total_memory
+
+
 @functools.cache
 def gpu_archs() -> tuple[str, ...]:
     """Returns the visible NVIDIA GPUs' architectures, like "sm_90"; empty without CUDA or on ROCm."""

@@ -27,6 +27,11 @@ from state_pool.errors import DatabaseUnusable
 _DATABASE = "sessions.db"
 _COMPANIONS = (".states", ".adapters.json", ".files")
 """Endings of the files and folders next to a database."""
+_CONTENTS = {
+    (".states", ".adapters.json"): "files of states and adapters",
+    ".files": "files of uploads, batches, tunings and translations",
+}
+"""Beginnings of names in a backup -> what it reports."""
 _LOGS = ("-wal", "-shm")
 _SKIPPED = (".half", ".part", *_LOGS)
 """Endings of files that are being written, or belong to a database."""
@@ -54,7 +59,8 @@ def backup(settings: Settings, archive: Path) -> str:
         with os.fdopen(open_private(part, os.O_WRONLY | os.O_TRUNC), "wb") as file:
             with tarfile.open(fileobj=file, mode="w") as tar:
                 tar.add(copy, _DATABASE)
-                for source, name in _companion_files(stem, _files_folder(settings, stem)):
+                companions = list(_companion_files(stem, _files_folder(settings, stem)))
+                for source, name in companions:
                     _add(tar, source, name, Path(folder))
             file.flush()
             os.fsync(file.fileno())
@@ -62,7 +68,9 @@ def backup(settings: Settings, archive: Path) -> str:
     _sync(archive.absolute().parent)
     store = settings.engine.pool.checkpoint_store
     warning = f"; states are in {store.partition('?')[0]} too: copy that store as well" if store else ""
-    return f"sessions: {count}; {archive.stat().st_size >> 10} kB in {archive}{warning}"
+    others = {text: sum(name.startswith(endings) for _, name in companions) for endings, text in _CONTENTS.items()}
+    held = ", ".join(f"{text}: {number}" for text, number in {"sessions": count, **others}.items())
+    return f"{held}; {archive.stat().st_size >> 10} kB in {archive}{warning}"
 
 
 def restore(settings: Settings, archive: Path, *, replace: bool) -> str:

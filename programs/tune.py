@@ -17,11 +17,11 @@ from tqdm import tqdm
 from native.priority import cores, die_with_parent, lower_process_priority
 from programs.settings import CommandParser, parse_settings, reports_errors
 from programs.settings.model_file import with_default_model
-from routes.fine_tuning.data import MAX_TOKENS, Data, read_data, split
 from rwkv_batch.errors import StartupError
 from rwkv_batch.tuning import Document
 
 if TYPE_CHECKING:
+    from routes.fine_tuning.data import Data
     from rwkv_batch.tuning.trainer import Tuning
 
 OK, STOPPED = 0, 130
@@ -64,7 +64,7 @@ def build_parser() -> CommandParser:
     parser.add_argument("--rate-multiplier", type=number(1e-3, 1e3, float), default=1.0, help=argparse.SUPPRESS)
     parser.add_argument("--held-out", type=share, default=0.1, help="share of lines to evaluate with (default: 0.1)")
     parser.add_argument("--validation", type=Path, metavar="DATA", help="a file of lines to evaluate with instead")
-    parser.add_argument("--max-tokens", type=number(16, 1 << 17), default=MAX_TOKENS, help="of a line (default: 4096)")
+    parser.add_argument("--max-tokens", type=number(16, 1 << 17), default=0, help="of a line (default: 4096)")
     parser.add_argument("--seed", type=number(0, 2**31 - 1), default=0, help="of the order and the LoRA's start")
     parser.add_argument("--device", default="auto", help="cpu, cuda:0 ... (default: auto)")
     parser.add_argument("--threads", type=number(1, 1024), default=0, help="CPU threads (default: all cores)")
@@ -150,6 +150,8 @@ class _Command:
 
     def _documents(self) -> tuple[list[Document], list[Document], list[str]]:
         """Return the lines to train on, the held-out ones, and warnings. Raises StartupError for a bad file."""
+        from routes.fine_tuning.data import split
+
         data = self._read(self._given.data)
         if self._given.validation is not None:
             return data.examples, self._read(self._given.validation).examples[:_MAX_HELD_OUT], data.warnings
@@ -157,7 +159,9 @@ class _Command:
         return documents, held_out[:_MAX_HELD_OUT], data.warnings
 
     def _read(self, path: Path) -> Data:
-        data = read_data(path.read_bytes(), path.name, self._given.max_tokens)
+        from routes.fine_tuning.data import MAX_TOKENS, read_data
+
+        data = read_data(path.read_bytes(), path.name, self._given.max_tokens or MAX_TOKENS)
         if data.problems:
             shown = "\n".join(f"  {problem}" for problem in data.problems)
             raise StartupError(f"{path} has errors; correct these lines:\n{shown}")

@@ -28,7 +28,7 @@ FLOORS = {
     "app": 5,
 }
 OWN = [*FLOORS, "demo", "bench", "test"]
-UPWARDS = {("programs.settings.model_file", "demo"), ("rwkv_batch", "programs")}
+UPWARDS = {("programs.settings.model_source", "demo"), ("rwkv_batch", "programs")}
 """The two exceptions: the demo model is the default; `from rwkv_batch import LLM` comes from the library."""
 
 MAX_DEPTH = 19

@@ -21,7 +21,7 @@ from programs.batch.formats import FileFormat, combine_formats, format_of, unkno
 from programs.batch.glossary import load_glossary
 from programs.batch.inputs import STDIN, Input
 from programs.batch.lines import LineWorker
-from programs.batch.options import Options, build_parser, check_settings, flag_of, parse_options
+from programs.batch.options import Options, check_settings, flag_of, parse_options
 from programs.batch.outputs import STDOUT, ReorderBuffer
 from programs.batch.progress import Reporter, RunStats
 from programs.batch.run import Run
@@ -43,7 +43,7 @@ from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.plan import Query
 from rwkv_batch.translation.prompts import translation_prompt
 
-__all__ = ["Selection", "build_parser", "main"]
+__all__ = ["Selection", "main"]
 
 SAMPLE = 64
 """Lines that are answered, spread over the input."""

@@ -13,6 +13,7 @@ from programs.batch.formats import FORMAT_NAMES
 from programs.batch.sidecar import SUFFIX
 from programs.batch.tasks import OUT_FIELDS, TASKS, TaskOptions
 from programs.settings import CommandParser, SettingsError
+from rwkv_batch.translation.documents import FORMATS
 
 ERRORS_SUFFIX = ".errors.jsonl"
 _DECODE: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -116,6 +117,54 @@ def build_parser() -> CommandParser:
     _add_decoding(parser)
     _add_running(parser)
     parser.hide(*_RARE)
+    return parser
+
+
+def build_translate_parser() -> CommandParser:
+    """Return the parser of `translate`. Other flags are the service's."""
+    parser = CommandParser(
+        "translate",
+        "Translates a file. Give the same command again to resume a stopped run. Takes the engine's flags too: "
+        "--model-path, --pp-devices, --dtype ...",
+        "report.docx -t zh\nbook.epub -t en -o book.en.epub --url http://127.0.0.1:8000",
+        takes_settings=True,
+    )
+    add = parser.add_argument
+    add("input", metavar="INPUT", help=f"a file: {', '.join(FORMATS)}")
+    add("-t", "--target-lang", required=True, help="ISO code or English name of the language to translate into")
+    add(
+        "-o",
+        "--output",
+        default="",
+        metavar="OUTPUT",
+        help="output file; -: standard output; default: book.epub gives book.zh-CN.epub",
+    )
+    add("-s", "--source-lang", default="auto", help="ISO code or name; default: auto, detected for each text")
+    add("--bilingual", action="store_true", help="keep each text, with its translation after it")
+    add("--column", default="", help="column of a CSV or TSV file; default: text, or the only one")
+    add("--glossary", default="", metavar="FILE", help="terms and translations: JSON, or CSV or TSV with two columns")
+    add(
+        "--review",
+        default="",
+        metavar="FILE",
+        help="write a CSV with each text, its translation and what may be wrong with it",
+    )
+    add(
+        "--format",
+        choices=FORMATS,
+        default="",
+        dest="form",
+        metavar="FORMAT",
+        help="format, if the name does not show it",
+    )
+    add("--encoding", default="", help="encoding of a text file; default: detected")
+    add("--limit", type=count, default=0, help="number of texts to translate; the others stay")
+    add("--url", default="", help="running service to use instead of an engine in this process")
+    add("--max-in-flight", type=count, default=0, help="requests in flight; 0: by the backend")
+    add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
+    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT and OUTPUT{SUFFIX}")
+    add("--progress", choices=progress.PROGRESS_FORMATS, default="auto", help="auto: a bar on a terminal")
+    parser.hide("--format", "--encoding", "--limit", "--max-in-flight", "--retry", "--progress")
     return parser
 
 

@@ -23,20 +23,19 @@ import msgspec
 from programs.backends.backend import Backend
 from programs.backends.local_engine import LocalEngine
 from programs.backends.remote_service import RemoteService
-from programs.batch import progress
 from programs.batch.exit_codes import ALL_ANSWERED, SOME_FAILED, run_command
 from programs.batch.files import RunFiles, error_line
 from programs.batch.glossary import load_glossary
 from programs.batch.inputs import STDIN, Line
 from programs.batch.lines import LineWorker
-from programs.batch.options import ERRORS_SUFFIX, check_settings, count
+from programs.batch.options import ERRORS_SUFFIX, build_translate_parser, check_settings
 from programs.batch.outputs import STDOUT, OutputFile, ReorderBuffer, StandardError, StandardOutput, sync_folder
 from programs.batch.progress import Reporter, RunStats
 from programs.batch.run import Run
 from programs.batch.sidecar import SUFFIX, Progress, Sidecar
 from programs.batch.tasks import TaskRequest, with_terms
 from programs.record import Record, RunError
-from programs.settings import CommandParser, Settings, SettingsError, parse_settings
+from programs.settings import Settings, SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
 from routes.translation.translator import UNCHANGED, unknown_language
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
@@ -48,7 +47,7 @@ from rwkv_batch.translation.documents.document import (
     requests,
     unit_key,
 )
-from rwkv_batch.translation.documents.formats import FORMATS, check_name, read_document, translated_name
+from rwkv_batch.translation.documents.formats import check_name, read_document, translated_name
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.plan import AUTO
 
@@ -79,59 +78,11 @@ class TranslateOptions(msgspec.Struct, frozen=True, kw_only=True):
     progress: str = "auto"
 
 
-def build_parser() -> CommandParser:
-    """Return the parser of `translate`. Other flags are the service's."""
-    parser = CommandParser(
-        "translate",
-        "Translates a file. Give the same command again to resume a stopped run. Takes the engine's flags too: "
-        "--model-path, --pp-devices, --dtype ...",
-        "report.docx -t zh\nbook.epub -t en -o book.en.epub --url http://127.0.0.1:8000",
-        takes_settings=True,
-    )
-    add = parser.add_argument
-    add("input", metavar="INPUT", help=f"a file: {', '.join(FORMATS)}")
-    add("-t", "--target-lang", required=True, help="ISO code or English name of the language to translate into")
-    add(
-        "-o",
-        "--output",
-        default="",
-        metavar="OUTPUT",
-        help="output file; -: standard output; default: book.epub gives book.zh-CN.epub",
-    )
-    add("-s", "--source-lang", default=AUTO, help="ISO code or name; default: auto, detected for each text")
-    add("--bilingual", action="store_true", help="keep each text, with its translation after it")
-    add("--column", default="", help="column of a CSV or TSV file; default: text, or the only one")
-    add("--glossary", default="", metavar="FILE", help="terms and translations: JSON, or CSV or TSV with two columns")
-    add(
-        "--review",
-        default="",
-        metavar="FILE",
-        help="write a CSV with each text, its translation and what may be wrong with it",
-    )
-    add(
-        "--format",
-        choices=FORMATS,
-        default="",
-        dest="form",
-        metavar="FORMAT",
-        help="format, if the name does not show it",
-    )
-    add("--encoding", default="", help="encoding of a text file; default: detected")
-    add("--limit", type=count, default=0, help="number of texts to translate; the others stay")
-    add("--url", default="", help="running service to use instead of an engine in this process")
-    add("--max-in-flight", type=count, default=0, help="requests in flight; 0: by the backend")
-    add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
-    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT and OUTPUT{SUFFIX}")
-    add("--progress", choices=progress.PROGRESS_FORMATS, default="auto", help="auto: a bar on a terminal")
-    parser.hide("--format", "--encoding", "--limit", "--max-in-flight", "--retry", "--progress")
-    return parser
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return the exit code."""
 
     def make() -> Coroutine[Any, Any, int]:
-        given, rest = build_parser().parse(arguments)
+        given, rest = build_translate_parser().parse(arguments)
         options = TranslateOptions(**vars(given))
         settings = parse_settings(rest, os.environ)
         check_settings(options.url, rest)

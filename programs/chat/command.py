@@ -14,33 +14,15 @@ from programs.batch.options import check_settings
 from programs.chat.answer_sources import AnswerSource, LocalAnswers, RemoteAnswers
 from programs.chat.commands import NAMES, SETTABLE, Console
 from programs.chat.conversation import ConsoleError, Piece
+from programs.chat.options import build_parser
 from programs.chat.terminal import Output, ReadLine, open_terminal, printable
 from programs.record import RunError
-from programs.settings import CommandParser, SettingsError, parse_settings
+from programs.settings import SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
 
 OK, CANNOT_RUN, BAD_FLAG, INTERRUPTED = 0, 1, 2, 130
-_HISTORY = "~/.rwkv_chat_history"
-
-
-def build_parser() -> CommandParser:
-    """Returns the parser of `chat`. Other flags are the service's."""
-    parser = CommandParser(
-        "chat",
-        "Talks to the model on a terminal; /help there lists the commands. Piped lines are messages too. Takes the "
-        "engine's flags of serve: --model-path, --pp-devices, --dtype ...",
-        "--model-path model.gguf --set temperature 0.5\n--url http://127.0.0.1:8000 --load talk.json",
-        takes_settings=True,
-    )
-    parser.add_argument("--url", default="", help="running service to use instead of an engine in this process")
-    parser.add_argument("--load", default="", metavar="FILE", help="conversation file written by /save")
-    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="as /set does")
-    parser.add_argument(
-        "--history", default=_HISTORY, metavar="FILE", help=f"history file of the typed lines; default: {_HISTORY}"
-    )
-    return parser
 
 
 def main(arguments: Sequence[str]) -> int:

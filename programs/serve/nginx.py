@@ -142,7 +142,12 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             (413, "invalid_request_error", f"the body is larger than {self.body_mb:g} MiB (--max-body-mb)", 0),
             (429, "rate_limit_error", f"too many requests of one client at a time, the limit is {limit}", 1),
             (500, "server_error", "the password could not be checked; retry the request", 1),
-            (502, "server_error", "the HTTP worker process was lost and is being replaced; retry the request", 1),
+            (
+                502,
+                "server_error",
+                "no HTTP worker answers: the service is starting, or replaces a lost one; retry the request",
+                1,
+            ),
             (
                 504,
                 "server_error",

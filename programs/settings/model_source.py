@@ -1,4 +1,4 @@
-"""Models that --model-path names without a path: `hf:OWNER/NAME`, `ollama:NAME` and `https://…`.
+"""Models that --model-path names without a path: `demo`, `hf:OWNER/NAME`, `ollama:NAME` and `https://…`.
 
 `ollama:NAME` is a file of ollama's store on this machine; nothing is downloaded. A URL's file goes to the cache folder,
 and the next start reads it there. Its end may be `#sha256=HEX`.
@@ -28,6 +28,7 @@ from rwkv_batch.models_folder import shard_names
 
 logger = logging.getLogger(__name__)
 
+DEMO = "demo"
 OLLAMA_PREFIX = "ollama:"
 _OLLAMA_STORES = ("~/.ollama/models", "/usr/share/ollama/.ollama/models", "/var/lib/ollama/models")
 _REGISTRY = "registry.ollama.ai"
@@ -44,12 +45,40 @@ _MAX_BYTES = 1 << 40
 
 def resolve(path: str) -> str:
     """Return the path of a model. Downloads it if `path` names one elsewhere. Raises StartupError."""
+    if path == DEMO:
+        try:
+            return str(_demo_model())
+        except OSError as error:
+            raise StartupError(
+                f"the demo model cannot be written to {cache_folder()} ({error.strerror}); "
+                f"give --model-path, or another folder as {VARIABLE}"
+            ) from None
     if path.startswith(HUB_PREFIX):
         return download_from_hub(path)
     if path.startswith(OLLAMA_PREFIX):
         return find_in_ollama(path.removeprefix(OLLAMA_PREFIX))
     if path.startswith(("https://", "http://")):
         return download(path)
+    return path
+
+
+def _demo_model() -> Path:
+    """Return the demo model's file. If the demo is not installed, return random weights."""
+    with contextlib.suppress(ImportError, FileNotFoundError):
+        from demo.files import ensure_model
+
+        path = Path(ensure_model())
+        logger.info("the model is the built-in demo model %s", path)
+        return path
+    path = cache_folder() / "random.pth"
+    if not path.exists():
+        from demo.random_weights import write_random_model
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half = path.with_name(f"half-{os.getpid()}.pth")
+        write_random_model(half, layers=4, width=256)
+        half.replace(path)
+    logger.warning("the demo model is not installed: these are random weights (%s), whose text is meaningless", path)
     return path
 
 

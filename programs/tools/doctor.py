@@ -15,9 +15,10 @@ from typing import NamedTuple
 from native import build, machine
 from native.files import VARIABLE, cache_folder
 from native.nvcc import torch_cuda
-from programs.settings import CommandParser, Settings, parse_settings, reports_errors
+from programs.settings import Settings, parse_settings, reports_errors
 from programs.settings.command_line import gpu_names
 from programs.settings.model_file import with_default_model
+from programs.tools.parsers import doctor_parser
 from rwkv_batch.errors import StartupError
 from rwkv_batch.kernels.cpu.library import LIBRARY
 from rwkv_batch.runner.model_files import open_model
@@ -36,21 +37,10 @@ class Finding(NamedTuple):
     """what to do; "": all is well"""
 
 
-def build_parser() -> CommandParser:
-    """Returns the parser of `doctor`."""
-    return CommandParser(
-        "doctor",
-        "Checks Python, packages, GPUs, compilers, CPU, memory, disk, ports and the model. Each line is ok, or "
-        "says what to do. The exit code is 0 if all lines are ok. Takes all flags of serve.",
-        "--model-path model.pth --port 8000",
-        takes_settings=True,
-    )
-
-
 @reports_errors()
 def main(arguments: Sequence[str]) -> int:
     """Print one line per check. Returns 0 if all are well, 1 if one is not, 2 for a wrong flag."""
-    _, flags = build_parser().parse(arguments)
+    _, flags = doctor_parser().parse(arguments)
     settings = parse_settings(flags, os.environ)
     bad = 0
     for name, check in CHECKS.items():

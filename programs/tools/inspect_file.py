@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from programs.settings import CommandParser, reports_errors
+from programs.settings import reports_errors
 from programs.settings.model_source import resolve
+from programs.tools.parsers import BYTES_PER_NUMBER, inspect_parser
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import Adapter, read_adapter
 from rwkv_batch.model.adapters.merge import kind_of
@@ -29,16 +30,6 @@ SLOTS = (1, 32, 320, 960)
 GPUS_GB = {24: "RTX 4090, L4", 48: "L40S, A6000", 80: "A100, H100", 141: "H200"}
 OVERHEAD = 1.1
 """Memory of a GPU relative to weights and states: work space, CUDA graphs, CUDA itself."""
-BYTES_PER_NUMBER: Mapping[str, float] = {
-    "fp16": 2,
-    "bf16": 2,
-    "fp32": 4,
-    "fp8": 1.1,
-    "int8": 1.05,
-    "int4": 0.6,
-    "w8a8": 1.3,
-}
-"""Bytes per number of a large matrix on a GPU, with scales. w8a8 stores ffn.value twice on Hopper."""
 _ANY_FILE = FileKind(
     "file",
     "path",
@@ -58,22 +49,10 @@ _MAX_TEXT = 80
 _PIECE = 1 << 20
 
 
-def build_parser() -> CommandParser:
-    """Returns the parser of `inspect`."""
-    parser = CommandParser(
-        "inspect", "Describes a model, a tuned state, an adapter or a session file.", "model.gguf --checksum"
-    )
-    parser.add_argument(
-        "file", metavar="FILE", help="the file, a Hugging Face or PEFT folder, or a name as --model-path of serve"
-    )
-    parser.add_argument("--checksum", action="store_true", help="also print the SHA-256 of each file")
-    return parser
-
-
 @reports_errors(StartupError, FileError, InvalidSessionFile, OSError)
 def main(arguments: Sequence[str]) -> int:
     """Describe a file. Returns the exit code: 2 for a wrong flag, 1 for a file that cannot be read."""
-    given, _ = build_parser().parse(arguments)
+    given, _ = inspect_parser().parse(arguments)
     path = Path(resolve(given.file))
     for name, text in _described(path):
         sys.stdout.write(f"{name:<12}{text}\n")

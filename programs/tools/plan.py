@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from programs.settings import CommandParser, reports_errors
+from native import machine
+from programs.settings import reports_errors
 from programs.settings.model_source import resolve
-from programs.tools.inspect_file import BYTES_PER_NUMBER, GPUS_GB, OVERHEAD, slot_bytes, weight_bytes
+from programs.tools.inspect_file import GPUS_GB, OVERHEAD, slot_bytes, weight_bytes
+from programs.tools.parsers import BYTES_PER_NUMBER, plan_parser
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.state import RWKV7, StateFormat
 from rwkv_batch.model.weights import Weights, open_weights
@@ -31,38 +31,38 @@ MEASURED_CPU = {1: 89, 32: 1309}
 _MEASURED_CPU_PARAMETERS = 0.19e9
 _ON_CPU = {"fp8": "bf16", "int4": "int8"}
 """`--dtype` -> the type in which a CPU keeps the weights."""
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)?", re.IGNORECASE)
-_MAX_GB, _MAX_ROWS = 10_000, 1_000_000
 
 
 @reports_errors(StartupError, OSError)
 def main(arguments: Sequence[str]) -> int:
     """Print the memory by part. Returns the exit code: 2 for a wrong flag, 1 if it does not fit."""
-    given, _ = build_parser().parse(arguments)
+    given, _ = plan_parser().parse(arguments)
     weights = open_weights(Path(resolve(given.model)))
-    is_cpu = given.cpu is not None
+    is_cpu, memory_gb, where = _this_machine() if given.cpu is given.gpu is None else _given(given.cpu, given.gpu)
     dtype = given.dtype or ("fp32" if is_cpu else "fp16")
     form = StateFormat(given.wkv_state) if given.wkv_state else None
-    lines, fits = plan(weights, given.cpu if is_cpu else given.gpu, given.rows, dtype, form, is_cpu=is_cpu)
-    sys.stdout.writelines(f"{name:<12}{text}\n" for name, text in lines)
+    lines, fits = plan(weights, memory_gb, given.rows, dtype, form, is_cpu=is_cpu)
+    sys.stdout.writelines(f"{name:<12}{text}\n" for name, text in [("on", where), *lines])
     return 0 if fits else 1
 
 
-def build_parser() -> CommandParser:
-    """Returns the parser of `plan`."""
-    parser = CommandParser(
-        "plan",
-        "Says how much memory a model needs, and what fits on a GPU or a CPU. No GPU is needed.",
-        "--model model.pth --gpu 24GB --rows 320 --dtype fp8 --wkv-state int8\n--model model.pth --cpu 16GB --rows 32",
-    )
-    parser.add_argument("--model", required=True, metavar="FILE", help="a model, as --model-path of serve")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--gpu", type=_gigabytes, default=24.0, metavar="SIZE", help="memory, as 24GB; default: 24GB")
-    where.add_argument("--cpu", type=_gigabytes, metavar="SIZE", help="no GPU: the machine's free memory, as 16GB")
-    parser.add_argument("--rows", type=_rows, default=320, metavar="N", help="--max-running; default: 320")
-    parser.add_argument("--dtype", choices=[*BYTES_PER_NUMBER], help="default: fp16, on a CPU fp32")
-    parser.add_argument("--wkv-state", choices=["fp32", "fp16", "int8"], help="default: fp16, on a CPU fp32")
-    return parser
+def _given(cpu: float | None, gpu: float | None) -> tuple[bool, float, str]:
+    if gpu is not None:
+        return False, gpu, f"a GPU of {gpu:g} GB"
+    assert cpu is not None, "one of them is given"
+    return True, cpu, f"a CPU with {cpu:g} GB of free memory"
+
+
+def _this_machine() -> tuple[bool, float, str]:
+    """Return whether the CPU is used, the memory in GB, and a description. Raises StartupError."""
+    others = "--gpu SIZE or --cpu SIZE plans for another one"
+    if gpu := machine.first_gpu():
+        name, size = gpu
+        return False, size / 1e9, f"this machine's {name}; {others}"
+    free = machine.free_memory()
+    if free is None:
+        raise StartupError("the free memory of this machine is unknown; give --cpu SIZE or --gpu SIZE")
+    return True, free / 1e9, f"this machine's CPU, {free / 1e9:.1f} GB of memory are free; {others}"
 
 
 def plan(
@@ -85,7 +85,7 @@ def plan(
         ("weights", f"{size / 1e9:.2f} GB in {dtype}"),
         ("states", f"{slots * slot / 1e9:.2f} GB: {slots} slots of {slot / 1e6:.2f} MB, {rows} rows at once"),
         ("work space", f"{work / 1e9:.2f} GB, estimated as {OVERHEAD - 1:.0%}"),
-        ("needed", f"{needed:.2f} GB of {memory_gb:g} GB: {'fits' if fits else 'does not fit'}"),
+        ("needed", f"{needed:.2f} GB of {memory_gb:.4g} GB: {'fits' if fits else 'does not fit'}"),
         ("most rows", f"{most}" if most >= 1 else "none"),
     ]
     advice = () if fits else _advice(weights, memory_gb, most, dtype, is_cpu)
@@ -130,16 +130,3 @@ def _speed(weights: Weights, rows: int, dtype: str, form: StateFormat | None) ->
         f"{nearest} rows of a 7.2B model, {key[0]} weights, {key[1]} states, on one H200",
     )
     yield "", f"this model has {weights.num_parameters / _MEASURED_PARAMETERS:.2g} times its parameters"
-
-
-def _gigabytes(text: str) -> float:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or not 0 < float(found[1]) <= _MAX_GB:
-        raise argparse.ArgumentTypeError(f"takes a size as 24GB, up to {_MAX_GB} GB, got {text!r}")
-    return float(found[1])
-
-
-def _rows(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_ROWS:
-        raise argparse.ArgumentTypeError(f"takes a number of rows from 1 to {_MAX_ROWS}, got {text!r}")
-    return int(text)

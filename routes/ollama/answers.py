@@ -20,7 +20,7 @@ class OllamaLine(WithWarnings):
     total_duration: int = Field(0, description="Nanoseconds, like the other durations.")
     load_duration: int = Field(0, description="Always 0.")
     prompt_eval_count: int = Field(0, description="Tokens of the prompt.")
-    prompt_eval_duration: int = Field(0, description="Until the first output. 0 without a stream.")
+    prompt_eval_duration: int = Field(0, description="Computing the prompt, without the time that it waited.")
     eval_count: int = Field(0, description="Generated tokens, including the stop token.")
     eval_duration: int = 0
     logprobs: list[ChosenToken] = Field([], description="Log-probabilities of the new tokens.")

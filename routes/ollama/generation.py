@@ -100,14 +100,11 @@ class OllamaFormatter(BaseFormatter):
         self._calls = CallCollector()
         self._logprobs = ContentLogprobs()
         self._text: list[str] = []
-        self._started = self._first = time.monotonic_ns()
-        self._has_output = False
+        self._started = time.monotonic_ns()
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
         lines = []
         for update in updates:
-            if not self._has_output:
-                self._first, self._has_output = time.monotonic_ns(), True
             finish = update.finish
             output = self._output(update.text, update.logprobs, finish is not None)
             if output is not None:
@@ -138,16 +135,16 @@ class OllamaFormatter(BaseFormatter):
         return head if finish is None else head | self._end(finish)
 
     def _end(self, finish: Finish) -> dict[str, Any]:
-        now = time.monotonic_ns()
+        total, prompt = time.monotonic_ns() - self._started, int(1e9 * finish.prefill_s)
         return {
             "done_reason": finish.reason,
             **({} if self._context is None else {"context": self._context("".join(self._text))}),
-            "total_duration": now - self._started,
+            "total_duration": total,
             "load_duration": 0,
             "prompt_eval_count": finish.prompt_tokens,
-            "prompt_eval_duration": self._first - self._started,
+            "prompt_eval_duration": prompt,
             "eval_count": finish.completion_tokens,
-            "eval_duration": now - self._first,
+            "eval_duration": max(1, total - int(1e9 * finish.queue_s) - prompt),
         }
 
 

@@ -128,7 +128,7 @@ def means_model(requested: str, served: str) -> bool:
 def model_not_found(requested: str, available: Iterable[str], remedy: str = "") -> ServiceError:
     """Return the error for a model that is not served. Ollama's programs search it for "not found"."""
     given, names = error_value(requested), ", ".join(map(repr, available))
-    message = f"model: model {given!r} not found; available: {names}{remedy}"
+    message = f"model {given!r} not found; available: {names}{remedy}"
     return ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
 
 

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from rwkv_batch.model.files import WRITTEN_DTYPES, WRITTEN_SUFFIXES
 from rwkv_batch.model.files.blocks import BlockTensor, encode_q8_0
 from rwkv_batch.model.files.gguf import ARCHITECTURE, RWKV7_ARCHITECTURE
 from rwkv_batch.model.files.gguf_writer import Entry, Value, write_gguf
@@ -21,9 +22,6 @@ from rwkv_batch.model.state import HEAD_SIZE
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.tokenizer import Tokenizer
 
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
-"""Names of types on the command line -> in Place"""
-SUFFIXES = (".pth", ".safetensors", ".gguf")
 _FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
 """`general.file_type` of GGUF"""
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -36,9 +34,9 @@ _CONTEXT = 1 << 20
 
 
 def default_dtype(weights: Weights) -> str:
-    """Return the type of most matrices as DTYPES names it: "bf16" for blocks and other types."""
+    """Return the type of most matrices as WRITTEN_DTYPES names it: "bf16" for blocks and other types."""
     stored = weights.tensors["blocks.0.att.key.weight"].dtype
-    found = (name for name, dtype in DTYPES.items() if str(stored) == f"torch.{dtype}")
+    found = (name for name, dtype in WRITTEN_DTYPES.items() if str(stored) == f"torch.{dtype}")
     return next(found, "bf16")
 
 
@@ -49,8 +47,8 @@ def write_model(weights: Weights, path: Path, dtype: str) -> None:
     """
     if path.exists():
         raise ValueError(f"{path} exists; give a new file")
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} ends in {path.suffix!r}; allowed are {', '.join(SUFFIXES)}")
+    if path.suffix not in WRITTEN_SUFFIXES:
+        raise ValueError(f"{path} ends in {path.suffix!r}; allowed are {', '.join(WRITTEN_SUFFIXES)}")
     if path.suffix == ".gguf" and weights.shape.version != "RWKV-7":
         raise ValueError(f"GGUF is written for RWKV-7 only, not for {weights.shape.version}; write .safetensors")
     if path.suffix != ".gguf" and dtype not in ("fp32", "fp16", "bf16"):
@@ -59,11 +57,11 @@ def write_model(weights: Weights, path: Path, dtype: str) -> None:
     try:
         with partial_file.open("wb") as file:
             if path.suffix == ".gguf":
-                _write_gguf(file, weights, DTYPES[dtype], path.stem)
+                _write_gguf(file, weights, WRITTEN_DTYPES[dtype], path.stem)
             elif path.suffix == ".safetensors":
-                _write_safetensors(file, weights.tensors, DTYPES[dtype])
+                _write_safetensors(file, weights.tensors, WRITTEN_DTYPES[dtype])
             else:
-                stored = getattr(torch, DTYPES[dtype])
+                stored = getattr(torch, WRITTEN_DTYPES[dtype])
                 torch.save({name: tensor.to(stored).contiguous() for name, tensor in weights.tensors.items()}, file)
         partial_file.replace(path)
     finally:

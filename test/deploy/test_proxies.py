@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -78,30 +79,45 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         running.close()
 
 
-@pytest.fixture(params=PROGRAMS)
-def front(request: pytest.FixtureRequest, behind: Service, tmp_path: Path) -> Iterator[Front]:
-    """Each proxy in front of the same service."""
-    program = found(request.param)
+@contextlib.contextmanager
+def run_proxy(name: str, folder: Path, service_port: int) -> Iterator[int]:
+    """Run a proxy in front of a port. Yields its own port when it answers."""
+    program = found(name)
     if program is None:
-        pytest.skip(f"{request.param} is not installed")
+        pytest.skip(f"{name} is not installed")
     port = free_port()
-    arguments = write_config(request.param, tmp_path, port, behind.port)
-    log = tmp_path / "proxy.log"
+    arguments = write_config(name, folder, port, service_port)
+    log = folder / "proxy.log"
     with log.open("wb") as output:
-        environment = {**os.environ, "HOME": str(tmp_path)}
+        environment = {**os.environ, "HOME": str(folder)}
         process = subprocess.Popen([program, *arguments], stdout=output, stderr=output, env=environment)
-    made = Front(f"http://127.0.0.1:{port}", port, behind)
     try:
 
-        def answers() -> bool:
+        def answers() -> httpx.Response:
             assert process.poll() is None, log.read_text()
-            return httpx.get(f"{made.url}/healthz").status_code == 200
+            return httpx.get(f"http://127.0.0.1:{port}/healthz")
 
         wait_for(answers, 30, "the proxy answers")
-        yield made
+        yield port
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.fixture(params=PROGRAMS)
+def front(request: pytest.FixtureRequest, behind: Service, tmp_path: Path) -> Iterator[Front]:
+    """Each proxy in front of the same service."""
+    with run_proxy(request.param, tmp_path, behind.port) as port:
+        yield Front(f"http://127.0.0.1:{port}", port, behind)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_proxy_says_that_the_service_is_away(name: str, tmp_path: Path) -> None:
+    with run_proxy(name, tmp_path, free_port()) as port:
+        for body in (b"{}", b"x" * 100_000):
+            answer = httpx.post(f"http://127.0.0.1:{port}{CHAT}", content=body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+            assert "the service does not answer: it is starting" in answer.json()["error"]
 
 
 def test_streams_are_not_buffered(front: Front) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from app import main
 from demo.random_weights import random_weights
+from native import machine
 from programs.tools.inspect_file import chat_form
 from programs.tools.plan import MEASURED, MEASURED_CPU
 from rwkv_batch.model.weights import open_weights
@@ -144,7 +145,7 @@ def test_the_doctor_says_what_to_do(rwkv_batch: Run, model: Path) -> None:
     assert rwkv_batch("doctor", "--no-flag")[0] == 2
 
 
-def test_a_plan_says_what_fits(rwkv_batch: Run, model: Path) -> None:
+def test_a_plan_says_what_fits(rwkv_batch: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, said, _ = rwkv_batch("plan", "--model", str(model), "--rows", "32", "--gpu", "24 GB")
     assert code == 0 and ": fits" in said and "32 rows at once" in said and "speed       not measured" in said
     most = int(re.search(r"most rows +(\d+)", said)[1])  # type: ignore[index]
@@ -154,6 +155,11 @@ def test_a_plan_says_what_fits(rwkv_batch: Run, model: Path) -> None:
     code, said, _ = rwkv_batch("plan", "--model", str(model), "--gpu", "0.00001")
     assert code == 1 and "a GPU of 24 GB" in said and "fewer --rows" not in said
     assert rwkv_batch("plan", "--model", "absent.pth")[0] == 1
+    code, said, _ = rwkv_batch("plan", "--model", "demo", "--rows", "1")
+    assert code == 0 and said.startswith("on          this machine's ") and "plans for another one" in said
+    monkeypatch.setattr(machine, "first_gpu", lambda: ("NVIDIA L4", 24 * 10**9))
+    code, said, _ = rwkv_batch("plan", "--model", str(model), "--rows", "1")
+    assert code == 0 and "this machine's NVIDIA L4" in said and " of 24 GB: fits" in said and "GB in fp16" in said
     code, said, _ = rwkv_batch("plan", "--model", str(model), "--rows", "32", "--cpu", "16GB")
     assert code == 0 and "GB in fp32" in said and "fits" in said and "1,309 tokens/s with 32 rows" in said
     code, said, _ = rwkv_batch("plan", "--model", str(model), "--cpu", "0.0001", "--dtype", "fp8")

@@ -77,7 +77,10 @@ def test_a_stream_has_the_text_of_the_whole_answer(service: Service) -> None:
     assert "".join(part.message.content or "" for part in parts) == whole.message.content
     assert not any(part.done for part in parts) and last.done and last.message.content == ""
     assert (last.eval_count, last.prompt_eval_count) == (whole.eval_count, whole.prompt_eval_count)
-    assert last.done_reason == whole.done_reason and last.total_duration and last.eval_duration is not None
+    assert last.done_reason == whole.done_reason
+    for one in (last, whole):  # the prompt's time is the engine's, with a stream and without
+        prompt, evaluation = one.prompt_eval_duration or 0, one.eval_duration or 0
+        assert 0 < prompt < prompt + evaluation <= (one.total_duration or 0) and evaluation > 1
     assert "".join(one.token for one in whole.logprobs or ()).strip() == (whole.message.content or "").strip()
     assert len((whole.logprobs or ())[0].top_logprobs or ()) == 1
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+from rwkv_batch.translation.documents import READERS
 from rwkv_batch.translation.documents.document import (
     MAX_BYTES,
     MAX_UNITS,
@@ -18,35 +19,7 @@ from rwkv_batch.translation.documents.document import (
 )
 from rwkv_batch.translation.markers import TooManyMarkersError
 
-_READERS: dict[str, tuple[str, str, dict[str, str], str]] = {
-    "txt": ("lines", "read_text", {}, "txt text"),
-    "md": ("markup", "read_markdown", {}, "md markdown"),
-    "html": ("markup", "read_html", {}, "html htm xhtml"),
-    "epub": ("office", "read_epub", {}, "epub"),
-    "docx": ("office", "read_office", {"kind": "docx"}, "docx"),
-    "pptx": ("office", "read_office", {"kind": "pptx"}, "pptx"),
-    "xlsx": ("office", "read_office", {"kind": "xlsx"}, "xlsx"),
-    "odt": ("office", "read_office", {"kind": "odt"}, "odt"),
-    "po": ("strings", "read_po", {}, "po pot"),
-    "properties": ("strings", "read_properties", {}, "properties"),
-    "strings": ("strings", "read_apple_strings", {}, "strings"),
-    "xliff": ("interchange", "read_xliff", {}, "xlf xliff"),
-    "tmx": ("interchange", "read_tmx", {}, "tmx"),
-    "tbx": ("interchange", "read_tbx", {}, "tbx"),
-    "android": ("interchange", "read_android", {}, "xml"),
-    "json": ("structured", "read_json", {}, "json"),
-    "arb": ("structured", "read_json", {"kind": "arb"}, "arb"),
-    "xcstrings": ("structured", "read_xcstrings", {}, "xcstrings"),
-    "yaml": ("structured", "read_yaml", {}, "yaml yml"),
-    "srt": ("lines", "read_subtitles", {}, "srt"),
-    "vtt": ("lines", "read_subtitles", {}, "vtt"),
-    "ass": ("lines", "read_ass", {}, "ass ssa"),
-    "csv": ("lines", "read_table", {}, "csv"),
-    "tsv": ("lines", "read_table", {"delimiter": "\t"}, "tsv tab"),
-}
-"""Format -> module, function and arguments of its reader, and the endings of its files' names."""
-FORMATS = tuple(_READERS)
-ENDINGS = {ending: name for name, (*_, endings) in _READERS.items() for ending in endings.split()}
+ENDINGS = {ending: name for name, (*_, endings) in READERS.items() for ending in endings.split()}
 _BILINGUAL = "txt md html epub docx pptx xlsx odt srt vtt ass csv tsv"
 _ADVICE = {
     "pdf": "a PDF has lines but no paragraphs; convert it to docx or html, for example with LibreOffice",
@@ -89,7 +62,7 @@ def read_document(data: bytes, name: str, options: DocumentOptions) -> Document:
         raise DocumentError(f"has {len(data)} bytes; the limit is {MAX_BYTES}; split it")
     if options.is_bilingual and kind not in _BILINGUAL.split():
         raise DocumentError(f"{kind} has no place for two languages; formats that do: {_BILINGUAL}")
-    module, function, arguments, _ = _READERS[kind]
+    module, function, arguments, _ = READERS[kind]
     if options.column and function != "read_table":
         raise ColumnError(f"{kind} has no columns, but column {options.column!r} is given; leave it out")
     package = importlib.import_module(f"{__package__}.{module}")  # lxml and others load with the first file
