@@ -29,7 +29,7 @@ _COMPANIONS = (".states", ".adapters.json", ".files")
 """Endings of the files and folders next to a database."""
 _CONTENTS = {
     (".states", ".adapters.json"): "files of states and adapters",
-    ".files": "files of uploads, batches, tunings and translations",
+    (".files",): "files of uploads, batches, tunings and translations",
 }
 """Beginnings of names in a backup -> what it reports."""
 _LOGS = ("-wal", "-shm")
