@@ -62,7 +62,7 @@ export default {
   "welcome.model": "{name} answers: {file}, {size} parameters, {dtype} weights.",
   "welcome.demo":
     "This is the small demo model. It translates simple sentences between English and Chinese and remembers a chat. It knows little else.",
-  "welcome.serve": "Serve a real model:",
+  "welcome.serve": "Serve a real model. In a clone, write “.venv/bin/python app.py” for “rwkv-batch”:",
   "example.demo0": "My name is Anna and I live in Berlin.",
   "example.demo1": "Translate into Chinese: I would like two cups of coffee, please.",
   "example.demo2": "What can you do?",

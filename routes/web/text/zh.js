@@ -57,7 +57,7 @@ export default {
   "chat.speed": "{tokens} 个词元，首个用时 {first} 秒，{speed} 词元/秒",
   "welcome.model": "当前模型 {name}：{file}，{size} 参数，权重 {dtype}。",
   "welcome.demo": "这是小型演示模型。它能在中英文之间翻译简单句子，并记住对话内容，其他知识很少。",
-  "welcome.serve": "使用真正的模型：",
+  "welcome.serve": "使用真正的模型（在源码目录中用“.venv/bin/python app.py”代替“rwkv-batch”）：",
   "example.demo0": "我叫安娜，我住在柏林。",
   "example.demo1": "翻译成英文：请给我两杯咖啡。",
   "example.demo2": "你能做什么？",
