@@ -117,6 +117,7 @@ def open_terminal(history: str, words: Mapping[str, tuple[str, ...]]) -> tuple[R
     """
     output = MarkdownOutput() if sys.stdout.isatty() else PlainOutput()
     if sys.stdin.isatty():
+        sys.stdout.write("/help lists the commands; Ctrl-D leaves\n")
         return _terminal_reader(history, words), output
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # an invalid byte must not end the conversation

@@ -106,12 +106,16 @@ def _advice(weights: Weights, memory_gb: float, most: int, dtype: str, is_cpu: b
     yield "remedy", ", or ".join(remedies)
 
 
+def _counted(rows: int) -> str:
+    return f"{rows} row{'s' * (rows != 1)}"
+
+
 def _cpu_speed(weights: Weights, rows: int) -> Iterator[tuple[str, str]]:
     nearest = min(MEASURED_CPU, key=lambda count: abs(count - rows))
     yield (
         "speed",
-        f"not measured for this case. The nearest one: {MEASURED_CPU[nearest]:,} tokens/s with {nearest} rows of a "
-        "0.1B model, bf16 weights, two threads of a Xeon with AMX",
+        f"not measured for this case. The nearest one: {MEASURED_CPU[nearest]:,} tokens/s with {_counted(nearest)} of "
+        "a 0.1B model, bf16 weights, two threads of a Xeon with AMX",
     )
     yield "", f"this model has {weights.num_parameters / _MEASURED_CPU_PARAMETERS:.2g} times its parameters"
 
@@ -127,6 +131,6 @@ def _speed(weights: Weights, rows: int, dtype: str, form: StateFormat | None) ->
     yield (
         "speed",
         f"not measured for this case. The nearest one: {measured[MEASURED_ROWS.index(nearest)]:,} tokens/s with "
-        f"{nearest} rows of a 7.2B model, {key[0]} weights, {key[1]} states, on one H200",
+        f"{_counted(nearest)} of a 7.2B model, {key[0]} weights, {key[1]} states, on one H200",
     )
     yield "", f"this model has {weights.num_parameters / _MEASURED_PARAMETERS:.2g} times its parameters"

@@ -99,6 +99,7 @@ def say(screen: pexpect.spawn, keys: str, answer: str) -> None:
 def talk(fake: Service, tmp_path: Path) -> Iterator[pexpect.spawn]:
     history = str(tmp_path / "history")
     screen = terminal("chat", "--url", fake.url, "--set", "max_tokens", "2", "--history", history)
+    screen.expect("/help lists the commands; Ctrl-D leaves")
     screen.expect(PROMPT)
     yield screen
     screen.close(force=True)
