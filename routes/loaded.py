@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import Field
 
+from native.files import FOLDER_MODE, write_private
 from routes.context import Context
 from routes.file_store import Store
 from routes.fine_tuning.store import JobStore
@@ -38,7 +39,8 @@ STATES_PATH, ADAPTERS_PATH = "/v1/states", "/v1/adapters"
 ROUTES = Routes(errors=(ErrorKind.ENGINE_LOST, ErrorKind.DRAINING), waits_for_engine=True)
 _LOADS = (ErrorKind.NAME_TAKEN, ErrorKind.OVERLOADED)
 _PUBLISHED = "published-"
-"""First part of the names of copies of jobs' LoRAs."""
+"""First part of the names of uploaded adapters and of copies of jobs' LoRAs."""
+_COPY_UNWRITABLE, _COPY_STAYS = "the adapter's file cannot be written", "the adapter's file cannot be removed"
 
 
 class NameQuery(Fields):
@@ -135,13 +137,18 @@ class AdapterBody(Body):
         max_length=4096,
         description="Path within --models-dir: a LoRA, PiSSA or two-dimensional MiSS file, or a PEFT folder.",
     )
+    content: bytes = Field(b"", description="The file itself, in a form (multipart/form-data).")
     job: str = Field(
         "",
         max_length=80,
         description="Instead of a file: id of a fine-tuning job. Its LoRA then serves every key under this name.",
     )
     scale: float | None = Field(
-        None, ge=-1000, le=1000, description="Factor of the matrix pairs. Required if the file has none."
+        None,
+        ge=-1000,
+        le=1000,
+        strict=False,  # a form has texts
+        description="Factor of the matrix pairs. Required if the file has none.",
     )
 
 
@@ -164,19 +171,26 @@ async def list_adapters(context: Context) -> HandlerResponse:
     "Load an adapter.",
     answer=AdapterEntry,
     errors=_LOADS,
+    takes_form=True,
     is_admin=True,
     example={"name": "french", "file": "adapters/french.safetensors", "scale": 1.0},
 )
 async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
     """Load an adapter. Requests may name it after this answer."""
-    if bool(body.file) == bool(body.job):
-        raise invalid(
-            "file", "must be a path within --models-dir, or absent if job names a fine-tuning job", body.file or None
-        )
-    if body.job:
-        return json_response(_adapter_entry(context, await _publish(context, body)))
-    call = AddAdapter(body.name, body.file, body.scale)
-    return json_response(_adapter_entry(context, await call_engine(context, call)))
+    if sum(map(bool, (body.file, body.job, body.content))) != 1:
+        message = "must be a path within --models-dir, or absent with an uploaded file or the job of a LoRA"
+        raise invalid("file", message, body.file or None)
+    if body.file:
+        info = await call_engine(context, AddAdapter(body.name, body.file, body.scale))
+    elif body.job:
+        info = await _publish(context, body)
+    else:
+        suffix = ".safetensors" if body.content[8:9] == b"{" else ".pth"
+        copy = get_store(context).adapter_path(new_id(_PUBLISHED)).with_suffix(suffix)
+        await call_store(copy.parent.mkdir, _COPY_UNWRITABLE, FOLDER_MODE, True, True)
+        await call_store(write_private, _COPY_UNWRITABLE, copy, body.content)
+        info = await _load_copy(context, AddAdapter(body.name, str(copy), body.scale, is_own=True))
+    return json_response(_adapter_entry(context, info))
 
 
 async def _publish(context: Context, body: AdapterBody) -> AdapterInfo:
@@ -189,20 +203,24 @@ async def _publish(context: Context, body: AdapterBody) -> AdapterInfo:
         message = "must be a succeeded fine-tuning job with a LoRA; GET /openai/v1/fine_tuning/jobs lists the jobs"
         raise invalid("job", message, body.job)
     copy = store.adapter_path(new_id(_PUBLISHED))
-    await call_store(shutil.copyfile, "the LoRA cannot be copied", store.adapter_path(tuned.name), copy)
+    await call_store(shutil.copyfile, _COPY_UNWRITABLE, store.adapter_path(tuned.name), copy)
+    scale = 1.0 if body.scale is None else body.scale
+    return await _load_copy(context, AddAdapter(body.name, str(copy), scale, is_own=True))
+
+
+async def _load_copy(context: Context, call: AddAdapter) -> AdapterInfo:
+    """Load a file of the store, which is removed on failure. Raises ServiceError."""
     try:
-        return await call_engine(
-            context, AddAdapter(body.name, str(copy), 1.0 if body.scale is None else body.scale, is_own=True)
-        )
+        return await call_engine(context, call)
     except ServiceError:
-        await call_store(_forget, "the LoRA's copy cannot be removed", store, str(copy))
+        await call_store(_forget, _COPY_STAYS, get_store(context), call.file)
         raise
 
 
 def _forget(store: Store, file: str) -> None:
-    """Remove the copy of a published LoRA. Other files stay."""
+    """Remove an uploaded adapter or the copy of a published LoRA. Other files stay."""
     path = Path(file)
-    if path.name.startswith(_PUBLISHED) and path == store.adapter_path(path.stem):
+    if path.name.startswith(_PUBLISHED) and path.with_suffix(".pth") == store.adapter_path(path.stem):
         path.unlink(missing_ok=True)
 
 
@@ -219,5 +237,5 @@ async def remove_adapter(context: Context, query: NameQuery) -> HandlerResponse:
     """Remove an adapter. Admitted rows keep it until they end. Its sessions cannot continue without it."""
     info = await call_engine(context, RemoveAdapter(query.name))
     if context.files is not None:
-        await call_store(_forget, "the LoRA's copy cannot be removed", context.files, info.file)
+        await call_store(_forget, _COPY_STAYS, context.files, info.file)
     return json_response(_adapter_entry(context, info))

@@ -157,7 +157,9 @@ async def _body_data(
     context: Context, route: Route, request: Request, access: Grant | None, is_authorized: bool
 ) -> object:
     if route.takes_form and _is_form(request):
-        return await _form_data(context, request, access, is_authorized)
+        fields = await _form_data(context, request, access, is_authorized)
+        is_named = route.body is not None and "filename" in route.body.model_fields
+        return fields if is_named else {name: value for name, value in fields.items() if name != "filename"}
     content_type = (request.headers.get("content-type") or "").lower()
     if route.form_lists is not None and (content_type.startswith(URLENCODED) or _is_form(request)):
         return _fields_of_form(context, route, request)
@@ -182,7 +184,7 @@ def _is_form(request: Request) -> bool:
     return (request.headers.get("content-type") or "").lower().startswith("multipart/form-data")
 
 
-async def _form_data(context: Context, request: Request, access: Grant | None, is_authorized: bool) -> object:
+async def _form_data(context: Context, request: Request, access: Grant | None, is_authorized: bool) -> dict[str, Any]:
     """Return the fields of a form, and its one file as `content`."""
     _check_length(_length(request), context.config.max_state_bytes, "--max-state-mb")
     files = list(request.files.values())

@@ -157,6 +157,29 @@ def test_a_session_under_another_adapter_is_refused(served: Service) -> None:
     assert texts(served, "/state/chat/completions", **turn) == ["Merci beaucoup."]
 
 
+def test_an_adapter_is_uploaded_in_a_form(served: Service) -> None:
+    """Its file is kept under the session database, and removed with it."""
+    folder = served.state_db.with_name(f"{served.state_db.name}.files") / "adapters"
+    content = (TUNED / "french.safetensors").read_bytes()
+    for wrong in (b"nothing", content[:-9]):
+        sent = {"data": {"name": "up", "scale": "1"}, "files": {"content": ("f.safetensors", wrong)}, "headers": ADMIN}
+        refused = served.request("POST", "/v1/adapters", **sent)
+        assert refused.status_code == 422 and "adapter file" in refused.text and not list(folder.glob("published-*")), (
+            refused.text
+        )
+    sent["files"] = {"content": ("../f.pth", content)}
+    assert served.request("POST", "/v1/adapters", **{**sent, "headers": {}}).status_code == 401
+    added = served.request("POST", "/v1/adapters", **sent)
+    assert (
+        added.status_code == 200
+        and "warnings" not in added.json()
+        and len(list(folder.glob("published-*.safetensors"))) == 1
+    ), added.text
+    assert texts(served, adapter="up") == texts(served, adapter="french")
+    assert served.request("DELETE", "/v1/adapters/up", headers=ADMIN).status_code == 200
+    assert not list(folder.glob("published-*"))
+
+
 def test_a_removed_adapter_is_unknown(served: Service) -> None:
     body = {"name": "for a while", "file": "spanish.safetensors", "scale": 1}
     assert served.post("/v1/adapters", body, headers=ADMIN).status_code == 422

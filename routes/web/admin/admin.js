@@ -8,11 +8,20 @@ import { firstTier, service } from "../monitor.js";
 import { html, useEffect, useState } from "../ui.js";
 
 const PAGE = 50;
+/** Types of a form's inputs other than text. */
+const TYPES = { upload: "file", scale: "number" };
 /** Limits of an API key. */
 const LIMITS = ["rows", "tokens_per_minute", "requests_per_minute"];
 
 const listOf = (path) => async () => (await (await request(path)).json()).data;
 const deleteAt = (path) => (name) => request(`${path}/${encodeURIComponent(name)}`, { method: "DELETE" });
+
+/** Send a form whose file is `upload`. */
+const uploadTo = (path) => ({ upload, ...values }) => {
+  const form = new FormData();
+  for (const [name, value] of Object.entries({ ...values, content: upload })) form.set(name, value);
+  return request(path, { method: "POST", body: form });
+};
 
 /**
  * Each kind: `list()` -> entries, `name(entry)`, `about(entry)` -> text, `actions`: name -> act(name), `isEnded(entry)`
@@ -33,20 +42,15 @@ const KINDS = {
     about: (entry) => entry.file ?? "",
     actions: { remove: deleteAt("/v1/states") },
     fields: ["name", "upload"],
-    add: ({ name, upload }) => {
-      const form = new FormData();
-      form.set("name", name);
-      form.set("content", upload);
-      return request("/v1/states", { method: "POST", body: form });
-    },
+    add: uploadTo("/v1/states"),
   },
   adapters: {
     list: listOf("/v1/adapters"),
     name: (entry) => entry.name,
     about: (entry) => entry.file ?? "",
     actions: { remove: deleteAt("/v1/adapters") },
-    fields: ["name", "file"],
-    add: (values) => post("/v1/adapters", values),
+    fields: ["name", "upload", "scale"],
+    add: uploadTo("/v1/adapters"),
   },
   engines: {
     list: listOf("/v1/engines"),
@@ -108,7 +112,7 @@ function AddForm({ kind, done }) {
   };
   return html`<form class="row" onSubmit=${submit}>
     ${fields.map((field) => html`<label key=${field}>${t(`admin.field.${field}`)}
-      <input name=${field} type=${field === "upload" ? "file" : "text"} required /></label>`)}
+      <input name=${field} type=${TYPES[field] ?? "text"} step="any" defaultValue=${field === "scale" ? 1 : ""} required /></label>`)}
     <button>${t("admin.add")}</button>
   </form>`;
 }

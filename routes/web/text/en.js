@@ -358,6 +358,7 @@ export default {
   "admin.add": "Add",
   "admin.confirm": "Remove “{name}” from the service?",
   "admin.field.name": "Name",
+  "admin.field.scale": "Scale",
   "admin.field.file": "File within --models-dir",
   "admin.field.upload": "File (.pth, .safetensors)",
   "admin.do.unload": "Unload",

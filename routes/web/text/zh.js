@@ -350,6 +350,7 @@ export default {
   "admin.add": "添加",
   "admin.confirm": "从服务中移除“{name}”？",
   "admin.field.name": "名称",
+  "admin.field.scale": "缩放",
   "admin.field.file": "--models-dir 中的文件",
   "admin.field.upload": "文件（.pth、.safetensors）",
   "admin.do.unload": "卸载",
