@@ -3,11 +3,12 @@
 import { post, request } from "../api.js";
 import { TIERS } from "../chat/sessions.js";
 import { parseMetrics, total } from "../dashboard/prometheus.js";
-import { number, t, useLanguage } from "../i18n.js";
+import { duration, number, t, useLanguage } from "../i18n.js";
 import { firstTier, service } from "../monitor.js";
 import { html, useEffect, useState } from "../ui.js";
 
 const PAGE = 50;
+const POLL_MS = 2000;
 /** Types of a form's inputs other than text. */
 const TYPES = { upload: "file", scale: "number" };
 /** Limits of an API key. */
@@ -31,7 +32,7 @@ const KINDS = {
   models: {
     list: listOf("/v1/models"),
     name: (entry) => entry.id,
-    about: (entry) => [entry.status, entry.owned_by].filter(Boolean).join(" · "),
+    about: (entry) => [entry.status, entry.status === "loading" && duration(Date.now() / 1000 - entry.created), entry.error, entry.owned_by].filter(Boolean).join(" · "),
     actions: { unload: (name) => post("/v1/models/unload", { name }) },
     fields: ["name", "file"],
     add: (values) => post("/v1/models/load", values),
@@ -77,7 +78,9 @@ const KINDS = {
   tunings: {
     list: listOf("/openai/v1/fine_tuning/jobs?limit=50"),
     name: (entry) => entry.id,
-    about: (entry) => [entry.status, entry.fine_tuned_model].filter(Boolean).join(" · "),
+    about: (entry) => [
+      entry.status, entry.fine_tuned_model, entry.estimated_finish && t("tune.left", { time: duration(entry.estimated_finish - Date.now() / 1000) }),
+    ].filter(Boolean).join(" · "),
     actions: { cancel: (id) => post(`/openai/v1/fine_tuning/jobs/${id}/cancel`, {}) },
     isEnded: (entry) => ["succeeded", "failed", "cancelled"].includes(entry.status),
   },
@@ -124,6 +127,7 @@ function Kind({ kind, visible }) {
   const [shown, setShown] = useState(PAGE);
   const [problem, setProblem] = useState("");
   const [busy, setBusy] = useState(false);
+  const [byName, setByName] = useState(false);
   const run = async (act) => {
     setBusy(true);
     setProblem("");
@@ -141,11 +145,19 @@ function Kind({ kind, visible }) {
   useEffect(() => {
     if (visible) run(async () => {});
   }, [visible]);
+  const isMoving = entries.some((entry) => (isEnded ? !isEnded(entry) : entry.status === "loading"));
+  useEffect(() => {
+    if (!visible || !isMoving) return undefined;
+    const timer = setInterval(() => list().then(setEntries, () => {}), POLL_MS);
+    return () => clearInterval(timer);
+  }, [visible, isMoving]);
   const found = entries.filter((entry) => name(entry).toLowerCase().includes(wanted.trim().toLowerCase()));
+  if (byName) found.sort((one, other) => name(one).localeCompare(name(other)));
   const confirmed = (action, one) => ["restart", "cancel"].includes(action) || confirm(t("admin.confirm", { name: one }));
   return html`<section class="figures-box" aria-label=${t(`admin.${kind}`)} aria-busy=${busy} id="admin-${kind}" hidden=${!fields && !entries.length}>
     <h2>${t(`admin.${kind}`)} (${found.length})</h2>
-    ${entries.length > 5 && html`<input type="search" aria-label=${t("admin.search")} placeholder=${t("admin.search")} value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} />`}
+    ${entries.length > 5 && html`<input type="search" aria-label=${t("admin.search")} placeholder=${t("admin.search")} value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} />
+      <label><input type="checkbox" checked=${byName} onChange=${(event) => setByName(event.currentTarget.checked)} /> ${t("admin.byName")}</label>`}
     <ul class="plainlist">${found.slice(0, shown).map((entry) => html`<li key=${name(entry)} class="row">
       <b>${name(entry)}</b> <small>${about(entry)}</small><span class="space"></span>
       ${Object.entries(isEnded?.(entry) ? {} : actions).map(([action, act]) => html`<button disabled=${busy} onClick=${() => confirmed(action, name(entry)) && run(() => act(name(entry)))}

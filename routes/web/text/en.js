@@ -355,6 +355,7 @@ export default {
   "limit.tokens_per_minute": "tokens a minute: at most {count}",
   "limit.requests_per_minute": "requests a minute: at most {count}",
   "admin.search": "Search",
+  "admin.byName": "by name",
   "admin.add": "Add",
   "admin.confirm": "Remove “{name}” from the service?",
   "admin.field.name": "Name",

@@ -347,6 +347,7 @@ export default {
   "limit.tokens_per_minute": "每分钟最多 {count} 词元",
   "limit.requests_per_minute": "每分钟最多 {count} 个请求",
   "admin.search": "搜索",
+  "admin.byName": "按名称排序",
   "admin.add": "添加",
   "admin.confirm": "从服务中移除“{name}”？",
   "admin.field.name": "名称",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,11 +143,22 @@ def test_a_refusal_is_shown_and_sessions_are_searched(demo: Service, open_page: 
     )
     expect(page.locator("#admin-sessions li small").first).to_contain_text("memory")
     models = page.locator("#admin-models")
+    loading = {"id": "big", "status": "loading", "created": time.time() - 30, "error": ""}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [loading]}))
+    page.evaluate("location.hash = 'chat'")
+    page.click("text=Admin")
+    expect(models.locator("li small")).to_have_text(re.compile(r"loading · \d+ secs?"))
+    loading |= {"status": "failed", "error": "too little memory"}
+    expect(models.locator("li small")).to_have_text("failed · too little memory")
+    page.unroute("**/v1/models")
     models.get_by_label("Name").fill("other")
     models.get_by_label("File").fill("absent.pth")
     models.get_by_role("button", name="Add").click()
     expect(models.get_by_role("alert")).to_contain_text("--models-dir")
     sessions = page.locator("#admin-sessions")
+    sessions.get_by_label("by name").check()
+    names = sessions.locator("li b").all_inner_texts()
+    assert names == sorted(names, key=str.lower) and len(names) >= 7
     sessions.get_by_label("Search").fill("FIND-3")
     expect(sessions.locator("li b")).to_have_text("find-3")
     page.on("dialog", lambda dialog: dialog.accept())
