@@ -40,7 +40,14 @@ _MAX_CONNECTIONS = 16_384
 _RESERVED_FILES = 64
 """Descriptors of an nginx process besides its connections."""
 _OPENAI_PREFIX = "/openai/"
-FORM_PATHS = ("/v1/states", "/v1/adapters", "/openai/v1/files", "/translate/v1/documents", "/v2/document", "/translate_file")
+FORM_PATHS = (
+    "/v1/states",
+    "/v1/adapters",
+    "/openai/v1/files",
+    "/translate/v1/documents",
+    "/v2/document",
+    "/translate_file",
+)
 """Paths that take forms. Robyn parses every form, before authentication, and answers 500 to a malformed one."""
 _SMALL = r"(?:\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-6])?"
 """Lengths of bodies that need no secret in the header: up to MAX_ANONYMOUS_BYTES, which is 65536."""
