@@ -33,7 +33,7 @@ export function Welcome({ ask }) {
       const text = t(`example.${key}`);
       return html`<li key=${key}><button type="button" onClick=${() => ask(text)}>${text}</button></li>`;
     })}</ul>`}
-    <p>${t("chat.about")}</p>
+    <p class="about">${t("chat.about")}</p>
     ${isDemo && html`<${CopyCommand} />`}
   </div>`;
 }

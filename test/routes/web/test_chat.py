@@ -47,6 +47,7 @@ def test_a_chat_from_the_first_screen_to_its_branches(
     expect(page.locator("#about-model")).to_contain_text("rwkv7 answers: rwkv7-demo")
     expect(page.locator(".welcome")).to_contain_text("small demo model")
     expect(page.locator(".welcome h2")).to_be_in_viewport()
+    expect(page.get_by_role("button", name="Copy")).to_be_in_viewport(ratio=1)
     expect(page.locator("#question")).to_be_focused()
     page.screenshot(path=shots / f"{look}first-screen.png")
     greedy(page)
