@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from rwkv_batch import calls
@@ -380,9 +380,9 @@ class Engine:
 
     def _verify_drafts(self, step: InFlightStep) -> int:
         """Sample and commit the tokens after accepted drafts. Returns their number."""
-        accepted, commit = self.speculation.accepted_rows, partial(self.jobs.commit, step=step.number)
+        verify = self.model_runner.drafts.verify
         try:
-            return self.model_runner.drafts.verify(step, accepted, commit, self._sample_constrained_part)
+            return verify(step, self.speculation, self.jobs, self._sample_constrained_part)
         except (RuntimeError, MemoryError) as error:  # of the device
             self._fail_step(step.rows, error)
             return 0

@@ -210,9 +210,24 @@ class Draft:
     """the tokens after each drafted one, sampled as if all before were accepted; []: they are sampled one by one"""
 
     def accepts(self, ids: Sequence[int]) -> bool:
-        """Return whether the row's tokens agree with the draft and the logits after them are known."""
+        """Return whether the row's tokens agree with the draft, and the next one is sampled from its logits."""
         count = len(ids) - self.start
-        return self.num_accepted < count <= len(self.tokens) and list(ids[self.start :]) == self.tokens[:count]
+        return (
+            not self.sampled
+            and self.num_accepted < count <= len(self.tokens)
+            and list(ids[self.start :]) == self.tokens[:count]
+        )
+
+    def accepted_ahead(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens of `sampled` up to the first one after a wrong drafted token."""
+        tokens: list[int] = []
+        last = ids[self.start] if len(ids) > self.start else None
+        for drafted, token in zip(self.tokens, self.sampled, strict=False):
+            if drafted != last:
+                break
+            tokens.append(token)
+            last = token
+        return tokens
 
 
 def best_length(rate: float, fixed_cost: float, token_cost: float) -> tuple[int, float]:

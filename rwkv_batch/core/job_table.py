@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from rwkv_batch.core.deadlines import Deadlines
+from rwkv_batch.core.drafters import Draft
 from rwkv_batch.core.error_mapping import grammar_failure
 from rwkv_batch.core.grammar_compile_queue import Grammars
 from rwkv_batch.core.jump_forward import JumpForward
@@ -168,6 +169,23 @@ class JobTable:
         for sequence in [row.sequence for row in rows if row.ends]:
             if sequence.phase is running:
                 self._finish(sequence, FinishReason.LENGTH)
+
+    def commit_ahead(self, sequence: Sequence, draft: Draft) -> int:
+        """Process the tokens of an accepted draft that were sampled ahead. Returns their number."""
+        tokens = draft.accepted_ahead(sequence.token_ids) if sequence.phase is Phase.RUNNING else []
+        for token in tokens:
+            draft.num_accepted += 1
+            sequence.token_ids.append(token)
+            outcome = sequence.output.process_token(token)
+            if outcome is None:
+                continue
+            if not isinstance(outcome, Delta):
+                self._state_manager.truncate(sequence)
+                self._finish(sequence, outcome)
+                break
+            sequence.job.deltas.append(outcome)
+            self._changed[sequence.job] = None
+        return draft.num_accepted
 
     def settle_drafts(self, rows: list[ScheduledRow]) -> None:
         """End the drafts of a step's rows. All accepted tokens are committed."""

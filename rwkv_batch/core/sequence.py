@@ -227,12 +227,6 @@ class Sequence:
         """Whether tokens before the one being sampled are unknown to the host."""
         return len(self.token_ids) - self.prompt_end - len(self.output.tokens) > 1
 
-    @property
-    def next_ahead(self) -> int | None:
-        """The token sampled after the latest accepted drafted one. None: it is not sampled yet."""
-        draft = self.draft
-        return draft.sampled[draft.num_accepted - 1] if draft is not None and draft.sampled else None
-
     def may_sample_in(self, step: int) -> bool:
         return self.phase is Phase.RUNNING and step != self.discarded_sample_step
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 
 import torch
 
+from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import Phase
+from rwkv_batch.core.sequence import Phase, Sequence
+from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.runner.links import HostCopy, LastTokens
-from rwkv_batch.runner.step_sampling import InFlightStep, SampledToken, StepSampler, select_rows
+from rwkv_batch.runner.step_sampling import InFlightStep, StepSampler, select_rows
 from sampling.filtered_sampler import FilteredSampler
 from sampling.sampler import Sampler, SamplesAhead
 
@@ -26,6 +28,7 @@ class DraftSampler:
     def __init__(self, step_sampler: StepSampler, last_tokens: LastTokens, device: torch.device) -> None:
         self._step_sampler = step_sampler
         self._last_tokens = last_tokens
+        self._uncounted: list[tuple[Sequence, list[int]]] = []
         self.may_sample_ahead = device.type == "cuda"
         """On a CPU, tokens after rejected ones cost more than the launches that are saved."""
 
@@ -49,37 +52,51 @@ class DraftSampler:
             req_slots = [row.sequence.req_slot for row, one in zip(rows, drafts, strict=True) for _ in one.tokens]
             runs = [one.tokens[1 : i + 1] for one in drafts for i in range(len(one.tokens))]
             tokens = ahead.sample_ahead(select_rows(step.draft_logits, row_indices), req_slots, runs)
-            step.ahead.append((drafts, HostCopy(tokens)))
+            pairs = [(row.sequence, one) for row, one in zip(rows, drafts, strict=True)]
+            step.ahead.append((pairs, HostCopy(tokens)))
 
     @torch.inference_mode()
     def verify(
         self,
         step: InFlightStep,
-        accepted_rows: Callable[[Iterable[ScheduledRow]], Rows],
-        commit: Callable[[Rows, list[SampledToken]], None],
+        speculation: Speculation,
+        jobs: JobTable,
         sample_constrained: Callable[[InFlightStep], None],
     ) -> int:
         """Sample and commit the tokens after accepted drafts. Returns their number. Waits for the step.
 
-        accepted_rows: returns the rows whose next token can be sampled
         sample_constrained: samples the rows of a part that await masks
         """
         num_accepted = 0
-        for drafts, copy in step.ahead:
+        for rows, copy in step.ahead:
             tokens = iter(copy.tokens())
-            for draft in drafts:
+            for sequence, draft in rows:
                 draft.sampled = list(islice(tokens, len(draft.tokens)))
-        while rows := accepted_rows(step.rows):
-            num_accepted += len(rows)
-            ahead = [(row, token) for row in rows if (token := row.sequence.next_ahead) is not None]
-            rest = [row for row in rows if row.sequence.next_ahead is None]  # `commit` ends rows, with their drafts
-            commit([row for row, _ in ahead], [(token, None) for _, token in ahead])
-            if rest:
-                part = self._sample_one(step, rest)
-                sample_constrained(part)
-                commit(rest, self._step_sampler.read(part))
-        self._count_ahead(step)
+                num_accepted += jobs.commit_ahead(sequence, draft)
+                if draft.num_accepted:
+                    self._uncounted.append((sequence, draft.sampled[: draft.num_accepted]))
+        while rows_to_sample := speculation.accepted_rows(step.rows):
+            num_accepted += len(rows_to_sample)
+            part = self._sample_one(step, rows_to_sample)
+            sample_constrained(part)
+            jobs.commit(rows_to_sample, self._step_sampler.read(part), step.number)
         return num_accepted
+
+    def count_ahead(self) -> None:
+        """Count the accepted tokens of earlier steps in the samplers. Call before the next sampling.
+
+        The host has launched the next step's layers by then, if possible. Does not wait for the device.
+        """
+        uncounted, self._uncounted = self._uncounted, []
+        groups: dict[Sampler | FilteredSampler, list[tuple[int, list[int]]]] = {}
+        for sequence, tokens in uncounted:
+            if sequence.phase is Phase.RUNNING:  # else another row may have its request slot
+                counted = groups.setdefault(self._step_sampler.sampler_of(sequence), [])
+                counted.append((sequence.req_slot, tokens))
+        for sampler, counted in groups.items():
+            req_slots, runs = [req_slot for req_slot, _ in counted], [run for _, run in counted]
+            sampler.append_tokens(req_slots, runs)
+            self._last_tokens.receive(self._last_tokens.store(req_slots, [run[-1] for run in runs]))
 
     def _sample_one(self, step: InFlightStep, rows: Rows) -> InFlightStep:
         """Sample after the latest accepted drafted token of each row. Constrained rows await masks."""
@@ -89,16 +106,3 @@ class DraftSampler:
         part = InFlightStep(rows, rows, number=step.number)
         self._step_sampler.sample(part, select_rows(step.draft_logits, row_indices), self._last_tokens)
         return part
-
-    def _count_ahead(self, step: InFlightStep) -> None:
-        """Count the accepted tokens of `sample_ahead` in the samplers. Does not wait for the device."""
-        groups: dict[Sampler | FilteredSampler, list[tuple[int, list[int]]]] = {}
-        for row in step.rows:
-            sequence, draft = row.sequence, row.sequence.draft
-            if draft is not None and draft.sampled and draft.num_accepted and sequence.phase is Phase.RUNNING:
-                taken = sequence.req_slot, draft.sampled[: draft.num_accepted]
-                groups.setdefault(self._step_sampler.sampler_of(sequence), []).append(taken)
-        for sampler, counted in groups.items():
-            req_slots, runs = [req_slot for req_slot, _ in counted], [run for _, run in counted]
-            sampler.append_tokens(req_slots, runs)
-            step.tokens_sent = self._last_tokens.store(req_slots, [run[-1] for run in runs])

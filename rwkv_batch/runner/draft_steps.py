@@ -6,6 +6,7 @@ were accepted, so nothing is read again. A row that ends frees its ring.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from native.tensors import on_device
+from native.uploads import Uploads
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.drafters import RING, ModelDrafter, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
@@ -65,7 +66,6 @@ class DraftSteps:
         fields = {"model_path": config.draft_model, "devices": (str(device),), "dtype": "auto", "wkv_state": "auto"}
         own = {"adapters": (), "layers": (), "resident": (), "auto_fallback_fields": ("wkv_state", "kernels")}
         _, self._pipeline = load_pipeline(msgspec.structs.replace(config, **fields, **own))
-        self._device = device
         slots = FIRST_FREE_SLOT + MAX_ROWS * RING
         try:
             self._pipeline.allocate_slots(slots)
@@ -80,6 +80,9 @@ class DraftSteps:
             vocab = self._pipeline.weights.shape.vocab
             self._graphs = DecodeGraphs(stages, MAX_ROWS, RapidSampler(MAX_ROWS, vocab, device, []))
             self._graphs.warm_up(logits=False)
+        self._uploads = None if self._graphs is None else Uploads(device)
+        self._last = (ctypes.c_int64 * MAX_ROWS)()
+        """the tokens to read next, by ring"""
 
     @torch.inference_mode()
     def guess(self, wanted: list[Wanted]) -> None:
@@ -160,7 +163,17 @@ class DraftSteps:
         assert self._graphs is not None
         rings = [row.ring for row in rows]
         if tokens is not None:
-            self._graphs.tokens.store(rings, on_device(tokens, torch.int64, self._device))
+            self._store(rings, tokens)
         reads = [row.slot(count) for row, count in zip(rows, read, strict=True)]
         writes = [row.slot(count + 1) for row, count in zip(rows, read, strict=True)]
         return self._graphs.run(rings, reads, writes)
+
+    def _store(self, rings: list[int], tokens: list[int]) -> None:
+        """Set the tokens that a graph reads. Those of other rings are set before they are read."""
+        assert self._graphs is not None
+        if self._uploads is None:
+            self._graphs.tokens.store(rings, tokens)
+            return
+        for ring, token in zip(rings, tokens, strict=True):
+            self._last[ring] = token
+        self._uploads.send(self._graphs.tokens.sampled_tokens[:MAX_ROWS].view(torch.uint8), self._last)

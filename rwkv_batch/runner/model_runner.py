@@ -210,6 +210,7 @@ class ModelRunner:
         is_routed = not are_plain and self._launch_groups.is_routed(rows[0])
         graphs = None if is_routed else self.graphs.for_decode(rows, are_plain)
         if graphs is not None:
+            self.drafts.count_ahead()
             try:
                 if are_plain:
                     self._launch_plain(graphs, step, between)
@@ -225,6 +226,7 @@ class ModelRunner:
         else:
             inputs, into = self._inputs.build(rows, self._tokens), None if is_routed else self._logits
             logits, step.draft_logits = split_drafts(self._forward(inputs, into, between), step.sampling_rows)
+            self.drafts.count_ahead()
             self.step_sampler.sample(step, mix_logits(logits, step.sampling_rows), self._tokens)
         self.drafts.sample_ahead(step)
         step.layers_s = self.pipeline.layers_s
@@ -234,6 +236,7 @@ class ModelRunner:
         """Launch a step that returns log-probabilities of prompt tokens. The head runs on them separately."""
         x, inputs = self._run_layers(self._inputs.build(step.rows, self._tokens), between)
         logits, step.draft_logits = split_drafts(self.pipeline.stages[-1].logits(x, inputs), step.sampling_rows)
+        self.drafts.count_ahead()
         self.step_sampler.sample(step, logits, self._tokens)
         step.scored = self._scorer.launch(x, step.rows)
 
@@ -254,10 +257,7 @@ class ModelRunner:
         return self.pipeline.stages[-1].logits(x, inputs_on_device, out)
 
     def _launch_plain(self, graphs: DecodeGraphs, step: InFlightStep, between: Callable[[], None] | None) -> None:
-        """Launch a step of plain rows without the checks of `_launch_graph`.
-
-        Such steps are the most common kind.
-        """
+        """Launch a step of plain rows, the most common kind, without the checks of `_launch_graph`."""
         slots = [row.lowest_slot for row in step.rows]
         sampled_tokens = graphs.run([row.sequence.req_slot for row in step.rows], slots, slots, between=between)
         step.tokens_sent = self._tokens.send()

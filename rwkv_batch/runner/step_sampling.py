@@ -85,7 +85,7 @@ class InFlightStep:
     """for the unconstrained rows"""
     draft_logits: Tensor | None = None
     """[d, V] fp32: after each drafted token of the rows' drafts, in order"""
-    ahead: list[tuple[list[Draft], HostCopy]] = field(default_factory=list)
+    ahead: list[tuple[list[tuple[Sequence, Draft]], HostCopy]] = field(default_factory=list)
     """tokens sampled after drafted tokens, by sampler"""
     constrained_sample_s: float = 0.0
     """seconds to compute masks and to sample the constrained rows"""
