@@ -47,6 +47,8 @@ class LookupDrafter:
         self._source = source
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in MATCHES]
         """by length in MATCHES: n-gram -> index after its latest occurrence in the source"""
+        self._older_ends: list[dict[tuple[int, ...], int]] = [{} for _ in MATCHES]
+        """the same, of the MAX_LOOKUP_TOKENS before; those before are forgotten"""
         self._indexed = 0
         self._length = start
         """of the text at the last call"""
@@ -69,6 +71,8 @@ class LookupDrafter:
         return list(source[place : place + count])
 
     def _index(self, source: Sequence[int], end: int) -> None:
+        if len(self._ends[0]) >= MAX_LOOKUP_TOKENS:
+            self._ends, self._older_ends = [{} for _ in MATCHES], self._ends
         begin = max(self._indexed, end - MAX_LOOKUP_TOKENS)
         self._indexed = min(end, begin + TOKENS_PER_CALL)
         for number, ends in zip(MATCHES, self._ends, strict=True):
@@ -88,8 +92,9 @@ class LookupDrafter:
                 return
         elif place == 0:
             return
-        for number, ends in zip(MATCHES, self._ends, strict=True):
-            if (found := ends.get(tuple(ids[length - number : length]))) is not None:
+        for number, ends, older in zip(MATCHES, self._ends, self._older_ends, strict=True):
+            ngram = tuple(ids[length - number : length])
+            if (found := ends.get(ngram, older.get(ngram))) is not None:
                 self._place, self._misses = found, 0
                 return
         self._misses += 1

@@ -15,7 +15,9 @@ import pytest
 
 from demo.random_weights import write_random_model
 from rwkv_batch.core.drafters import (
+    MATCHES,
     MAX_DRAFT_TOKENS,
+    MAX_LOOKUP_TOKENS,
     TOKENS_PER_CALL,
     Drafter,
     LookupDrafter,
@@ -303,6 +305,18 @@ def test_a_lookup_continues_after_the_latest_occurrence() -> None:
     long = [*range(1000, 1000 + 3 * TOKENS_PER_CALL), 1000, 1001]
     lookup = LookupDrafter("ngram")
     assert lookup.propose(long, len(long), 2) == [1002, 1003], "the first tokens are indexed first"
+
+
+def test_a_lookup_forgets_what_is_long_ago() -> None:
+    """Its memory does not grow with the text."""
+    text = list(range(4 * MAX_LOOKUP_TOKENS))
+    for first, expected in ((len(text) - 2000, [len(text) - 1996]), (5, [])):
+        lookup, again = LookupDrafter("ngram"), text + text[first : first + 4]
+        for length in (*range(TOKENS_PER_CALL, len(text), TOKENS_PER_CALL), len(again)):
+            found = lookup.propose(again, length, 1)
+        assert found == expected
+        kept = sum(len(ends) for ends in (*lookup._ends, *lookup._older_ends))
+        assert kept <= 2 * len(MATCHES) * (MAX_LOOKUP_TOKENS + TOKENS_PER_CALL)
 
 
 def test_a_prediction_is_followed_over_a_replaced_word() -> None:
