@@ -23,8 +23,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,17 @@ from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.record import Arguments, commit, finish
 from demo.files import ensure_model
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.drafters import DraftModel, ModelDrafter, Wanted
-from rwkv_batch.core.speculation import DraftTotals, make_drafters
+from rwkv_batch.core.drafters import Drafter, DraftModel, ModelDrafter, Wanted
+from rwkv_batch.core.sequence import Sequence
+from rwkv_batch.core.speculation import make_drafters
 from rwkv_batch.engine import Engine
+from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
+from state_pool.layout import DUMMY_SLOT
 
 FORCED, OTHER = 300, 301
 """Token of the text with random weights, and a wrong one."""
@@ -157,6 +161,7 @@ def measure_random(path: Path, draft: Path, dtype: str, args: argparse.Namespace
                 )
                 print(json.dumps(results[-1]), flush=True)
             print(json.dumps({"rows": rows, **costs(engine)}), flush=True)
+        print(json.dumps({"dtype": dtype, "graph_ms": graph_times(engine)}), flush=True)
         if args.profile:
             for drafted, rate in itertools.product((4, 16), (1.0, None)):
                 request = on if rate else predicted
@@ -169,10 +174,43 @@ def measure_random(path: Path, draft: Path, dtype: str, args: argparse.Namespace
 
 def use_oracle(engine: Engine, model: DraftModel | None, rate: float | None) -> None:
     """Let an oracle guess the tokens of all rows. rate: None: only predictions and lookups do"""
-    speculation = engine.speculation
-    speculation.totals["model"] = DraftTotals()
-    speculation.model = None if rate is None else Oracle(model, rate)
-    speculation.make_drafters = (lambda _: [ModelDrafter()]) if rate is not None else make_drafters
+
+    def drafters(_: Sequence) -> list[Drafter]:
+        drafter = ModelDrafter()
+        drafter.name = f"oracle {rate}"  # the controller learns the acceptance of each name
+        return [drafter]
+
+    engine.speculation.model = None if rate is None else Oracle(model, rate)
+    engine.speculation.make_drafters = drafters if rate is not None else make_drafters
+
+
+@torch.inference_mode()
+def graph_times(engine: Engine) -> dict[str, float]:
+    """Return the milliseconds of graphs, one after the other: decode, verification by tokens, the draft model's."""
+    runner = engine.model_runner
+    if runner.graphs.decode is None or runner.graphs.prompts is None:
+        return {}
+    graphs: dict[str, Callable[[], object]] = {
+        "decode": partial(runner.graphs.decode.run, [0], [DUMMY_SLOT], [DUMMY_SLOT])
+    }
+    for tokens in (6, 12, 18, 30):
+        inputs = step_inputs([[5], [5] * (tokens - 1)], [0, 0], [DUMMY_SLOT, DUMMY_SLOT], [0])
+        inputs.logit_tokens = torch.arange(1, max(2, tokens // 2))
+        if (size := runner.graphs.prompts.size_for(inputs)) is not None:
+            graphs[f"{tokens} tokens in a graph of {size.tokens}"] = partial(runner.graphs.prompts.run, inputs, size)
+    draft = None if runner.draft_model is None else runner.draft_model._graphs
+    if draft is not None:
+        graphs["draft"] = partial(draft.run, [0], [DUMMY_SLOT], [DUMMY_SLOT])
+    times = {}
+    for name, run in graphs.items():
+        for repeats in (3, 50):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            torch.cuda.synchronize()
+            times[name] = round(1e3 * (time.perf_counter() - begin) / repeats, 4)
+    return times
 
 
 def costs(engine: Engine) -> dict[str, Any]:

@@ -116,9 +116,8 @@ class ModelDrafter:
     It has the states after `num_read` tokens and after each guess but the last.
     """
 
-    name = "model"
-
     def __init__(self) -> None:
+        self.name = "model"
         self.num_read = 0
         self.guesses: list[int] = []
 

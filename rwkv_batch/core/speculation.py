@@ -158,6 +158,8 @@ class Speculation:
         self.times = StepTimes()
         self.totals = dict.fromkeys(("ngram", "prediction", "model"), DraftTotals())
         """by drafter"""
+        self._misses: dict[str, int] = {}
+        """drafts with a wrong token, by drafter; tokens after it say nothing"""
         self._probe_credit = MAX_PROBES
         """tokens that probes may cost by now"""
         self._last_end = self._begun = self._guess_s = 0.0
@@ -242,9 +244,9 @@ class Speculation:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
 
     def _expected_rate(self, name: str) -> float:
-        """Return the expected acceptance of a new row."""
-        total = self.totals.get(name, DraftTotals())
-        return (total.accepted + 6) / (total.drafted + 10)
+        """Return the expected chance that a token of a new row's draft is accepted, if those before it are."""
+        accepted = self.totals.get(name, DraftTotals()).accepted
+        return (accepted + 6) / (accepted + self._misses.get(name, 0) + 10)
 
     def _length(self, rate: float, cost: DraftCost) -> tuple[int, float]:
         """Return how many tokens to draft, and their gain in tokens."""
@@ -308,6 +310,7 @@ class Speculation:
         draft.drafter.record(draft)
         name, (drafted, accepted) = draft.drafter.name, self.totals.get(draft.drafter.name, DraftTotals())
         self.totals[name] = DraftTotals(drafted + len(draft.tokens), accepted + draft.num_accepted)
+        self._misses[name] = self._misses.get(name, 0) + (draft.num_accepted < len(draft.tokens))
 
     def count_step(self, rows: list[ScheduledRow], started: float, num_draft_tokens: int) -> None:
         """Measure a step whose tokens are committed. started: its launch"""

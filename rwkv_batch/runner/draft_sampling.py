@@ -25,9 +25,13 @@ class DraftSampler:
     One by one, each accepted token costs a launch and a wait. At once, the host reads all tokens of a step together.
     """
 
-    def __init__(self, step_sampler: StepSampler, last_tokens: LastTokens, device: torch.device) -> None:
+    def __init__(
+        self, step_sampler: StepSampler, last_tokens: LastTokens, device: torch.device, has_graphs: bool
+    ) -> None:
         self._step_sampler = step_sampler
         self._last_tokens = last_tokens
+        self.are_logits_shared = has_graphs
+        """Whether the step's other launches overwrite its logits."""
         self._uncounted: list[tuple[Sequence, list[int]]] = []
         self.may_sample_ahead = device.type == "cuda"
         """On a CPU, tokens after rejected ones cost more than the launches that are saved."""
@@ -37,7 +41,11 @@ class DraftSampler:
 
         Counts no token. Does not wait for the device.
         """
-        if step.draft_logits is None or not self.may_sample_ahead:
+        if step.draft_logits is None:
+            return
+        if self.are_logits_shared:
+            step.draft_logits = step.draft_logits.clone()
+        if not self.may_sample_ahead:
             return
         groups: dict[SamplesAhead, Rows] = {}
         for row in step.rows:

@@ -139,7 +139,7 @@ class ModelRunner:
 
     @cached_property
     def drafts(self) -> DraftSampler:
-        return DraftSampler(self.step_sampler, self._tokens, self.device)
+        return DraftSampler(self.step_sampler, self._tokens, self.device, self.graphs.decode is not None)
 
     def _make_last_tokens(self) -> LastTokens:
         if self.graphs.decode is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,13 +20,15 @@ from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     MAX_LOOKUP_TOKENS,
     TOKENS_PER_CALL,
+    Draft,
     Drafter,
     LookupDrafter,
     ModelDrafter,
+    RowDrafter,
     best_length,
 )
 from rwkv_batch.core.sequence import Sequence
-from rwkv_batch.core.speculation import StepTimes, make_drafters
+from rwkv_batch.core.speculation import Speculation, StepTimes, make_drafters
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, PromptLogprobs, SessionTurn, TokenLogprob
 from sampling.params import Filters, Method, SamplingParams
@@ -343,3 +346,14 @@ def test_costs_are_measured_per_draft_and_per_token() -> None:
     times.num_drafting = 2
     cost = times.cost(4)
     assert cost.token == pytest.approx(0.4) and cost.fixed == pytest.approx(0.4)
+
+
+def test_tokens_after_a_wrong_one_say_nothing_of_new_rows() -> None:
+    """A drafter whose tokens are right with 0.9 gets half of sixteen accepted."""
+    slots, rng = SimpleNamespace(drop_ref=lambda _: None), random.Random(0)
+    speculation = Speculation("auto", slots, lambda _: None)  # type: ignore[arg-type]
+    for _ in range(300):
+        accepted = next((i for i in range(16) if rng.random() > 0.9), 16)
+        sequence = SimpleNamespace(draft=Draft(RowDrafter(ModelDrafter(), 0.6), [1] * 16, 0, num_accepted=accepted))
+        speculation.drop(sequence)  # type: ignore[arg-type]
+    assert speculation._expected_rate("model") == pytest.approx(0.9, abs=0.02)

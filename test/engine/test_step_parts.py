@@ -62,6 +62,7 @@ class FakeGraphs:
             model_runner.limits.num_req_slots, model_runner.device, model_runner.device, model_runner.steps_in_flight
         )
         model_runner.drafts._last_tokens = model_runner._tokens
+        model_runner.drafts.are_logits_shared = True
         self.graph_stages: list[Any] = []
         self.pieces: PromptPieces | None = None
         """pieces per step; decode steps have one between every two of them"""

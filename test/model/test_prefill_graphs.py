@@ -129,7 +129,7 @@ def test_a_step_with_a_draft_has_a_size_of_two_rows() -> None:
     inputs.logit_tokens = torch.arange(17)
     sizes = usable_sizes([], 64, verifies=True)
     size = smallest_fitting(sizes, inputs)
-    assert size == (2, 32, 32) and len(padded(inputs, size)["logit_tokens"]) == 32
+    assert size == (2, 24, 24) and len(padded(inputs, size)["logit_tokens"]) == 24
     assert smallest_fitting(usable_sizes([], 64), inputs) == (32, 64, 0)
 
 

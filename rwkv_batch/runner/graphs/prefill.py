@@ -55,8 +55,8 @@ class PrefillSize(NamedTuple):
 
 
 VERIFY_SIZES = (
-    *(PrefillSize(2, tokens, tokens) for tokens in (16, 32, 48)),
-    *(PrefillSize(8, tokens, tokens) for tokens in (32, 64, 96)),
+    *(PrefillSize(2, tokens, tokens) for tokens in (8, 12, 16, 24, 32, 48)),
+    *(PrefillSize(8, tokens, tokens) for tokens in (24, 32, 48, 64, 96)),
     *(PrefillSize(16, tokens, tokens) for tokens in (64, 128, 192)),
     *(PrefillSize(64, tokens, tokens * 3 // 4) for tokens in (192, 256, 320)),
 )
