@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
+from typing import Protocol
 
 import torch
 
-from rwkv_batch.core.job_table import JobTable
+from rwkv_batch.core.drafters import Draft
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.runner.links import HostCopy, LastTokens
-from rwkv_batch.runner.step_sampling import InFlightStep, StepSampler, select_rows
+from rwkv_batch.runner.step_sampling import InFlightStep, SampledToken, StepSampler, select_rows
 from sampling.filtered_sampler import FilteredSampler
 from sampling.sampler import Sampler, SamplesAhead
 
 Rows = list[ScheduledRow]
+
+
+class Commits(Protocol):
+    """The part of `JobTable` that processes sampled tokens."""
+
+    def commit(self, rows: Rows, sampled: list[SampledToken], step: int) -> None: ...
+
+    def commit_ahead(self, sequence: Sequence, draft: Draft) -> int: ...
 
 
 class DraftSampler:
@@ -68,7 +77,7 @@ class DraftSampler:
         self,
         step: InFlightStep,
         speculation: Speculation,
-        jobs: JobTable,
+        jobs: Commits,
         sample_constrained: Callable[[InFlightStep], None],
     ) -> int:
         """Sample and commit the tokens after accepted drafts. Returns their number. Waits for the step.

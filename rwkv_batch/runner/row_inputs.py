@@ -16,7 +16,7 @@ from rwkv_batch.core.drafters import Draft
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.adapter_table import NO_ADAPTER
-from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.step_inputs import StepInputs, int64_tensor, step_inputs
 from rwkv_batch.runner.links import LastTokens
 from state_pool.origins import Adapters
 
@@ -99,7 +99,7 @@ class RowInputs:
                 writes.append(draft.slot)
         inputs = step_inputs(tokens, reads, writes, logit_rows)
         if drafts:
-            _add_draft_logits(inputs, drafts)
+            inputs.logit_tokens = _logit_tokens([len(ids) for ids in tokens], logit_rows, drafts)
         if (adapters := self.adapters_of(sequences)) is not None:
             inputs.adapters = torch.tensor(adapters).repeat_interleave(torch.tensor([len(ids) for ids in tokens]))
         pending = [i for i, sequence in enumerate(sequences) if sequence.is_next_token_pending]
@@ -118,13 +118,18 @@ class RowInputs:
         return [NO_ADAPTER if one.adapter is None else one.adapter.slot_index for one in sequences]
 
 
-def _add_draft_logits(inputs: StepInputs, drafts: list[Draft]) -> None:
-    """Add logits after every drafted token. The drafts' device rows are the last ones."""
-    indices: list[int] = []
-    for draft, end in zip(drafts, inputs.cu_seqlens[-len(drafts) :].tolist(), strict=True):
-        draft.first_logit = len(indices)
+def _logit_tokens(lengths: list[int], logit_rows: list[int], drafts: list[Draft]) -> Tensor:
+    """Return the tokens with logits [R] int64: the rows' last ones, then all drafted ones.
+
+    lengths: of the rows; those of drafts are the last ones
+    """
+    ends = list(accumulate(lengths))
+    indices = [ends[i] - 1 for i in logit_rows]
+    first = len(indices)
+    for draft, end in zip(drafts, ends[-len(drafts) :], strict=True):
+        draft.first_logit = len(indices) - first
         indices += range(end - len(draft.tokens), end)
-    inputs.logit_tokens = torch.cat([inputs.logit_tokens, torch.tensor(indices)])
+    return int64_tensor(indices)
 
 
 def slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:
