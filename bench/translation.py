@@ -307,16 +307,21 @@ def main() -> None:
     given = arguments.model_path or MODEL
     model = ensure_model(source=given) if given.suffix == MODEL.suffix else given
     result: dict[str, Any] = {"program": "bench.translation", "model": model.name, **origin(arguments.commit)}
+
+    def add(name: str, figures: dict[str, Any]) -> None:
+        result[name] = figures
+        print(name, msgspec.json.encode(figures).decode(), flush=True)  # a later part may be ended by its time
+
     with open_engine(model, device=arguments.device, dtype=arguments.dtype) as client:
         if arguments.cases:
-            result["skills"] = skills(client, arguments.cases, arguments.seed)
+            add("skills", skills(client, arguments.cases, arguments.seed))
         if arguments.rounds:
-            result["page"] = page_cost(client.engine, arguments.rounds, arguments.paragraphs)
+            add("page", page_cost(client.engine, arguments.rounds, arguments.paragraphs))
         if arguments.mask_rounds:
-            result["masks"] = mask_cost(client.engine, arguments.rows, arguments.mask_rounds)
+            add("masks", mask_cost(client.engine, arguments.rows, arguments.mask_rounds))
     if arguments.kept:
         flags = ["--model-path", str(model), "--pp-devices", arguments.device, "--dtype", arguments.dtype]
-        result["kept"] = asyncio.run(kept(flags, arguments.kept, arguments.seed))
+        add("kept", asyncio.run(kept(flags, arguments.kept, arguments.seed)))
     finish(result, arguments.out)
 
 

@@ -103,19 +103,26 @@ function Result({ state, edit }) {
     <small>${t("translate.keys")}</small></p>`;
 }
 
+/** State that this browser keeps over a reload. */
+function useSetting(name, usual, isValid) {
+  const kept = settings.get(name);
+  const [value, set] = useState(kept !== null && isValid(kept) ? kept : usual);
+  const change = (now) => {
+    set(now);
+    settings.set(name, now);
+  };
+  return [value, change];
+}
+
 export function Translate() {
   const language = useLanguage();
-  const [source, setSource] = useState(AUTO);
-  const [target, setTarget] = useState(LANGUAGES[settings.get("target")] ? settings.get("target") : language === "zh" ? "en" : "zh-CN");
-  const [text, setText] = useState("");
+  const [source, setSource] = useSetting("source", AUTO, (code) => LANGUAGES[code]);
+  const [target, setTarget] = useSetting("target", language === "zh" ? "en" : "zh-CN", (code) => LANGUAGES[code]);
+  const [text, setText] = useSetting("text", "", () => true);
   const [{ current, open }, setPlace] = useState({ current: -1, open: false });
   const [state, start, close] = useTranslation();
   const files = useFiles();
   const choose = (at, isOpen) => setPlace({ current: at, open: isOpen });
-  const chooseTarget = (code) => {
-    setTarget(code);
-    settings.set("target", code);
-  };
   const waiting = files.all.filter((one) => one.state === "waiting").length;
   const begin = () => {
     if (waiting) files.start(source, target);
@@ -126,13 +133,13 @@ export function Translate() {
   const swap = () => {
     const from = source === AUTO ? (detected(state?.languages ?? new Map())[0] ?? (target === "en" ? "zh-CN" : "en")) : source;
     setSource(target);
-    chooseTarget(LANGUAGES[from] ? from : from.startsWith("zh") ? "zh-CN" : "en");
+    setTarget(LANGUAGES[from] ? from : from.startsWith("zh") ? "zh-CN" : "en");
     if (state?.ended) setText(state.assemble());
     close();
   };
   const reopen = (entry) => {
     setSource(entry.source);
-    chooseTarget(entry.target);
+    setTarget(entry.target);
     setText(entry.text);
     choose(-1, false);
     start(entry.text, entry.source, entry.target);
@@ -148,7 +155,7 @@ export function Translate() {
   return html`<div class="translate" onDragOver=${dragOver} onDrop=${drop}>
     <p class="row"><${LanguageChoice} id="source-language" label=${t("translate.from")} value=${source} choose=${setSource} auto=${true} />
       <button id="swap" onClick=${swap} aria-label=${t("translate.swap")} title=${t("translate.swap")}>⇄</button>
-      <${LanguageChoice} id="target-language" label=${t("translate.to")} value=${target} choose=${chooseTarget} />
+      <${LanguageChoice} id="target-language" label=${t("translate.to")} value=${target} choose=${setTarget} />
       <button class="main" id="translate-start" disabled=${!text.trim() && !waiting} onClick=${begin}>${what}</button></p>
     <div class="workbench"><div class="work">
       ${state ? html`<${Result} state=${state} edit=${close} /><${Progress} state=${state} goTo=${(at) => choose(at, false)} /><${Segments} ...${{ state, current, open, choose }} />`

@@ -52,6 +52,10 @@ def test_paragraphs_are_kept(demo: Service, open_page: Opener, shots: Path) -> N
     assert translation.startswith("早上好。\n你好吗？\n  ") and translation.endswith("{name}\n")
     page.locator("#translate-warnings li button").click()
     expect(page.locator(".segment.current .warning")).to_be_visible()
+    page.select_option("#source-language", "en")
+    page.reload()
+    expect(page.locator("#translate-source")).to_have_value("Good morning.\nHow are you?\n  Hello {name}\n")
+    expect(page.locator("#source-language")).to_have_value("en")
 
 
 @at_width(PHONE)
