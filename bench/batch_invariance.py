@@ -1,7 +1,7 @@
 """Counts random loads that change a text's bits.
 
-    python -m bench.batch_invariance --dtype w8a8 --cases 300   # the demo model on a CPU
-    python -m bench.batch_invariance --device cuda:0 --size 7.2b --layers 2 --dtype w8a8 fp16 --out FILE
+    python -m bench.batch_invariance --dtype int8 --cases 300   # the demo model on a CPU
+    python -m bench.batch_invariance --device cuda:0 --size 7.2b --layers 2 --dtype int8 fp16 --out FILE
 
 A case reads a text in random pieces, next to random other rows, in random slots. Compared with the same text alone, one
 token per step: the logits after the last token and the state, bit for bit. Nothing is timed. The last line is JSON.
@@ -170,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu: the demo model; a GPU: random weights of --size")
     parser.add_argument("--size", default="7.2b")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["w8a8"])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["int8"])
     parser.add_argument(
         "--wkv-state", nargs="+", type=StateFormat, choices=list(StateFormat), default=[StateFormat.FP32]
     )

@@ -52,7 +52,7 @@ BATCHES = (1, 8, 32, 128)
 STEPS = {1: 15, 8: 7, 32: 5, 128: 3}
 """Rows -> timed steps; the median counts."""
 DTYPES = ("fp32", "bf16")
-SMALL = ("int8", "w8a8")
+SMALL = ("int8",)
 """Compared with bf16."""
 OURS = (*DTYPES, *SMALL)
 FIRST_SLOT = 2

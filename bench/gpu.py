@@ -43,7 +43,6 @@ SECONDS = 0.6
 BYTES: dict[Format | None, float] = {
     None: 2,
     Format.FP8: 1,
-    Format.INT8: 1 + 2 / 128,
     Format.INT4: 0.5 + 4 / 128,
     Format.W8A8: 1,
 }
@@ -238,7 +237,7 @@ def ceiling_shares(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> 
 def parse_arguments() -> argparse.Namespace:
     parser = Arguments(__doc__)
     parser.add_argument("--size", choices=SIZES, default="7.2b")
-    parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4", "w8a8"), default=["fp16"])
+    parser.add_argument("--dtype", nargs="+", choices=("fp16", "fp8", "int8", "int4"), default=["fp16"])
     parser.add_argument("--wkv-state", type=StateFormat, choices=list(StateFormat), default=StateFormat.FP16)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--no-prefill", action="store_true")

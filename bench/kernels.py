@@ -57,7 +57,7 @@ MANY = (32, 64, 128, 320, 960)
 PROMPTS = ((1, 512), (1, 4096), (8, 512), (32, 512))
 PROFILED_ROWS = (1, 4, 8, 16, 64, 256, 320, 960)
 PROFILED_PROMPTS = ((8, 512), (32, 512))
-PROFILED_DTYPES = ("fp16", "fp8", "int8", "int4", "w8a8")
+PROFILED_DTYPES = ("fp16", "fp8", "int8", "int4")
 RUNS = 5
 
 

@@ -47,9 +47,9 @@ from rwkv_batch.model.weights import Weights, WeightsError, open_weights
 from rwkv_batch.runner.pipeline import Pipeline, resolve_device
 from rwkv_batch.tokenizer import Tokenizer
 
-W8A16 = "w8a8-16"
-"""w8a8 with --activation-bits 16"""
-DTYPES = ("bf16", "fp16", "fp8", "int8", "int4", "w8a8", W8A16)
+INT8_16 = "int8-16"
+"""int8 with --activation-bits 16"""
+DTYPES = ("bf16", "fp16", "fp8", "int8", INT8_16, "int4")
 CHUNK = 256
 SLOT = 2
 
@@ -60,7 +60,7 @@ class Reader:
     def __init__(self, weights: Weights, device: str, dtype: str) -> None:
         takes_any = not device.startswith("cuda")  # a GPU has fp16 and quantised kernels only
         kernels = "naive" if dtype in ("fp32", "bf16") and not takes_any else "auto"
-        dtype, bits = ("w8a8", 16) if dtype == W8A16 else (dtype, 8)
+        dtype, bits = ("int8", 16) if dtype == INT8_16 else (dtype, 8)
         self.pipeline = Pipeline(weights, (device,), dtype, kernels, "fp32", activation_bits=bits)
         self.pipeline.allocate_slots(SLOT + 2)
         self.slot = SLOT
@@ -186,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model-path", type=Path, help="a .pth or .safetensors file; without it the demo model")
     parser.add_argument("--text-file", type=Path, help="UTF-8; without it held-out sentences of the demo's corpus")
     parser.add_argument("--device", type=device_name, default="cpu")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp8", "int8", "int4", "w8a8"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp8", "int8", "int4"])
     parser.add_argument("--max-tokens", type=at_least(2), default=2048, help="of the text")
     parser.add_argument("--written", type=at_least(1), default=1000, help="tokens for the agreement")
     parser.add_argument("--wkv-states", nargs="+", type=StateFormat, choices=list(StateFormat), default=[])

@@ -1,7 +1,7 @@
 """Speculative decoding compared with plain decoding of the same rows, in one engine.
 
     python -m bench.speculation                                # the demo model on this machine
-    python -m bench.speculation --size 7.2b --dtypes fp16,w8a8   # random weights on a GPU
+    python -m bench.speculation --size 7.2b --dtypes fp16,int8   # random weights on a GPU
 
 The demo model answers requests whose texts repeat something: a prediction with some words changed, a list with repeated
 items, JSON by a schema. Each round runs a request with `speculation` off and on. The figure is the median of the

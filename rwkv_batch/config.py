@@ -11,7 +11,7 @@ from state_pool.config import PoolConfig
 
 STATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Valid names of tuned states and adapters. They are part of model names and file names."""
-DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4", "w8a8")
+DTYPES = ("auto", "fp32", "bf16", "fp16", "fp8", "int8", "int4")
 ACTIVATION_BITS = (8, 16)
 WKV_STATES = ("auto", "fp32", "fp16", "int8")
 KERNELS = ("auto", "cuda", "cpu", "naive")
@@ -27,12 +27,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: str
     model_name: str = "rwkv7"
     dtype: str = "auto"
-    """"fp32" | "bf16" | "fp16" | "fp8" | "int8" | "int4" | "w8a8"; auto: fp16 on CUDA, fp32 on a CPU
+    """"fp32" | "bf16" | "fp16" | "fp8" | "int8" | "int4"; auto: fp16 on CUDA, fp32 on a CPU
 
-    fp8, int8, int4 and w8a8 are storage formats of the large matrices; everything else is as with auto.
+    fp8, int8 and int4 are storage formats of the large matrices; everything else is as with auto.
     """
     activation_bits: int = 8
-    """bits of the inputs of w8a8's matrices, one of ACTIVATION_BITS"""
+    """bits of the inputs of int8's matrices, one of ACTIVATION_BITS"""
     states: tuple[str, ...] = ()
     """tuned states as "name=file"; see `--state`"""
     adapters: tuple[str, ...] = ()

@@ -75,7 +75,6 @@ LONGEST = (
     "model/test_quant_store.py",
     "model/test_w8a8_instructions.py",
     "programs/batch/test_batch_limits.py",
-    "model/test_gemm_int8_emulated.py",
     "routes/test_generated_bodies.py",
 )
 """Longest first, below `test/`, so that no long file runs alone at the end. Times: `pytest --durations=400`."""

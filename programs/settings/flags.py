@@ -31,9 +31,10 @@ from programs.settings.values import (
     resident_counts,
     service_name,
     strategy,
+    weight_type,
 )
 from routes.config import HttpConfig
-from rwkv_batch.config import ACTIVATION_BITS, ALL_BATCH_ROWS, DTYPES, KERNELS, SPECULATE, WKV_STATES, EngineConfig
+from rwkv_batch.config import ACTIVATION_BITS, ALL_BATCH_ROWS, KERNELS, SPECULATE, WKV_STATES, EngineConfig
 from rwkv_batch.translation.prompt_forms import PromptForm
 from state_pool.config import PoolConfig
 
@@ -235,13 +236,13 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag("model_name", str, "name of the model in /v1/models"),
         Flag(
             "dtype",
-            one_of(*DTYPES),
-            "type of the weights; auto: fp16 on CUDA, fp32 on CPUs; fp8, int8, int4: quantised; w8a8: int8, inputs too",
+            weight_type,
+            "type of the weights; auto: fp16 on CUDA, fp32 on CPUs; int8: fast, inputs too; fp8, int4: quantised",
         ),
         Flag(
             "activation_bits",
             lambda text: int(one_of(*map(str, ACTIVATION_BITS))(text)),
-            "bits of the inputs with --dtype w8a8; 16: more exact, twice the products",
+            "bits of the inputs with --dtype int8; 16: more exact, twice the products",
         ),
         Flag(
             "states",
@@ -390,7 +391,7 @@ COMMON = {
     "keys_file": "TOML file of API keys with names and limits",
     "model_path": "weights: a file, a Hugging Face folder, hf:OWNER/NAME/FILE, ollama:NAME or an https URL",
     "model_name": "name of the model in /v1/models",
-    "dtype": "type of the weights: fp32, bf16, fp16, fp8, int8, int4 or w8a8",
+    "dtype": "type of the weights: fp32, bf16, fp16, fp8, int8 or int4",
     "devices": "devices, one per pipeline stage: 0,1 or cuda:0,cpu",
     "max_running": "maximum rows that decode at a time; 0: by memory",
     "gpu_memory_utilization": "share of the GPU memory to use",

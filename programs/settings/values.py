@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import ipaddress
+import logging
 import os
 import re
 import socket
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from routes.api_keys import KeysError, load_keys
+from rwkv_batch.config import DTYPES as WEIGHT_TYPES
 from rwkv_batch.config import STATE_NAME
 from state_pool.addresses import SCHEMES, parse_checkpoint_address, parse_server_address
 
+logger = logging.getLogger(__name__)
 Value = TypeVar("Value", int, float)
 _HOST = r"[\w-]+(?:\.[\w-]+)*"
 _HOST_NAME = re.compile(rf"\*|(?:\*\.)?{_HOST}|[0-9a-f:]+", re.ASCII)
@@ -84,6 +87,14 @@ def one_of(*names: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def weight_type(text: str) -> str:
+    """Parses --dtype. A former name is accepted for one release. Raises SettingsError."""
+    if text == "w8a8":
+        logger.warning("--dtype w8a8 is called int8; write --dtype int8")
+        return "int8"
+    return one_of(*WEIGHT_TYPES)(text)
 
 
 def boolean(text: str) -> bool:

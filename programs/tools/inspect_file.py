@@ -30,6 +30,7 @@ SLOTS = (1, 32, 320, 960)
 GPUS_GB = {24: "RTX 4090, L4", 48: "L40S, A6000", 80: "A100, H100", 141: "H200"}
 OVERHEAD = 1.1
 """Memory of a GPU relative to weights and states: work space, CUDA graphs, CUDA itself."""
+_INT8_BYTES_ON_CPU = 1.05
 _ANY_FILE = FileKind(
     "file",
     "path",
@@ -132,13 +133,15 @@ def _type_name(tensor: Any) -> str:
     return str(name)
 
 
-def weight_bytes(weights: Weights, dtype: str) -> float:
+def weight_bytes(weights: Weights, dtype: str, is_cpu: bool = False) -> float:
     """Return the memory of all weights with a `--dtype`."""
     storage = Format(dtype) if dtype in list(Format) else None
     plain = BYTES_PER_NUMBER[dtype] if storage is None else 2
 
     def bytes_per_number(name: str) -> float:
         format_ = None if storage is None else format_for(name, storage)
+        if format_ is Format.W8A8 and is_cpu:
+            return _INT8_BYTES_ON_CPU
         return plain if format_ is None else BYTES_PER_NUMBER[format_]
 
     return sum(tensor.numel() * bytes_per_number(name) for name, tensor in weights.tensors.items())

@@ -15,11 +15,10 @@ BYTES_PER_NUMBER: Mapping[str, float] = {
     "bf16": 2,
     "fp32": 4,
     "fp8": 1.1,
-    "int8": 1.05,
+    "int8": 1.3,
     "int4": 0.6,
-    "w8a8": 1.3,
 }
-"""Bytes per number of a large matrix on a GPU, with scales. w8a8 stores ffn.value twice on Hopper."""
+"""Bytes per number of a large matrix on a GPU, with scales. int8 stores ffn.value twice on Hopper."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)?", re.IGNORECASE)
 _MAX_GB, _MAX_ROWS = 10_000, 1_000_000
 

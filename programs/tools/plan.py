@@ -22,14 +22,14 @@ MEASURED = {
     ("fp16", "fp16"): (342, 2229, 7202, 20504, 27363, 30838),
     ("fp8", "fp16"): (585, 3406, 11202, 28407, 36636, 43254),
     ("fp8", "int8"): (596, 3730, 12121, 31434, 42822, 49760),
-    ("w8a8", "int8"): (375, 2939, 10827, 28759, 40467, 47385),
+    ("int8", "int8"): (375, 2939, 10827, 28759, 40467, 47385),
 }
 """Tokens/s of the 7.2B shape on one H200 by (weights, states), from docs/performance.md."""
 _MEASURED_PARAMETERS = 7.2e9
 MEASURED_CPU = {1: 89, 32: 1309}
 """Tokens/s by rows of the 0.1B shape with bf16 weights, on two threads of a Xeon with AMX."""
 _MEASURED_CPU_PARAMETERS = 0.19e9
-_ON_CPU = {"fp8": "bf16", "int4": "int8"}
+_ON_CPU = {"fp8": "bf16"}
 """`--dtype` -> the type in which a CPU keeps the weights."""
 
 
@@ -73,7 +73,7 @@ def plan(
     dtype = _ON_CPU.get(dtype, dtype) if is_cpu else dtype
     form = form if weights.shape.version == RWKV7 else None
     slot = slot_bytes(weights.shape, "fp32" if is_cpu else dtype, form)  # a CPU's activations are fp32
-    size = weight_bytes(weights, dtype)
+    size = weight_bytes(weights, dtype, is_cpu)
     parked = pool.l1_sessions + pool.prefix_cache_slots + FIRST_FREE_SLOT
     slots = rows + max(4, rows // 8) + parked
     work = (OVERHEAD - 1) * (size + slots * slot)

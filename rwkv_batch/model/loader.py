@@ -27,7 +27,7 @@ from rwkv_batch.model.layer import (
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older.files import make_layer
 from rwkv_batch.model.older.layer import OlderLayer, square_maps
-from rwkv_batch.model.quant.formats import Format, Quantised, format_for, format_of, quantise
+from rwkv_batch.model.quant.formats import NOT_ROUNDED, Format, Quantised, format_for, format_of, quantise
 from rwkv_batch.model.quant.store import QuantStore
 from rwkv_batch.model.quant_linear import plain_quantised
 from rwkv_batch.model.state import RWKV7, StateFormat
@@ -51,7 +51,7 @@ class Precision:
     storage: Format | None = None
     """format of the large matrices if they are quantised"""
     activation_bits: int = 8
-    """of w8a8"""
+    """of int8"""
 
     @property
     def weight_bytes(self) -> float:
@@ -59,16 +59,16 @@ class Precision:
         if self.storage is None:
             return self.weights.itemsize
         if self.device.type != "cuda":
-            return {Format.FP8: 2.0, Format.INT8: 1.05, Format.INT4: 1.05, Format.W8A8: 1.01}[self.storage]
+            return {Format.FP8: 2.0, Format.INT4: 1.05, Format.W8A8: 1.01}[self.storage]
         fp8_bytes = 1.1 if torch.cuda.get_device_capability(self.device)[0] == HOPPER else 1.4
-        return {Format.FP8: fp8_bytes, Format.INT8: 1.05, Format.INT4: 0.6, Format.W8A8: 1.01}[self.storage]
+        return {Format.FP8: fp8_bytes, Format.INT4: 0.6, Format.W8A8: 1.01}[self.storage]
 
     @property
     def weights_name(self) -> str:
         """Return the display name of the matrices' format: "float16", "fp8"."""
         if self.storage is None:
             return str(self.weights).removeprefix("torch.")
-        return self.storage.value if self.activation_bits == 8 else f"{self.storage.value}, 16-bit inputs"
+        return f"{self.storage.value}, 16-bit inputs" if self.activation_bits == 16 else self.storage.value
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class LayerLoader:
         make_quantised: MakeQuantised = plain_quantised,
         largest_inputs: LargestInputs | None = None,
     ) -> None:
-        """largest_inputs: needed if the precision's storage is w8a8."""
+        """largest_inputs: needed if the precision's storage is int8 or int4."""
         self._tensor = weights.tensor
         self._names, self._shape = weights.tensors.keys(), weights.shape
         self._precision = precision
@@ -240,7 +240,7 @@ class LayerLoader:
             return found.to(self._precision.device)
         x_max = None
         if format_ is Format.W8A8:
-            assert self._largest_inputs is not None, "w8a8 needs the largest inputs"
+            assert self._largest_inputs is not None, "int8 needs the largest inputs"
             x_max = self._largest_inputs(name)
         codes = quantise(stored.to(self._precision.device), format_, x_max)
         release(stored)
@@ -268,27 +268,26 @@ def precision_for(
 ) -> Precision:
     """Return the dtypes of a stage.
 
-    "auto" weights and states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32. "fp8", "int8", "int4" and "w8a8"
-    quantise the large matrices; everything else is as with "auto". Versions before RWKV-7 use bf16 weights on a GPU,
-    and fp32 activations and states, because their sums exceed fp16. Raises ValueError for a dtype that the version does
-    not have.
+    "auto" weights and states: fp16 on a GPU, fp32 on a CPU. CPU activations are fp32. "fp8", "int8" and "int4" quantise
+    the large matrices; everything else is as with "auto". Versions before RWKV-7 use bf16 weights on a GPU, and fp32
+    activations and states, because their sums exceed fp16. Their inputs of int8 are not calibrated, so they have 16
+    bits on a CPU and stay as they are on a GPU. Raises ValueError for a state format that the version does not have.
     """
     by_name = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     storage = format_of(dtype)
     if activation_bits != 8 and storage is not Format.W8A8:
-        raise ValueError(f"--activation-bits {activation_bits} is for --dtype w8a8, not {dtype}; give both or neither")
+        raise ValueError(f"--activation-bits {activation_bits} is for --dtype int8, not {dtype}; give both or neither")
     dtype = "auto" if storage is not None else dtype
     on_gpu = device.type == "cuda"
     if version != RWKV7:
-        if storage is Format.W8A8:
-            raise ValueError(f"w8a8 quantises RWKV-7 only, not {version}; use --dtype int8")
         if wkv_state not in ("auto", "fp32"):
             raise ValueError(
                 f"states of {version} must be fp32, not {wkv_state}; omit --wkv-state (in a request: the field "
                 "wkv_state)"
             )
         weights = by_name[dtype] if dtype != "auto" else (torch.bfloat16 if on_gpu else torch.float32)
-        return Precision(device, weights, torch.float32, StateFormat.FP32, storage)
+        bits = NOT_ROUNDED if on_gpu else 16
+        return Precision(device, weights, torch.float32, StateFormat.FP32, storage, bits)
     weights = by_name[dtype] if dtype != "auto" else (torch.float16 if on_gpu else torch.float32)
     activations = weights if on_gpu else torch.float32
     if wkv_state == "auto":  # bf16's eight bits of mantissa are too few for sums

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant import w8a8
-from rwkv_batch.model.quant.formats import Format, Quantised, dequantise, has_squared_inputs
+from rwkv_batch.model.quant.formats import NOT_ROUNDED, Format, Quantised, dequantise, has_squared_inputs
 
 
 class QuantLinear(Linear):
@@ -49,7 +49,7 @@ class W8A8Linear(Linear):
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See Linear.to_fp32."""
-        assert self.stored.transform is not None, "w8a8 has a transform of its inputs"
+        assert self.stored.transform is not None, "int8 has a transform of its inputs"
         bits = self.stored.activation_bits
         codes = w8a8.quantise_rows(x, self.stored.transform, self.unsigned, bits)
         y = w8a8.product(codes, self.stored.in_segments(), bits)
@@ -58,6 +58,6 @@ class W8A8Linear(Linear):
 
 def plain_quantised(name: str, stored: Quantised) -> Linear:
     """Return a map in plain torch. For backends without kernels for quantised weights."""
-    if stored.format is Format.W8A8:
+    if stored.format is Format.W8A8 and stored.activation_bits != NOT_ROUNDED:
         return W8A8Linear(stored, unsigned=has_squared_inputs(name))
     return QuantLinear(stored)

@@ -1,4 +1,4 @@
-"""Measures the inputs of a model's matrices, for `--dtype w8a8`. The model reads a short built-in text."""
+"""Measures the inputs of a model's matrices, for `--dtype int8`. The model reads a short built-in text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.quant.formats import Format, is_quantised
 from rwkv_batch.model.quant.store import QuantStore
 from rwkv_batch.model.rwkv7 import forward_layers
-from rwkv_batch.model.state import StateArena, StateFormat
+from rwkv_batch.model.state import RWKV7, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.tokenizer import Tokenizer
@@ -33,7 +33,8 @@ FIRST_SLOT = 2
 class MeasuredInputs:
     """The largest absolute input of each channel of a model's quantised matrices.
 
-    Measured at the first call, with the same text for every model, and kept next to the quantised weights.
+    Measured at the first call, with the same text for every model, and kept next to the quantised weights. Versions
+    before RWKV-7 are not measured: all their channels count as equal.
     """
 
     def __init__(self, weights: Weights, device: torch.device) -> None:
@@ -43,11 +44,13 @@ class MeasuredInputs:
 
     def __call__(self, name: str) -> Tensor:
         """Return the matrix's largest inputs, [in] fp32."""
+        if self._weights.shape.version != RWKV7:
+            return torch.ones(self._weights.tensors[name].shape[1])
         if self._by_name is None:
             store = QuantStore(self._weights.path, self._weights.fingerprint, Format.W8A8)
             self._by_name = store.load_tensors(FILE)
             if self._by_name is None or name not in self._by_name:
-                logger.info("measuring the inputs of %s for w8a8, once", self._weights.path.name)
+                logger.info("measuring the inputs of %s for int8, once", self._weights.path.name)
                 self._by_name = measure(self._weights, self._device)
                 store.save_tensors(FILE, self._by_name)
         return self._by_name[name]

@@ -147,7 +147,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from _tensors_in(getattr(value, field.name))
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors_in(part)
     elif isinstance(value, Linear):

@@ -20,7 +20,6 @@ from rwkv_batch.model.low_rank import LayerPairs
 from rwkv_batch.model.older.layer import OlderLayer
 from rwkv_batch.model.older.layer import forward_layers as forward_older_layers
 from rwkv_batch.model.ops import HoldsAdapters, NormsRows, Ops, PreparesLayers, RunsLayers
-from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.quant_linear import plain_quantised
 from rwkv_batch.model.rwkv7 import WHOLE, Cuts, forward_layers
 from rwkv_batch.model.state import RWKV7, StateArena
@@ -223,7 +222,7 @@ class Pipeline:
                 f"--pp-resident has {len(resident)} values for {len(devices)} devices; give a number or `all` for each"
             )
         residents = resident or (None,) * len(devices)
-        largest_inputs = MeasuredInputs(weights, self.devices[0]) if precisions[0].storage is Format.W8A8 else None
+        largest_inputs = MeasuredInputs(weights, self.devices[0])
         for precision, (first, last, cuts), num_resident in zip(precisions, ranges, residents, strict=True):
             ops, refusals = choose_ops(kernels, precision.device, version)
             self.kernel_refusals |= refusals

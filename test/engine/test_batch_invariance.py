@@ -22,7 +22,7 @@ from state_pool.config import PoolConfig
 from test.harness import RunningJob, make_request, paused_engine, run, started_engine, submit, tiny_model
 
 SESSIONS, TURNS = 5, 3
-FORMATS = [("w8a8", 8, "fp32"), ("w8a8", 16, "fp32"), ("w8a8", 8, "fp16"), ("w8a8", 8, "int8"), ("fp32", 8, "fp32")]
+FORMATS = [("int8", 8, "fp32"), ("int8", 16, "fp32"), ("int8", 8, "fp16"), ("int8", 8, "int8"), ("fp32", 8, "fp32")]
 
 
 @pytest.fixture(autouse=True)
@@ -135,4 +135,4 @@ def check_engine(model: Path, folder: Path, seed: int, **fields: Any) -> None:
 @pytest.mark.parametrize("wkv_state", ["fp32", "int8"])
 def test_answers_are_the_same_under_any_load(tmp_path: Path, wkv_state: str) -> None:
     model = tiny_model(tmp_path, layers=2, width=192)
-    check_engine(model, tmp_path, 1, dtype="w8a8", wkv_state=wkv_state)
+    check_engine(model, tmp_path, 1, dtype="int8", wkv_state=wkv_state)

@@ -23,6 +23,7 @@ from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import open_weights
+from rwkv_batch.runner.calibration import MeasuredInputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.pipeline import Stage
@@ -240,13 +241,15 @@ def test_the_engine_serves_experts_while_graphs_decode(tmp_path: Path) -> None:
         assert same >= 6, "two logits that nearly tie may change places with the number of rows"
 
 
-@pytest.mark.parametrize("dtype", [Format.INT8, Format.FP8, Format.INT4], ids=str)
+@pytest.mark.parametrize("dtype", [Format.W8A8, Format.FP8, Format.INT4], ids=str)
 def test_with_quantised_weights(dtype: Format) -> None:
     """Rows without an adapter keep their bits at any row count; others change as much as in plain torch."""
     weights = make_weights("wide")
     limit = 0.5 if dtype is Format.FP8 else 0.3  # of more than a few rows fp8 products round their inputs to e4m3, too
-    fast = Stage(weights, 0, 2, Precision(GPU, torch.float16, torch.float16, StateFormat.FP32, dtype), CudaOps())
-    reference = Stage(weights, 0, 2, Precision(GPU, *[torch.float32] * 2, StateFormat.FP32, dtype), NaiveOps())
+    half, full, largest = torch.float16, torch.float32, MeasuredInputs(weights, GPU)
+    of_half, of_full = (Precision(GPU, type_, type_, StateFormat.FP32, dtype) for type_ in (half, full))
+    fast = Stage(weights, 0, 2, of_half, CudaOps(), largest_inputs=largest)
+    reference = Stage(weights, 0, 2, of_full, NaiveOps(), largest_inputs=largest)
     for stage in (fast, reference):
         stage.allocate_slots(SLOTS)
         stage.adapters.put(1, pairs(2, 4096, 16, 1))

@@ -117,7 +117,7 @@ def test_the_greedy_text_is_that_of_the_source(tmp_path: Path) -> None:
     assert texts[0] == texts[1] and texts[0][0]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "w8a8"])
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
 def test_blocks_are_quantised_for_a_dtype(tmp_path: Path, dtype: str) -> None:
     write_model(weights_from(NATIVE), tmp_path / "model.gguf", "q8_0")
     found = open_weights(tmp_path / "model.gguf")

@@ -13,9 +13,9 @@ from torch import Tensor
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.kernels.cpu.library import Packing
-from rwkv_batch.kernels.cpu.linear import CpuLinear, CpuQuantLinear, CpuW8A8Linear, make_quantised, run_linears
+from rwkv_batch.kernels.cpu.linear import CpuInt4Linear, CpuLinear, CpuW8A8Linear, make_quantised, run_linears
 from rwkv_batch.model.layer import Linear
-from rwkv_batch.model.quant.formats import GROUP, SCALE_UNIT, Format, codes_int4, dequantise, quantise
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 
 needs_compiler = pytest.mark.skipif(
     cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
@@ -76,9 +76,9 @@ KINDS: dict[str, Callable[[int, int], CpuLinear]] = {
     "fp32": lambda out, inner: CpuLinear(make(out, inner, torch.float32)),
     "fp32 of bf16 numbers": lambda out, inner: CpuLinear(make(out, inner, torch.bfloat16).float()),
     "bf16": lambda out, inner: CpuLinear(make(out, inner, torch.bfloat16)),
-    "int8": lambda out, inner: quantised(make(out, inner, torch.float32), Format.INT8),
-    "w8a8": lambda out, inner: w8a8_linear(out, inner, 8),
-    "w8a8, 16 bits": lambda out, inner: w8a8_linear(out, inner, 16),
+    "int4": lambda out, inner: quantised(make(out, inner, torch.float32), Format.INT4),
+    "int8": lambda out, inner: int8_linear(out, inner, 8),
+    "int8, 16 bits": lambda out, inner: int8_linear(out, inner, 16),
 }
 
 
@@ -88,7 +88,7 @@ def quantised(weight: Tensor, format_: Format) -> CpuLinear:
     return linear
 
 
-def w8a8_linear(out: int, inner: int, bits: int) -> CpuLinear:
+def int8_linear(out: int, inner: int, bits: int) -> CpuLinear:
     """Return a map whose rows may be a few times larger than it is made for."""
     largest = make(1, inner, torch.float32, 5)[0].abs() + 0.5
     stored = quantise(make(out, inner, torch.float32) * 0.05, Format.W8A8, largest)
@@ -125,24 +125,23 @@ def test_activations_and_maps_of_several_types_in_one_call() -> None:
     x = [make(7, 64, torch.float32, i) for i in range(4)]
     weights = [make(24 + 40 * i, 64, torch.float32, 10 + i) * 0.1 for i in range(4)]
     weights[2] = weights[2].bfloat16().float()
-    stored = quantise(weights[3], Format.INT8)
+    stored = quantise(weights[3], Format.INT4)
     linears = [*map(CpuLinear, weights[:3]), make_quantised("", stored)]
     meaning = [*weights[:3], dequantise(stored)]
     kinds = [Activation.NONE, Activation.TANH, Activation.SIGMOID, Activation.RELU_SQUARED]
     results = run_linears(list(zip(linears, x, kinds, strict=True)))  # type: ignore[arg-type]
     functions = [lambda t: t, torch.tanh, torch.sigmoid, lambda t: torch.relu(t).square()]
     for y, w, xi, function, linear in zip(results, meaning, x, functions, linears, strict=True):
-        limit = 2e-4 if isinstance(linear, CpuQuantLinear) else 1e-5
+        limit = 2e-4 if isinstance(linear, CpuInt4Linear) else 1e-5
         assert (y - function(exact(xi, w))).abs().max() < limit
 
 
 @needs_compiler
-@pytest.mark.parametrize("format_", [Format.INT8, Format.INT4])
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
-def test_a_quantised_map_equals_the_dequantised_one(format_: Format, out: int, inner: int) -> None:
-    stored = quantise(make(out, inner, torch.float32), format_)
+def test_an_int4_map_equals_the_dequantised_one(out: int, inner: int) -> None:
+    stored = quantise(make(out, inner, torch.float32), Format.INT4)
     meaning, linear = dequantise(stored).double(), make_quantised("", stored)
-    assert isinstance(linear, CpuQuantLinear)
+    assert isinstance(linear, CpuInt4Linear)
     for rows in (1, 2, 3, 5, 11, 12, 13, 33):
         x = make(rows, inner, torch.float32, 1) * 10 ** torch.linspace(-6, 3, rows).unsqueeze(1)
         scale = x.abs().amax(1, keepdim=True).double() * meaning.abs().sum(1)
@@ -150,22 +149,10 @@ def test_a_quantised_map_equals_the_dequantised_one(format_: Format, out: int, i
 
 
 @needs_compiler
-@pytest.mark.parametrize(("out", "inner"), SHAPES)
-def test_int4_is_int8_of_the_same_weights_bit_by_bit(out: int, inner: int) -> None:
-    stored = quantise(make(out, inner, torch.float32), Format.INT4)
-    assert stored.zeros is not None
-    zeros = stored.zeros.to(torch.int8).repeat_interleave(GROUP, dim=1)[:, :inner]
-    whole = CpuQuantLinear(codes_int4(stored).to(torch.int8) - zeros, stored.scales.float() * SCALE_UNIT)
-    for rows in (1, 2, 4, 7, 40):
-        x = make(rows, inner, torch.float32, 1)
-        assert torch.equal(make_quantised("", stored)(x), whole(x))
-
-
-@needs_compiler
 def test_int8_takes_one_byte_per_weight_and_int4_half_a_byte() -> None:
     weight = make(256, 1024, torch.float32)
     assert make_quantised("", quantise(weight, Format.INT4)).num_bytes < 0.55 * weight.numel()
-    assert make_quantised("", quantise(weight, Format.INT8)).num_bytes < 1.04 * weight.numel()
+    assert int8_linear(256, 1024, 8).num_bytes < 1.06 * weight.numel()
     assert make_quantised("", quantise(weight, Format.FP8)).num_bytes == 2 * weight.numel()
 
 
@@ -186,8 +173,8 @@ def test_nan_stays_nan() -> None:
 
 
 @needs_compiler
-def test_nan_stays_in_its_row_of_int8() -> None:
-    linear, x = quantised(make(8, 256, torch.float32), Format.INT8), make(4, 256, torch.float32, 1)
+def test_nan_stays_in_its_row_of_int4() -> None:
+    linear, x = quantised(make(8, 256, torch.float32), Format.INT4), make(4, 256, torch.float32, 1)
     x[1, 5], x[2, 200], x[3] = float("nan"), float("inf"), 0.0
     y = linear(x)
     assert y[1].isnan().all() and not y[2].isfinite().any()

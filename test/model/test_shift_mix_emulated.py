@@ -37,7 +37,6 @@ from rwkv_batch.model.quant.w8a8 import InputTransform
 from rwkv_batch.model.quant.w8a8 import quantise_rows as quantise_rows_w8a8
 from rwkv_batch.model.step_inputs import StepInputs
 from test.model.emulated.library import emulated, send_launches_to
-from test.model.row_bytes import assert_stands_for
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 
@@ -206,24 +205,6 @@ def test_parts_add_up_to_the_halves(
         assert torch.equal(alone.codes.view(torch.uint8), parts.view(torch.uint8)), "as adapters' rows"
 
 
-@pytest.mark.parametrize("lengths", [[1] * 21, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
-@pytest.mark.parametrize("mixes", [6, 1])
-def test_bytes_stand_for_the_halves(
-    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
-) -> None:
-    monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows: True)
-    made = with_fp16_rows(ops, libraries, lengths, mixes, Format.INT8)
-    tokens = sum(lengths)
-    for i in range(3 if mixes == 6 else 1):
-        codes, scales = made.mixed[i]
-        assert scales is not None
-        assert_stands_for(codes, scales, made.halves[i])
-        alone = made.consumer.to_two_part_rows(made.halves[i])
-        assert alone.scales is not None
-        assert torch.equal(alone.codes, codes), "as adapters' rows"
-        assert torch.equal(alone.scales[:, :tokens], scales[:, :tokens])
-
-
 def w8a8_prologue(mixes: int) -> Prologue:
     """A prologue whose maps have large channels of their own."""
     norm = Norm(torch.rand(WIDTH) + 0.5, torch.randn(WIDTH) / 8)
@@ -293,16 +274,15 @@ def sums_of(delta: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mixes", [6, 1])
-@pytest.mark.parametrize("format_", [Format.INT4, Format.INT8])
 def test_sums_of_a_row_are_a_delta(
-    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, format_: Format, mixes: int
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, mixes: int
 ) -> None:
     """To the bit; before the launch that adds to them again they are zeros, whatever was in them."""
     libraries[0].emulation_set(4, 227 << 10)
     monkeypatch.setattr(cuda_shift_mix, "fits_row_value", lambda key, processors: True)
     monkeypatch.setattr(cuda_shift_mix, "_defers_mix", lambda prologue: False)
     of = prologue(mixes)
-    of = Prologue(of.norm, of.mix, CudaQuantLinear(quantise(torch.randn(32, 256), format_)))
+    of = Prologue(of.norm, of.mix, CudaQuantLinear(quantise(torch.randn(32, 256), Format.INT4)))
     x, shift = torch.randn(1, WIDTH).half(), torch.randn(3, WIDTH).half()
     delta = torch.randn(1, WIDTH) * torch.tensor([1e-5, 1.0, 1000.0, -8000.0]).repeat(WIDTH // 4)
     plain, after = shift.clone(), shift.clone()
@@ -332,14 +312,13 @@ def test_sums_are_of_one_row(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None
 
 
 @pytest.mark.parametrize("width", [2304, 512])
-@pytest.mark.parametrize("format_", [Format.FP8, Format.INT8])
 def test_the_launch_of_the_maps_of_one_row_mixes_it_alike(
-    ops: CudaOps, libraries: list[ctypes.CDLL], format_: Format, width: int
+    ops: CudaOps, libraries: list[ctypes.CDLL], width: int
 ) -> None:
     """To the bit, in a slot that is read and written; of two rows shift_mix makes it."""
     for library in libraries:
         library.emulation_set(3, 227 << 10)
-    consumer = CudaQuantLinear(quantise(torch.randn(96, width) / width**0.5, format_))
+    consumer = CudaQuantLinear(quantise(torch.randn(96, width) / width**0.5, Format.FP8))
     norm = Norm(torch.rand(width) + 0.5, torch.randn(width) / 8)
     of = Prologue(norm, torch.rand(6, width).half(), consumer)
     x, delta, shift = torch.randn(2, width).half(), torch.randn(2, width).half(), torch.randn(4, width).half()

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from demo.files import ensure_model
 from demo.random_weights import write_random_model
+from rwkv_batch.model.loader import precision_for
 from rwkv_batch.model.quant import w8a8
-from rwkv_batch.model.quant.formats import Format, Quantised, dequantise, quantise
-from rwkv_batch.model.quant_linear import W8A8Linear
+from rwkv_batch.model.quant.formats import NOT_ROUNDED, Format, Quantised, dequantise, quantise
+from rwkv_batch.model.quant_linear import W8A8Linear, plain_quantised
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner import calibration
@@ -128,31 +129,32 @@ def test_inputs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.M
 def test_a_damaged_file_is_measured_again(tmp_path: Path) -> None:
     weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=1, width=128))
     first = MeasuredInputs(weights, CPU)("head.weight")
-    file = next(tmp_path.glob("tiny.w8a8-*")) / "calibration.safetensors"
+    file = next(tmp_path.glob("tiny.int8-2-*")) / "calibration.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
     assert torch.equal(MeasuredInputs(weights, CPU)("head.weight"), first)
 
 
-def test_a_model_reads_and_writes_w8a8(tmp_path: Path) -> None:
+def test_a_model_reads_and_writes_int8(tmp_path: Path) -> None:
     weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=2, width=256))
     logits = {}
-    for dtype, bits in (("fp32", 8), ("w8a8", 8), ("w8a8", 16)):
+    for dtype, bits in (("fp32", 8), ("int8", 8), ("int8", 16)):
         pipeline = Pipeline(weights, ("cpu",), dtype, "naive", activation_bits=bits)
         pipeline.allocate_slots(22)
         name = pipeline.stages[0].precision.weights_name
         prompts = torch.randint(1, 65000, (20, 12), generator=torch.Generator().manual_seed(1)).tolist()
         logits[name] = pipeline.forward(step_inputs(prompts, [0] * 20, list(range(2, 22)), list(range(20))))
     errors = {name: relative_error(logits[name], logits["float32"]) for name in logits}
-    assert 0 < errors["w8a8, 16-bit inputs"] < 0.8 * errors["w8a8"] < 0.03
+    assert 0 < errors["int8, 16-bit inputs"] < 0.8 * errors["int8"] < 0.03
 
 
-def test_older_models_are_refused() -> None:
-    from rwkv_batch.model.loader import precision_for
+def test_older_models_round_no_inputs_on_a_gpu_and_little_on_a_cpu() -> None:
+    gpu, cpu = (precision_for(torch.device(name), "int8", "auto", "RWKV-6") for name in ("cuda", "cpu"))
+    assert (gpu.activation_bits, cpu.activation_bits) == (NOT_ROUNDED, 16)
+    stored, x = stored_and_rows(768)
+    linear = plain_quantised("", dataclasses.replace(stored, activation_bits=NOT_ROUNDED))
+    assert torch.allclose(linear(x), x @ dequantise(stored).T, atol=1e-5)
 
-    with pytest.raises(ValueError, match="w8a8 quantises RWKV-7 only, not RWKV-6; use --dtype int8"):
-        precision_for(CPU, "w8a8", "auto", "RWKV-6")
 
-
-def test_16_bits_are_for_w8a8() -> None:
-    with pytest.raises(ValueError, match="--activation-bits 16 is for --dtype w8a8, not int8; give both or neither"):
-        Pipeline(open_weights(ensure_model()), ("cpu",), "int8", activation_bits=16)
+def test_16_bits_are_for_int8() -> None:
+    with pytest.raises(ValueError, match="--activation-bits 16 is for --dtype int8, not int4; give both or neither"):
+        Pipeline(open_weights(ensure_model()), ("cpu",), "int4", activation_bits=16)

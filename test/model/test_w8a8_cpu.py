@@ -67,7 +67,7 @@ def test_bits_equal_the_definition(unsigned: bool, bits: int) -> None:
 def test_activations_and_other_types_in_one_call(activation: Activation) -> None:
     stored, largest = matrix(100, 200)
     weight, x = random(50, 64), [inputs(7, largest) * 1e-9, random(7, 64), random(7, 64)]
-    linears = [CpuW8A8Linear(stored), CpuLinear(weight), make_quantised("", quantise(weight, Format.INT8))]
+    linears = [CpuW8A8Linear(stored), CpuLinear(weight), make_quantised("", quantise(weight, Format.INT4))]
     maps = [(linear, rows, activation) for linear, rows in zip(linears, x, strict=True)]
     together = run_linears(maps)  # type: ignore[arg-type]
     assert all(torch.equal(y, run_linears([one])[0]) for y, one in zip(together, maps, strict=True))  # type: ignore[list-item]
@@ -107,7 +107,7 @@ def test_squares_are_unsigned() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     stored, _ = matrix(2, 32769)
-    with pytest.raises(ValueError, match="32769 inputs; the limit is 32768; use --dtype int8"):
+    with pytest.raises(ValueError, match="32769 inputs; the limit is 32768; use --dtype bf16"):
         CpuW8A8Linear(stored)
     stored, _ = matrix(2, 256)
     assert stored.transform is not None
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_a_model_gives_the_same_bits_for_any_batch_and_split(tmp_path: Path) -> None:
     weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=2, width=256))
-    pipelines = {kernels: Pipeline(weights, ("cpu",), "w8a8", kernels) for kernels in ("cpu", "naive")}
+    pipelines = {kernels: Pipeline(weights, ("cpu",), "int8", kernels) for kernels in ("cpu", "naive")}
     for pipeline in pipelines.values():
         pipeline.allocate_slots(40)
     model = pipelines["cpu"]

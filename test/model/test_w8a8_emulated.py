@@ -229,5 +229,5 @@ def test_sparse_rows_have_the_bits_of_the_definition(
 def test_a_matrix_that_the_kernels_do_not_take_is_refused() -> None:
     for n, k in ((96, 256), (64, 192), (64, 16512)):
         codes = Codes(torch.zeros(n, k, dtype=torch.int8), torch.ones(n), torch.full((n,), 16, dtype=torch.int32))
-        with pytest.raises(ValueError, match=f"{n} outputs and {k} inputs.*--dtype int8"):
+        with pytest.raises(ValueError, match=f"{n} outputs and {k} inputs.*--dtype fp16"):
             W8A8Weights.prepare(codes, Transform(torch.ones(k), torch.arange(k, dtype=torch.int32)))

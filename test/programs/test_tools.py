@@ -78,7 +78,7 @@ def test_a_model_is_described(rwkv_batch: Run, model: Path) -> None:
     assert "RWKV-7, 2 layers x 128 (2 heads), vocabulary 256" in lines[1] and "w 32, a 64, v 32, g 96" in lines[2]
     assert any(line.startswith("type        q8_0: ") and "ffn.key.weight" in line for line in lines)
     sizes = {line.split()[0]: float(line.split()[1]) for line in lines if line.endswith("L4)")}
-    assert list(sizes) == ["fp16", "bf16", "fp32", "fp8", "int8", "int4", "w8a8"]
+    assert list(sizes) == ["fp16", "bf16", "fp32", "fp8", "int8", "int4"]
     digest = hashlib.sha256(Path("model.gguf").read_bytes()).hexdigest()
     assert (
         "chat form   rwkv-world: labels User and Assistant, or the request's template" in lines

@@ -137,7 +137,7 @@ def test_errors_repeat_at_most_200_characters() -> None:
         (HyperparametersFields, {"n_epochs": 0}, "n_epochs", "n_epochs: must be greater than or equal to 1, got 0", 0),
         (HyperparametersFields, {"n_epochs": "x"}, "n_epochs", "n_epochs: must be 'auto', got x", "x"),
         (LoadBody, {"file": "a", "dtype": "fp7"}, "dtype",
-         "dtype: must be one of auto, fp32, bf16, fp16, fp8, int8, int4, w8a8, got fp7", "fp7"),
+         "dtype: must be one of auto, fp32, bf16, fp16, fp8, int8, int4, got fp7", "fp7"),
         (LoadBody, {"file": "a", "wkv_state": "fp8"}, "wkv_state",
          "wkv_state: must be one of auto, fp32, fp16, int8, got fp8", "fp8"),
         (LoadBody, {"file": "a", "kernels": "CUDA"}, "kernels",

@@ -24,11 +24,10 @@ class Packing(enum.IntEnum):
 
     FP32 = 0
     BF16 = 1
-    INT8 = 2
+    INT4 = 2
     W8A8 = 3
     W8U8 = 4
     """W8A8 whose inputs are not negative"""
-    INT4 = 5
 
 
 class StepFailure(enum.IntEnum):
@@ -115,7 +114,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "rwkv_packed_bytes": (ctypes.c_int64, [ctypes.c_int64] * 3),
     "rwkv_pack_fp32": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_pack_bf16": (None, [ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]),
-    "rwkv_pack_int8": (None, [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]),
+    "rwkv_pack_int4": (None, [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_pack_w8a8": (None, [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64]),
     "rwkv_linear": (ctypes.c_int64, [ctypes.c_void_p, *[ctypes.c_int64] * 3]),
     "rwkv_layers": (ctypes.c_int64, [ctypes.c_void_p]),

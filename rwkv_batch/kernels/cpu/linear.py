@@ -67,33 +67,23 @@ class CpuLinear(Linear):
         return run_linears([(self, x, Activation.NONE)], None if out is None else [out])[0]
 
 
-class CpuQuantLinear(CpuLinear):
-    """An int8 or int4 matrix on a CPU.
+class CpuInt4Linear(CpuLinear):
+    """An int4 matrix on a CPU.
 
-    Maps [T, in] fp32 to [T, out] fp32. The matrix has a scale per output and 128 inputs; int4 also has a zero. x is
-    quantised to 16-bit integers with a scale per 128 inputs; sums over these are exact.
+    Maps [T, in] fp32 to [T, out] fp32. The matrix has a scale and a zero per output and 128 inputs. x is quantised to
+    16-bit integers with a scale per 128 inputs; sums over these are exact.
     """
 
-    def __init__(
-        self, codes: Tensor, scales: Tensor, allocate: Allocate = allocate_plain, zeros: Tensor | None = None
-    ) -> None:
-        """Packs codes [out, in] int8, and scales fp32 and zeros int8 [out, ceil(in / 128)].
-
-        zeros: subtracted from codes of 0 to 15, which take half the memory. None: there are none
-        """
-        self.parts, self.packing = 1, Packing.INT8 if zeros is None else Packing.INT4
-        self.out_features, self.in_features = codes.shape
-        self.packed = allocate(library().rwkv_packed_bytes(self.in_features, self.out_features, self.packing))
-        codes, scales = codes.contiguous(), scales.contiguous()
-        zeros = None if zeros is None else zeros.contiguous()
-        sizes = self.in_features, self.out_features
-        library().rwkv_pack_int8(
-            codes.data_ptr(),
-            None if zeros is None else zeros.data_ptr(),
-            scales.data_ptr(),
-            *sizes,
-            self.packed.data_ptr(),
-            torch.get_num_threads(),
+    def __init__(self, stored: Quantised, allocate: Allocate = allocate_plain) -> None:
+        """Packs a matrix."""
+        assert stored.zeros is not None, "4-bit codes have zeros"
+        self.parts, self.packing = 1, Packing.INT4
+        sizes = self.in_features, self.out_features = stored.in_features, stored.out_features
+        self.packed = allocate(library().rwkv_packed_bytes(*sizes, self.packing))
+        codes, zeros = codes_int4(stored).to(torch.int8).contiguous(), stored.zeros.to(torch.int8).contiguous()
+        scales = (stored.scales.float() * SCALE_UNIT).contiguous()
+        library().rwkv_pack_int4(
+            *(t.data_ptr() for t in (codes, zeros, scales)), *sizes, self.packed.data_ptr(), torch.get_num_threads()
         )
         self.args = MatrixArgs(self.packed.data_ptr(), *sizes, self.packing, self.parts)
 
@@ -109,17 +99,17 @@ class CpuW8A8Linear(CpuLinear):
 
         Raises ValueError for more inputs than 32-bit sums allow, or other positions than a permutation's.
         """
-        assert stored.transform is not None, "w8a8 has a transform of its inputs"
+        assert stored.transform is not None, "int8 has a transform of its inputs"
         self.parts, self.packing = stored.activation_bits // 8, Packing.W8U8 if unsigned else Packing.W8A8
         sizes = self.in_features, self.out_features = stored.in_features, stored.out_features
         if self.in_features > MAX_W8A8_INPUTS:
             raise ValueError(
-                f"a w8a8 matrix with {self.in_features} inputs; the limit is {MAX_W8A8_INPUTS}; use --dtype int8"
+                f"an int8 matrix with {self.in_features} inputs; the limit is {MAX_W8A8_INPUTS}; use --dtype bf16"
             )
         factors, positions = (t.contiguous() for t in stored.transform)
         if not torch.equal(w8a8.permutation((positions < w8a8.LARGE_CHANNELS).float()), positions):
             raise ValueError(
-                f"positions of a w8a8 matrix that are not {w8a8.LARGE_CHANNELS} channels and the rest, each in order; "
+                f"positions of an int8 matrix that are not {w8a8.LARGE_CHANNELS} channels and the rest, each in order; "
                 "delete the folder of quantised weights"
             )
         self.packed = allocate(library().rwkv_packed_bytes(*sizes, self.packing))
@@ -136,10 +126,7 @@ def make_quantised(name: str, stored: Quantised, allocate: Allocate = allocate_p
         return CpuW8A8Linear(stored, has_squared_inputs(name), allocate)
     if stored.format is Format.FP8:
         return CpuLinear(dequantise(stored).bfloat16().float(), allocate)
-    scales = stored.scales.float() * SCALE_UNIT
-    if stored.zeros is None:
-        return CpuQuantLinear(stored.codes, scales, allocate)
-    return CpuQuantLinear(codes_int4(stored).to(torch.int8), scales, allocate, stored.zeros.to(torch.int8))
+    return CpuInt4Linear(stored, allocate)
 
 
 def run_linears(

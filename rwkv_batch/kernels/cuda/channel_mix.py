@@ -118,7 +118,7 @@ def _mix_quantised(layer: CudaLayer, x: QuantisedRows) -> Tensor | PartialSums:
     rows = len(x.codes)
     if x.is_two_part and rows > MAX_SPARSE_ROWS:
         parts = value.for_quantised_rows.empty_two_part_rows(rows, key.packed.rows)
-        multiply_quantised_rows([RowsGemm(key, *x, parts.codes, Activation.RELU_SQUARED, parts.scales)])
+        multiply_quantised_rows([RowsGemm(key, *x, parts.codes, Activation.RELU_SQUARED)])
         return multiply_to_partials(value.for_quantised_rows, parts)
     is_squared = rows <= MAX_HOPPER_ROWS or not value.for_quantised_rows.takes_fp8_rows(rows)
     activation = Activation.RELU_SQUARED if is_squared else Activation.NONE
@@ -185,7 +185,7 @@ def sparse_value_quantised(value: CudaQuantValue, hidden: Tensor) -> Tensor | Pa
     rows, packed = len(hidden), value.packed
     weights, sizes = (packed.qweight.data_ptr(), packed.scales.data_ptr()), (packed.columns, packed.rows)
     number = NUMBERS[packed.format]
-    if rows > 1 and packed.format is not Format.INT4 and packed.columns % SPARSE_FEW_COLUMNS == 0:
+    if rows > 1 and packed.format is Format.FP8 and packed.columns % SPARSE_FEW_COLUMNS == 0:
         partials = torch.empty(SPARSE_FEW_SPLITS, rows, packed.columns, dtype=torch.float32, device=hidden.device)
         places = cuda_pointer(hidden), *weights, cuda_pointer(partials, torch.float32)
         library().call("rwkv_sparse_few_quant", *places, number, rows, *sizes)

@@ -1,7 +1,7 @@
 """GEMMs on Hopper's tensor cores (csrc/gemm/gemm.cuh): availability, plans, and fp16 launches.
 
 fp16 weights: [k, n] up to 256 rows, [n, k] up to 1,024 where that is faster than cuBLAS. Quantised weights:
-hopper_gemm_fp8.py, hopper_gemm_int8.py, hopper_gemm_weight_only.py.
+hopper_gemm_fp8.py, hopper_gemm_weight_only.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rwkv_batch.kernels.cuda.library import (
     Fp8GemmArgs,
     Fp16GemmArgs,
     Fp16LaunchArgs,
-    Int8GemmArgs,
     cuda_pointer,
     hopper_library,
 )
@@ -180,7 +179,7 @@ def launch_hopper_gemm(gemms: Sequence[Fp16Gemm], transposed: bool) -> None:
 
 
 def fill_fp16_gemms(
-    gemm_args: Sequence[Fp16GemmArgs] | Sequence[Fp8GemmArgs] | Sequence[Int8GemmArgs] | Sequence[MixedGemmArgs],
+    gemm_args: Sequence[Fp16GemmArgs] | Sequence[Fp8GemmArgs] | Sequence[MixedGemmArgs],
     gemms: Sequence[Fp16Gemm],
     rows: int,
     transposed: bool = False,

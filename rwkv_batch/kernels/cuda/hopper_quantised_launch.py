@@ -1,4 +1,4 @@
-"""Two-part rows, and fp16 GEMMs on SMs that 8-bit tiles leave idle. For hopper_gemm_fp8.py and hopper_gemm_int8.py."""
+"""Two-part rows, and fp16 GEMMs on SMs that 8-bit tiles leave idle. For hopper_gemm_fp8.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     max_splits,
     plan_hopper_gemm,
 )
-from rwkv_batch.kernels.cuda.library import MAX_HOPPER_GEMMS, Fp8LaunchArgs, Int8LaunchArgs
+from rwkv_batch.kernels.cuda.library import MAX_HOPPER_GEMMS, Fp8LaunchArgs
 
 QUANTISED_TILE_K = 128
 """Inputs per main loop step of 8-bit weights."""
@@ -72,7 +72,7 @@ def check_counts(count: int, rows: int, most_rows: int, to_partials: bool) -> No
 
 def launch_quantised(
     name: str,
-    args: Fp8LaunchArgs | Int8LaunchArgs,
+    args: Fp8LaunchArgs,
     shapes: Sequence[GemmShape],
     fp16_gemms: Sequence[Fp16Gemm],
     dependent: Sequence[Fp16Gemm],

@@ -47,11 +47,8 @@ HOPPER_NAMES = (
     "gemm/gemm_fp8",
     "gemm/gemm_fp8_transposed",
     "gemm/gemm_two_part",
-    "gemm/gemm_int8",
-    "gemm/gemm_int8_transposed",
     "gemm/gemm_w8a8",
     "weight_only/weight_only_fp8",
-    "weight_only/weight_only_int8",
     "weight_only/weight_only_int4",
     "skinny/hopper_row",
     "skinny/hopper_few",
@@ -211,27 +208,6 @@ class Fp8LaunchArgs(Structure):
     ]
 
 
-class Int8GemmArgs(Structure):
-    """Mirrors the struct in gemm/gemm_int8.cuh."""
-
-    _fields_ = [
-        *[(name, c_void_p) for name in ("weight", "x", "weight_scales", "input_scales", "y", "y_scales")],
-        *[(name, c_int) for name in ("n", "k", "activation", "unused")],
-    ]
-
-
-class Int8LaunchArgs(Structure):
-    """Mirrors the struct in gemm/gemm_int8.cuh."""
-
-    _fields_ = [
-        ("gemms", Int8GemmArgs * MAX_HOPPER_GEMMS),
-        *[(name, c_int) for name in ("count", "dependent", "rows", "tile_rows", "splits")],
-        *[(name, c_int) for name in ("pitch", "groups", "to_partials", "transposed")],
-        ("partials", c_void_p),
-        ("counters", c_void_p),
-    ]
-
-
 class WeightOnlyGemmArgs(Structure):
     """Mirrors the struct in weight_only/weight_only.cuh."""
 
@@ -288,7 +264,6 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_sparse_row_quant": [*[c_void_p] * 4, *[c_int] * 3, c_void_p],
     "rwkv_quantise_rows": [*[c_void_p] * 3, *[c_int] * 3, c_void_p],
     "rwkv_two_part_rows": [c_void_p, c_void_p, c_int, c_int, c_void_p],
-    "rwkv_two_byte_rows": [c_void_p] * 3 + [c_int, c_int, c_int, c_int, c_void_p],
     "rwkv_adapters": [POINTER(AdapterArgs), c_void_p],
     "rwkv_transpose_weights": [c_void_p, c_void_p, c_int, c_int, c_void_p],
     "rwkv_dequantise": [*[c_void_p] * 3, c_int, c_int, c_int64, c_int, c_void_p],
@@ -303,14 +278,12 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_gemm_fp8": [POINTER(Fp8LaunchArgs), c_void_p],
     "rwkv_gemm_fp8_transposed": [POINTER(Fp8LaunchArgs), c_void_p],
     "rwkv_gemm_two_part": [POINTER(Fp8LaunchArgs), c_void_p],
-    "rwkv_gemm_int8": [POINTER(Int8LaunchArgs), c_void_p],
-    "rwkv_gemm_int8_transposed": [POINTER(Int8LaunchArgs), c_void_p],
     "rwkv_gemm_w8a8": [POINTER(MixedLaunchArgs), c_void_p],
     "rwkv_hopper_row": [POINTER(QuantLaunchArgs), c_void_p],
     "rwkv_add_fixed_point": [*[c_void_p] * 3, c_int, c_void_p],
     "rwkv_hopper_few": [POINTER(QuantLaunchArgs), c_void_p],
     "rwkv_w8a8": [POINTER(W8A8Args), c_void_p],
-    **{f"rwkv_weight_only_{name}": [POINTER(WeightOnlyLaunchArgs), c_void_p] for name in ("fp8", "int8", "int4")},
+    **{f"rwkv_weight_only_{name}": [POINTER(WeightOnlyLaunchArgs), c_void_p] for name in ("fp8", "int4")},
 }
 
 

@@ -18,7 +18,6 @@ from native import machine
 from rwkv_batch.kernels.cuda.adapters import CudaAdapterTable, has_adapters
 from rwkv_batch.kernels.cuda.channel_mix import channel_mix
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, hopper_gemm_unavailable_reason, prepare_hopper_gemm
-from rwkv_batch.kernels.cuda.hopper_gemm_int8 import pitch_of
 from rwkv_batch.kernels.cuda.input_projections import CudaProjections, project
 from rwkv_batch.kernels.cuda.layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda.library import (
@@ -159,13 +158,11 @@ class CudaOps:
             ln_bias=cuda_pointer(layer.ln_x.bias, f32),
             y=cuda_pointer(y) if isinstance(y, Tensor) else None,
             y_two_part=None if two_parts is None else cuda_pointer(two_parts.codes, two_parts.codes.dtype),
-            scales=None if two_parts is None else cuda_pointer(two_parts.scales, f32),
             state=slots_pointer(wkv, (torch.float16, f32, torch.uint8)),
             read_slots=cuda_pointer(inputs.read_slots, torch.int64),
             write_slots=cuda_pointer(inputs.write_slots, torch.int64),
             slot_stride=wkv.stride(0),
             heads=width // HEAD_SIZE,
-            scale_pitch=pitch_of(num_single),
         )
         outputs = y, p.v if v_first is None else v_first
         if isinstance(p, CudaProjections) and p.low is not None:

@@ -15,10 +15,10 @@ from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import WeightOnlyGemm, fits
 from rwkv_batch.kernels.cuda.library import cuda_pointer, library
 from rwkv_batch.model.quant.formats import Format, Quantised, codes_int4
 
-NUMBERS = {Format.FP8: 0, Format.INT8: 1, Format.INT4: 2}
-WEIGHT_ONLY_ROWS = {Format.FP8: 64, Format.INT8: 256, Format.INT4: 256}
+NUMBERS = {Format.FP8: 0, Format.INT4: 2}
+WEIGHT_ONLY_ROWS = {Format.FP8: 64, Format.INT4: 256}
 """Maximum rows of the weight-only kernel, or of fp8 with two-part rows; beyond, fp8 x fp8 is faster (docs/tries.md)."""
-INPUT_STEP = {Format.FP8: 128, Format.INT8: 128, Format.INT4: 256}
+INPUT_STEP = {Format.FP8: 128, Format.INT4: 256}
 OUTPUT_STEP = 32
 MAX_INPUTS = 32768
 ZERO_OFFSET = 1024
@@ -110,8 +110,6 @@ def pack(stored: Quantised, transposed: bool = False) -> Packed:
     n, k = stored.out_features, stored.in_features
     if stored.format is Format.FP8:
         codes, scales = stored.codes, stored.scales
-    elif stored.format is Format.INT8:
-        codes, scales = stored.codes.view(torch.uint8) ^ 128, stored.scales.T.contiguous()
     else:
         assert stored.zeros is not None, "4-bit codes have zeros"
         codes = codes_int4(stored)

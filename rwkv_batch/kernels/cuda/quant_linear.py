@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
-from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_GROUP
 from rwkv_batch.kernels.cuda.packed_weights import check_shape, has_fp8_gemm, pack
 from rwkv_batch.kernels.cuda.quantised_gemm import multiply_into, multiply_rows
 from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows
@@ -15,19 +14,15 @@ from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm
 from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear, CudaW8A16Linear
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import Format, Quantised, has_squared_inputs
-from rwkv_batch.model.state import HEAD_SIZE
 
 
 class CudaQuantLinear(QuantisedWeights, Linear):
     """Quantised [out, in] on a GPU, or [in, out] if transposed; fp32 sums."""
 
-    def __init__(self, stored: Quantised, group: int = INT8_GROUP, transposed: bool = False) -> None:
-        """group: inputs of two-byte rows that share a scale.
-
-        Raises ValueError for sizes that the kernels do not take.
-        """
+    def __init__(self, stored: Quantised, transposed: bool = False) -> None:
+        """Raises ValueError for sizes that the kernels do not take."""
         check_shape(stored)
-        super().__init__(pack(stored, transposed), group)
+        super().__init__(pack(stored, transposed))
         self.weight = self.packed.qweight
         self.in_features = stored.in_features
 
@@ -93,4 +88,4 @@ def make_quantised(name: str, stored: Quantised) -> Linear:
         return kind(stored, squares_inputs=has_squared_inputs(name))
     if name.endswith("ffn.value.weight"):
         return CudaQuantValue(stored)
-    return CudaQuantLinear(stored, HEAD_SIZE if name.endswith("att.output.weight") else INT8_GROUP)
+    return CudaQuantLinear(stored)

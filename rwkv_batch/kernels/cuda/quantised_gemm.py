@@ -1,7 +1,7 @@
 """GEMMs with quantised weights: chooses the kernel by row count.
 
 * few rows: skinny kernels (skinny_quant.py)
-* more, Hopper: two-part rows (csrc/gemm/gemm_two_part.cu, gemm_int8.cuh), or weights converted to fp16
+* more, Hopper: two-part rows (csrc/gemm/gemm_two_part.cu), or weights converted to fp16
 (csrc/weight_only/)
 * many: fp8 rows with a scale each times fp8 weights on the fp8 units, or dequantised weights and cuBLAS
 """
@@ -17,7 +17,6 @@ from torch import Tensor
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, prepare_hopper_gemm
 from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, fits_hopper_fp8, launch_hopper_fp8, may_return_fp32
-from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_DTYPE, Int8Gemm, launch_hopper_int8
 from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import launch_weight_only
 from rwkv_batch.kernels.cuda.hopper_quantised_launch import num_splits
 from rwkv_batch.kernels.cuda.library import cuda_pointer, library
@@ -36,8 +35,6 @@ class RowsGemm:
     scales: Tensor | None
     y: Tensor
     activation: Activation = Activation.NONE
-    y_scales: Tensor | None = None
-    """scales of two-byte results"""
 
 
 def multiply_into(gemms: Sequence[QuantGemm]) -> None:
@@ -47,9 +44,6 @@ def multiply_into(gemms: Sequence[QuantGemm]) -> None:
         multiply_few(gemms)
     elif first.takes_two_part_rows(rows) and gemms[0].y.dtype == torch.float16:
         multiply_quantised_rows([RowsGemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y, m.activation) for m in gemms])
-    elif gemms[0].y.dtype == torch.float32 and all(m.linear.returns_fp32(rows) for m in gemms):
-        for m in gemms:  # a share that is the whole product
-            multiply_quantised_rows([RowsGemm(m.linear, *m.linear.to_two_part_rows(m.x), m.y.unsqueeze(0))])
     elif first.packed.fits_weight_only(rows):
         launch_weight_only([m.linear.packed.weight_only_gemm(m.x, m.y, m.activation) for m in gemms])
     elif first.takes_fp8_rows(rows):
@@ -93,12 +87,9 @@ def multiply_quantised_rows(
 ) -> None:
     """Runs up to 8 GEMMs over quantised rows: the own kernel where `fits_hopper_fp8` allows it, else cuBLAS.
 
-    Two-part and two-byte rows and results need the own kernels. fp16_gemms, dependent: see `launch_hopper_fp8`.
+    Two-part rows and results need the own kernels. fp16_gemms, dependent: see `launch_hopper_fp8`.
     """
     first = gemms[0]
-    if first.codes.dtype == INT8_DTYPE:
-        launch_hopper_int8([_int8_gemm(m) for m in gemms], fp16_gemms, dependent)
-        return
     if first.scales is None or _fits_hopper_gemm(first):
         launch_hopper_fp8([_fp8_gemm(m) for m in gemms], fp16_gemms, dependent)
         return
@@ -120,12 +111,6 @@ def _fits_hopper_gemm(m: RowsGemm) -> bool:
 def _fp8_gemm(m: RowsGemm) -> Fp8Gemm:
     packed = m.linear.packed
     return Fp8Gemm(packed.qweight, packed.scales, m.codes, m.scales, m.y, m.activation, packed.transposed)
-
-
-def _int8_gemm(m: RowsGemm) -> Int8Gemm:
-    assert m.scales is not None, "bytes have scales"
-    packed = m.linear.packed
-    return Int8Gemm(packed.qweight, packed.scales, m.codes, m.scales, m.y, m.y_scales, m.activation, packed.transposed)
 
 
 def apply_activation(y: Tensor, activation: Activation) -> None:

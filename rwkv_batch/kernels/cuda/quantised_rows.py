@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda.hopper_gemm_int8 import INT8_DTYPE
 from rwkv_batch.kernels.cuda.library import NormMixArgs, cuda_pointer, hopper_library, library
 from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
 
@@ -20,19 +19,16 @@ SCALE_ALIGNMENT = 4
 
 
 class QuantisedRows(NamedTuple):
-    """fp8 rows: x = codes * scale; or two-part rows: x = codes[:, 0] + codes[:, 1] / 8.
-
-    For int8 weights two-byte rows: x = (256 * codes[:, 0] + codes[:, 1]) * scale (csrc/rows_two_byte.cuh).
-    """
+    """fp8 rows: x = codes * scale; or two-part rows: x = codes[:, 0] + codes[:, 1] / 8."""
 
     codes: Tensor
-    """[T, K] e4m3; or [T, 2, K] e5m2 or int8"""
+    """[T, K] e4m3; or [T, 2, K] e5m2"""
     scales: Tensor | None
-    """[T] fp32, maximum 448; None: e5m2; two-byte as `Int8Gemm.x_scales`"""
+    """[T] fp32, maximum 448; None: e5m2"""
 
     @property
     def is_two_part(self) -> bool:
-        """Whether these are two-part or two-byte rows."""
+        """Whether these are two-part rows."""
         return self.codes.dim() == 3
 
 
@@ -41,28 +37,21 @@ class QuantisedMix:
     """Mixed inputs of a half layer, the first of them quantised."""
 
     codes: Tensor
-    """[3 or 1, T, C] e4m3; or two-part [3 or 1, T, 2, C] e5m2 or int8"""
+    """[3 or 1, T, C] e4m3; or two-part [3 or 1, T, 2, C] e5m2"""
     scales: Tensor | None
-    """[3 or 1, T] fp32; None: e5m2; two-byte [3 or 1, C / 128, pitch, 2] fp32"""
+    """[3 or 1, T] fp32; None: e5m2"""
     fp16: Tensor
     """[4 or 0, T, C] fp16: v, w, a, g"""
 
     @property
     def is_two_part(self) -> bool:
-        """Whether these are two-part or two-byte rows."""
+        """Whether these are two-part rows."""
         return self.codes.dim() == 4
 
     @property
-    def in_bytes(self) -> bool:
-        """Whether these are two-byte rows, for int8 weights."""
-        return self.codes.dtype == INT8_DTYPE
-
-    @property
     def scale_pitch(self) -> int:
-        """Distance of two mixes' scales, two-byte of two groups'; 0 without scales."""
-        if self.scales is None:
-            return 0
-        return self.scales.shape[2] if self.in_bytes else self.scales.stride(0)
+        """Distance of two mixes' scales; 0 without scales."""
+        return 0 if self.scales is None else self.scales.stride(0)
 
     def __getitem__(self, i: int) -> QuantisedRows:
         """One of the quantised mixes."""

@@ -93,7 +93,6 @@ def shift_and_mix(
         scale_pitch=0 if quantised is None else quantised.scale_pitch,
         num_splits=0 if shares is None else len(shares),
         token_ctas=1 if shares is None else _token_blocks(width, quantised),
-        is_two_byte=quantised is not None and quantised.in_bytes,
     )
     if in_8_bits is not None:
         _fill_w8a8(args, in_8_bits, prologue)

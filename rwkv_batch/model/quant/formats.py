@@ -1,9 +1,9 @@
 """The definition of quantised weights. Plain torch, any device.
 
     fp8   e4m3 numbers, one fp32 scale per output
-    int8  integers -127 .. 127, one fp16 scale per output and group of 128 inputs
-    int4  integers q in 0 .. 15, one fp16 scale and one integer zero per output and group: (q - zero) * scale
-    w8a8  as w8a8.py: inputs are 8-bit integers too, or 16-bit ones
+    int8  as w8a8.py: inputs are 8-bit integers too, or 16-bit ones
+    int4  integers q in 0 .. 15, one fp16 scale and one integer zero per output and group of 128 inputs:
+          (q - zero) * scale
 
 fp16 scales are in units of 2^-6, so that small scales keep all their bits. The last group of a row may be shorter.
 """
@@ -36,12 +36,13 @@ QUANTISED_NAMES = re.compile(r"(^head|\.att\.(receptance|key|value|output)|\.ffn
 
 class Format(enum.StrEnum):
     FP8 = "fp8"
-    INT8 = "int8"
+    W8A8 = "int8"
     INT4 = "int4"
-    W8A8 = "w8a8"
 
 
-WEIGHT_ONLY = (Format.FP8, Format.INT8, Format.INT4)
+WEIGHT_ONLY = (Format.FP8, Format.INT4)
+NOT_ROUNDED = 32
+"""`activation_bits` of plain torch for versions before RWKV-7: their inputs stay as they are."""
 
 
 @dataclass(slots=True)
@@ -52,16 +53,16 @@ class Quantised:
     codes: Tensor
     """[out, in] float8_e4m3fn or int8; int4: [out, ceil(in / 2)] uint8, the even input in the low half"""
     scales: Tensor
-    """fp8, w8a8: [out] fp32; else [out, G] fp16 in units of 2^-6"""
+    """fp8, int8: [out] fp32; int4: [out, G] fp16 in units of 2^-6"""
     zeros: Tensor | None
     """int4: [out, G] uint8"""
     in_features: int
     ratios: Tensor | None = None
-    """w8a8: [out] int32"""
+    """int8: [out] int32"""
     transform: InputTransform | None = None
-    """w8a8: of the inputs"""
+    """int8: of the inputs"""
     activation_bits: int = 8
-    """w8a8: of the inputs, 8 or 16; not stored"""
+    """int8: of the inputs, 8, 16 or NOT_ROUNDED; not stored"""
 
     @property
     def out_features(self) -> int:
@@ -89,7 +90,7 @@ class Quantised:
         return cls(format_, tensors["codes"], tensors["scales"], *optional, transform)
 
     def in_segments(self) -> Codes:
-        assert self.ratios is not None, "only w8a8 has ratios"
+        assert self.ratios is not None, "only int8 has ratios"
         return Codes(self.codes, self.scales, self.ratios)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -98,7 +99,6 @@ class Quantised:
         groups = -(-inner // GROUP)
         expected = {
             Format.FP8: {"codes": (torch.float8_e4m3fn, (out, inner)), "scales": (torch.float32, (out,))},
-            Format.INT8: {"codes": (torch.int8, (out, inner)), "scales": (torch.float16, (out, groups))},
             Format.INT4: {
                 "codes": (torch.uint8, (out, -(-inner // 2))),
                 "scales": (torch.float16, (out, groups)),
@@ -136,7 +136,7 @@ def format_for(name: str, storage: Format) -> Format | None:
     """
     if not is_quantised(name):
         return None
-    return Format.INT8 if storage is Format.INT4 and name.startswith("head.") else storage
+    return Format.W8A8 if storage is Format.INT4 and name.startswith("head.") else storage
 
 
 def has_squared_inputs(name: str) -> bool:
@@ -145,13 +145,13 @@ def has_squared_inputs(name: str) -> bool:
 
 
 def quantise(weight: Tensor, format: Format, x_max: Tensor | None = None) -> Quantised:  # noqa: A002
-    """Quantise weight [out, in] of any float dtype, on its device. x_max [in]: w8a8 needs the largest inputs."""
+    """Quantise weight [out, in] of any float dtype, on its device. x_max [in]: int8 needs the largest inputs."""
     if format is Format.W8A8:
         assert x_max is not None, "see runner/calibration.py"
         transform, s = w8a8.input_transform(x_max.to(weight.device), weight)
         of_rows = w8a8.quantise_weight(weight, s, transform.positions)
         return Quantised(format, of_rows.codes, of_rows.scales, None, weight.shape[1], of_rows.ratios, transform)
-    make = {Format.FP8: _fp8, Format.INT8: _int8, Format.INT4: _int4}[format]
+    make = {Format.FP8: _fp8, Format.INT4: _int4}[format]
     parts = [make(weight[start : start + ROWS_AT_ONCE].float()) for start in range(0, len(weight), ROWS_AT_ONCE)]
     codes, scales, zeros = zip(*parts, strict=True)
     whole = torch.cat(zeros) if format is Format.INT4 else None
@@ -161,7 +161,7 @@ def quantise(weight: Tensor, format: Format, x_max: Tensor | None = None) -> Qua
 
 
 def dequantise(stored: Quantised, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the matrix [out, in], computed in fp32; of w8a8 as it multiplies inputs that are not rounded."""
+    """Return the matrix [out, in], computed in fp32; of int8 as it multiplies inputs that are not rounded."""
     out = torch.empty(stored.out_features, stored.in_features, dtype=dtype, device=stored.codes.device)
     for start in range(0, len(out), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
@@ -185,8 +185,6 @@ def _dequantise_rows(stored: Quantised, rows: slice) -> Tensor:
         steps[:, : w8a8.LARGE_CHANNELS] *= stored.ratios[rows].float().unsqueeze(1) / 16
         return (stored.codes[rows].float() * steps)[:, stored.transform.positions.long()] * stored.transform.factors
     scale_per_input = _expand_groups(scales * SCALE_UNIT, stored.in_features)
-    if stored.format is Format.INT8:
-        return stored.codes[rows].float() * scale_per_input
     assert stored.zeros is not None, "4-bit codes have zeros"
     part = Quantised(stored.format, stored.codes[rows], stored.scales[rows], stored.zeros[rows], stored.in_features)
     return (codes_int4(part).float() - _expand_groups(stored.zeros[rows].float(), stored.in_features)) * scale_per_input
@@ -212,13 +210,6 @@ def _fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
     codes = (weight / scales.unsqueeze(1)).clamp(-FP8_MAX, FP8_MAX)
     return codes.to(torch.float8_e4m3fn), scales, scales
-
-
-def _int8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    largest = _grouped(weight).abs().amax(dim=2)
-    scales = _fp16_scale(largest / 127)
-    codes = (weight / _expand_groups(scales.float() * SCALE_UNIT, weight.shape[1])).round().clamp(-127, 127)
-    return codes.to(torch.int8), scales, scales
 
 
 def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,8 +25,8 @@ from rwkv_batch.model.quant.formats import Format, Quantised
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
-"""Version of formats.py in the folder's name."""
+VERSIONS = {Format.FP8: 1, Format.W8A8: 2, Format.INT4: 1}
+"""Version of a format in the folder's name."""
 CHECKSUM = "crc32"
 """Key in a file's metadata: see `_checksum`."""
 WEIGHTS = "weights"
@@ -37,7 +37,7 @@ class QuantStore:
     """Quantised files of one weight file and one --dtype. Engine thread, at load."""
 
     def __init__(self, weights_path: Path, fingerprint: str, storage: Format) -> None:
-        suffix = f"{storage}-{VERSION}-{fingerprint[:16]}"
+        suffix = f"{storage}-{VERSIONS[storage]}-{fingerprint[:16]}"
         is_folder = weights_path.is_dir()
         self.folder = weights_path / suffix if is_folder else weights_path.with_name(f"{weights_path.stem}.{suffix}")
         self._usable = is_folder or weights_path.is_file()

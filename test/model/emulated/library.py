@@ -167,7 +167,6 @@ NOT_OPTIMISED = (
     "skinny",
     "skinny_quant",
     "weight_only_fp8",
-    "weight_only_int8",
     "weight_only_int4",
 )
 """Sources that take a compiler longer to optimise than their tests to run without it."""

@@ -201,9 +201,9 @@ def test_layer_settings_do_not_apply_to_other_models(pieces: int, kept: int) -> 
     assert model_config(base, ModelSpec(name="b", file="/b")).resident == (20,)
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("", 16), ("w8a8", 16), ("int8", 8)])
-def test_bits_of_inputs_apply_to_w8a8_models(dtype: str, bits: int) -> None:
-    base = EngineConfig(model_path="a", dtype="w8a8", activation_bits=16)
+@pytest.mark.parametrize(("dtype", "bits"), [("", 16), ("int8", 16), ("int4", 8)])
+def test_bits_of_inputs_apply_to_int8_models(dtype: str, bits: int) -> None:
+    base = EngineConfig(model_path="a", dtype="int8", activation_bits=16)
     assert model_config(base, ModelSpec(name="b", file="/b", dtype=dtype)).activation_bits == bits
 
 

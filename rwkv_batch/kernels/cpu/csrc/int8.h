@@ -1,9 +1,8 @@
-// int8 and int4 weights times rows of 16-bit integers. Sums of 128 inputs are exact integers, so their order does not matter.
+// int4 weights times rows of 16-bit integers. Sums of 128 inputs are exact integers, so their order does not matter.
 //
-// panel  [groups of 128 inputs]: scales [OUTPUTS] fp32, then int8 [64 pairs][OUTPUTS][2]
-// int4   [groups of 128 inputs]: scales, zeros int8 [OUTPUTS][2], then [64 pairs][OUTPUTS] bytes. A byte has a number of
-//        the first half of the outputs (low) and one of the second half; the weight is number - zero, as in int8.
-// row    [groups]: scale fp32 (two elements), then 128 int16. 127 * 32767 * 128 fits 32 bits
+// panel  [groups of 128 inputs]: scales [OUTPUTS] fp32, zeros int8 [OUTPUTS][2], then [64 pairs][OUTPUTS] bytes. A byte
+//        has a number of the first half of the outputs (low) and one of the second half; the weight is number - zero.
+// row    [groups]: scale fp32 (two elements), then 128 int16. 15 * 32767 * 128 fits 32 bits
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -16,9 +15,7 @@ namespace int8 {
 
 constexpr int64_t INPUTS = 128, OUTPUTS = 2 * LANES;
 constexpr int64_t SCALE_BYTES = OUTPUTS * 4, ZERO_BYTES = OUTPUTS * 2;
-constexpr int64_t group_bytes(int bits) {
-  return SCALE_BYTES + (bits == 4 ? ZERO_BYTES : 0) + OUTPUTS * INPUTS * bits / 8;
-}
+constexpr int64_t GROUP_BYTES = SCALE_BYTES + ZERO_BYTES + OUTPUTS * INPUTS / 2;
 constexpr int64_t ROW_ELEMENTS = 2 + INPUTS;
 constexpr int64_t AHEAD = 4096;  // prefetch distance in bytes, as in fp32.h
 constexpr float LARGEST = 32767.f;
@@ -54,19 +51,9 @@ inline void pack_row(const float* x, int64_t in, uint16_t* to) {
   }
 }
 
-// Copies one output's weights into a panel.
-inline void pack_output(const int8_t* codes, const float* scales, int64_t in, int64_t o, int8_t* panel) {
-  for (int64_t g = 0; g < groups(in); ++g, panel += group_bytes(8)) {
-    std::memcpy(panel + o * 4, scales + g, 4);
-    for (int64_t i = 0; i < std::min(INPUTS, in - g * INPUTS); ++i) {
-      panel[SCALE_BYTES + (i / 2 * OUTPUTS + o) * 2 + i % 2] = codes[g * INPUTS + i];
-    }
-  }
-}
-
-// The same for int4: codes are 0 to 15.
-inline void pack_output4(const int8_t* codes, const int8_t* zeros, const float* scales, int64_t in, int64_t o, int8_t* panel) {
-  for (int64_t g = 0; g < groups(in); ++g, panel += group_bytes(4)) {
+// Copies one output's weights into a panel. Codes are 0 to 15.
+inline void pack_output(const int8_t* codes, const int8_t* zeros, const float* scales, int64_t in, int64_t o, int8_t* panel) {
+  for (int64_t g = 0; g < groups(in); ++g, panel += GROUP_BYTES) {
     std::memcpy(panel + o * 4, scales + g, 4);
     std::memset(panel + SCALE_BYTES + 2 * o, zeros[g], 2);
     int8_t* bytes = panel + SCALE_BYTES + ZERO_BYTES;
@@ -135,33 +122,26 @@ inline vf as_floats(Sums s) { return __builtin_convertvector(s, vf); }
 #endif
 
 // out [ROWS, OUTPUTS] = x @ panel. CHAINS independent sums per output hide latency with few rows.
-template <int ROWS, int BITS>
+template <int ROWS>
 void tile_of(const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
   constexpr int CHAINS = ROWS <= 2 ? 4 : ROWS <= 4 ? 2 : 1;
   const int64_t row_size = groups * ROW_ELEMENTS;
   vf total[ROWS][2] = {};
-  for (int64_t g = 0; g < groups; ++g, x += ROW_ELEMENTS, w += group_bytes(BITS)) {
+  for (int64_t g = 0; g < groups; ++g, x += ROW_ELEMENTS, w += GROUP_BYTES) {
     Sums sums[CHAINS][ROWS][2];
 #pragma GCC unroll 4
     for (int c = 0; c < CHAINS; ++c) {
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) sums[c][r][0] = zero(), sums[c][r][1] = zero();
     }
-    constexpr int64_t PAIR_BYTES = OUTPUTS * BITS / 4;
-    const int8_t* codes = w + SCALE_BYTES + (BITS == 4 ? ZERO_BYTES : 0);
-    const Bytes zero0 = load_bytes(w + SCALE_BYTES), zero1 = load_bytes(w + SCALE_BYTES + OUTPUTS);  // of int4
+    const int8_t* codes = w + SCALE_BYTES + ZERO_BYTES;
+    const Bytes zero0 = load_bytes(w + SCALE_BYTES), zero1 = load_bytes(w + SCALE_BYTES + OUTPUTS);
     for (int64_t pair = 0; pair < INPUTS / 2; pair += CHAINS) {
 #pragma GCC unroll 4
-      for (int c = 0; c < CHAINS; ++c, codes += PAIR_BYTES) {
-        if (c * PAIR_BYTES % 64 == 0) __builtin_prefetch(codes + AHEAD);
-        Bytes bytes0 = load_bytes(codes), bytes1;
-        if constexpr (BITS == 8) {
-          bytes1 = load_bytes(codes + OUTPUTS);
-        } else {
-          bytes1 = (Bytes)((UnsignedBytes)bytes0 >> 4) - zero1;
-          bytes0 = (bytes0 & 15) - zero0;
-        }
-        const Pairs w0 = widen(bytes0), w1 = widen(bytes1);
+      for (int c = 0; c < CHAINS; ++c, codes += OUTPUTS) {
+        if (c * OUTPUTS % 64 == 0) __builtin_prefetch(codes + AHEAD);
+        const Bytes both = load_bytes(codes);
+        const Pairs w0 = widen((both & 15) - zero0), w1 = widen((Bytes)((UnsignedBytes)both >> 4) - zero1);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
           const Pairs a = spread(x + r * row_size + 2 + 2 * (pair + c));
@@ -189,17 +169,16 @@ void tile_of(const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
   for (int r = 0; r < ROWS; ++r) store(out + r * OUTPUTS, total[r][0]), store(out + r * OUTPUTS + LANES, total[r][1]);
 }
 
-template <int BITS, int... R>
+template <int... R>
 void tile_among(int rows, const uint16_t* x, const int8_t* w, float* out, int64_t groups, std::integer_sequence<int, R...>) {
   using Tile = void (*)(const uint16_t*, const int8_t*, float*, int64_t);
-  static constexpr Tile tiles[] = {tile_of<R + 1, BITS>...};
+  static constexpr Tile tiles[] = {tile_of<R + 1>...};
   tiles[rows - 1](x, w, out, groups);
 }
 
 // 1 to TILE_ROWS rows of x times one panel.
-template <int BITS>
-void tile(int rows, const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
-  tile_among<BITS>(rows, x, w, out, groups, std::make_integer_sequence<int, TILE_ROWS>{});
+inline void tile(int rows, const uint16_t* x, const int8_t* w, float* out, int64_t groups) {
+  tile_among(rows, x, w, out, groups, std::make_integer_sequence<int, TILE_ROWS>{});
 }
 
 }  // namespace int8

@@ -4,7 +4,7 @@
 // fp32 panels       x and W fp32, fused multiply-add
 // bf16 panels       W bf16 (exact), x fp32; W is widened in registers
 // bf16 panels, AMX  W bf16; x as 1 (bf16 precision) or 3 (fp32 precision, 3 x 8 bits) bf16 parts
-// int8 panels       W int8 with a scale per output and 128 inputs (int8.h); x as 16-bit integers
+// int4 panels       W int4 with a scale per output and 128 inputs (int8.h); x as 16-bit integers
 // W8A8 panels       W and x int8 in two segments, a scale per output and row (w8a8.h)
 #include "linear.h"
 
@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int64_t PANEL = fp32::OUTPUTS;  // outputs per fp32, int8, int4 or W8A8 panel
+constexpr int64_t PANEL = fp32::OUTPUTS;  // outputs per fp32, int4 or W8A8 panel
 constexpr int64_t BF16_PANEL = fp32::BF16_OUTPUTS;  // outputs per bf16 panel: two AMX tiles of 16
 constexpr int64_t STEP = fp32::STEP;  // inputs per AMX tile
 constexpr int64_t TILE = fp32::TILE;  // elements per AMX tile, 1 KiB
@@ -27,12 +27,9 @@ constexpr int64_t CHUNK = 480;                      // rows at a time; a multipl
 constexpr int MAX_GEMMS = 16;
 
 // W8U8: W8A8 whose inputs are not negative.
-enum Packing : int64_t { FP32 = 0, BF16 = 1, INT8 = 2, W8A8 = 3, W8U8 = 4, INT4 = 5 };
+enum Packing : int64_t { FP32 = 0, BF16 = 1, INT4 = 2, W8A8 = 3, W8U8 = 4 };
 
 bool is_w8a8(const Gemm& gemm) { return gemm.w.packing == W8A8 || gemm.w.packing == W8U8; }
-
-// Bits per weight of int8 and int4; 0: another packing.
-int bits_of(int64_t packing) { return packing == INT8 ? 8 : packing == INT4 ? 4 : 0; }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -66,17 +63,17 @@ void finish(float* y, const float* from, int64_t width, int64_t activation) {
 
 // ---- vectors ---------------------------------------------------------------------------------
 
-// fp32, int8 and int4. Tiles have nearly equal sizes: a tile with few rows would be bound by latency.
+// fp32 and int4. Tiles have nearly equal sizes: a tile with few rows would be bound by latency.
 void vector_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t first_row, int64_t rows) {
   float out[TILE_ROWS * PANEL];
   const int64_t first = panel * PANEL, width = std::min(PANEL, gemm.w.out - first), tiles = divide_up(rows, TILE_ROWS);
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t row = rows * t / tiles;
     const int n = int(rows * (t + 1) / tiles - row);
-    if (const int bits = bits_of(gemm.w.packing)) {
+    if (gemm.w.packing == INT4) {
       const int64_t groups = int8::groups(gemm.w.in);
-      const auto* w = static_cast<const int8_t*>(gemm.w.data) + panel * groups * int8::group_bytes(bits);
-      (bits == 8 ? int8::tile<8> : int8::tile<4>)(n, packed + row * groups * int8::ROW_ELEMENTS, w, out, groups);
+      const auto* w = static_cast<const int8_t*>(gemm.w.data) + panel * groups * int8::GROUP_BYTES;
+      int8::tile(n, packed + row * groups * int8::ROW_ELEMENTS, w, out, groups);
     } else {
       const float* x = gemm.x + (first_row + row) * gemm.w.in;
       fp32::panel(n, x, static_cast<const float*>(gemm.w.data) + first * gemm.w.in, out, gemm.w.in);
@@ -235,13 +232,13 @@ int64_t row_tiles(const Gemm& gemm, int64_t rows) { return divide_up(rows, 16 / 
 
 bool uses_amx(const Gemm& gemm) { return gemm.w.packing == BF16 && amx_allowed(); }
 
-bool is_packed(const Gemm& gemm) { return bits_of(gemm.w.packing) || is_w8a8(gemm) || uses_amx(gemm); }
+bool is_packed(const Gemm& gemm) { return gemm.w.packing == INT4 || is_w8a8(gemm) || uses_amx(gemm); }
 
 // Work items of packing `rows` rows, and elements per item.
 int64_t pieces(const Gemm& gemm, int64_t rows) { return uses_amx(gemm) ? row_tiles(gemm, rows) : rows; }
 int64_t piece_size(const Gemm& gemm) {
   if (is_w8a8(gemm)) return gemm.w.parts * w8a8::Shape(gemm.w.in).row_bytes() / int64_t(sizeof(uint16_t));
-  return bits_of(gemm.w.packing) ? int8::groups(gemm.w.in) * int8::ROW_ELEMENTS : divide_up(gemm.w.in, STEP) * TILE;
+  return gemm.w.packing == INT4 ? int8::groups(gemm.w.in) * int8::ROW_ELEMENTS : divide_up(gemm.w.in, STEP) * TILE;
 }
 
 // Offsets of each GEMM's tiles and panels among those of all GEMMs.
@@ -273,7 +270,6 @@ void run_chunk(Member& me, const Gemm* gemms, int64_t count, int64_t first, int6
       const PackedMatrix& w = gemms[j].w;
       const float* row = gemms[j].x + (first + piece) * w.in;
       switch (w.packing) {
-        case INT8:
         case INT4: int8::pack_row(row, w.in, to); return;
         case W8A8: w8a8::pack_row<false>(row, w.data, w8a8::Shape(w.in), w.parts, to); return;
         case W8U8: w8a8::pack_row<true>(row, w.data, w8a8::Shape(w.in), w.parts, to); return;
@@ -323,7 +319,7 @@ EXPORT int64_t rwkv_has_amx() { return amx_allowed(); }
 // Returns the size of a packed matrix in bytes.
 EXPORT int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t packing) {
   if (packing == FP32) return divide_up(out, PANEL) * PANEL * in * 4;
-  if (const int bits = bits_of(packing)) return divide_up(out, PANEL) * int8::groups(in) * int8::group_bytes(bits);
+  if (packing == INT4) return divide_up(out, PANEL) * int8::groups(in) * int8::GROUP_BYTES;
   if (packing == W8A8 || packing == W8U8) return w8a8::Shape(in).bytes(out);
   return divide_up(out, BF16_PANEL) * BF16_PANEL * divide_up(in, STEP) * STEP * 2;
 }
@@ -359,18 +355,15 @@ EXPORT void rwkv_pack_bf16(const uint16_t* weight, int64_t stride_out, int64_t s
   }
 }
 
-// codes [out, in], zeros and scales [out, groups] contiguous; null zeros: int8. `packed` is zeroed.
-EXPORT void rwkv_pack_int8(const int8_t* codes, const int8_t* zeros, const float* scales, int64_t in, int64_t out,
+// codes [out, in], zeros and scales [out, groups] contiguous. `packed` is zeroed.
+EXPORT void rwkv_pack_int4(const int8_t* codes, const int8_t* zeros, const float* scales, int64_t in, int64_t out,
                            int8_t* packed, int64_t threads) {
-  const int64_t groups = int8::groups(in), size = groups * int8::group_bytes(zeros ? 4 : 8);
+  const int64_t groups = int8::groups(in), size = groups * int8::GROUP_BYTES;
 #pragma omp parallel for num_threads(int(threads)) schedule(static)
   for (int64_t panel = 0; panel < divide_up(out, PANEL); ++panel) {
     for (int64_t o = 0; o < std::min(PANEL, out - panel * PANEL); ++o) {
       const int64_t output = panel * PANEL + o;
-      const int8_t* from = codes + output * in;
-      const float* own = scales + output * groups;
-      if (zeros) int8::pack_output4(from, zeros + output * groups, own, in, o, packed + panel * size);
-      else int8::pack_output(from, own, in, o, packed + panel * size);
+      int8::pack_output(codes + output * in, zeros + output * groups, scales + output * groups, in, o, packed + panel * size);
     }
   }
 }

@@ -37,7 +37,7 @@ class CudaInt8Linear(Linear):
 
         Raises ValueError for sizes that the kernels do not take.
         """
-        assert stored.transform is not None, "w8a8 has a transform of its inputs"
+        assert stored.transform is not None, "int8 has a transform of its inputs"
         self.weights = W8A8Weights.prepare(stored.in_segments(), stored.transform)
         self.weight = self.weights.codes
         self.squares_inputs = squares_inputs

@@ -66,7 +66,7 @@ class W8A8Weights:
         if n % BLOCK_OUTPUTS or k % SEGMENT or k > MAX_K:
             raise ValueError(
                 f"got a matrix of {n} outputs and {k} inputs; int8 products take outputs that are a multiple of "
-                f"{BLOCK_OUTPUTS}, and inputs that are a multiple of {SEGMENT} up to {MAX_K}; use --dtype int8"
+                f"{BLOCK_OUTPUTS}, and inputs that are a multiple of {SEGMENT} up to {MAX_K}; use --dtype fp16"
             )
         device = codes.codes.device
         positions = transform.positions.to(device).long()

@@ -1,4 +1,4 @@
-// Parameters of a GEMM launch, its kinds, and the tile scheduler. Also used by gemm_int8.cuh and weight_only.cuh.
+// Parameters of a GEMM launch, its kinds, and the tile scheduler. Also used by weight_only.cuh.
 #pragma once
 
 #include <cuda.h>

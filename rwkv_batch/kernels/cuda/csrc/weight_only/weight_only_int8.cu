@@ -1,4 +1,0 @@
-// Launcher: fp16 rows x int8 weights (weight_only.cuh).
-#include "weight_only.cuh"
-
-RWKV_API int rwkv_weight_only_int8(const WeightOnlyLaunchArgs* args, void* stream) { return launch_weight_only<INT8>(*args, stream); }
