@@ -362,12 +362,10 @@ class Launcher:
 
     def _shift(self, width: int, rows: int, tokens: int, ragged: bool) -> Iterator[Record]:
         halves, parts, codes = (None, None), (SOMEWHERE, None), (SOMEWHERE, SOMEWHERE)
-        forms = ((halves, False), (parts, False), (codes, False), (codes, True))
-        for mixes, ((codes_at, scales), in_bytes) in product((1, 6), forms):
+        for mixes, (codes_at, scales) in product((1, 6), (halves, parts, codes)):
             args = ShiftMixArgs(
                 tokens=tokens, width=width, mixes=mixes, quantised=codes_at, scales=scales, token_ctas=1
             )
-            args.is_two_byte = in_bytes
             args.tokens_per_cta = -(-tokens // (SHIFT_BLOCKS * self._card.num_sms))
             args.cu_seqlens = SOMEWHERE if ragged else None
             yield from self.call("rwkv_shift_mix", byref(args), rows)
@@ -375,7 +373,7 @@ class Launcher:
                 args.order[0] = SOMEWHERE  # w8a8
                 yield from self.call("rwkv_shift_mix", byref(args), rows)
                 args.order[0] = None
-            if ragged or (scales is not None and not in_bytes) or rows > MAX_TWO_PART_ROWS:
+            if ragged or scales is not None or rows > MAX_TWO_PART_ROWS:
                 continue
             args.partials, args.num_splits = SOMEWHERE, 4
             yield from self.call("rwkv_shift_mix", byref(args), rows)

@@ -59,7 +59,6 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
     def library_of(name: str) -> ctypes.CDLL:
         known = {
             "rwkv_two_part_rows": "quantise",
-            "rwkv_two_byte_rows": "quantise",
             "rwkv_add_partials": "shift_mix",
         }
         source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")

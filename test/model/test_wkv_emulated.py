@@ -22,7 +22,6 @@ from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.state import pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import StepInputs
 from test.model.emulated.library import call, emulation_of
-from test.model.row_bytes import assert_stands_for
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 HEADS, RANK, GATE_RANK = 2, 128, 192
@@ -89,23 +88,20 @@ def run_decode(
     wkv: Tensor,
     slots: tuple[Tensor, Tensor],
     form: torch.dtype = torch.float16,
-) -> tuple[Tensor, Tensor]:
-    """As run, with the exits multiplied before. Also returns the scales of bytes.
+) -> Tensor:
+    """As run, with the exits multiplied before.
 
-    form: fp16, float8_e5m2 for y in two parts, int8 for y in two bytes; then y is [rows, 2, WIDTH]
+    form: fp16; float8_e5m2 for y in two parts, [rows, 2, WIDTH]
     """
     rows = len(given["r"])
     y = torch.full((rows, WIDTH), torch.nan).half()
-    scales = torch.full((WIDTH // 64, 16, 2), torch.nan)
     given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
     args = make_args(layer, given, wkv, slots, y)
     if form is not torch.float16:
         y = torch.full((rows, 2, WIDTH), 77).to(form)
         args.y, args.y_two_part = None, y.data_ptr()
-    if form is torch.int8:
-        args.scales, args.scale_pitch = scales.data_ptr(), 16
     call(library, "rwkv_wkv_decode", byref(args), wkv.element_size())
-    return y, scales
+    return y
 
 
 def exits_of(layer: Any, given: dict[str, Tensor]) -> list[Tensor]:
@@ -197,7 +193,7 @@ def test_a_step_of_codes(library: ctypes.CDLL, decode: ctypes.CDLL, kernel: str,
     kept = stored[: rows + 1].clone()
     decode["emulation_set"](1, 227 << 10)
     given_all = (layer, given, stored, slots)
-    y = run(library, *given_all) if kernel == "few" else run_decode(decode, *given_all)[0]
+    y = run(library, *given_all) if kernel == "few" else run_decode(decode, *given_all)
     assert error(y, reference(layer, given, expected, slots)) < 2e-3
     assert_codes(stored[rows + 1 :], expected[rows + 1 :])
     assert torch.equal(stored[: rows + 1], kept)
@@ -208,10 +204,10 @@ def test_rows_of_codes_have_the_same_bits_alone_and_in_company(decode: ctypes.CD
     stored, _ = coded_slots(9)
     slots = torch.arange(9), torch.arange(9) + 10
     together = stored.clone()
-    y, _ = run_decode(decode, layer, given, together, slots)
+    y = run_decode(decode, layer, given, together, slots)
     mine = slice(5, 6)
     alone = {name: (x[:, mine] if name == "low" else x[mine]).contiguous() for name, x in given.items()}
-    assert torch.equal(run_decode(decode, layer, alone, stored, (slots[0][mine], slots[1][mine]))[0], y[mine])
+    assert torch.equal(run_decode(decode, layer, alone, stored, (slots[0][mine], slots[1][mine])), y[mine])
     assert torch.equal(stored[15], together[15])
 
 
@@ -223,7 +219,7 @@ def test_one_warp_has_all_heads_where_no_more_fit(decode: ctypes.CDLL) -> None:
     for room in (16, 227):
         decode["emulation_set"](1, room << 10)
         stored = pack_int8(torch.ones(11, HEADS, 64, 64) + torch.arange(64) / 70)
-        results += [(run_decode(decode, layer, given, stored, slots)[0], stored)]
+        results += [(run_decode(decode, layer, given, stored, slots), stored)]
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
 
@@ -255,24 +251,11 @@ def test_a_step_in_parts(decode: ctypes.CDLL) -> None:
     stored, _ = coded_slots(9)
     slots = torch.arange(9), torch.arange(9) + 10
     again = stored.clone()
-    (halves, _), (y, _) = (
+    halves, y = (
         run_decode(decode, layer, given, stored, slots),
         run_decode(decode, layer, given, again, slots, torch.float8_e5m2),
     )
     first = halves.to(torch.float8_e5m2)
     assert torch.equal(y[:, 0].view(torch.uint8), first.view(torch.uint8))
     assert torch.equal(y[:, 1].view(torch.uint8), ((halves - first.half()) * 8).to(torch.float8_e5m2).view(torch.uint8))
-    assert torch.equal(again, stored)
-
-
-def test_a_step_in_bytes(decode: ctypes.CDLL) -> None:
-    """y as it is otherwise, in two bytes: of several rows, and with states of 8 bits."""
-    layer, given = make_layer(), make_inputs(9, False)
-    stored, _ = coded_slots(9)
-    slots = torch.arange(9), torch.arange(9) + 10
-    again = stored.clone()
-    halves, _ = run_decode(decode, layer, given, stored, slots)
-    y, scales = run_decode(decode, layer, given, again, slots, torch.int8)
-    assert_stands_for(y, scales, halves)
-    assert scales[:, 9:].isnan().all()
     assert torch.equal(again, stored)

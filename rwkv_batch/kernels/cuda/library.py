@@ -75,7 +75,7 @@ class ShiftMixArgs(Structure):
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
         *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_cta")],
-        *[(name, c_int) for name in ("scale_pitch", "num_splits", "token_ctas", "is_two_byte")],
+        *[(name, c_int) for name in ("scale_pitch", "num_splits", "token_ctas")],
         *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "stored_factors", "order")],
     ]
 
@@ -86,10 +86,10 @@ class WkvArgs(Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("r", "w", "k", "v", "a", "g", "v_gate", "v_first")],
         *[(name, c_void_p) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_weight", "ln_bias")],
-        *[(name, c_void_p) for name in ("y", "y_two_part", "scales", "state")],
+        *[(name, c_void_p) for name in ("y", "y_two_part", "state")],
         *[(name, c_void_p) for name in ("cu_seqlens", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
-        *[(name, c_int) for name in ("rows", "heads", "scale_pitch")],
+        *[(name, c_int) for name in ("rows", "heads")],
     ]
 
 

@@ -2,30 +2,26 @@
 //
 //   quantise_rows   q = fp8(x / scale), scale = max |x| / 448 of the row; optionally of max(x, 0)^2
 //   two_part_rows   x as the sum of two e5m2 values (rows_two_part.cuh)
-//   two_byte_rows   x as a 16-bit integer in two bytes, one scale per group (rows_two_byte.cuh)
 //   dequantise      W = q * scale, for cuBLAS; transposed: [k, n] -> [k, n]
 //
 // in     x        [rows, k]     fp16
-//        qweight  [n, k]        fp8, int8 or int4 (quant.cuh); int4 nibbles run along the row
-//        scales   fp8 [n] fp32; int8 [k / 128, n] fp16; int4 [k / 128, n] fp16 (scale, 1024 + zero); of the weights
+//        qweight  [n, k]        fp8 or int4 (quant.cuh); int4 nibbles run along the row
+//        scales   fp8 [n] fp32; int4 [k / 128, n] fp16 (scale, 1024 + zero); of the weights
 //
 // out    q        [rows, k]     e4m3, scales [rows] fp32
 //        two-part [rows, 2, k]  e5m2
-//        two-byte [rows, 2, k]  s8, scales [k / group, pitch] float2; group 64 or 128
 //        W        [n, k]        fp16
 //
-// Grid: quantise_rows: one CTA per row. two_part_rows, two_byte_rows: one thread per 8 elements. dequantise: one thread
-// per 8 elements, at most 16 CTAs per SM, which loop.
+// Grid: quantise_rows: one CTA per row. two_part_rows: one thread per 8 elements. dequantise: one thread per 8
+// elements, at most 16 CTAs per SM, which loop.
 // Block: quantise_rows: up to 1,024 threads of 8 to 32 elements; the others 256.
 // Shared memory: quantise_rows 128 bytes, the others none.
-// Bound: memory; quantise_rows 3 k bytes per row, two_part_rows and two_byte_rows 4 k, dequantise 3 n k.
-// Share of 4.8 TB/s (H200): quantise_rows 4,096 rows of 16,384 88 %, 320 rows 63 %; dequantise [16,384, 4,096] int8
-// 78 %, int4 71 %, transposed 69 and 24 %. two_part_rows and two_byte_rows take at most 64 rows: the latency of a
-// launch, 1.5 us.
-// Made for: k <= 32,768, k % 8 == 0; two_byte_rows k % group == 0.
+// Bound: memory; quantise_rows 3 k bytes per row, two_part_rows 4 k, dequantise 3 n k.
+// Share of 4.8 TB/s (H200): quantise_rows 4,096 rows of 16,384 88 %, 320 rows 63 %; dequantise [16,384, 4,096] int4
+// 71 %, transposed 24 %. two_part_rows takes at most 64 rows: the latency of a launch, 1.5 us.
+// Made for: k <= 32,768, k % 8 == 0.
 #include "quant.cuh"
 #include "relu.cuh"
-#include "rows_two_byte.cuh"
 #include "rows_fp8.cuh"
 #include "rows_two_part.cuh"
 
@@ -78,20 +74,6 @@ __global__ void __launch_bounds__(256) two_part_rows_kernel(const __half* x, uin
     store_two_part(two_part + 8 * i + row * k, k, load16(x + 8 * i));
 }
 
-// 8 values per thread.
-template <int GROUP>
-__global__ void __launch_bounds__(256) two_byte_rows_kernel(const __half* x, uint8_t* bytes, float2* scales, int64_t num_vectors, int k, int pitch) {
-    allow_next_kernel();
-    wait_for_previous_kernel();
-    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    const bool active = i < num_vectors;
-    const int64_t row = i / (k / 8), group = i % (k / 8) * 8 / GROUP;
-    const uint4 halves = active ? load16(x + 8 * i) : make_uint4(0, 0, 0, 0);
-    uint8_t* const at[1] = {bytes + 8 * i + row * k};
-    float2* const scale_items[1] = {scales + group * pitch + row};
-    store_two_byte_rows<GROUP, 1>(at, k, scale_items, &halves, active);
-}
-
 __device__ __forceinline__ float load_half(const void* p, int64_t i) { return __half2float(__ldg(static_cast<const __half*>(p) + i)); }
 
 // 8 adjacent elements of a stored row per thread.
@@ -124,8 +106,6 @@ __global__ void dequantise_kernel(const void* codes, const void* scales, __half*
             const int64_t at = (TRANSPOSED ? row : column) / GROUP_INPUTS * outputs + output;
             if constexpr (FORMAT == FP8) {
                 w[j] *= __ldg(static_cast<const float*>(scales) + output);
-            } else if constexpr (FORMAT == INT8) {
-                w[j] *= load_half(scales, at);
             } else {
                 w[j] = (w[j] - (load_half(scales, 2 * at + 1) - 1024.0f)) * load_half(scales, 2 * at);
             }
@@ -162,14 +142,6 @@ RWKV_API int rwkv_two_part_rows(const void* x, void* two_part, int rows, int k, 
     return launch_result();
 }
 
-RWKV_API int rwkv_two_byte_rows(const void* x, void* bytes, void* scales, int rows, int k, int pitch, int group, void* stream) {
-    if (k % group != 0 || pitch < rows || (group != HEAD_SIZE && group != TWO_BYTE_GROUP)) return static_cast<int>(cudaErrorInvalidValue);
-    const int64_t num_vectors = static_cast<int64_t>(rows) * (k / 8);
-    launch(group == HEAD_SIZE ? two_byte_rows_kernel<HEAD_SIZE> : two_byte_rows_kernel<TWO_BYTE_GROUP>, dim3(static_cast<unsigned>((num_vectors + 255) / 256)), 256, stream, static_cast<const __half*>(x),
-           static_cast<uint8_t*>(bytes), static_cast<float2*>(scales), num_vectors, k, pitch);
-    return launch_result();
-}
-
 // rows, columns: the matrix as stored.
 RWKV_API int rwkv_dequantise(
     const void* codes, const void* scales, void* out, int format, int transposed, int64_t rows, int columns, void* stream) {
@@ -180,7 +152,6 @@ RWKV_API int rwkv_dequantise(
     };
     switch (format) {
         case FP8: return run(dequantise_kernel<FP8, false>, dequantise_kernel<FP8, true>);
-        case INT8: return run(dequantise_kernel<INT8, false>, dequantise_kernel<INT8, true>);
         case INT4: return run(dequantise_kernel<INT4, false>, dequantise_kernel<INT4, true>);
     }
     return static_cast<int>(cudaErrorInvalidValue);

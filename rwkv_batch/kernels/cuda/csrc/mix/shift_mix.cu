@@ -19,7 +19,6 @@
 //        quantised             nullable; the first K = 3 or 1 mixes, rounded to fp16 and quantised:
 //                  fp8         [K, T, C] e4m3, scales [K, pitch] fp32
 //                  two-part    [K, T, 2, C] e5m2, no scales
-//                  two-byte    [K, T, 2, C] s8, scales [K, C / 128, pitch] float2; C % 128 == 0
 //                  W8A8        [K, T, C] s8 by position, scales [K, pitch] fp32, ratios [K, pitch] s32 (w8a8_rows.cuh);
 //                              C % 128 == 0; not with partials
 //        to_clear  [8, C / 8]  int64, nullable; one decode row only: fixed-point sums to zero after `sums` was read
@@ -29,7 +28,7 @@
 // Prefill writes last_h [rows, C] instead of shift, and store_rows copies it: another CTA may still read the slot.
 //
 // Grid: decode: one CTA per token. With at most one CTA per SM, it prefetches weights before the previous kernel ends;
-// else three CTAs fit an SM. With partials and two-part or two-byte output, a cluster of 4 CTAs shares a token.
+// else three CTAs fit an SM. With partials and two-part output, a cluster of 4 CTAs shares a token.
 // Prefill, and W8A8 decode of more than three tokens per SM: one CTA per SM, of tokens_per_cta tokens. It takes four tokens at a time and reads
 // the weights once for all four: read for each token, from L2, they bound the kernel. x and delta of the next four are
 // on their way to shared memory meanwhile.
@@ -68,10 +67,10 @@ __device__ __forceinline__ Moments moments(
 }
 
 // Decode: one CTA per token. PRELOADED: norm weights are loaded before the previous kernel ends, mix weights too unless
-// delta is partials, which need the registers. Two-part and two-byte kernels use few registers, to fit next to a GEMM's
+// delta is partials, which need the registers. Two-part kernels use few registers, to fit next to a GEMM's
 // CTA.
 template <int MIXES, bool PRELOADED, OutputFormat OUT, bool PARTIALS>
-__global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
+__global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO_PART ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
     __shared__ float2 scratch[MAX_WARPS];
     __shared__ float largest[QUANTISED_MIXES<MIXES>][MAX_WARPS];
     constexpr int GROUP = PRELOADED || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
@@ -369,7 +368,7 @@ void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
         launch_with_smem(kernel, blocks, threads, SMEM_BYTES, stream, a);
         return;
     }
-    if constexpr (OUT == OutputFormat::TWO_PART || OUT == OutputFormat::TWO_BYTE) {
+    if constexpr (OUT == OutputFormat::TWO_PART) {
         if (a.token_ctas == TOKEN_CTAS) return launch_clusters(shift_mix_shares_kernel<MIXES, OUT>, TOKEN_CTAS, dim3(a.tokens * TOKEN_CTAS), a.width / TOKEN_CTAS / 8, 0, stream, a);
     }
     const auto launch_rows = [&](auto partials) {
@@ -393,7 +392,7 @@ RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     const bool clusters = a->token_ctas == TOKEN_CTAS && device_info().has_pdl && a->width % (256 * TOKEN_CTAS) == 0;
     const bool is_w8a8 = a->order[0] != nullptr;
     if (a->partials != nullptr && (a->cu_seqlens != nullptr || is_w8a8)) return static_cast<int>(cudaErrorInvalidValue);
-    if (a->token_ctas != 1 && (!clusters || a->partials == nullptr || a->quantised == nullptr || (a->scales != nullptr && !a->is_two_byte)))
+    if (a->token_ctas != 1 && (!clusters || a->partials == nullptr || a->quantised == nullptr || a->scales != nullptr))
         return static_cast<int>(cudaErrorInvalidValue);
     if ((a->sums != nullptr || a->to_clear != nullptr) && (a->tokens != 1 || a->cu_seqlens != nullptr)) return static_cast<int>(cudaErrorInvalidValue);
     const int threads = (a->width / 8 + 31) / 32 * 32;
@@ -401,7 +400,6 @@ RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
         if (a->quantised == nullptr) return launch_shift_mix<mixes.value, OutputFormat::FP16>(*a, threads, stream);
         if (is_w8a8) return launch_shift_mix<mixes.value, OutputFormat::W8A8>(*a, threads, stream);
         if (a->scales == nullptr) return launch_shift_mix<mixes.value, OutputFormat::TWO_PART>(*a, threads, stream);
-        if (a->is_two_byte) return launch_shift_mix<mixes.value, OutputFormat::TWO_BYTE>(*a, threads, stream);
         launch_shift_mix<mixes.value, OutputFormat::FP8>(*a, threads, stream);
     };
     if (a->mixes == 6) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "norm_mix.cuh"
-#include "../rows_two_byte.cuh"
 #include "../rows_fp8.cuh"
 #include "../rows_two_part.cuh"
 #include "../w8a8/w8a8_rows.cuh"
@@ -32,20 +31,19 @@ struct ShiftMixArgs {
     int width;
     int mixes;
     int tokens_per_cta;  // prefill
-    int scale_pitch;  // scales per mix; two-byte: per group
+    int scale_pitch;  // scales per mix
     int num_splits;
     int token_ctas;  // CTAs per token: 1 or TOKEN_CTAS
-    int is_two_byte;
     const float* factors[MAX_W8A8_GEMMS];  // W8A8: of each mix, by channel
     const float* stored_factors[MAX_W8A8_GEMMS];  // the same by position
     const uint16_t* order[MAX_W8A8_GEMMS];  // null: not W8A8
 };
 
 // Format of the first mixed inputs.
-enum class OutputFormat { FP16, FP8, TWO_PART, TWO_BYTE, W8A8 };
+enum class OutputFormat { FP16, FP8, TWO_PART, W8A8 };
 // Formats whose scale needs all threads, also those without channels.
 template <OutputFormat OUT>
-constexpr bool NEEDS_ALL_THREADS = OUT == OutputFormat::FP8 || OUT == OutputFormat::TWO_BYTE || OUT == OutputFormat::W8A8;
+constexpr bool NEEDS_ALL_THREADS = OUT == OutputFormat::FP8 || OUT == OutputFormat::W8A8;
 
 // How many mixes are quantised, and the first mix stored as fp16, too: v's low rank reads it.
 template <int MIXES>
@@ -188,18 +186,6 @@ __device__ __forceinline__ void write_mixed(
         }
         if constexpr (OUT == OutputFormat::W8A8) {
             if (first == 0) write_w8a8<QUANTISED_MIXES<MIXES>, LOADED>(a, mix, channels, token, channel, active);
-        }
-        if constexpr (OUT == OutputFormat::TWO_BYTE) {
-            constexpr int COUNT = QUANTISED_MIXES<MIXES>;
-            uint8_t* bytes[COUNT];
-            float2* scale_items[COUNT];
-#pragma unroll
-            for (int m = 0; m < COUNT; ++m) {
-                const int64_t group = static_cast<int64_t>(m) * (a.width / TWO_BYTE_GROUP) + channel / TWO_BYTE_GROUP;
-                bytes[m] = reinterpret_cast<uint8_t*>(a.quantised) + (static_cast<int64_t>(m) * a.tokens + token) * 2 * a.width + channel;
-                scale_items[m] = reinterpret_cast<float2*>(a.scales) + group * a.scale_pitch + token;
-            }
-            if (first == 0) store_two_byte_rows<TWO_BYTE_GROUP, COUNT>(bytes, a.width, scale_items, mix, active);
         }
         if constexpr (OUT == OutputFormat::TWO_PART) {
 #pragma unroll

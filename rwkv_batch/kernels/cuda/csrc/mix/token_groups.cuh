@@ -147,13 +147,7 @@ __device__ __forceinline__ void write_group(
             if (i >= count) continue;
             const int64_t row = static_cast<int64_t>(m) * a.tokens + token + i;
             uint8_t* const bytes = reinterpret_cast<uint8_t*>(a.quantised) + row * 2 * a.width + channel;
-            if constexpr (OUT == OutputFormat::TWO_BYTE) {
-                const int64_t group = static_cast<int64_t>(m) * (a.width / TWO_BYTE_GROUP) + channel / TWO_BYTE_GROUP;
-                float2* const scale_items = reinterpret_cast<float2*>(a.scales) + group * a.scale_pitch + token + i;
-                store_two_byte_rows<TWO_BYTE_GROUP, 1>({bytes}, a.width, {scale_items}, &mixed[i], ALL || i < places);
-            } else if (ALL || i < places) {
-                store_two_part(bytes, a.width, mixed[i]);
-            }
+            if (ALL || i < places) store_two_part(bytes, a.width, mixed[i]);
         }
     }
 }

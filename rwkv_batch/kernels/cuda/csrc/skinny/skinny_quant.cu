@@ -1,7 +1,7 @@
 // Skinny GEMM with 8- or 4-bit weights (skinny.cuh): y = act(x @ W^T), several weights per launch.
 //
-// in   qweight  [n, k] fp8, int8 or int4 (quant.cuh); or fp16 without scales
-//      scales   fp8 [n] fp32; int8 [k / 128, n] fp16; int4 [k / 128, n] fp16 (scale, 1024 + zero)
+// in   qweight  [n, k] fp8 or int4 (quant.cuh); or fp16 without scales
+//      scales   fp8 [n] fp32; int4 [k / 128, n] fp16 (scale, 1024 + zero)
 //      x        [rows, k] fp16
 //
 // out  y        [rows, ld_y] fp16 or fp32
@@ -12,7 +12,7 @@
 // Grid, block: as in skinny.cuh, at most two CTAs per SM of 256 threads.
 // Shared memory: 10 to 26 KB, partial sums; one row: also the row; int4: sums of x per group.
 // Bound: memory; n k (int4 n k / 2) bytes and the scales. Share of 4.8 TB/s (H200): head [65,536, 4,096] fp8 1 row
-// 76 %, 8 rows 73 %; int8 1 row 78 %; ffn.key [16,384, 4,096] int4 4 rows 37 %, 8 rows 31 %.
+// 76 %, 8 rows 73 %; ffn.key [16,384, 4,096] int4 4 rows 37 %, 8 rows 31 %.
 // Made for: rows <= 16 (int4 or with fp16 GEMMs: 8), n % 32 == 0, k % 128 == 0 (int4: 256).
 #include "../quant.cuh"
 #include "skinny.cuh"
@@ -257,7 +257,6 @@ static int launch_format(QuantLaunchArgs& args, void* stream) {
 RWKV_API int rwkv_skinny_quant(QuantLaunchArgs* args, void* stream) {
     switch (args->format) {
         case FP8: return launch_format<FP8>(*args, stream);
-        case INT8: return launch_format<INT8>(*args, stream);
         case INT4: return launch_format<INT4>(*args, stream);
     }
     return static_cast<int>(cudaErrorInvalidValue);

@@ -1,8 +1,8 @@
-// Sparse ffn.value for 2 to 8 rows, 8 bits: partials of h @ Wt over the active rows of Wt.
+// Sparse ffn.value for 2 to 8 rows, fp8: partials of h @ Wt over the active rows of Wt.
 //
 // in   h         [B, F] fp16
-//      qweight   [F, C] fp8 or int8
-//      scales    fp8 [C] fp32; int8 [F / 128, C] fp16
+//      qweight   [F, C] fp8
+//      scales    [C] fp32
 //
 // out  partials  [4, B, C] fp32: split-K partials, reduced by the next kernel (shift_mix.cu)
 //
@@ -14,7 +14,7 @@
 // Block: 512 threads; mma.m16n8k16.
 // Shared memory: 81 KB, lists, then sums.
 // Bound: memory; C bytes per active row in pieces of 128, B F / 2 for h and 4 KB of sums per CTA. Share of 4.8 TB/s
-// (H200, C = 4,096): fp8, 4 rows 50 %, 8 rows 61 %; int8, 8 rows 58 %.
+// (H200, C = 4,096): 4 rows 50 %, 8 rows 61 %.
 // Made for: B <= 8, F <= 16,384, F % 128 == 0, C % 128 == 0.
 #include "../mma.cuh"
 #include "../quant.cuh"
@@ -37,14 +37,13 @@ union SparseFewSmem {
 struct SparseFewArgs {
     const __half* h;
     const uint8_t* qweight;
-    const void* scales;
+    const float* scales;
     float* partials;  // [SPLITS, rows, C]
     int rows, width, ffn;
 };
 
-// Lists a warp's active rows from `first` on; each group of 128 starts at a whole step. Returns the ends of both
-// groups.
-__device__ __forceinline__ int2 list_active_rows(const SparseFewArgs& a, ActiveList& list, int first, int lane) {
+// Lists a warp's active rows from `first` on; each group of 128 starts at a whole step. Returns the end.
+__device__ __forceinline__ int list_active_rows(const SparseFewArgs& a, ActiveList& list, int first, int lane) {
     uint4 loaded[MAX_ROWS];
     const int at = first + 8 * lane;
 #pragma unroll
@@ -88,7 +87,7 @@ __device__ __forceinline__ int2 list_active_rows(const SparseFewArgs& a, ActiveL
     pad(low, low_padded);
     pad(end, end_padded);
     __syncwarp();
-    return make_int2(low_padded, end_padded);
+    return end_padded;
 }
 
 __device__ __forceinline__ uint2 ldmatrix_x2_transposed(const void* row) {
@@ -98,25 +97,23 @@ __device__ __forceinline__ uint2 ldmatrix_x2_transposed(const void* row) {
 }
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-template <Format FORMAT>
 __global__ void __launch_bounds__(WARPS * 32, 1) sparse_few_quant_kernel(const SparseFewArgs a) {
     extern __shared__ __align__(16) unsigned char dynamic[];
     SparseFewSmem& smem = *reinterpret_cast<SparseFewSmem*>(dynamic);
-    constexpr int LOADS_IN_FLIGHT = FORMAT == FP8 ? 3 : 2;
+    constexpr int LOADS_IN_FLIGHT = 3;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int tile = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS, column = tile * COLUMNS + LANE_COLUMNS * g;
     const int first = (split * WARPS + warp) * ROWS_PER_WARP;
     // Sum m = thread / 64 of lane thread / 2 % 32: its first or second column, rows 2t and 2t + 1 of the batch.
     const int m = threadIdx.x / 64, from = threadIdx.x / 2 % 32, of_tile = from / 4 * LANE_COLUMNS + 2 * m + threadIdx.x % 2, row = from % 4 * 2;
-    float scale = code_scale<FORMAT>();
-    if (FORMAT == FP8) scale *= __ldg(static_cast<const float*>(a.scales) + tile * COLUMNS + of_tile);
+    const float scale = code_scale<FP8>() * __ldg(a.scales + tile * COLUMNS + of_tile);
     allow_next_kernel();
     wait_for_previous_kernel();
     ActiveList& list = smem.lists[warp];
-    const int2 listed = list_active_rows(a, list, first, lane);
+    const int listed = list_active_rows(a, list, first, lane);
     const uint8_t* const weights = a.qweight + column;
     float sums[8][4] = {};  // for m = 2w, 2w + 1: columns 4w + 2 (m & 1) of the lane and the next (operand rows g, g + 8)
-    const auto add_rows = [&](float (&to)[8][4], int begin, int end) {
+    const auto add_rows = [&](int begin, int end) {
         for (; begin < end; begin += LOADS_IN_FLIGHT * STEP) {
             uint4 raw[LOADS_IN_FLIGHT][4];
             uint2 x[LOADS_IN_FLIGHT];
@@ -143,37 +140,18 @@ __global__ void __launch_bounds__(WARPS * 32, 1) sparse_few_quant_kernel(const S
                 for (int w = 0; w < 4; ++w) {
                     uint32_t low[4], high[4];
                     const uint32_t r0 = word_of(raw[f][0], w), r1 = word_of(raw[f][1], w), r8 = word_of(raw[f][2], w), r9 = word_of(raw[f][3], w);
-                    unpack_bytes<FORMAT>(__byte_perm(r0, r1, 0x5140), low[0], low[1]);
-                    unpack_bytes<FORMAT>(__byte_perm(r0, r1, 0x7362), low[2], low[3]);
-                    unpack_bytes<FORMAT>(__byte_perm(r8, r9, 0x5140), high[0], high[1]);
-                    unpack_bytes<FORMAT>(__byte_perm(r8, r9, 0x7362), high[2], high[3]);
+                    unpack_bytes<FP8>(__byte_perm(r0, r1, 0x5140), low[0], low[1]);
+                    unpack_bytes<FP8>(__byte_perm(r0, r1, 0x7362), low[2], low[3]);
+                    unpack_bytes<FP8>(__byte_perm(r8, r9, 0x5140), high[0], high[1]);
+                    unpack_bytes<FP8>(__byte_perm(r8, r9, 0x7362), high[2], high[3]);
 #pragma unroll
                     for (int m = 0; m < 2; ++m)
-                        mma(to[2 * w + m], Fragment{{low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]}}, x[f].x, x[f].y);
+                        mma(sums[2 * w + m], Fragment{{low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]}}, x[f].x, x[f].y);
                 }
             }
         }
     };
-    if constexpr (FORMAT == FP8) {
-        add_rows(sums, 0, listed.y);
-    } else {
-#pragma unroll 1
-        for (int group = 0; group < ROWS_PER_WARP / GROUP_INPUTS; ++group) {
-            const int begin = group ? listed.x : 0, end = group ? listed.y : listed.x;
-            if (begin == end) continue;
-            const auto* of_group = static_cast<const __half*>(a.scales) + static_cast<int64_t>(first / GROUP_INPUTS + group) * a.width + column;
-            const uint4 scales[2] = {__ldg(reinterpret_cast<const uint4*>(of_group)), __ldg(reinterpret_cast<const uint4*>(of_group) + 1)};
-            float own[8][4] = {};
-            add_rows(own, begin, end);
-#pragma unroll
-            for (int m = 0; m < 8; ++m) {  // columns 2m, 2m + 1 of the lane
-                const uint32_t pair = word_of(scales[m / 4], m % 4);
-                const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&pair));
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sums[m][i] = fmaf(own[m][i], i < 2 ? scale.x : scale.y, sums[m][i]);
-            }
-        }
-    }
+    add_rows(0, listed);
     __syncthreads();  // the lists have been read
 #pragma unroll
     for (int m = 0; m < 8; ++m) smem.sums[warp][m * 32 + lane] = make_float4(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
@@ -195,10 +173,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1) sparse_few_quant_kernel(const S
     *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(out + out_row * COLUMNS + c);
 }
 
-template <Format FORMAT>
 static int launch_sparse(const SparseFewArgs& a, void* stream) {
     static bool raised[MAX_DEVICES] = {};
-    const auto kernel = sparse_few_quant_kernel<FORMAT>;
+    const auto kernel = sparse_few_quant_kernel;
     const int bytes = static_cast<int>(sizeof(SparseFewSmem));
     if (!raised[current_device()]) {
         const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -209,15 +186,11 @@ static int launch_sparse(const SparseFewArgs& a, void* stream) {
     return launch_result();
 }
 
-// 2 to 8 rows, fp8 or int8.
+// 2 to 8 rows, fp8.
 RWKV_API int rwkv_sparse_few_quant(
     const void* h, const void* qweight, const void* scales, void* partials, int format, int rows, int width, int ffn, void* stream) {
-    if (rows > MAX_ROWS || ffn > SPLITS * WARPS * ROWS_PER_WARP || ffn % GROUP_INPUTS || width % COLUMNS) return static_cast<int>(cudaErrorInvalidValue);
-    const SparseFewArgs args = {static_cast<const __half*>(h), static_cast<const uint8_t*>(qweight), scales, static_cast<float*>(partials),
-                          rows, width, ffn};
-    switch (format) {
-        case FP8: return launch_sparse<FP8>(args, stream);
-        case INT8: return launch_sparse<INT8>(args, stream);
-    }
-    return static_cast<int>(cudaErrorInvalidValue);
+    if (format != FP8 || rows > MAX_ROWS || ffn > SPLITS * WARPS * ROWS_PER_WARP || ffn % GROUP_INPUTS || width % COLUMNS) return static_cast<int>(cudaErrorInvalidValue);
+    const SparseFewArgs args = {static_cast<const __half*>(h), static_cast<const uint8_t*>(qweight), static_cast<const float*>(scales),
+                                static_cast<float*>(partials), rows, width, ffn};
+    return launch_sparse(args, stream);
 }

@@ -1,7 +1,7 @@
 // Sparse ffn.value for one row, 8 or 4 bits: y = h @ Wt over the active rows of Wt (h != 0).
 //
 // in   h        [F] fp16
-//      qweight  [F, C] fp8, int8 or int4, as in sparse_value_quant.cu
+//      qweight  [F, C] fp8 or int4, as in sparse_value_quant.cu
 //      scales   as in sparse_value_quant.cu
 //
 // out  y        [C] fp16
@@ -13,9 +13,9 @@
 //
 // Grid: C / 32.
 // Block: 512 threads; mma.m16n8k16.
-// Shared memory: 63 KB (fp8), 53 KB (int8) or 54 KB (int4), a ring of weight rows per warp, scales, sums.
+// Shared memory: 63 KB (fp8) or 54 KB (int4), a ring of weight rows per warp, scales, sums.
 // Bound: memory; C (int4: C / 2) bytes per active row in pieces of 32 (16), 2 F for h in every CTA. Share of 4.8 TB/s
-// (H200, C = 4,096): fp8 27 %, int8 21 %, int4 10 %: the latency of one pass over h and one load, 6 to 8 us.
+// (H200, C = 4,096): fp8 27 %, int4 10 %: the latency of one pass over h and one load, 6 to 8 us.
 // Made for: F <= 16,384.
 #include <cuda_pipeline.h>
 
@@ -47,24 +47,6 @@ struct Fp8Row {
     __device__ __forceinline__ float final_scale(int column) const {
         return code_scale<FP8>() * __ldg(static_cast<const float*>(scales) + column);
     }
-};
-
-struct Int8Row {
-    using Raw = uint32_t;
-    using ScaleItem = uint16_t;
-    static constexpr uint32_t PADDING = 0x80808080u;
-    static constexpr bool GROUPED = true;
-    static constexpr int ROW_BYTES = 32, SLOTS = 80;
-    const uint8_t* weight;
-    const void* scales;
-
-    __device__ static __forceinline__ int column(int g, int i) { return 4 * g + i; }
-    __device__ static __forceinline__ void pair(Raw a, Raw b, const ScaleItem (&)[4], uint32_t (&out)[4]) {
-        unpack_bytes<INT8>(__byte_perm(a, b, 0x5140), out[0], out[1]);
-        unpack_bytes<INT8>(__byte_perm(a, b, 0x7362), out[2], out[3]);
-    }
-    __device__ static __forceinline__ float scale(ScaleItem of) { return __half2float(__ushort_as_half(of)); }
-    __device__ __forceinline__ float final_scale(int) const { return code_scale<INT8>(); }
 };
 
 // Four nibbles of half a word: every other column. Scale item: (scale, 1024 + zero).
@@ -292,7 +274,6 @@ RWKV_API int rwkv_sparse_row_quant(
     const auto* const w = static_cast<const uint8_t*>(qweight);
     switch (format) {
         case FP8: return launch_rows(from, to, Fp8Row{w, scales}, width, ffn, stream);
-        case INT8: return launch_rows(from, to, Int8Row{w, scales}, width, ffn, stream);
         case INT4: return launch_rows(from, to, Int4Row{w, scales}, width, ffn, stream);
     }
     return static_cast<int>(cudaErrorInvalidValue);

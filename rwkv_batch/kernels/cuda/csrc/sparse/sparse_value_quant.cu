@@ -1,8 +1,8 @@
 // Sparse ffn.value, 8 or 4 bits: y = h @ Wt over the active rows of Wt. One row: sparse_row_quant.cu.
 //
 // in   h        [B, F] fp16; relu(k)^2, 88 % zero: one row needs 12 % of Wt, eight rows 64 %
-//      qweight  [F, C] fp8, int8 or int4 (quant.cuh); int4 nibbles run along C
-//      scales   fp8 [C] fp32; int8 [F / 128, C] fp16; int4 [F / 128, C] fp16 (scale, 1024 + zero)
+//      qweight  [F, C] fp8 or int4 (quant.cuh); int4 nibbles run along C
+//      scales   fp8 [C] fp32; int4 [F / 128, C] fp16 (scale, 1024 + zero)
 //
 // out  y        [B, C] fp16
 //
@@ -45,32 +45,6 @@ struct Fp8Rows {
     }
     __device__ __forceinline__ float scale(const Scales&, int) const { return 1.0f; }
     __device__ __forceinline__ float final_scale(int column) const { return code_scale<FP8>() * __ldg(scales + column); }
-};
-
-struct Int8Rows {
-    using Raw = uint32_t;
-    static constexpr bool GROUPED = true;
-    static constexpr int LOADS_IN_FLIGHT = 6;
-    const uint8_t* weight;
-    const __half* scales;
-    using Scales = uint2;
-
-    __device__ static __forceinline__ int column(int g, int i) { return 4 * g + i; }
-    __device__ __forceinline__ Raw load(int64_t row, int width, int first, int g) const {
-        return __ldcs(reinterpret_cast<const uint32_t*>(weight + row * width + first + 4 * g));
-    }
-    __device__ __forceinline__ void load_scales(Scales& to, int row, int width, int first, int g) const {
-        to = __ldg(reinterpret_cast<const uint2*>(scales + static_cast<int64_t>(row / GROUP_INPUTS) * width + first + 4 * g));
-    }
-    __device__ __forceinline__ void pair(const Raw& a, const Raw& b, const Scales&, uint32_t (&out)[4]) const {
-        unpack_bytes<INT8>(__byte_perm(a, b, 0x5140), out[0], out[1]);
-        unpack_bytes<INT8>(__byte_perm(a, b, 0x7362), out[2], out[3]);
-    }
-    __device__ __forceinline__ float scale(const Scales& of, int i) const {
-        const uint32_t pair = i < 2 ? of.x : of.y;
-        return __half2float(__ushort_as_half(static_cast<unsigned short>(i & 1 ? pair >> 16 : pair & 0xffffu)));
-    }
-    __device__ __forceinline__ float final_scale(int) const { return code_scale<INT8>(); }
 };
 
 // Four nibbles of half a word: every other column.
@@ -269,7 +243,6 @@ RWKV_API int rwkv_sparse_value_quant(
     const SparseArgs args = {static_cast<const __half*>(h), static_cast<__half*>(y), rows, width, ffn};
     switch (format) {
         case FP8: return launch_rows(args, Fp8Rows{static_cast<const uint8_t*>(qweight), static_cast<const float*>(scales)}, stream);
-        case INT8: return launch_rows(args, Int8Rows{static_cast<const uint8_t*>(qweight), static_cast<const __half*>(scales)}, stream);
         case INT4: return launch_rows(args, Int4Rows{static_cast<const uint16_t*>(qweight), static_cast<const uint32_t*>(scales)}, stream);
     }
     return static_cast<int>(cudaErrorInvalidValue);

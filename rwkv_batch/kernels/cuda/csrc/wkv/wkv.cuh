@@ -11,7 +11,6 @@
 #pragma once
 
 #include "../common.cuh"
-#include "../rows_two_byte.cuh"
 #include "../rows_two_part.cuh"
 
 struct WkvArgs {
@@ -35,7 +34,6 @@ struct WkvArgs {
     const float* ln_bias;
     __half* y;    // [T, C] fp16
     uint8_t* y_two_part;  // two-part output [T, 2, C] e5m2, decode only; or null
-    float2* scales;  // two-byte output: [C / 64, scale_pitch] (rows_two_byte.cuh), y_two_part is s8; or null
     void* state;  // [slots, H, 64, 64] fp32 or fp16, or Int8State per head; strided over slots
     const int64_t* cu_seqlens;  // [rows + 1]; null: one token per row
     const int64_t* read_slots;
@@ -43,7 +41,6 @@ struct WkvArgs {
     int64_t slot_stride;  // in elements; int8: bytes
     int rows;
     int heads;
-    int scale_pitch;
 };
 
 // A lane's two adjacent channels of the constants.
@@ -217,17 +214,7 @@ __device__ __forceinline__ void store_y(const WkvArgs& p, int row, int channel, 
         *reinterpret_cast<__half2*>(p.y + at) = halves;
         return;
     }
-    uint32_t two_part;
-    if (p.scales != nullptr) {
-        const TwoByteScale scale(__reduce_max_sync(FULL_MASK, abs_max_bits(*reinterpret_cast<const uint32_t*>(&halves))));
-        const float2 rounded = __half22float2(halves);
-        const uint32_t pair = __byte_perm(two_byte_bits(rounded.x, scale.inverse), two_byte_bits(rounded.y, scale.inverse), 0x5410);
-        two_part = __byte_perm(pair, 0, 0x2031) ^ 0x80800000u;
-        const int sum = __reduce_add_sync(FULL_MASK, 256 * sum_of_bytes(two_part & 0xffffu, 0) + sum_of_bytes(two_part >> 16, 0));
-        if (channel % HEAD_SIZE == 0) p.scales[static_cast<int64_t>(channel / HEAD_SIZE) * p.scale_pitch + row] = two_byte_scale_item(scale.scale, sum);
-    } else {
-        two_part = split_half2(halves);
-    }
+    const uint32_t two_part = split_half2(halves);
     uint8_t* const first = p.y_two_part + at + row * width;
     *reinterpret_cast<uint16_t*>(first) = static_cast<uint16_t>(two_part);
     *reinterpret_cast<uint16_t*>(first + width) = static_cast<uint16_t>(two_part >> 16);

@@ -7,7 +7,7 @@
 //
 // inout  state      [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
 //
-// out    y          [rows, C] fp16, two-part or two-byte
+// out    y          [rows, C] fp16, or two-part
 //
 // Pipeline: a ring of STAGES = 2 states per warp. One is computed in place while the next arrives, by bulk copies on
 // sm_90, by cp.async on others. Everything else of a row loads while the previous row is computed. Warps never wait for
