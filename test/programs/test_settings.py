@@ -94,6 +94,11 @@ def test_an_older_name_of_a_flag_is_the_same_flag() -> None:
     assert newer.engine.max_batch_rows_with_interactive == 3
 
 
+def test_the_former_name_of_a_weight_type_warns(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse_settings(["--dtype", "w8a8"], {}).engine.dtype == "int8"
+    assert "write --dtype int8" in caplog.text
+
+
 def test_the_page_of_settings_is_up_to_date() -> None:
     assert SETTINGS_PAGE.read_text(encoding="utf-8") == markdown(), "run: python -m programs.settings"
 
