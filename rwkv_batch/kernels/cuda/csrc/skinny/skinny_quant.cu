@@ -68,11 +68,7 @@ struct QuantChunk {
                     for (int up = 0; up < 2; ++up) {
                         const int64_t i =
                             static_cast<int64_t>(k0 / GROUP_INPUTS + group) * m.n + row0 + tile * 16 + up * 8 + g;
-                        if constexpr (FORMAT == INT4) {
-                            scales[group][tile][up] = __ldg(static_cast<const uint32_t*>(m.scales) + i);
-                        } else {
-                            scales[group][tile][up] = __ldg(static_cast<const uint16_t*>(m.scales) + i);
-                        }
+                        scales[group][tile][up] = __ldg(static_cast<const uint32_t*>(m.scales) + i);
                     }
                 }
             }
@@ -180,7 +176,7 @@ struct QuantChunk {
 #pragma unroll
                 for (int part = group * (PARTS / GROUPS); part < (group + 1) * (PARTS / GROUPS); ++part)
                     multiply_piece(own, part, x, g);
-                const float2 of_x = SUMMED ? x.group_sums(group) : make_float2(0.0f, 0.0f);
+                const float2 of_x = x.group_sums(group);
 #pragma unroll
                 for (int tile = 0; tile < HEIGHT; ++tile) {
                     const float low = scale(group, tile, 0), high = scale(group, tile, 1);
@@ -189,8 +185,7 @@ struct QuantChunk {
                     for (int n = 0; n < TILES; ++n) {
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
-                            float& sum = own[tile][n][i];
-                            if constexpr (SUMMED) sum = fmaf(i < 2 ? low_zero : high_zero, i % 2 ? of_x.y : of_x.x, sum);
+                            const float sum = fmaf(i < 2 ? low_zero : high_zero, i % 2 ? of_x.y : of_x.x, own[tile][n][i]);
                             sums[tile][n][i] = fmaf(sum, i < 2 ? low : high, sums[tile][n][i]);
                         }
                     }

@@ -11,7 +11,7 @@ struct WeightKind {
     static constexpr int DEPTH = 128, BITS = FORMAT == INT4 ? 4 : 8;
     static constexpr int WEIGHT_BYTES = TILE_N * DEPTH * BITS / 8, ROW_BYTES = 128 * BITS / 8;  // of a tile of W, in either order
     static constexpr int WEIGHT_STRIDE = TILE_N * 128;  // an fp16 tile has 64 inputs
-    static constexpr int SCALE_ITEM = FORMAT == INT4 ? 4 : 2, SCALE_STRIDE = grouped ? 1024 : 0;
+    static constexpr int SCALE_ITEM = 4, SCALE_STRIDE = grouped ? 1024 : 0;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -54,7 +54,7 @@ struct OperandReader {
 #pragma unroll
             for (int up = 0; up < 2; ++up) {
                 const int out = warp * 16 + (Kind::transposed ? 2 * g + up : g + 8 * up);
-                const uint32_t item = Kind::format == INT4 ? ld_shared_u32(scales_at + 4 * out) : ld_shared_u16(scales_at + 2 * out);
+                const uint32_t item = ld_shared_u32(scales_at + 4 * out);
                 scales[up] = __byte_perm(item, 0, 0x1010);
                 zeros[up] = __byte_perm(item, 0, 0x3232);
             }
@@ -64,7 +64,6 @@ struct OperandReader {
     // Two weights in the low bytes (int4: low nibbles of two halves) -> two fp16.
     __device__ __forceinline__ uint32_t halves(uint32_t codes, int up) const {
         if constexpr (Kind::format == FP8) return e4m3x2_to_half2(codes);
-        if constexpr (Kind::format == INT8) return multiply_half2(u8x2_to_half2(codes), scales[up]);
         return multiply_half2(subtract2(codes | 0x64006400u, zeros[up]), scales[up]);
     }
 
