@@ -206,7 +206,7 @@ def test_active_rows(format_: Format, width: int, ffn: int, share: float) -> Non
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "w8a8"])
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
 def test_steps_of_a_row_have_the_same_bits_each_time(name: str) -> None:
     """All layers of 7.2B: a ring slot may be refilled only after its scales were read."""
     stage, vocab = random_stage("7.2b", GPU, StateFormat.FP16, dtype=name), 65536
