@@ -2,15 +2,15 @@
 //
 //   fp8   e4m3 with an fp32 scale per output. Before sm_89 the bits are shifted instead of converted: values come out
 //         2^-8 times as large, subnormals too (code_scale). There are no NaNs.
-//   int8  u8 1 .. 255 = q + 128, fp16 scale in units of 2^-6 per output and group of 128 inputs.
 //   w8a8  s8, for inputs in 8 bits (w8a8/w8a8_rows.cuh); only hopper_row.cu
-//   int4  u4 0 .. 15, fp16 (scale, 1024 + zero) per output and group: w = (q - zero) * scale.
+//   int4  u4 0 .. 15, fp16 (scale, 1024 + zero) in units of 2^-6 per output and group of 128 inputs:
+//         w = (q - zero) * scale.
 //         Nibble i of a word is input 2i, nibble i + 4 is input 2i + 1.
 #pragma once
 
 #include "common.cuh"
 
-enum Format { FP8 = 0, INT8 = 1, INT4 = 2, HALF = 3, W8A8 = 4 };
+enum Format { FP8 = 0, INT4 = 2, HALF = 3, W8A8 = 4 };
 
 constexpr int GROUP_INPUTS = 128;
 
@@ -45,24 +45,15 @@ __device__ __forceinline__ uint32_t e4m3x2_to_half2(uint32_t codes) {
     return e4m3_bits_to_half(__byte_perm(codes, 0, 0x1404));
 #endif
 }
-__device__ __forceinline__ uint32_t u8x2_to_half2(uint32_t codes) {  // as 1024 + byte - 1152
-    return subtract2(__byte_perm(codes, 0x64646464u, 0x4140), 0x64806480u);
-}
 
-// Four 8-bit weights -> two fp16 pairs, in order.
-template <Format FORMAT>
-__device__ __forceinline__ void unpack_bytes(uint32_t codes, uint32_t& first, uint32_t& second) {
-    if constexpr (FORMAT == FP8) {
+// Four e4m3 -> two fp16 pairs, in order.
+__device__ __forceinline__ void unpack_e4m3(uint32_t codes, uint32_t& first, uint32_t& second) {
 #if CONVERTS_E4M3
-        first = e4m3x2_to_half2(codes), second = e4m3x2_to_half2(codes >> 16);
+    first = e4m3x2_to_half2(codes), second = e4m3x2_to_half2(codes >> 16);
 #else
-        const uint32_t odd = e4m3_bits_to_half(codes), even = e4m3_bits_to_half(codes << 8);
-        first = __byte_perm(even, odd, 0x5410), second = __byte_perm(even, odd, 0x7632);
+    const uint32_t odd = e4m3_bits_to_half(codes), even = e4m3_bits_to_half(codes << 8);
+    first = __byte_perm(even, odd, 0x5410), second = __byte_perm(even, odd, 0x7632);
 #endif
-    } else {
-        first = u8x2_to_half2(codes);
-        second = subtract2(__byte_perm(codes, 0x64646464u, 0x4342), 0x64806480u);
-    }
 }
 
 // Eight 4-bit weights -> pairs (0, 1), (2, 3), (4, 5), (6, 7) minus their zero. `zeros`: 1024 + zero in both halves. In

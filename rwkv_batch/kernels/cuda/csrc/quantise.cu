@@ -92,8 +92,8 @@ __global__ void dequantise_kernel(const void* codes, const void* scales, __half*
             for (int j = 0; j < 4; ++j) pairs[j] = unpack_nibbles(word, j, 0x64006400u);
         } else {
             const uint2 words = __ldg(static_cast<const uint2*>(codes) + i);
-            unpack_bytes<FORMAT>(words.x, pairs[0], pairs[1]);
-            unpack_bytes<FORMAT>(words.y, pairs[2], pairs[3]);
+            unpack_e4m3(words.x, pairs[0], pairs[1]);
+            unpack_e4m3(words.y, pairs[2], pairs[3]);
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {

@@ -1,19 +1,18 @@
 // GEMV on Hopper's tensor cores for 8- and 4-bit weights: y = act(x @ W^T), one row, several weights per launch.
 //
-// in     qweight  [n, k] fp8, int8, int4 or W8A8; or fp16 without scales
-//        scales   fp8, W8A8 [n] fp32; int8 [k / 128, n] fp16; int4 [k / 128, n] fp16 (scale, 1024 + zero)
+// in     qweight  [n, k] fp8, int4 or W8A8; or fp16 without scales
+//        scales   fp8, W8A8 [n] fp32; int4 [k / 128, n] fp16 (scale, 1024 + zero)
 //        weight_ratios, factors, order   W8A8: as in w8a8_rows.cuh
 //        x        [k] fp16; or computed in every CTA from `norm` (residual add, LayerNorm, token shift, mix)
 //
 // out    y        [n] fp16 or fp32
 //
-// inout  value    optional, int8 and int4: ffn.value in the launch of ffn.key (hopper_row_value.cuh)
+// inout  value    optional, int4: ffn.value in the launch of ffn.key (hopper_row_value.cuh)
 //
 // Operand A: weights in shared memory as TMA wrote them; 8-bit weights never enter a register.
 // Operand B: x split into parts, so that an fp16 input loses only bits below 1/4,000 of its group's maximum.
 //   fp8    3 parts e4m3, each in units of 1/16 of the previous one; sums leave the tensor cores every 128 inputs,
 //          because the fp8 units accumulate in about 14 bits
-//   int8   3 bytes of a 24-bit integer, one scale per 128 inputs
 //   int4   2 bytes of a 16-bit integer; nibbles become bytes by masks, multiplied by mma.m16n8k32 per warp
 //   W8A8   codes of x, rounded in every CTA (w8a8_rows.cuh); sums are exact
 //   fp16   x itself
@@ -29,8 +28,8 @@
 // first loads, which would queue behind them.
 // Shared memory: 156 KB (fp8) or 164 KB; with a value 225 KB; ring, operand B 16 KB, partial sums; with a value its
 // active rows (60 KB).
-// Bound: memory; W and scales once, x 2 k bytes per CTA. Share of 4.8 TB/s (H200): head [65,536, 4,096] fp8 85 %, int8
-// 83 %; ffn.key with ffn.value int8 65 %, int4 55 %.
+// Bound: memory; W and scales once, x 2 k bytes per CTA. Share of 4.8 TB/s (H200): head [65,536, 4,096] fp8 85 %, W8A8
+// 83 %; ffn.key with ffn.value int4 55 %.
 // Made for: one row, k <= 4,096, k % 128 == 0 (int4: 256, fp16: 64).
 //
 // add_fixed_point: x_out [C] fp16 = x [C] fp16 + sums [8, C / 8] int64. One CTA of C / 8 threads, no shared memory.
@@ -100,14 +99,13 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using namespace hopper;
     using Tile = RowTile<FORMAT>;
-    using Sum = std::conditional_t<FORMAT == FP8, float, int>;
     using Mix = RowMix<CONSUMERS>;
     extern __shared__ unsigned char dynamic[];
     const uint32_t ring = (smem_address(dynamic) + 1023) & ~1023u, x = ring + STAGES * Tile::BYTES;
     RowSmem& smem = *reinterpret_cast<RowSmem*>(dynamic + (x + INPUT_BYTES - smem_address(dynamic)));
     ValueSmem& value_smem = *reinterpret_cast<ValueSmem*>(&smem + 1);
     const unsigned char* const value_rows = reinterpret_cast<const unsigned char*>(&value_smem + 1);
-    const int value_bytes = FORMAT == INT4 ? p.args.value.width / 2 : p.args.value.width;
+    const int value_bytes = p.args.value.width / 2;
     const int value_slots = HAS_VALUE ? VALUE_BYTES / value_bytes : 0;
     const CtaUnits cta_units = units_of_cta(p, blockIdx.x);
     const int warp = __shfl_sync(FULL_MASK, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane & 3;
@@ -254,7 +252,7 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
                     multiply_word(1, low.w, high.w, b[1].z, b[1].w);
                 }
                 const int known = min(input_group, groups - 1);
-                const float x_scale = input_group < groups ? smem.scales[known] : 0.0f, operand_sum = smem.input_sums[known][0];
+                const float x_scale = input_group < groups ? smem.scales[known] : 0.0f, operand_sum = smem.input_sums[known];
                 release_stage_after_loads(empty + 8 * stage, lane, items[0] | items[1] | products[0][0] | products[1][0]);
                 advance_stage();
 #pragma unroll
@@ -324,65 +322,38 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
                     for (int i = 0; i < 2; ++i) exact[i] += group == 0 ? in_units_of_rest(products[pair][2 * i], ratios[i]) : products[pair][2 * i];
                 }
             }
-        } else if constexpr (FORMAT != INT4) {
+        } else if constexpr (FORMAT == FP8) {
             constexpr int PAIRS = Tile::GROUPS / 2;  // pairs of input groups
             const int groups = m.k / GROUP_INPUTS;
             for (; step < steps; step += WARPGROUPS) {
                 mbarrier_wait(full + 8 * stage, parity);
                 const uint32_t tile = ring + stage * Tile::BYTES;
-                Sum products[PAIRS][4];
+                float products[PAIRS][4];
                 const int first_pair = step * PAIRS;
-                const auto input_group = [&](int pair) { return min(2 * (first_pair + pair) + k_half, groups - 1); };
-                uint16_t items[PAIRS][2];  // loaded before wgmma: after it they arrive late, and so does the release of the stage
-                uint32_t loaded = 0;
-#pragma unroll
-                for (int pair = 0; pair < (Tile::grouped ? PAIRS : 0); ++pair) {
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const uint32_t at = tile + TILE_DATA_BYTES + ((input_group(pair) - step * Tile::GROUPS) * OUTPUTS_PER_UNIT + output + 8 * i) * Tile::SCALE_ITEM;
-                        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(items[pair][i]) : "r"(at) : "memory");
-                        loaded |= items[pair][i];
-                    }
-                }
                 wgmma_fence();
 #pragma unroll
                 for (int pair = 0; pair < PAIRS; ++pair) {
                     const uint64_t a = smem_descriptor(tile + pair * (TILE_DATA_BYTES / PAIRS));
                     const uint64_t b = smem_descriptor_rows16(x + (first_pair + pair) * PAIR_BYTES, 128, 128);
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        if constexpr (FORMAT == FP8) wgmma_e4m3_n8(products[pair], a + 2 * j, b + 16 * j, j);
-                        else wgmma_u8s8(products[pair], a + 2 * j, b + 16 * j, j);
-                    }
+                    for (int j = 0; j < 4; ++j) wgmma_e4m3_n8(products[pair], a + 2 * j, b + 16 * j, j);
                 }
                 wgmma_commit();
-                // Scales of x, and the sums that undo the weights' offset.
-                float x_scale[PAIRS], operand_sum[PAIRS];
+                float x_scale[PAIRS];
 #pragma unroll
-                for (int pair = 0; pair < PAIRS; ++pair) {
-                    x_scale[pair] = smem.scales[input_group(pair)];
-                    if constexpr (Tile::grouped) operand_sum[pair] = smem.input_sums[input_group(pair)][is_third_part];
-                }
+                for (int pair = 0; pair < PAIRS; ++pair) x_scale[pair] = smem.scales[min(2 * (first_pair + pair) + k_half, groups - 1)];
                 wgmma_wait<0>();
-                release_stage_after_loads(empty + 8 * stage, lane, loaded);
+                release_stage(empty + 8 * stage, lane);
                 advance_stage();
 #pragma unroll
                 for (int pair = 0; pair < PAIRS; ++pair) {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        if constexpr (FORMAT == FP8) asm volatile("" : "+f"(products[pair][i])::"memory");
-                        else asm volatile("" : "+r"(products[pair][i])::"memory");
-                    }
+                    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(products[pair][i])::"memory");
                     if (2 * (first_pair + pair) + k_half >= groups) continue;
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        const Sum one = products[pair][2 * i], other = products[pair][2 * i + 1];
-                        if constexpr (FORMAT == FP8) {
-                            sums[i] = fmaf(is_third_part ? one * 0x1p-8f : fmaf(other, 0x1p-4f, one), x_scale[pair], sums[i]);
-                        } else {
-                            const float integer = is_third_part ? static_cast<float>(one) : fmaf(static_cast<float>(one), 65536.0f, static_cast<float>(other) * 256.0f);
-                            sums[i] = fmaf(fmaf(-128.0f, operand_sum[pair], integer), x_scale[pair] * __half2float(__ushort_as_half(items[pair][i])), sums[i]);
-                        }
+                        const float one = products[pair][2 * i], other = products[pair][2 * i + 1];
+                        sums[i] = fmaf(is_third_part ? one * 0x1p-8f : fmaf(other, 0x1p-4f, one), x_scale[pair], sums[i]);
                     }
                 }
             }
@@ -434,12 +405,11 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
     }
     if constexpr (HAS_VALUE) {
         sync_consumers();
-        using Value = ValueSums<FORMAT>;
-        using Raw = typename Value::Raw;
+        using Raw = ValueSums::Raw;
         const RowValueArgs& value_args = p.args.value;
         const int c = 8 * threadIdx.x, count = value_smem.count, num_cached = min(count, value_slots);
         if (c < value_args.width) {
-            Value value;
+            ValueSums value;
             mbarrier_wait(smem_address(&value_smem.full), 0);
             const auto* const mine = reinterpret_cast<const Raw*>(value_rows) + threadIdx.x;
             const auto* const all = reinterpret_cast<const Raw*>(value_args.qweight) + threadIdx.x;
@@ -533,7 +503,7 @@ static int launch_format(const QuantLaunchArgs& args, void* stream) {
         }
         if (RowTile<FORMAT>::grouped && m.scales != nullptr && !tensor_map_scales<FORMAT>(&p.scales[i], m)) return static_cast<int>(cudaErrorInvalidValue);
     }
-    if constexpr (FORMAT == INT8 || FORMAT == INT4) {
+    if constexpr (FORMAT == INT4) {
         if (args.value.qweight != nullptr) return assign_value_ctas(p) ? launch_row<FORMAT, false, true>(p, stream) : static_cast<int>(cudaErrorInvalidValue);
     }
     if (args.value.qweight != nullptr) return static_cast<int>(cudaErrorInvalidValue);
@@ -546,7 +516,6 @@ RWKV_API int rwkv_hopper_row(const QuantLaunchArgs* args, void* stream) {
     if (args->rows != 1) return static_cast<int>(cudaErrorInvalidValue);
     switch (args->format) {
         case FP8: return launch_format<FP8>(*args, stream);
-        case INT8: return launch_format<INT8>(*args, stream);
         case INT4: return launch_format<INT4>(*args, stream);
         case W8A8: return launch_format<W8A8>(*args, stream);
     }

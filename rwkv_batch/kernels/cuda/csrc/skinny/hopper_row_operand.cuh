@@ -22,11 +22,6 @@ __device__ __forceinline__ void wgmma_e4m3_n8(float (&s)[4], uint64_t a, uint64_
                  "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0,%1,%2,%3}, %4, %5, add, 1, 1;\n}"
                  : "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]) : "l"(a), "l"(b), "r"(add));
 }
-__device__ __forceinline__ void wgmma_u8s8(int (&s)[4], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k32.s32.u8.s8 {%0,%1,%2,%3}, %4, %5, add;\n}"
-                 : "+r"(s[0]), "+r"(s[1]), "+r"(s[2]), "+r"(s[3]) : "l"(a), "l"(b), "r"(add));
-}
 __device__ __forceinline__ void wgmma_s8s8_n8(int (&s)[4], uint64_t a, uint64_t b, int add) {
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%0,%1,%2,%3}, %4, %5, add;\n}"
@@ -165,7 +160,8 @@ __device__ __forceinline__ void store_operand(uint32_t x, RowSmem& smem, int c, 
         for (int part = 0; part < PARTS; ++part)
             st_shared_v2(to + c % 128 / 16 * 128 + part * 16 + (c & 8), codes[part][0] | codes[part][1] << 16, codes[part][2] | codes[part][3] << 16);
         if ((threadIdx.x & 15) == 0) smem.scales[group] = exponent < 255u ? __uint_as_float((exponent - 7u) << 23) : largest;
-    } else if constexpr (FORMAT == INT4) {
+    } else {
+        static_assert(FORMAT == INT4);
         // Two bytes, ordered as a lane unpacks a word: low nibbles of its bytes, then high nibbles. The weights are 16
         // times as large.
         constexpr float MAX_INTEGER = 127.0f * 256.0f;
@@ -184,33 +180,7 @@ __device__ __forceinline__ void store_operand(uint32_t x, RowSmem& smem, int c, 
         st_shared_v2(at ^ SECOND_PART_OFFSET, pack_bytes(low[0], low[4], low[1], low[5]), pack_bytes(low[2], low[6], low[3], low[7]));
         if ((threadIdx.x & 15) == 0) {
             smem.scales[group] = largest / (16.0f * MAX_INTEGER);
-            smem.input_sums[group][0] = static_cast<float>(16 * sum);
-        }
-    } else {
-        constexpr float MAX_INTEGER = 127.0f * 65536.0f;
-        const float inverse = largest > 0.0f ? MAX_INTEGER / largest : 0.0f;
-        int parts[PARTS][8], sums[PARTS] = {};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const int v = __float2int_rn(f[j] * inverse), high = (v + 32896) >> 16, rest = v - (high << 16), middle = (rest + 128) >> 8;
-            parts[0][j] = high, parts[1][j] = middle, parts[2][j] = rest - (middle << 8);
-        }
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) sums[part] += parts[part][j];
-            sums[part] = half_warp_sum(sums[part]);
-        }
-        if (!inside) return;
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            const auto& v = parts[part];
-            st_shared_v2(to + c % 128 / 16 * 128 + part * 16 + (c & 8), pack_bytes(v[0], v[1], v[2], v[3]), pack_bytes(v[4], v[5], v[6], v[7]));
-        }
-        if ((threadIdx.x & 15) == 0) {
-            smem.scales[group] = largest / MAX_INTEGER;
-            smem.input_sums[group][0] = static_cast<float>(sums[0] * 256 + sums[1]) * 256.0f;
-            smem.input_sums[group][1] = sums[2];
+            smem.input_sums[group] = static_cast<float>(16 * sum);
         }
     }
 }

@@ -13,9 +13,9 @@ constexpr int TILE_DATA_BYTES = OUTPUTS_PER_UNIT * PIECES * TILE_K_BYTES, INPUT_
 
 template <Format FORMAT>
 struct RowTile {
-    static constexpr bool grouped = FORMAT == INT8 || FORMAT == INT4;
+    static constexpr bool grouped = FORMAT == INT4;
     static constexpr int GROUPS = FORMAT == INT4 ? 2 * PIECES : PIECES;  // groups of 128 inputs per tile
-    static constexpr int SCALE_ITEM = FORMAT == INT4 ? 4 : 2;
+    static constexpr int SCALE_ITEM = 4;
     static constexpr int BYTES = TILE_DATA_BYTES + (grouped ? 1024 : 0);  // weights, then scales
 };
 
@@ -23,7 +23,7 @@ struct RowSmem {
     uint64_t full[STAGES], empty[STAGES];
     uint64_t requested[2];  // mbarriers: the warps have issued the loads of constants; of the row
     float scales[MAX_CACHED_K / GROUP_INPUTS];  // scales of x
-    float input_sums[MAX_CACHED_K / GROUP_INPUTS][2];  // sums of the upper two parts, and of the third, for weights with an offset
+    float input_sums[MAX_CACHED_K / GROUP_INPUTS];  // int4: sums of x, for weights with an offset
     float sums[2][2 * WARPGROUPS][OUTPUTS_PER_UNIT];  // partial sums of a unit, two per warpgroup; two buffers
     MixSmem mix;
     W8A8Maxima maxima;

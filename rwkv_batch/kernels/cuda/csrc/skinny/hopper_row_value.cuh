@@ -22,12 +22,10 @@ struct alignas(16) ValueSmem {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Eight columns of h @ Wt in fp32. An integer code is used as the bits of a subnormal fp32 without conversion: 2^-149
-// per unit, times 16 or 256 per position.
-template <Format FORMAT>
+// Eight columns of h @ Wt in fp32, int4. A code is used as the bits of a subnormal fp32 without conversion: 2^-149 per
+// unit, times 16 per position.
 struct ValueSums {
-    static_assert(FORMAT != FP8);
-    using Raw = std::conditional_t<FORMAT == INT4, uint32_t, uint2>;  // eight weights of a row
+    using Raw = uint32_t;  // eight weights of a row
     static constexpr float LIFT = 0x1p100f;  // scales inputs, so that products are normal
     float sums[8] = {}, inputs = 0.0f;
 
@@ -36,37 +34,23 @@ struct ValueSums {
         inputs += x;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            uint32_t code;
-            if constexpr (FORMAT == INT4) code = (i < 5 ? raw : raw >> 12) & 0xfu << bits_below(i);
-            else code = (i < 4 ? raw.x : raw.y) >> i % 4 / 2 * 16 & 0xffu << bits_below(i);
+            const uint32_t code = (i < 5 ? raw : raw >> 12) & 0xfu << bits_below(i);
             sums[i] = fmaf(lifted, __uint_as_float(code), sums[i]);
         }
     }
-    __device__ static constexpr uint32_t bits_below(int i) { return FORMAT == INT4 ? 4 * (i < 5 ? i : i - 3) : 8 * (i % 2); }
-    __device__ static constexpr int column(int i) { return FORMAT == INT4 ? 2 * (i % 4) + i / 4 : i; }
+    __device__ static constexpr uint32_t bits_below(int i) { return 4 * (i < 5 ? i : i - 3); }
+    __device__ static constexpr int column(int i) { return 2 * (i % 4) + i / 4; }
 
     // Scales the sums and orders them by column. group: input group of the rows; c: first column.
     __device__ __forceinline__ void finish(const void* scales, int group, int width, int c, float (&out)[8]) const {
-        const int64_t at = static_cast<int64_t>(group) * width + c;
-        float scale[8], zero[8];
-        if constexpr (FORMAT == INT4) {
-            const auto* const from = reinterpret_cast<const uint4*>(static_cast<const uint32_t*>(scales) + at);
-            const uint4 low = __ldg(from), high = __ldg(from + 1);
-            const uint32_t items[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float2 item = __half22float2(*reinterpret_cast<const __half2*>(&items[i]));
-                scale[i] = item.x, zero[i] = item.y - 1024.0f;
-            }
-        } else {
-            unpack8(__ldg(reinterpret_cast<const uint4*>(static_cast<const __half*>(scales) + at)), scale);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) zero[i] = 128.0f;
-        }
+        const auto* const from = reinterpret_cast<const uint4*>(static_cast<const uint32_t*>(scales) + static_cast<int64_t>(group) * width + c);
+        const uint4 low = __ldg(from), high = __ldg(from + 1);
+        const uint32_t items[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const float unit = __uint_as_float((127u + 149u - 100u - bits_below(i)) << 23);  // value of one unit, without LIFT
-            out[column(i)] = fmaf(-zero[column(i)], inputs, sums[i] * unit) * scale[column(i)] * code_scale<FORMAT>();
+            const float2 item = __half22float2(*reinterpret_cast<const __half2*>(&items[column(i)]));
+            out[column(i)] = fmaf(1024.0f - item.y, inputs, sums[i] * unit) * item.x * code_scale<INT4>();
         }
     }
 };

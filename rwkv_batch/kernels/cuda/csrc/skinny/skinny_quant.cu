@@ -150,7 +150,7 @@ struct QuantChunk {
 #pragma unroll
                 for (int up = 0; up < 2; ++up) {
                     const uint32_t codes = word(w[tile][up][part], i);
-                    unpack_bytes<FORMAT>(codes, a[tile].x[up], a[tile].x[up + 2]);
+                    unpack_e4m3(codes, a[tile].x[up], a[tile].x[up + 2]);
                 }
             }
 #pragma unroll

@@ -140,10 +140,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) sparse_few_quant_kernel(const S
                 for (int w = 0; w < 4; ++w) {
                     uint32_t low[4], high[4];
                     const uint32_t r0 = word_of(raw[f][0], w), r1 = word_of(raw[f][1], w), r8 = word_of(raw[f][2], w), r9 = word_of(raw[f][3], w);
-                    unpack_bytes<FP8>(__byte_perm(r0, r1, 0x5140), low[0], low[1]);
-                    unpack_bytes<FP8>(__byte_perm(r0, r1, 0x7362), low[2], low[3]);
-                    unpack_bytes<FP8>(__byte_perm(r8, r9, 0x5140), high[0], high[1]);
-                    unpack_bytes<FP8>(__byte_perm(r8, r9, 0x7362), high[2], high[3]);
+                    unpack_e4m3(__byte_perm(r0, r1, 0x5140), low[0], low[1]);
+                    unpack_e4m3(__byte_perm(r0, r1, 0x7362), low[2], low[3]);
+                    unpack_e4m3(__byte_perm(r8, r9, 0x5140), high[0], high[1]);
+                    unpack_e4m3(__byte_perm(r8, r9, 0x7362), high[2], high[3]);
 #pragma unroll
                     for (int m = 0; m < 2; ++m)
                         mma(sums[2 * w + m], Fragment{{low[2 * m], low[2 * m + 1], high[2 * m], high[2 * m + 1]}}, x[f].x, x[f].y);

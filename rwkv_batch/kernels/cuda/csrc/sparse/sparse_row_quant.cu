@@ -40,8 +40,8 @@ struct Fp8Row {
 
     __device__ static __forceinline__ int column(int g, int i) { return 4 * g + i; }
     __device__ static __forceinline__ void pair(Raw a, Raw b, const ScaleItem (&)[4], uint32_t (&out)[4]) {
-        unpack_bytes<FP8>(__byte_perm(a, b, 0x5140), out[0], out[1]);
-        unpack_bytes<FP8>(__byte_perm(a, b, 0x7362), out[2], out[3]);
+        unpack_e4m3(__byte_perm(a, b, 0x5140), out[0], out[1]);
+        unpack_e4m3(__byte_perm(a, b, 0x7362), out[2], out[3]);
     }
     __device__ static __forceinline__ float scale(ScaleItem) { return 1.0f; }
     __device__ __forceinline__ float final_scale(int column) const {

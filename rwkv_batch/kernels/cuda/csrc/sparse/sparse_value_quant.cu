@@ -40,8 +40,8 @@ struct Fp8Rows {
     }
     __device__ __forceinline__ void load_scales(Scales&, int, int, int, int) const {}
     __device__ __forceinline__ void pair(const Raw& a, const Raw& b, const Scales&, uint32_t (&out)[4]) const {
-        unpack_bytes<FP8>(__byte_perm(a, b, 0x5140), out[0], out[1]);
-        unpack_bytes<FP8>(__byte_perm(a, b, 0x7362), out[2], out[3]);
+        unpack_e4m3(__byte_perm(a, b, 0x5140), out[0], out[1]);
+        unpack_e4m3(__byte_perm(a, b, 0x7362), out[2], out[3]);
     }
     __device__ __forceinline__ float scale(const Scales&, int) const { return 1.0f; }
     __device__ __forceinline__ float final_scale(int column) const { return code_scale<FP8>() * __ldg(scales + column); }
