@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -224,17 +225,26 @@ def check_launches(folder: Path) -> None:
         assert len(met) > 30
 
 
-def main() -> None:
-    known = {path.name: digest(path) for path in product_sources()}
-    changed = to_compile()
+def main() -> int:
+    """Record what compiles and fits. Returns 1 if something does not; the record is without it."""
+    changed, failed = to_compile(), False
+    known = {path.name: digest(path) for path in product_sources() if path not in changed}
     with compiling(changed), tempfile.TemporaryDirectory() as folder:
         for source in changed:
             print(f"compiling {source.name}", flush=True)
-            check_compiled(source)
+            try:
+                check_compiled(source)
+            except AssertionError as error:
+                print(error, flush=True)
+                failed = True
+            else:
+                known[source.name] = digest(source)
+        known = dict(sorted(known.items()))
+        COMPILED.write_text(json.dumps(known, indent=1) + "\n")
         if not is_recorded(LAUNCHES, launches_digest()):
             check_launches(Path(folder))
-    known[LAUNCHES] = launches_digest()
-    COMPILED.write_text(json.dumps(known, indent=1) + "\n")
+    COMPILED.write_text(json.dumps({**known, LAUNCHES: launches_digest()}, indent=1) + "\n")
+    return int(failed)
 
 
 def build_library(folder: Path) -> ctypes.CDLL:
@@ -407,4 +417,4 @@ def problems(card: Card, launch: Record, needs_of: dict[str, Needs]) -> list[str
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
