@@ -64,7 +64,7 @@ LAUNCHING_FILES = (
 )
 """Where the arguments of launches come from: what this module imports."""
 WIDTHS = (768, 1024, 1536, 2048, 2560, 3072, 4096)
-MAX_SPILL_BYTES = 160
+MAX_SPILL_BYTES = 192
 SOMEWHERE = 1 << 20
 VOCAB = 65536
 KIB = 1024
