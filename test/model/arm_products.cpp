@@ -10,7 +10,6 @@ extern "C" {
 int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t packing);
 void rwkv_pack_fp32(const float*, int64_t, int64_t, int64_t in, int64_t out, float*, int64_t threads);
 void rwkv_pack_bf16(const uint16_t*, int64_t, int64_t, int64_t in, int64_t out, uint16_t*, int64_t threads);
-void rwkv_pack_int8(const int8_t*, const int8_t*, const float*, int64_t in, int64_t out, int8_t*, int64_t threads);
 int64_t rwkv_linear(const void* gemms, int64_t count, int64_t rows, int64_t threads);
 void* sampler_new(int64_t max_rows, int64_t vocab, const uint8_t* penalty_exempt);
 void sampler_admit(void*, int64_t slot, const void* parameters, const int32_t*, const float*);
@@ -30,20 +29,17 @@ constexpr int64_t IN = 96, OUT = 72, ROWS = 5, VOCAB = 512, DRAWS = 64;
 int main() {
   uint32_t state = 1;
   auto number = [&] { return int32_t((state = state * 1664525u + 1013904223u) >> 8) / float(1 << 23) - 1.f; };
-  std::vector<float> weight(OUT * IN), x(ROWS * IN), y(ROWS * OUT), scales(OUT, 0.01f);
+  std::vector<float> weight(OUT * IN), x(ROWS * IN), y(ROWS * OUT);
   std::vector<uint16_t> halves(OUT * IN);
-  std::vector<int8_t> codes(OUT * IN);
   for (auto& one : x) one = number();
   for (int64_t i = 0; i < OUT * IN; ++i) {
-    codes[i] = int8_t(number() * 127);
-    weight[i] = codes[i] / 128.f;  // exact in bf16
+    weight[i] = int8_t(number() * 127) / 128.f;  // exact in bf16
     halves[i] = uint16_t(reinterpret_cast<uint32_t&>(weight[i]) >> 16);
   }
-  for (int64_t packing : {0, 1, 2}) {
+  for (int64_t packing : {0, 1}) {
     void* packed = std::aligned_alloc(64, (rwkv_packed_bytes(IN, OUT, packing) + 127) / 64 * 64);
     if (packing == 0) rwkv_pack_fp32(weight.data(), IN, 1, IN, OUT, static_cast<float*>(packed), 2);
     if (packing == 1) rwkv_pack_bf16(halves.data(), IN, 1, IN, OUT, static_cast<uint16_t*>(packed), 2);
-    if (packing == 2) rwkv_pack_int8(codes.data(), nullptr, scales.data(), IN, OUT, static_cast<int8_t*>(packed), 2);
     const Gemm gemm{{packed, IN, OUT, packing, packing == 1 ? 3 : 1}, x.data(), y.data(), 0};
     rwkv_linear(&gemm, 1, ROWS, 2);
     for (float one : y) std::printf("%.9g\n", one);

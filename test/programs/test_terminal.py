@@ -79,6 +79,7 @@ def test_a_log_that_is_no_terminal_has_no_colours(tiny_model: Path) -> None:
     screen = terminal("--model-path", str(tiny_model), "--host", "0.0.0.0", "--port", str(free_port()), NO_COLOR="1")
     screen.expect("NO PASSWORD[^\n]*\n")
     assert "\x1b[33m" not in screen.before + screen.after
+    screen.expect("Ctrl-C stops it")
     screen.sendintr()
     screen.expect(pexpect.EOF)
     screen.close()

@@ -106,5 +106,6 @@ def test_tokens_and_templates(fake: Service) -> None:
 def test_properties_and_slots(fake: Service) -> None:
     props = fake.get("/props").json()
     assert props["default_generation_settings"]["n_ctx"] == 262_144 and props["total_slots"] >= 1
+    fake.wait_idle()
     assert not fake.get("/slots").json()[0]["is_processing"]
     assert fake.get("/version").json()["version"] and fake.get("/ping").status_code == 200

@@ -198,11 +198,11 @@ def test_bad_translations_are_named(content: str, name: str, expected: str) -> N
 
 def test_a_check_keeps_one_line_at_a_time() -> None:
     """A check of 30 MB took 370 MB."""
-    content = "".join(f'{{"prompt": "What is {i}?", "completion": "A number."}}\n' for i in range(1500)).encode()
+    content = "".join(f'{{"prompt": "What is {i}?", "completion": "A number."}}\n' for i in range(6000)).encode()
     check_data(content[:500], "d.jsonl")  # loads the vocabulary
     tracemalloc.start()
     try:
-        assert check_data(content, "d.jsonl") == ([], 1500)
+        assert check_data(content, "d.jsonl") == ([], 6000)
         check_peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         data = read_data(content, "d.jsonl")
