@@ -84,7 +84,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--start", type=Path, help="a compact file to continue from")
     parser.add_argument("--sentences", type=int, default=1000, help="held-out sentences to evaluate; 0: none")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if not given.vocabulary_documents and given.start is None:
+        parser.error("--vocabulary-documents 0 takes the ids of --start FILE; give both, or a number of documents")
+    return given
 
 
 def main() -> None:

@@ -189,7 +189,13 @@ async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
         copy = get_store(context).adapter_path(new_id(_PUBLISHED)).with_suffix(suffix)
         await call_store(copy.parent.mkdir, _COPY_UNWRITABLE, FOLDER_MODE, True, True)
         await call_store(write_private, _COPY_UNWRITABLE, copy, body.content)
-        info = await _load_copy(context, AddAdapter(body.name, str(copy), body.scale, is_own=True))
+        try:
+            info = await _load_copy(context, AddAdapter(body.name, str(copy), body.scale, is_own=True))
+        except ServiceError as error:
+            if error.info.field != "file":
+                raise
+            reason = error.info.message.removeprefix("file: ").replace(f"adapter file {copy}", str(copy))
+            raise invalid("content", reason.replace(str(copy), "the uploaded file"), None) from None
     return json_response(_adapter_entry(context, info))
 
 
