@@ -35,6 +35,7 @@ import torch
 from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.record import Arguments, commit, finish
 from demo.files import ensure_model
+from native.tensors import on_device
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.drafters import Drafter, DraftModel, ModelDrafter, Wanted
 from rwkv_batch.core.sequence import Sequence
@@ -42,6 +43,7 @@ from rwkv_batch.core.speculation import make_drafters
 from rwkv_batch.engine import Engine
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
+from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
@@ -65,19 +67,24 @@ PERSON = {
 class Oracle:
     """A draft model whose steps run. Its guesses are replaced: each is right with probability `rate`."""
 
-    def __init__(self, model: DraftModel | None, rate: float) -> None:
+    def __init__(self, model: DraftModel | None, rate: float, device: torch.device) -> None:
         """model: None: guesses take no time"""
-        self._model = model
+        self._model, self._device = model, device
         self._rate = rate
         self._rng = random.Random(0)
 
-    def guess(self, wanted: list[Wanted]) -> None:
+    def guess(self, wanted: list[Wanted]) -> DeviceGuesses:
         """See DraftModel."""
+        started = time.monotonic()
         if self._model is not None:
             self._model.guess(wanted)
+        longest = max(one.num_tokens for one in wanted)
+        rows = [[FORCED if self._rng.random() < self._rate else OTHER for _ in range(longest)] for _ in wanted]
         for drafter, _, length, count in wanted:
-            drafter.num_read = length
-            drafter.guesses = [FORCED if self._rng.random() < self._rate else OTHER for _ in range(count)]
+            drafter.num_read, drafter.guesses = length, [0] * count
+        # They are there when the draft model's steps are done: the copy is behind them on the device.
+        tokens = on_device([token for row in rows for token in row], torch.int64, self._device).view(len(rows), -1)
+        return DeviceGuesses([one.drafter for one in wanted], tokens, started)
 
 
 class Answer:
@@ -180,7 +187,7 @@ def use_oracle(engine: Engine, model: DraftModel | None, rate: float | None) -> 
         drafter.name = f"oracle {rate}"  # the controller learns the acceptance of each name
         return [drafter]
 
-    engine.speculation.model = None if rate is None else Oracle(model, rate)
+    engine.speculation.model = None if rate is None else Oracle(model, rate, engine.model_runner.device)
     engine.speculation.make_drafters = drafters if rate is not None else make_drafters
 
 

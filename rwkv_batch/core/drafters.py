@@ -120,6 +120,9 @@ class ModelDrafter:
         self.name = "model"
         self.num_read = 0
         self.guesses: list[int] = []
+        """filled in by `Guesses.read`"""
+        self.pending: Guesses | None = None
+        """the model may not have finished `guesses`"""
 
     def propose(self, ids: Sequence[int], length: int, count: int) -> list[int]:
         """Return the guesses of the last `DraftModel.guess` for this text."""
@@ -150,11 +153,25 @@ class Wanted(NamedTuple):
     num_tokens: int
 
 
+class Guesses(Protocol):
+    """The guesses of one call, which the device may not have finished."""
+
+    seconds: float
+    """from the call to `read`"""
+
+    def read(self) -> None:
+        """Fill in `ModelDrafter.guesses` and end `ModelDrafter.pending`. Waits for the device."""
+        ...
+
+
 class DraftModel(Protocol):
     """A model that guesses the next tokens of many rows in one call."""
 
-    def guess(self, wanted: list[Wanted]) -> None:
-        """Set `ModelDrafter.guesses` of rows whose texts it has read. Waits for the device."""
+    def guess(self, wanted: list[Wanted]) -> Guesses | None:
+        """Set `ModelDrafter.guesses` of rows whose texts it has read. They are zeros until `Guesses.read`.
+
+        None: there are no such rows. Does not wait for the device.
+        """
         ...
 
 
@@ -213,6 +230,14 @@ class Draft:
     sampled: list[int] = field(default_factory=list)
     """the tokens after each drafted one, sampled as if all before were accepted; []: they are sampled one by one"""
 
+    def read_guesses(self) -> None:
+        """Fill in `tokens` if a draft model guesses them. Waits for it."""
+        drafter = self.drafter.drafter
+        if isinstance(drafter, ModelDrafter):
+            if drafter.pending is not None:
+                drafter.pending.read()
+            self.tokens[:] = drafter.guesses[: len(self.tokens)]
+
     def accepts(self, ids: Sequence[int]) -> bool:
         """Return whether the row's tokens agree with the draft, and the next one is sampled from its logits."""
         count = len(ids) - self.start
@@ -234,14 +259,14 @@ class Draft:
         return tokens
 
 
-def best_length(rate: float, fixed_cost: float, token_cost: float) -> tuple[int, float]:
+def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKENS) -> tuple[int, float]:
     """Return the number of tokens to draft, and how many tokens that gains. 0 if no draft pays.
 
     rate: chance that a token is accepted
-    fixed_cost, token_cost: time of a draft and of each token, in tokens that the step yields in it without drafts
+    token_cost: time of each token, in tokens that the step yields in it without drafts
     """
-    best, best_gain, gain, chance = 0, 0.0, -fixed_cost, 1.0
-    for length in range(1, MAX_DRAFT_TOKENS + 1):
+    best, best_gain, gain, chance = 0, 0.0, 0.0, 1.0
+    for length in range(1, max_length + 1):
         chance *= rate
         gain += chance - token_cost
         if gain > best_gain:

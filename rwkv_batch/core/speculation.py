@@ -28,6 +28,7 @@ from rwkv_batch.core.drafters import (
     Draft,
     Drafter,
     DraftModel,
+    Guesses,
     LookupDrafter,
     ModelDrafter,
     RowDrafter,
@@ -48,12 +49,10 @@ DECAY = 0.95
 SKIPPED_STEPS = 2
 PROBE_TOKENS = 4
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
-PROBE_GAIN = 1e-6
-"""The expected gain of such a draft, which is less than of any draft that pays."""
 PROBE_SHARE = 0.005
 """Share of the time for such drafts."""
 MAX_PROBES = 2.0
-"""Their cost at most, in tokens, after a time without them."""
+"""Their cost at most, in steps, after a time without them."""
 
 
 def make_drafters(sequence: Sequence, mode: str = "auto", has_model: bool = False) -> list[Drafter]:
@@ -72,15 +71,17 @@ class DraftCost(NamedTuple):
     """Cost of drafts in tokens: those that the step yields without drafts in the same time."""
 
     fixed: float
-    """of a row's draft of any length"""
+    """of a step's drafts of any number and length"""
     token: float
-    """of each of its tokens"""
-    per_second: float = 0.0
-    """tokens that a step yields in a second; 0: not measured"""
+    """of each of their tokens"""
+    guess: float
+    """of each further token that the draft model guesses, for all rows together"""
 
 
-CERTAIN_COST = DraftCost(0.3, 0.1)
+CERTAIN_COST = DraftCost(0.4, 0.1, 0.1)
 """For one row, before anything is measured."""
+MAX_HOST_S = 0.001
+"""Between two steps, if rows run: a step with drafts is launched after the tokens of the one before are processed."""
 
 
 @dataclass(slots=True)
@@ -93,8 +94,6 @@ class StepTimes:
     """first steps with drafts, which may compile or capture something, so they are not measured"""
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
     """of 1, n, n * n, added seconds, n * added seconds in steps with n drafted tokens; older ones count less"""
-    num_drafting: int = 1
-    """rows with a draft in the last such step"""
 
     def count(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
         """Count a step with this many drafted tokens."""
@@ -120,13 +119,14 @@ class StepTimes:
         token_s = min(max(token_s, 0.0), added / n)
         return (added - token_s * n) / weight, token_s
 
-    def cost(self, num_rows: int) -> DraftCost:
-        """Return the cost of a row's draft in a step of this many rows."""
+    def cost(self, num_rows: int, model_s: float) -> DraftCost:
+        """Return the cost of drafts in a step of this many rows. model_s: `Speculation.model_s`"""
         plain_s, added_s = self.plain_s.get(num_rows), self.added_s
         if plain_s is None or added_s is None:
-            return DraftCost(CERTAIN_COST.fixed, CERTAIN_COST.token * num_rows)
+            return DraftCost(*(num_rows * one for one in CERTAIN_COST))
         tokens_per_s = num_rows / plain_s
-        return DraftCost(added_s[0] * tokens_per_s / self.num_drafting, added_s[1] * tokens_per_s, tokens_per_s)
+        guess = model_s * tokens_per_s if model_s else num_rows * CERTAIN_COST.guess
+        return DraftCost(added_s[0] * tokens_per_s, added_s[1] * tokens_per_s, guess)
 
 
 class DraftTotals(NamedTuple):
@@ -134,6 +134,30 @@ class DraftTotals(NamedTuple):
 
     drafted: int = 0
     accepted: int = 0
+
+
+class Proposal(NamedTuple):
+    """What a row can draft."""
+
+    drafter: RowDrafter
+    tokens: list[int] | None
+    """None: the draft model has to guess them"""
+    start: int
+    """see `Draft`"""
+    max_tokens: int
+    token_cost: float
+    """of each token, in tokens"""
+    length: int
+    """tokens to draft, if the step has drafts; 0: none pays"""
+    gain: float
+    """of so many, in tokens, without the fixed cost of the step's drafts"""
+
+    def draft(self, length: int) -> Draft:
+        """Return a draft of at most this many tokens."""
+        length = min(length, self.max_tokens)
+        if self.tokens is None:
+            return Draft(self.drafter, [], self.start, length)
+        return Draft(self.drafter, self.tokens[:length], self.start)
 
 
 class Speculation:
@@ -161,9 +185,12 @@ class Speculation:
         self._misses: dict[str, int] = {}
         """drafts with a wrong token, by drafter; tokens after it say nothing"""
         self._probe_credit = MAX_PROBES
-        """tokens that probes may cost by now"""
-        self._last_end = self._begun = self._guess_s = 0.0
-        """when the last step ended, when the last one with drafts was begun, and the seconds of its guesses"""
+        """steps that probes may cost by now"""
+        self._last_end = self._begun = 0.0
+        """when the last step ended, and when the last one was begun"""
+        self._guesses: Guesses | None = None
+        """of the last step, and their number per row"""
+        self._num_guesses = 0
 
     # Before a step -------------------------------------------------------------------------------------------
 
@@ -171,26 +198,42 @@ class Speculation:
         """Return a step's rows with their drafts. A row whose draft needs a token in flight is left out."""
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return rows
-        begun, self._guess_s = time.monotonic(), 0.0
-        cost, num_drafting = self.times.cost(len(rows)), 0
-        self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE * len(rows))
-        result = []
-        drafts = [self._propose(row, cost) for row in rows]
-        self._guess(list(zip(rows, drafts, strict=True)))
+        self._begun, self._guesses = time.monotonic(), None
+        drafts = self._choose(rows)
+        self._guess(drafts, rows)
+        has_drafts, result = False, []
         for row, draft in zip(rows, drafts, strict=True):
             is_pending = row.sequence.token_ids[-1] == PENDING
             if draft is None or not (draft.tokens or is_pending):
                 result.append(row)
             elif not is_pending:
-                num_drafting += self._take_slots(row.sequence, draft)
+                has_drafts |= self._take_slots(row.sequence, draft)
                 result.append(row)
-        if not num_drafting:
-            return result
-        self.times.num_drafting, self._begun = num_drafting, begun
-        return [_without_device_token(row) for row in result]
+        return [_without_device_token(row) for row in result] if has_drafts else result
 
-    def _propose(self, row: ScheduledRow, cost: DraftCost) -> Draft | None:
-        """Return a draft for a scheduled row, if one pays: by the drafter that gains most."""
+    def _choose(self, rows: list[ScheduledRow]) -> list[Draft | None]:
+        """Return the rows' drafts, if they pay together: they share what a step with drafts takes longer."""
+        cost = self.times.cost(len(rows), self.model_s)
+        num_guessing = max(1, sum(self.model is not None and _may_draft(row) for row in rows))
+        found = [self._propose(row, cost.token, cost.guess / num_guessing) for row in rows]
+        if self.mode != "auto":
+            return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found]
+        pays = sum(one.gain for one in found if one is not None) > cost.fixed
+        self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE)
+        others = [one for one in found if one is not None and not (pays and one.length)]
+        price = sum(one.token_cost for one in others) * PROBE_TOKENS + (0.0 if pays else cost.fixed)
+        probes = bool(others) and price <= self._probe_credit * len(rows)
+        if probes:
+            self._probe_credit -= price / len(rows)
+        return [
+            one.draft(one.length if pays and one.length else PROBE_TOKENS)
+            if one is not None and (probes or (pays and one.length))
+            else None
+            for one in found
+        ]
+
+    def _propose(self, row: ScheduledRow, token_cost: float, guess_cost: float) -> Proposal | None:
+        """Return what a scheduled row can draft, by the drafter that gains most."""
         sequence = row.sequence
         if not _may_draft(row):
             return None
@@ -200,33 +243,28 @@ class Speculation:
         is_pending = ids[-1] == PENDING
         known = len(ids) - is_pending
         room = sequence.request.max_tokens - (known - sequence.prompt_end) - 1
-        best, best_gain = None, 0.0
+        best: Proposal | None = None
         for one in sequence.drafters if room > 0 else ():
-            count, one_cost = min(MAX_DRAFT_TOKENS, room), cost
+            count, tokens, one_cost = min(MAX_DRAFT_TOKENS, room), None, token_cost
             if isinstance(one.drafter, ModelDrafter):
                 if not sequence.has_sampled:  # the first token does not wait for guesses
                     continue
-                tokens, one_cost = [], DraftCost(cost.fixed, cost.token + self._model_cost(cost))
+                one_cost += guess_cost
             else:
                 tokens = one.drafter.propose(ids, known, count + is_pending)
-                if len(tokens) <= is_pending:
+                count = len(tokens) - is_pending
+                if count <= 0:
                     continue
-            length, gain = self._length(one.rate, one_cost)
-            if length and gain > best_gain:
-                num_wanted = 0 if tokens else min(length, count)
-                best, best_gain = Draft(one, tokens[:length], known, num_wanted), gain
+            length, gain = best_length(one.rate, one_cost, count)
+            if best is None or (gain, one.rate) > (best.gain, best.drafter.rate):
+                best = Proposal(one, tokens, known, count, one_cost, length, gain)
         return best
 
-    def _model_cost(self, cost: DraftCost) -> float:
-        """Return the cost of a guessed token in tokens. All rows with a draft share it."""
-        is_measured = self.model_s and cost.per_second
-        return self.model_s * cost.per_second / self.times.num_drafting if is_measured else CERTAIN_COST.token
-
-    def _guess(self, drafts: list[tuple[ScheduledRow, Draft | None]]) -> None:
-        """Fill in the tokens that the draft model guesses."""
+    def _guess(self, drafts: list[Draft | None], rows: list[ScheduledRow]) -> None:
+        """Let the draft model guess. The tokens of drafts are zeros until the guesses are read."""
         wanted = [
             (one, Wanted(one.drafter.drafter, row.sequence.token_ids, one.start, one.num_wanted))
-            for row, one in drafts
+            for row, one in zip(rows, drafts, strict=True)
             if one is not None
             and isinstance(one.drafter.drafter, ModelDrafter)
             and row.sequence.token_ids[-1] != PENDING
@@ -234,12 +272,9 @@ class Speculation:
         if not wanted or self.model is None:
             return
         num_unread = max(row.length - row.drafter.num_read for _, row in wanted)
-        started = time.monotonic()
-        self.model.guess([row for _, row in wanted])
-        self._guess_s = time.monotonic() - started
-        seconds = self._guess_s / max(row.num_tokens for _, row in wanted)
-        if num_unread <= MAX_DRAFT_TOKENS:  # else it has read a prompt
-            self.model_s = self.model_s + (seconds - self.model_s) * SMOOTHING if self.model_s else seconds
+        self._guesses = self.model.guess([row for _, row in wanted])
+        # A call that reads a prompt does not show what a guess takes.
+        self._num_guesses = max(row.num_tokens for _, row in wanted) if num_unread <= MAX_DRAFT_TOKENS else 0
         for draft, row in wanted:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
 
@@ -247,17 +282,6 @@ class Speculation:
         """Return the expected chance that a token of a new row's draft is accepted, if those before it are."""
         accepted = self.totals.get(name, DraftTotals()).accepted
         return (accepted + 6) / (accepted + self._misses.get(name, 0) + 10)
-
-    def _length(self, rate: float, cost: DraftCost) -> tuple[int, float]:
-        """Return how many tokens to draft, and their gain in tokens."""
-        if self.mode != "auto":
-            return MAX_DRAFT_TOKENS, 1.0
-        length, gain = best_length(rate, cost.fixed, cost.token)
-        probe_cost = cost.fixed + cost.token * PROBE_TOKENS
-        if length or probe_cost > self._probe_credit:
-            return length, gain
-        self._probe_credit -= probe_cost
-        return PROBE_TOKENS, PROBE_GAIN
 
     def _take_slots(self, sequence: Sequence, draft: Draft) -> bool:
         """Give the draft a slot, and keep the state that both device rows read. Returns False without free slots."""
@@ -316,12 +340,17 @@ class Speculation:
         """Measure a step whose tokens are committed. started: its launch"""
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return
-        now = time.monotonic()
+        now, since = time.monotonic(), max(started, self._last_end)
         if num_draft_tokens:  # what the host does before its launch is part of it
-            started = min(started, self._begun + self._guess_s)
-        seconds, self._last_end = now - max(started, self._last_end), now
+            since = max(self._last_end, min(started, self._begun) - MAX_HOST_S)
+            if self._guesses is not None:
+                since += self._guesses.seconds
+                if self._num_guesses:
+                    seconds, before = self._guesses.seconds / self._num_guesses, self.model_s
+                    self.model_s = before + (seconds - before) * SMOOTHING if before else seconds
+        self._last_end = now
         if num_draft_tokens or all(row.num_tokens == 1 for row in rows):
-            self.times.count(len(rows), num_draft_tokens, seconds)
+            self.times.count(len(rows), num_draft_tokens, now - since)
 
     def status(self) -> dict[str, Any]:
         """Return the figures of /status as plain data."""

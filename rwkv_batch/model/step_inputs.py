@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,11 +51,15 @@ class StepInputs:
     """[T] int64 on the CPU: adapter number of each token, 0 for none; None: no row has one"""
     adapter_tiles: AdapterTiles | None = None
     """the same for graphs, on the device"""
+    late_tokens: Sequence[tuple[int, Tensor]] = ()
+    """(index, tokens [n] int64 on a device that replace those from there on)"""
 
     def to(self, device: torch.device) -> StepInputs:
-        """Return a copy on a device. Does not wait for the device."""
+        """Return a copy on a device, with the late tokens. Does not wait for the device."""
+        tokens = pinned(self.tokens, device).to(device, non_blocking=True)
+        self.place_late_tokens(tokens)
         return StepInputs(
-            tokens=pinned(self.tokens, device).to(device, non_blocking=True),
+            tokens=tokens,
             cu_seqlens=pinned(self.cu_seqlens, device).to(device, non_blocking=True),
             read_slots=pinned(self.read_slots, device).to(device, non_blocking=True),
             write_slots=pinned(self.write_slots, device).to(device, non_blocking=True),
@@ -64,6 +68,11 @@ class StepInputs:
             single_rows=self.single_rows,
             adapters=self.adapters,
         )
+
+    def place_late_tokens(self, tokens: Tensor) -> None:
+        """Copy the late tokens into tokens [T] int64 on their device."""
+        for at, late in self.late_tokens:
+            tokens[at : at + len(late)].copy_(late)
 
 
 def step_inputs(

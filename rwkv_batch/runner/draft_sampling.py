@@ -48,10 +48,13 @@ class DraftSampler:
     def sample_ahead(self, step: InFlightStep) -> None:
         """Sample at once for rows whose sampler can: they have no grammar, filters or log-probabilities.
 
-        Counts no token. Does not wait for the device.
+        Counts no token. Waits for the draft model's guesses, but not for the step.
         """
         if step.draft_logits is None:
             return
+        for draft in [row.sequence.draft for row in step.rows]:
+            if draft is not None:
+                draft.read_guesses()
         if self.are_logits_shared:
             step.draft_logits = step.draft_logits.clone()
         if not self.may_sample_ahead:

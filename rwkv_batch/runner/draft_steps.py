@@ -7,6 +7,7 @@ were accepted, so nothing is read again. A row that ends frees its ring.
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
+from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.runner.model_files import load_pipeline
 from sampling.rapid import RapidSampler
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
@@ -85,14 +87,19 @@ class DraftSteps:
         """the tokens to read next, by ring"""
 
     @torch.inference_mode()
-    def guess(self, wanted: list[Wanted]) -> None:
+    def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
         """See `DraftModel`."""
+        started = time.monotonic()
         rows = [row for one in wanted if (row := self._row(one)) is not None]
         if not rows:
-            return
+            return None
         tokens = self._run_graphs(rows) if self._graphs is not None else self._run(rows)
-        for row, guesses in zip([row for row in rows if row.num_tokens], tokens, strict=True):
-            row.drafter.guesses = guesses[: row.num_tokens]
+        guessing = [row for row in rows if row.num_tokens]
+        if tokens is None:
+            return None
+        for row in guessing:
+            row.drafter.guesses = [0] * row.num_tokens
+        return DeviceGuesses([row.drafter for row in guessing], tokens, started)
 
     def _row(self, wanted: Wanted) -> _Row | None:
         """Return a row's plan. None: it needs none, or all rings are in use."""
@@ -109,8 +116,8 @@ class DraftSteps:
         start = drafter.num_read - len(tokens)
         return _Row(drafter, self._rings[drafter], position, tokens, start, wanted.num_tokens if is_done else 0)
 
-    def _run(self, rows: list[_Row]) -> list[list[int]]:
-        """Return the guesses of rows whose text is read."""
+    def _run(self, rows: list[_Row]) -> Tensor | None:
+        """Return the guesses [B, k] int64 of the rows whose text is read; None: there are none."""
         guessing = [i for i, row in enumerate(rows) if row.num_tokens]
         chosen = self._step(rows, [row.tokens for row in rows], [0] * len(rows), guessing)
         rows = [rows[i] for i in guessing]
@@ -120,7 +127,7 @@ class DraftSteps:
             chosen = self._step(rows, [[one[-1]] for one in guesses], read, list(range(len(rows))))
             for one, token in zip(guesses, chosen, strict=True):
                 one.append(token)
-        return guesses
+        return torch.tensor(guesses, dtype=torch.int64) if guesses else None
 
     def _step(self, rows: list[_Row], tokens: list[list[int]], read: list[int], guessing: list[int]) -> list[int]:
         """Read tokens kernel by kernel. Returns the likeliest next ones of the rows `guessing`.
@@ -136,7 +143,7 @@ class DraftSteps:
         chosen: list[int] = self._pipeline.forward(inputs).argmax(-1).tolist()
         return chosen
 
-    def _run_graphs(self, rows: list[_Row]) -> list[list[int]]:
+    def _run_graphs(self, rows: list[_Row]) -> Tensor | None:
         """The same with one graph per guess, and without waiting between them."""
         guessing = [row for row in rows if row.num_tokens]
         known = [row.tokens[:-1] if row.num_tokens else row.tokens for row in rows]
@@ -153,7 +160,7 @@ class DraftSteps:
             read = [len(row.tokens) - 1 + number for row in guessing]
             steps.append(self._decode(guessing, read, last).clone())
             last = None
-        return torch.stack(steps, 1).tolist() if steps else []
+        return torch.stack(steps, 1) if steps else None
 
     def _decode(self, rows: list[_Row], read: list[int], tokens: list[int] | None) -> Tensor:
         """Launch a graph that reads a token per row. Returns the likeliest next ones [B] int64.

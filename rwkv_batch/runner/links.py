@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from native.tensors import Copier, copy_on, enable_peer_access, on_device
+from rwkv_batch.core.drafters import ModelDrafter
 
 
 class Link:
@@ -156,6 +158,33 @@ class HostCopy:
         """The first tensor, [n] int64, as a list."""
         numbers: list[int] = self.read()[0].tolist()
         return numbers
+
+
+class DeviceGuesses:
+    """Implements `Guesses`: tokens on a device, on their way to the host."""
+
+    def __init__(self, drafters: list[ModelDrafter], tokens: Tensor, started: float) -> None:
+        """tokens [B, k] int64: a row per drafter, k at least the number of its guesses; started: by time.monotonic()"""
+        self._drafters, self.tokens = drafters, tokens
+        self._copy: HostCopy | None = HostCopy(tokens)
+        self._started = started
+        self.seconds = 0.0
+        """see `Guesses`"""
+        for drafter in drafters:
+            drafter.pending = self
+
+    def of(self, drafter: ModelDrafter) -> Tensor:
+        """Return a drafter's guesses [k] int64 on the device."""
+        return self.tokens[self._drafters.index(drafter)]
+
+    def read(self) -> None:
+        """See `Guesses`."""
+        if self._copy is None:
+            return
+        for drafter, guesses in zip(self._drafters, self._copy.read()[0].tolist(), strict=True):
+            drafter.guesses[:] = guesses[: len(drafter.guesses)]
+            drafter.pending = None
+        self._copy, self.seconds = None, time.monotonic() - self._started
 
 
 class TokenCopy:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from native.tensors import on_device
-from rwkv_batch.core.drafters import Draft
+from rwkv_batch.core.drafters import Draft, ModelDrafter
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.adapter_table import NO_ADAPTER
 from rwkv_batch.model.step_inputs import StepInputs, int64_tensor, step_inputs
-from rwkv_batch.runner.links import LastTokens
+from rwkv_batch.runner.links import DeviceGuesses, LastTokens
 from state_pool.origins import Adapters
 
 
@@ -92,6 +92,8 @@ class RowInputs:
         drafts: list[Draft] = []
         for i, sequence in enumerate(list(sequences)):
             if (draft := sequence.draft) is not None:
+                if (late := late_tokens(draft)) is None or late.device != self._device:
+                    draft.read_guesses()
                 drafts.append(draft)
                 sequences.append(sequence)
                 tokens.append(tokens[i] + draft.tokens)
@@ -99,7 +101,14 @@ class RowInputs:
                 writes.append(draft.slot)
         inputs = step_inputs(tokens, reads, writes, logit_rows)
         if drafts:
-            inputs.logit_tokens = _logit_tokens([len(ids) for ids in tokens], logit_rows, drafts)
+            lengths = [len(ids) for ids in tokens]
+            inputs.logit_tokens = _logit_tokens(lengths, logit_rows, drafts)
+            ends = list(accumulate(lengths))[-len(drafts) :]
+            inputs.late_tokens = [
+                (end - len(one.tokens), tokens_of_draft)
+                for one, end in zip(drafts, ends, strict=True)
+                if (tokens_of_draft := late_tokens(one)) is not None
+            ]
         if (adapters := self.adapters_of(sequences)) is not None:
             inputs.adapters = torch.tensor(adapters).repeat_interleave(torch.tensor([len(ids) for ids in tokens]))
         pending = [i for i, sequence in enumerate(sequences) if sequence.is_next_token_pending]
@@ -130,6 +139,14 @@ def _logit_tokens(lengths: list[int], logit_rows: list[int], drafts: list[Draft]
         draft.first_logit = len(indices) - first
         indices += range(end - len(draft.tokens), end)
     return int64_tensor(indices)
+
+
+def late_tokens(draft: Draft) -> Tensor | None:
+    """Return a draft's tokens [n] int64 on a device if the host does not know them."""
+    drafter = draft.drafter.drafter
+    if isinstance(drafter, ModelDrafter) and isinstance(drafter.pending, DeviceGuesses):
+        return drafter.pending.of(drafter)[: len(draft.tokens)]
+    return None
 
 
 def slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:

@@ -18,7 +18,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.draft_steps import DraftSteps
-from rwkv_batch.runner.links import LastTokens
+from rwkv_batch.runner.links import DeviceGuesses, LastTokens
 from sampling.params import SamplingParams
 from test.engine.test_speculation import rows_of
 from test.harness import eventually_holds, make_request, run, started_engine, tiny_model
@@ -78,14 +78,17 @@ class Faulty:
     def __init__(self, model: DraftSteps, share: float) -> None:
         self._model, self._share, self._rng = model, share, random.Random(0)
 
-    def guess(self, wanted: list[Wanted]) -> None:
-        self._model.guess(wanted)
-        for one in wanted:
+    def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
+        guesses = self._model.guess(wanted)
+        if guesses is not None and self._share < 1:
+            guesses.read()
+        for one in wanted if self._share < 1 else ():
             for i in range(len(one.drafter.guesses)):
                 if self._rng.random() > self._share:
                     # The state after a replaced guess is wrong, as is that guess: it is never accepted.
                     one.drafter.guesses[i:] = [self._rng.randrange(1, 60000)] * (len(one.drafter.guesses) - i)
                     break
+        return guesses
 
 
 def test_speculation_by_a_model_needs_one(model: Path) -> None:

@@ -88,6 +88,7 @@ class StagedPrompts:
         with self.arrays.filling() as host:
             for name, values in padded(inputs, size).items():
                 host[name][: len(values)] = values
+        inputs.place_late_tokens(self.arrays.on_device[0]["tokens"])
 
     def fill_padding(self, size: PrefillSize) -> None:
         """Stage a step of padding only, for the capture of a graph."""
