@@ -260,6 +260,37 @@ def test_rows_in_8_bits_have_the_bits_of_the_definition(
         assert torch.equal(actual.scales[:tokens].nan_to_num(7), expected.scales.nan_to_num(7))
 
 
+@pytest.mark.parametrize("format_", [None, Format.FP8, Format.INT4, Format.W8A8])
+@pytest.mark.parametrize("mixes", [6, 1])
+def test_prompts_of_a_processor_a_token_have_the_bits_of_longer_ones(
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, mixes: int, format_: Format | None
+) -> None:
+    """In slots that are read and written, and in others; INT4 stands for rows in two parts, None for halves."""
+    monkeypatch.setattr(linear, "prepare_w8a8", lambda device: None)
+    monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows: format_ is Format.INT4)
+    of = w8a8_prologue(mixes) if format_ is Format.W8A8 else prologue(mixes)
+    lengths = [9, 1, 14, 2]
+    x, delta, shift = torch.randn(26, WIDTH).half(), torch.randn(26, WIDTH).half(), torch.randn(10, WIDTH).half()
+    for first, others in ((2, 2), (2, 6)):
+        made = []
+        for num_sms in (4, 26):
+            for library in libraries:
+                library.emulation_set(num_sms, 227 << 10)
+            ops.workspaces[CPU].num_sms = num_sms
+            inputs, after = step(lengths), shift.clone()
+            inputs.read_slots, inputs.write_slots = torch.arange(first, first + 4), torch.arange(others, others + 4)
+            if format_ is None:
+                inputs.adapters = torch.zeros(26, dtype=torch.int64)
+            out, mixed = ops.shift_mix(x, delta, of, after, inputs)
+            parts = [mixed[i] for i in range(3 if mixes == 6 else 1)]
+            if format_ is not None:
+                parts = [tensor[:26].view(torch.uint8) for part in parts for tensor in part if tensor is not None]
+                parts.append(mixed.fp16)  # type: ignore[union-attr]
+            made.append([out, after, *parts])
+        for one, other in zip(*made, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:
     libraries[0].emulation_set(4, 227 << 10)
     x = torch.randn(5, WIDTH).half()

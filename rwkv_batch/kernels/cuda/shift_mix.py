@@ -75,7 +75,7 @@ def shift_and_mix(
     mixed = result if isinstance(result, Tensor) else result.fp16
     added = _row_sums(x, work) if is_lone and _accumulates_row_sums(prologue, work) else None
     x_out, rows = torch.empty_like(x), len(inputs.read_slots)
-    tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged else None
+    tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged and tokens > work.num_sms else None
     args = ShiftMixArgs(
         **_row_args(x, delta, x_out, prologue, shift, inputs),
         partials=cuda_pointer(shares, torch.float32),

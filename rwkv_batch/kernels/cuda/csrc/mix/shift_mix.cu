@@ -25,9 +25,10 @@
 //
 // inout  shift     [slots, C]  fp16; reads read_slots[row], writes write_slots[row]
 //
-// Prefill writes last_h [rows, C] instead of shift, and store_rows copies it: another CTA may still read the slot.
+// Prefill of more tokens than SMs writes last_h [rows, C] instead of shift, and store_rows copies it: another CTA may
+// still read the slot. With fewer tokens the CTA of a row's first token, which reads the slot, writes it too.
 //
-// Grid: decode: one CTA per token. With at most one CTA per SM, it prefetches weights before the previous kernel ends;
+// Grid: decode, and prefill of at most one token per SM: one CTA per token. With at most one CTA per SM, it prefetches weights before the previous kernel ends;
 // else three CTAs fit an SM. With partials and two-part output, a cluster of 4 CTAs shares a token.
 // Prefill, and W8A8 decode of more than three tokens per SM: one CTA per SM, of tokens_per_cta tokens. It takes four tokens at a time and reads
 // the weights once for all four: read for each token, from L2, they bound the kernel. x and delta of the next four are
@@ -69,10 +70,13 @@ __device__ __forceinline__ Moments moments(
 // Decode: one CTA per token. PRELOADED: norm weights are loaded before the previous kernel ends, mix weights too unless
 // delta is partials, which need the registers. Two-part kernels use few registers, to fit next to a GEMM's
 // CTA.
-template <int MIXES, bool PRELOADED, OutputFormat OUT, bool PARTIALS>
+// RAGGED: rows of several tokens. Each CTA also computes h of another token: that before its own, or, if its own is the
+// row's first, the row's last, which it stores in the slot.
+template <int MIXES, bool PRELOADED, OutputFormat OUT, bool PARTIALS, bool RAGGED = false>
 __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO_PART ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
-    __shared__ float2 scratch[MAX_WARPS];
+    __shared__ float2 scratch[MAX_WARPS], scratch_of_other[RAGGED ? MAX_WARPS : 1];
     __shared__ float largest[QUANTISED_MIXES<MIXES>][MAX_WARPS];
+    static_assert(!RAGGED || (PRELOADED && !PARTIALS));
     constexpr int GROUP = PRELOADED || MIXES == 1 ? MIXES : 3;  // mixes whose weights are in registers at once
     constexpr bool MIX_PRELOADED = PRELOADED && (!PARTIALS || MIXES == 1);
     const int width = a.width, channel = threadIdx.x * 8, token = blockIdx.x;
@@ -94,9 +98,17 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
     }
     uint4 packed = make_uint4(0, 0, 0, 0), previous = packed;
     int64_t write_at = 0;
+    int other = token;
+    bool has_slot = true;
     const auto load_slots = [&] {  // earlier steps wrote the slots and the previous h
-        write_at = a.write_slots[token] * a.slot_stride + channel;
-        if (active) previous = load16(a.shift + a.read_slots[token] * a.slot_stride + channel);
+        int64_t row = token;
+        if (RAGGED) {
+            row = a.token_rows[token];
+            has_slot = token == a.cu_seqlens[row];
+            other = has_slot ? static_cast<int>(a.cu_seqlens[row + 1]) - 1 : token - 1;
+        }
+        write_at = a.write_slots[row] * a.slot_stride + channel;
+        if (active && has_slot) previous = load16(a.shift + a.read_slots[row] * a.slot_stride + channel);
     };
     if (PRELOADED) load_slots();
     allow_next_kernel();
@@ -114,20 +126,34 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
         }
         if (PRELOADED && !MIX_PRELOADED) load_mixes();
     }
+    uint4 packed_other = make_uint4(0, 0, 0, 0);
+    if (RAGGED) {
+        const int64_t other_at = static_cast<int64_t>(other) * width + channel;
+        if (active) packed_other = load16(a.x + other_at);
+        if (active && a.delta != nullptr) packed_other = add_packed(packed_other, load16(a.delta + other_at));
+        const float2 part = warp_moments(packed_other, active, warp_weight(width));
+        if ((threadIdx.x & 31) == 0) scratch_of_other[threadIdx.x >> 5] = part;
+    }
     const Moments stats = moments(packed, active, width, warp_weight(width), scratch);
+    float h[8], change[8];
+    uint4 to_store = packed_other;
+    if (RAGGED) {
+        normalise(packed_other, merge_moments(scratch_of_other, blockDim.x >> 5, width), weight, bias, h);
+        to_store = pack8(h);
+        if (!has_slot) previous = to_store;
+    }
     if (!NEEDS_ALL_THREADS<OUT> && !active) return;
     if (!PRELOADED && active) {
         load_fp32x8(a.weight + channel, weight);
         load_fp32x8(a.bias + channel, bias);
     }
-    float h[8], change[8];
     normalise(packed, stats, weight, bias, h);
     unpack8(previous, change);
 #pragma unroll
     for (int i = 0; i < 8; ++i) change[i] -= h[i];
     if (active) {
         store_evict_first(a.x_out + at, packed);
-        store_evict_first(a.shift + write_at, pack8(h));
+        if (has_slot) store_evict_first(a.shift + write_at, RAGGED ? to_store : pack8(h));
     }
     if (!PRELOADED && MIXES == 1 && active) mix[0] = load16(a.mix + channel);
     write_mixed<MIXES, GROUP, OUT, PRELOADED>(
@@ -354,8 +380,14 @@ __global__ void __launch_bounds__(512) norm_rows_kernel(
 
 constexpr int MAX_ROWS_PER_SM = 3;  // decode rows that have CTAs of their own, with W8A8
 
+// Whether the CTAs of prefill tokens store the shift themselves.
+bool stores_shift(const ShiftMixArgs& a) { return a.cu_seqlens == nullptr || a.tokens <= device_info().num_sms; }
+
 template <int MIXES, OutputFormat OUT>
 void launch_shift_mix(const ShiftMixArgs& a, int threads, void* stream) {
+    if (a.cu_seqlens != nullptr && stores_shift(a)) {
+        return launch(shift_mix_rows_kernel<MIXES, true, OUT, false, true>, dim3(a.tokens), threads, stream, a);
+    }
     if (a.cu_seqlens != nullptr || (OUT == OutputFormat::W8A8 && a.tokens > MAX_ROWS_PER_SM * device_info().num_sms)) {
         constexpr int SMEM_BYTES = sizeof(GroupSmem<MIXES, OUT>);
         const auto kernel = shift_mix_kernel<MIXES, OUT>;
@@ -407,7 +439,7 @@ RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     } else {
         launch_as(std::integral_constant<int, 1>());
     }
-    if (a->cu_seqlens != nullptr) {
+    if (!stores_shift(*a)) {
         launch(store_rows_kernel, dim3(rows), threads, stream, a->last_h, a->shift, a->write_slots, a->slot_stride, a->width);
     }
     return launch_result();
