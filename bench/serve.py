@@ -33,12 +33,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from bench.tools.http_load import Load, fetch, over_http
-from bench.tools.record import Arguments, finish
+from bench.tools.record import Arguments, finish, save
 from bench.tools.service import machine, service, service_cpu_s, summary
 from programs.settings import parse_settings
 
@@ -46,7 +47,7 @@ MEMORY_FLAG = "--gpu-memory-utilization"
 
 
 def engine_alone(arguments: Sequence[str], reply: Connection) -> None:
-    """Run the prompts of each load received through an engine here; sends tokens, seconds and CPU seconds."""
+    """Run the prompts of each load received through an engine here; sends a run as `over_http` returns it."""
     from programs.settings.model_file import with_default_model
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import GenerateRequest, Job, JobEvents
@@ -71,26 +72,35 @@ def engine_alone(arguments: Sequence[str], reply: Connection) -> None:
         ]
         return Job(job_id=f"{client}.{turn}", rows=rows, sampler="rapid", label="bench")
 
-    def run(load: Load) -> tuple[int, float, float]:
+    def run(load: Load) -> dict[str, Any]:
         tokens = 0
         clients_done = threading.Semaphore(0)
+        times: dict[str, list[float]] = {}
+
+        def submit(client: int, turn: int) -> None:
+            new = job(load, client, turn)
+            times[new.job_id] = [time.perf_counter()]
+            engine.submit(new, sink, lambda refusal: None)
 
         def sink(events: JobEvents) -> None:
             nonlocal tokens
             tokens += sum(delta.num_tokens for delta in events.deltas)
+            times[events.job_id].append(time.perf_counter())
             if events.done:
                 client, turn = map(int, events.job_id.split("."))
                 if turn + 1 < load.rounds:
-                    engine.submit(job(load, client, turn + 1), sink, lambda refusal: None)
+                    submit(client, turn + 1)
                 else:
                     clients_done.release()
 
         started, used = time.perf_counter(), time.process_time()
         for client in range(load.concurrency):
-            engine.submit(job(load, client, 0), sink, lambda refusal: None)
+            submit(client, 0)
         for _ in range(load.concurrency):
             clients_done.acquire()
-        return tokens, time.perf_counter() - started, time.process_time() - used
+        seconds, used = time.perf_counter() - started, time.process_time() - used
+        figures = [(at[1] - at[0], [b - a for a, b in pairwise(at[1:])], "") for at in times.values()]
+        return {"tokens": tokens, "seconds": seconds, "clients_cpu_s": [used], "figures": figures}
 
     while load := reply.recv():
         reply.send(run(load))
@@ -111,7 +121,7 @@ def for_second(flags: Sequence[str]) -> list[str]:
 
 @contextmanager
 def engine_process(arguments: Sequence[str]) -> Iterator[Connection]:
-    """Start a process with an engine. Send a Load to run; receive (tokens, seconds, CPU seconds)."""
+    """Start a process with an engine. Send a Load to run; receive what `over_http` returns."""
     # The service's engine process sets this too: with spinning threads an engine alone is a third faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     spawn = multiprocessing.get_context("spawn")
@@ -149,27 +159,30 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 def compare(load: Load, url: str, engine: Connection, repeats: int, client_processes: int) -> dict[str, Any]:
     """Alternate between HTTP and the engine alone."""
-    http, speeds, costs, served_costs = [], [], [], []
+    alone, http, costs, served_costs = [], [], [], []
     warm = replace(load, concurrency=2, rounds=1)
     over_http(warm, url, 1)
     engine.send(warm)
     engine.recv()
     for _ in range(repeats):
         engine.send(load)
-        tokens, seconds, cpu_s = engine.recv()
-        speeds.append(round(tokens / seconds, 1))
-        costs.append(cpu_s / tokens * 1e6)
+        run = engine.recv()
+        alone.append(summary(load, run))
+        costs.append(sum(run["clients_cpu_s"]) / run["tokens"] * 1e6)
         before = service_cpu_s(url)
         run = over_http(load, url, client_processes)
         served_costs.append((service_cpu_s(url) - before) / run["tokens"] * 1e6)
         http.append(summary(load, run))
         print(
-            f"{load.concurrency} clients: engine alone {speeds[-1]} tokens/s ({costs[-1]:.0f} us CPU per token), "
+            f"{load.concurrency} clients: engine alone {alone[-1]['tokens_per_s']} tokens/s "
+            f"({costs[-1]:.0f} us CPU per token), "
             f"over HTTP {http[-1]['tokens_per_s']} tokens/s ({served_costs[-1]:.0f} us)",
             flush=True,
         )
+    speeds = [one["tokens_per_s"] for one in alone]
     return {
         "engine_tokens_per_s": speeds,
+        "engine": median_run(alone),
         "ratio": round(statistics.median(one["tokens_per_s"] for one in http) / statistics.median(speeds), 3),
         "cpu_us_per_token_engine": round(statistics.median(costs), 1),
         "cpu_us_per_token_served": round(statistics.median(served_costs), 1),
@@ -180,12 +193,15 @@ def compare(load: Load, url: str, engine: Connection, repeats: int, client_proce
 
 def http_report(http: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the median run over HTTP and the speed of each."""
-    median = sorted(http, key=lambda run: run["tokens_per_s"])[len(http) // 2]
-    return {"http": median, "http_tokens_per_s": [run["tokens_per_s"] for run in http]}
+    return {"http": median_run(http), "http_tokens_per_s": [run["tokens_per_s"] for run in http]}
+
+
+def median_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return sorted(runs, key=lambda run: run["tokens_per_s"])[len(runs) // 2]
 
 
 def main() -> None:
-    """Measure and print; the last line is JSON, with the loads in order."""
+    """Measure and print; the last line is JSON, with the loads in order. `--out` is written after each load."""
     options, rest = parse()
     loads = [
         Load(
@@ -202,20 +218,22 @@ def main() -> None:
         for concurrency in options.concurrency
     ]
     report: dict[str, Any] = {**machine(options.commit), "load": {**vars(loads[0]), "password": bool(options.password)}}
-    results = []
+    report["loads"] = []
+
+    def keep(load: Load, result: dict[str, Any]) -> None:
+        report["loads"].append({**result, "concurrency": load.concurrency})
+        save(report, options.out)
+
     if options.url:
         for load in loads:
-            runs = [
-                summary(load, over_http(load, options.url, options.client_processes)) for _ in range(options.repeats)
-            ]
-            results.append(http_report(runs))
+            runs = [over_http(load, options.url, options.client_processes) for _ in range(options.repeats)]
+            keep(load, http_report([summary(load, run) for run in runs]))
     else:
         with service(rest) as url, engine_process(for_second(rest)) as engine:
-            results = [compare(load, url, engine, options.repeats, options.client_processes) for load in loads]
             report["status"] = {key: json.loads(fetch(url, "/status", ""))[key] for key in ("kernels", "samplers")}
-    for load, result in zip(loads, results, strict=True):
-        result["concurrency"] = load.concurrency
-    finish({**report, **results[0], "loads": results}, options.out)
+            for load in loads:
+                keep(load, compare(load, url, engine, options.repeats, options.client_processes))
+    finish(report, options.out)
 
 
 if __name__ == "__main__":

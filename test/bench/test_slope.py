@@ -49,8 +49,18 @@ def test_files_that_come_and_go_are_flat_unless_some_stay(left_an_hour: int) -> 
     """Busy clients have up to seven files for a while. The medians of such numbers grew by a third in an hour."""
     rng = random.Random(1)
     samples = [(2.0 * i, 20.0 + int(i * left_an_hour / 1800) + rng.choice((0, 0, 1, 4, 7))) for i in range(1350)]
-    found = slope(samples, has_floor=True)
+    found = slope(samples, are_counts=True)
     assert found is not None and found.grows == (left_an_hour > 0)
+
+
+@pytest.mark.parametrize(("left_an_hour", "grows"), [(0, False), (1, False), (4, True)])
+def test_one_descriptor_more_is_no_leak(left_an_hour: int, grows: bool) -> None:
+    """One of thirty descriptors is 3 % of them, which a bound on the share took for growth."""
+    rng = random.Random(2)
+    samples = [(2.0 * i, 30.0 + int(i * left_an_hour / 1800) + rng.choice((0,) * 40 + (1, 4))) for i in range(1350)]
+    samples = [(at, count + (at > 1500)) for at, count in samples]
+    found = slope(samples, are_counts=True)
+    assert found is not None and found.grows == grows, found
 
 
 def test_too_few_samples_give_no_slope() -> None:
