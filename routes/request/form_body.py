@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 
 from rwkv_batch.errors import ErrorKind, ServiceError
 
-URLENCODED = "application/x-www-form-urlencoded"
+URLENCODED, MULTIPART = "application/x-www-form-urlencoded", "multipart/form-data"
 MAX_FORM_FIELDS = 10_000
 _NESTED = re.compile(r"(\w+)\[([0-9]{1,5})\]\.(\w+)")
 """A field of an object in a list, like `dictionaries[0].entries`."""

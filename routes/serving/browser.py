@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from routes.api_keys import is_address
 from routes.config import HttpConfig
+from routes.request.form_body import MULTIPART
 from routes.response.http_response import JSON
 from rwkv_batch.errors import ErrorKind, ServiceError
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from routes.route import Route
 
 ANY = "*"
-_FORM = "multipart/form-data"
 _LOCAL_NAME = "localhost"
 _SHOWN_CHARACTERS = 100
 
@@ -98,7 +98,7 @@ def _check_content_type(route: Route, header: Header) -> None:
     if header("origin") is None and header("sec-fetch-site") is None:
         return
     given = (header("content-type") or "").partition(";")[0].strip().lower()
-    allowed = (route.uploads or JSON, *((_FORM,) if route.takes_form else ()))
+    allowed = (route.uploads or JSON, *((MULTIPART,) if route.takes_form else ()))
     if given not in allowed:
         message = f"Content-Type: must be {' or '.join(allowed)} in a browser's request, got {_shown(given) or 'none'}"
         raise ServiceError(ErrorKind.UNSUPPORTED_MEDIA_TYPE, message)

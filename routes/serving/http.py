@@ -15,7 +15,7 @@ from urllib.parse import unquote, unquote_plus
 from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
-from routes.request.form_body import URLENCODED, fields_of_form, parse_form
+from routes.request.form_body import MULTIPART, URLENCODED, fields_of_form, parse_form
 from routes.request.ignored import report_query
 from routes.request.jobs import offload_if_large
 from routes.request.json_body import parse_json
@@ -181,7 +181,14 @@ def _length(request: Request) -> int:
 
 
 def _is_form(request: Request) -> bool:
-    return (request.headers.get("content-type") or "").lower().startswith("multipart/form-data")
+    """Return whether Robyn has parsed the body as a form. Raises ServiceError if it should have, but has not."""
+    content_type = request.headers.get("content-type") or ""
+    if not content_type.lower().startswith(MULTIPART):
+        return False
+    if MULTIPART not in content_type:
+        message = f"the Content-Type {content_type[:50]!r} is not known; write {MULTIPART} in small letters"
+        raise ServiceError(ErrorKind.NOT_JSON, message)
+    return True
 
 
 async def _form_data(context: Context, request: Request, access: Grant | None, is_authorized: bool) -> dict[str, Any]:
@@ -198,7 +205,7 @@ async def _form_data(context: Context, request: Request, access: Grant | None, i
 async def _json_data(context: Context, request: Request, access: Grant | None, is_authorized: bool) -> object:
     try:
         if _is_form(request):  # Robyn has parsed it and its bytes are lost
-            raise ServiceError(ErrorKind.NOT_JSON, "the body is a form (multipart/form-data); send JSON")
+            raise ServiceError(ErrorKind.NOT_JSON, f"the body is a form ({MULTIPART}); send JSON")
         body = _body_bytes(request, context.config.max_body_bytes)
         return await offload_if_large(len(body), parse_json, body, context.config.max_request_tokens)
     except ServiceError as error:

@@ -1,28 +1,37 @@
-"""Bounds the memory of bodies that an HTTP worker is receiving.
+"""Answers requests that never reach a handler: bodies without end, and forms that Robyn cannot parse.
 
 Robyn reads a body to its end before it calls a handler, and has no limit of its own. So nothing can be refused earlier
 than by closing the connection. The kernel counts the bytes of each connection. Clients that have shown no secret may
 send far less.
+
+Robyn answers 500 without a reason to a form that it cannot parse. It logs the reason first, on the thread that sends
+its answer. A filter of that log sends a better answer and closes the connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
+from http import HTTPStatus
 
-from routes.response.http_response import NATIVE_ERRORS, error_response
+from routes.response.http_response import NATIVE_ERRORS, ErrorFormat, error_response
 from routes.serving.access import MAX_ANONYMOUS_BYTES, unauthorized
-from routes.serving.connections import Connection
+from routes.serving.connections import Connection, known_connections
+from rwkv_batch.errors import ErrorInfo, ErrorKind
 
 SLACK_BYTES = 16 << 20
 """A body that is larger than its limit by less than this still gets an answer with the reason."""
 _MAX_STRANGER_BYTES = MAX_ANONYMOUS_BYTES + SLACK_BYTES
 _MAX_BODIES = 4
 """All bodies together may take as much memory as so many of the largest size."""
+ROBYN_SERVER = "robyn.server"
+_PARSE_FAILURE = re.compile(r"Failed to parse request for `(.*)`: (.*)", re.DOTALL)
 _GROWTH_BYTES = 16 << 20
 """Growth of the process after which its connections are checked."""
 
@@ -59,13 +68,44 @@ def _unanswered(connections: Iterable[Connection]) -> dict[Connection, int]:
     return {one: one.received_bytes() - one.handled_bytes for one in connections}
 
 
+class BrokenForms(logging.Filter):
+    """Answers 400 with the reason in place of Robyn's 500. A filter of the logger ROBYN_SERVER.
+
+    The log does not name the connection. So Robyn's answer remains if several connections have an unanswered request.
+    """
+
+    def __init__(self, formats: Mapping[str, ErrorFormat]) -> None:
+        """formats: of errors, by path"""
+        super().__init__()
+        self._formats = formats
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        failure = _PARSE_FAILURE.fullmatch(record.getMessage())
+        if failure is None:
+            return True
+        path, reason = failure.groups()
+        waiting = [one for one in known_connections() if one.is_open() and one.received_bytes() > one.handled_bytes]
+        if len(waiting) == 1:
+            message = f"the body is not a form (multipart/form-data) as its headers say: {reason}; check its boundary"
+            error = ErrorInfo(kind=ErrorKind.NOT_JSON, message=message)
+            info = error if waiting[0].is_trusted else unauthorized(None).info
+            _disconnect(waiting[0], _raw_answer(info, self._formats.get(path, NATIVE_ERRORS)))
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        return True
+
+
 @cache
 def _refusal() -> bytes:
     """Return the answer to a large body without a secret."""
-    answer = error_response(unauthorized(None, has_large_body=True).info, NATIVE_ERRORS)
+    return _raw_answer(unauthorized(None, has_large_body=True).info, NATIVE_ERRORS)
+
+
+def _raw_answer(error: ErrorInfo, error_format: ErrorFormat) -> bytes:
+    answer = error_response(error, error_format)
     headers = {"Content-Type": answer.content_type, "Content-Length": str(len(answer.body)), "Connection": "close"}
     lines = [f"{name}: {value}\r\n" for name, value in {**headers, **answer.headers}.items()]
-    return f"HTTP/1.1 {answer.status} Unauthorized\r\n{''.join(lines)}\r\n".encode() + answer.body
+    head = f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\n{''.join(lines)}\r\n"
+    return head.encode() + answer.body
 
 
 def _close_largest(unanswered: Mapping[Connection, int], limit: int, answer: bytes = b"") -> None:

@@ -46,7 +46,7 @@ from routes.serving.http import register
 from routes.serving.listen_socket import serve
 from routes.serving.stream_guard import StreamGuard
 from routes.serving.thread_states import drop_ended
-from routes.serving.upload_guard import UploadGuard
+from routes.serving.upload_guard import ROBYN_SERVER, BrokenForms, UploadGuard
 from routes.table import ROUTES
 from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.fleet.fleet import Fleet
@@ -199,6 +199,7 @@ def _run(
         identity = ClientIdentity(config)
         has_secret = anonymous_grant(context) is None
         identify_connections(Path(robyn.__file__), partial(shows_secret, context, identity) if has_secret else None)
+        logging.getLogger(ROBYN_SERVER).addFilter(BrokenForms({route.path: route.error_format for route in ROUTES}))
     except (OSError, RuntimeError) as error:  # serve without it: such answers are computed to their end
         logger.warning("a client that leaves before an answer without a stream is not noticed: %s", error)
     serve(app, listeners[number])

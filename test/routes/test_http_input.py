@@ -124,6 +124,39 @@ def test_a_form_is_refused_in_favour_of_json(service: Service) -> None:
     assert "multipart/form-data" in answer.json()["error"] and "JSON" in answer.json()["error"]
 
 
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+PART = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc'
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "reason"),
+    [
+        (b"", FORM, "incomplete"),
+        (PART, FORM, "incomplete"),
+        (b"--x\r\nno header\r\n\r\nabc\r\n--x--", FORM, "Header"),
+        (PART + b"\r\n--x--", {"Content-Type": "multipart/form-data"}, "boundary is not found"),
+        (PART + b"\r\n--x--", {"Content-Type": "Multipart/Form-Data; boundary=x"}, "small letters"),
+    ],
+)
+def test_a_broken_form_is_400_with_the_reason(
+    service: Service, content: bytes, headers: dict[str, str], reason: str
+) -> None:
+    """Robyn's own answer is 500 without a reason."""
+    answer = service.post("/v1/states", content=content, headers=headers)
+    assert answer.status_code == 400 and reason in answer.json()["error"], answer.text
+    answer = service.post("/openai/v1/files", content=content, headers=headers)
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+
+
+def test_a_broken_form_is_refused_while_another_is_sent(service: Service) -> None:
+    with service.connect() as other:
+        other.sendall(b"POST /openai/v1/files HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n1")
+        assert service.post("/openai/v1/files", content=PART, headers=FORM).status_code in (400, 500)
+        other.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            other.recv(1)
+
+
 def test_empty_and_compressed_bodies_have_clear_errors(service: Service) -> None:
     for empty in (b"", b" \n"):
         answer = service.post(CHAT, content=empty)
