@@ -30,7 +30,10 @@ from rwkv_batch.models_folder import check_adapter_within, within
 
 ROUTES = Routes()
 
-MODEL_SUFFIXES = (".pth", ".safetensors")
+MODEL_SUFFIXES = (".pth", ".safetensors", ".gguf")
+KINDS = f"{', '.join(MODEL_SUFFIXES[:-1])} or {MODEL_SUFFIXES[-1]}"
+MAX_LISTED = 10
+"""Files of --models-dir that an error names."""
 _SCALE = re.compile(r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
@@ -92,8 +95,8 @@ def model_entry(model: ServedModel) -> dict[str, object]:
     """Return the list entry of a model loaded at run time."""
     return {
         "id": model.spec.name, "object": "model", "created": model.since, "owned_by": "rwkv",
-        "status": model.status.value, "error": model.error, "file": Path(model.spec.file).name,
-        "defaults": model.spec.defaults.given,
+        "status": model.status.value, "loaded": round(model.loaded, 2), "error": model.error,
+        "file": Path(model.spec.file).name, "defaults": model.spec.defaults.given,
     }  # fmt: skip
 
 
@@ -255,5 +258,7 @@ def resolve_model_path(context: Context, file: str, field: str) -> Path:
         raise invalid(field, "the service has no models folder; start it with --models-dir", file)
     path = within(context.config.models_dir, file)
     if path is None or path.suffix not in MODEL_SUFFIXES or not os.path.isfile(path):  # noqa: PTH113 - False for a name that is too long, too
-        raise invalid(field, f"must be the path of a {' or '.join(MODEL_SUFFIXES)} file within --models-dir", file)
+        found = sorted(one.name for one in Path(context.config.models_dir).iterdir() if one.suffix in MODEL_SUFFIXES)
+        known = f"which has {', '.join(found[:MAX_LISTED])}" if found else "which has none"
+        raise invalid(field, f"must be the path of a {KINDS} file within --models-dir, {known}", file)
     return path

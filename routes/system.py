@@ -29,6 +29,7 @@ OPENAPI_KEY = "openapi"
 """Key of the function in `Context.shared` that returns the OpenAPI document. The first call takes 0.2 s."""
 _PUBLIC_FIELDS = (
     "model",
+    "model_file",
     "model_version",
     "model_shape",
     "parameters",

@@ -25,6 +25,7 @@ from typing import Any
 
 import tqdm  # noqa: F401 - a real engine imports it with torch
 
+from rwkv_batch import load_progress
 from rwkv_batch.calls import (
     CancelJobs,
     CheckModel,
@@ -107,7 +108,7 @@ class FakeEngine:
 
         - "broken": cannot be loaded
         - "dying": ends the process
-        - "slow": takes its time
+        - "slow": takes its time, after a quarter of its layers
         - "imports": fails with the modules imported since this one
         """
         name = Path(self._config.model_path).stem
@@ -118,6 +119,7 @@ class FakeEngine:
         if name == "dying":
             os._exit(3)
         if name == "slow":
+            load_progress.report(0.25)
             time.sleep(1.5)
         self._thread.start()
 

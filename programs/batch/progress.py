@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from programs.batch.lines import Outcome
 
@@ -78,12 +80,16 @@ class Reporter:
         self._format = progress_format
         self._stopped = threading.Event()
         self._bar: tqdm | None = None
+        self._logs = contextlib.ExitStack()
+        """Prints log lines above the bar."""
         if progress_format == "auto" and sys.stderr.isatty():
-            bar = "{percentage:3.0f}%|{bar}| {postfix}"
+            bar = "{percentage:3.0f}%|{bar}| {desc}"
             self._bar = tqdm(total=_PERCENT, bar_format=bar, file=sys.stderr)
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> Reporter:
+        if self._bar is not None:
+            self._logs.enter_context(logging_redirect_tqdm())
         self._thread.start()
         return self
 
@@ -98,6 +104,7 @@ class Reporter:
         if self._bar is not None:
             self._write()
             self._bar.close()
+            self._logs.close()
         sys.stderr.write(summary(self._stats.figures(), self._stats.noun))
 
     def _run(self) -> None:
@@ -108,7 +115,7 @@ class Reporter:
         figures = self._stats.figures()
         if self._bar is not None:
             self._bar.n = round(_PERCENT * (figures["read"] or 0))
-            self._bar.set_postfix_str(as_text(figures, self._stats.noun))
+            self._bar.set_description_str(as_text(figures, self._stats.noun))
         else:
             sys.stderr.write(
                 (json.dumps(figures) if self._format == "json" else as_text(figures, self._stats.noun)) + "\n"
@@ -118,7 +125,7 @@ class Reporter:
 
 def as_text(figures: dict[str, float | int | None], noun: str) -> str:
     """Formats the counters for people."""
-    parts = [f"{figures['lines']} {noun}"]
+    parts = [f"{figures['lines']} {noun if figures['lines'] != 1 else noun.removesuffix('s')}"]
     if figures["read"] is not None:
         parts[0] += f" ({figures['read']:.0%} read)"
     if figures["resumed"]:

@@ -190,13 +190,13 @@ _COMMANDS: dict[str, Callable[[Console, str], str]] = {
     "quit": _quit,
 }
 _HELP_TEXTS = {
-    "branch": "NAME: continue in a copy of the conversation, or return to a branch; without NAME: list them",
+    "branch": "[NAME]: a copy of the conversation, or an earlier branch; without NAME: list",
     "undo": "[N]: remove the last N turns",
     "save": "FILE: all branches and settings",
     "load": "FILE: branches and settings that /save wrote",
     "reset": "forget the conversation",
-    "set": "NAME VALUE: max_tokens, temperature, enable_think, system, ...; without a value: the default",
-    "model": "[NAME]: use another model; without NAME: list them",
+    "set": "NAME VALUE: as temperature 0.5; without VALUE: the default; alone: list",
+    "model": "[NAME]: use another model; without NAME: list",
     "state": "[NAME]: start from a tuned state; without NAME: from none",
     "stats": "tokens and speed of the last answer",
     "help": "this",

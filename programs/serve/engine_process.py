@@ -127,6 +127,7 @@ class EngineProcess:
             self.info,
             status=status,
             error=error,
+            loaded={ModelStatus.LOADING: 0.0, ModelStatus.READY: 1.0}.get(status, self.info.loaded),
             since=int(time.time()),
             has_served=has_served or self.info.has_served,
         )

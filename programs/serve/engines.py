@@ -332,8 +332,13 @@ class Engines:
         engine.update_pid()
         for subject, value in engine.child.messages():
             match subject:
+                case "loading":
+                    engine.info = msgspec.structs.replace(engine.info, loaded=value)
                 case "ready":
-                    logger.info("%s serves model %s", engine.info.engine, engine.info.spec.name)
+                    logger.log(
+                        logging.INFO if self.is_up else logging.DEBUG,
+                        "%s serves model %s", engine.info.engine, engine.info.spec.name,
+                    )  # fmt: skip
                     engine.last_used = time.monotonic()
                     engine.set_status(ModelStatus.READY, has_served=True)
                     self.is_up = self.is_up or engine.info.is_own

@@ -27,7 +27,15 @@ from rwkv_batch.translation.prompt_forms import prompt_form
 from state_pool.session_file import MAX_FILE_BYTES, InvalidSessionFile, decode
 
 SLOTS = (1, 32, 320, 960)
-GPUS_GB = {24: "RTX 4090, L4", 48: "L40S, A6000", 80: "A100, H100", 141: "H200"}
+GPUS_GB = {
+    8: "RTX 4060",
+    12: "RTX 4070",
+    16: "RTX 4080",
+    24: "RTX 4090, L4",
+    48: "L40S, A6000",
+    80: "A100, H100",
+    141: "H200",
+}
 OVERHEAD = 1.1
 """Memory of a GPU relative to weights and states: work space, CUDA graphs, CUDA itself."""
 _INT8_BYTES_ON_CPU = 1.05
@@ -118,7 +126,7 @@ def _model(weights: Weights) -> Iterator[tuple[str, str]]:
     for kinds in sorted({tuple(sorted(counter)) for counter in types.values()}):
         matrices = [name for name, counter in types.items() if tuple(sorted(counter)) == kinds]
         yield "type", f"{', '.join(kinds)}: {', '.join(matrices)}"
-    yield "memory", f"{'--dtype':<9}{'weights':>9}" + "".join(f"{f'{slots} slots':>12}" for slots in SLOTS) + "  fits"
+    yield "memory", f"{'--dtype':<9}{'weights':>9}" + "".join(f"{f'slots: {slots}':>12}" for slots in SLOTS) + "  fits"
     for dtype in BYTES_PER_NUMBER if shape.version == RWKV7 else ("bf16", "fp32"):
         size, slot = weight_bytes(weights, dtype), slot_bytes(shape, dtype)
         cells = "".join(f"{(size + slots * slot) / 1e9:>9.2f} GB" for slots in SLOTS)

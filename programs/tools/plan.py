@@ -83,10 +83,10 @@ def plan(
     lines = [
         ("model", f"{weights.shape.describe()}, {weights.num_parameters / 1e6:,.0f} million parameters"),
         ("weights", f"{size / 1e9:.2f} GB in {dtype}"),
-        ("states", f"{slots * slot / 1e9:.2f} GB: {slots} slots of {slot / 1e6:.2f} MB, {rows} rows at once"),
+        ("states", f"{slots * slot / 1e9:.2f} GB: {slots:,} slots of {slot / 1e6:.2f} MB, {rows} rows at once"),
         ("work space", f"{work / 1e9:.2f} GB, estimated as {OVERHEAD - 1:.0%}"),
         ("needed", f"{needed:.2f} GB of {memory_gb:.4g} GB: {'fits' if fits else 'does not fit'}"),
-        ("most rows", f"{most}" if most >= 1 else "none"),
+        ("most rows", f"{most:,}" if most >= 1 else "none"),
     ]
     advice = () if fits else _advice(weights, memory_gb, most, dtype, is_cpu)
     speed = _cpu_speed(weights, rows) if is_cpu else _speed(weights, rows, dtype, form)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -249,11 +250,13 @@ def markdown(document: dict[str, Any]) -> str:
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
-pre { background: #f2f2f2; padding: .6em; overflow-x: auto; }
-table { border-collapse: collapse; } td, th { border: 1px solid #ccc; padding: .2em .5em; text-align: left; }
+pre, code { background: #f2f2f2; padding: 0 .2em; border-radius: 3px; }
+pre { padding: .6em; overflow-x: auto; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+td, th { border: 1px solid #ccc; padding: .2em .5em; text-align: left; }
 summary { font-weight: 600; cursor: pointer; padding: .3em 0; }
 @media (prefers-color-scheme: dark) {
-  body { background: #181818; color: #ddd; } pre { background: #262626; }
+  body { background: #181818; color: #ddd; } pre, code { background: #262626; }
   a { color: #7cb0ff; } a:visited { color: #c3a5ff; }
 }
 """
@@ -265,31 +268,39 @@ def page(document: dict[str, Any]) -> str:
     body += f"<h2>{ANSWERS}</h2><p>{ABOUT_ANSWERS}</p>{''.join(map(_html_answer_schema, answer_schemas(document)))}"
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{TITLE}</title><style>{_STYLE}</style>"
-    rules = "".join(f"<li>{html.escape(rule.replace('**', ''))}</li>" for rule in INTRODUCTION)
+    rules = "".join(f"<li>{_prose(rule)}</li>" for rule in INTRODUCTION)
     introduction = f'<ul>{rules}</ul><p><a href="/openapi.json">openapi.json</a></p>'
     return f'<!doctype html><html lang="en">{head}<h1>{TITLE}</h1>{introduction}{body}</html>'
 
 
+def _prose(text: str) -> str:
+    """Return Markdown with bold and code as HTML."""
+    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(text)))
+
+
+def _html_rows(rows: Iterable[tuple[str, ...]]) -> str:
+    return "".join("<tr>" + "".join(f"<td>{_prose(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+
+
 def _html_section(section: Section) -> str:
     escape = html.escape
-    cells = [(one.name, one.type, one.default, one.limits, one.meaning) for one in section.fields]
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    rows = _html_rows(
+        (f"`{one.name}`", one.type, f"`{one.default}`", one.limits, one.meaning) for one in section.fields
+    )
     head = "<tr><th>field<th>type<th>default<th>limits<th>meaning</tr>"
     table = f"<table>{head}{rows}</table>" if rows else ""
     answers = "; ".join(map(escape, section.answers))
-    errors = "".join(f"<li><b>{status}</b> {escape(text)}</li>" for status, text in section.errors)
+    errors = "".join(f"<li><b>{status}</b> {_prose(text)}</li>" for status, text in section.errors)
     return (
-        f"<details><summary>{escape(section.title)}</summary><p>{escape(section.text)}</p>"
+        f"<details><summary>{escape(section.title)}</summary><p>{_prose(section.text)}</p>"
         f"<pre>{escape(section.curl)}</pre>{table}<p>Answer: {answers}.</p><ul>{errors}</ul></details>"
     )
 
 
 def _html_answer_schema(answer_schema: AnswerSchema) -> str:
-    escape = html.escape
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in answer_schema.fields
-    )
+    rows = _html_rows(answer_schema.fields)
     table = f"<table><tr><th>field<th>type<th>meaning</tr>{rows}</table>" if rows else ""
     return (
-        f"<details><summary>{escape(answer_schema.name)}</summary><p>{escape(answer_schema.text)}</p>{table}</details>"
+        f"<details><summary>{html.escape(answer_schema.name)}</summary><p>{_prose(answer_schema.text)}</p>"
+        f"{table}</details>"
     )

@@ -17,6 +17,7 @@ class Model(BaseModel):
     status: str = Field(
         "ready", description="Status of a model loaded at run time: loading, ready, failed or unloading."
     )
+    loaded: float = Field(1, description="Share of the layers that are loaded, 0 to 1.")
     error: str = Field("", description="Why loading failed.")
     file: str = Field("", description="Path within --models-dir.")
     defaults: dict[str, Any] = Field(

@@ -29,9 +29,10 @@ export const password = {
 export const address = (path) => new URL(path.replace(/^\//, ""), BASE);
 
 let asking = null;
-/** Open the password dialog. Concurrent requests share it. */
+/** Open the password dialog and keep what is typed. Concurrent requests share it. */
 function askPassword(message) {
-  asking ??= new Promise((resolve) => passwordWanted.set({ message, resolve })).finally(() => {
+  asking ??= new Promise((resolve) => passwordWanted.set({ message, resolve })).then((typed) => {
+    password.set(typed);
     asking = null;
     passwordWanted.set(null);
   });
@@ -74,7 +75,7 @@ export async function request(path, options = {}) {
     const error = await failure(response);
     if (error.status !== 401 || options.quiet) throw error;
     // another request may have got the password in the meantime
-    if (tried === password.get()) password.set(await askPassword(tried ? error.message : ""));
+    if (tried === password.get()) await askPassword(tried ? error.message : "");
   }
 }
 

@@ -25,10 +25,13 @@ export function nextLanguage() {
   return { name, title: TEXTS[name]["language.title"], tag: TEXTS[name]["language.tag"] };
 }
 
-/** The text of `key`, with `{name}` replaced by `values.name`. */
+/** The text of `key`. `{name}` is replaced by `values.name`, and `{name|row|rows}` by the word for that number. */
 export function t(key, values = {}) {
   const text = TEXTS[language.get()][key] ?? en[key] ?? key;
-  return text.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole));
+  return text.replace(/\{(\w+)(?:\|([^|}]+)\|([^}]+))?\}/g, (whole, name, one, many) => {
+    if (!(name in values)) return whole;
+    return one ? (String(values[name]) === "1" ? one : many) : String(values[name]);
+  });
 }
 
 /** Render a component again when the language changes. */

@@ -16,6 +16,9 @@ export const service = createStore({ state: "starting", reason: "", status: null
 /** Where the states of the first tier are: "vram" with a GPU, else "memory". */
 export const firstTier = ({ status }) => (status?.devices?.some((name) => name.startsWith("cuda")) ? "vram" : "memory");
 
+/** Whether the small model of the repository answers. */
+export const isDemo = ({ status }) => Boolean(status?.model_file?.startsWith("rwkv7-demo"));
+
 async function poll() {
   const get = (path, options) => request(path, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS) });
   const [status, metrics] = await Promise.all([

@@ -46,6 +46,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time of the last change of `status`"""
     error: str = ""
     """one line"""
+    loaded: float = 0.0
+    """share of the layers"""
     has_served: bool = False
     """whether it was ready once; then a lost engine is restarted"""
     engine: str = ""

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from native.priority import at_low_priority, lower_process_priority
+from rwkv_batch import load_progress
 from rwkv_batch.calls import AcquireQuota, EngineCall, GetMetrics, GetStatus, ListRequests
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
@@ -306,14 +307,16 @@ def run_engine(
     """Main function of the engine's process.
 
     factory: the engine's class as "module:Class"
-    supervisor: gets ("ready", None) or ("failed", one line). It may send "drain", and gets ("drained", None) when the
-    states are stored.
+    supervisor: gets ("loading", share of layers), then ("ready", None) or ("failed", one line). It may send "drain",
+    and gets ("drained", None) when the states are stored.
     """
     become_child(name, log_config)
+    load_progress.listeners.append(lambda share: _send(supervisor, "loading", share))
     try:
         engine = started_engine(config, factory)
     except StartupError as error:
-        _report_failure(supervisor, str(error))
+        if not _send(supervisor, "failed", str(error)):
+            logger.error("the supervisor is gone, and the engine did not start: %s", error)
         sys.exit(1)
     workers = EngineServer(engine)
     workers.listen(address)
@@ -328,12 +331,13 @@ def run_engine(
         lower_process_priority(config.only_idle_cores)  # freeing a model's memory takes a while, too
 
 
-def _report_failure(supervisor: Connection, reason: str) -> None:
-    """Log the reason if the supervisor is gone."""
+def _send(supervisor: Connection, subject: str, value: object) -> bool:
+    """Return False if the supervisor is gone."""
     try:
-        supervisor.send(("failed", reason))
+        supervisor.send((subject, value))
     except OSError:
-        logger.error("the supervisor is gone, and the engine did not start: %s", reason)
+        return False
+    return True
 
 
 def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: Connection) -> None:
@@ -345,10 +349,10 @@ def _follow_supervisor(engine: ManagedEngine, config: EngineConfig, supervisor: 
         match supervisor.recv():
             case "drain":
                 if rows := engine.load.rows:
-                    logger.info("finishing %d rows, for at most %.0f s", rows, config.drain_timeout_s)
+                    logger.info("rows to finish: %d, in at most %.0f s", rows, config.drain_timeout_s)
                 engine.drain(config.drain_timeout_s)
                 if rows := engine.load.rows:
-                    logger.warning("%.0f s are over (--drain-timeout-s): %d rows are cut", config.drain_timeout_s, rows)
+                    logger.warning("%.0f s are over (--drain-timeout-s), rows cut: %d", config.drain_timeout_s, rows)
                 engine.stop()
                 logger.info("all sessions are stored")
                 supervisor.send(("drained", None))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from rwkv_batch import load_progress
 from rwkv_batch.model.files.blocks import BlockTensor
 from rwkv_batch.model.layer import (
     MIX_ORDER,
@@ -260,7 +261,9 @@ def load_layers(make: Callable[[int], L], weights: Weights, first: int, last: in
 def _progress(numbers: range, weights: Weights) -> Iterator[int]:
     is_large = weights.num_bytes >= PROGRESS_FROM_BYTES
     bar = tqdm(numbers, desc=f"loading {weights.path.name}", unit="layer", file=sys.stderr, disable=not is_large)
-    yield from bar
+    for number in bar:
+        yield number
+        load_progress.report((number + 1) / weights.shape.layers)
 
 
 def precision_for(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from native import files as private_files
+from rwkv_batch import load_progress
 from rwkv_batch.model import content_digest
 from rwkv_batch.model.export import write_model
 from rwkv_batch.model.loader import FOLD_ROWS, LayerLoader, Precision
@@ -374,9 +375,11 @@ def test_a_large_file_shows_progress(
     Pipeline(weights, devices=("cpu",))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("rwkv_batch.model.loader.PROGRESS_FROM_BYTES", 1)
+    shares: list[float] = []
+    monkeypatch.setattr(load_progress, "listeners", [shares.append])
     Pipeline(weights, devices=("cpu",))
     shown = capsys.readouterr().err
-    assert "loading large.pth" in shown and "2/2" in shown
+    assert "loading large.pth" in shown and "2/2" in shown and shares == [0.5, 1.0]
 
 
 def test_a_folded_table_equals_the_norm_of_each_row() -> None:

@@ -67,7 +67,7 @@ def test_control_c_says_what_it_finishes_and_twice_cuts_it(tiny_model: Path) -> 
         lines = answer.iter_lines()
         next(lines)
         screen.sendintr()
-        screen.expect("finishing 1 rows, for at most 30 s")
+        screen.expect("rows to finish: 1, in at most 30 s")
         screen.sendintr()
         assert any("error" in line for line in lines)
     screen.expect(pexpect.EOF)
@@ -83,6 +83,16 @@ def test_a_log_that_is_no_terminal_has_no_colours(tiny_model: Path) -> None:
     screen.sendintr()
     screen.expect(pexpect.EOF)
     screen.close()
+
+
+def test_a_run_over_a_file_has_a_bar(fake: Service, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("one\n")
+    flags = ("--task", "complete", "--max-tokens", "1", "--url", fake.url)
+    screen = terminal("batch", str(tmp_path / "one.txt"), "-o", str(tmp_path / "out.txt"), *flags)
+    screen.expect(r"100%\|█+\| 1 line \(100% read\), 0 failed")
+    screen.expect(pexpect.EOF)
+    screen.close()
+    assert screen.exitstatus == 0 and "lines   1; 0 failed" in plain(screen.before)
 
 
 PROMPT = r"\x1b\[\?2004h.*?> "

@@ -178,6 +178,7 @@ def test_docs_need_no_network(service: Service) -> None:
     links.feed(answer.text)
     assert links.loaded == []
     assert "url(" not in answer.text
+    assert "<b>Models.</b> <code>model</code> names" in answer.text and "`" not in answer.text
     for route in ROUTES:
         assert f"<summary>{route.method} {route.path}</summary>" in answer.text
 

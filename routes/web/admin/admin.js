@@ -3,7 +3,7 @@
 import { post, request } from "../api.js";
 import { TIERS } from "../chat/sessions.js";
 import { parseMetrics, total } from "../dashboard/prometheus.js";
-import { duration, number, t, useLanguage } from "../i18n.js";
+import { duration, locale, number, t, useLanguage } from "../i18n.js";
 import { firstTier, service } from "../monitor.js";
 import { html, useEffect, useState } from "../ui.js";
 
@@ -25,14 +25,18 @@ const uploadTo = (path) => ({ upload, ...values }) => {
 };
 
 /**
- * Each kind: `list()` -> entries, `name(entry)`, `about(entry)` -> text, `actions`: name -> act(name), `isEnded(entry)`
- * without actions, `fields` of the form that adds one (the file is uploaded), `add(values)`.
+ * Each kind: `list()` -> entries, `name(entry)`, `about(entry)` -> text, `actions`: name -> act(name), none if
+ * `isEnded(entry)` or `isFixed(entry)`, `fields` of the form that adds one (the file is uploaded), `add(values)`.
  */
 const KINDS = {
   models: {
     list: listOf("/v1/models"),
     name: (entry) => entry.id,
-    about: (entry) => [entry.status, entry.status === "loading" && duration(Date.now() / 1000 - entry.created), entry.error, entry.owned_by].filter(Boolean).join(" · "),
+    about: ({ id, status, loaded, created, error, file }) => [
+      status, status === "loading" && `${number(100 * loaded)} % · ${duration(Date.now() / 1000 - created)}`, error,
+      file ?? (id === service.get().status?.model && service.get().status.model_file),
+    ].filter(Boolean).join(" · "),
+    isFixed: ({ status }) => !status,
     actions: { unload: (name) => post("/v1/models/unload", { name }) },
     fields: ["name", "file"],
     add: (values) => post("/v1/models/load", values),
@@ -64,7 +68,7 @@ const KINDS = {
     name: (entry) => entry.session_id,
     about: (entry) => {
       const tier = TIERS[entry.cache_level.slice(0, 2)];
-      return `${new Date(entry.timestamp * 1000).toLocaleString()} · ${t(`tier.${tier === "vram" ? firstTier(service.get()) : tier}`)}`;
+      return `${new Date(entry.timestamp * 1000).toLocaleString(locale())} · ${t(`tier.${tier === "vram" ? firstTier(service.get()) : tier}`)}`;
     },
     actions: { remove: (id) => post("/state/delete", { session_id: id }) },
   },
@@ -121,7 +125,7 @@ function AddForm({ kind, done }) {
 }
 
 function Kind({ kind, visible }) {
-  const { list, name, about, actions, isEnded, fields } = KINDS[kind];
+  const { list, name, about, actions, isEnded, isFixed, fields } = KINDS[kind];
   const [entries, setEntries] = useState([]);
   const [wanted, setWanted] = useState("");
   const [shown, setShown] = useState(PAGE);
@@ -160,7 +164,7 @@ function Kind({ kind, visible }) {
       <label><input type="checkbox" checked=${byName} onChange=${(event) => setByName(event.currentTarget.checked)} /> ${t("admin.byName")}</label>`}
     <ul class="plainlist">${found.slice(0, shown).map((entry) => html`<li key=${name(entry)} class="row">
       <b>${name(entry)}</b> <small>${about(entry)}</small><span class="space"></span>
-      ${Object.entries(isEnded?.(entry) ? {} : actions).map(([action, act]) => html`<button disabled=${busy} onClick=${() => confirmed(action, name(entry)) && run(() => act(name(entry)))}
+      ${Object.entries((isEnded ?? isFixed)?.(entry) ? {} : actions).map(([action, act]) => html`<button disabled=${busy} onClick=${() => confirmed(action, name(entry)) && run(() => act(name(entry)))}
         aria-label="${t(`admin.do.${action}`)} ${name(entry)}">${t(`admin.do.${action}`)}</button>`)}
     </li>`)}</ul>
     ${found.length > shown && html`<button onClick=${() => setShown(shown + PAGE)}>${t("more")}</button>`}

@@ -92,9 +92,13 @@ function Figures({ run }) {
   const counts = run.batch?.request_counts;
   const done = counts && !run.ended ? counts.completed + counts.failed : run.rows.filter((row) => row.reason).length;
   const characters = run.rows.reduce((sum, row) => sum + row.output.length, 0);
-  return html`<p class="figures" id="batch-figures" data-done=${done} data-ended=${Boolean(run.ended)}>
-    <b>${number(done)} / ${number(run.rows.length)}</b> ${t("batch.done")} ·
-    <b id="batch-rate">${number(run.ended ? run.tokens / seconds : rate.current.value)}</b> ${t(run.ended ? "batch.ownTokens" : "batch.tokens")} ·
+  const box = useRef();
+  useEffect(() => {
+    if (innerWidth <= 900) box.current.scrollIntoView();
+  }, [run.started]);
+  return html`<p class="figures" ref=${box} id="batch-figures" data-done=${done} data-ended=${Boolean(run.ended)}>
+    <b>${number(done)} / ${number(run.rows.length)}</b> ${t("batch.done")} · ${" "}
+    <b id="batch-rate">${number(run.ended ? run.tokens / seconds : rate.current.value)}</b> ${t(run.ended ? "batch.ownTokens" : "batch.tokens")} · ${" "}
     <b>${number(characters / Math.max(seconds, 0.1))}</b> ${t("batch.characters")} · ${number(seconds, 1)} s</p>`;
 }
 

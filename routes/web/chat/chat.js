@@ -167,6 +167,6 @@ export function Chat({ visible }) {
       <${Composer} running=${stop} visible=${visible}><${Keys} active=${visible} stop=${stop ?? (() => {})} /><//>
       <${AnswerAnnouncer} busy=${busy} />
     </div>
-    <details class="side right" open=${innerWidth > 900} hidden=${innerWidth <= 900 && !conversation.turns.length}><summary>${t("tree.title")}</summary><${Tree} conversation=${conversation} /></details>
+    <details class="side right" open=${innerWidth > 900} hidden=${!conversation.turns.length}><summary>${t("tree.title")}</summary><${Tree} conversation=${conversation} /></details>
   </div>`;
 }

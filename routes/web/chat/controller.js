@@ -179,9 +179,10 @@ function unread(conversation, turn) {
   return { prompt: texts.join("\n\n"), from: path[at] };
 }
 
-/** Tokens, seconds to the first one, and tokens per second after it. */
+/** Tokens, seconds to the first one, and tokens per second. An answer that came in one piece counts from its start. */
 function speedOf(tokens, started, first) {
-  return { tokens, first: (first - started) / 1000, perSecond: (tokens - 1) / Math.max(1e-3, (performance.now() - first) / 1000) };
+  const [whole, rest] = [started, first].map((from) => (performance.now() - from) / 1000);
+  return { tokens, first: (first - started) / 1000, perSecond: rest > whole / 10 ? (tokens - 1) / rest : tokens / whole };
 }
 
 async function streamTurn(conversation, turn, prompt, from, signal) {

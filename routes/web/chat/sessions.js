@@ -54,7 +54,7 @@ export function Sessions() {
       <button onClick=${() => file.current.click()}>${t("sessions.import")}</button>
       <input ref=${file} id="import-file" type="file" hidden multiple accept=".safetensors,.json,.md" aria-label=${t("sessions.import")} onChange=${take} /></p>
     <h2>${t("sessions.title")}</h2>
-    ${counts && html`<p class="quiet" id="tiers">${t("sessions.counts", { total: counts.total_sessions, vram: counts.l1_cache_count, first, ram: counts.l2_cache_count, disk: counts.database_count })}</p>`}
+    ${counts && html`<p class="quiet" id="tiers" hidden=${!counts.total_sessions}>${t("sessions.counts", { total: counts.total_sessions, vram: counts.l1_cache_count, first, ram: counts.l2_cache_count, disk: counts.database_count })}</p>`}
     <input type="search" id="chat-search" aria-label=${t("sessions.search")} placeholder=${t("sessions.search")} value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} />
     ${wanted && !found.length && html`<p class="quiet" role="status">${t("sessions.none", { text: wanted })}</p>`}
     <ul id="my-chats">${mine.map(item)}</ul>

@@ -45,7 +45,6 @@ export function Tree({ conversation }) {
   const path = new Set(pathTo(conversation, conversation.current).map((turn) => turn.id));
   return html`<div class="tree" ref=${box} onKeyDown=${key}>
     <h2>${t("tree.title")}</h2>
-    ${conversation.turns.length === 0 && html`<p class="quiet">${t("tree.empty")}</p>`}
     <ul><li><button class=${conversation.current === ROOT ? "node shown" : "node"} aria-current=${conversation.current === ROOT ? "step" : null} onClick=${() => control.branchAt(ROOT)}><span class="dot" aria-hidden="true"></span>${t("tree.root")}</button></li>
       <${Branch} conversation=${conversation} from=${ROOT} path=${path} /></ul>
   </div>`;

@@ -1,10 +1,9 @@
 // The first screen of a chat: which model answers, examples, and how to serve another model.
 
 import { t } from "../i18n.js";
-import { service } from "../monitor.js";
+import { isDemo, service } from "../monitor.js";
 import { html, useState, useStore } from "../ui.js";
 
-const DEMO = "rwkv7-demo";
 const COMMAND = "rwkv-batch serve --model-path FILE.pth";
 const EXAMPLES = { demo: ["demo0", "demo1", "demo2"], model: ["model0", "model1", "model2"] };
 
@@ -21,19 +20,19 @@ function CopyCommand() {
 
 /** `ask(text)` sends an example. */
 export function Welcome({ ask }) {
-  const { status } = useStore(service);
-  const isDemo = status?.model_file?.startsWith(DEMO);
+  const now = useStore(service);
+  const { status } = now;
   const about = status?.parameters && t("welcome.model", {
     name: status.model, file: status.model_file, size: parametersOf(status.parameters), dtype: status.dtype,
   });
   return html`<div class="welcome"><h2>${t("chat.welcome")}</h2>
     ${about && html`<p id="about-model">${about}</p>`}
-    ${isDemo && html`<p>${t("welcome.demo")}</p>`}
-    ${status && html`<ul class="examples">${EXAMPLES[isDemo ? "demo" : "model"].map((key) => {
+    ${isDemo(now) && html`<p>${t("welcome.demo")}</p>`}
+    ${status && html`<ul class="examples">${EXAMPLES[isDemo(now) ? "demo" : "model"].map((key) => {
       const text = t(`example.${key}`);
       return html`<li key=${key}><button type="button" onClick=${() => ask(text)}>${text}</button></li>`;
     })}</ul>`}
     <p class="about">${t("chat.about")}</p>
-    ${isDemo && html`<${CopyCommand} />`}
+    ${isDemo(now) && html`<${CopyCommand} />`}
   </div>`;
 }

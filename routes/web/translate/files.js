@@ -54,7 +54,7 @@ function Chip({ one, remove }) {
   const { file, state, done, count, problem, target } = one;
   return html`<li class="row chip" data-state=${state}><b>${file.name}</b>
     ${state === "running" && html`<progress max=${count || 1} value=${count ? done : 0} aria-label=${`${t("translate.progress")} ${file.name}`}></progress>
-      <small>${t("translate.paragraphs", { done: number(done), count: number(count) })}</small>`}
+      ${count > 0 && html`<small>${t("translate.paragraphs", { done: number(done), count: number(count) })}</small>`}`}
     ${state === "waiting" && html`<small>${t("file.waiting")}</small>`}
     ${state === "done" && html`<small>${languageName(target)}</small> <button onClick=${() => download(one.filename, one.content)} aria-label=${`${t("translate.download")} ${one.filename}`}>${t("translate.download")}</button>`}
     ${problem && html`<span class="bad" role="alert">${problem.includes(file.name) ? problem : `${file.name}: ${problem}`}</span>`}

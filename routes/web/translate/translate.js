@@ -2,6 +2,7 @@
 
 import { number, t, useLanguage } from "../i18n.js";
 import { VirtualList } from "../list.js";
+import { isDemo, service } from "../monitor.js";
 import { download, html, oncePerFrame, settings, useMemo, useRef, useState, useStore } from "../ui.js";
 import { ACCEPTED, Chips, LISTED_ENDINGS, useFiles } from "./files.js";
 import { glossary, GlossaryEditor, glossaryFields, patternsOf } from "./glossary.js";
@@ -157,6 +158,7 @@ export function Translate() {
       <button id="swap" onClick=${swap} aria-label=${t("translate.swap")} title=${t("translate.swap")}>⇄</button>
       <${LanguageChoice} id="target-language" label=${t("translate.to")} value=${target} choose=${setTarget} />
       <button class="main" id="translate-start" disabled=${!text.trim() && !waiting} onClick=${begin}>${what}</button></p>
+    ${isDemo(useStore(service)) && html`<p class="quiet">${t("welcome.demo")}</p>`}
     <div class="workbench"><div class="work">
       ${state ? html`<${Result} state=${state} edit=${close} /><${Progress} state=${state} goTo=${(at) => choose(at, false)} /><${Segments} ...${{ state, current, open, choose }} />`
         : html`<${Source} ...${{ text, setText, begin, files }} />`}

@@ -207,6 +207,7 @@ def test_the_number_of_models_is_limited(fake: Service) -> None:
 def test_only_model_files_within_the_folder(fake: Service, file: str) -> None:
     answer = fake.post("/v1/models/load", {"file": file, "name": "n"}, headers=ADMIN)
     assert answer.status_code == 422 and answer.json()["field"] == "file", answer.text
+    assert ".gguf file within --models-dir, which has broken.pth, dying.pth, good.pth" in answer.json()["error"]
 
 
 def test_loading_needs_the_administrator(fake: Service) -> None:
@@ -219,7 +220,8 @@ def test_a_waiting_load_of_an_unloaded_model_gets_an_error(fake: Service) -> Non
     body = {"file": "slow.pth", "name": "given-up", "wait_s": 600}
     waiting = threading.Thread(target=lambda: answers.append(fake.post("/v1/models/load", body, headers=ADMIN)))
     waiting.start()
-    wait_for(lambda: "given-up" in fake.get("/v1/models").text, 20, "it is being loaded")
+    share = lambda: fake.get("/v1/models/given-up").json().get("loaded")  # noqa: E731 - one use
+    wait_for(lambda: share() == 0.25, 20, "it is being loaded")
     assert unload(fake, "given-up")["status"] == "unloaded"
     waiting.join(60)
     assert [answer.status_code for answer in answers] == [404], answers

@@ -73,7 +73,10 @@ def test_many_rows_of_a_real_model(demo: Service, open_page: Opener, shots: Path
     page = open_page(demo, "batch")
     page.click("text=Translation")
     lines = [f"{who} {what}." for who in WHO for what in WHAT]
+    page.fill("#batch-lines", "one")
+    expect(page.locator("#batch-start")).to_have_text("Run 1 row")
     page.fill("#batch-lines", "\n".join(lines))
+    expect(page.locator("#batch-start")).to_have_text(f"Run {len(lines)} rows")
     page.click("#batch-start")
     expect(page.locator("#batch-figures")).to_have_attribute("data-done", str(len(lines)))
     page.select_option("#batch-filter", "stop")

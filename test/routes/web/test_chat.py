@@ -49,6 +49,7 @@ def test_a_chat_from_the_first_screen_to_its_branches(
     expect(page.locator(".welcome h2")).to_be_in_viewport()
     expect(page.get_by_role("button", name="Copy")).to_be_in_viewport(ratio=1)
     expect(page.locator("#question")).to_be_focused()
+    expect(page.locator(".side.right")).to_be_hidden()  # no empty part
     page.screenshot(path=shots / f"{look}first-screen.png")
     greedy(page)
     page.locator(".examples button").first.click()
@@ -69,7 +70,7 @@ def test_a_chat_from_the_first_screen_to_its_branches(
     assert "Peter" in answers(page, 4)[-1]
     expect(page.locator(".siblings")).to_have_text(re.compile("2/2"))
     expect(page.locator(".tree .dot.hollow")).to_have_count(0)
-    expect(page.locator(".sessions li.shown .tier")).to_have_text(re.compile("memory|RAM|disk"))
+    expect(page.locator(".sessions li.shown .tier")).to_have_text(re.compile("engine|RAM|disk"))
     page.screenshot(path=shots / f"{look}chat.png")
     for side in ("left", "right") if width <= 900 else ():
         page.click(f".side.{side} > summary")

@@ -141,13 +141,14 @@ def test_a_refusal_is_shown_and_sessions_are_searched(demo: Service, open_page: 
         "team-a 3 requests, 1 refused, 1,200 tokens in, 0 out · admin rights · rows: at most 64 · "
         "tokens a minute: at most 9,000"
     )
-    expect(page.locator("#admin-sessions li small").first).to_contain_text("memory")
+    expect(page.locator("#admin-sessions li small").first).to_contain_text("engine")
     models = page.locator("#admin-models")
-    loading = {"id": "big", "status": "loading", "created": time.time() - 30, "error": ""}
+    expect(models.locator("li")).to_have_text(re.compile(r"^rwkv7 rwkv7-demo-\w+\.safetensors$"))  # cannot be unloaded
+    loading = {"id": "big", "status": "loading", "created": time.time() - 30, "error": "", "loaded": 0.43}
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [loading]}))
     page.evaluate("location.hash = 'chat'")
     page.click("text=Admin")
-    expect(models.locator("li small")).to_have_text(re.compile(r"loading · \d+ secs?"))
+    expect(models.locator("li small")).to_have_text(re.compile(r"loading · 43 % · \d+ secs?"))
     loading |= {"status": "failed", "error": "too little memory"}
     expect(models.locator("li small")).to_have_text("failed · too little memory")
     page.unroute("**/v1/models")

@@ -103,6 +103,7 @@ def test_a_password_is_requested_once_per_tab(locked: Service, open_page: Opener
     page.keyboard.press("Enter")
     expect(dialog).to_contain_text("Unauthorized: invalid or missing password or key")
     sign_in(page)
+    expect(page.get_by_role("button", name="退出登录")).to_be_visible()
     expect(page.get_by_text("新对话").first).to_be_attached()
     page.get_by_role("button", name="English").click()
     expect(page.get_by_text("New chat").first).to_be_attached()

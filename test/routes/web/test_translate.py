@@ -37,6 +37,7 @@ def translate(page: Page, text: str) -> str:
 def test_paragraphs_are_kept(demo: Service, open_page: Opener, shots: Path) -> None:
     page = open_page(demo, "translate")
     expect(page.locator("#translate-start")).to_have_text("Translate into 简体中文")
+    expect(page.locator("#panel-translate")).to_contain_text("This is the small demo model")
     text = translate(page, "Good morning.\n\n\nHow are you?\n\nHello world!")
     assert text == "早上好。\n\n\n你好吗？\n\n你好，世界！"
     expect(page.locator("#translate-warnings")).to_have_count(0)
@@ -178,7 +179,7 @@ def test_files_are_translated_and_keep_their_format(
     for name, (content, _) in given.items():
         (tmp_path / name).write_text(content, "utf-8")
     page.set_input_files("#translate-file", [tmp_path / name for name in given])
-    expect(page.locator("#translate-start")).to_have_text(f"Translate files into 简体中文: {len(given)}")
+    expect(page.locator("#translate-start")).to_have_text(f"Translate {len(given)} files into 简体中文")
     page.click("#translate-start")
     for name, (_, translation) in given.items():
         file = tmp_path / name
