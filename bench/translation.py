@@ -14,6 +14,7 @@
   of four paragraphs. All rows sample 60 tokens, so the times are comparable. Medians of --rounds rounds, in seconds
   (`wall`) and in seconds of CPU (`cpu`), which other programs disturb less. `ratio` is a paragraph's time over one's
   without context, of `cpu` on a CPU. Without the prefix cache only a tenth of the paragraphs run.
+- `page` and `masks` with --size: a random model of that size, for the share of a step that takes as long as a real one.
 - masks: the same --rows sentences with markers or enforced terms, with and without their masks, in turns. `ratio` is
   the time of a sampled token with masks over one without, of CPU seconds on a CPU: the median of --mask-rounds pairs.
 
@@ -22,10 +23,12 @@ The last line is JSON.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import re
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Iterable
@@ -36,6 +39,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.record import Arguments, finish, origin
 from demo import vocabulary
 from demo.corpus import pages
@@ -294,6 +298,7 @@ def mask_cost(engine: Engine, rows: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument("--model-path", type=Path, help="a model file or a compact file; default: the demo model")
+    parser.add_argument("--size", choices=SIZES, help="a random model instead; give --cases 0 --kept 0")
     parser.add_argument("--cases", type=int, default=200, help="held-out sentences of each skill")
     parser.add_argument("--kept", type=int, default=200, help="held-out sentences of each check of the service")
     parser.add_argument("--paragraphs", type=int, default=PARAGRAPHS)
@@ -304,8 +309,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    given = arguments.model_path or MODEL
-    model = ensure_model(source=given) if given.suffix == MODEL.suffix else given
+    with tempfile.TemporaryDirectory() as folder:
+        given = arguments.model_path or MODEL
+        if arguments.size:
+            given = write_random_file(arguments.size, Path(folder, f"{arguments.size}.safetensors"), arguments.device)
+        measure(ensure_model(source=given) if given.suffix == MODEL.suffix else given, arguments)
+
+
+def measure(model: Path, arguments: argparse.Namespace) -> None:
+    """Measure what the arguments name."""
     result: dict[str, Any] = {"program": "bench.translation", "model": model.name, **origin(arguments.commit)}
 
     def add(name: str, figures: dict[str, Any]) -> None:

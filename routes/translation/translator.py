@@ -203,22 +203,24 @@ def _rows(context: Context, queries: list[Query], body: TranslationFields, field
     tokenizer, config = context.tokenizer, context.config
     form = prompt_form(config.translation_prompt)
     prompts = encode_all(tokenizer, ((field, translation_prompt(query, form)) for query in queries), config)
-    shared: dict[str, list[int]] = {}
+    shared: dict[tuple[str, str, History], list[int]] = {}
     total = 0
     for query, prompt in zip(queries, prompts, strict=True):
-        before = shared_prompt(query, form)
-        if before not in shared:
-            shared[before] = encode(tokenizer, before, "context", config) if before else []
-        total += len(shared[before]) + len(prompt)
+        origin = query.source, query.context, query.history
+        before = shared.get(origin)
+        if before is None:
+            text = shared_prompt(query, form)
+            before = shared[origin] = encode(tokenizer, text, "context", config) if text else []
+        total += len(before) + len(prompt)
         if rows and total > config.max_request_tokens:
             break
         stops = prompt_stops(query, form)
         max_tokens = min(_MIN_TOKENS + _TOKENS_PER_PROMPT_TOKEN * len(prompt), config.max_tokens_limit)
-        row = greedy_row([*shared[before], *prompt], max_tokens, stops, body.state, body.adapter)
+        row = greedy_row([*before, *prompt], max_tokens, stops, body.state, body.adapter)
         sampling = _sampling(query) if query.attempt else row.sampling
         ends = stops if "\n" in query.text else ["\n"]
         constraint = None if query.required is None else required_constraint(query.required, ends)
-        changes = {"sampling": sampling, "cached_tokens": len(shared[before]), "constraint": constraint}
+        changes = {"sampling": sampling, "cached_tokens": len(before), "constraint": constraint}
         rows.append(msgspec.structs.replace(row, **changes))
     return rows
 

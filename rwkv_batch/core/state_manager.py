@@ -101,7 +101,7 @@ class StateManager:
             sequence.base = prefix_base(numbers, sequence.job.spec.prefix_salt)
         except PoolError as error:
             raise as_service_error(error, given=_session_of(sequence)) from error
-        if _may_share_prefix(sequence):
+        if _may_share_prefix(sequence) and not sequence.request.cached_tokens:  # else it names its shared prefix
             self.pool.prefixes.observe(sequence.token_ids, sequence.base)
 
     def failure(self, sequence: Sequence) -> ServiceError | None:
@@ -216,10 +216,12 @@ class StateManager:
 
     def _start_from_prefix(self, sequence: Sequence) -> None:
         hit = self.pool.prefixes.match(sequence.reusable_ids, sequence.base)
+        wanted, ids = sequence.request.cached_tokens, sequence.token_ids
         if hit is not None:
             sequence.shared = SharedSlot(hit.slot, lambda: self.pool.prefixes.unpin(hit))
             sequence.num_computed_tokens = sequence.cached_tokens = hit.num_tokens
-        wanted, ids = sequence.request.cached_tokens, sequence.token_ids
+            if 0 < wanted <= hit.num_tokens:
+                return
         sequence.cache_points = self.pool.prefixes.cache_points(ids, True, sequence.base, wanted)
 
     # Steps ---------------------------------------------------------------------------------------------------

@@ -199,6 +199,7 @@ class TranslationPlan:
         self.history = request.history
         """The last translations, for the next request of the document."""
         self._request = request
+        self._context = "\n".join(filter(None, (request.style, request.context)))
         self._cache = cache
         self._tenant = tenant
         self._memory = Memory()
@@ -317,8 +318,7 @@ class TranslationPlan:
         if approved is not None and (restored := segment.restore(approved)) is not None:
             return _Result(restored, approved, [], Origin.MEMORY)
         examples = self._memory.examples.get((unit.source, shown), ())
-        context = "\n".join(filter(None, (request.style, request.context)))
-        whole = Query(unit.source, request.target, "", context, unit.history, examples, 2 * request.variant)
+        whole = Query(unit.source, request.target, "", self._context, unit.history, examples, 2 * request.variant)
         if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
             return self._split_at_markers(segment, whole)
         whole = self._with_text(whole, shown, segment.required())

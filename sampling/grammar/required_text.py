@@ -9,7 +9,6 @@ once and copied.
 
 from __future__ import annotations
 
-import codecs
 import re
 from typing import NamedTuple, Protocol
 
@@ -17,15 +16,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sampling.grammar.constraint import EARLY_ENDS, RESERVE, UNSPACED, Constraint, NoTokenLeftError, RequiredText
+from sampling.grammar.constraint import EARLY_ENDS, RESERVE, Constraint, NoTokenLeftError, RequiredText
 from sampling.grammar.matcher import MAX_JUMP_FORWARD, Grammar, Matcher
 from sampling.grammar.token_index import END, TokenIndex, put, starting
+from sampling.grammar.word_counter import WordCounter
 
 _MAX_AUTOMATA = 256
 _MAX_MASKS = 4096
 """8 KiB each with 65,536 tokens."""
 _MAX_ALLOWED = 4096
-_LETTERS = re.compile(rf"[^\W{UNSPACED}]{{2}}")
 Mask = NDArray[np.int32]
 
 
@@ -59,7 +58,7 @@ class MarkerAutomaton:
         self._barred = bytes(sorted({end[0] for end in self._ends}))
         self._longest_end = max(map(len, self._ends), default=1)
         self._special = self._leads + self._barred
-        self.is_special = index.with_any(self._special)
+        self.is_special = index.with_any(self._special).tobytes()
         """Per token, whether it may change the state outside a marker."""
         self._early_ends = [END] if any(end not in b"\n\n" for end in self._ends) else EARLY_ENDS
         self._allowed: dict[tuple[int, tuple[int, ...]], list[int]] = {}
@@ -178,65 +177,6 @@ class MarkerAutomaton:
         return text
 
 
-class WordCounter:
-    """Counts the words that a text still needs, as its characters come."""
-
-    def __init__(self, text: RequiredText) -> None:
-        forms = {form for word_forms, _ in text.words for form in word_forms}
-        self._find = re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))), re.IGNORECASE)
-        self._first_forms = [forms[0] for forms, _ in text.words]
-        self._words: dict[str, set[int]] = {}
-        for number, (word_forms, _) in enumerate(text.words):
-            for form in word_forms:
-                self._words.setdefault(form.casefold(), set()).add(number)
-        self._longest = max(map(len, forms))
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text, self._at = "", 0
-        self._needed = [count for _, count in text.words]
-        """How often each word is needed after `_at`."""
-        self.missing = [*self._needed]
-        """How often each word is missing. More text may change it: "cat" becomes "catalogue"."""
-
-    @property
-    def is_final(self) -> bool:
-        """Return whether no word is missing, with any further text."""
-        return max(self._needed) <= 0
-
-    @property
-    def has_all(self) -> bool:
-        return max(self.missing) <= 0
-
-    def add(self, data: bytes) -> None:
-        """Read the next bytes."""
-        self._text += self._decoder.decode(data)
-        self.missing = [*self._needed]
-        for found in self._find.finditer(self._text, self._at):
-            if _is_inside_word(self._text, found.start()) or _is_inside_word(self._text, found.end()):
-                continue
-            is_final = found.start() + self._longest < len(self._text)
-            if is_final:
-                self._at = found.end()
-            for number in self._words.get(found.group().casefold(), ()):
-                self.missing[number] -= 1
-                self._needed[number] -= is_final
-        self._at = max(self._at, len(self._text) - self._longest)
-        if self._at > 2 * self._longest + 256:
-            self._text, self._at = self._text[self._at - 1 :], 1  # with the character before a word
-
-    def closing(self) -> list[bytes]:
-        """Return the missing words, each after a space."""
-        pairs = zip(self._first_forms, self.missing, strict=True)
-        return [f" {form}".encode() for form, count in pairs for _ in range(count)]
-
-
-def _is_inside_word(text: str, at: int) -> bool:
-    """Return whether a word continues on both sides.
-
-    Both are letters of a script that separates words.
-    """
-    return 0 < at < len(text) and _LETTERS.match(text, at - 1) is not None
-
-
 class RequiredTextMatcher:
     """Matches one row's tokens, as `Matcher` does. Engine thread."""
 
@@ -251,6 +191,8 @@ class RequiredTextMatcher:
         self.was_completed = False
         """Whether markers or words were added that the model did not choose. Closing tags do not count."""
         self._mask: Mask | None = None
+        self._replacement: int | None = None
+        """None: not known, like `_mask`."""
         self._max_closing = len(self._closing_tokens()) + 2 * RESERVE
         self._force_late()
 
@@ -283,21 +225,26 @@ class RequiredTextMatcher:
             self._state, self._mask = found, None
         if self._words is not None:
             self._words.add(data)
+            self._replacement = None
             if self._words.has_all != self._has_words:
                 self._has_words, self._mask = self._words.has_all, None
             if self._words.is_final:
                 self._words = None
         if self._closing:
             self._closing, self._mask = self._closing[1:], None
-        else:
+        elif self._tokens_left <= self._max_closing:
             self._force_late()
+        if self._mask is None:
+            self._replacement = None
         return False
 
     @property
     def replacement(self) -> int:
         """The token to read if one of `EARLY_ENDS` is sampled, or -1."""
-        may_end = self._closing or self._state.prefix or self._automaton.may_end(self._state, self._has_words)
-        return -1 if may_end else self._next_required()[0]
+        if self._replacement is None:
+            may_end = self._closing or self._state.prefix or self._automaton.may_end(self._state, self._has_words)
+            self._replacement = -1 if may_end else self._next_required()[0]
+        return self._replacement
 
     def resolve(self, token: int) -> int:
         """Return the token that a sampled one stands for.
@@ -307,7 +254,7 @@ class RequiredTextMatcher:
         if token not in EARLY_ENDS or self.replacement < 0:
             return token
         self._closing = list(self._next_required())
-        self._mask = None
+        self._mask = self._replacement = None
         self.was_completed |= not self._state.opened
         return self._closing[0]
 
@@ -324,12 +271,11 @@ class RequiredTextMatcher:
         return self._texts.encoded(self._words.closing()[0])
 
     def _force_late(self) -> None:
-        """Begin to force what is missing before the tokens run out."""
-        if self._tokens_left <= self._max_closing:
-            tokens = self._closing_tokens()
-            if tokens and self._tokens_left <= len(tokens) + RESERVE:
-                self._closing, self._mask = [*tokens, END], None
-                self.was_completed = True
+        """Begin to force what is missing if the tokens run out."""
+        tokens = self._closing_tokens()
+        if tokens and self._tokens_left <= len(tokens) + RESERVE:
+            self._closing, self._mask = [*tokens, END], None
+            self.was_completed = True
 
     def _closing_tokens(self) -> list[int]:
         words = [] if self._words is None else self._words.closing()

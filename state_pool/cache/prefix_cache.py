@@ -205,15 +205,15 @@ class PrefixCache:
         if not self.enabled or len(tokens) <= MIN_TOKENS:
             return []
         ids = _pack_prompt(tokens, base)
-        shared = self._recent.shared_bytes(ids, observed)
-        if not observed:
-            self._recent.add(ids)
         start = _base_bytes(ids)
         cached = max(self._longest(ids), start)
         at = start + TOKEN_BYTES * wanted
         if not cached < at < len(ids):
+            shared = self._recent.shared_bytes(ids, observed)
             gains = [((at - cached) * sum(other >= at for other in shared), at) for at in set(shared)]
             at = max(gains, default=(0, 0))[1]
+        if not observed:
+            self._recent.add(ids)
         if at - cached < _KEY_BYTES:
             return []
         self._in_progress[ids[:at]] = None

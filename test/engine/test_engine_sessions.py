@@ -376,6 +376,9 @@ def test_a_named_prefix_is_kept_at_its_first_use(model: Path) -> None:
     length = len(make_request(page).prompt)
     with started_engine(model, PoolConfig(state_db="")) as engine:
         plain = [run(engine, make_request(page + end, use_prefix_cache=False)).texts[0] for end in (" One", " Two")]
+        pool = engine.model_runner.pool
+        history = pool.prefixes.history_bytes
         jobs = [run(engine, make_request(page + end, cached_tokens=length)) for end in (" One", " Two")]
+        assert pool.prefixes.history_bytes == history, "no such prompt is compared with earlier ones"
     assert [job.texts[0] for job in jobs] == plain
     assert [job.finishes[0].cached_tokens for job in jobs] == [0, length]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
+from routes.config import HttpConfig
+from routes.translation import translator
+from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.translation.context import Example
 from rwkv_batch.translation.glossary import GlossaryMode
 from rwkv_batch.translation.plan import Query
@@ -56,3 +62,14 @@ def test_forms_have_context_terms_and_earlier_translations(form: PromptForm, sha
     assert (shared_prompt(query, form), translation_prompt(query, form)) == (shared, prompt)
     assert "Hund" not in translation_prompt(Query("en", "de", text, terms=TERMS), form), "check: not at first"
     assert prompt_stops(query, form)[0] == "\n\n"
+
+
+def test_a_pages_context_is_formatted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    formatted: list[Query] = []
+    monkeypatch.setattr(
+        translator, "shared_prompt", lambda query, form: formatted.append(query) or shared_prompt(query, form)
+    )
+    context = cast(Any, SimpleNamespace(tokenizer=Tokenizer(), config=HttpConfig()))
+    body = cast(Any, SimpleNamespace(state=None, adapter=None))
+    rows = translator._rows(context, [Query("en", "de", text, "A pet shop.") for text in "abc"], body, "text_list")
+    assert len(formatted) == 1 and len({tuple(row.prompt[: row.cached_tokens]) for row in rows}) == 1
