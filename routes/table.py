@@ -5,8 +5,8 @@ from __future__ import annotations
 from routes import (
     engines,
     loaded,
-    many_prompts,
     models,
+    native_completions,
     rwkv_infer,
     score,
     state,
@@ -32,7 +32,7 @@ from routes.translation import (
 )
 
 ROUTES: tuple[Route, ...] = (
-    *many_prompts.ROUTES,
+    *native_completions.ROUTES,
     *batch_translate.ROUTES,
     *glossaries.ROUTES,
     *memory.ROUTES,

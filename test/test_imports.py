@@ -248,7 +248,7 @@ def test_no_dialect_names_a_backend() -> None:
     for name, file in modules("routes"):
         constants = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
         named = constants & backends
-        assert named <= ({"flashinfer"} if name == "routes.many_prompts" else set()), f"{name} names {named}"
+        assert named <= ({"flashinfer"} if name == "routes.native_completions" else set()), f"{name} names {named}"
 
 
 def test_the_engine_names_no_route() -> None:

@@ -11,7 +11,7 @@ import aiohttp
 
 from programs.backends.local_engine import LocalEngine
 from programs.chat.conversation import ConsoleError, Piece
-from routes.many_prompts import ROUTES, V1_PATH
+from routes.native_completions import ROUTES, V1_PATH
 from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import HandlerResponse, HttpResponse

@@ -18,7 +18,7 @@ from programs.tools.parsers import BYTES_PER_NUMBER, inspect_parser
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import Adapter, read_adapter
 from rwkv_batch.model.adapters.merge import kind_of
-from rwkv_batch.model.files.blocks import BlockTensor
+from rwkv_batch.model.files.gguf_blocks import BlockTensor
 from rwkv_batch.model.quant.formats import Format, format_for
 from rwkv_batch.model.state import RWKV7, ModelShape, StateFormat
 from rwkv_batch.model.tensor_files import FileError, FileKind, files_of, metadata_of, read_json_file, read_tensors

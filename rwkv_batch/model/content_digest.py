@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from native.files import cache_folder
-from rwkv_batch.model.files.blocks import stored
+from rwkv_batch.model.files.gguf_blocks import stored
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.tensor_files import files_of
 

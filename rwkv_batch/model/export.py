@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.files import WRITTEN_DTYPES, WRITTEN_SUFFIXES
-from rwkv_batch.model.files.blocks import BlockTensor, encode_q8_0
 from rwkv_batch.model.files.gguf import ARCHITECTURE, RWKV7_ARCHITECTURE
+from rwkv_batch.model.files.gguf_blocks import BlockTensor, encode_q8_0
 from rwkv_batch.model.files.gguf_writer import Entry, Value, write_gguf
 from rwkv_batch.model.gguf_names import names_of_gguf
 from rwkv_batch.model.mmap_release import release

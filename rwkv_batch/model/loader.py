@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rwkv_batch import load_progress
-from rwkv_batch.model.files.blocks import BlockTensor
+from rwkv_batch.model.files.gguf_blocks import BlockTensor
 from rwkv_batch.model.layer import (
     MIX_ORDER,
     Layer,

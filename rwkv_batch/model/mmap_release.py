@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rwkv_batch.model.files.blocks import stored
+from rwkv_batch.model.files.gguf_blocks import stored
 
 MADV_DONTNEED = 4
 MIN_RELEASE_BYTES = 64 << 10

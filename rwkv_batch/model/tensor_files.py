@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from native.sandbox import ENDED, Sandbox
-from rwkv_batch.model.files.blocks import BlockTensor
 from rwkv_batch.model.files.gguf import SPLIT_COUNT
+from rwkv_batch.model.files.gguf_blocks import BlockTensor
 from rwkv_batch.model.files.place import BLOCKS, CPU_S, MEMORY_BYTES, PTH, SAFETENSORS, Place, TensorIndex
 from rwkv_batch.models_folder import shard_names
 

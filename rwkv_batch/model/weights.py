@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.content_digest import content_digest
-from rwkv_batch.model.files.blocks import BlockTensor, stored
+from rwkv_batch.model.files.gguf_blocks import BlockTensor, stored
 from rwkv_batch.model.gguf_names import names_of_pth
 from rwkv_batch.model.huggingface import check_config, is_folder, native_names, read_folder
 from rwkv_batch.model.mmap_release import release

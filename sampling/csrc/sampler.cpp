@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "filters.h"
+#include "filters_cpu.h"
 #include "philox.h"
 #include "ranking.h"
 

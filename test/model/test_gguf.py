@@ -13,7 +13,7 @@ from torch import Tensor
 from demo.files import ensure_model
 from demo.random_weights import random_weights
 from rwkv_batch.model.export import write_model
-from rwkv_batch.model.files import blocks
+from rwkv_batch.model.files import gguf_blocks
 from rwkv_batch.model.files.gguf_writer import Entry, Value, write_gguf
 from rwkv_batch.model.files.place import BLOCKS
 from rwkv_batch.model.gguf_names import names_of_gguf
@@ -50,7 +50,7 @@ def entries_of(kind: str = "") -> tuple[list[Entry], dict[str, Tensor]]:
         if kind and tensor.dim() == 2 and tensor.shape[1] % BLOCKS[kind][0] == 0:
             made = random_blocks(kind, tensor.numel() // BLOCKS[kind][0], len(entries))
             entries.append(Entry(name, kind, tuple(tensor.shape), as_bytes(made)))
-            whole = blocks.decode(kind, made).view(tensor.shape)
+            whole = gguf_blocks.decode(kind, made).view(tensor.shape)
         else:
             entries.append(Entry(name, "float32", tuple(tensor.shape), as_bytes(whole)))
         decoded[name] = whole
@@ -67,14 +67,14 @@ def written(path: Path, entries: list[Entry], metadata: dict[str, Value] | None 
 def test_each_block_type_is_decoded_as_its_definition(kind: str) -> None:
     made = random_blocks(kind, 50)
     expected = torch.tensor([DECODE[kind](block.numpy().tobytes()) for block in made])
-    assert torch.allclose(blocks.decode(kind, made), expected, rtol=1e-6, atol=1e-9)
+    assert torch.allclose(gguf_blocks.decode(kind, made), expected, rtol=1e-6, atol=1e-9)
     assert expected.abs().max() > 0.01
 
 
 def test_q8_0_is_encoded_within_half_a_step() -> None:
     numbers = torch.randn(100, 32)
     numbers[3] = 0
-    found = blocks.decode("q8_0", blocks.encode_q8_0(numbers))
+    found = gguf_blocks.decode("q8_0", gguf_blocks.encode_q8_0(numbers))
     step = numbers.abs().amax(1, keepdim=True) / 127
     assert ((found - numbers).abs() <= 0.57 * step).all() and not found[3].any()
 

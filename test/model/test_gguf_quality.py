@@ -15,7 +15,7 @@ from bench.quality_states import Text
 from demo.corpus import translation
 from demo.files import ensure_model
 from rwkv_batch.model.export import write_model
-from rwkv_batch.model.files import blocks
+from rwkv_batch.model.files import gguf_blocks
 from rwkv_batch.model.files.gguf_writer import Entry, write_gguf
 from rwkv_batch.model.files.place import BLOCKS
 from rwkv_batch.model.gguf_names import names_of_gguf
@@ -61,7 +61,7 @@ def test_an_encoded_number_is_near(kind: str) -> None:
     numbers[3] = 0
     made = encode(kind, numbers)
     assert made.shape == (64, BLOCKS[kind][1])
-    error = (blocks.decode(kind, made) - numbers).square().mean().sqrt()
+    error = (gguf_blocks.decode(kind, made) - numbers).square().mean().sqrt()
     assert error < {"8": 0.01, "6": 0.03, "5": 0.06, "4": 0.12, "3": 0.25, "2": 0.4}[kind.removeprefix("i")[1]]
 
 

@@ -23,7 +23,7 @@ MESSAGE: dict[str, Any] = {"role": "user", "content": "a"}
 def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
     """Return kind, field and length of the error."""
     from routes.llama_cpp.tokens import CountBody
-    from routes.many_prompts import BigBatchBody, FimBody
+    from routes.native_completions import BigBatchBody, FimBody
     from routes.openai.request import ChatBody, CompletionBody
     from routes.request.bodies import PromptBody
     from routes.request.json_body import parse_json, validate
