@@ -7,8 +7,8 @@
 A world is the real scheduler, job table, state manager and state pool (prefix cache, SQLite file) on a fake device with
 numbers as states. The seed decides sizes, traffic, thread order, faults of disk, device and threads, kills, restarts,
 power losses with lost and torn writes, and clocks that are set (`test/simulation/`). Every sixth world also loads and
-removes tuned states, mixtures and adapters. Every fourth has two engines that share the file, two HTTP workers with
-fleet and ledger, and a network that delays, stalls and cuts.
+removes tuned states, mixtures and adapters. In every third, steps verify drafts. Every fourth has two engines that
+share the file, two HTTP workers with fleet and ledger, and a network that delays, stalls and cuts.
 
 After every step, slots, running rows, queues and tiers are recounted. Every answer is compared with a prediction from
 prompt and seed. After every restart each session must have exactly its acknowledged turns. In a fleet, one linear

@@ -54,8 +54,7 @@ class Engine:
         self.config = config
         self._wake = threading.Event()
         self._inbox = Inbox(self._wake.set)
-        self._stopping = False
-        self._draining = False
+        self._stopping = self._draining = False
         self._loop_count = 0
         self._fatal_error: ErrorInfo | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -276,6 +275,7 @@ class Engine:
         count = len(self._in_flight)
         while self.scheduler.limits.groups == 1 and any(one.has_drafts for one in self._in_flight):
             self._process_outputs(self._in_flight.popleft(), self._interleave_now)
+            self._interleaver.finish()  # before the next step is scheduled, which may have its rows
         return len(self._in_flight) < count
 
     def _launch(self, rows: list[ScheduledRow], between_pieces: BetweenPieces | None = None) -> Step:

@@ -122,7 +122,7 @@ class StepTimes:
     def cost(self, num_rows: int, model_s: float) -> DraftCost:
         """Return the cost of drafts in a step of this many rows. model_s: `Speculation.model_s`"""
         plain_s, added_s = self.plain_s.get(num_rows), self.added_s
-        if plain_s is None or added_s is None:
+        if not plain_s or added_s is None:
             return DraftCost(*(num_rows * one for one in CERTAIN_COST))
         tokens_per_s = num_rows / plain_s
         guess = model_s * tokens_per_s if model_s else num_rows * CERTAIN_COST.guess

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Sequence
-from rwkv_batch.core.speculation import Speculation
+from rwkv_batch.core.speculation import Speculation, make_drafters
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
 from state_pool.errors import SessionReadFailed
@@ -16,7 +16,7 @@ from state_pool.pool import StatePool
 from state_pool.session_key import SessionKey
 from state_pool.sessions import Session
 from state_pool.turns.import_export import FittedFile
-from test.simulation.device import TOKENIZER, Runner, fold, read_slots
+from test.simulation.device import ALPHABET, TOKENIZER, Runner, fold, read_slots
 from test.simulation.history import History
 from test.simulation.violation import demand
 
@@ -148,6 +148,21 @@ class CheckedPool(StatePool):
         delete_counted(session_id, delete_prefix, durable)
 
 
+class Drafts:
+    """Guesses a row's next tokens: right ones, up to a wrong one now and then, or none."""
+
+    name = "world"
+
+    def __init__(self, world: World, sequence: Sequence) -> None:
+        self._world, self._sequence = world, sequence
+
+    def propose(self, _: object, length: int, count: int) -> list[int]:
+        """See Drafter."""
+        rng = self._world.drafting
+        tokens = self._world.runner.next_tokens(self._sequence, length, rng.choice((0, 1, 3, count)))
+        return [token if rng.random() < 0.8 else rng.choice(ALPHABET) for token in tokens]
+
+
 class CheckedEngine(Engine):
     """The real engine over a world's runner. Its thread is never started."""
 
@@ -156,5 +171,7 @@ class CheckedEngine(Engine):
         self.model_runner = runner  # type: ignore[assignment]
         self.state_manager = CheckedStateManager(world, runner.pool, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
-        self.speculation = Speculation("off", runner.pool.tiers.slots, self.scheduler.forget_plain)
+        mode = "ngram" if world.speculates else "off"
+        self.speculation = Speculation(mode, runner.pool.tiers.slots, self.scheduler.forget_plain)
+        self.speculation.make_drafters = lambda sequence: [Drafts(world, sequence), *make_drafters(sequence)]
         self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, TOKENIZER, runner.vocab)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import PENDING, Sequence
 from rwkv_batch.core.shares import Limits
+from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.request import GenerateRequest, TokenLogprob
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
@@ -127,8 +129,15 @@ class Step:
     started: float = 0.0
     launched: float = 0.0
     awaits_masks: bool = False
-    num_drafted: int = 0
+    number: int = -1
+    draft_states: dict[Sequence, list[int]] = field(default_factory=dict)
+    """of rows with drafts: the states after each drafted token"""
     scores: list[tuple[Sequence, list[TokenLogprob]]] = field(default_factory=list)
+
+    @property
+    def num_drafted(self) -> int:
+        """See `InFlightStep.num_drafted`."""
+        return sum(map(len, self.draft_states.values()))
 
 
 @dataclass
@@ -189,6 +198,7 @@ class Runner:
         states = [self._computed(row) for row in rows]
         scores = [(row.sequence, self._score(row)) for row in rows if row.scored]
         self._check_slots(rows)
+        draft_states = {row.sequence: self._drafted(row.sequence, states[i][0]) for i, row in enumerate(rows)}
         targets = [write_slots(row.sequence) for row in rows]
         if between is not None and self.within is not None:
             for _ in range(PIECES - 1):
@@ -197,12 +207,51 @@ class Runner:
         for slots, found in zip(targets, states, strict=True):
             for slot, state in zip(slots, found, strict=True):
                 self.device.memory[slot] = state
+        for sequence, drafted in draft_states.items():
+            if sequence.draft is not None:
+                self.device.memory[sequence.draft.slot] = drafted[-1]
         sampled = [
             self._sample(row, mixed(found, shares(row.sequence)))
             for row, found in zip(rows, states, strict=True)
             if row.samples_token
         ]
-        return Step(rows, sampled, scores=scores)
+        return Step(
+            rows, sampled, draft_states={one: of_row for one, of_row in draft_states.items() if of_row}, scores=scores
+        )
+
+    def _drafted(self, sequence: Sequence, state: int) -> list[int]:
+        """Return the states after each drafted token of a row, from the one after its known tokens."""
+        tokens, mark = [] if sequence.draft is None else sequence.draft.tokens, self.device.mark_of(sequence)
+        return [fold(state, tokens[: i + 1], mark) for i in range(len(tokens))]
+
+    @property
+    def drafts(self) -> Runner:
+        """This runner: see `verify`."""
+        return self
+
+    def verify(self, step: Step, speculation: Speculation, jobs: JobTable, _: object) -> int:
+        """See `DraftSampler.verify`."""
+        num_accepted = 0
+        while rows := speculation.accepted_rows(step.rows):
+            num_accepted += len(rows)
+            drafts = [(row, row.sequence.draft) for row in rows]
+            states = [step.draft_states[row.sequence][one.num_accepted - 1] for row, one in drafts if one is not None]
+            sampled = [(self._sample(row, state), None) for row, state in zip(rows, states, strict=True)]
+            jobs.commit(rows, sampled, step.number)  # type: ignore[arg-type]
+        return num_accepted
+
+    def next_tokens(self, sequence: Sequence, length: int, count: int) -> list[int]:
+        """Return the tokens that a row will sample after its first `length`, if no step in flight samples for it."""
+        if (known := self._req_slots.get(sequence.req_slot)) is None:
+            return []
+        seed, step, end, _ = known
+        unread = sequence.token_ids[sequence.num_computed_tokens : length]
+        state, mark, tokens = self.device.memory[sequence.read_slot], self.device.mark_of(sequence), list[int]()
+        state = fold(state, unread, mark)
+        for i in range(count):
+            tokens.append(sample_token(state, seed, step + i, end))
+            state = fold(state, tokens[-1:], mark)
+        return tokens
 
     def _computed(self, row: ScheduledRow) -> list[int]:
         """Return each member's state after the row's tokens."""
@@ -229,9 +278,12 @@ class Runner:
         return tokens
 
     def _check_slots(self, rows: list[ScheduledRow]) -> None:
-        writes = [slot for row in rows for slot in write_slots(row.sequence)]
+        sequences = [row.sequence for row in rows]
+        drafting = [one for one in sequences if one.draft is not None]
+        writes = [slot for one in sequences for slot in write_slots(one)]
+        writes += [one.draft.slot for one in drafting if one.draft is not None]
         demand(len(set(writes)) == len(writes), f"two rows of a step write to one slot: {writes}")
-        reads = [slot for row in rows for slot in read_slots(row.sequence)]
+        reads = [slot for one in sequences for slot in read_slots(one)] + [one.read_slot for one in drafting]
         for i, target in enumerate(writes):
             demand(target not in (ZERO_SLOT, DUMMY_SLOT, -1), f"a row writes to slot {target}")
             others = [*reads[:i], *reads[i + 1 :]]

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from rwkv_batch.core import state_manager
-from rwkv_batch.core.sequence import RunningJob
+from rwkv_batch.core.sequence import RunningJob, Sequence
+from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.fleet.member import Member
 from state_pool.cache.prefix_cache import PrefixCache, prefix_base
 from state_pool.origins import Adapters, LoadedAdapter, Origin
 from test.simulation.runs import FLEET_WORLDS, WorldFailed, run
-from test.simulation.world import OWN_WORLDS
+from test.simulation.world import OWN_WORLDS, SPECULATING_WORLDS
 
 SEEDS = 1000 if os.environ.get("RWKV_LONG_TESTS") else 200
 PART = 20
@@ -41,6 +42,7 @@ def test_worlds(first: int) -> None:
         3155,  # the same
         1466,  # a scored prompt's next part overtook a step, and its scores came before those in flight
         4985,  # imported states did not count as transfers to host memory
+        94,  # after drafts were verified, a row's last token was processed while its next step was launched
         387,  # waiting turns held all slots but one, and a shared prompt held that one
     ],
 )
@@ -64,6 +66,21 @@ def test_a_world_is_the_same_every_time() -> None:
     code = "from test.simulation.runs import run; print([run(seed)['digest'] for seed in range(3)])"
     elsewhere = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert elsewhere.stdout == f"{[run(seed)['digest'] for seed in range(3)]}\n", elsewhere.stderr
+
+
+def test_the_worlds_notice_a_state_with_a_rejected_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the simulation: a row that continues from a draft of which the last token is wrong is found."""
+    settle = Speculation.settle
+
+    def wrong(speculation: Speculation, sequence: Sequence) -> None:
+        if sequence.draft is not None and sequence.draft.num_accepted == len(sequence.draft.tokens) - 1:
+            sequence.draft.num_accepted += 1
+        settle(speculation, sequence)
+
+    monkeypatch.setattr(Speculation, "settle", wrong)
+    with pytest.raises(WorldFailed):
+        for seed in range(1, SEEDS, SPECULATING_WORLDS):
+            run(seed)
 
 
 def test_the_worlds_notice_a_wrong_cached_prefix(monkeypatch: pytest.MonkeyPatch) -> None:

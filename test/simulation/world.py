@@ -38,6 +38,8 @@ OWN_WORLDS = 6
 """In one of this many worlds, there are tuned states, mixtures and adapters."""
 PIECES_WORLDS = 7
 """In one of this many worlds, clients act between the pieces of steps."""
+SPECULATING_WORLDS = 3
+"""In one of this many worlds, steps verify drafts."""
 CROWDED_WORLDS = 20
 """In one of this many worlds, many sessions talk while the store hangs."""
 
@@ -73,6 +75,8 @@ class World:
         self.own = OwnWeights(self, random.Random(f"{seed} own")) if seed % OWN_WORLDS == 0 else None
         self.counts: dict[str, int] = {"steps": 0, "crashes": 0, "power losses": 0, "restarts": 0}
         self.steps = 0
+        self.speculates = seed % SPECULATING_WORLDS == 1
+        self.drafting = random.Random(f"{seed} drafts")
         self.is_checking = False
         """whether sessions are read to be checked, so none expires"""
         self._drains = False
@@ -118,10 +122,11 @@ class World:
         parked = pool_config.l1_sessions + settings.prefix_cache_slots + FIRST_FREE_SLOT
         slots = settings.max_running + max(4, settings.max_running // 8) + parked
         slots += settings.session_slots * settings.max_running + pool_config.state_slots
+        slots += settings.max_running * self.speculates  # too few for a draft of every row
         self.device = Device(slots, settings.delays, random.Random(f"{self.seed} copies {self.tasks.now}"))
         self.pool = CheckedPool(self.device, pool_config)
         self.pool.watch(self)
-        runner = Runner(
+        runner = self.runner = Runner(
             limits,
             self.device,
             self.pool,
