@@ -254,8 +254,11 @@ def page_cost(engine: Engine, rounds: int, paragraphs: int) -> dict[str, Any]:
     return figures
 
 
-def mask_cost(engine: Engine, rows: int, rounds: int) -> dict[str, Any]:
-    """Return the time of tokens with masks over that of tokens without. Pairs run in alternating order."""
+def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dict[str, Any]:
+    """Return the time of tokens with masks over that of tokens without. Pairs run in alternating order.
+
+    stops: texts that end an answer. A random model would write them at once.
+    """
     rng = Random(3)
     cases = [pages.markers(rng) if index % 2 else pages.listed_terms(rng) for index in range(rows)]
     requests = list[GenerateRequest]()
@@ -270,16 +273,17 @@ def mask_cost(engine: Engine, rows: int, rounds: int) -> dict[str, Any]:
         constraint = None if required is None else required_constraint(required, ["\n"])
         prompt = vocabulary.encode(shared_prompt(query) + pages.prompt_of(query))
         row = GenerateRequest(
-            prompt=prompt, max_tokens=64, sampling=SamplingParams(temperature=0.0), stop_strings=[b"\n"], chunk_size=0
+            prompt=prompt, max_tokens=64, sampling=SamplingParams(temperature=0.0), stop_strings=stops, chunk_size=0
         )
         requests.append(msgspec.structs.replace(row, constraint=constraint, use_prefix_cache=False))
     plain = [msgspec.structs.replace(row, constraint=None) for row in requests]
+    first = msgspec.structs.replace(plain[0], max_tokens=1)  # its end is the first output, after the prefill
     measure = 1 if engine.model_runner.device.type == "cpu" else 0
     times: dict[str, list[float]] = {"masks": [], "plain": []}
     for number in range(-1, rounds):  # the first pair compiles the automata
         pair = [("masks", requests), ("plain", plain)]
         for name, batch in pair[:: -1 if number % 2 else 1]:
-            run = _run(engine, [batch])
+            run = _run(engine, [[first, *batch]])
             if number >= 0:
                 times[name].append(run.decode[measure] / run.tokens)
     ratios = [one / other for one, other in zip(times["masks"], times["plain"], strict=True)]
@@ -330,7 +334,10 @@ def measure(model: Path, arguments: argparse.Namespace) -> None:
         if arguments.rounds:
             add("page", page_cost(client.engine, arguments.rounds, arguments.paragraphs))
         if arguments.mask_rounds:
-            add("masks", mask_cost(client.engine, arguments.rows, arguments.mask_rounds))
+            add(
+                "masks",
+                mask_cost(client.engine, arguments.rows, arguments.mask_rounds, [] if arguments.size else [b"\n"]),
+            )
     if arguments.kept:
         flags = ["--model-path", str(model), "--pp-devices", arguments.device, "--dtype", arguments.dtype]
         add("kept", asyncio.run(kept(flags, arguments.kept, arguments.seed)))
