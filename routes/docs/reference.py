@@ -251,13 +251,18 @@ def markdown(document: dict[str, Any]) -> str:
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
 pre, code { background: #f2f2f2; padding: 0 .2em; border-radius: 3px; }
-pre { padding: .6em; overflow-x: auto; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
-td, th { border: 1px solid #ccc; padding: .2em .5em; text-align: left; }
+pre { padding: .6em; white-space: pre-wrap; overflow-wrap: anywhere; }
+table { border-collapse: collapse; } td:first-child { white-space: nowrap; }
+td, th { border: 1px solid #ccc; padding: .2em .5em; text-align: left; vertical-align: top; }
+td:last-child { min-width: 20em; }
 summary { font-weight: 600; cursor: pointer; padding: .3em 0; }
 @media (prefers-color-scheme: dark) {
   body { background: #181818; color: #ddd; } pre, code { background: #262626; }
   a { color: #7cb0ff; } a:visited { color: #c3a5ff; }
+}
+@media (max-width: 50em) {
+  tr:has(th) { display: none; } tr, td { display: block; border: 0; padding: 0; } td:last-child { min-width: 0; }
+  tr { border-top: 1px solid #ccc; padding: .3em 0; }
 }
 """
 

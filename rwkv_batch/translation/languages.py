@@ -77,6 +77,8 @@ _MAX_PAGE_ADVANTAGE = 8.0
 With a lower value, labels are assigned to other languages that share the word. With a higher one, short texts in
 another language are missed.
 """
+_CERTAIN = 0.5
+"""A less probable language of a text yields to that of a clear page."""
 
 
 def is_known_language(code: str) -> bool:
@@ -195,7 +197,11 @@ def _most_likely(scores: dict[str, float], page_scores: dict[str, float]) -> Det
     found = _probabilities(
         {code: score + max(-_MAX_PAGE_ADVANTAGE, others[code] - highest) for code, score in scores.items()}
     )
-    return Detected(*max(found.items(), key=lambda entry: entry[1]))
+    code = max(found, key=found.__getitem__)
+    first, second = sorted(others, key=others.__getitem__, reverse=True)[:2]
+    if found[code] < _CERTAIN and others[first] - others[second] > _MAX_PAGE_ADVANTAGE:
+        code = first  # the text says little, and the page is clear
+    return Detected(code, found[code])
 
 
 def _log_likelihoods(sample: str, candidates: tuple[str, ...]) -> dict[str, float]:

@@ -55,6 +55,10 @@ def test_a_single_word_gets_the_language_of_its_script() -> None:
     assert codes(["Über uns", "설정", "ひらがな"]) == ["de", "ko", "ja"]
 
 
+def test_a_text_that_says_little_gets_the_language_of_a_clear_page() -> None:
+    assert codes(["90 euros", "Price", "Room", "Welcome to our guest house"]) == ["en"] * 4
+
+
 def test_a_language_has_a_probability() -> None:
     clear, unclear, none, kana, only = detect_languages(
         ["Das ist ein Haus, und die Katze schläft darin.", "Menu", "42", "ひらがな", "설정"]

@@ -1,7 +1,7 @@
 // Files to translate, each with its progress and its result.
 
 import { number, t } from "../i18n.js";
-import { download, html, useRef, useState, useStore } from "../ui.js";
+import { download, html, useEffect, useRef, useState, useStore } from "../ui.js";
 import { glossary } from "./glossary.js";
 import { languageName } from "./languages.js";
 import { translateFile } from "./work.js";
@@ -16,7 +16,7 @@ export const ACCEPTED = ENDINGS.map((ending) => `.${ending}`).join(",");
 export const LISTED_ENDINGS = ENDINGS.join(", ");
 let lastId = 0;
 
-/** The files: `add(files)`, `start(source, target)` translates those that wait, one after another; `remove(file)`. */
+/** The files: `add(files)`, `start(source, target)` translates those that wait, one after another; `remove(file)`; `save(file)`. */
 export function useFiles() {
   const [, redraw] = useState(0);
   const all = useRef([]);
@@ -47,16 +47,28 @@ export function useFiles() {
   const start = async (source, target) => {
     for (const one of all.current.filter((file) => file.state === "waiting")) await run(one, source, target);
   };
-  return { all: all.current, add, start, remove };
+  const unsaved = all.current.some((one) => ["running", "done"].includes(one.state) && !one.saved);
+  useEffect(() => {
+    if (!unsaved) return undefined;
+    const warn = (event) => event.preventDefault(); // the browser asks whether to leave
+    addEventListener("beforeunload", warn);
+    return () => removeEventListener("beforeunload", warn);
+  }, [unsaved]);
+  const save = (one) => {
+    one.saved = true;
+    download(one.filename, one.content);
+    changed();
+  };
+  return { all: all.current, add, start, remove, save };
 }
 
-function Chip({ one, remove }) {
+function Chip({ one, remove, save }) {
   const { file, state, done, count, problem, target } = one;
   return html`<li class="row chip" data-state=${state}><b>${file.name}</b>
     ${state === "running" && html`<progress max=${count || 1} value=${count ? done : 0} aria-label=${`${t("translate.progress")} ${file.name}`}></progress>
       ${count > 0 && html`<small>${t("translate.paragraphs", { done: number(done), count: number(count) })}</small>`}`}
     ${state === "waiting" && html`<small>${t("file.waiting")}</small>`}
-    ${state === "done" && html`<small>${languageName(target)}</small> <button onClick=${() => download(one.filename, one.content)} aria-label=${`${t("translate.download")} ${one.filename}`}>${t("translate.download")}</button>`}
+    ${state === "done" && html`<small>${languageName(target)}</small> <button onClick=${() => save(one)} aria-label=${`${t("translate.download")} ${one.filename}`}>${t("translate.download")}</button>`}
     ${problem && html`<span class="bad" role="alert">${problem.includes(file.name) ? problem : `${file.name}: ${problem}`}</span>`}
     <button class="plain" onClick=${() => remove(one)} aria-label=${`${t("file.remove")} ${file.name}`}>✕</button></li>`;
 }
@@ -66,6 +78,6 @@ export function Chips({ files }) {
   const { terms, stored } = useStore(glossary);
   if (!files.all.length) return null;
   const lacksTerms = terms.length > 0 && !stored && files.all.some((one) => one.state === "waiting");
-  return html`<ul class="plainlist" id="files">${files.all.map((one) => html`<${Chip} key=${one.id} one=${one} remove=${files.remove} />`)}</ul>
+  return html`<ul class="plainlist" id="files">${files.all.map((one) => html`<${Chip} key=${one.id} one=${one} remove=${files.remove} save=${files.save} />`)}</ul>
     ${lacksTerms && html`<p id="files-glossary" class="warning" role="status">${t("file.noTerms")}</p>`}`;
 }

@@ -23,7 +23,8 @@ FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --js-flags=--expose-gc"
 ).split()
-WAIT_MS = 100_000
+WAIT_MS = 300_000 if "RWKV_SCREENSHOTS" in os.environ else 100_000
+"""Pictures need a service, not a quick one."""
 PASSWORD = "芝麻开门 sesame"
 DESK, PHONE = 1280, 390
 both_widths = pytest.mark.parametrize("width", [DESK, PHONE])

@@ -193,13 +193,18 @@ def test_files_are_translated_and_keep_their_format(
     broken.write_text("{", "utf-8")
     page.set_input_files("#translate-file", [book, broken])
     page.click("#translate-start")
+    leaves = "dispatchEvent(new Event('beforeunload', { cancelable: true }))"
+    book_button = chips.filter(has_text="book.epub").get_by_role("button", name="Download")
+    expect(book_button).to_be_visible()
+    assert not page.evaluate(leaves), "the browser asks, because the book is not saved"
     with page.expect_download() as waiting:
-        chips.filter(has_text="book.epub").get_by_role("button", name="Download").click()
+        book_button.click()
     assert waiting.value.suggested_filename == "book.zh-CN.epub"
     with zipfile.ZipFile(waiting.value.path()) as translated_book:
         assert translated_book.testzip() is None and translated_book.namelist()[0] == "mimetype"
         assert "<h1>早上好</h1><p>你好吗？</p>" in translated_book.read("OEBPS/text 1.xhtml").decode()
         assert translated_book.read("style.css") == b"p {}" * 100
     expect(chips.filter(has_text="broken.json").get_by_role("alert")).to_contain_text("broken.json")
+    assert page.evaluate(leaves)
     chips.filter(has_text="broken.json").get_by_role("button", name="Remove").click()
     expect(chips).to_have_count(len(given) + 1)

@@ -16,7 +16,9 @@ from test.serving import Service
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
-TRAINING_MS = 300_000
+IS_FOR_DOCS = "RWKV_SCREENSHOTS" in os.environ
+"""Their picture shows another answer. It needs more passes, which take most of the time."""
+TRAINING_MS = 1_500_000 if IS_FOR_DOCS else 300_000
 """for a training on a busy machine; it starts a process of its own"""
 WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
 
@@ -42,7 +44,7 @@ def test_a_running_job_shows_its_steps_and_the_time_left(fake: Service, open_pag
     expect(page.locator("#tune-job")).to_contain_text("20 / 80")
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1_800 if IS_FOR_DOCS else 500)
 def test_examples_become_a_published_state(demo: Service, open_page: Opener, tmp_path: Path, shots: Path) -> None:
     """One training, shown on a desk and on a phone."""
     page = open_page(demo, "tune", height=1150)
@@ -56,8 +58,7 @@ def test_examples_become_a_published_state(demo: Service, open_page: Opener, tmp
     expect(page.locator("#tune-start")).to_have_text("Start with 12 examples")
     expect(page.locator("#tune-preview li").first).to_have_text("Say one → Good morning.")
     page.fill("#tune-suffix", "polite")
-    is_for_docs = "RWKV_SCREENSHOTS" in os.environ  # their picture shows another answer; other tests see to that
-    page.fill("#tune-epochs", "8" if is_for_docs else "1")  # training takes most of the time
+    page.fill("#tune-epochs", "8" if IS_FOR_DOCS else "1")
     page.click("#tune-start")
     expect(page.locator("#tune-job")).to_have_attribute("data-status", "succeeded", timeout=TRAINING_MS)
     expect(page.locator("#tune-job")).to_contain_text("only 12 lines differ")
@@ -67,7 +68,7 @@ def test_examples_become_a_published_state(demo: Service, open_page: Opener, tmp
         expect(page.locator("#tune-curve")).to_be_visible()
         page.click("#tune-compare")
         expect(page.locator("#tune-answers .answer").last).to_contain_text(
-            "Good morning" if is_for_docs else re.compile(r"\w")
+            "Good morning" if IS_FOR_DOCS else re.compile(r"\w")
         )
         page.fill("#tune-name", f"polite-{width}")
         page.click("#tune-publish")
