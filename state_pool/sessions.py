@@ -28,7 +28,7 @@ def checked_key(session_id: str) -> SessionKey:
     return SessionKey(session_id)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """One line of turns, and where its state is: in `slot`, in `host`, or only on disk."""
 

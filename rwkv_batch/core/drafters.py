@@ -5,9 +5,13 @@ The length of a draft depends on what the row accepted so far (`RowDrafter`).
 
 from __future__ import annotations
 
+import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from state_pool.sessions import Lease, Session
 
 MAX_DRAFT_TOKENS = 16
 """Tokens of a draft at most."""
@@ -34,17 +38,36 @@ class Drafter(Protocol):
         ...
 
 
+class Joined(Sequence[int]):
+    """Two token lists as one, without a copy."""
+
+    def __init__(self, head: Sequence[int], tail: Sequence[int]) -> None:
+        self._head, self._tail = head, tail
+
+    def __len__(self) -> int:
+        return len(self._head) + len(self._tail)
+
+    def __getitem__(self, index: Any) -> Any:
+        size = len(self._head)
+        if not isinstance(index, slice):
+            return self._head[index] if index < size else self._tail[index - size]
+        start, stop = index.start, index.stop
+        return [*self._head[start:stop], *self._tail[max(start - size, 0) : max(stop - size, 0)]]
+
+
 class LookupDrafter:
     """Finds the last tokens of the text in a source, and proposes the tokens that follow there.
 
-    The source is the text itself or another text. While tokens match, the drafter keeps its place in the source. It
-    also keeps it over MAX_MISSES wrong tokens: a text may repeat the source with a word replaced.
+    The source is the text itself after that of its session, or another text. While tokens match, the drafter keeps its
+    place in the source. It also keeps it over MAX_MISSES wrong tokens: a text may repeat the source with a word
+    replaced.
     """
 
-    def __init__(self, name: str, source: list[int] | None = None, start: int = 0) -> None:
-        """source: None: the text itself. start: length of the text at which another source begins"""
+    def __init__(self, name: str, source: list[int] | None = None, start: int = 0, session: Sequence[int] = ()) -> None:
+        """source: None: the text itself, after `session`. start: length of the text at which another source begins"""
         self.name = name
-        self._source = source
+        self._source: Sequence[int] | None = source
+        self._session = session
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in MATCHES]
         """by length in MATCHES: n-gram -> index after its latest occurrence in the source"""
         self._older_ends: list[dict[tuple[int, ...], int]] = [{} for _ in MATCHES]
@@ -58,7 +81,11 @@ class LookupDrafter:
 
     def propose(self, ids: Sequence[int], length: int, count: int) -> list[int]:
         """See Drafter."""
-        source, end = (ids, length) if self._source is None else (self._source, len(self._source))
+        source, end = self._source, len(self._session) + length
+        if source is None:
+            source = Joined(self._session, ids) if self._session else ids
+        else:
+            end = len(source)
         # The n-gram at the end of the text itself is not indexed: nothing follows it yet.
         self._index(source, end - (self._source is None))
         self._find_place(ids, length, source, end)
@@ -100,6 +127,32 @@ class LookupDrafter:
         self._misses += 1
         if place is None or place >= end or self._misses > MAX_MISSES:
             self._place = None
+
+
+MAX_SESSION_TOKENS = 4096
+"""Latest tokens of a session in which its next turn looks."""
+MAX_SESSION_TEXTS = 256
+"""Sessions whose tokens are kept, the latest ones: 4 MB."""
+
+
+class SessionTexts:
+    """The latest tokens of sessions: a turn may repeat a former one. They go when a session goes."""
+
+    def __init__(self) -> None:
+        self._texts: weakref.WeakKeyDictionary[Session, array[int]] = weakref.WeakKeyDictionary()
+
+    def before(self, lease: Lease | None) -> Sequence[int]:
+        """Return the tokens before a turn."""
+        source = None if lease is None else lease.source
+        return () if source is None else self._texts.get(source, ())
+
+    def add(self, lease: Lease, tokens: list[int]) -> None:
+        """Add a turn's tokens to its session's."""
+        text = array("i", [*self.before(lease), *tokens][-MAX_SESSION_TOKENS:])
+        self._texts.pop(lease.session, None)
+        self._texts[lease.session] = text
+        if len(self._texts) > MAX_SESSION_TEXTS:
+            self._texts.pop(next(iter(self._texts)))
 
 
 MAX_CONTEXT = 1024

@@ -253,6 +253,7 @@ class JobTable:
             self._leased.pop(sequence, None)
             self._send_finish(sequence, FinishReason.ERROR if error else reason, error.info if error else None)
 
+        self._speculation.keep_text(sequence)
         self._state_manager.record_turn(sequence, acknowledge)
 
     def _check_in(self, sequence: Sequence) -> None:

@@ -32,6 +32,7 @@ from rwkv_batch.core.drafters import (
     LookupDrafter,
     ModelDrafter,
     RowDrafter,
+    SessionTexts,
     Wanted,
     best_length,
 )
@@ -55,13 +56,15 @@ MAX_PROBES = 2.0
 """Their cost at most, in steps, after a time without them."""
 
 
-def make_drafters(sequence: Sequence, mode: str = "auto", has_model: bool = False) -> list[Drafter]:
+def make_drafters(
+    sequence: Sequence, mode: str = "auto", has_model: bool = False, texts: SessionTexts | None = None
+) -> list[Drafter]:
     """Return the drafters of a row that starts to sample. mode: `EngineConfig.speculate`"""
     drafters: list[Drafter] = []
     if prediction := sequence.request.prediction:
         drafters.append(LookupDrafter("prediction", prediction, sequence.prompt_end))
     if mode != "model":
-        drafters.append(LookupDrafter("ngram"))
+        drafters.append(LookupDrafter("ngram", session=() if texts is None else texts.before(sequence.lease)))
     if has_model and mode != "ngram":
         drafters.append(ModelDrafter())
     return drafters
@@ -176,8 +179,9 @@ class Speculation:
         self.mode = mode
         self._slots = slots
         self._forget_plain = forget_plain
+        self.texts = SessionTexts()
         self.make_drafters: Callable[[Sequence], list[Drafter]] = partial(
-            make_drafters, mode=mode, has_model=model is not None
+            make_drafters, mode=mode, has_model=model is not None, texts=self.texts
         )
         self.times = StepTimes()
         self.totals = dict.fromkeys(("ngram", "prediction", "model"), DraftTotals())
@@ -297,6 +301,11 @@ class Speculation:
         draft.slot, sequence.draft = slot, draft
         self._forget_plain(sequence)
         return True
+
+    def keep_text(self, sequence: Sequence) -> None:
+        """Keep a closed turn's tokens for its session's next turns."""
+        if self.mode not in ("off", "model") and sequence.lease is not None:
+            self.texts.add(sequence.lease, sequence.token_ids[sequence.turn_start :])
 
     # After a step --------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ from test.harness import (
     run,
     started_engine,
     tiny_model,
+    turn,
 )
 from test.pool_integrity import integrity_faults
 
@@ -310,6 +311,30 @@ def test_a_lookup_continues_after_the_latest_occurrence() -> None:
     long = [*range(1000, 1000 + 3 * TOKENS_PER_CALL), 1000, 1001]
     lookup = LookupDrafter("ngram")
     assert lookup.propose(long, len(long), 2) == [1002, 1003], "the first tokens are indexed first"
+
+
+def test_a_lookup_finds_what_a_turn_repeats_of_its_session() -> None:
+    lookup = LookupDrafter("ngram", session=[1, 2, 3, 4, 5, 6])
+    assert lookup.propose([9, 3], 2, 3) == [], "no two tokens match"
+    assert lookup.propose([9, 3, 4], 3, 3) == [5, 6, 9], "and then the turn"
+    assert lookup.propose([9, 3, 4, 5, 6], 5, 2) == [9, 3]
+    assert lookup.propose([9, 3, 4, 5, 6, 9, 3, 4], 8, 2) == [5, 6]
+
+
+def test_the_texts_of_sessions_go_with_them(model: Path, tmp_path: Path) -> None:
+    pool = PoolConfig(state_db=str(tmp_path / "s.db"))
+    with started_engine(model, pool, speculate="ngram") as engine:
+        texts = engine.speculation.texts
+        for number in range(2):
+            job = run(engine, turn("s", f"turn {number}", max_tokens=5), return_token_ids=True)
+            (kept,) = texts._texts.values()
+            assert kept[-5:].tolist() == rows_of(job)[0].ids
+        length = len(kept)
+        run(engine, turn("t", "another", max_tokens=5))
+        assert len(texts._texts) == 2 and length > 10
+        for name in "st":
+            call(engine, "session_delete", session_id=name)
+        assert eventually_holds(engine, lambda: not texts._texts)
 
 
 def test_a_lookup_forgets_what_is_long_ago() -> None:
