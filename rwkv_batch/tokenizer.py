@@ -11,6 +11,7 @@ import ast
 import functools
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyrwkv_tokenizer
@@ -94,6 +95,10 @@ def make_tables() -> None:
     _encoder()
 
 
+_PIECE_CHARACTERS, _MAX_TOKEN_BYTES = 1 << 16, 128
+"""A token depends on the bytes from its start to the end of the longest possible token."""
+
+
 class Tokenizer:
     """Converts text to token ids and back. Immutable and thread-safe; tables are created on first use."""
 
@@ -102,8 +107,24 @@ class Tokenizer:
 
         Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form.
         """
-        text.encode("utf-8")
-        return list(_encoder().encode(text))
+        return [token for piece in self.encode_pieces(text) for token in piece]
+
+    def encode_pieces(self, text: str) -> Iterator[list[int]]:
+        """Yield the token ids of a text piece by piece. While it encodes a piece, no other thread runs.
+
+        Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form.
+        """
+        at = 0
+        while len(text) - at > _PIECE_CHARACTERS:
+            data = text[at : at + _PIECE_CHARACTERS].encode()
+            ids, end = list(_encoder().encode(data.decode())), len(data)
+            # With more text, the last tokens may be longer ones. A token may also end inside a character.
+            while len(data) - end < _MAX_TOKEN_BYTES or data[end] & 0xC0 == 0x80:
+                end -= len(_byte_table()[ids.pop()])
+            yield ids
+            at += len(data[:end].decode())
+        text[at:].encode()
+        yield list(_encoder().encode(text[at:]))
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """Return the token ids of any bytes.

@@ -16,8 +16,8 @@ from routes.openai.tools import ChatToolChoice, ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Body, Messages, Texts
 from routes.request.fields import body_error
-from routes.request.jobs import offload_if_large
-from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
+from routes.request.jobs import encode, offload_if_large
+from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, HttpResponse, json_response
 from routes.response.response_models import Detokenized, Prompt, TokenCount, Tokenized, TokenizerInfo
 from routes.route import Routes
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
@@ -81,7 +81,7 @@ async def count_tokens(context: Context, body: CountBody) -> HandlerResponse:
 
 
 def _counts(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
-    return [len(tokenizer.encode(text)) for text in texts]
+    return [sum(map(len, tokenizer.encode_pieces(text))) for text in texts]
 
 
 @ROUTES.add(
@@ -136,9 +136,16 @@ class DetokenizeBody(Body):
 
 @ROUTES.add("POST", "/tokenize", "Token ids of a text.", answer=Tokenized, example={"prompt": "Hello world!"})
 async def tokenize(context: Context, body: TokenizeBody) -> HandlerResponse:
-    """Return the token ids of a text."""
-    text = body.text
-    ids = [END_OF_TEXT] if text == END_NAME else await offload_if_large(len(text), context.tokenizer.encode, text)
+    """Return the token ids of a text, at most those of a prompt."""
+    return await offload_if_large(len(body.text), _tokenized, context, body)
+
+
+def _tokenized(context: Context, body: TokenizeBody) -> HttpResponse:
+    field, text = "content" if body.prompt is None else "prompt", body.text
+    if text in ("", END_NAME):
+        ids = [END_OF_TEXT] if text else []
+    else:
+        ids = encode(context.tokenizer, text, field, context.config)
     tokens = [_piece(context.tokenizer, token) for token in ids] if body.with_pieces else ids
     return json_response({"tokens": tokens, "count": len(ids), "max_model_len": context.config.max_prompt_tokens})
 
@@ -155,7 +162,8 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
 @ROUTES.add("POST", "/detokenize", "The text of token ids.", answer=Detokenized, example={"tokens": [33155, 40213, 34]})
 async def detokenize(context: Context, body: DetokenizeBody) -> HandlerResponse:
     """Return the text of token ids. Invalid UTF-8 is shown as U+FFFD."""
-    text = context.tokenizer.decode_bytes(body.tokens).decode("utf-8", "replace")
+    data = await offload_if_large(len(body.tokens), context.tokenizer.decode_bytes, body.tokens)
+    text = data.decode("utf-8", "replace")
     return json_response({"prompt": text, "content": text})
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -51,6 +51,8 @@ _TOKENS_PER_PROMPT_TOKEN = 4
 _MIN_TOKENS = 64
 _SCAN_COST = 10
 """Splitting a text into segments takes this many times as long as tokenising it."""
+MAX_TEXT_CHARACTERS = 1 << 20
+"""Of one text: a search in it lets no other thread run. It is more than the token limits allow in most languages."""
 _CHECKS_SHARE = 0.1
 """Most of a streamed request's time that is spent on looking for complete texts."""
 _UNFINISHED = (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR)
@@ -80,9 +82,8 @@ async def translate(
     uses_memory: whether approved translations of the key are used
     on_text: called with each text's index and translation when it is complete
     """
-    limit, given = context.config.max_contents, len(request.texts)
-    if given > limit:
-        raise invalid(field, f"has {given} texts, the limit is {limit} (--max-contents); send several requests", given)
+    _check_sizes(request.texts, limit := context.config.max_contents, field)
+    given = len(request.texts)
     document = await _document(context, request) if request.document else None
     if document is not None:
         request = replace(
@@ -119,6 +120,16 @@ async def translate(
     if document is not None:
         await _save_document(context, request, document, plan.history)
     return translations
+
+
+def _check_sizes(texts: Sequence[str], limit: int, field: str) -> None:
+    """Check number and lengths of a request's texts. Raises ServiceError."""
+    given, longest = len(texts), max(map(len, texts), default=0)
+    if given > limit:
+        raise invalid(field, f"has {given} texts, the limit is {limit} (--max-contents); send several requests", given)
+    if longest > MAX_TEXT_CHARACTERS:
+        message = f"has a text of {longest} characters, the limit is {MAX_TEXT_CHARACTERS}; send it in parts"
+        raise invalid(field, message, longest)
 
 
 class _Sender:

@@ -119,6 +119,21 @@ def test_lone_surrogates_raise(tokenizer: Tokenizer, text: str) -> None:
         tokenizer.encode(text)
 
 
+def test_a_long_text_is_encoded_in_pieces(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread runs while a piece is encoded. Tokens over a piece's end are those of the whole text."""
+    rng = random.Random(1)
+    parts = ["   " * 90, "é", "漢字かな", "🙂", "aaaaaaaa", "The quick ", "\n\n\n\n", "====" * 40, "1234", "\u0301"]
+    text = "".join(rng.choice(parts) for _ in range(3000))
+    whole = tokenizer.encode(text)
+    for characters in (300, 1000, 4097):
+        monkeypatch.setattr("rwkv_batch.tokenizer._PIECE_CHARACTERS", characters)
+        pieces = list(tokenizer.encode_pieces(text))
+        assert [token for piece in pieces for token in piece] == whole
+        assert len(pieces) >= len(text) // characters
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode("a" * 900 + "\ud800" + "a" * 900)
+
+
 def test_parts_of_a_character(tokenizer: Tokenizer) -> None:
     data = "🀄".encode()
     assert [tokenizer.decode_bytes(tokenizer.encode_bytes(data[:n])) for n in range(1, 5)] == [

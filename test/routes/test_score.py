@@ -129,3 +129,6 @@ def test_the_tokenizer_routes(service: Service, prefix: str) -> None:
     }
     refused = service.post(f"{prefix}/detokenize", {"tokens": [65536]})
     assert refused.status_code == (400 if prefix else 422)
+    long = service.post(f"{prefix}/tokenize", {"content": "a b " * 200_000})
+    assert long.status_code == refused.status_code and "--max-prompt-tokens" in long.text
+    assert service.post("/v1/tokens/count", {"text": "a b " * 200_000}).json() == {"tokens": 400_001}

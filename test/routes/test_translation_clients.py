@@ -107,6 +107,13 @@ def test_libretranslate_translates_and_detects(locked_fake: Service) -> None:
     assert {"en", "zh-Hans", "pt-BR"} <= set(codes["en"])
 
 
+def test_a_very_long_text_is_refused(locked_fake: Service) -> None:
+    """Other requests would wait while it is searched for placeholders and sentences."""
+    body, headers = {"q": "a b " * 300_000, "source": "en", "target": "de"}, {"Authorization": f"Bearer {PASSWORD}"}
+    refused = httpx.post(f"{locked_fake.url}/translate", json=body, headers=headers)
+    assert refused.status_code == 400 and "1200000 characters, the limit is 1048576" in refused.text, refused.text
+
+
 def test_libretranslate_answers_have_the_form_of_their_request(locked_fake: Service) -> None:
     def post(**body: Any) -> httpx.Response:
         return httpx.post(
