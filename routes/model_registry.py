@@ -29,6 +29,8 @@ _POLL_S = 2.0
 class ModelClient(Protocol):
     """The connection to a model's engines."""
 
+    is_shutting_down: bool
+
     @property
     def num_jobs(self) -> int:
         """Number of running jobs."""
@@ -99,6 +101,11 @@ class ModelRegistry:
         for address in set(self._connected) - addresses:
             self._connected.pop(address)[1].stop()
         self._updated.announce()
+
+    def drain(self) -> None:
+        """The service is shutting down, so the loss of an engine is no fault."""
+        for _, client in list(self._connected.values()):
+            client.is_shutting_down = True
 
     def command_answered(self, number: int, refusal: str | None) -> None:
         """Pass on the supervisor's answer to a command."""

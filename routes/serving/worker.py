@@ -306,6 +306,7 @@ def _follow_supervisor(context: Context, fleet: Fleet, supervisor: SupervisorLin
             case "drain":
                 context.limiter.draining = True
                 fleet.is_shutting_down = True
+                models.drain()
                 context.readiness.release_all()
             case ("keys", keys):
                 context.keys.replace(keys)

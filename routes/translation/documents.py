@@ -91,6 +91,14 @@ class DocumentQuery(Fields):
     document_id: str = Field(min_length=1, max_length=80, description="The id. Add `/content` for the translation.")
 
 
+class DoubtfulText(BaseModel):
+    """A translation that a person should read."""
+
+    text: str
+    translation: str
+    warning: str
+
+
 class DocumentObject(BaseModel):
     """A document that is translated."""
 
@@ -103,6 +111,9 @@ class DocumentObject(BaseModel):
     created_at: int
     error: str = ""
     notes: list[str] = Field([], description="What was found in the file, like its encoding.")
+    doubtful: list[DoubtfulText] = Field(
+        [], description=f"Translations that may be wrong, once it is done; at most {stored.MAX_DOUBTFUL}."
+    )
 
 
 class DeletedDocument(BaseModel):
@@ -290,12 +301,7 @@ async def _assembled(context: Context, batch: Batch) -> bytes:
 def _stored_texts(store: Store, batch: Batch) -> tuple[bytes, dict[str, str]]:
     """Return a document's file, and its translations by key. Raises FileNotFoundError."""
     content = store.content(meta_of(batch)[stored.FILE_KEY]).read_bytes()
-    answered = store.content(batch.output_file_id).read_bytes() if batch.output_file_id else b""
-    texts: dict[str, str] = {}
-    for line in answered.splitlines():
-        answer = msgspec.json.decode(line)
-        texts[answer["custom_id"]] = answer["response"]["body"]["translations"][0]["text"]
-    return content, texts
+    return content, {key: answer["translations"][0]["text"] for key, answer in stored.answers(store, batch)}
 
 
 async def delete_document(context: Context, batch: Batch) -> None:
@@ -359,7 +365,9 @@ async def get_document(context: Context, query: DocumentQuery) -> HandlerRespons
     name: str = query.document_id
     batch = await find_document(context, name.removesuffix(_CONTENT))
     if not name.endswith(_CONTENT):
-        return json_response(document_object(batch))
+        is_done = document_status(batch) == "done"
+        doubtful = await asyncio.to_thread(stored.doubtful_texts, get_store(context), batch) if is_done else []
+        return json_response(document_object(batch) | {"doubtful": doubtful})
     return await translated_content(context, batch)
 
 

@@ -5,10 +5,11 @@ These are glossaries, documents and approved translations.
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,6 +28,8 @@ _MAX_DOCUMENTS, _MAX_DOCUMENT_BYTES = 1000, 64 << 20
 _MAX_PAIRS, _MAX_MEMORY_CHARACTERS = 100_000, 32 << 20
 """Approved translations of a key."""
 _MAX_COMPARED = 20_000
+MAX_DOUBTFUL = 100
+"""Doubtful translations of a document that its status lists."""
 
 
 class Pair(NamedTuple):
@@ -244,3 +247,29 @@ def delete_document(store: Store, batch: Batch) -> None:
         store.delete_file("", name)
     with store.open() as database:
         database.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+
+
+def answers(store: Store, batch: Batch) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the key of each translated text with its answer."""
+    answered = store.content(batch.output_file_id).read_bytes() if batch.output_file_id else b""
+    for line in map(msgspec.json.decode, answered.splitlines()):
+        yield line["custom_id"], line["response"]["body"]
+
+
+def doubtful_texts(store: Store, batch: Batch) -> list[dict[str, str]]:
+    """Return the first translations with warnings. Empty if the files have expired."""
+    try:
+        warned = ((key, answer) for key, answer in answers(store, batch) if answer.get("warnings"))
+        found = dict(itertools.islice(warned, MAX_DOUBTFUL))
+        lines = map(msgspec.json.decode, store.content(batch.input_file_id).read_bytes().splitlines()) if found else ()
+    except FileNotFoundError:
+        return []
+    texts = {line["custom_id"]: line["body"]["text_list"][0] for line in lines if line["custom_id"] in found}
+    return [
+        {
+            "text": texts[key],
+            "translation": answer["translations"][0]["text"],
+            "warning": answer["warnings"][0]["message"].partition(": ")[2],
+        }
+        for key, answer in found.items()
+    ]

@@ -34,11 +34,11 @@ export function useFiles() {
     Object.assign(one, { state: "running", target });
     changed();
     try {
-      const { content, filename, failed } = await translateFile(one.file, source, target, glossary.get().stored, one.control.signal, (found) => {
+      const { content, filename, failed, doubtful } = await translateFile(one.file, source, target, glossary.get().stored, one.control.signal, (found) => {
         Object.assign(one, { done: found.translated + found.failed, count: found.texts });
         changed();
       });
-      Object.assign(one, { state: "done", content, filename, problem: failed ? t("translate.failed", { count: number(failed) }) : "" });
+      Object.assign(one, { state: "done", content, filename, doubtful, problem: failed ? t("translate.failed", { count: number(failed) }) : "" });
     } catch (error) {
       Object.assign(one, { state: "error", problem: error.message || t("notice.offline") });
     }
@@ -70,7 +70,9 @@ function Chip({ one, remove, save }) {
     ${state === "waiting" && html`<small>${t("file.waiting")}</small>`}
     ${state === "done" && html`<small>${languageName(target)}</small> <button onClick=${() => save(one)} aria-label=${`${t("translate.download")} ${one.filename}`}>${t("translate.download")}</button>`}
     ${problem && html`<span class="bad" role="alert">${problem.includes(file.name) ? problem : `${file.name}: ${problem}`}</span>`}
-    <button class="plain" onClick=${() => remove(one)} aria-label=${`${t("file.remove")} ${file.name}`}>✕</button></li>`;
+    <button class="plain" onClick=${() => remove(one)} aria-label=${`${t("file.remove")} ${file.name}`}>✕</button>
+    ${one.doubtful?.length > 0 && html`<details><summary>${t("translate.warnings", { count: number(one.doubtful.length) })}</summary>
+      <ul>${one.doubtful.map(({ text, translation, warning }) => html`<li>${text} → ${translation} <small class="warning">${warning}</small></li>`)}</ul></details>`}</li>`;
 }
 
 /** The files as a list, with a note if the terms of this browser will not be used for them. */

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from test.routes.web.conftest import DESK, PHONE, WAIT_MS, Opener, at_width
 from test.routes.web.test_accessibility import answer_at_once
@@ -175,7 +176,7 @@ def test_files_are_translated_and_keep_their_format(
     expect(page.locator("#files [role=alert]")).to_contain_text(alert)
     page.locator("#files").get_by_role("button", name="Remove").click()
     given = FILES if width > 900 else {"notes.md": FILES["notes.md"]}
-    chips = page.locator("#files li")
+    chips = page.locator("#files .chip")
     for name, (content, _) in given.items():
         (tmp_path / name).write_text(content, "utf-8")
     page.set_input_files("#translate-file", [tmp_path / name for name in given])
@@ -191,12 +192,23 @@ def test_files_are_translated_and_keep_their_format(
     chapter = '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>Good morning</h1><p>How are you?</p></body></html>'
     book.write_bytes(epub(chapter, **{"style.css": "p {}" * 100}))
     broken.write_text("{", "utf-8")
+    doubt = {"text": "How are you?", "translation": "你好吗？", "warning": "the translation lacks a number"}
+
+    def add_doubt(route: Route) -> None:
+        if route.request.method != "GET":
+            return route.continue_()
+        found = route.fetch()
+        return route.fulfill(response=found, json=found.json() | {"doubtful": [doubt]})
+
+    page.route(re.compile(r"/documents/doc_\w+$"), add_doubt)
     page.set_input_files("#translate-file", [book, broken])
     page.click("#translate-start")
     leaves = "dispatchEvent(new Event('beforeunload', { cancelable: true }))"
     book_button = chips.filter(has_text="book.epub").get_by_role("button", name="Download")
     expect(book_button).to_be_visible()
     assert not page.evaluate(leaves), "the browser asks, because the book is not saved"
+    doubtful = chips.filter(has_text="book.epub").locator("li")
+    expect(doubtful).to_have_text("How are you? → 你好吗？ the translation lacks a number")
     with page.expect_download() as waiting:
         book_button.click()
     assert waiting.value.suggested_filename == "book.zh-CN.epub"
