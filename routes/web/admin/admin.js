@@ -60,7 +60,7 @@ const KINDS = {
   engines: {
     list: listOf("/v1/engines"),
     name: (entry) => entry.id,
-    about: (entry) => [entry.status, ...(entry.devices ?? [])].join(" · "),
+    about: ({ status, devices = [] }) => [status, ...(devices[0] === "auto" ? service.get().status?.devices ?? [] : devices)].join(" · "),
     actions: { restart: (engine) => post("/v1/engines/restart", { engine }) },
   },
   sessions: {

@@ -333,7 +333,7 @@ export default {
   "dash.refusedSamplers": "不可用的采样器",
   "dash.refusedKernels": "不可用的算子",
   "admin.models": "模型",
-  "admin.states": "调优状态",
+  "admin.states": "微调状态",
   "admin.adapters": "适配器",
   "admin.engines": "引擎",
   "admin.sessions": "会话",

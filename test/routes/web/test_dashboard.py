@@ -165,4 +165,4 @@ def test_a_refusal_is_shown_and_sessions_are_searched(demo: Service, open_page: 
     page.on("dialog", lambda dialog: dialog.accept())
     sessions.get_by_role("button", name="Delete find-3").click()
     expect(sessions.locator("li")).to_have_count(0)
-    expect(page.locator("#admin-engines li small")).to_have_text(re.compile("ready"))
+    expect(page.locator("#admin-engines li small")).to_have_text("ready · cpu")
