@@ -218,7 +218,8 @@ class Engine:
         try:
             while not self._stopping:
                 self._loop_count += 1
-                self._inbox.run_all()
+                if self._inbox.run_all():
+                    self.jobs.on_delivered()  # which jobs were admitted
                 if not self.step():
                     self._wake.wait(POLL_S if self.model_runner.pool.pending else IDLE_POLL_S)
                     self._wake.clear()

@@ -38,9 +38,12 @@ class Inbox:
         with self._put_lock:
             self._is_closed = True
 
-    def run_all(self) -> None:
-        while self._commands:
+    def run_all(self) -> bool:
+        """Run the commands that are queued now. Returns whether there were any."""
+        count = len(self._commands)  # not those that are put meanwhile: they might never end
+        for _ in range(count):
             self._commands.popleft().action()
+        return count > 0
 
     def run_arrivals(self) -> bool:
         """Run queued arrivals. Returns whether there were any.

@@ -41,7 +41,7 @@ class ManagedEngine(EngineProtocol, Protocol):
         """Let a job's turn be stored (`Job.must_confirm`). Unknown ids are ignored."""
 
     def on_delivered(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after the sinks of each step, on their thread."""
+        """Call `callback` after the sinks of each step and after jobs were admitted, on their thread."""
 
     def start(self) -> None:
         """Returns when the model can serve. Raises StartupError for errors that the user can fix."""

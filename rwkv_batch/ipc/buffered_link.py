@@ -79,6 +79,8 @@ class BufferedLink(QueuedLink[Incoming, Outgoing]):
 
     def next_piece(self) -> bytes | None:
         """Wait for the next piece of `receive`; None: the link is closed. Subclasses may fetch input here."""
+        if not self._inbox:
+            self.before_wait()
         with self._has_input:
             while not self._inbox and not self._closed:
                 self._has_input.wait()

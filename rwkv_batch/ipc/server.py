@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -92,7 +93,11 @@ class Peer:
         self._metrics = metrics
         self._ledger = ledger
         self._events: list[JobEvents] = []
+        self._arrived: deque[str] = deque()
+        self._admitted: deque[Admitted] = deque()
+        """both not sent yet: a message per job would let threads exchange Python's lock for each"""
         self._link = link
+        link.before_wait = self.flush_answers
         self._send_lock = threading.Lock()
         """held from reading a load until it is sent, so that loads arrive in order"""
 
@@ -141,9 +146,8 @@ class Peer:
     def _submit(self, job: Job) -> None:
         self._metrics.observe_arrival(job.job_id)
         self.jobs.add(job.job_id)
-        with self._send_lock:
-            self._arrivals.add(job)
-            self._link.send(Arrived(job.job_id, self._arrivals.load))
+        self._arrivals.add(job)
+        self._arrived.append(job.job_id)
         self._engine.submit(job, self._deliver, lambda refusal: self._admit(job, refusal))
 
     def _deliver(self, events: JobEvents) -> None:
@@ -161,7 +165,17 @@ class Peer:
         with self._send_lock:
             self._link.send(Heartbeat(self._arrivals.load, started, balances))
 
+    def flush_answers(self) -> None:
+        """Send which jobs have arrived and which were admitted. Any thread."""
+        if not (self._arrived or self._admitted):
+            return
+        with self._send_lock:
+            load = self._arrivals.load
+            arrived = [Arrived(self._arrived.popleft(), load) for _ in range(len(self._arrived))]
+            self._link.send(*arrived, *(self._admitted.popleft() for _ in range(len(self._admitted))))
+
     def flush_events(self) -> None:
+        self.flush_answers()
         if self._events:
             events, self._events = self._events, []
             self._metrics.observe_events(events)
@@ -183,7 +197,9 @@ class Peer:
         if refusal is not None:
             self.jobs.discard(job.job_id)
             self._metrics.observe_refusal(job.job_id, refusal.info.kind)
-        self._link.send(Admitted(job.job_id, None if refusal is None else refusal.info))
+        self._admitted.append(Admitted(job.job_id, None if refusal is None else refusal.info))
+        if refusal is not None:  # perhaps by an engine without a next step
+            self.flush_answers()
 
     def _answer(self, call_id: int, value: Any) -> None:
         if not isinstance(value, ServiceError):

@@ -13,8 +13,8 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from io import BufferedReader
+from collections.abc import Callable, Iterator
+from io import BufferedReader, RawIOBase
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -217,6 +217,9 @@ class Link(Protocol[Received_co, Sent_contra]):
     `send` may be called on any thread and does not block. `receive` runs on one thread.
     """
 
+    before_wait: Callable[[], None]
+    """`receive` calls it before it waits for input"""
+
     @property
     def num_pieces(self) -> int:
         """Number of pieces that `receive` has read. A long frame has several."""
@@ -265,6 +268,7 @@ class QueuedLink(ABC, Generic[Incoming, Outgoing]):
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._closed = False
+        self.before_wait: Callable[[], None] = lambda: None
         self.num_pieces = 0
         """pieces that `receive` has read"""
 
@@ -310,6 +314,24 @@ class QueuedLink(ABC, Generic[Incoming, Outgoing]):
         """Close the connection and drop the queue. The lock is held."""
 
 
+class _Input(RawIOBase):
+    """A stream that calls `before_wait` before each read."""
+
+    def __init__(self, raw: RawIOBase, before_wait: Callable[[], None]) -> None:
+        self._raw, self._before_wait = raw, before_wait
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._before_wait()
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
 class SocketLink(QueuedLink[Incoming, Outgoing]):
     """A `Link` over a stream socket. Its pieces are chunks of `_READ_BYTES`.
 
@@ -331,7 +353,7 @@ class SocketLink(QueuedLink[Incoming, Outgoing]):
 
     def receive(self) -> Iterator[Incoming]:
         """See Link. Raises FrameTooLong before it reads the frame."""
-        raw = self._connection.makefile("rb", 0)
+        raw = _Input(self._connection.makefile("rb", 0), self.before_wait)
         with contextlib.suppress(OSError), BufferedReader(raw, _READ_BYTES) as stream:
             while len(head := stream.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
                 if (length := int.from_bytes(head, "big")) > MAX_FRAME_BYTES:

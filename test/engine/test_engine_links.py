@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -51,6 +51,7 @@ class Scripted:
     """A link that delivers a test's messages, then is lost."""
 
     num_pieces = 0
+    before_wait: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, messages: Iterable[Any], refusal: NotSent | None = None) -> None:
         """refusal: raised by every offer"""
@@ -69,7 +70,9 @@ class Scripted:
 
     def receive(self) -> Iterator[Any]:
         try:
-            yield from self._messages
+            for message in self._messages:
+                yield message
+                self.before_wait()
         except Exception as failure:  # both ends survive it; the test must not
             self._failure = failure
             raise
@@ -391,15 +394,33 @@ def test_a_lost_worker_leaves_nothing_behind() -> None:
 
 
 def test_a_jobs_arrival_is_reported_with_a_load_that_includes_it() -> None:
-    server = EngineServer(Engine())  # type: ignore[arg-type]
-    link = Scripted([Submit(job("a")), Submit(job("b"))])
-    server.serve(link)
-    arrived = [message for message in link.sent if isinstance(message, Arrived)]
-    assert [(message.job_id, message.load) for message in arrived] == [("a", Load(1, 1)), ("b", Load(1, 1))]
-    assert [message for message in link.sent if isinstance(message, Admitted)] == [
-        Admitted("a", None),
-        Admitted("b", None),
-    ]
+    """Jobs that arrive together are reported together, and admitted together."""
+
+    class Later(Engine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waiting: list[Any] = []
+
+        def submit(self, asked: Job, sink: Any, admitted: Any) -> None:
+            self.waiting.append(admitted)
+
+    engine, frames = Later(), []
+
+    class Counted(Scripted):
+        def send(self, *messages: Any) -> None:
+            frames.append([message for message in messages if isinstance(message, Arrived | Admitted)])
+
+        def receive(self) -> Iterator[Any]:
+            yield from self._messages
+            self.before_wait()
+            for admitted in engine.waiting:
+                admitted(None)
+            server._flush_events()
+
+    server = EngineServer(engine)  # type: ignore[arg-type]
+    server.serve(Counted([Submit(job("a")), Submit(job("b"))]))
+    together = [Arrived("a", Load(2, 2)), Arrived("b", Load(2, 2))]
+    assert [frame for frame in frames if frame] == [together, [Admitted("a", None), Admitted("b", None)]]
 
 
 def test_jobs_of_a_lost_worker_no_longer_count_against_its_keys() -> None:

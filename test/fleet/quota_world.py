@@ -253,6 +253,7 @@ class World:
             self._client(worker, engine)._handle(cast(Any, theirs), message)
         else:
             peer._handle(message, lambda call, reply: None)
+            peer.flush_answers()
         return True
 
     def _client(self, worker: int, engine: Engine) -> Any:

@@ -148,6 +148,7 @@ def test_a_request_whose_count_is_not_answered_pays_once(monkeypatch: pytest.Mon
     earlier, _, sent = engine.peers[0]
     while sent.sent:
         earlier._handle(sent.sent.popleft(), lambda call, reply: None)
+        earlier.flush_answers()
     next(iter(world.workers[0].members)).client._report_engine_lost()
     earlier.serve(lambda call, reply: None)
     engine.connect(0)
@@ -199,6 +200,7 @@ def test_an_engine_that_lost_the_ledger_meanwhile_counts_no_job(monkeypatch: pyt
     peer, _, sent = earlier.peers[0]
     while sent.sent:
         peer._handle(sent.sent.popleft(), lambda call, reply: None)
+        peer.flush_answers()
     world.now = 0.0
     world.start(1)
     _, heartbeats, theirs = world.engines[1].peers[0]
