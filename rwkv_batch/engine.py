@@ -287,8 +287,7 @@ class Engine:
         """
         launched: list[InFlightStep] = []
         number, self._next_step = self._next_step, self._next_step + 1
-        oldest = self._in_flight[0].parts if self._in_flight else ()
-        may_have_ended = False
+        oldest, may_have_ended = self._in_flight[0].parts if self._in_flight else (), False
         in_pieces = between_pieces is not None and self.scheduler.has_recent_interactive
         for planned in self.model_runner.split(rows, mixes=not in_pieces):
             # A failed part may have ended rows of this one.

@@ -3,6 +3,7 @@
 - `Admission` gives out running slots. Rows with a running slot are in the steps.
 - Decoding rows are in every step. While interactive requests arrive, batch rows take turns (`BatchThrottle`).
 - A step with decoding rows reads fewer prompt tokens than one without: a long prefill would delay their next tokens.
+  If more interactive rows read than rows decode, it reads as many.
 - The prompt tokens of a step are split like running slots: first between classes, then clients, then jobs.
 
 Micro-batches: with several devices, decoding rows are split into groups with steps of their own. One group runs on the
@@ -160,9 +161,19 @@ class Scheduler:
             skips_batch = self._batch_throttle.skip_step()
             if skips_batch:
                 rows = [row for row in rows if not row.sequence.job.is_batch]
-            budget = limits.max_prefill_tokens_with_decode if rows else limits.prefill_tokens_per_step
-            rows += self._prefill_rows(budget, skips_batch, with_decode=bool(rows))
+            rows += self._prefill_rows(self._prefill_budget(len(rows)), skips_batch, with_decode=bool(rows))
         return rows
+
+    def _prefill_budget(self, num_decoding: int) -> int:
+        """Return the prompt tokens of a step with `num_decoding` decode rows.
+
+        In a burst more rows wait for their first token than decode. Then short steps would delay more rows than long
+        ones. With micro-batches, a long step would delay those on other devices.
+        """
+        limits = self.limits
+        num_waiting = sum(not sequence.job.is_batch for sequence in self._reading) if limits.groups == 1 else 0
+        is_short = num_decoding and num_waiting <= num_decoding
+        return limits.max_prefill_tokens_with_decode if is_short else limits.prefill_tokens_per_step
 
     def _is_prefill_due(self, num_decoding: int) -> bool:
         """Return whether the first group's step, with `num_decoding` rows, carries prefill.

@@ -30,6 +30,7 @@ from rwkv_batch import load_progress
 from rwkv_batch.calls import AcquireQuota, EngineCall, GetMetrics, GetStatus, ListRequests
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
+from rwkv_batch.ipc.event_frames import split_frames
 from rwkv_batch.ipc.held_ledger import Arrivals, HeldLedger
 from rwkv_batch.ipc.job_packing import unpack
 from rwkv_batch.ipc.metrics import Metrics
@@ -58,7 +59,6 @@ from rwkv_batch.ipc.wire import (
     ToEngine,
     ToWorker,
     UsageReport,
-    split_frames,
     to_engine_decoder,
 )
 from rwkv_batch.protocol import ManagedEngine

@@ -22,7 +22,7 @@ import msgspec
 from rwkv_batch.calls import AnyCall
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.ipc.quotas import Balance, CountedJob
-from rwkv_batch.request import Delta, Job, JobEvents, Load
+from rwkv_batch.request import Job, JobEvents, Load
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,6 @@ MAX_OFFERED_BYTES = 1 << 30
 """With more unread bytes, requests and answers to calls are refused. Events, heartbeats and cancels still fit."""
 MAX_JOB_BYTES = 1 << 26
 """Maximum size of an encoded job. While the engine decodes a job, it does nothing else."""
-FRAME_BYTES = 1 << 22
-"""Approximate size of a frame of events. A step with many long rows is split into several."""
-_DELTA_BYTES = 64
-"""Approximate bytes of a delta without its text, and of a log-probability without its token."""
 _LENGTH_BYTES = 4
 HEARTBEAT_S = 0.5
 _READ_BYTES = 1 << 18
@@ -168,36 +164,6 @@ class FrameTooLong(NotSent):
 class LinkFull(NotSent):
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"{num_bytes} bytes wait for the other process, the limit is {MAX_OFFERED_BYTES}")
-
-
-def split_frames(events: list[JobEvents], frame_bytes: int = FRAME_BYTES) -> Iterator[list[JobEvents]]:
-    """Split events into frames of at most `frame_bytes` or one delta. A job's end comes in its last frame."""
-    frame: list[JobEvents] = []
-    size = 0
-    for event in events:
-        first = 0
-        for i, delta in enumerate(event.deltas):
-            more = _DELTA_BYTES + len(delta.text)
-            if delta.logprobs is not None or delta.prompt_logprobs is not None:
-                more += _size_of_logprobs(delta)
-            if size and size + more > frame_bytes:
-                if i > first:
-                    frame.append(JobEvents(job_id=event.job_id, deltas=event.deltas[first:i]))
-                yield frame
-                frame, size, first = [], 0, i
-            size += more
-        rest = event if first == 0 else msgspec.structs.replace(event, deltas=event.deltas[first:])
-        frame.append(rest)
-        size += _DELTA_BYTES
-    if frame:
-        yield frame
-
-
-def _size_of_logprobs(delta: Delta) -> int:
-    size = 0
-    for entry in (*(delta.logprobs or ()), *(delta.prompt_logprobs or ())):
-        size += _DELTA_BYTES + len(entry.token) + _DELTA_BYTES * len(entry.top)
-    return size
 
 
 Incoming = TypeVar("Incoming")

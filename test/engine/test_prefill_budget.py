@@ -66,6 +66,28 @@ def test_batch_rows_skip_no_step_for_a_row_that_jumps_forward() -> None:
         read(rows)
 
 
+@pytest.mark.parametrize(("decoding", "reading", "tokens"), [(4, 8, 64), (8, 4, 16)])
+def test_a_burst_is_read_in_long_steps(decoding: int, reading: int, tokens: int) -> None:
+    """More rows wait for their first token than decode."""
+    plan, _ = scheduler(req_slots=64, budget=64, chunk=64, decode_budget=16)
+    for client, count in (("early", decoding), ("late", reading)):
+        for _ in range(count):
+            plan.add(*job(1, prompt_tokens=20, client=client))
+        for _ in range(2 if client == "early" else 0):
+            read(plan.schedule())
+    rows = plan.schedule()
+    assert sum(row.num_tokens for row in rows if not row.uses_device_token) == tokens
+
+
+def test_a_burst_of_batch_rows_does_not_delay_decoding_rows() -> None:
+    plan, _ = scheduler(req_slots=64, budget=64, chunk=64, decode_budget=16)
+    plan.add(*job(2, prompt_tokens=20))
+    for _ in range(2):
+        read(plan.schedule())
+    plan.add(*job(20, prompt_tokens=20, client="bulk"))
+    assert sum(row.num_tokens for row in plan.schedule() if not row.uses_device_token) == 16
+
+
 def test_clients_share_the_prompt_budget() -> None:
     plan, _ = scheduler(req_slots=64, budget=64, chunk=64)
     for _ in range(10):

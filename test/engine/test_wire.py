@@ -12,7 +12,8 @@ import pytest
 
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.ipc import wire
-from rwkv_batch.ipc.wire import EventBatch, SocketLink, split_frames
+from rwkv_batch.ipc.event_frames import split_frames
+from rwkv_batch.ipc.wire import EventBatch, SocketLink
 from rwkv_batch.request import Delta, Finish, FinishReason, JobEvents, TokenLogprob
 from test.serving import wait_for
 
