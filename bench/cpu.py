@@ -1,6 +1,7 @@
 """RWKV-7 on a CPU compared with the `rwkv` package: decode and prefill of a random 0.1B model.
 
     python -m bench.cpu [--out bench/results/cpu.json] [--seconds 240] [--no-peer]
+    python -m bench.cpu --no-peer --llama-cpp BUILD     # a folder with bin/llama-batched-bench and bin/llama-quantize
 
 Each round runs every measurement once:
 - decode: tokens/s of a step loop over B rows (B = 1, 8, 32, 128), one token per row and step, logits of every row, no
@@ -12,6 +13,9 @@ The peer runs as "cpu fp32" and "cpu bf16"; the faster one of a round counts. Th
 int8 and w8a8; the last two are also compared with its own bf16. A ratio compares results of one round, and its median
 over the rounds is the figure: on a shared machine ratios are stable, absolute figures are not. `--no-peer` skips the
 peer. Its rounds take minutes on a processor without bf16 instructions.
+
+`--llama-cpp` compares with llama.cpp instead: the same model as a GGUF file of F32, BF16, Q8_0 and Q4_0, next to our
+fp32, bf16, int8 and int4. Each of its measurements is a process of its own, and decodes 24 tokens per row.
 
 Bounds: a decode step of one row reads every matrix once, so tokens/s <= bandwidth / bytes of the matrices. Both are
 printed; bandwidth is torch's sum over 512 MiB in the same rounds. With --dtype fp32, matrices whose values fit bf16
@@ -40,6 +44,7 @@ from typing import Any
 
 import torch
 
+from bench.tools.llama_cpp import LlamaCpp
 from bench.tools.record import Arguments, finish, origin
 from demo.random_weights import write_random_model
 from rwkv_batch.kernels.cpu import library as cpu_library
@@ -143,6 +148,12 @@ def ratios(one: dict[str, float]) -> dict[str, float]:
     return found
 
 
+def ratios_to_llama_cpp(one: dict[str, float]) -> dict[str, float]:
+    """Return this project's rates over llama.cpp's with as many bits, for one round; {} without it."""
+    pairs = ((name, name.replace(" ", " llama.cpp ")) for name in one if "peer" not in name)
+    return {name: one[name] / one[theirs] for name, theirs in pairs if theirs in one}
+
+
 def machine(given_commit: str) -> dict[str, Any]:
     """Return the machine and the versions for the record."""
     return {
@@ -167,8 +178,9 @@ def median_by_name(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(f"{statistics.median(row[name] for row in rows):.4g}") for name in rows[0]}
 
 
-def run(seconds: float, has_peer: bool, given_commit: str) -> dict[str, Any]:
-    """Run all measurements and return the record."""
+def run(seconds: float, has_peer: bool, llama_cpp: Path | None, given_commit: str) -> dict[str, Any]:
+    """Run all measurements and return the record. `llama_cpp`: a build of it."""
+    dtypes = OURS if llama_cpp is None else (*OURS, "int4")
     with tempfile.TemporaryDirectory() as folder:
         path = write_random_model(Path(folder) / "random-0.1B.pth", LAYERS, WIDTH, VOCAB)
         weights = open_weights(path)
@@ -176,23 +188,27 @@ def run(seconds: float, has_peer: bool, given_commit: str) -> dict[str, Any]:
         tasks: dict[str, Task] = {"bandwidth GB/s": lambda: rate(block.numel() * 4e-9, block.sum)}
         for dtype in DTYPES if has_peer else ():
             tasks |= peer_tasks(path, dtype)
-        for dtype in OURS:
+        other = None if llama_cpp is None else LlamaCpp(llama_cpp, weights, Path(folder), torch.get_num_threads())
+        for dtype in dtypes:
             model = Pipeline(weights, devices=("cpu",), dtype=dtype, kernels="cpu")
             model.allocate_slots(FIRST_SLOT + max(BATCHES))
             tasks |= our_tasks(model, dtype)
+            if other is not None:
+                tasks |= other.tasks(dtype, BATCHES)
         rounds = measure(tasks, seconds)
-        names = [name.removesuffix(" bf16") for name in rounds[0] if name.endswith(" bf16") and "peer" not in name]
+        names = [name.removesuffix(" bf16") for name in rounds[0] if name.endswith(" bf16") and name.count(" ") == 1]
         small = {d: [{n: one[f"{n} {d}"] / one[f"{n} bf16"] for n in names} for one in rounds] for d in SMALL}
     matrices = weights.num_bytes - weights.tensors["emb.weight"].numel() * 2
     return {
         "bench": "cpu",
         "model": f"{weights.shape.describe()}, random",
         **machine(given_commit),
-        "command": f"python -m bench.cpu{'' if has_peer else ' --no-peer'}",
+        "command": " ".join(["python -m bench.cpu", *sys.argv[1:]]),
         "rounds": len(rounds),
         "medians": median_by_name(rounds),
         "ratios": median_by_name([ratios(one) for one in rounds]),
         "ratios_of_bests": ratios_of_bests(rounds),
+        "over_llama_cpp": median_by_name([ratios_to_llama_cpp(one) for one in rounds]),
         **{f"{dtype}_over_bf16": median_by_name(found) for dtype, found in small.items()},
         "targets": TARGETS,
         "matrix_mb_per_step": round(matrices / 1e6, 1),
@@ -208,6 +224,8 @@ def report(result: dict[str, Any]) -> None:
     for name, value in medians.items():
         times = f"{found[name]:8.2f} x the peer's best ({bests[name]:.2f} best to best)" if name in found else ""
         print(f"{name:28} {value:10.1f}{'' if 'GB' in name else ' tokens/s'} {times}")
+    for name, times in result["over_llama_cpp"].items():
+        print(f"{name}: {times:.2f} x llama.cpp")
     bound = medians["bandwidth GB/s"] * 1e3 / result["matrix_mb_per_step"]
     print(f"bound of decode_1 by memory: {bound:.0f} tokens/s ({result['matrix_mb_per_step']} MB a step)")
     for dtype in SMALL:
@@ -222,11 +240,12 @@ def main() -> int:
     parser = Arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=200.0, help="for the measuring rounds")
     parser.add_argument("--no-peer", action="store_true", help="our own types alone, in more rounds")
+    parser.add_argument("--llama-cpp", type=Path, help="a build of llama.cpp to compare with")
     options = parser.parse_args()
     if problem := cpu_library.library_unavailable_reason():
         print(problem, file=sys.stderr)
         return 1
-    result = run(options.seconds, not options.no_peer, options.commit)
+    result = run(options.seconds, not options.no_peer, options.llama_cpp, options.commit)
     report(result)
     finish(result, options.out)
     return 0
