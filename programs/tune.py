@@ -18,7 +18,7 @@ from native.priority import cores, die_with_parent, lower_process_priority
 from programs.settings import CommandParser, parse_settings, reports_errors
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
-from rwkv_batch.tuning import Document
+from rwkv_batch.tuning import Document, paced_path
 
 if TYPE_CHECKING:
     from routes.fine_tuning.data import Data
@@ -93,6 +93,7 @@ class _Command:
 
     def run(self) -> int:
         """Tune, and return the exit code. Raises StartupError, OSError."""
+        from rwkv_batch.tuning.pacing import Pacer
         from rwkv_batch.tuning.run import choose_place, measure_step_s, open_model, prepare
         from rwkv_batch.tuning.trainer import TuneOptions
 
@@ -115,6 +116,8 @@ class _Command:
         checkpoint = given.output.with_name(f"{given.output.name}.checkpoint")
         given.output.parent.mkdir(parents=True, exist_ok=True)
         tuning = prepare(weights, documents, held_out, options, place, None if given.dry_run else checkpoint)
+        if given.background:
+            tuning.trainer.model.pacer = Pacer(paced_path(given.output), place.device)
         figures = {
             "lines": len(documents), "held_out_lines": len(held_out), "steps": tuning.steps, "epochs": tuning.epochs,
             "batch_lines": -(-len(documents) // max(1, tuning.batches_per_epoch)),

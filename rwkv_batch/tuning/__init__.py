@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +17,8 @@ class Document:
     def __len__(self) -> int:
         """Return the number of tokens that are read."""
         return len(self.ids) - 1
+
+
+def paced_path(output: Path) -> Path:
+    """Return the file whose existence paces a background run on a GPU (`pacing.py`)."""
+    return output.with_name(f"{output.name}.paced")

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rwkv_batch.model.state import HEAD_SIZE, ModelShape
 from rwkv_batch.model.weights import TABLES, UNUSED_TENSORS, Weights, expected_shapes
+from rwkv_batch.tuning.pacing import Pacer
 from rwkv_batch.tuning.wkv import CHUNK, wkv_chunked
 
 _DECAY = math.exp(-0.5)
@@ -92,6 +93,8 @@ class TrainingModel:
         self.row_of_id: Tensor | None = None
         """[V]: each id's row of the head; None: the id itself"""
         self.plan = MemoryPlan()
+        self.pacer: Pacer | None = None
+        """for the kernels of a GPU, whose layers are the pieces"""
 
     @property
     def device(self) -> torch.device:

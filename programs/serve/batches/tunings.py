@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from routes.response.generate import call_engine
 from rwkv_batch.calls import AddAdapter, AddState, EngineCall, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.tuning import paced_path
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +173,7 @@ class TuningRunner:
             limit=_MAX_LINE_BYTES,
         )  # fmt: skip
         watcher = asyncio.create_task(_restarted(lambda: self._stop_when_asked(job, process, stop)))
-        pacer = asyncio.create_task(_restarted(lambda: self._pause_while_requests_wait(process)))
+        pacer = asyncio.create_task(_restarted(lambda: self._leave_time(job, process)))
         errors = asyncio.create_task(_last_lines(process))
         try:
             result = await self._follow(job, process)
@@ -226,8 +228,10 @@ class TuningRunner:
                     process.send_signal(signal.SIGKILL if is_lost else signal.SIGTERM)
                     process.send_signal(signal.SIGCONT)  # a paused process receives SIGTERM later
 
-    async def _pause_while_requests_wait(self, process: asyncio.subprocess.Process) -> None:
-        """Stop the process while interactive requests wait for a running slot of an engine."""
+    async def _leave_time(self, job: Job, process: asyncio.subprocess.Process) -> None:
+        """Stop the process while interactive requests wait for a running slot; pace it while rows run on its GPU."""
+        paced, devices = paced_path(self._folder(job) / "result"), self._engine.devices
+        shares_device = self._context.config.tune_device in ("auto", *devices) or "auto" in devices
         is_paused = False
 
         def set_paused(value: bool) -> None:
@@ -240,10 +244,12 @@ class TuningRunner:
         try:
             while True:
                 await asyncio.sleep(_PACE_S)
-                num_waiting = 0
+                status: dict[str, Any] = {}
                 with contextlib.suppress(ServiceError):  # no engine: nothing waits for it
-                    num_waiting = (await call_engine(self._context, GetStatus())).get("waiting_interactive_rows", 0)
-                set_paused(num_waiting > 0)
+                    status = await call_engine(self._context, GetStatus())
+                is_paced = shares_device and status.get("running_rows", 0) > 0
+                await asyncio.to_thread(paced.touch if is_paced else partial(paced.unlink, missing_ok=True))
+                set_paused(status.get("waiting_interactive_rows", 0) > 0)
         finally:  # also after an error: nobody else would continue it
             set_paused(False)
 

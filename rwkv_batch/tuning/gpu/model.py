@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rwkv_batch.tuning.gpu.mix import ShiftedNorm, SquaredRelu
 from rwkv_batch.tuning.gpu.wkv import TimeCore
 from rwkv_batch.tuning.model import TrainingModel
+from rwkv_batch.tuning.pacing import PieceEnd
 from rwkv_batch.tuning.wkv import CHUNK
 
 _MIXES = "rwkvag"
@@ -51,6 +52,8 @@ class GpuTrainingModel(TrainingModel):
             x = self._norm(F.embedding(tokens.flatten(), self.weights["emb.weight"]).float(), "blocks.0.ln0")
             y, first_v = torch.zeros_like(x, dtype=self.weights["emb.weight"].dtype), None
             for layer in range(self.shape.layers):
+                if self.pacer is not None:
+                    x = PieceEnd.apply(x, self.pacer)
                 if layer < self.plan.recomputed_layers and torch.is_grad_enabled():
                     x, y, first_v = checkpoint(
                         self._gpu_layer, layer, x, y, first_v, flat, keep, use_reentrant=False, preserve_rng_state=False

@@ -22,6 +22,7 @@ from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.tuning import paced_path
 from test.serving import ROOT
 
 
@@ -129,11 +130,15 @@ def test_the_process_stops_while_interactive_requests_wait(store: Store, monkeyp
     async def status(*_: object) -> dict[str, int]:
         if waiting["rows"] < 0:
             raise KeyError("a bug")
-        return {"waiting_rows": 9, "waiting_interactive_rows": waiting["rows"]}
+        return {"waiting_rows": 9, "waiting_interactive_rows": waiting["rows"], "running_rows": waiting["rows"]}
+
+    folder = store.runs / job(1).id
+    folder.mkdir(parents=True)
+    paced = paced_path(folder / "result")
 
     async def run() -> None:
         process = await asyncio.create_subprocess_exec("sleep", "600")
-        pacer = asyncio.create_task(tunings._restarted(lambda: runner._pause_while_requests_wait(process)))
+        pacer = asyncio.create_task(tunings._restarted(lambda: runner._leave_time(job(1), process)))
 
         async def until(letter: str) -> None:
             while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != letter:  # noqa: ASYNC110, ASYNC240
@@ -144,6 +149,7 @@ def test_the_process_stops_while_interactive_requests_wait(store: Store, monkeyp
             for rows, letter in ((3, "T"), (0, "S"), (1, "T"), (-1, "S"), (2, "T")):
                 waiting["rows"] = rows
                 await asyncio.wait_for(until(letter), 60)
+                assert rows < 0 or paced.exists() is (rows > 0)
         finally:
             pacer.cancel()
             process.kill()
