@@ -35,15 +35,17 @@ class Pacer:
 
 
 class PieceEnd(torch.autograd.Function):
-    """Returns its input. Ends a piece in the forward and in the backward."""
+    """Returns its input [N, C]. Ends a piece in the forward and in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pacer: Pacer) -> Tensor:
+        """x: [N, C]."""
         pacer.wait()
         ctx.pacer = pacer
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """grads: one of [N, C]."""
         ctx.pacer.wait()
         return grads[0], None
