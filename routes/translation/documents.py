@@ -67,6 +67,7 @@ class DocumentFields(Fields):
     encoding: _OneLine = Field("", description="Encoding of a text file. Default: detected.")
     bilingual: bool = Field(False, description="Keep each text, with its translation after it.")
     glossary_id: GlossaryId = Field("", description="Id of a stored glossary.")
+    memory: bool = Field(False, description="Use the key's approved translations.")
 
 
 class DocumentBody(DocumentFields, Body):
@@ -180,7 +181,10 @@ def _options(fields: DocumentFields) -> DocumentOptions:
 
 async def _read(context: Context, content: bytes, name: str, fields: DocumentFields) -> tuple[DocumentRequests, bytes]:
     """Read a file: its requests, and the lines of its batch. Raises ServiceError."""
-    more = {"target_lang": fields.target_lang, **({"glossary_id": fields.glossary_id} if fields.glossary_id else {})}
+    more = {
+        "target_lang": fields.target_lang,
+        **fields.model_dump(include={"glossary_id", "memory"}, exclude_defaults=True),
+    }
     try:
         check_name(name)
         async with _sandbox(context):

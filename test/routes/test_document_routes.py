@@ -62,6 +62,16 @@ def test_a_file_is_translated_in_the_background(locked_fake: Service) -> None:
     assert httpx.get(locked_fake.url + "/openai/v1/files", headers=locked_fake.headers).json()["data"] == []
 
 
+def test_a_file_uses_approved_translations(locked_fake: Service) -> None:
+    memory = {"source_lang": "en", "target_lang": "de", "pairs": [{"source": "Hello", "target": "Guten Tag"}]}
+    assert locked_fake.post("/translate/v1/memory", memory).status_code == 200
+    documents = [send(locked_fake, "film.srt", SRT.encode(), memory=flag).json() for flag in ("true", "false")]
+    for document, is_approved in zip(documents, (True, False), strict=True):
+        assert finished(locked_fake, document)["status"] == "done"
+        assert ("Guten Tag" in get(locked_fake, f"{document['id']}/content").text) == is_approved
+    assert locked_fake.request("DELETE", "/translate/v1/memory", headers=locked_fake.headers).status_code == 200
+
+
 def test_the_body_may_be_the_file(locked_fake: Service) -> None:
     url = f"{locked_fake.url}{PATH}/word%20file.docx"
     content = docx("<w:p><w:r><w:t>Hello</w:t></w:r></w:p>")

@@ -11,7 +11,7 @@ const POLL_MS = 500;
  * Throws ApiError, or AbortError after `signal`, which stops the translation.
  */
 export async function translateFile(file, source, target, glossaryId, signal, progress) {
-  const query = new URLSearchParams({ source_lang: source, target_lang: target, ...(glossaryId && { glossary_id: glossaryId }) });
+  const query = new URLSearchParams({ source_lang: source, target_lang: target, memory: true, ...(glossaryId && { glossary_id: glossaryId }) });
   const upload = { method: "PUT", body: file, type: "application/octet-stream", signal };
   const json = async (path, options) => (await request(path, options)).json();
   let found = await json(`${DOCUMENTS}/${encodeURIComponent(file.name)}?${query}`, upload);

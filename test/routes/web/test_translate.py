@@ -181,7 +181,8 @@ def test_files_are_translated_and_keep_their_format(
         (tmp_path / name).write_text(content, "utf-8")
     page.set_input_files("#translate-file", [tmp_path / name for name in given])
     expect(page.locator("#translate-start")).to_have_text(f"Translate {len(given)} files into 简体中文")
-    page.click("#translate-start")
+    with page.expect_request(re.compile(r"/documents/notes\.md\?.*memory=true")):
+        page.click("#translate-start")
     for name, (_, translation) in given.items():
         file = tmp_path / name
         with page.expect_download() as waiting:
