@@ -41,6 +41,7 @@ from rwkv_batch.translation.plan import (
 )
 from rwkv_batch.translation.prompt_forms import prompt_form
 from rwkv_batch.translation.prompts import prompt_stops, shared_prompt, translation_prompt
+from rwkv_batch.translation.segments import MAX_TEXT_CHARACTERS
 from sampling.grammar.constraint import Constraint, Form, RequiredText
 from sampling.params import SamplingParams
 
@@ -51,8 +52,6 @@ _TOKENS_PER_PROMPT_TOKEN = 4
 _MIN_TOKENS = 64
 _SCAN_COST = 10
 """Splitting a text into segments takes this many times as long as tokenising it."""
-MAX_TEXT_CHARACTERS = 1 << 20
-"""Of one text: a search in it lets no other thread run. It is more than the token limits allow in most languages."""
 _CHECKS_SHARE = 0.1
 """Most of a streamed request's time that is spent on looking for complete texts."""
 _UNFINISHED = (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR)

@@ -44,6 +44,8 @@ _BULLET = re.compile(r"(?:[-*+•·>]|#{1,6})\s+")
 _CLOSING = re.compile(rf"[{MARK})\]”’»」』）]+\s*")
 _MAX_CHUNK = 4000
 """Characters that are split into sentences at once. The time grows with the square of the quotation marks."""
+MAX_TEXT_CHARACTERS = 1 << 20
+"""Of one text: a search in it lets no other thread run. It is more than the token limits allow in most languages."""
 Span = tuple[int, int]
 
 

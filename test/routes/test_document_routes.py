@@ -176,3 +176,7 @@ def test_libretranslates_files(locked_fake: Service) -> None:
         locked_fake.url + "/translate_file", data={**form, "api_key": "x"}, files={"file": ("a.txt", b"x")}
     )
     assert refused.status_code == 403
+    long = {"file": ("a.txt", b"a b " * 300_000)}
+    headers = {"Authorization": f"Bearer {PASSWORD}"}
+    refused = httpx.post(locked_fake.url + "/translate_file", data=form, files=long, headers=headers)
+    assert refused.status_code == 400 and "1199999 characters, the limit is 1048576" in refused.json()["error"]

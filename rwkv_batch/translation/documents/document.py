@@ -12,7 +12,7 @@ from typing import Any
 from rwkv_batch.translation.languages import detect_languages
 from rwkv_batch.translation.markers import Format
 from rwkv_batch.translation.plan import AUTO
-from rwkv_batch.translation.segments import Split, has_letters
+from rwkv_batch.translation.segments import MAX_TEXT_CHARACTERS, Split, has_letters
 
 MAX_BYTES = 64 << 20
 """Size of a file."""
@@ -115,7 +115,10 @@ class Document:
 
 
 def requests(document: Document, source: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield key and body of a request for each different text. See `unit_key`."""
+    """Yield key and body of a request for each different text. See `unit_key`. Raises DocumentError for a long text."""
+    longest = max((len(unit.text) for unit in document.units), default=0)
+    if longest > MAX_TEXT_CHARACTERS:
+        raise DocumentError(f"has a paragraph of {longest} characters, the limit is {MAX_TEXT_CHARACTERS}; divide it")
     units = list({unit_key(unit): unit for unit in document.units}.items())
     for start in range(0, len(units), _DETECTED_AT_ONCE):
         part = units[start : start + _DETECTED_AT_ONCE]
