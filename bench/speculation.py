@@ -73,9 +73,12 @@ class Oracle:
         self._rate = rate
         self._rng = random.Random(0)
 
-    def guess(self, wanted: list[Wanted]) -> DeviceGuesses:
+    def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
         """See DraftModel."""
         started = time.monotonic()
+        wanted = [one for one in wanted if one.drafter.num_read != one.length]
+        if not wanted:
+            return None
         if self._model is not None:
             self._model.guess(wanted)
         longest = max(one.num_tokens for one in wanted)
@@ -225,7 +228,7 @@ def costs(engine: Engine) -> dict[str, Any]:
     times = engine.speculation.times
     return {
         "plain_step_ms": {rows: round(1e3 * seconds, 3) for rows, seconds in times.plain_s.items()},
-        "draft_ms_fixed_and_token": [round(1e3 * seconds, 4) for seconds in times.added_s or ()],
+        "draft_ms_fixed_and_token": {n: [round(1e3 * one, 4) for one in of.seconds] for n, of in times.added.items()},
         "model_ms_per_token": round(1e3 * engine.speculation.model_s, 4),
     }
 

@@ -187,6 +187,8 @@ class ModelDrafter:
         0: the zero state, even if the tokens begin later in the text.
         """
         position = self.num_read
+        if self.pending is not None:  # no step verified them
+            self.pending.read()
         for guess in self.guesses[:-1]:
             if position + 1 >= length or ids[position] != guess:
                 break
@@ -228,10 +230,12 @@ class DraftModel(Protocol):
         ...
 
 
-PRIOR_TRIALS = 2.0
+PRIOR_TRIALS = 6.0
 """Tokens that the expected acceptance of a new row counts for."""
-MEMORY = 0.8
-"""Weight of older drafts in a row's acceptance."""
+MAX_TRIALS = 4
+"""First tokens of a draft that count in a row's acceptance: a long right one must not outweigh ten wrong ones."""
+MEMORY, FADING = 0.93, 0.99
+"""Weight of older drafts in it, at each draft and at each step: the text may have changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -256,13 +260,19 @@ class RowDrafter:
         accepted = self._recent_accepted + PRIOR_TRIALS * self.expected_rate
         return accepted / (self._recent_accepted + self._recent_rejected + PRIOR_TRIALS)
 
+    def fade(self) -> None:
+        """Count older drafts less. Called before each step."""
+        self._recent_accepted *= FADING
+        self._recent_rejected *= FADING
+
     def record(self, draft: Draft) -> None:
         """Count a verified draft."""
         num_tokens, num_accepted = len(draft.tokens), draft.num_accepted
         self.num_drafted += num_tokens
         self.num_accepted += num_accepted
-        self._recent_accepted = MEMORY * self._recent_accepted + num_accepted
-        self._recent_rejected = MEMORY * self._recent_rejected + (num_accepted < num_tokens)
+        trials = min(num_tokens, MAX_TRIALS)
+        self._recent_accepted = MEMORY * self._recent_accepted + min(num_accepted, trials)
+        self._recent_rejected = MEMORY * self._recent_rejected + (num_accepted < trials)
 
 
 @dataclass(slots=True)
@@ -310,18 +320,3 @@ class Draft:
             tokens.append(token)
             last = token
         return tokens
-
-
-def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKENS) -> tuple[int, float]:
-    """Return the number of tokens to draft, and how many tokens that gains. 0 if no draft pays.
-
-    rate: chance that a token is accepted
-    token_cost: time of each token, in tokens that the step yields in it without drafts
-    """
-    best, best_gain, gain, chance = 0, 0.0, 0.0, 1.0
-    for length in range(1, max_length + 1):
-        chance *= rate
-        gain += chance - token_cost
-        if gain > best_gain:
-            best, best_gain = length, gain
-    return best, best_gain

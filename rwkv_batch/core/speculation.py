@@ -19,22 +19,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from rwkv_batch.core.draft_costs import CERTAIN_COST, SKIPPED_STEPS, StepTimes, best_length, smoothed
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Draft,
     Drafter,
     DraftModel,
     Guesses,
+    Joined,
     LookupDrafter,
     ModelDrafter,
     RowDrafter,
     SessionTexts,
     Wanted,
-    best_length,
 )
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import PENDING, Phase, Sequence, SharedSlot
@@ -44,15 +45,13 @@ MAX_ROWS = 32
 """Rows of a step at most for drafts."""
 MAX_READ = 32
 """Known tokens of a row at most that its draft reads again."""
-SMOOTHING = 0.2
-DECAY = 0.95
-"""Weight of the sums of older steps with drafts."""
-SKIPPED_STEPS = 2
-PROBE_TOKENS = 4
+MIN_GAIN = 0.03
+"""Gain of a step's drafts, in steps, below which they are left out: their cost may be underestimated."""
+PROBE_TOKENS = 3
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
-PROBE_SHARE = 0.005
+PROBE_SHARE = 0.004
 """Share of the time for such drafts."""
-MAX_PROBES = 2.0
+MAX_PROBES = 1.2
 """Their cost at most, in steps, after a time without them."""
 
 
@@ -70,66 +69,8 @@ def make_drafters(
     return drafters
 
 
-class DraftCost(NamedTuple):
-    """Cost of drafts in tokens: those that the step yields without drafts in the same time."""
-
-    fixed: float
-    """of a step's drafts of any number and length"""
-    token: float
-    """of each of their tokens"""
-    guess: float
-    """of each further token that the draft model guesses, for all rows together"""
-
-
-CERTAIN_COST = DraftCost(0.4, 0.1, 0.1)
-"""For one row, before anything is measured."""
 MAX_HOST_S = 0.001
 """Between two steps, if rows run: a step with drafts is launched after the tokens of the one before are processed."""
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Measured times of steps without prompts."""
-
-    plain_s: dict[int, float] = field(default_factory=dict)
-    """by number of rows: smoothed seconds of a step without drafts"""
-    num_skipped: int = 0
-    """first steps with drafts, which may compile or capture something, so they are not measured"""
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    """of 1, n, n * n, added seconds, n * added seconds in steps with n drafted tokens; older ones count less"""
-
-    def count(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
-        """Count a step with this many drafted tokens."""
-        before = self.plain_s.get(num_rows)
-        if not num_draft_tokens:
-            self.plain_s[num_rows] = seconds if before is None else before + (seconds - before) * SMOOTHING
-        elif self.num_skipped < SKIPPED_STEPS:
-            self.num_skipped += 1
-        elif before is not None:
-            n, added = num_draft_tokens, max(0.0, min(seconds, 4 * before) - before)
-            new = (1.0, n, n * n, added, n * added)
-            self.sums = [DECAY * old + one for old, one in zip(self.sums, new, strict=True)]
-
-    @property
-    def added_s(self) -> tuple[float, float] | None:
-        """The seconds that drafts add to a step, and that each drafted token adds. None: not measured"""
-        weight, n, nn, added, n_added = self.sums
-        if not weight:
-            return None
-        spread = weight * nn - n * n
-        # Drafts of one length do not show which part is fixed: half of it.
-        token_s = (weight * n_added - n * added) / spread if spread > 0.01 * n * n else added / n / 2
-        token_s = min(max(token_s, 0.0), added / n)
-        return (added - token_s * n) / weight, token_s
-
-    def cost(self, num_rows: int, model_s: float) -> DraftCost:
-        """Return the cost of drafts in a step of this many rows. model_s: `Speculation.model_s`"""
-        plain_s, added_s = self.plain_s.get(num_rows), self.added_s
-        if not plain_s or added_s is None:
-            return DraftCost(*(num_rows * one for one in CERTAIN_COST))
-        tokens_per_s = num_rows / plain_s
-        guess = model_s * tokens_per_s if model_s else num_rows * CERTAIN_COST.guess
-        return DraftCost(added_s[0] * tokens_per_s, added_s[1] * tokens_per_s, guess)
 
 
 class DraftTotals(NamedTuple):
@@ -194,7 +135,11 @@ class Speculation:
         """when the last step ended, and when the last one was begun"""
         self._guesses: Guesses | None = None
         """of the last step, and their number per row"""
+        self._early_guesses: Guesses | None = None
+        """for the next step, see `guess_early`"""
         self._num_guesses = 0
+        self._guess_cost = CERTAIN_COST.token + CERTAIN_COST.guess
+        """of a guessed token in the last step, in tokens"""
 
     # Before a step -------------------------------------------------------------------------------------------
 
@@ -203,7 +148,7 @@ class Speculation:
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return rows
         self._begun, self._guesses = time.monotonic(), None
-        drafts = self._choose(rows)
+        drafts, price = self._choose(rows)
         self._guess(drafts, rows)
         has_drafts, result = False, []
         for row, draft in zip(rows, drafts, strict=True):
@@ -213,28 +158,34 @@ class Speculation:
             elif not is_pending:
                 has_drafts |= self._take_slots(row.sequence, draft)
                 result.append(row)
-        return [_without_device_token(row) for row in result] if has_drafts else result
+        if not has_drafts:
+            return result
+        self._probe_credit -= price
+        return [_without_device_token(row) for row in result]
 
-    def _choose(self, rows: list[ScheduledRow]) -> list[Draft | None]:
-        """Return the rows' drafts, if they pay together: they share what a step with drafts takes longer."""
+    def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float]:
+        """Return the rows' drafts, if they pay together: they share what a step with drafts takes longer.
+
+        Also returns what probes cost, in steps.
+        """
         cost = self.times.cost(len(rows), self.model_s)
         num_guessing = max(1, sum(self.model is not None and _may_draft(row) for row in rows))
         found = [self._propose(row, cost.token, cost.guess / num_guessing) for row in rows]
         if self.mode != "auto":
-            return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found]
-        pays = sum(one.gain for one in found if one is not None) > cost.fixed
+            return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0
+        if not self.times.plain_s.get(len(rows)):  # what drafts gain is measured by it
+            return [None] * len(rows), 0.0
+        pays = sum(one.gain for one in found if one is not None) > cost.fixed + MIN_GAIN * len(rows)
         self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE)
-        others = [one for one in found if one is not None and not (pays and one.length)]
-        price = sum(one.token_cost for one in others) * PROBE_TOKENS + (0.0 if pays else cost.fixed)
-        probes = bool(others) and price <= self._probe_credit * len(rows)
-        if probes:
-            self._probe_credit -= price / len(rows)
-        return [
-            one.draft(one.length if pays and one.length else PROBE_TOKENS)
-            if one is not None and (probes or (pays and one.length))
-            else None
-            for one in found
-        ]
+        lengths = [0 if one is None or not pays else one.length for one in found]
+        others = {i: one for i, one in enumerate(found) if one is not None and not lengths[i]}
+        price = sum(one.token_cost for one in others.values()) * PROBE_TOKENS
+        price = min(MAX_PROBES, (price + (0.0 if pays else cost.fixed)) / max(1, len(rows)))
+        probes = bool(others) and price <= self._probe_credit
+        for i in others if probes else ():
+            lengths[i] = PROBE_TOKENS
+        drafts = [one.draft(n) if one is not None and n else None for one, n in zip(found, lengths, strict=True)]
+        return drafts, price if probes else 0.0
 
     def _propose(self, row: ScheduledRow, token_cost: float, guess_cost: float) -> Proposal | None:
         """Return what a scheduled row can draft, by the drafter that gains most."""
@@ -249,11 +200,12 @@ class Speculation:
         room = sequence.request.max_tokens - (known - sequence.prompt_end) - 1
         best: Proposal | None = None
         for one in sequence.drafters if room > 0 else ():
+            one.fade()
             count, tokens, one_cost = min(MAX_DRAFT_TOKENS, room), None, token_cost
             if isinstance(one.drafter, ModelDrafter):
                 if not sequence.has_sampled:  # the first token does not wait for guesses
                     continue
-                one_cost += guess_cost
+                self._guess_cost = one_cost = token_cost + guess_cost
             else:
                 tokens = one.drafter.propose(ids, known, count + is_pending)
                 count = len(tokens) - is_pending
@@ -273,14 +225,34 @@ class Speculation:
             and isinstance(one.drafter.drafter, ModelDrafter)
             and row.sequence.token_ids[-1] != PENDING
         ]
-        if not wanted or self.model is None:
-            return
-        num_unread = max(row.length - row.drafter.num_read for _, row in wanted)
-        self._guesses = self.model.guess([row for _, row in wanted])
-        # A call that reads a prompt does not show what a guess takes.
-        self._num_guesses = max(row.num_tokens for _, row in wanted) if num_unread <= MAX_DRAFT_TOKENS else 0
+        early, self._early_guesses = self._early_guesses, None
+        if wanted:
+            self._guesses = self._ask_model([row for _, row in wanted]) or early
         for draft, row in wanted:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
+
+    def guess_early(self, drafts: Iterable[tuple[Sequence, Draft]]) -> None:
+        """Let the draft model guess for the next step while the host processes the tokens of drafts."""
+        wanted = []
+        for sequence, draft in drafts:
+            if isinstance(drafter := draft.drafter.drafter, ModelDrafter) and sequence.phase is Phase.RUNNING:
+                ids = Joined(sequence.token_ids, draft.accepted_ahead(sequence.token_ids))
+                length, _ = best_length(draft.drafter.rate, self._guess_cost)
+                room = sequence.request.max_tokens - (len(ids) - sequence.prompt_end) - 1
+                count = min(length if self.mode == "auto" else MAX_DRAFT_TOKENS, room)
+                if count > 0:
+                    wanted.append(Wanted(drafter, ids, len(ids), count))
+        self._early_guesses = self._ask_model(wanted) if wanted else None
+
+    def _ask_model(self, wanted: list[Wanted]) -> Guesses | None:
+        if self.model is None:
+            return None
+        num_unread = max(row.length - row.drafter.num_read for row in wanted)
+        guesses = self.model.guess(wanted)
+        if guesses is not None:
+            # A call that reads a prompt does not show what a guess takes.
+            self._num_guesses = max(row.num_tokens for row in wanted) if num_unread <= MAX_DRAFT_TOKENS else 0
+        return guesses
 
     def _expected_rate(self, name: str) -> float:
         """Return the expected chance that a token of a new row's draft is accepted, if those before it are."""
@@ -354,9 +326,8 @@ class Speculation:
             since = max(self._last_end, min(started, self._begun) - MAX_HOST_S)
             if self._guesses is not None:
                 since += self._guesses.seconds
-                if self._num_guesses:
-                    seconds, before = self._guesses.seconds / self._num_guesses, self.model_s
-                    self.model_s = before + (seconds - before) * SMOOTHING if before else seconds
+                if self._num_guesses and self.times.num_skipped >= SKIPPED_STEPS:
+                    self.model_s = smoothed(self.model_s, self._guesses.seconds / self._num_guesses)
         self._last_end = now
         if num_draft_tokens or all(row.num_tokens == 1 for row in rows):
             self.times.count(len(rows), num_draft_tokens, now - since)

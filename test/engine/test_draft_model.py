@@ -61,8 +61,9 @@ def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) ->
     expected = rows_of(run(engine, *plain, return_token_ids=True))
     steps = engine.model_runner.draft_model
     assert steps is not None
-    if has_graphs:
+    if has_graphs:  # as on a GPU
         steps._graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
+        engine.model_runner.drafts.may_sample_ahead = True
     for share in (1.0, 0.7):
         engine.speculation.model = Faulty(steps, share)
         before = engine.speculation.totals["model"]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,19 +16,14 @@ import pytest
 from demo.random_weights import write_random_model
 from rwkv_batch.core.drafters import (
     MATCHES,
-    MAX_DRAFT_TOKENS,
     MAX_LOOKUP_TOKENS,
     TOKENS_PER_CALL,
-    Draft,
     Drafter,
     LookupDrafter,
     ModelDrafter,
-    RowDrafter,
-    best_length,
 )
-from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Sequence
-from rwkv_batch.core.speculation import Speculation, StepTimes, make_drafters
+from rwkv_batch.core.speculation import make_drafters
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, PromptLogprobs, SessionTurn, TokenLogprob
 from sampling.params import Filters, Method, SamplingParams
@@ -357,65 +350,3 @@ def test_a_prediction_is_followed_over_a_replaced_word() -> None:
     text = [1, 2, 11, 12, 99, 98, 97, 96, 15, 16]
     proposed = [drafter.propose(text, length, 3) for length in range(6, 11)]
     assert proposed == [[15, 16, 17], [], [], [], [17]], "too many wrong tokens, until two match again"
-
-
-def test_a_draft_is_as_long_as_it_pays() -> None:
-    assert best_length(0.0, 0.1) == best_length(0.9, 5.0) == (0, 0.0)
-    lengths = [best_length(rate, 0.1)[0] for rate in (0.3, 0.5, 0.7, 0.9, 1.0)]
-    assert lengths == sorted(lengths) and lengths[-1] == MAX_DRAFT_TOKENS
-
-
-def test_costs_are_measured_per_step_and_per_token() -> None:
-    times = StepTimes()
-    assert times.cost(4, 0.0).token == 4 * times.cost(1, 0.0).token, "nothing is measured"
-    for drafted in (0, 9, 9, *range(1, 17), 0, *range(1, 17)):  # the first two steps with drafts do not count
-        times.count(4, drafted, 0.010 + (0.002 + 0.001 * drafted if drafted else 0))
-    assert times.cost(4, 0.005) == pytest.approx((0.8, 0.4, 2.0))
-
-
-def test_rows_draft_together_or_not_at_all() -> None:
-    """All rows share what a step with drafts takes longer. Probes take a small share of the time."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
-    for rates, expected in (((0.7, 0.7, 0.7, 0.7), {4: 1000}), ((0.7, 0.0, 0.0, 0.0), {0: 993, 4: 7})):
-        speculation = Speculation("auto", slots, lambda _: None)
-        speculation.times.plain_s = dict.fromkeys(range(5), 0.002)
-        speculation.times.sums = [1.0, 10.0, 101.0, 0.0015, 0.0151]  # 1.4 ms and 0.01 ms a token
-        counts = Counter(
-            sum(
-                row.sequence.draft is not None
-                for row in speculation.add_drafts([row_that_decodes(one) for one in rates])
-            )
-            for _ in range(1000)
-        )
-        assert counts == expected
-
-
-def row_that_decodes(rate: float) -> Any:
-    row = RowDrafter(LookupDrafter("prediction", [1, 2, 3], start=1), rate)
-    sequence = SimpleNamespace(
-        draft=None,
-        members=[],
-        scored=None,
-        cache_points=[],
-        drafters=[row],
-        shared=None,
-        token_ids=[7],
-        prompt_end=1,
-        request=make_request("", max_tokens=40),
-        read_slot=3,
-        write_slot=3,
-        slot=3,
-        has_sampled=True,
-    )
-    return ScheduledRow(sequence, 1, samples_token=True)  # type: ignore[arg-type]
-
-
-def test_tokens_after_a_wrong_one_say_nothing_of_new_rows() -> None:
-    """A drafter whose tokens are right with 0.9 gets half of sixteen accepted."""
-    slots, rng = SimpleNamespace(drop_ref=lambda _: None), random.Random(0)
-    speculation = Speculation("auto", slots, lambda _: None)  # type: ignore[arg-type]
-    for _ in range(300):
-        accepted = next((i for i in range(16) if rng.random() > 0.9), 16)
-        sequence = SimpleNamespace(draft=Draft(RowDrafter(ModelDrafter(), 0.6), [1] * 16, 0, num_accepted=accepted))
-        speculation.drop(sequence)  # type: ignore[arg-type]
-    assert speculation._expected_rate("model") == pytest.approx(0.9, abs=0.02)

@@ -57,7 +57,7 @@ class PrefillSize(NamedTuple):
 VERIFY_SIZES = (
     *(PrefillSize(2, tokens, tokens) for tokens in (8, 12, 16, 24, 32, 48)),
     *(PrefillSize(8, tokens, tokens) for tokens in (24, 32, 48, 64, 96)),
-    *(PrefillSize(16, tokens, tokens) for tokens in (64, 128, 192)),
+    *(PrefillSize(16, tokens, tokens) for tokens in (64, 96, 128, 192, 256)),
     *(PrefillSize(64, tokens, tokens * 3 // 4) for tokens in (192, 256, 320)),
 )
 """Of steps that verify drafts: two rows and many logits for each row with a draft."""
@@ -188,7 +188,7 @@ def usable_sizes(stages: Sequence[Stage], max_rows: int, verifies: bool = False)
 
 
 def _cost(size: PrefillSize) -> tuple[int, int, int]:
-    return size.tokens, size.num_logits, size.rows
+    return size.tokens, size.rows, size.num_logits  # a row of padding reads and writes a state
 
 
 def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
