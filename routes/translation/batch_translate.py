@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BeforeValidator, Field
 
 from routes.context import Context
@@ -52,6 +53,17 @@ _TranslatedTerm = Annotated[
     ),
 ]
 GlossaryTerms = Annotated[dict[_Term, _TranslatedTerm], Field(max_length=10_000)]
+
+
+def _decoded(given: Any) -> Any:
+    try:
+        return msgspec.json.decode(given) if isinstance(given, str) else given
+    except msgspec.DecodeError:
+        return given
+
+
+GlossaryText = Annotated[GlossaryTerms, BeforeValidator(_decoded)]
+"""The terms in a form, as JSON."""
 
 
 class TranslateBody(FixedSamplingFields, TranslationFields):

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -27,6 +27,7 @@ from routes.request_context import current_request
 from routes.response.http_response import FILE, HandlerResponse, HttpResponse, json_response
 from routes.route import Routes, Upload
 from routes.translation import stored
+from routes.translation.batch_translate import GlossaryText
 from routes.translation.glossaries import GlossaryId
 from routes.translation.languages import LABEL, Language, TargetLanguage
 from routes.translation.translator import report_unknown_languages
@@ -34,6 +35,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.documents.document import ColumnError, DocumentError, DocumentOptions
 from rwkv_batch.translation.documents.formats import ENDINGS, check_name, translated_name
 from rwkv_batch.translation.documents.sandbox import DocumentRequests, read_requests, write_translation
+from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.plan import AUTO
 
 PATH = "/translate/v1/documents"
@@ -67,7 +69,8 @@ class DocumentFields(Fields):
     encoding: _OneLine = Field("", description="Encoding of a text file. Default: detected.")
     bilingual: bool = Field(False, description="Keep each text, with its translation after it.")
     glossary_id: GlossaryId = Field("", description="Id of a stored glossary.")
-    memory: bool = Field(False, description="Use the key's approved translations.")
+    glossary_mode: GlossaryMode = Field(GlossaryMode.CHECK, description="hint, check or enforce, as for texts.")
+    memory: bool = Field(False, description="Use the key's approved translations, as for texts.")
 
 
 class DocumentBody(DocumentFields, Body):
@@ -77,6 +80,9 @@ class DocumentBody(DocumentFields, Body):
 
     content: bytes = Field(b"", description="The file, in the form's part `file`.")
     filename: FileName = Field("", description="The file's name, from the same part. Its ending names the format.")
+    glossary: GlossaryText = Field(
+        {}, description='Terms and translations, as JSON: {"state pool": "状态池"}. They win over `glossary_id`.'
+    )
     password: str = Field("", description="The password or an API key, if the service requires one.")
 
 
@@ -160,13 +166,15 @@ def document_object(batch: Batch, notes: Iterable[str] = ()) -> dict[str, Any]:
     }
 
 
-def _lines(found: DocumentRequests) -> bytes:
-    """Return the lines of a document's batch."""
-    lines = (
-        msgspec.json.encode({"custom_id": key, "method": "POST", "url": LABEL, "body": body})
-        for key, body in found.bodies
-    )
-    return b"\n".join(lines)
+def _lines(found: DocumentRequests, glossary: Glossary) -> bytes:
+    """Return the lines of a document's batch. Each has the terms of its text only."""
+
+    def line(key: str, body: dict[str, Any]) -> bytes:
+        terms = glossary.terms_in(body["text_list"][0])
+        body = body | ({"glossary": terms} if terms else {})
+        return msgspec.json.encode({"custom_id": key, "method": "POST", "url": LABEL, "body": body})
+
+    return b"\n".join(line(key, body) for key, body in found.bodies)
 
 
 def _options(fields: DocumentFields) -> DocumentOptions:
@@ -179,12 +187,13 @@ def _options(fields: DocumentFields) -> DocumentOptions:
     )
 
 
-async def _read(context: Context, content: bytes, name: str, fields: DocumentFields) -> tuple[DocumentRequests, bytes]:
+async def _read(
+    context: Context, content: bytes, name: str, fields: DocumentFields, terms: Mapping[str, str]
+) -> tuple[DocumentRequests, bytes]:
     """Read a file: its requests, and the lines of its batch. Raises ServiceError."""
-    more = {
-        "target_lang": fields.target_lang,
-        **fields.model_dump(include={"glossary_id", "memory"}, exclude_defaults=True),
-    }
+    more = fields.model_dump(
+        mode="json", include={"target_lang", "glossary_id", "glossary_mode", "memory"}, exclude_defaults=True
+    )
     try:
         check_name(name)
         async with _sandbox(context):
@@ -195,7 +204,7 @@ async def _read(context: Context, content: bytes, name: str, fields: DocumentFie
         raise invalid("file", f"{name} {error}", name) from None
     if not found.num_units:
         raise invalid("file", f"{name} has no text to translate", name)
-    return found, await asyncio.to_thread(_lines, found)
+    return found, await asyncio.to_thread(_lines, found, Glossary(terms))
 
 
 @contextlib.asynccontextmanager
@@ -207,7 +216,7 @@ async def _sandbox(context: Context) -> AsyncIterator[None]:
 
 
 async def create_document(
-    context: Context, content: bytes, name: str, fields: DocumentFields
+    context: Context, content: bytes, name: str, fields: DocumentFields, terms: Mapping[str, str] | None = None
 ) -> tuple[Batch, list[str]]:
     """Store a file and begin its translation. Returns what was found in it too. Raises ServiceError."""
     report_unknown_languages(
@@ -216,10 +225,9 @@ async def create_document(
     if not content:
         raise invalid("file", "must be a part of a form (multipart/form-data), and must not be empty", "")
     store, request_context = get_store(context), current_request()
-    found, lines = await _read(context, content, name, fields)
+    found, lines = await _read(context, content, name, fields, terms or {})
     original, requested = (_stored(request_context.owner, name, len(data)) for data in (content, lines))
-    given = fields.model_dump(include=set(DocumentFields.model_fields))
-    metadata = {key: str(value) for key, value in given.items()} | {
+    metadata = {key: str(getattr(fields, key)) for key in DocumentFields.model_fields} | {
         stored.FILE_KEY: original.id,
         "name": name,
         "key": secrets.token_hex(16),
@@ -335,7 +343,7 @@ async def delete_document(context: Context, batch: Batch) -> None:
 )
 async def upload_form(context: Context, body: DocumentBody) -> HandlerResponse:
     """Translate a file, sent as a form. The answer has an id for its status and its result."""
-    batch, notes = await create_document(context, body.content, body.filename, body)
+    batch, notes = await create_document(context, body.content, body.filename, body, body.glossary)
     return json_response(document_object(batch, notes))
 
 

@@ -72,6 +72,15 @@ def test_a_file_uses_approved_translations(locked_fake: Service) -> None:
     assert locked_fake.request("DELETE", "/translate/v1/memory", headers=locked_fake.headers).status_code == 200
 
 
+def test_a_file_is_translated_with_terms(locked_fake: Service) -> None:
+    terms = {"glossary": '{"Bye": "Zubuwort"}', "glossary_mode": "enforce"}
+    document = send(locked_fake, "film.srt", SRT.encode(), **terms).json()
+    assert finished(locked_fake, document)["status"] == "done"
+    assert "Zubuwort" in get(locked_fake, f"{document['id']}/content").text
+    assert send(locked_fake, "film.srt", SRT.encode(), glossary="Bye").json()["field"] == "glossary"
+    httpx.delete(f"{locked_fake.url}{PATH}/{document['id']}", headers=locked_fake.headers)
+
+
 def test_the_body_may_be_the_file(locked_fake: Service) -> None:
     url = f"{locked_fake.url}{PATH}/word%20file.docx"
     content = docx("<w:p><w:r><w:t>Hello</w:t></w:r></w:p>")

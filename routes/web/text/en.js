@@ -207,7 +207,6 @@ export default {
   "segment.memory": "from the memory",
   "file.waiting": "waiting",
   "file.remove": "Remove",
-  "file.noTerms": "Files use a stored glossary, not the terms of this browser. Store the terms under “Stored glossary” first.",
   "glossary.title": "Glossary ({count})",
   "glossary.about": "Terms with their translations. Forms are separated by |. They are underlined.",
   "glossary.mode": "Use",

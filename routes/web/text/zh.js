@@ -200,7 +200,6 @@ export default {
   "segment.memory": "来自记忆库",
   "file.waiting": "等待中",
   "file.remove": "移除",
-  "file.noTerms": "文件只使用已保存的术语表，不使用本浏览器中的术语。请先在“已保存的术语表”中保存这些术语。",
   "glossary.title": "术语表（{count}）",
   "glossary.about": "术语及其译法，多种形式用 | 分隔。文中会加下划线。",
   "glossary.mode": "用法",

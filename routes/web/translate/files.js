@@ -1,10 +1,10 @@
-// Files to translate, each with its progress and its result.
+// Files to translate, each with its progress and its result. Those that were sent are found again after a reload.
 
 import { number, t } from "../i18n.js";
-import { download, html, useEffect, useRef, useState, useStore } from "../ui.js";
-import { glossary } from "./glossary.js";
+import { createStore, download, html, settings, useEffect, useStore } from "../ui.js";
+import { glossaryFields } from "./glossary.js";
 import { languageName } from "./languages.js";
-import { translateFile } from "./work.js";
+import { contentOf, deleteDocument, followDocument, sendFile } from "./work.js";
 
 const BINARY = ["docx", "pptx", "xlsx", "odt", "epub"];
 const ENDINGS = [
@@ -14,72 +14,89 @@ const ENDINGS = [
 
 export const ACCEPTED = ENDINGS.map((ending) => `.${ending}`).join(",");
 export const LISTED_ENDINGS = ENDINGS.join(", ");
-let lastId = 0;
+const SETTING = "files";
+let lastKey = 0;
 
-/** The files: `add(files)`, `start(source, target)` translates those that wait, one after another; `remove(file)`; `save(file)`. */
-export function useFiles() {
-  const [, redraw] = useState(0);
-  const all = useRef([]);
-  const changed = () => redraw((times) => times + 1);
-  const add = (files) => {
-    all.current = [...all.current, ...[...files].map((file) => ({ id: ++lastId, file, state: "waiting", done: 0, count: 0, control: new AbortController() }))];
-    changed();
-  };
-  const remove = (one) => {
-    one.control.abort();
-    all.current = all.current.filter((other) => other !== one);
-    changed();
-  };
-  const run = async (one, source, target) => {
-    Object.assign(one, { state: "running", target });
-    changed();
-    try {
-      const { content, filename, failed, doubtful } = await translateFile(one.file, source, target, glossary.get().stored, one.control.signal, (found) => {
-        Object.assign(one, { done: found.translated + found.failed, count: found.texts });
-        changed();
-      });
-      Object.assign(one, { state: "done", content, filename, doubtful, problem: failed ? t("translate.failed", { count: number(failed) }) : "" });
-    } catch (error) {
-      Object.assign(one, { state: "error", problem: error.message || t("notice.offline") });
+/** A file: `file` until it is sent, then `id`, and `document` as the service describes it. */
+const entry = (given) => ({ key: ++lastKey, state: "waiting", document: {}, problem: "", control: new AbortController(), ...given });
+
+function kept() {
+  try {
+    return JSON.parse(settings.get(SETTING)).map(({ id, name, target }) => entry({ id: String(id), name: String(name), target: String(target), state: "sent" }));
+  } catch {
+    return [];
+  }
+}
+
+const all = createStore(kept());
+all.subscribe((now) => settings.set(SETTING, JSON.stringify(now.filter((one) => one.id).map(({ id, name, target }) => ({ id, name, target })))));
+
+const change = (one, changes) => {
+  Object.assign(one, changes);
+  all.set((now) => [...now]);
+};
+
+const remove = (one) => {
+  one.control.abort();
+  if (one.id) deleteDocument(one.id);
+  all.set((now) => now.filter((other) => other !== one));
+};
+
+/** Send a file unless it was sent, and wait for its translation. */
+async function run(one, source, target) {
+  change(one, { state: "running", target });
+  const { signal } = one.control;
+  try {
+    if (!one.id) {
+      const document = await sendFile(one.file, source, target, glossaryFields(), signal);
+      change(one, { id: document.id, document });
     }
-    changed();
-  };
-  const start = async (source, target) => {
-    for (const one of all.current.filter((file) => file.state === "waiting")) await run(one, source, target);
-  };
-  const unsaved = all.current.some((one) => ["running", "done"].includes(one.state) && !one.saved);
+    const found = await followDocument(one.id, signal, (document) => change(one, { document }));
+    change(one, { state: found.error ? "error" : "done", problem: found.error });
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    change(one, { state: "error", problem: error.message || t("notice.offline") });
+  }
+}
+
+/** The files: `add(files)`, `start(source, target)` translates those that wait, one after another. */
+export function useFiles() {
+  const files = useStore(all);
   useEffect(() => {
-    if (!unsaved) return undefined;
+    for (const one of all.get().filter((file) => file.state === "sent")) run(one, "", one.target);
+  }, []);
+  const unsent = files.some((one) => !one.id && one.state !== "error");
+  useEffect(() => {
+    if (!unsent) return undefined;
     const warn = (event) => event.preventDefault(); // the browser asks whether to leave
     addEventListener("beforeunload", warn);
     return () => removeEventListener("beforeunload", warn);
-  }, [unsaved]);
-  const save = (one) => {
-    one.saved = true;
-    download(one.filename, one.content);
-    changed();
+  }, [unsent]);
+  const add = (given) => all.set((now) => [...now, ...[...given].map((file) => entry({ file, name: file.name }))]);
+  const start = async (source, target) => {
+    for (const one of all.get().filter((file) => file.state === "waiting")) await run(one, source, target);
   };
-  return { all: all.current, add, start, remove, save };
+  return { all: files, add, start };
 }
 
-function Chip({ one, remove, save }) {
-  const { file, state, done, count, problem, target } = one;
-  return html`<li class="row chip" data-state=${state}><b>${file.name}</b>
-    ${state === "running" && html`<progress max=${count || 1} value=${count ? done : 0} aria-label=${`${t("translate.progress")} ${file.name}`}></progress>
-      ${count > 0 && html`<small>${t("translate.paragraphs", { done: number(done), count: number(count) })}</small>`}`}
+function Chip({ one }) {
+  const { name, id, state, target, document, problem } = one;
+  const { filename, texts = 0, translated = 0, failed = 0, doubtful = [] } = document;
+  const save = () => contentOf(id).then((content) => download(filename, content), (error) => change(one, { problem: error.message || t("notice.offline") }));
+  return html`<li class="row chip" data-state=${state}><b>${name}</b>
+    ${state === "running" && html`<progress max=${texts || 1} value=${translated + failed} aria-label=${`${t("translate.progress")} ${name}`}></progress>
+      ${texts > 0 && html`<small>${t("translate.paragraphs", { done: number(translated + failed), count: number(texts) })}</small>`}`}
     ${state === "waiting" && html`<small>${t("file.waiting")}</small>`}
-    ${state === "done" && html`<small>${languageName(target)}</small> <button onClick=${() => save(one)} aria-label=${`${t("translate.download")} ${one.filename}`}>${t("translate.download")}</button>`}
-    ${problem && html`<span class="bad" role="alert">${problem.includes(file.name) ? problem : `${file.name}: ${problem}`}</span>`}
-    <button class="plain" onClick=${() => remove(one)} aria-label=${`${t("file.remove")} ${file.name}`}>✕</button>
-    ${one.doubtful?.length > 0 && html`<details><summary>${t("translate.warnings", { count: number(one.doubtful.length) })}</summary>
-      <ul>${one.doubtful.map(({ text, translation, warning }) => html`<li>${text} → ${translation} <small class="warning">${warning}</small></li>`)}</ul></details>`}</li>`;
+    ${state === "done" && html`<small>${languageName(target)}</small>
+      ${failed > 0 && html`<span class="bad">${t("translate.failed", { count: number(failed) })}</span>`}
+      <button onClick=${save} aria-label=${`${t("translate.download")} ${filename}`}>${t("translate.download")}</button>`}
+    ${problem && html`<span class="bad" role="alert">${problem.includes(name) ? problem : `${name}: ${problem}`}</span>`}
+    <button class="plain" onClick=${() => remove(one)} aria-label=${`${t("file.remove")} ${name}`}>✕</button>
+    ${doubtful.length > 0 && html`<details><summary>${t("translate.warnings", { count: number(doubtful.length) })}</summary>
+      <ul>${doubtful.map(({ text, translation, warning }) => html`<li>${text} → ${translation} <small class="warning">${warning}</small></li>`)}</ul></details>`}</li>`;
 }
 
-/** The files as a list, with a note if the terms of this browser will not be used for them. */
+/** The files as a list. */
 export function Chips({ files }) {
-  const { terms, stored } = useStore(glossary);
-  if (!files.all.length) return null;
-  const lacksTerms = terms.length > 0 && !stored && files.all.some((one) => one.state === "waiting");
-  return html`<ul class="plainlist" id="files">${files.all.map((one) => html`<${Chip} key=${one.id} one=${one} remove=${files.remove} save=${files.save} />`)}</ul>
-    ${lacksTerms && html`<p id="files-glossary" class="warning" role="status">${t("file.noTerms")}</p>`}`;
+  return files.all.length > 0 && html`<ul class="plainlist" id="files">${files.all.map((one) => html`<${Chip} key=${one.key} one=${one} />`)}</ul>`;
 }

@@ -6,29 +6,30 @@ const PATH = "/translate/v1/batch-translate";
 const DOCUMENTS = "/translate/v1/documents";
 const POLL_MS = 500;
 
-/**
- * Translate a File. Calls `progress(document)`, and returns the document with its translation as `content`, a Blob.
- * Throws ApiError, or AbortError after `signal`, which stops the translation.
- */
-export async function translateFile(file, source, target, glossaryId, signal, progress) {
-  const query = new URLSearchParams({ source_lang: source, target_lang: target, memory: true, ...(glossaryId && { glossary_id: glossaryId }) });
-  const upload = { method: "PUT", body: file, type: "application/octet-stream", signal };
-  const json = async (path, options) => (await request(path, options)).json();
-  let found = await json(`${DOCUMENTS}/${encodeURIComponent(file.name)}?${query}`, upload);
-  const path = `${DOCUMENTS}/${found.id}`;
-  try {
-    while (found.status === "queued" || found.status === "translating") {
-      progress(found);
-      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
-      found = await json(path, { signal });
-    }
-    if (found.status === "error") throw new Error(found.error);
+/** Send a File with the glossary's fields. Returns its document. Throws ApiError. */
+export async function sendFile(file, source, target, { glossary, glossaryMode, glossaryId }, signal) {
+  const body = new FormData();
+  const fields = { source_lang: source, target_lang: target, glossary: JSON.stringify(glossary), glossary_mode: glossaryMode, memory: "true" };
+  for (const [name, value] of Object.entries({ ...fields, ...(glossaryId && { glossary_id: glossaryId }) })) body.append(name, value);
+  body.append("file", file, file.name);
+  return (await request(DOCUMENTS, { method: "POST", body, signal })).json();
+}
+
+/** Call `progress(document)` until a document is translated; return it. Throws ApiError, or AbortError after `signal`. */
+export async function followDocument(id, signal, progress) {
+  for (;;) {
+    const found = await (await request(`${DOCUMENTS}/${id}`, { signal })).json();
     progress(found);
-    return { ...found, content: await (await request(`${path}/content`, { signal })).blob() };
-  } finally {
-    request(path, { method: "DELETE" }).catch(() => {});
+    if (found.status === "done" || found.status === "error") return found;
+    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
   }
 }
+
+/** The translated file, a Blob. Throws ApiError. */
+export const contentOf = async (id) => (await request(`${DOCUMENTS}/${id}/content`)).blob();
+
+/** Stop a translation, and delete its files. */
+export const deleteDocument = (id) => request(`${DOCUMENTS}/${id}`, { method: "DELETE" }).catch(() => {});
 
 /** Test a request like immersive-translate's. Throws ApiError or Error. */
 export async function checkRoute() {
