@@ -18,7 +18,10 @@ export function StoredGlossaries({ source, target }) {
   const [name, setName] = useState("");
   const [problem, setProblem] = useState("");
   const choose = (id) => glossary.set((now) => ({ ...now, stored: id }));
-  const guarded = (work) => work().then(() => setProblem(""), (error) => setProblem(error.message || t("notice.offline")));
+  const guarded = (work) => {
+    setProblem(""); // not at the end: another call may have failed meanwhile
+    return work().catch((error) => setProblem(error.message || t("notice.offline")));
+  };
   const load = async (wanted) => {
     const { glossaries } = await (await request(PATH)).json();
     setAll(glossaries);

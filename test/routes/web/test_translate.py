@@ -199,7 +199,7 @@ def test_files_are_translated_and_keep_their_format(
     page.route(re.compile(r"/documents/doc_\w+$"), add_doubt)
     page.set_input_files("#translate-file", [book, broken])
     leaves = "dispatchEvent(new Event('beforeunload', { cancelable: true }))"
-    assert not page.evaluate(leaves), "the browser asks, because the files are not sent"
+    page.wait_for_function(f"!{leaves}")  # the browser asks, because the files are not sent
     page.click("#translate-start")
     book_button = chips.filter(has_text="book.epub").get_by_role("button", name="Download")
     expect(book_button).to_be_visible()
