@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import Texts
@@ -18,7 +17,7 @@ from routes.response.response_models import StreamedTranslation, Translations
 from routes.response.task_stream import stream_events
 from routes.route import Routes
 from routes.translation.glossaries import named_glossaries
-from routes.translation.languages import LABEL, Language, TargetLanguage
+from routes.translation.languages import LABEL, GlossaryTerms, Language, TargetLanguage
 from routes.translation.scores import Scored, mark_for_review, mean_logprobs
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
@@ -38,32 +37,6 @@ ContextText = Annotated[str, Field(max_length=100_000)]
 KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=256, fail_fast=True)]
 
 StyleText = Annotated[str, Field(max_length=1000)]
-
-
-def _is_text(given: Any) -> bool:
-    return isinstance(given, str)
-
-
-_Term = Annotated[str, Field(max_length=100, pattern=r"\S")]
-_TranslatedTerm = Annotated[
-    str,
-    Field(max_length=1024, pattern=r"\S"),
-    BeforeValidator(
-        lambda given: " | ".join(given) if isinstance(given, list) and all(map(_is_text, given)) else given
-    ),
-]
-GlossaryTerms = Annotated[dict[_Term, _TranslatedTerm], Field(max_length=10_000)]
-
-
-def _decoded(given: Any) -> Any:
-    try:
-        return msgspec.json.decode(given) if isinstance(given, str) else given
-    except msgspec.DecodeError:
-        return given
-
-
-GlossaryText = Annotated[GlossaryTerms, BeforeValidator(_decoded)]
-"""The terms in a form, as JSON."""
 
 
 class TranslateBody(FixedSamplingFields, TranslationFields):

@@ -27,9 +27,8 @@ from routes.request_context import current_request
 from routes.response.http_response import FILE, HandlerResponse, HttpResponse, json_response
 from routes.route import Routes, Upload
 from routes.translation import stored
-from routes.translation.batch_translate import GlossaryText
 from routes.translation.glossaries import GlossaryId
-from routes.translation.languages import LABEL, Language, TargetLanguage
+from routes.translation.languages import LABEL, GlossaryText, Language, TargetLanguage
 from routes.translation.translator import report_unknown_languages
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.documents.document import ColumnError, DocumentError, DocumentOptions

@@ -1,9 +1,10 @@
-"""What the bodies of several translation routes share: languages, and what is DeepL's and LibreTranslate's."""
+"""What the bodies of several translation routes share: languages, terms, and what is DeepL's and LibreTranslate's."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
@@ -52,3 +53,29 @@ class LibreBody(Body):
 HEAD_AFTER_S = 2.0
 """DeepL's Node client sends the same request again if it has no head after 5 s, the Python client after 10 s."""
 NO_FORMALITY = "is not supported: this service has no formality; use default, prefer_more or prefer_less"
+
+
+def _is_text(given: Any) -> bool:
+    return isinstance(given, str)
+
+
+_Term = Annotated[str, Field(max_length=100, pattern=r"\S")]
+_TranslatedTerm = Annotated[
+    str,
+    Field(max_length=1024, pattern=r"\S"),
+    BeforeValidator(
+        lambda given: " | ".join(given) if isinstance(given, list) and all(map(_is_text, given)) else given
+    ),
+]
+GlossaryTerms = Annotated[dict[_Term, _TranslatedTerm], Field(max_length=10_000)]
+
+
+def _decoded(given: Any) -> Any:
+    try:
+        return msgspec.json.decode(given) if isinstance(given, str) else given
+    except msgspec.DecodeError:
+        return given
+
+
+GlossaryText = Annotated[GlossaryTerms, BeforeValidator(_decoded)]
+"""The terms in a form, as JSON."""
