@@ -224,12 +224,12 @@ def test_files_use_terms_and_memory_and_survive_a_reload(demo: Service, open_pag
     page.fill("#glossary-term", "bread")
     page.fill("#glossary-translation", "奇怪的词")
     page.keyboard.press("Enter")
-    pairs = [{"source": "Good morning", "target": "大家早"}]
+    pairs = [{"source": "Good morning, neighbours", "target": "大家早"}]
     kept = {"source_lang": "en", "target_lang": "zh-CN", "pairs": pairs}
     assert demo.request("POST", "/translate/v1/memory", json=kept).status_code == 200
     page.select_option("#source-language", "en")
     file = tmp_path / "two.txt"
-    file.write_text("Good morning\nI like bread.\n", "utf-8")
+    file.write_text("Good morning, neighbours\nI like bread.\n", "utf-8")
     page.set_input_files("#translate-file", [file])
     page.click("#translate-start")
     chip = page.locator("#files .chip")
