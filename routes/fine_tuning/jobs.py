@@ -121,6 +121,7 @@ class JobObject(BaseModel):
     object: Literal["fine_tuning.job"]
     created_at: int
     error: dict[str, Any] | None
+    user_provided_suffix: str = Field(description="The request's `suffix`.")
     fine_tuned_model: str | None
     finished_at: int | None
     estimated_finish: int | None
@@ -166,7 +167,7 @@ def job_object(job: Job) -> dict[str, Any]:
     return {
         **{name: getattr(job, name) for name in JobObject.model_fields if hasattr(job, name)},
         "object": "fine_tuning.job", "hyperparameters": numbers, "method": method, "organization_id": job.owner,
-        "integrations": [],
+        "integrations": [], "user_provided_suffix": job.suffix,
     }  # fmt: skip
 
 

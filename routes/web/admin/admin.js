@@ -33,7 +33,7 @@ const KINDS = {
     list: listOf("/v1/models"),
     name: (entry) => entry.id,
     about: ({ id, status, loaded, created, error, file }) => [
-      status, status === "loading" && `${number(100 * loaded)} % · ${duration(Date.now() / 1000 - created)}`, error,
+      status && t(`status.${status}`), status === "loading" && `${number(100 * loaded)} % · ${duration(Date.now() / 1000 - created)}`, error,
       file ?? (id === service.get().status?.model && service.get().status.model_file),
     ].filter(Boolean).join(" · "),
     isFixed: ({ status }) => !status,
@@ -60,7 +60,7 @@ const KINDS = {
   engines: {
     list: listOf("/v1/engines"),
     name: (entry) => entry.id,
-    about: ({ status, devices = [] }) => [status, ...(devices[0] === "auto" ? service.get().status?.devices ?? [] : devices)].join(" · "),
+    about: ({ status, devices = [] }) => [t(`status.${status}`), ...(devices[0] === "auto" ? service.get().status?.devices ?? [] : devices)].join(" · "),
     actions: { restart: (engine) => post("/v1/engines/restart", { engine }) },
   },
   sessions: {
@@ -75,7 +75,7 @@ const KINDS = {
   batches: {
     list: listOf("/openai/v1/batches?limit=100"),
     name: (entry) => entry.id,
-    about: ({ status, endpoint, request_counts: counts }) => `${status} · ${counts.completed + counts.failed} / ${counts.total} · ${endpoint}`,
+    about: ({ status, endpoint, request_counts: counts }) => `${t(`run.${status}`)} · ${counts.completed + counts.failed} / ${counts.total} · ${endpoint}`,
     actions: { cancel: (id) => post(`/openai/v1/batches/${id}/cancel`, {}) },
     isEnded: (entry) => !["validating", "in_progress", "finalizing"].includes(entry.status),
   },
@@ -83,7 +83,7 @@ const KINDS = {
     list: listOf("/openai/v1/fine_tuning/jobs?limit=50"),
     name: (entry) => entry.id,
     about: (entry) => [
-      entry.status, entry.fine_tuned_model, entry.estimated_finish && t("tune.left", { time: duration(entry.estimated_finish - Date.now() / 1000) }),
+      t(`job.${entry.status}`), entry.fine_tuned_model ?? entry.user_provided_suffix, entry.estimated_finish && t("tune.left", { time: duration(entry.estimated_finish - Date.now() / 1000) }),
     ].filter(Boolean).join(" · "),
     actions: { cancel: (id) => post(`/openai/v1/fine_tuning/jobs/${id}/cancel`, {}) },
     isEnded: (entry) => ["succeeded", "failed", "cancelled"].includes(entry.status),

@@ -33,13 +33,16 @@ def lines() -> list[str]:
 
 def test_a_running_job_shows_its_steps_and_the_time_left(fake: Service, open_page: Opener) -> None:
     made = {"created_at": 1, "finished_at": None, "model": "rwkv7", "fine_tuned_model": None, "error": None}
-    job = {**made, "id": "ftjob-1", "status": "running", "estimated_finish": int(time.time()) + 600}
+    job = {**made, "id": "ftjob-1", "status": "running", "estimated_finish": int(time.time()) + 600} | {
+        "user_provided_suffix": "polite"
+    }
     event = {"type": "metrics", "message": "Step 20/80", "data": {"step": 20, "total_steps": 80, "train_loss": 1.0}}
     page = open_page(fake)
     page.route("**/fine_tuning/jobs?*", lambda route: route.fulfill(json={"data": [job]}))
     page.route("**/ftjob-1/events?*", lambda route: route.fulfill(json={"data": [event]}))
     page.get_by_role("link", name="Tune").click()
     expect(page.locator("#tune-left")).to_have_text(re.compile(r"about \d+ mins left"))
+    expect(page.locator("#tune-job h2")).to_have_text("polite")
     expect(page.locator("#tune-job progress")).to_have_attribute("value", "20")
     expect(page.locator("#tune-job")).to_contain_text("20 / 80")
 
