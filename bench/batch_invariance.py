@@ -177,6 +177,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=2000, help="per dtype and state format")
     parser.add_argument("--rows", type=int, default=0, help="most rows of a step; default: 24 on a CPU, 960 on a GPU")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--deterministic", action="store_true", help="as the service with --deterministic, on a GPU")
     return parser.parse_args()
 
 
@@ -186,7 +187,9 @@ def make_stage(args: argparse.Namespace, dtype: str, state_format: StateFormat) 
         return Pipeline(open_weights(ensure_model()), ("cpu",), dtype, "auto", state_format.value).stages[0]
     from bench.tools.gpu_model import random_stage
 
-    return random_stage(args.size, torch.device(args.device), state_format, dtype=dtype, layers=args.layers)
+    return random_stage(
+        args.size, torch.device(args.device), state_format, True, dtype, args.layers, args.deterministic
+    )
 
 
 def main() -> None:

@@ -241,6 +241,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--wkv-state", type=StateFormat, choices=list(StateFormat), default=StateFormat.FP16)
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="as the service with --deterministic")
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="per measurement; use at least 1 to reach the power limit"
     )
@@ -250,7 +251,7 @@ def parse_arguments() -> argparse.Namespace:
 def measure(dtype: str, args: argparse.Namespace, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     """Measure one dtype."""
     before = torch.cuda.memory_allocated(GPU)
-    stage = random_stage(args.size, GPU, args.wkv_state, dtype=dtype)
+    stage = random_stage(args.size, GPU, args.wkv_state, dtype=dtype, deterministic=args.deterministic)
     weights_gb = (torch.cuda.memory_allocated(GPU) - before) / 1e9
     stage.allocate_slots(12)
     active = {b: round(share, 4) for b, share in active_share(stage, (1, 8)).items()}

@@ -37,9 +37,9 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import hopper_gemm
 from rwkv_batch.kernels.cuda.channel_mix import sparse_value
-from rwkv_batch.kernels.cuda.input_projections import finish_projections
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.linear import MAX_SKINNY_ROWS, Gemm, is_grouped, multiply, multiply_transposed, skinny
+from rwkv_batch.kernels.cuda.low_ranks import finish_projections
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.layer import Projections

@@ -33,6 +33,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     activation_bits: int = 8
     """bits of the inputs of int8's matrices, one of ACTIVATION_BITS"""
+    deterministic: bool = False
+    """a text's bits depend on its own tokens only, at any load; fp16 and int8; on CPUs always so"""
     states: tuple[str, ...] = ()
     """tuned states as "name=file"; see `--state`"""
     adapters: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.registry import choose_ops
+from rwkv_batch.kernels.registry import choose_ops, make_deterministic
 from rwkv_batch.model.adapter_table import LayerAdapters
 from rwkv_batch.model.layer import Layer
 from rwkv_batch.model.loader import Precision
@@ -44,6 +44,7 @@ def random_stage(
     as_released: bool = True,
     dtype: str = "fp16",
     layers: int | None = None,
+    deterministic: bool = False,
 ) -> Stage:
     """Return a model on one device, without slots.
 
@@ -54,6 +55,8 @@ def random_stage(
     ops, _ = choose_ops("cuda", device)
     storage = format_of(dtype)
     precision = Precision(device, torch.float16, torch.float16, wkv_state, storage)
+    if deterministic:
+        make_deterministic(ops, precision)
     return Stage(weights, 0, weights.shape.layers, precision, ops, largest_inputs=MeasuredInputs(weights, device))
 
 

@@ -180,11 +180,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag("max_prompt_tokens", _POSITIVE, "maximum tokens per prompt"),
         Flag("max_request_tokens", _POSITIVE, "maximum prompt tokens per request"),
         Flag("max_tokens_limit", _POSITIVE, "largest value of max_tokens"),
-        Flag(
-            "max_streams",
-            integer(1, 500),
-            "answers that one HTTP worker writes at a time",
-        ),
+        Flag("max_streams", integer(1, 500), "answers that one HTTP worker writes at a time"),
         Flag(
             "max_streams_per_client",
             integer(0, 500),
@@ -244,6 +240,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             lambda text: int(one_of(*map(str, ACTIVATION_BITS))(text)),
             "bits of the inputs with --dtype int8; 16: more exact, twice the products",
         ),
+        Flag("deterministic", boolean, "a text's bits depend on its own tokens only; fp16, int8; on GPUs slower"),
         Flag(
             "states",
             named_files,

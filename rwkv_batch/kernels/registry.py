@@ -7,7 +7,9 @@ import logging
 
 import torch
 
+from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.ops import Ops, ReportsMissingKernels
+from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state import RWKV7
 
 _BACKENDS = {
@@ -58,3 +60,16 @@ def choose_ops(requested: str, device: torch.device, version: str = RWKV7) -> tu
         f"kernels {requested!r} cannot serve {device}: {reason}. --kernels auto (in a request "
         '"kernels": "auto") takes the fastest that can'
     )
+
+
+def make_deterministic(ops: Ops, precision: Precision) -> None:
+    """Give a GPU's rows bits that depend on their own tokens only.
+
+    Raises ValueError for kernels, a GPU or weights that cannot.
+    """
+    if precision.storage not in (None, Format.W8A8):
+        raise ValueError(f"--deterministic is for --dtype fp16 and int8, not {precision.weights_name}; omit one")
+    become = getattr(ops, "become_deterministic", None)
+    if become is None:
+        raise ValueError(f"--deterministic is for --kernels cuda on GPUs, not {ops.name}; omit one")
+    become(precision.device)

@@ -7,8 +7,8 @@ For every operation:
 
 * All tensors of a call are on one device. The backend chooses the dtype of activations (x, delta, mixed, projections):
   fp32 for `naive` and `cpu`, fp16 for `cuda`. Sums and normalisations are in fp32.
-* A row's result depends on its own tokens and state only. `cpu` guarantees this bit for bit. On `cuda`, the number of
-  tokens selects the matrix kernels.
+* A row's result depends on its own tokens and state only. `cpu` guarantees this bit for bit, `cuda` once it is
+  deterministic. Else the number of tokens selects the matrix kernels.
 * States are read from `inputs.read_slots` and written to `inputs.write_slots` only. A row's two slots may be equal.
   Slot 0 is never written. The content of the dummy slot 1 is meaningless.
 * The bits of a row without an adapter do not depend on other rows' adapters.

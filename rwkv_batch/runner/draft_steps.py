@@ -72,7 +72,7 @@ class DraftSteps:
         fields = {"model_path": config.draft_model, "devices": (str(device),), "dtype": dtype, "wkv_state": "auto"}
         own = {"activation_bits": 8, "adapters": (), "layers": (), "resident": ()}
         own["auto_fallback_fields"] = ("wkv_state", "kernels")
-        _, self._pipeline = load_pipeline(msgspec.structs.replace(config, **fields, **own))
+        _, self._pipeline = load_pipeline(msgspec.structs.replace(config, **fields, **own, deterministic=False))
         slots = FIRST_FREE_SLOT + MAX_ROWS * RING
         try:
             self._pipeline.allocate_slots(slots)

@@ -55,6 +55,7 @@ def load_pipeline(config: EngineConfig) -> tuple[Weights, Pipeline]:
             config.layers,
             resident=config.resident,
             activation_bits=config.activation_bits,
+            deterministic=config.deterministic,
         )
     except (WeightsError, ValueError) as error:
         raise StartupError(str(error)) from error

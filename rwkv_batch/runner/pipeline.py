@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.kernels.registry import choose_ops
+from rwkv_batch.kernels.registry import choose_ops, make_deterministic
 from rwkv_batch.model.adapter_table import AdapterTable
 from rwkv_batch.model.layer import Layer, LayerBase, Linear, layer_norm, linears_of
 from rwkv_batch.model.loader import LargestInputs, LayerLoader, Precision, load_layers, precision_for
@@ -196,9 +196,11 @@ class Pipeline:
         layers: tuple[float, ...] = (),
         resident: tuple[int | None, ...] = (),
         activation_bits: int = 8,
+        deterministic: bool = False,
     ) -> None:
         """layers: of each device, in halves (0.5: only the layer's time mix); empty: split automatically
         resident: per device, layers that stay on it; the others are copied in for every step. None: all stay
+        deterministic: see `EngineConfig`
         Raises ValueError for devices, dtypes, layers or kernels that cannot be used.
         """
         self.weights = weights
@@ -225,6 +227,8 @@ class Pipeline:
         largest_inputs = MeasuredInputs(weights, self.devices[0])
         for precision, (first, last, cuts), num_resident in zip(precisions, ranges, residents, strict=True):
             ops, refusals = choose_ops(kernels, precision.device, version)
+            if deterministic and precision.device.type == "cuda":
+                make_deterministic(ops, precision)
             self.kernel_refusals |= refusals
             self.stages.append(Stage(weights, first, last, precision, ops, num_resident, cuts, largest_inputs))
 

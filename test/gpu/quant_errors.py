@@ -15,8 +15,8 @@ from bench.tools.gpu_model import random_file, random_stage
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.channel_mix import sparse_value_quantised
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
-from rwkv_batch.kernels.cuda.input_projections import finish_projections
 from rwkv_batch.kernels.cuda.layer import GROUPED_ORDER
+from rwkv_batch.kernels.cuda.low_ranks import finish_projections
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.packed_weights import WEIGHT_ONLY_ROWS
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue

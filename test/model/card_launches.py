@@ -314,6 +314,7 @@ class Launcher:
             yield from self._shift(width, rows, tokens, ragged=True)
             for item in (1, 2, 4):
                 yield from self.call("rwkv_wkv_chunk", byref(WkvArgs(rows=rows, heads=width // 64)), item, tokens)
+                yield from self.call("rwkv_wkv_sequence", byref(WkvArgs(rows=rows, heads=width // 64)), item)
             yield from self.call("rwkv_relu_square", SOMEWHERE, 4 * width * tokens)
             yield from self.call("rwkv_low_rank_act", SOMEWHERE, 64 * tokens, SOMEWHERE, 128 * tokens)
             for inputs in (width, 4 * width):

@@ -8,9 +8,12 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.kernels.cuda.layer import CudaLayer, prepare_layer
-from rwkv_batch.kernels.cuda.ops import check_sizes
+from rwkv_batch.kernels.cuda.ops import CudaOps, check_sizes
+from rwkv_batch.kernels.naive import NaiveOps
+from rwkv_batch.kernels.registry import make_deterministic
 from rwkv_batch.model.layer import Layer, Linear
 from rwkv_batch.model.loader import LayerLoader, Precision
+from rwkv_batch.model.ops import Ops
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.weights import Weights, weights_from
@@ -118,3 +121,22 @@ def test_other_dtypes_are_refused() -> None:
     precision = Precision(CPU, torch.bfloat16, torch.float16, StateFormat.FP16)
     with pytest.raises(ValueError, match=r"fp16 weights only, got torch\.bfloat16"):
         prepare_layer(LayerLoader(stored(), precision).layer(0))
+
+
+@pytest.mark.parametrize(
+    ("ops", "storage", "reason"),
+    [
+        (CudaOps(), Format.FP8, "--deterministic is for --dtype fp16 and int8, not fp8; omit one"),
+        (NaiveOps(), None, "--deterministic is for --kernels cuda on GPUs, not naive; omit one"),
+        (CudaOps(), Format.W8A8, "--deterministic cannot run on cpu: .* sm_90 .*; omit it"),
+    ],
+)
+def test_deterministic_is_refused_where_it_cannot_hold(ops: Ops, storage: Format | None, reason: str) -> None:
+    precision = Precision(CPU, torch.float16, torch.float16, StateFormat.FP16, storage)
+    with pytest.raises(ValueError, match=reason):
+        make_deterministic(ops, precision)
+
+
+def test_deterministic_is_refused_for_widths_without_one_order() -> None:
+    with pytest.raises(ValueError, match="the model's width is 640; on a GPU --deterministic takes multiples of 256"):
+        prepare_layer(loaded(stored(), 0), is_deterministic=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from native import build, machine
+from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import fused_input_projections
 from rwkv_batch.kernels.cuda import hopper_gemm as cuda_wide
 from rwkv_batch.kernels.cuda.fused_input_projections import fits_fused_projections
@@ -135,6 +136,32 @@ def test_input_projections_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not fits(80, rank=96)
     monkeypatch.setattr(fused_input_projections, "is_mps_active", lambda: True)
     assert not fits(80)
+
+
+@pytest.mark.parametrize("name", ["output", "key", "value"])
+def test_launches_in_order_cover_all_rows_with_one_split(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """All rows once, tiles that exist, as many CTAs as run at once, and the same split for any number of rows."""
+    work = HopperWorkspace(torch.empty(PROCESSORS, 1), torch.zeros(PROCESSORS, 2, dtype=torch.int32))
+    monkeypatch.setattr(cuda_wide, "prepare_hopper_gemm", lambda device: work)
+    launches: list[tuple[int, Plan]] = []
+    monkeypatch.setattr(cuda_wide, "launch_hopper_kernel", lambda _, args, plan, __: launches.append((args.rows, plan)))
+    monkeypatch.setattr(cuda_wide, "cuda_pointer", lambda tensor, dtype=None: 16 * len(tensor))
+    (n, k) = SHAPES[name][0]
+    splits = cuda_wide.fixed_splits(SHAPES[name], torch.device("cpu"))
+    for is_transposed in (False, True):
+        weight = torch.empty((k, n) if is_transposed else (n, k), dtype=torch.half, device="meta")
+        for rows in (1, 5, 16, 17, 256, 257, 512, 1000, 1024, 1025, 4096):
+            launches.clear()
+            x, y = torch.empty(rows, k, dtype=torch.half, device="meta"), torch.empty(rows, n, device="meta").half()
+            cuda_wide.launch_in_order([(weight, x, y, Activation.NONE)], splits, is_transposed)
+            assert sum(count for count, _ in launches) == rows
+            for count, plan in launches:
+                blocks = -(-count // plan.tile_rows)
+                assert plan.splits == splits and plan.tile_rows in TILE_ROWS
+                assert splits == 1 or -(-n // TILE_N) * splits * blocks <= PROCESSORS
+                assert blocks == 1 or not is_transposed
+    with pytest.raises(ValueError, match="4 splits take inputs that are a multiple of 256, not 64"):
+        cuda_wide.launch_in_order([(torch.empty(64, 64), torch.empty(1, 64), torch.empty(1, 64), Activation.NONE)], 4)
 
 
 def test_the_reason_for_no_kernels() -> None:

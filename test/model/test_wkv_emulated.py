@@ -36,6 +36,10 @@ decode = emulation_of("wkv_decode")
 """The kernel of any rows."""
 
 
+sequence = emulation_of("wkv_sequence")
+"""The kernel of prompts that has the bits of `decode`."""
+
+
 def make_layer() -> Any:
     """The constants of a time mix and its low ranks' exits."""
     vectors = {name: torch.randn(WIDTH) for name in ("w0", "a0", "k_k", "k_a")}
@@ -76,7 +80,7 @@ def run(
     skipped = 0 if "first" in given else 1
     low, low_out = given["low"][skipped:].contiguous(), layer.low_out[skipped:].contiguous()
     addresses = (tensor.data_ptr() for tensor in (low, given["gate"], low_out, layer.gate_out))
-    up_weights = LowRankUpArgs(*addresses, 3 - skipped, RANK, GATE_RANK)
+    up_weights = LowRankUpArgs(*addresses, 3 - skipped, RANK, GATE_RANK, len(given["r"]) != 5)
     call(library, "rwkv_wkv_few", byref(args), byref(up_weights), wkv.element_size())
     return y
 
@@ -259,3 +263,43 @@ def test_a_step_in_parts(decode: ctypes.CDLL) -> None:
     assert torch.equal(y[:, 0].view(torch.uint8), first.view(torch.uint8))
     assert torch.equal(y[:, 1].view(torch.uint8), ((halves - first.half()) * 8).to(torch.float8_e5m2).view(torch.uint8))
     assert torch.equal(again, stored)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first_layer", "sms"),
+    [
+        (torch.float16, False, 4),
+        (torch.float16, False, 1),
+        (torch.float16, True, 2),
+        (torch.float32, True, 4),
+        (torch.float32, False, 2),
+        (torch.uint8, False, 4),
+        (torch.uint8, True, 1),
+    ],
+)
+def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
+    sequence: ctypes.CDLL, decode: ctypes.CDLL, dtype: torch.dtype, first_layer: bool, sms: int
+) -> None:
+    """Two rows of 19 and 35 tokens, in slots 2 and 1, over several blocks of 16. One CTA per SM has 8 state warps."""
+    sequence["emulation_set"](sms, 227 << 10)
+    lengths, tokens = (19, 35), 54
+    layer, given = make_layer(), make_inputs(tokens, first_layer)
+    given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
+    state = 0.3 * torch.randn(3, HEADS, 64, 64)
+    stepped = pack_int8(state) if dtype is torch.uint8 else state.to(dtype)
+    wkv, expected = stepped.clone(), torch.empty(tokens, WIDTH).half()
+    start = 0
+    for length, slot in zip(lengths, (2, 1), strict=True):
+        for token in range(start, start + length):
+            mine = {name: x[token : token + 1] for name, x in given.items() if name not in ("low", "gate")}
+            slots = torch.tensor([slot]), torch.tensor([slot])
+            args = make_args(layer, mine, stepped, slots, expected[token : token + 1])
+            call(decode, "rwkv_wkv_decode", byref(args), wkv.element_size())
+        start += length
+    y, slots = torch.full((tokens, WIDTH), torch.nan).half(), torch.tensor([2, 1])
+    args = make_args(layer, given, wkv, (slots, slots), y)
+    ends = torch.tensor([0, lengths[0], tokens])
+    args.rows, args.cu_seqlens = len(lengths), ends.data_ptr()
+    call(sequence, "rwkv_wkv_sequence", byref(args), wkv.element_size())
+    assert torch.equal(y, expected)
+    assert torch.equal(wkv, stepped)

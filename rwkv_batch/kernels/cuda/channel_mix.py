@@ -15,7 +15,7 @@ from rwkv_batch.kernels.cuda.adapters import CudaLayerAdapters
 from rwkv_batch.kernels.cuda.hopper_gemm import MAX_HOPPER_ROWS
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.library import RowValueArgs, cuda_pointer, library
-from rwkv_batch.kernels.cuda.linear import Gemm, is_grouped, multiply, multiply_transposed
+from rwkv_batch.kernels.cuda.linear import Gemm, is_grouped, multiply, multiply_in_order, multiply_transposed
 from rwkv_batch.kernels.cuda.packed_weights import NUMBERS
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
 from rwkv_batch.kernels.cuda.quantised_gemm import (
@@ -129,6 +129,10 @@ def _mix_quantised(layer: CudaLayer, x: QuantisedRows) -> Tensor | PartialSums:
 
 def _hidden(layer: CudaLayer, x: Tensor, adapters: LayerAdapters | None) -> Tensor:
     rows, ffn = len(x), layer.ffn_key.weight.shape[0]
+    if layer.is_deterministic:
+        hidden = multiply_in_order(x, layer.ffn_key.weight, _activation(adapters))
+        _finish(adapters, x, hidden)
+        return hidden
     if is_grouped(rows, layer.ffn_key.weight):
         hidden = torch.empty(rows, ffn, dtype=x.dtype, device=x.device)
         multiply([Gemm(layer.ffn_key.weight, x, hidden, _activation(adapters))])
@@ -143,6 +147,8 @@ def _hidden(layer: CudaLayer, x: Tensor, adapters: LayerAdapters | None) -> Tens
 
 def _value(layer: CudaLayer, hidden: Tensor, workspaces: Mapping[torch.device, Workspace]) -> Tensor:
     assert layer.value_rows is not None, "a map in fp16 has been transposed"
+    if layer.is_deterministic:
+        return multiply_in_order(hidden, layer.value_rows, transposed=True)
     if len(hidden) <= MAX_SPARSE_ROWS:
         return sparse_value(layer, hidden, workspaces[hidden.device])
     return multiply_transposed(hidden, layer.value_rows)

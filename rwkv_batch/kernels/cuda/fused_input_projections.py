@@ -30,14 +30,14 @@ MIN_ROWS = 65
 
 
 def fits_fused_projections(
-    rows: int, full: Sequence[Tensor], split: Sequence[Tensor], dependent: Sequence[Tensor]
+    rows: int, full: Sequence[Tensor], split: Sequence[Tensor], dependent: Sequence[Tensor], min_rows: int = MIN_ROWS
 ) -> bool:
     """Whether the weights of all input projections fit one launch.
 
     The weights [n, k] are those of r, k, v (`full`), of the low ranks down (`split`) and up (`dependent`). r, k, v must
     leave an SM for every CTA of the low ranks down, because the low ranks up wait for these.
     """
-    if not MIN_ROWS <= rows <= MAX_HOPPER_ROWS or not has_hopper_gemm(full[0].device) or is_mps_active():
+    if not min_rows <= rows <= MAX_HOPPER_ROWS or not has_hopper_gemm(full[0].device) or is_mps_active():
         return False
     num_sms = prepare_hopper_gemm(full[0].device).num_sms
     shapes = [[GemmShape(*weight.shape) for weight in weights] for weights in (full, split, dependent)]

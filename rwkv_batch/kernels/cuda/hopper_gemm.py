@@ -47,7 +47,7 @@ MAX_MULTI_TILE_ROWS = 1024
 """Maximum fp16 rows with weights [n, k] over several tiles; cuBLAS is faster for all but small weights."""
 SPLITS = (1, 2, 4)
 FP16_SPLITS = 4
-"""Split-K of fp16 GEMMs in a launch with 8-bit ones: a tile takes half as long as an 8-bit tile."""
+"""Split-K of the low ranks down, in a launch with 8-bit GEMMs and elsewhere: the bits do not depend on the rows."""
 Fp16Gemm = tuple[Tensor, Tensor, Tensor, Activation]
 """weight [n, k], x [rows, k], y [rows, n], all fp16; activation"""
 
@@ -176,6 +176,34 @@ def launch_hopper_gemm(gemms: Sequence[Fp16Gemm], transposed: bool) -> None:
     blocks = -(-rows // MAX_HOPPER_ROWS)  # of rows
     plan = plan_hopper_gemm(-(-rows // blocks), shapes, work.num_sms // blocks, not is_mps_active())
     launch_hopper_kernel("rwkv_gemm_fp16", args, plan, work)
+
+
+def fixed_splits(shapes: Sequence[GemmShape], device: torch.device) -> int:
+    """Returns the split-K of `launch_in_order` for a launch of these matrices; it does not depend on the rows."""
+    return max_splits(tuple(shapes), prepare_hopper_gemm(device).num_sms, not is_mps_active(), TILE_K)
+
+
+def launch_in_order(gemms: Sequence[Fp16Gemm], splits: int, transposed: bool = False) -> None:
+    """As `launch_hopper_gemm`, for any number of rows: all add a row's products in the same order.
+
+    That order depends on `splits` only. Raises ValueError if k does not allow it.
+    """
+    (rows, k), device = gemms[0][1].shape, gemms[0][1].device
+    if k % (TILE_K * splits):
+        raise ValueError(f"{splits} splits take inputs that are a multiple of {TILE_K * splits}, not {k}")
+    work = prepare_hopper_gemm(device)
+    tiles = sum(-(-y.shape[1] // TILE_N) for _, _, y, _ in gemms)
+    max_blocks = 1 if transposed else MAX_MULTI_TILE_ROWS // MAX_HOPPER_ROWS
+    blocks = max_blocks if splits == 1 else max(1, min(max_blocks, work.num_sms // (tiles * splits)))
+    step = blocks * MAX_HOPPER_ROWS
+    for start in range(0, rows, step):
+        part = [(weight, x[start : start + step], y[start : start + step], act) for weight, x, y, act in gemms]
+        count, dtype = len(part[0][1]), part[0][2].dtype
+        args = Fp16LaunchArgs(count=len(part), rows=count, transposed=transposed, to_fp32=dtype == torch.float32)
+        fill_fp16_gemms(args.gemms[: len(part)], part, count, transposed, dtype)
+        tile = -(-count // -(-count // MAX_HOPPER_ROWS))
+        plan = Plan(next(size for size in TILE_ROWS if size >= tile), splits)
+        launch_hopper_kernel("rwkv_gemm_fp16", args, plan, work)
 
 
 def fill_fp16_gemms(

@@ -10,7 +10,6 @@ If fp8 rows are multiplied, shift_mix has quantised the inputs of r, k, v.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,18 +18,20 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.fused_input_projections import fits_fused_projections, launch_fused_projections
 from rwkv_batch.kernels.cuda.hopper_gemm import (
     MAX_MULTI_TILE_ROWS,
-    Fp16Gemm,
     GemmShape,
+    fixed_splits,
     has_hopper_gemm,
     launch_hopper_gemm,
+    launch_in_order,
     prepare_hopper_gemm,
 )
 from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import fits_hopper_fp8
 from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import fp16_gemm, launch_weight_only
 from rwkv_batch.kernels.cuda.hopper_quantised_launch import fits_fp16_gemms
 from rwkv_batch.kernels.cuda.layer import CudaLayer
-from rwkv_batch.kernels.cuda.library import LowRankUpArgs, cuda_pointer, library
+from rwkv_batch.kernels.cuda.library import cuda_pointer, library
 from rwkv_batch.kernels.cuda.linear import Gemm, is_grouped, multiply
+from rwkv_batch.kernels.cuda.low_ranks import MAX_FUSED_WKV_ROWS, LowRanks, fp16_gemms
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.quantised_gemm import RowsGemm, multiply_into, multiply_quantised_rows
 from rwkv_batch.kernels.cuda.quantised_rows import (
@@ -48,11 +49,6 @@ from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
 from rwkv_batch.kernels.cuda.w8a8.row import RowGemm, multiply_row
 from rwkv_batch.model.layer import Projections
 
-MAX_FUSED_WKV_ROWS = 4
-"""Decode rows whose low ranks up are computed in the launch of the WKV; with 8 rows of fp8 that was 1.6 % slower."""
-MAX_UP_TILES = 64
-"""Tiles of 16 outputs x UP_TILE_INPUTS inputs per head that fit that launch."""
-UP_TILE_INPUTS = 64
 SideStreams = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
 
@@ -64,6 +60,8 @@ def project(layer: CudaLayer, mixed: MixedInputs | DeferredMix, side_streams: Ca
     if isinstance(mixed, DeferredMix):
         return _project_deferred_mix(layer, mixed)
     tokens = len(_low_rank_inputs(mixed)[0])
+    if layer.is_deterministic and not _fits_one_w8a8_launch(layer, tokens):
+        return _project_in_order(layer, mixed)
     if _uses_grouped_projections(layer, tokens):
         return _project_grouped(layer, mixed)
     if _uses_multi_tile_projections(layer, tokens):
@@ -163,7 +161,7 @@ def _rkv_quantised(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: LowRa
     if low is None:
         multiply_quantised_rows(gemms)
     else:
-        multiply_quantised_rows(gemms, _fp16_gemms(low.down_gemms), _fp16_gemms(low.up_gemms))
+        multiply_quantised_rows(gemms, fp16_gemms(low.down_gemms), fp16_gemms(low.up_gemms))
 
 
 def _quantise_rkv_rows(mixed: Tensor) -> list[QuantisedRows]:
@@ -193,17 +191,17 @@ def _project_grouped(layer: CudaLayer, mixed: MixedInputs) -> Projections:
     if _fits_one_w8a8_launch(layer, len(inputs[0])):
         assert not isinstance(mixed, QuantisedMix), "w8a8 has codes of its own"
         gemms, is_pending = mixed_gemms(_int8_rkv(layer), mixed, rkv), len(inputs[0]) <= MAX_FUSED_WKV_ROWS
-        launch_mixed(gemms, _fp16_gemms(low.down_gemms), [] if is_pending else _fp16_gemms(low.up_gemms))
+        launch_mixed(gemms, fp16_gemms(low.down_gemms), [] if is_pending else fp16_gemms(low.up_gemms))
         return low.projections(*rkv.unbind(), pending=is_pending)
     if _fits_one_fp16_launch(layer, mixed, low):
         assert layer.rkv is not None and isinstance(mixed, Tensor), "gemms of halves"
         whole = [(layer.rkv[i], mixed[i], rkv[i], Activation.NONE) for i in range(3)]
-        launch_fused_projections(whole, _fp16_gemms(low.down_gemms), _fp16_gemms(low.up_gemms))
+        launch_fused_projections(whole, fp16_gemms(low.down_gemms), fp16_gemms(low.up_gemms))
         return low.projections(*rkv.unbind())
     _launch_input_projections(layer, mixed, rkv, low.down_gemms)
     if layer.rkv is None and len(inputs[0]) <= MAX_FUSED_WKV_ROWS:
         return low.projections(*rkv.unbind(), pending=True)
-    multiply(low.up_gemms)
+    low.multiply_up()
     return low.projections(*rkv.unbind())
 
 
@@ -211,8 +209,7 @@ def _fits_one_fp16_launch(layer: CudaLayer, mixed: MixedInputs, low: LowRanks) -
     """Whether fp16 r, k, v and all low ranks are one launch."""
     if layer.rkv is None or not isinstance(mixed, Tensor):
         return False
-    weights = ([m.weight for m in gemms] for gemms in (low.down_gemms, low.up_gemms))
-    return fits_fused_projections(mixed.shape[1], layer.rkv.unbind(), *weights)
+    return fits_fused_projections(mixed.shape[1], layer.rkv.unbind(), *low.weights)
 
 
 def _project_deferred_mix(layer: CudaLayer, row: DeferredMix) -> Projections:
@@ -229,6 +226,24 @@ def _project_deferred_mix(layer: CudaLayer, row: DeferredMix) -> Projections:
     return low.projections(*rkv.unbind(), pending=True)
 
 
+def _project_in_order(layer: CudaLayer, mixed: MixedInputs) -> Projections:
+    """As `_project_multi_tile`, for any number of rows: the order of sums depends on the weights only."""
+    inputs = _low_rank_inputs(mixed)
+    rkv = torch.empty_like(inputs[:3])
+    low = LowRanks.build(layer, inputs)
+    if layer.rkv is None or not isinstance(mixed, Tensor):
+        _rkv_quantised(layer, mixed, rkv)
+    else:
+        gemms = [(layer.rkv[i], mixed[i], rkv[i], Activation.NONE) for i in range(3)]
+        if fits_fused_projections(mixed.shape[1], layer.rkv.unbind(), *low.weights, min_rows=1):
+            launch_fused_projections(gemms, fp16_gemms(low.down_gemms), fp16_gemms(low.up_gemms))
+            return low.projections(rkv[0], rkv[1], _own_copy(layer, rkv[2]))
+        launch_in_order(gemms, fixed_splits([GemmShape(*m.shape) for m in layer.rkv], rkv.device))
+    low.multiply_down()
+    low.multiply_up()
+    return low.projections(rkv[0], rkv[1], _own_copy(layer, rkv[2]))
+
+
 def _project_multi_tile(layer: CudaLayer, mixed: MixedInputs) -> Projections:
     """Projects r, k, v first, then the low ranks.
 
@@ -239,91 +254,8 @@ def _project_multi_tile(layer: CudaLayer, mixed: MixedInputs) -> Projections:
     _rkv_batched(layer, mixed, rkv)
     low = LowRanks.build(layer, inputs)
     for gemms in (low.down_gemms, low.up_gemms):
-        launch_hopper_gemm(_fp16_gemms(gemms), transposed=False)
+        launch_hopper_gemm(fp16_gemms(gemms), transposed=False)
     return low.projections(rkv[0], rkv[1], _own_copy(layer, rkv[2]))
-
-
-def _fp16_gemms(gemms: list[Gemm]) -> list[Fp16Gemm]:
-    return [(m.weight, m.x, m.y, m.activation) for m in gemms]
-
-
-@dataclass(slots=True)
-class LowRanks:
-    """The GEMMs of a layer's low ranks and gate, and their outputs.
-
-    The GEMMs take two launches.
-    """
-
-    down_gemms: list[Gemm]
-    up_gemms: list[Gemm]
-    low: Tensor
-    """[2 or 3, T, D]: hidden values of (v,) w, a"""
-    gate: Tensor
-    """[T, Dg]: hidden values of the gate"""
-    out: Tensor
-    """[3 or 4, T, C]: (v,) w, a, gate"""
-
-    @classmethod
-    def build(cls, layer: CudaLayer, inputs: Tensor) -> LowRanks:
-        """Builds the GEMMs over inputs [4, T, C]: v, w, a, g."""
-        _, tokens, width = inputs.shape
-        groups, rank, _ = layer.low_in.shape
-        low = inputs.new_empty(groups, tokens, rank)
-        gate = inputs.new_empty(tokens, len(layer.gate_in))
-        out = inputs.new_empty(groups + 1, tokens, width)
-        first = 3 - groups
-        acts = [Activation.TANH if i == groups - 2 else Activation.NONE for i in range(groups)]
-        down_gemms = [Gemm(layer.low_in[i], inputs[first + i], low[i], acts[i]) for i in range(groups)]
-        up_gemms = [Gemm(layer.low_out[i], low[i], out[i]) for i in range(groups)]
-        return cls(
-            [*down_gemms, Gemm(layer.gate_in, inputs[3], gate, Activation.SIGMOID)],
-            [*up_gemms, Gemm(layer.gate_out, gate, out[groups])],
-            low,
-            gate,
-            out,
-        )
-
-    def projections(self, r: Tensor, k: Tensor, v: Tensor, *, pending: bool = False) -> CudaProjections:
-        """With r, k, v [T, C] of the same layer. pending: the up projections are not computed yet."""
-        *v_gate, w, a, g = self.out.unbind()
-        low = self if pending else None
-        return CudaProjections(r=r, k=k, v=v, w=w, a=a, g=g, v_gate=v_gate[0] if v_gate else None, low=low)
-
-    def up_args_for_wkv(self, layer: CudaLayer) -> LowRankUpArgs | None:
-        """Returns the up projections as arguments of wkv_few; None if that kernel does not take them."""
-        (groups, tokens, rank), gate_rank = self.low.shape, self.gate.shape[1]
-        if tokens > MAX_FUSED_WKV_ROWS or 4 * (groups * rank + gate_rank) > MAX_UP_TILES * UP_TILE_INPUTS:
-            return None
-        return LowRankUpArgs(
-            hidden=cuda_pointer(self.low),
-            gate_hidden=cuda_pointer(self.gate),
-            up_weight=cuda_pointer(layer.low_out),
-            gate_up_weight=cuda_pointer(layer.gate_out),
-            groups=groups,
-            rank=rank,
-            gate_rank=gate_rank,
-        )
-
-
-@dataclass(slots=True)
-class CudaProjections(Projections):
-    """A layer's projections. The second low-rank products (D -> C) may be pending: w, a, g, v_gate."""
-
-    low: LowRanks | None = None
-    """the results of the first products (C -> D), until the second are computed"""
-
-    def finish(self) -> None:
-        """Computes the pending products."""
-        if self.low is not None:
-            multiply(self.low.up_gemms)
-            self.low = None
-
-
-def finish_projections(p: Projections) -> Projections:
-    """Returns the projections with nothing pending."""
-    if isinstance(p, CudaProjections):
-        p.finish()
-    return p
 
 
 def _launch_input_projections(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: list[Gemm]) -> None:

@@ -7,12 +7,15 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.cuda.hopper_gemm import FP16_SPLITS, TILE_K
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.w8a8.linear import CudaInt8Linear
 from rwkv_batch.model.layer import MIX_ORDER, Layer, Linear
 from rwkv_batch.model.mmap_release import release
 
 RANK_STEP = 64
+DETERMINISTIC_STEP = TILE_K * FP16_SPLITS
+"""Step of the widths whose low ranks have one order of sums."""
 TRANSPOSED_ROWS = 512
 """Rows that are on the device twice while a weight is transposed."""
 GROUPED_ORDER = "rkvwag"
@@ -38,19 +41,25 @@ class CudaLayer(Layer):
     """[C, Dg]"""
     value_rows: Tensor | None
     """[4C, C]: ffn.value transposed, so that rows with zero input are not read; None: quantised"""
+    is_deterministic: bool
+    """all steps add a row's products in the same order"""
 
 
-def prepare_layer(layer: Layer) -> CudaLayer:
+def prepare_layer(layer: Layer, is_deterministic: bool = False) -> CudaLayer:
     """Moves a loaded layer's weights into stacked tensors.
 
     The tensors are on the device of the layer's vectors. Its Linears become views of them, so no weight is held
-    twice. Raises ValueError for weights of another type.
+    twice. Raises ValueError for weights of another type, or for a width that a deterministic layer does not take.
     """
     width, device = layer.att_mix.shape[1], layer.att_mix.device
     small = isinstance(layer.receptance, CudaQuantLinear | CudaInt8Linear)
     given = layer.w1.weight.dtype if small else layer.receptance.weight.dtype
     if given != torch.float16:
         raise ValueError(f"the cuda kernels support fp16 weights only, got {given}; use --kernels naive")
+    if is_deterministic and width % DETERMINISTIC_STEP:
+        raise ValueError(
+            f"the model's width is {width}; on a GPU --deterministic takes multiples of {DETERMINISTIC_STEP}; omit it"
+        )
     if isinstance(layer.ffn_key, CudaInt8Linear) and isinstance(layer.ffn_value, CudaInt8Linear):
         layer.ffn_key.feed(layer.ffn_value)
     low = [(layer.w1, layer.w2), (layer.a1, layer.a2)]
@@ -75,6 +84,7 @@ def prepare_layer(layer: Layer) -> CudaLayer:
         gate_in=_stack([layer.g1], gate_rank, width, device)[0],
         gate_out=_stack([layer.g2], width, gate_rank, device)[0],
         value_rows=value_rows,
+        is_deterministic=is_deterministic,
     )
 
 

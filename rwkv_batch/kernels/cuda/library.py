@@ -27,6 +27,7 @@ NAMES = (
     "wkv/wkv_decode",
     "wkv/wkv_few",
     "wkv/wkv_chunk",
+    "wkv/wkv_sequence",
     "skinny/skinny",
     "skinny/skinny_quant",
     "sparse/sparse_value",
@@ -98,7 +99,7 @@ class LowRankUpArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("hidden", "gate_hidden", "up_weight", "gate_up_weight")],
-        *[(name, c_int) for name in ("groups", "rank", "gate_rank")],
+        *[(name, c_int) for name in ("groups", "rank", "gate_rank", "in_order")],
     ]
 
 
@@ -256,6 +257,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_wkv_decode": [POINTER(WkvArgs), c_int, c_void_p],
     "rwkv_wkv_few": [POINTER(WkvArgs), POINTER(LowRankUpArgs), c_int, c_void_p],
     "rwkv_wkv_chunk": [POINTER(WkvArgs), c_int, c_int64, c_void_p],
+    "rwkv_wkv_sequence": [POINTER(WkvArgs), c_int, c_void_p],
     "rwkv_skinny": [POINTER(SkinnyLaunchArgs), c_void_p],
     "rwkv_skinny_quant": [POINTER(QuantLaunchArgs), c_void_p],
     "rwkv_sparse_value": [c_void_p] * 5 + [c_int, c_int, c_int, c_void_p],

@@ -14,8 +14,10 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     MAX_HOPPER_ROWS,
     GemmShape,
     fits_hopper_gemm,
+    fixed_splits,
     has_hopper_gemm,
     launch_hopper_gemm,
+    launch_in_order,
     may_return_fp32,
 )
 from rwkv_batch.kernels.cuda.library import MAX_GEMMS, SkinnyLaunchArgs, cuda_pointer, library
@@ -107,11 +109,28 @@ def multiply_transposed(x: Tensor, transposed: Tensor) -> Tensor:
     return y
 
 
+def multiply_in_order(
+    x: Tensor, weight: Tensor, activation: Activation = Activation.NONE, transposed: bool = False
+) -> Tensor:
+    """Returns x [rows, k] @ weight [n, k]^T, activated; [k, n] if transposed. The order of sums is fixed."""
+    n, k = reversed(weight.shape) if transposed else weight.shape
+    y = x.new_empty(len(x), n)
+    launch_in_order([(weight, x, y, activation)], fixed_splits([GemmShape(n, k)], x.device), transposed)
+    return y
+
+
 class CudaLinear(Linear):
     """A linear map: fp16 weight [out, in], fp32 sums."""
 
+    def __init__(self, weight: Tensor, is_deterministic: bool = False) -> None:
+        """is_deterministic: a row's bits do not depend on the other rows."""
+        super().__init__(weight)
+        self.is_deterministic = is_deterministic
+
     def __call__(self, x: Tensor) -> Tensor:
         """Maps [T, in] fp16 to [T, out] fp16."""
+        if self.is_deterministic:
+            return multiply_in_order(x, self.weight)
         if not is_grouped(x.shape[0], self.weight):
             return torch.nn.functional.linear(x, self.weight)
         y = torch.empty(x.shape[0], self.weight.shape[0], dtype=x.dtype, device=x.device)
@@ -129,6 +148,9 @@ class CudaLinear(Linear):
         elif out.shape != shape:
             raise ValueError(f"the result is {shape}, the place for it {tuple(out.shape)}")
         if x.shape[0] == 0:
+            return out
+        if self.is_deterministic:
+            launch_in_order([(self.weight, x, out, Activation.NONE)], splits=1)
             return out
         if x.shape[0] <= MAX_SKINNY_ROWS and fits_skinny(self.weight):
             skinny([Gemm(self.weight, x, out)])

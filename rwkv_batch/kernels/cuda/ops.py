@@ -17,8 +17,13 @@ from torch import Tensor
 from native import machine
 from rwkv_batch.kernels.cuda.adapters import CudaAdapterTable, has_adapters
 from rwkv_batch.kernels.cuda.channel_mix import channel_mix
-from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, hopper_gemm_unavailable_reason, prepare_hopper_gemm
-from rwkv_batch.kernels.cuda.input_projections import CudaProjections, project
+from rwkv_batch.kernels.cuda.hopper_gemm import (
+    has_hopper_gemm,
+    hopper_gemm_unavailable_reason,
+    is_mps_active,
+    prepare_hopper_gemm,
+)
+from rwkv_batch.kernels.cuda.input_projections import project
 from rwkv_batch.kernels.cuda.layer import CudaLayer, prepare_layer
 from rwkv_batch.kernels.cuda.library import (
     WkvArgs,
@@ -28,6 +33,7 @@ from rwkv_batch.kernels.cuda.library import (
     slots_pointer,
 )
 from rwkv_batch.kernels.cuda.linear import CudaLinear
+from rwkv_batch.kernels.cuda.low_ranks import CudaProjections
 from rwkv_batch.kernels.cuda.packed_weights import transposed_buffer
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue, make_quantised
 from rwkv_batch.kernels.cuda.quantised_gemm import multiply_to_partials
@@ -57,12 +63,12 @@ class CudaOps:
     """Backend of own CUDA kernels and cuBLAS. Its methods check and prepare; modules of the same names launch."""
 
     name = "cuda"
-    make_linear = CudaLinear
     make_quantised = staticmethod(make_quantised)
     make_adapter_table = CudaAdapterTable
     shift_mix = shift_and_mix
 
     def __init__(self) -> None:
+        self.is_deterministic = False
         self.workspaces: dict[torch.device, Workspace] = {}
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
@@ -89,6 +95,22 @@ class CudaOps:
         reason = hopper_gemm_unavailable_reason(device)
         return {} if reason is None else {"wide": reason}
 
+    def make_linear(self, weight: Tensor) -> CudaLinear:
+        """Return the linear map of an fp16 weight [out, in]."""
+        return CudaLinear(weight, self.is_deterministic)
+
+    def become_deterministic(self, device: torch.device) -> None:
+        """Guarantee that a row's bits depend on its own tokens and state only.
+
+        Called before layers are prepared. Raises ValueError for a GPU without the kernels.
+        """
+        reason = hopper_gemm_unavailable_reason(device)
+        if reason is None and is_mps_active():
+            reason = "under NVIDIA MPS, CTAs must not wait for each other"
+        if reason is not None:
+            raise ValueError(f"--deterministic cannot run on {device}: {reason}; omit it")
+        self.is_deterministic = True
+
     def prepare_layer(self, layer: Layer) -> CudaLayer:
         """Converts a loaded layer for the kernels. Called once, at load. Raises ValueError for unsupported sizes."""
         width, device = layer.att_mix.shape[1], layer.att_mix.device
@@ -97,7 +119,7 @@ class CudaOps:
             self.prepare_device(device, width, layer.ffn_key.weight.shape[0])
         if isinstance(layer.ffn_value, CudaQuantValue) and layer.ffn_value.needs_transposed:
             self.workspaces[device].transposed_weight = transposed_buffer(layer.ffn_value.packed.qweight)
-        return prepare_layer(layer)
+        return prepare_layer(layer, self.is_deterministic)
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
         """Builds the kernels and the workspace.
@@ -133,9 +155,10 @@ class CudaOps:
         """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32.
 
         wkv may be [num_slots, H, 4224] uint8: int8 states with their scales (model/state.py). One kernel serves rows of
-        one token, which come first; another serves longer rows. A mixed step runs both. If all rows have one token, the
-        first kernel may also compute the pending second low-rank products (`CudaProjections.low`). y is quantised
-        (two-part) if all rows have one token and the output layer `takes_two_part_rows`.
+        one token, which come first. Another serves longer rows: in chunks, or token by token with the first one's bits.
+        A mixed step runs both. If all rows have one token, the first kernel may also compute the pending second
+        low-rank products (`CudaProjections.low`). y is quantised (two-part) if all rows have one token and the output
+        layer `takes_two_part_rows`.
         """
         width = p.r.shape[1]
         residual = layer.v_residual if v_first is not None else None
@@ -181,7 +204,10 @@ class CudaOps:
             args.cu_seqlens = cuda_pointer(inputs.cu_seqlens[num_single:], torch.int64)
             args.read_slots = cuda_pointer(inputs.read_slots[num_single:], torch.int64)
             args.write_slots = cuda_pointer(inputs.write_slots[num_single:], torch.int64)
-            library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - num_single)
+            if self.is_deterministic:
+                library().call("rwkv_wkv_sequence", ctypes.byref(args), wkv.element_size())
+            else:
+                library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - num_single)
         return outputs
 
     def output(self, layer: Layer, y: Tensor | QuantisedRows) -> Tensor | PartialSums:

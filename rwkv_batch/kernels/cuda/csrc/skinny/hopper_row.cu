@@ -15,12 +15,13 @@
 //          because the fp8 units accumulate in about 14 bits
 //   int4   2 bytes of a 16-bit integer; nibbles become bytes by masks, multiplied by mma.m16n8k32 per warp
 //   W8A8   codes of x, rounded in every CTA (w8a8_rows.cuh); sums are exact
-//   fp16   x itself
+//   fp16   x itself. K in four quarters, one per warpgroup, added in order: the sums of gemm.cuh with four splits
 // int4: a lane's weights belong to one of four adjacent groups, and so do the two non-zero columns of B. So four groups
 // are summed at once, each in its own lane.
 //
 // Unit: 32 outputs; a CTA computes adjacent units of one GEMM. Tile: 32 outputs x 4 pieces of 128 bytes along k. Two
-// adjacent pieces are operand A's 64 rows, each multiplied by its own columns of B (0 .. 3 and 4 .. 7).
+// adjacent pieces are operand A's 64 rows, each multiplied by its own columns of B (0 .. 3 and 4 .. 7). fp16: the pieces
+// follow each other in one sum, and only the upper 32 rows count.
 //
 // Grid: one CTA per SM; CTAs are assigned to GEMMs by bytes.
 // Block: 544 threads. 4 consumer warpgroups take a unit's tiles in turn; a producer warp loads by TMA, STAGES deep. It
@@ -61,6 +62,19 @@ __device__ __forceinline__ CtaUnits units_of_cta(const RowLaunch& p, int block) 
     return {gemm, static_cast<int>(mine * units / m.blocks), static_cast<int>((mine + 1) * units / m.blocks)};
 }
 
+// fp16: pieces of a warpgroup's quarter of k, and its tiles. Tile `i` of a unit belongs to warpgroup i % WARPGROUPS.
+struct Quarters {
+    int pieces, tiles, all;
+
+    __device__ __forceinline__ Quarters(int k) {
+        all = k / 64, pieces = (all + WARPGROUPS - 1) / WARPGROUPS, tiles = (pieces + PIECES - 1) / PIECES;
+    }
+    __device__ __forceinline__ int first(int tile) const { return tile % WARPGROUPS * pieces + tile / WARPGROUPS * PIECES; }
+    __device__ __forceinline__ int count(int tile) const {  // may be negative
+        return min(min(PIECES, pieces - tile / WARPGROUPS * PIECES), all - first(tile));
+    }
+};
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // Producer: one lane.
 template <Format FORMAT>
@@ -70,21 +84,23 @@ __device__ __forceinline__ void produce_tiles(const RowLaunch& p, RowSmem& smem,
     const uint32_t full = smem_address(smem.full), empty = smem_address(smem.empty);
     const QuantGemmArgs& m = p.args.gemms[cta_units.gemm];
     const bool is_fp16 = m.scales == nullptr;
-    const int row_bytes = is_fp16 ? 2 * m.k : FORMAT == INT4 ? m.k / 2 : m.k;
+    const int row_bytes = is_fp16 ? 2 * m.k : FORMAT == INT4 ? m.k / 2 : m.k, tile_bytes = PIECES * TILE_K_BYTES;
+    const Quarters quarters(m.k);
+    const int steps = is_fp16 ? WARPGROUPS * quarters.tiles : (row_bytes + tile_bytes - 1) / tile_bytes;
     const uint32_t requested = smem_address(smem.requested);
     uint32_t stage = 0, parity = 1;
     int count = 0;
     mbarrier_wait(requested, 0);
     for (int unit = cta_units.first; unit < cta_units.last; ++unit) {
         const int output = unit * OUTPUTS_PER_UNIT;
-        for (int step = 0; step * PIECES * TILE_K_BYTES < row_bytes; ++step) {
+        for (int step = 0; step < steps; ++step) {
             mbarrier_wait(empty + 8 * stage, parity);
             const uint32_t barrier = full + 8 * stage, to = ring + stage * Tile::BYTES;
             if (count >= UNTHROTTLED_TILES && count < STAGES) throttle(requested + 8, THROTTLE_CYCLES);
             ++count;
             const bool scaled = Tile::grouped && !is_fp16;
             mbarrier_expect_tx(barrier, TILE_DATA_BYTES + (scaled ? Tile::GROUPS * OUTPUTS_PER_UNIT * Tile::SCALE_ITEM : 0));
-            tma_load(to, &p.weights[cta_units.gemm], 0, output, step * PIECES, barrier, EVICT_FIRST);
+            tma_load(to, &p.weights[cta_units.gemm], 0, output, is_fp16 ? quarters.first(step) : step * PIECES, barrier, EVICT_FIRST);
             if (scaled) tma_load(to + TILE_DATA_BYTES, &p.scales[cta_units.gemm], output, step * Tile::GROUPS, 0, barrier, EVICT_FIRST);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
@@ -206,7 +222,9 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
         const int out = unit * OUTPUTS_PER_UNIT + threadIdx.x;  // output of a thread of the first warp
         float scale = is_fp16 ? 1.0f : code_scale<FORMAT>();
         if ((FORMAT == FP8 || FORMAT == W8A8) && !is_fp16 && warp == 0) scale *= __ldg(static_cast<const float*>(m.scales) + out);
-        const int depth = is_fp16 ? PIECES * 64 : Tile::GROUPS * GROUP_INPUTS, steps = (m.k + depth - 1) / depth;
+        const Quarters quarters(m.k);
+        constexpr int DEPTH = Tile::GROUPS * GROUP_INPUTS;
+        const int steps = is_fp16 ? WARPGROUPS * quarters.tiles : (m.k + DEPTH - 1) / DEPTH;
         float sums[2] = {};
         int exact[2] = {};  // W8A8
         const int first_step = (group - tiles_before) & (WARPGROUPS - 1);  // warpgroup's first tile of the unit
@@ -268,17 +286,16 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
                 sums[i] += __shfl_xor_sync(FULL_MASK, sums[i], 2);
             }
         } else if (is_fp16) {
-            float products[8] = {};
+            float products[4] = {};
+            int add = 0;
             for (; step < steps; step += WARPGROUPS) {
                 mbarrier_wait(full + 8 * stage, parity);
-                const uint64_t a = smem_descriptor(ring + stage * Tile::BYTES);
-                const uint64_t b = smem_descriptor_rows16(x + step * PIECES * 128, 16, 128);
+                const uint32_t tile = ring + stage * Tile::BYTES, inputs = x + quarters.first(step) * 128;
                 wgmma_fence();
+                for (int piece = 0; piece < quarters.count(step); ++piece) {
+                    const uint64_t a = smem_descriptor(tile + piece * (TILE_DATA_BYTES / PIECES)), b = smem_descriptor_rows16(inputs + piece * 128, 16, 128);
 #pragma unroll
-                for (int pair = 0; pair < 2; ++pair) {
-#pragma unroll
-                    for (int j = 0; j < 4; ++j)
-                        wgmma_fp16_n16(products, a + pair * (TILE_DATA_BYTES / 2 / 16) + 2 * j, b + pair * 16 + 2 * j, 1);
+                    for (int j = 0; j < 4; ++j) wgmma_fp16_n8(products, a + 2 * j, b + 2 * j, add), add = 1;
                 }
                 wgmma_commit();
                 wgmma_wait<0>();
@@ -286,9 +303,9 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
                 advance_stage();
             }
 #pragma unroll
-            for (int i = 0; i < 8; ++i) asm volatile("" : "+f"(products[i])::"memory");
+            for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(products[i])::"memory");
 #pragma unroll
-            for (int i = 0; i < 2; ++i) sums[i] = k_half ? products[4 + 2 * i] : products[2 * i];  // valid in lanes with t == 0
+            for (int i = 0; i < 2; ++i) sums[i] = k_half ? -0.0f : products[2 * i];  // valid in lanes with t == 0
         } else if constexpr (FORMAT == W8A8) {
             constexpr int PAIRS = PIECES / 2;
             int ratios[2] = {};
@@ -369,9 +386,9 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
         }
         sync_consumers();
         if (warp == 0 && out < m.n) {
-            float y[1] = {};
+            float y[1] = {unit_sums[0][lane]};
 #pragma unroll
-            for (int i = 0; i < 2 * WARPGROUPS; ++i) y[0] += unit_sums[i][lane];
+            for (int i = 1; i < 2 * WARPGROUPS; ++i) y[0] += unit_sums[i][lane];
             y[0] *= scale;
             if (FORMAT == W8A8 && !is_fp16) {
                 int total = 0;

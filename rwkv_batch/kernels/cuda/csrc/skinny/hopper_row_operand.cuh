@@ -33,12 +33,11 @@ __device__ __forceinline__ void mma_u8s8(int (&s)[4], const uint32_t (&a)[4], ui
                  : "+r"(s[0]), "+r"(s[1]), "+r"(s[2]), "+r"(s[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));
 }
-// s [64, 16] (+)= a [64, 16] @ b [16, 16]^T, fp16.
-__device__ __forceinline__ void wgmma_fp16_n16(float (&s)[8], uint64_t a, uint64_t b, int add) {
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, add, 1, 1, 0, 0;\n}"
-                 : "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]), "+f"(s[4]), "+f"(s[5]), "+f"(s[6]), "+f"(s[7])
-                 : "l"(a), "l"(b), "r"(add));
+// s [64, 8] = (add ? s : 0) + a [64, 16] @ b [8, 16]^T, fp16.
+__device__ __forceinline__ void wgmma_fp16_n8(float (&s)[4], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, %4, %5, add, 1, 1, 0, 0;\n}"
+                 : "+f"(s[0]), "+f"(s[1]), "+f"(s[2]), "+f"(s[3]) : "l"(a), "l"(b), "r"(add));
 }
 }  // namespace hopper
 

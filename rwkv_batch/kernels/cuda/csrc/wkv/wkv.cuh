@@ -165,13 +165,10 @@ struct RawRows {
     }
 };
 
-// One step of a lane's ROWS value rows (a multiple of 4). `state`, `v` and `y` point to its first row.
-template <typename State, int ROWS>
-__device__ __forceinline__ void wkv_step(
-    const RawRows<State, ROWS>& raw, State* state, const KeyVectors& t, const float* v, int q, float* y) {
-    float s[ROWS][KEYS], sa[ROWS];
-#pragma unroll
-    for (int m = 0; m < ROWS; ++m) raw.rows[m].unpack(s[m]);
+// The new state of a lane's ROWS value rows. `v` points to its first row.
+template <int ROWS>
+__device__ __forceinline__ void update_rows(float (&s)[ROWS][KEYS], const KeyVectors& t, const float* v) {
+    float sa[ROWS];
 #pragma unroll
     for (int m = 0; m < ROWS; ++m) sa[m] = octet_sum(dot(s[m], t.kk));
 #pragma unroll
@@ -180,15 +177,25 @@ __device__ __forceinline__ void wkv_step(
 #pragma unroll
         for (int j = 0; j < KEYS; ++j) s[m][j] = fmaf(s[m][j], t.decay[j], fmaf(sa[m], t.kka[j], value * t.k[j]));
     }
-#pragma unroll
-    for (int m = 0; m < ROWS; ++m) store_keys(state + m * ROW_STEP * HEAD_SIZE, q, s[m]);
-    // Four octet sums at once by exchanging halves: lane q ends with that of row 2 * (q / 4) + q / 2 % 2.
+}
+
+// y of ROWS value rows: 2, or a multiple of 4. `y` points to the first one.
+template <int ROWS>
+__device__ __forceinline__ void read_rows(const float (&s)[ROWS][KEYS], const float (&r)[KEYS], int q, float* y) {
     const bool upper = q & 4, odd = q & 2;
+    if constexpr (ROWS == 2) {  // two octet sums at once, the same sums as below
+        const float part[2] = {dot(s[0], r), dot(s[1], r)};
+        float sum = (upper ? part[1] : part[0]) + __shfl_xor_sync(FULL_MASK, upper ? part[0] : part[1], 4);
+        sum += __shfl_xor_sync(FULL_MASK, sum, 2);
+        sum += __shfl_xor_sync(FULL_MASK, sum, 1);
+        if ((q & 3) == 0) y[upper ? ROW_STEP : 0] = sum;
+    }
+    // Four octet sums at once by exchanging halves: lane q ends with that of row 2 * (q / 4) + q / 2 % 2.
 #pragma unroll
-    for (int m = 0; m < ROWS; m += 4) {
+    for (int m = 0; ROWS > 2 && m < ROWS; m += 4) {
         float part[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) part[i] = dot(s[m + i], t.r);
+        for (int i = 0; i < 4; ++i) part[i] = dot(s[m + i], r);
         const float lo = (upper ? part[2] : part[0]) + __shfl_xor_sync(FULL_MASK, upper ? part[0] : part[2], 4);
         const float hi = (upper ? part[3] : part[1]) + __shfl_xor_sync(FULL_MASK, upper ? part[1] : part[3], 4);
         float sum = (odd ? hi : lo) + __shfl_xor_sync(FULL_MASK, odd ? lo : hi, 2);
@@ -197,13 +204,29 @@ __device__ __forceinline__ void wkv_step(
     }
 }
 
-// Group norm, bonus and gate of one token, two channels per lane. Warp-wide.
+// One step of a lane's ROWS value rows (a multiple of 4). `state`, `v` and `y` point to its first row.
+template <typename State, int ROWS>
+__device__ __forceinline__ void wkv_step(
+    const RawRows<State, ROWS>& raw, State* state, const KeyVectors& t, const float* v, int q, float* y) {
+    float s[ROWS][KEYS];
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) raw.rows[m].unpack(s[m]);
+    update_rows(s, t, v);
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) store_keys(state + m * ROW_STEP * HEAD_SIZE, q, s[m]);
+    read_rows(s, t.r, q, y);
+}
+
+// Group norm, bonus and gate of one token, two channels per lane. Warp-wide. As in the prologues, sums of two products
+// say which one is fused, so that all kernels compute the same bits.
 __device__ __forceinline__ float2 wkv_epilogue(float2 y, float bonus, float2 v, float2 g, float2 weight, float2 bias) {
     const float mean = warp_sum(y.x + y.y) * (1.0f / HEAD_SIZE);
     const float dx = y.x - mean, dy = y.y - mean;
-    const float scale = rsqrtf(warp_sum(dx * dx + dy * dy) * (1.0f / HEAD_SIZE) + GROUP_NORM_EPS);
-    return make_float2((dx * scale * weight.x + bias.x + bonus * v.x) * g.x,
-                       (dy * scale * weight.y + bias.y + bonus * v.y) * g.y);
+    const float scale = rsqrtf(warp_sum(fmaf(dx, dx, __fmul_rn(dy, dy))) * (1.0f / HEAD_SIZE) + GROUP_NORM_EPS);
+    const auto finish = [&](float off, float v, float g, float weight, float bias) {
+        return __fmul_rn(fmaf(bonus, v, fmaf(__fmul_rn(off, scale), weight, bias)), g);
+    };
+    return make_float2(finish(dx, v.x, g.x, weight.x, bias.x), finish(dy, v.y, g.y, weight.y, bias.y));
 }
 
 // Stores two channels of y per lane. Warp-wide; a warp has one head.

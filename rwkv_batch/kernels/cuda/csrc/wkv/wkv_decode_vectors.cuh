@@ -21,6 +21,9 @@ struct Scalars {
     float inv_square, bonus;
 };
 
+// a * b + c * d, with the same roundings in every kernel.
+__device__ __forceinline__ float sum_of_products(float a, float b, float c, float d) { return fmaf(a, b, __fmul_rn(c, d)); }
+
 // Stores the vectors in shared memory.
 __device__ __forceinline__ Scalars prologue(
     const HeadParams& h, const Inputs& in, bool residual, float (&vectors)[VECS][HEAD_SIZE], int pair) {
@@ -35,5 +38,5 @@ __device__ __forceinline__ Scalars prologue(
     };
     store(VR, x.r, z.r), store(VDECAY, x.decay, z.decay), store(VKK, x.kk, z.kk);
     store(VKKA, x.kka, z.kka), store(VK, x.k, z.k), store(VV, x.v, z.v);
-    return {inverse_square(warp_sum(x.kk * x.kk + z.kk * z.kk)), warp_sum(x.bonus + z.bonus)};
+    return {inverse_square(warp_sum(sum_of_products(x.kk, x.kk, z.kk, z.kk))), warp_sum(__fadd_rn(x.bonus, z.bonus))};
 }

@@ -14,14 +14,14 @@
 //
 // out    y               [rows, C] fp16
 //
-// GEMM: a warp takes up to PIECES_PER_WARP pieces of 16 outputs x 64 inputs (mma.m16n8k16, 8 rows at once). Pieces of
-// an output are added in order. WKV: four warps per head and row, 16 value rows each; int8: one warp.
+// GEMM: a warp has 16 outputs of one projection (mma.m16n8k16, 8 rows at once), in two sums. IN_ORDER: in one sum of
+// blocks of 16 inputs, as wgmma does, so that gemm.cuh gives the same bits. WKV: four warps per head and row, 16 value rows each; int8: one.
 // Prologue: weights and states load before the previous kernel ends (states of more than 4 rows after it).
 //
 // Grid: one CTA per head. It multiplies the head's 64 channels, then steps that head of every row.
 // Block: 512 threads.
-// Shared memory: 58 KB with one row, else 46 KB (int8 states: 42 KB), partial sums and vectors; one row: also weights
-// beyond REGISTER_PIECES.
+// Shared memory: 54 KB with one row, else 88 KB (int8 states: 80 KB): weights beyond REGISTER_PIECES (48 KB), inputs,
+// sums and vectors.
 // Bound: memory; per CTA 2 * 64 * (G * D + Dg) bytes of weights (112 KB at 7.2B) and its states. Share of 4.8 TB/s
 // (H200, 64 heads, fp16): 1 row 19 %, 4 rows 25 %, without the overlap of its prologue: the latency of one load and of
 // the sums between the two parts, 9.5 us.
@@ -30,8 +30,9 @@
 
 #include "wkv_int8.cuh"
 
-constexpr int WARPS = 16, PIECES_PER_WARP = 4, MAX_ROWS = 8, MAX_INT8_ROWS = 4;
-constexpr int PIECE_OUTPUTS = 16, PIECE_INPUTS = 64, PIECE_BYTES = 2 * PIECE_OUTPUTS * PIECE_INPUTS;
+constexpr int WARPS = 16, MAX_PIECES = 64, MAX_SMEM_PIECES = 28, MAX_ROWS = 8, MAX_INT8_ROWS = 4;  // pieces: fit 99 KB of shared memory
+constexpr int PIECE_OUTPUTS = 16, PIECE_INPUTS = 64, PIECE_BYTES = 2 * PIECE_OUTPUTS * PIECE_INPUTS, BLOCK = 16, BLOCKS = PIECE_INPUTS / BLOCK;
+constexpr int WARPS_PER_PROJECTION = HEAD_SIZE / PIECE_OUTPUTS, MAX_INPUTS = MAX_PIECES / WARPS_PER_PROJECTION * PIECE_INPUTS;
 constexpr int QUARTER = HEAD_SIZE / 4;  // value rows per warp
 
 // Mirrored in cuda/library.py.
@@ -41,47 +42,51 @@ struct LowRankUpArgs {
     const __half* up_weight;
     const __half* gate_up_weight;
     int groups, rank, gate_rank;
+    int in_order;
 };
 
-// 16 outputs of one projection x 64 inputs.
-struct Piece {
-    const __half* x;  // row 0, first input
-    int rank;  // row pitch of x and of the weight
-    const __half* weight;
-    int first_input;  // among all projections' inputs, concatenated
-
-    __device__ __forceinline__ Piece(const LowRankUpArgs& e, int number, int rows, int heads, int head) {
-        const int width = heads * HEAD_SIZE, depth = e.rank / PIECE_INPUTS, per_projection = HEAD_SIZE / PIECE_OUTPUTS * depth;
-        if (number < e.groups * per_projection) {
-            const int projection = number / per_projection, output = head * HEAD_SIZE + number % per_projection / depth * PIECE_OUTPUTS;
-            const int input = number % depth * PIECE_INPUTS;
-            rank = e.rank, x = e.hidden + static_cast<int64_t>(projection) * rows * rank + input, first_input = projection * rank + input;
-            weight = e.up_weight + (static_cast<int64_t>(projection) * width + output) * rank + input;
-        } else {
-            const int rest = number - e.groups * per_projection, gate_depth = e.gate_rank / PIECE_INPUTS;
-            const int output = head * HEAD_SIZE + rest / gate_depth * PIECE_OUTPUTS, input = rest % gate_depth * PIECE_INPUTS;
-            rank = e.gate_rank, x = e.gate_hidden + input, first_input = e.groups * e.rank + input;
-            weight = e.gate_up_weight + static_cast<int64_t>(output) * rank + input;
-        }
-    }
-};
-
+__host__ __device__ inline int max_zero(int x) { return x > 0 ? x : 0; }
+// Pieces of 64 inputs: of all warps, of a low rank's warp, of a gate's warp.
 __host__ __device__ inline int count_pieces(const LowRankUpArgs& e) {
-    return HEAD_SIZE / PIECE_OUTPUTS * (e.groups * e.rank + e.gate_rank) / PIECE_INPUTS;
+    return WARPS_PER_PROJECTION * (e.groups * e.rank + e.gate_rank) / PIECE_INPUTS;
 }
 
-// Whether CTAs of hopper_row.cu fit on the same SM. With one row this kernel takes at most 48 registers per thread. A
+// Whether CTAs of hopper_row.cu fit on the same SM. With one row this kernel takes at most 56 registers per thread. A
 // warp keeps REGISTER_PIECES weight pieces in registers and the others in shared memory.
 template <typename State, int ROWS>
 constexpr bool SHARES_SM = ROWS == 1 && !std::is_same_v<State, Int8State>;
 constexpr int REGISTER_PIECES = 2;
 
+// A warp's outputs: 16 of one projection. Warps beyond the projections have depth 0.
+struct WarpOutputs {
+    int depth;  // pieces
+    int first_input;  // among all projections' inputs, concatenated
+    int in_smem;  // first of its pieces in shared memory
+    const __half* weight;  // of its first output
+    int pitch;
+
+    __device__ __forceinline__ WarpOutputs(const LowRankUpArgs& e, int heads, int head, int warp) {
+        const int projection = warp / WARPS_PER_PROJECTION, output = head * HEAD_SIZE + warp % WARPS_PER_PROJECTION * PIECE_OUTPUTS;
+        const bool is_gate = projection == e.groups;
+        pitch = is_gate ? e.gate_rank : e.rank, depth = projection > e.groups ? 0 : pitch / PIECE_INPUTS;
+        first_input = projection * e.rank;
+        in_smem = min(warp, WARPS_PER_PROJECTION * e.groups) * max_zero(e.rank / PIECE_INPUTS - REGISTER_PIECES) +
+                  (is_gate ? warp % WARPS_PER_PROJECTION * max_zero(depth - REGISTER_PIECES) : 0);
+        const __half* const matrix = is_gate ? e.gate_up_weight : e.up_weight + static_cast<int64_t>(projection) * heads * HEAD_SIZE * pitch;
+        weight = matrix + static_cast<int64_t>(output) * pitch;
+    }
+};
+__host__ inline int smem_pieces(const LowRankUpArgs& e) {
+    return WARPS_PER_PROJECTION * (e.groups * max_zero(e.rank / PIECE_INPUTS - REGISTER_PIECES) + max_zero(e.gate_rank / PIECE_INPUTS - REGISTER_PIECES));
+}
+
+constexpr int INPUT_PADDING = 16;  // so that 8 rows lie in different banks
 constexpr int CONSTANTS = 8;  // vectors per head: w0, a0, v0, k_k, k_a, r_k, norm weight and bias
 
 template <typename State, int ROWS>
 struct Smem {
-    float sums[WARPS * PIECES_PER_WARP][ROWS][PIECE_OUTPUTS];
-    uint4 x[ROWS == 1 ? WARPS * PIECES_PER_WARP * 2 : 1];  // one row: inputs of all projections
+    __half x[ROWS][MAX_INPUTS + INPUT_PADDING];  // inputs of all projections
+    float sums[WARPS][ROWS][PIECE_OUTPUTS];
     float constants[ROWS == 1 ? CONSTANTS : 1][HEAD_SIZE];
     float vectors[ROWS][VECS][HEAD_SIZE];
     float y[ROWS][HEAD_SIZE];
@@ -90,56 +95,39 @@ struct Smem {
 
 template <int ROWS>
 struct Smem<Int8State, ROWS> {
-    float sums[WARPS * PIECES_PER_WARP][ROWS][PIECE_OUTPUTS];
-    uint4 x[ROWS == 1 ? WARPS * PIECES_PER_WARP * 2 : 1];  // one row: inputs of all projections
+    __half x[ROWS][MAX_INPUTS + INPUT_PADDING];  // inputs of all projections
+    float sums[WARPS][ROWS][PIECE_OUTPUTS];
     float constants[ROWS == 1 ? CONSTANTS : 1][HEAD_SIZE];
     Int8State states[ROWS];
     Int8Vectors vectors[ROWS];
 };
 
-// Sums the pieces of two output channels, in order.
-template <typename State, int ROWS>
-__device__ __forceinline__ __half2 add_pieces(const Smem<State, ROWS>& smem, int first, int depth, int row, int pair) {
-    float2 sum = make_float2(0.0f, 0.0f);
-    first += pair / PIECE_OUTPUTS * depth;
-    for (int i = 0; i < depth; ++i) {
-        const float2 part = *reinterpret_cast<const float2*>(&smem.sums[first + i][row][pair % PIECE_OUTPUTS]);
-        sum.x += part.x, sum.y += part.y;
-    }
-    return __floats2half2_rn(sum.x, sum.y);
-}
-
-template <typename State, int ROWS>
-__global__ void __launch_bounds__(SHARES_SM<State, ROWS> ? 640 : 32 * WARPS, SHARES_SM<State, ROWS> ? 2 : 1)
+template <typename State, int ROWS, bool IN_ORDER>
+__global__ void __launch_bounds__(SHARES_SM<State, ROWS> ? 576 : 32 * WARPS, SHARES_SM<State, ROWS> ? 2 : 1)
 wkv_few_kernel(const WkvArgs p, const LowRankUpArgs e) {
     constexpr bool IS_INT8 = std::is_same_v<State, Int8State>;
     __shared__ __align__(16) Smem<State, ROWS> smem;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int pair = lane * 2, q = lane & 7, octet = lane >> 3, head = blockIdx.x, rows = p.rows;
     const bool residual = p.v_first != nullptr;
-    const int pieces = count_pieces(e);
 
-    constexpr int IN_REGISTERS = ROWS == 1 ? REGISTER_PIECES : PIECES_PER_WARP;
     extern __shared__ __align__(16) unsigned char dynamic[];
-    uint4* const smem_weights = reinterpret_cast<uint4*>(dynamic) + warp * 128 + lane;
-    uint4 weights[IN_REGISTERS][2][2];  // [outputs g, g + 8][inputs 8t, 32 + 8t ..]
+    const WarpOutputs mine(e, p.heads, head, warp);
+    uint2* const smem_weights = reinterpret_cast<uint2*>(dynamic) + mine.in_smem * (PIECE_BYTES / 8) + lane;
+    uint2 weights[REGISTER_PIECES][2][BLOCKS];  // [outputs g, g + 8][inputs 4t .. of a block]
+    const auto weight_at = [&](int piece, int up, int block) {
+        return mine.weight + static_cast<int64_t>(g + 8 * up) * mine.pitch + piece * PIECE_INPUTS + block * BLOCK + 4 * t;
+    };
 #pragma unroll
-    for (int i = 0; i < PIECES_PER_WARP; ++i) {
-        const int number = warp + i * WARPS;
-        if (number >= pieces) break;
-        const Piece piece(e, number, rows, p.heads, head);
+    for (int i = 0; i < REGISTER_PIECES; ++i) {
+        if (i >= mine.depth) break;
 #pragma unroll
-        for (int up = 0; up < 2; ++up) {
-            const __half* at = piece.weight + static_cast<int64_t>(g + 8 * up) * piece.rank + 8 * t;
-            if (i < IN_REGISTERS) {
-                weights[i][up][0] = __ldg(reinterpret_cast<const uint4*>(at));
-                weights[i][up][1] = __ldg(reinterpret_cast<const uint4*>(at + 32));
-            } else {
-                uint4* const to = smem_weights + (i - IN_REGISTERS) * WARPS * 128 + up * 64;
-                __pipeline_memcpy_async(to, at, sizeof(uint4));
-                __pipeline_memcpy_async(to + 32, at + 32, sizeof(uint4));
-            }
-        }
+        for (int j = 0; j < 2 * BLOCKS; ++j) weights[i][j / BLOCKS][j % BLOCKS] = __ldg(reinterpret_cast<const uint2*>(weight_at(i, j / BLOCKS, j % BLOCKS)));
+    }
+    for (int i = REGISTER_PIECES; i < mine.depth; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2 * BLOCKS; ++j)
+            __pipeline_memcpy_async(smem_weights + ((i - REGISTER_PIECES) * 2 * BLOCKS + j) * 32, weight_at(i, j / BLOCKS, j % BLOCKS), sizeof(uint2));
     }
     const int64_t head_at = static_cast<int64_t>(head) * HEAD_SIZE * HEAD_SIZE;
     const auto state_of = [&](int64_t slot, int item) {
@@ -183,6 +171,7 @@ wkv_few_kernel(const WkvArgs p, const LowRankUpArgs e) {
     } else {
         params = HeadParams(p, channel);
     }
+    __pipeline_commit();
     allow_next_kernel();
     wait_for_previous_kernel();
 
@@ -195,55 +184,42 @@ wkv_few_kernel(const WkvArgs p, const LowRankUpArgs e) {
         in.gate = in.first = __floats2half2_rn(0.0f, 0.0f);
         if (residual) in.first = get(p.v_first);
     }
-    uint4 x[ROWS == 1 ? 1 : PIECES_PER_WARP][2];
-    if constexpr (ROWS == 1) {
-        const int low_rank_size = e.groups * e.rank, c = 8 * threadIdx.x;
-        if (c < low_rank_size + e.gate_rank) smem.x[threadIdx.x] = __ldg(reinterpret_cast<const uint4*>(c < low_rank_size ? e.hidden + c : e.gate_hidden + (c - low_rank_size)));
-        __pipeline_wait_prior(0);
-        __syncthreads();
-    } else {
-#pragma unroll
-        for (int i = 0; i < PIECES_PER_WARP; ++i) {
-            const int number = warp + i * WARPS;
-            x[i][0] = x[i][1] = make_uint4(0, 0, 0, 0);
-            if (number >= pieces || g >= rows) continue;
-            const Piece piece(e, number, rows, p.heads, head);
-            const uint4* from = reinterpret_cast<const uint4*>(piece.x + static_cast<int64_t>(g) * piece.rank + 8 * t);
-            x[i][0] = __ldg(from), x[i][1] = __ldg(from + 4);
+    if (const int c = 8 * (threadIdx.x % (MAX_INPUTS / 8)), of_gate = c - e.groups * e.rank; of_gate < e.gate_rank) {
+        const int projection = (c >= e.rank) + (c >= 2 * e.rank);
+        for (int row = threadIdx.x / (MAX_INPUTS / 8); row < min(rows, ROWS); row += 32 * WARPS / (MAX_INPUTS / 8)) {
+            const __half* const from = of_gate >= 0 ? e.gate_hidden + row * e.gate_rank + of_gate
+                                                    : e.hidden + (projection * rows + row - projection) * e.rank + c;
+            *reinterpret_cast<uint4*>(&smem.x[row][c]) = __ldg(reinterpret_cast<const uint4*>(from));
         }
     }
-    const auto multiply = [&](int number, const uint4 (&lo)[2], const uint4 (&hi)[2], const uint4 (&x)[2]) {
-        float sums[4] = {};
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {
-            mma(sums, Fragment{{lo[part].x, hi[part].x, lo[part].y, hi[part].y}}, x[part].x, x[part].y);
-            mma(sums, Fragment{{lo[part].z, hi[part].z, lo[part].w, hi[part].w}}, x[part].z, x[part].w);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int row = 2 * t + (j & 1);
-            if (row < min(rows, ROWS)) smem.sums[number][row][g + (j >> 1) * 8] = sums[j];
-        }
-    };
-    const auto multiply_row = [&](int number, const uint4 (&lo)[2], const uint4 (&hi)[2]) {
-        const uint4* const from = &smem.x[Piece(e, number, rows, p.heads, head).first_input / 8 + t];
-        const uint4 none = make_uint4(0, 0, 0, 0), x[2] = {g == 0 ? from[0] : none, g == 0 ? from[4] : none};
-        multiply(number, lo, hi, x);
+    __pipeline_wait_prior(0);
+    __syncthreads();
+    constexpr int CHAINS = IN_ORDER ? 1 : 2;  // each waits for its last product
+    float sums[CHAINS][4] = {};
+    const auto multiply = [&](int piece, int block, const uint2& low, const uint2& high) {
+        uint2 x = make_uint2(0, 0);
+        if (g < min(rows, ROWS)) x = *reinterpret_cast<const uint2*>(&smem.x[g][mine.first_input + piece * PIECE_INPUTS + block * BLOCK + 4 * t]);
+        mma(sums[block % CHAINS], Fragment{{low.x, high.x, low.y, high.y}}, x.x, x.y);
     };
 #pragma unroll
-    for (int i = 0; i < IN_REGISTERS; ++i) {
-        const int number = warp + i * WARPS;
-        if (number >= pieces) break;
-        if constexpr (ROWS == 1) multiply_row(number, weights[i][0], weights[i][1]);
-        else multiply(number, weights[i][0], weights[i][1], x[i]);
+    for (int i = 0; i < REGISTER_PIECES; ++i) {
+        if (i >= mine.depth) break;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) multiply(i, block, weights[i][0][block], weights[i][1][block]);
     }
-    if constexpr (ROWS == 1) {
 #pragma unroll 1
-        for (int number = warp + IN_REGISTERS * WARPS, i = 0; number < pieces; number += WARPS, ++i) {
-            const uint4* const loaded = smem_weights + i * WARPS * 128;
-            const uint4 lo[2] = {loaded[0], loaded[32]}, hi[2] = {loaded[64], loaded[96]};
-            multiply_row(number, lo, hi);
-        }
+    for (int i = REGISTER_PIECES; i < mine.depth; ++i) {
+        const uint2* const loaded = smem_weights + (i - REGISTER_PIECES) * 2 * BLOCKS * 32;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) multiply(i, block, loaded[block * 32], loaded[(BLOCKS + block) * 32]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const int row = 2 * t + (j & 1);
+        float sum = sums[0][j];
+#pragma unroll
+        for (int chain = 1; chain < CHAINS; ++chain) sum += sums[chain][j];
+        if (row < min(rows, ROWS)) smem.sums[warp][row][g + (j >> 1) * 8] = sum;
     }
     __syncthreads();
 
@@ -251,11 +227,13 @@ wkv_few_kernel(const WkvArgs p, const LowRankUpArgs e) {
     std::conditional_t<IS_INT8, Int8Scalars, Scalars> scalars;
     float2 y, v;
     if (warp < rows) {
-        const int depth = e.rank / PIECE_INPUTS, per_projection = HEAD_SIZE / PIECE_OUTPUTS * depth;
-        const auto low_rank_output = [&](int projection) { return add_pieces(smem, projection * per_projection, depth, warp, pair); };
+        const auto low_rank_output = [&](int projection) {
+            const float* const of = &smem.sums[projection * WARPS_PER_PROJECTION + pair / PIECE_OUTPUTS][warp][pair % PIECE_OUTPUTS];
+            return __floats2half2_rn(of[0], of[1]);
+        };
         if (residual) in.gate = low_rank_output(0);
         in.w = low_rank_output(e.groups - 2), in.a = low_rank_output(e.groups - 1);
-        gate = add_pieces(smem, e.groups * per_projection, e.gate_rank / PIECE_INPUTS, warp, pair);
+        gate = low_rank_output(e.groups);
         if constexpr (ROWS == 1) {
             const auto constant = [&](int i) { return *reinterpret_cast<const float2*>(&smem.constants[i][pair]); };
             params.w0 = constant(0), params.a0 = constant(1), params.k_k = constant(3), params.k_a = constant(4), params.r_k = constant(5);
@@ -266,8 +244,6 @@ wkv_few_kernel(const WkvArgs p, const LowRankUpArgs e) {
     if constexpr (IS_INT8) {
         if (warp >= rows) return;
         Int8State& state = smem.states[warp];
-        __pipeline_wait_prior(0);
-        __syncwarp();
         y = int8_step(state, smem.vectors[warp], scalars, lane), v = scalars.v;
         uint4* const to = pieces_of(p.write_slots[warp]);
         for (int i = lane; i < STATE_PIECES; i += 32) to[i] = reinterpret_cast<const uint4*>(&state)[i];
@@ -323,13 +299,13 @@ wkv_few_kernel(const WkvArgs p, const LowRankUpArgs e) {
     *reinterpret_cast<__half2*>(p.y + at) = __floats2half2_rn(out.x, out.y);
 }
 
-template <typename State, int ROWS>
+template <typename State, int ROWS, bool IN_ORDER>
 static int launch_rows(const WkvArgs& p, const LowRankUpArgs& e, void* stream) {
-    const auto kernel = wkv_few_kernel<State, ROWS>;
-    const int smem_weights = ROWS == 1 ? max(0, count_pieces(e) - REGISTER_PIECES * WARPS) * PIECE_BYTES : 0;
+    const auto kernel = wkv_few_kernel<State, ROWS, IN_ORDER>;
+    const int smem_weights = smem_pieces(e) * PIECE_BYTES;
     static bool raised[MAX_DEVICES] = {};
-    if (ROWS == 1 && !raised[current_device()]) {
-        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (PIECES_PER_WARP - REGISTER_PIECES) * WARPS * PIECE_BYTES);
+    if (!raised[current_device()]) {
+        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MAX_SMEM_PIECES * PIECE_BYTES);
         if (error != cudaSuccess) return static_cast<int>(error);
         raised[current_device()] = true;
     }
@@ -339,14 +315,15 @@ static int launch_rows(const WkvArgs& p, const LowRankUpArgs& e, void* stream) {
 
 template <typename State, int MOST = MAX_ROWS>
 static int launch_few(const WkvArgs& p, const LowRankUpArgs& e, void* stream) {
-    return p.rows == 1 ? launch_rows<State, 1>(p, e, stream) : launch_rows<State, MOST>(p, e, stream);
+    if (p.rows == 1) return e.in_order ? launch_rows<State, 1, true>(p, e, stream) : launch_rows<State, 1, false>(p, e, stream);
+    return e.in_order ? launch_rows<State, MOST, true>(p, e, stream) : launch_rows<State, MOST, false>(p, e, stream);
 }
 
 // Rows of one token: at most 8, int8 4. Does not read w, a, g and v_gate of `p`. Returns an error for ranks that exceed
-// the warps' registers. state_bytes: per element; 1 for Int8State.
+// the shared memory. state_bytes: per element; 1 for Int8State.
 RWKV_API int rwkv_wkv_few(const WkvArgs* p, const LowRankUpArgs* e, int state_bytes, void* stream) {
     const int most = state_bytes == 1 ? MAX_INT8_ROWS : MAX_ROWS;
-    if (p->rows > most || count_pieces(*e) > WARPS * PIECES_PER_WARP) return static_cast<int>(cudaErrorInvalidValue);
+    if (p->rows > most || count_pieces(*e) > MAX_PIECES || smem_pieces(*e) > MAX_SMEM_PIECES) return static_cast<int>(cudaErrorInvalidValue);
     if (state_bytes == 1) return launch_few<Int8State, MAX_INT8_ROWS>(*p, *e, stream);
     return state_bytes == 2 ? launch_few<__half>(*p, *e, stream) : launch_few<float>(*p, *e, stream);
 }

@@ -83,7 +83,7 @@ __device__ __forceinline__ Int8Scalars prologue(
                                        h.k_k.x, h.k_a.x, h.r_k.x);
     const StepVectors z = step_vectors(r.y, w.y, k.y, v.y, a.y, gate.y, first.y, residual, h.w0.y, h.a0.y, h.v0.y,
                                        h.k_k.y, h.k_a.y, h.r_k.y);
-    const float read_x = x.decay * x.r, read_z = z.decay * z.r;
+    const float read_x = __fmul_rn(x.decay, x.r), read_z = __fmul_rn(z.decay, z.r);
     const float most_kk = fmaxf(warp_max(fmaxf(fabsf(x.kk), fabsf(z.kk))), MIN_SCALE);
     const float most_read = fmaxf(warp_max(fmaxf(fabsf(read_x), fabsf(read_z))), MIN_SCALE);
     const float most_k = fmaxf(warp_max(fmaxf(fabsf(x.k), fabsf(z.k))), MIN_SCALE);
@@ -97,8 +97,8 @@ __device__ __forceinline__ Int8Scalars prologue(
     const uint32_t decay = pack2(round_to_half_randomly(x.decay, random), round_to_half_randomly(z.decay, random >> 16));
     vectors.decay[at] = decay & 0xFFFF;
     vectors.decay[at + 8] = decay >> 16;
-    const float4 sums = warp_sums(make_float4(x.kk * x.kk + z.kk * z.kk, x.bonus + z.bonus, x.kka * x.r + z.kka * z.r,
-                                              x.k * x.r + z.k * z.r), lane);
+    const float4 sums = warp_sums(make_float4(sum_of_products(x.kk, x.kk, z.kk, z.kk), __fadd_rn(x.bonus, z.bonus),
+                                              sum_of_products(x.kka, x.r, z.kka, z.r), sum_of_products(x.k, x.r, z.k, z.r)), lane);
     const float removal = -most_kk * inverse_square(sums.x) * (1.0f / DIGITS);
     Int8Scalars out;
     out.bonus = sums.y;

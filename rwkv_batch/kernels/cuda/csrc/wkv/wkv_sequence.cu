@@ -1,0 +1,236 @@
+// WKV prefill, token by token: the bits of wkv_decode.cu, however a prompt is cut.
+//
+// in     r, w, k, v, a, g, v_gate, v_first  [T, C] fp16
+//        constants  [C] fp32 (WkvArgs)
+//
+// inout  state      [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
+//                   fp16 and int8 states are rounded after each token
+//
+// out    y          [T, C] fp16
+//
+// Two groups of warps share blocks of TOKENS tokens. State warps step through one block. The others finish the block
+// before it (group norm, bonus, gate) and compute the vectors of the next one. One barrier per block.
+// Registers: a state warp holds 16 values x 64 keys of S. An int8 state is in shared memory, one warp steps it.
+//
+// Grid: (head, row). Up to two CTAs per SM start before the previous kernel ends.
+// Block: 8 warps; up to one CTA per SM 12, of which 8 carry 8 values each; int8 5.
+// Shared memory: 57 KB (int8: 58 KB), vectors and y of two blocks.
+// Bound: instruction issue; per head and token 1,200 to 1,400 instructions of a warp. One CTA per SM: also the latency of a
+// step.
+// Made for: heads of 64, rows of any length.
+#include "wkv_int8.cuh"
+
+constexpr int TOKENS = 16, VECTOR_WARPS = 4;
+constexpr int PADDED_BYTES[] = {116 << 10, 80 << 10};  // one CTA per SM, two: early ones do not pile up on the first free SMs
+template <typename State>
+constexpr bool IS_INT8 = std::is_same_v<State, Int8State>;
+
+// A token's vectors. kk includes the factor -n^-2 (wkv.cuh).
+template <typename State>
+struct Token {
+    float vectors[VECS][HEAD_SIZE];
+    float bonus, padding[3];
+
+    __device__ __forceinline__ void make(const HeadParams& params, const Inputs& in, bool residual, int pair) {
+        const Scalars scalars = prologue(params, in, residual, vectors, pair);
+        bonus = scalars.bonus;
+        vectors[VKK][pair] *= -scalars.inv_square, vectors[VKK][pair + 1] *= -scalars.inv_square;
+    }
+    __device__ __forceinline__ float2 v(int pair) const { return *reinterpret_cast<const float2*>(&vectors[VV][pair]); }
+};
+
+template <>
+struct Token<Int8State> {
+    Int8Vectors vectors;
+    Int8Scalars scalars;  // all but v
+    float bonus;
+    alignas(16) float value[HEAD_SIZE];
+
+    __device__ __forceinline__ void make(const HeadParams& params, const Inputs& in, bool residual, int pair) {
+        const Int8Scalars made = prologue(params, in, residual, vectors, pair);
+        if (pair == 0) scalars = made, bonus = made.bonus;
+        *reinterpret_cast<float2*>(&value[pair]) = made.v;
+    }
+    __device__ __forceinline__ float2 v(int pair) const { return *reinterpret_cast<const float2*>(&value[pair]); }
+};
+
+template <typename State>
+struct Block {
+    Token<State> tokens[TOKENS];
+    float y[TOKENS][HEAD_SIZE];
+};
+
+template <typename State>
+struct Smem {
+    Block<State> blocks[2];
+};
+template <>
+struct Smem<Int8State> {
+    Block<Int8State> blocks[2];
+    Int8State state;
+};
+
+// A head's state, carried by its state warps.
+template <typename State, int STATE_WARPS>
+struct Carried {
+    static constexpr int ROWS = HEAD_SIZE / (STATE_WARPS * ROW_STEP);  // value rows per lane
+    float s[ROWS][KEYS];
+    float kk[KEYS];  // of the next token, loaded before it is needed
+    int first, q;  // the lane's first value row
+
+    __device__ __forceinline__ void load(const State* state, Smem<State>&, int warp, int lane) {
+        first = warp * ROWS * ROW_STEP + (lane >> 3), q = lane & 7;
+        RawRows<State, ROWS> raw;
+        raw.load(state + first * HEAD_SIZE, q);
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m) raw.rows[m].unpack(s[m]);
+    }
+    __device__ __forceinline__ void begin(const Token<State>& token) { read_keys<State>(token.vectors[VKK], q, kk); }
+    // next: the next token; any if there is none.
+    __device__ __forceinline__ void step(Token<State>& token, const Token<State>& next, float* y, Smem<State>&, int) {
+        KeyVectors t;
+#pragma unroll
+        for (int j = 0; j < KEYS; ++j) t.kk[j] = kk[j];
+        read_keys<State>(token.vectors[VDECAY], q, t.decay);
+        read_keys<State>(token.vectors[VKKA], q, t.kka);
+        read_keys<State>(token.vectors[VK], q, t.k);
+        read_keys<State>(token.vectors[VR], q, t.r);
+        update_rows(s, t, &token.vectors[VV][first]);
+        begin(next);
+        read_rows(s, t.r, q, y + first);
+        if constexpr (sizeof(State) == 2) {
+#pragma unroll
+            for (int m = 0; m < ROWS; ++m) unpack8(pack8(s[m]), s[m]);
+        }
+    }
+    __device__ __forceinline__ void store(State* state, Smem<State>&, int) const {
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m) store_keys(state + (first + m * ROW_STEP) * HEAD_SIZE, q, s[m]);
+    }
+};
+
+template <>
+struct Carried<Int8State, 1> {
+    static constexpr int PIECES = sizeof(Int8State) / sizeof(uint4);
+
+    __device__ __forceinline__ void load(const Int8State* state, Smem<Int8State>& smem, int, int lane) {
+        for (int i = lane; i < PIECES; i += 32) reinterpret_cast<uint4*>(&smem.state)[i] = reinterpret_cast<const uint4*>(state)[i];
+        __syncwarp();
+    }
+    __device__ __forceinline__ void begin(const Token<Int8State>&) {}
+    __device__ __forceinline__ void step(Token<Int8State>& token, const Token<Int8State>&, float* y, Smem<Int8State>& smem, int lane) {
+        Int8Scalars scalars = token.scalars;
+        scalars.v = token.v(2 * lane);
+        *reinterpret_cast<float2*>(y + 2 * lane) = int8_step(smem.state, token.vectors, scalars, lane);
+        __syncwarp();
+    }
+    __device__ __forceinline__ void store(Int8State* state, const Smem<Int8State>& smem, int lane) const {
+        for (int i = lane; i < PIECES; i += 32) reinterpret_cast<uint4*>(state)[i] = reinterpret_cast<const uint4*>(&smem.state)[i];
+    }
+};
+
+template <typename State, int STATE_WARPS>
+__global__ void __launch_bounds__(32 * (STATE_WARPS + VECTOR_WARPS), STATE_WARPS == 1 ? 3 : STATE_WARPS == 4 ? 2 : 1) wkv_sequence_kernel(const WkvArgs p) {
+    extern __shared__ __align__(16) unsigned char dynamic[];
+    auto& smem = *reinterpret_cast<Smem<State>*>(dynamic);
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = 2 * lane, head = blockIdx.x, row = blockIdx.y;
+    const bool carries_state = warp < STATE_WARPS, residual = p.v_first != nullptr;
+    const int channel = head * HEAD_SIZE + pair;
+    HeadParams params;
+    float2 weight, bias;
+    if (!carries_state) {
+        params = HeadParams(p, channel);
+        weight = *reinterpret_cast<const float2*>(p.ln_weight + channel), bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
+    }
+    const int64_t start = p.cu_seqlens[row];
+    const int count = static_cast<int>(p.cu_seqlens[row + 1] - start), blocks = (count + TOKENS - 1) / TOKENS;
+    const auto state_of = [&](int64_t slot) {
+        constexpr int ITEM = IS_INT8<State> ? 1 : sizeof(State), HEAD_ITEMS = IS_INT8<State> ? 1 : HEAD_SIZE * HEAD_SIZE;
+        return reinterpret_cast<State*>(static_cast<unsigned char*>(p.state) + slot * p.slot_stride * ITEM) + head * HEAD_ITEMS;
+    };
+    Carried<State, STATE_WARPS> carried;
+    if (carries_state) carried.load(state_of(p.read_slots[row]), smem, warp, lane);  // an earlier step wrote it
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    if (carries_state) {
+        __syncthreads();  // the first block's vectors
+        for (int i = 0; i < blocks; ++i) {
+            auto& block = smem.blocks[i & 1];
+            const int tokens = min(TOKENS, count - i * TOKENS);
+            carried.begin(block.tokens[0]);
+#pragma unroll 1
+            for (int t = 0; t < tokens; ++t) carried.step(block.tokens[t], block.tokens[min(t + 1, TOKENS - 1)], block.y[t], smem, lane);
+            __syncthreads();
+        }
+        carried.store(state_of(p.write_slots[row]), smem, lane);
+        return;
+    }
+    // A warp makes and finishes tokens own, own + VECTOR_WARPS, ... of a block.
+    constexpr int OWN = TOKENS / VECTOR_WARPS;
+    const int own = warp - STATE_WARPS;
+    const auto token_of = [&](int i, int n) { return i * TOKENS + own + n * VECTOR_WARPS; };
+    const auto at = [&](int token) { return (start + token) * (p.heads * HEAD_SIZE) + channel; };
+    Inputs in[OWN];  // of the next block
+    __half2 gates[OWN];  // of the block that is stepped
+    const auto load_inputs = [&](int i) {
+#pragma unroll
+        for (int n = 0; n < OWN; ++n)
+            if (token_of(i, n) < count) in[n].load(p, at(token_of(i, n)));
+    };
+    const auto load_gates = [&](int i) {
+#pragma unroll
+        for (int n = 0; n < OWN; ++n)
+            if (token_of(i, n) < count) gates[n] = *reinterpret_cast<const __half2*>(p.g + at(token_of(i, n)));
+    };
+    load_inputs(0);
+    for (int i = -1; i <= blocks; ++i) {
+        auto& block = smem.blocks[(i + 1) & 1];  // of the block before i and of the next one
+#pragma unroll
+        for (int n = 0; n < OWN; ++n) {
+            const int t = own + n * VECTOR_WARPS, ended = token_of(i - 1, n);
+            auto& token = block.tokens[t];
+            if (i >= 1 && ended < count) {
+                const float2 y = *reinterpret_cast<const float2*>(&block.y[t][pair]);
+                const float2 out = wkv_epilogue(y, token.bonus, token.v(pair), __half22float2(gates[n]), weight, bias);
+                store_y(p, static_cast<int>(start) + ended, channel, out);
+                __syncwarp();  // all lanes have read what make() overwrites
+            }
+            if (token_of(i + 1, n) < count) token.make(params, in[n], residual, pair);
+        }
+        load_inputs(i + 2);
+        if (i >= 0) load_gates(i);
+        if (i < blocks) __syncthreads();
+    }
+}
+
+template <typename State, int STATE_WARPS>
+static int launch_sequence(const WkvArgs& p, void* stream) {
+    const auto kernel = wkv_sequence_kernel<State, STATE_WARPS>;
+    constexpr int smem_bytes = static_cast<int>(sizeof(Smem<State>)), THREADS = 32 * (STATE_WARPS + VECTOR_WARPS);
+    const DeviceInfo& info = device_info();
+    static bool raised[MAX_DEVICES] = {};
+    if (!raised[current_device()]) {
+        const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.smem_bytes);
+        if (error != cudaSuccess) return static_cast<int>(error);
+        raised[current_device()] = true;
+    }
+    const dim3 grid(p.heads, p.rows);
+    const int per_sm = (p.heads * p.rows + info.num_sms - 1) / info.num_sms;
+    if (per_sm <= 2) {
+        launch_with_smem(kernel, grid, THREADS, max(smem_bytes, min(PADDED_BYTES[per_sm - 1], info.smem_bytes)), stream, p);
+    } else {
+        launch_with_smem<LaunchOrder::SERIAL>(kernel, grid, THREADS, smem_bytes, stream, p);
+    }
+    return launch_result();
+}
+
+template <typename State>
+static int launch_sequences(const WkvArgs& p, void* stream) {
+    return p.heads * p.rows <= device_info().num_sms ? launch_sequence<State, 8>(p, stream) : launch_sequence<State, 4>(p, stream);
+}
+
+// state_bytes: per element; 1 for Int8State. The number of warps changes no bit of the result.
+RWKV_API int rwkv_wkv_sequence(const WkvArgs* p, int state_bytes, void* stream) {
+    if (state_bytes == 1) return launch_sequence<Int8State, 1>(*p, stream);
+    return state_bytes == 2 ? launch_sequences<__half>(*p, stream) : launch_sequences<float>(*p, stream);
+}
