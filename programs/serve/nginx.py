@@ -49,6 +49,7 @@ FORM_PATHS = (
     "/translate_file",
 )
 """Paths that take forms. Robyn parses every form, before authentication, and answers 500 to a malformed one."""
+DEEPL_TRANSLATE = "/v2/translate"
 _SMALL = r"(?:\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-6])?"
 """Lengths of bodies that need no secret in the header: up to MAX_ANONYMOUS_BYTES, which is 65536."""
 _UPSTREAM_IDLE_S = 10
@@ -129,6 +130,7 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             trusted="".join(f"    set_real_ip_from {network};\n" for network in self.trusted_proxies),
             servers="".join(f"        server 127.0.0.1:{port} max_fails=0;\n" for port in self.worker_ports),
             idle=_UPSTREAM_IDLE_S,
+            deepl=DEEPL_TRANSLATE,
             listen=f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}",
             any_origin=_quoted(ANY if ANY in self.origins else ""),
             origins="".join(f"        {_quoted(one)} {_quoted(one)};\n" for one in self.origins if one != ANY),
@@ -231,6 +233,16 @@ http {{
 {servers}        keepalive 128;
         keepalive_timeout {idle}s;
     }}
+    upstream repeating {{
+        # DeepL's clients repeat a slow request while it runs. The same worker then gives both the same answer.
+        hash "$remote_addr $http_authorization $content_length";
+{servers}        keepalive 128;
+        keepalive_timeout {idle}s;
+    }}
+    map $uri $upstream {{
+        default workers;
+        {deepl} repeating;
+    }}
     server {{
         listen {listen};
         proxy_http_version 1.1;
@@ -255,7 +267,7 @@ http {{
             proxy_set_header {key_header} {key};
         }}
         location / {{
-{check}            proxy_pass http://workers;
+{check}            proxy_pass http://$upstream;
             proxy_request_buffering on;
             proxy_buffering off;
             proxy_connect_timeout 30s;

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import openai
 import pytest
 
 from programs.serve import nginx
-from programs.serve.nginx import FORM_PATHS, find_nginx
+from programs.serve.nginx import DEEPL_TRANSLATE, FORM_PATHS, find_nginx
 from programs.settings import parse_settings
 from routes.table import ROUTES
 from test.serving import ROOT, Service, free_port, is_process_alive, raw_request, read_all, wait_for
@@ -111,6 +112,17 @@ def test_forms_get_an_error_that_names_json(proxied: Service) -> None:
         answer = proxied.post(CHAT, content=body, headers={"Content-Type": kind})
         assert answer.status_code == 400 and "JSON" in answer.json()["error"]
     assert proxied.post(CHAT, content=json.dumps(SHORT), headers={"Content-Type": "multipart/x"}).status_code == 200
+
+
+def test_a_repeated_translation_for_deepl_runs_once(proxied: Service) -> None:
+    body = {"text": ["A slow text. " * 2], "target_lang": "DE", "source_lang": "EN", "split_sentences": "0"}
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(proxied.post, DEEPL_TRANSLATE, body) for _ in range(2)]
+        running = [0]
+        while not all(one.done() for one in answers):
+            running.append(proxied.status()["jobs"].get(DEEPL_TRANSLATE, 0))
+    assert {one.result().status_code for one in answers} == {200}
+    assert max(running) == 1, "the workers do not share answers"
 
 
 def test_files_are_uploaded_with_openais_client(proxied: Service) -> None:
