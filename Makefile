@@ -96,7 +96,7 @@ lock: $(RELEASE)/.installed
 	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" $(RELEASE)/bin/python requirements/lock.py
 
 audit: $(RELEASE)/.installed
-	$(RELEASE)/bin/pip-audit --progress-spinner off --disable-pip -r requirements/gpu.lock -r requirements/cluster.lock
+	$(RELEASE)/bin/pip-audit --strict --progress-spinner off --disable-pip -r requirements/gpu.lock -r requirements/cluster.lock
 	$(RELEASE)/bin/hadolint deploy/Dockerfile
 
 release: audit $(VENV)/.installed
