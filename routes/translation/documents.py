@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -291,8 +292,10 @@ async def translated_content(context: Context, batch: Batch) -> HttpResponse:
         raise ServiceError(ErrorKind.OVERLOADED, f"the document is not ready: {done}; try again", retry_after_s=1.0)
     async with _sandbox(context):
         data = await _assembled(context, batch)
-    name = quote(meta_of(batch)["result"])
-    return HttpResponse(data, 200, FILE, {"Content-Disposition": f"attachment; filename*=UTF-8''{name}"})
+    name = meta_of(batch)["result"]
+    simple = re.sub(r"[^\w.() -]", "_", name, flags=re.ASCII)  # for curl, which does not know `filename*`
+    named = f"attachment; filename=\"{simple}\"; filename*=UTF-8''{quote(name)}"
+    return HttpResponse(data, 200, FILE, {"Content-Disposition": named})
 
 
 async def _assembled(context: Context, batch: Batch) -> bytes:

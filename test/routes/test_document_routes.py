@@ -51,7 +51,7 @@ def test_a_file_is_translated_in_the_background(locked_fake: Service) -> None:
         "created_at": 0, "error": "", "notes": [], "doubtful": doubtful,
     }  # fmt: skip
     result = get(locked_fake, f"{document['id']}/content")
-    assert "film.de.srt" in result.headers["Content-Disposition"]
+    assert 'filename="film.de.srt"' in result.headers["Content-Disposition"], "curl -OJ takes this name"
     assert result.text.startswith("1\n00:00:01,000 --> 00:00:02,000\n") and "Hello" in result.text
     assert get(locked_fake, f"{document['id']}/content").content == result.content
     assert httpx.delete(f"{locked_fake.url}{PATH}/{document['id']}", headers=locked_fake.headers).json()["deleted"]
