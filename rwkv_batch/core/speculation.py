@@ -23,14 +23,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rwkv_batch.core.draft_costs import CERTAIN_COST, SKIPPED_STEPS, StepTimes, best_length, smoothed
+from rwkv_batch.core.draft_costs import SKIPPED_STEPS, StepTimes, best_length, smoothed
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Draft,
     Drafter,
     DraftModel,
     Guesses,
-    Joined,
     LookupDrafter,
     ModelDrafter,
     RowDrafter,
@@ -135,11 +134,7 @@ class Speculation:
         """when the last step ended, and when the last one was begun"""
         self._guesses: Guesses | None = None
         """of the last step, and their number per row"""
-        self._early_guesses: Guesses | None = None
-        """for the next step, see `guess_early`"""
         self._num_guesses = 0
-        self._guess_cost = CERTAIN_COST.token + CERTAIN_COST.guess
-        """of a guessed token in the last step, in tokens"""
 
     # Before a step -------------------------------------------------------------------------------------------
 
@@ -205,7 +200,7 @@ class Speculation:
             if isinstance(one.drafter, ModelDrafter):
                 if not sequence.has_sampled:  # the first token does not wait for guesses
                     continue
-                self._guess_cost = one_cost = token_cost + guess_cost
+                one_cost += guess_cost
             else:
                 tokens = one.drafter.propose(ids, known, count + is_pending)
                 count = len(tokens) - is_pending
@@ -225,34 +220,14 @@ class Speculation:
             and isinstance(one.drafter.drafter, ModelDrafter)
             and row.sequence.token_ids[-1] != PENDING
         ]
-        early, self._early_guesses = self._early_guesses, None
-        if wanted:
-            self._guesses = self._ask_model([row for _, row in wanted]) or early
+        if not wanted or self.model is None:
+            return
+        num_unread = max(row.length - row.drafter.num_read for _, row in wanted)
+        self._guesses = self.model.guess([row for _, row in wanted])
+        # A call that reads a prompt does not show what a guess takes.
+        self._num_guesses = max(row.num_tokens for _, row in wanted) if num_unread <= MAX_DRAFT_TOKENS else 0
         for draft, row in wanted:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
-
-    def guess_early(self, drafts: Iterable[tuple[Sequence, Draft]]) -> None:
-        """Let the draft model guess for the next step while the host processes the tokens of drafts."""
-        wanted = []
-        for sequence, draft in drafts:
-            if isinstance(drafter := draft.drafter.drafter, ModelDrafter) and sequence.phase is Phase.RUNNING:
-                ids = Joined(sequence.token_ids, draft.accepted_ahead(sequence.token_ids))
-                length, _ = best_length(draft.drafter.rate, self._guess_cost)
-                room = sequence.request.max_tokens - (len(ids) - sequence.prompt_end) - 1
-                count = min(length if self.mode == "auto" else MAX_DRAFT_TOKENS, room)
-                if count > 0:
-                    wanted.append(Wanted(drafter, ids, len(ids), count))
-        self._early_guesses = self._ask_model(wanted) if wanted else None
-
-    def _ask_model(self, wanted: list[Wanted]) -> Guesses | None:
-        if self.model is None:
-            return None
-        num_unread = max(row.length - row.drafter.num_read for row in wanted)
-        guesses = self.model.guess(wanted)
-        if guesses is not None:
-            # A call that reads a prompt does not show what a guess takes.
-            self._num_guesses = max(row.num_tokens for row in wanted) if num_unread <= MAX_DRAFT_TOKENS else 0
-        return guesses
 
     def _expected_rate(self, name: str) -> float:
         """Return the expected chance that a token of a new row's draft is accepted, if those before it are."""

@@ -90,14 +90,11 @@ class DraftSampler:
         num_accepted = 0
         for rows, copy in step.ahead:
             tokens = iter(copy.tokens())
-            for _, draft in rows:
+            for sequence, draft in rows:
                 draft.sampled = list(islice(tokens, len(draft.tokens)))
-        ahead = [pair for rows, _ in step.ahead for pair in rows]
-        speculation.guess_early(ahead)
-        for sequence, draft in ahead:
-            num_accepted += jobs.commit_ahead(sequence, draft)
-            if draft.num_accepted:
-                self._uncounted.append((sequence, draft.sampled[: draft.num_accepted]))
+                num_accepted += jobs.commit_ahead(sequence, draft)
+                if draft.num_accepted:
+                    self._uncounted.append((sequence, draft.sampled[: draft.num_accepted]))
         while rows_to_sample := speculation.accepted_rows(step.rows):
             num_accepted += len(rows_to_sample)
             part = self._sample_one(step, rows_to_sample)

@@ -20,7 +20,6 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.drafters import RING, ModelDrafter, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.errors import StartupError
-from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
@@ -29,8 +28,6 @@ from rwkv_batch.runner.model_files import load_pipeline
 from sampling.rapid import RapidSampler
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 
-DTYPE = "auto"
-"""of weights on a Hopper GPU"""
 FEW_TOKENS = 4
 """Up to this many known tokens are read one by one with graphs: kernel by kernel, the host takes longer."""
 
@@ -68,8 +65,7 @@ class DraftSteps:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Load the model. Raises StartupError."""
-        dtype = DTYPE if device.type == "cuda" and has_hopper_gemm(device) else "auto"
-        fields = {"model_path": config.draft_model, "devices": (str(device),), "dtype": dtype, "wkv_state": "auto"}
+        fields = {"model_path": config.draft_model, "devices": (str(device),), "dtype": "auto", "wkv_state": "auto"}
         own = {"activation_bits": 8, "adapters": (), "layers": (), "resident": ()}
         own["auto_fallback_fields"] = ("wkv_state", "kernels")
         _, self._pipeline = load_pipeline(msgspec.structs.replace(config, **fields, **own, deterministic=False))
