@@ -25,25 +25,16 @@ constexpr int PADDED_BYTES[] = {116 << 10, 80 << 10};  // one CTA per SM, two: e
 template <typename State>
 constexpr bool IS_INT8 = std::is_same_v<State, Int8State>;
 
-// Where a key's number lies in a vector: a lane's two groups of four keys are those of fp32 states, so that the octet reads
-// 128 contiguous bytes.
-template <typename State>
-__device__ __forceinline__ int position_of(int key) { return sizeof(State) == 2 ? (key & 4) * 8 + (key >> 3) * 4 + (key & 3) : key; }
-
-// A token's vectors, in that order but v. kk includes the factor -n^-2 (wkv.cuh).
+// A token's vectors. kk includes the factor -n^-2 (wkv.cuh).
 template <typename State>
 struct Token {
     float vectors[VECS][HEAD_SIZE];
     float bonus, padding[3];
 
     __device__ __forceinline__ void make(const HeadParams& params, const Inputs& in, bool residual, int pair) {
-        const int at = position_of<State>(pair);
-        const Scalars scalars = prologue(params, in, residual, vectors, at);
+        const Scalars scalars = prologue(params, in, residual, vectors, pair);
         bonus = scalars.bonus;
-        vectors[VKK][at] *= -scalars.inv_square, vectors[VKK][at + 1] *= -scalars.inv_square;
-        const float2 value = *reinterpret_cast<const float2*>(&vectors[VV][at]);
-        __syncwarp();
-        *reinterpret_cast<float2*>(&vectors[VV][pair]) = value;
+        vectors[VKK][pair] *= -scalars.inv_square, vectors[VKK][pair + 1] *= -scalars.inv_square;
     }
     __device__ __forceinline__ float2 v(int pair) const { return *reinterpret_cast<const float2*>(&vectors[VV][pair]); }
 };
@@ -94,16 +85,16 @@ struct Carried {
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) raw.rows[m].unpack(s[m]);
     }
-    __device__ __forceinline__ void begin(const Token<State>& token) { read_keys<float>(token.vectors[VKK], q, kk); }
+    __device__ __forceinline__ void begin(const Token<State>& token) { read_keys<State>(token.vectors[VKK], q, kk); }
     // next: the next token; any if there is none.
     __device__ __forceinline__ void step(Token<State>& token, const Token<State>& next, float* y, Smem<State>&, int) {
         KeyVectors t;
 #pragma unroll
         for (int j = 0; j < KEYS; ++j) t.kk[j] = kk[j];
-        read_keys<float>(token.vectors[VDECAY], q, t.decay);
-        read_keys<float>(token.vectors[VKKA], q, t.kka);
-        read_keys<float>(token.vectors[VK], q, t.k);
-        read_keys<float>(token.vectors[VR], q, t.r);
+        read_keys<State>(token.vectors[VDECAY], q, t.decay);
+        read_keys<State>(token.vectors[VKKA], q, t.kka);
+        read_keys<State>(token.vectors[VK], q, t.k);
+        read_keys<State>(token.vectors[VR], q, t.r);
         update_rows(s, t, &token.vectors[VV][first]);
         begin(next);
         read_rows(s, t.r, q, y + first);
