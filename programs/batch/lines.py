@@ -138,7 +138,7 @@ class LineWorker:
 def _missing_terms(answer: Any) -> str:
     """Returns a translation's warning about missing terms, or ""."""
     warnings = answer.get("warnings", ()) if isinstance(answer, dict) else ()
-    return next((one["message"] for one in warnings if "lacks the terms" in one["message"]), "")
+    return next((one["message"] for one in warnings if "lacks the term" in one["message"]), "")
 
 
 def _wait_s(reply: Reply, tries: int) -> float:

@@ -33,8 +33,7 @@ function applyTheme(name) {
 function Header() {
   const panel = useStore(shown);
   const { status } = useStore(service);
-  const [signedIn, setSignedIn] = useState(Boolean(password.get()));
-  useEffect(() => passwordWanted.subscribe(() => setSignedIn(Boolean(password.get()))), []);
+  const signedIn = !useStore(passwordWanted) && password.get();
   const now = useStore(theme);
   const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
   const other = nextLanguage();
@@ -91,7 +90,7 @@ function PasswordDialog() {
   return html`<dialog ref=${dialog} aria-labelledby="password-title" onCancel=${(event) => event.preventDefault()}>
     <form onSubmit=${submit}>
       <h2 id="password-title">${t("password.title")}</h2>
-      <p id="password-why">${wanted?.message || t("password.why")}</p>
+      <p id="password-why">${wanted?.message ? t("password.wrong", wanted) : t("password.why")}</p>
       <input type="text" autocomplete="username" value="rwkv-batch" hidden />
       <label>${t("password.label")}
         <input ref=${input} id="password" type="password" autocomplete="current-password" required aria-describedby="password-why" />

@@ -100,7 +100,7 @@ export function ModelChoice({ prefix, visible }) {
   }, [visible]);
   const none = { model: null, state: t("decode.noState"), adapter: t("decode.noAdapter") };
   return Object.keys(CHOICES).filter((field) => names[field]?.length > (none[field] ? 0 : 1)).map((field) => html`<label key=${field}>${t(`choice.${field}`)}
-    ${" "}<select id="${prefix}-${field}" value=${now[field] ?? ""} onChange=${(event) => choose(field, event.currentTarget.value)}>
+    ${" "}<select id="${prefix}-${field}" value=${now[field] ?? (none[field] ? "" : names[field][0])} onChange=${(event) => choose(field, event.currentTarget.value)}>
       ${none[field] && html`<option value="" selected=${!now[field]}>${none[field]}</option>`}
       ${names[field].map((name) => html`<option value=${name} selected=${name === now[field]}>${name}</option>`)}</select></label>`);
 }

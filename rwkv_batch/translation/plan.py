@@ -77,15 +77,14 @@ class Answer:
     problem: str = ""
     """What is wrong with it."""
     missing_terms: str = ""
-    """Terms whose translation is missing."""
+    """Terms whose translation is missing, like "the term row = Zeile"."""
     was_completed: bool = False
     """Whether the sampler added required markers or terms at its end."""
 
     @property
     def problems(self) -> list[str]:
         """What is wrong with it, missing terms first."""
-        lacking = f"lacks the terms {self.missing_terms}" if self.missing_terms else ""
-        return [one for one in (lacking, self.problem) if one]
+        return [one for one in (self.missing_terms and f"lacks {self.missing_terms}", self.problem) if one]
 
 
 class TranslationCache:
@@ -282,7 +281,8 @@ class TranslationPlan:
             missing = Glossary(dict(query.terms)).missing(query.text, text) if is_checked else {}
             if query in completed and query.required is not None and not query.required.markers:
                 wrong = wrong or "has terms that were added at its end"
-            terms = ", ".join(f"{term} = {to}" for term, to in missing.items())
+            pairs = ", ".join(f"{term} = {to}" for term, to in missing.items())
+            terms = f"the term{'s' if len(missing) > 1 else ''} {pairs}" if missing else ""
             self._answers[query] = Answer(text, wrong, terms, query in completed)
 
     def results(self) -> list[Translation]:

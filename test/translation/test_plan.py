@@ -109,9 +109,10 @@ def test_terms_are_inserted_and_missing_ones_reported() -> None:
     def model(query: Query) -> str:
         return query.text_with_terms if "Pool" in query.text else "ETWAS"
 
-    found, asked = translated(model, "The State Pool holds it.", "It is a row.", "No term.", glossary=glossary)
+    found, asked = translated(model, "The State Pool holds it.", "It is a row.", "A state pool row.", glossary=glossary)
     assert [one.text for one in found] == ["The Zustandsspeicher holds it.", "ETWAS", "ETWAS"]
-    assert [one.problems for one in found] == [[], ["lacks the terms row = Zeile"], []] and len(asked) == 5
+    lacking = ["lacks the term row = Zeile"], ["lacks the terms state pool = Zustandsspeicher, row = Zeile"]
+    assert [one.problems for one in found] == [[], *lacking] and len(asked) == 6
 
 
 def test_modes_of_a_glossary() -> None:

@@ -5,12 +5,10 @@ import { TIERS } from "../chat/sessions.js";
 import { parseMetrics, total } from "../dashboard/prometheus.js";
 import { duration, locale, number, t, useLanguage } from "../i18n.js";
 import { firstTier, service } from "../monitor.js";
-import { html, useEffect, useState } from "../ui.js";
+import { html, useEffect, useRef, useState } from "../ui.js";
 
 const PAGE = 50;
 const POLL_MS = 2000;
-/** Types of a form's inputs other than text. */
-const TYPES = { upload: "file", scale: "number" };
 /** Limits of an API key. */
 const LIMITS = ["rows", "tokens_per_minute", "requests_per_minute"];
 
@@ -44,7 +42,7 @@ const KINDS = {
   states: {
     list: listOf("/v1/states"),
     name: (entry) => entry.name,
-    about: (entry) => entry.file ?? "",
+    about: ({ file }) => (file === "sent" ? t("admin.sent") : file ?? ""),
     actions: { remove: deleteAt("/v1/states") },
     fields: ["name", "upload"],
     add: uploadTo("/v1/states"),
@@ -112,15 +110,20 @@ const KINDS = {
 
 function AddForm({ kind, done }) {
   const { fields, add } = KINDS[kind];
+  const [file, setFile] = useState("");
+  const input = useRef();
   const submit = async (event) => {
     event.preventDefault();
     const form = event.currentTarget;
     if (await done(() => add(Object.fromEntries(new FormData(form))))) form.reset();
   };
-  return html`<form class="row" onSubmit=${submit}>
-    ${fields.map((field) => html`<label key=${field}>${t(`admin.field.${field}`)}
-      <input name=${field} type=${TYPES[field] ?? "text"} step="any" defaultValue=${field === "scale" ? 1 : ""} required /></label>`)}
-    <button>${t("admin.add")}</button>
+  return html`<form class="row" onSubmit=${submit} onReset=${() => setFile("")}>
+    ${fields.map((field) => field === "upload"
+      ? html`<span key=${field}>${t("admin.field.upload")} <button type="button" onClick=${() => input.current.click()}>${t("batch.file")}</button> <b>${file}</b>
+        <input ref=${input} name=${field} type="file" hidden aria-label=${t("admin.field.upload")} onChange=${(event) => setFile(event.currentTarget.files[0]?.name ?? "")} /></span>`
+      : html`<label key=${field}>${t(`admin.field.${field}`)}
+        <input name=${field} type=${field === "scale" ? "number" : "text"} step="any" defaultValue=${field === "scale" ? 1 : ""} required /></label>`)}
+    <button disabled=${fields.includes("upload") && !file}>${t("admin.add")}</button>
   </form>`;
 }
 

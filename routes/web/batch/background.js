@@ -1,6 +1,7 @@
 // Runs in the background by OpenAI's batches. The service keeps their rows, so a reloaded page finds them again.
 
 import { post, request } from "../api.js";
+import { startOf } from "./run.js";
 
 const FILES = "/openai/v1/files";
 const BATCHES = "/openai/v1/batches";
@@ -43,7 +44,7 @@ export async function fillRows(batch, rows) {
   let tokens = 0;
   for (const { custom_id: at, response } of await linesOf(batch.output_file_id)) {
     const [choice] = response.body.choices;
-    Object.assign(rows[at], { output: choice.message?.content ?? choice.text ?? "", reason: choice.finish_reason });
+    Object.assign(rows[at], { output: startOf(rows[at].prompt, choice.message?.content ?? choice.text ?? ""), reason: choice.finish_reason });
     tokens += response.body.usage?.completion_tokens ?? 0;
   }
   for (const { custom_id: at, response, error } of await linesOf(batch.error_file_id)) {

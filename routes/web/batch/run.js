@@ -10,6 +10,9 @@ const REQUESTS_AT_ONCE = 2;
 export const rowsOf = (values, template) =>
   values.map((one, index) => ({ index, values: one, prompt: fillIn(template, one), output: "", reason: null, error: null }));
 
+/** The start of an answer. After a closed thought, it is without the line break that ends that line of the prompt. */
+export const startOf = (prompt, text) => (prompt.endsWith("</think>") ? text.trimStart() : text);
+
 async function runPart(path, fields, rows, signal, changed) {
   for await (const event of stream(path, { ...fields, contents: rows.map((row) => row.prompt) }, signal)) {
     if (event.error) {
@@ -18,7 +21,8 @@ async function runPart(path, fields, rows, signal, changed) {
     }
     for (const choice of event.choices ?? []) {
       const row = rows[choice.index];
-      row.output += choice.delta.content ?? "";
+      const text = choice.delta.content ?? "";
+      row.output += row.output ? text : startOf(row.prompt, text);
       row.reason ??= choice.finish_reason ?? null;
       changed(row);
     }

@@ -29,7 +29,7 @@ function tier(metrics, level, label) {
   const [sessions, bytes] = ["sessions", "bytes"].map((unit) => total(metrics, `rwkv_pool_${level}_${unit}`));
   return [
     [label, sessions, `rwkv_pool_${level}_sessions`],
-    [`${label}, MiB`, bytes === undefined ? bytes : bytes / MIB, `rwkv_pool_${level}_bytes`],
+    [t("dash.mib", { label }), bytes === undefined ? bytes : bytes / MIB, `rwkv_pool_${level}_bytes`],
   ];
 }
 
@@ -86,7 +86,7 @@ function Machine({ status }) {
   return html`<section class="figures-box wide"><h2>${t("dash.machine")}</h2><table><tbody>
     ${[
       [t("dash.model"), [status.model, status.model_file].filter(Boolean).join(" · ")],
-      [t("dash.devices"), (status.devices ?? []).join(", ")],
+      [t("dash.device"), (status.devices ?? []).join(", ")],
       [t("dash.dtype"), status.dtype],
       [t("dash.samplers"), shown(status.samplers?.used)],
       [t("dash.kernels"), shown(status.kernels?.used)],

@@ -2,7 +2,7 @@
 
 import "../vendor/uplot.js";
 import { number } from "../i18n.js";
-import { html, useEffect, useLayoutEffect, useRef, useStore } from "../ui.js";
+import { html, useLayoutEffect, useRef, useStore } from "../ui.js";
 import { series } from "./series.js";
 
 // uPlot is a classic script, so its file has an added line that exports it.
@@ -43,7 +43,7 @@ function Shown({ title, names, labels, unit, digits = 0, visible }) {
   const place = useRef();
   const plot = useRef();
   const { times, values } = useStore(series);
-  useEffect(() => {
+  useLayoutEffect(() => {
     plot.current = makePlot(place.current, names, labels, digits);
     const watch = new ResizeObserver(() => place.current.clientWidth && plot.current.setSize({ width: place.current.clientWidth, height: HEIGHT }));
     watch.observe(place.current);

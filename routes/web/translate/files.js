@@ -6,13 +6,14 @@ import { glossaryFields } from "./glossary.js";
 import { languageName } from "./languages.js";
 import { contentOf, deleteDocument, followDocument, sendFile } from "./work.js";
 
-const BINARY = ["docx", "pptx", "xlsx", "odt", "epub"];
-const ENDINGS = [
-  ...BINARY, "txt", "md", "html", "srt", "vtt", "ass", "po", "pot", "xlf", "xliff", "tmx", "tbx", "json", "arb", "yaml", "yml",
-  "xml", "xcstrings", "properties", "strings", "csv", "tsv",
-];
+const ENDINGS = (
+  "docx pptx xlsx odt epub txt md html srt vtt ass po pot xlf xliff tmx tbx json arb yaml yml xml xcstrings properties strings csv tsv"
+).split(" ");
+/** Other endings of the same formats. */
+const ALIASES = "text markdown htm xhtml ssa tab".split(" ");
+const TAKEN = [...ENDINGS, ...ALIASES];
 
-export const ACCEPTED = ENDINGS.map((ending) => `.${ending}`).join(",");
+export const ACCEPTED = TAKEN.map((ending) => `.${ending}`).join(",");
 export const LISTED_ENDINGS = ENDINGS.join(", ");
 const SETTING = "files";
 let lastKey = 0;
@@ -72,7 +73,10 @@ export function useFiles() {
     addEventListener("beforeunload", warn);
     return () => removeEventListener("beforeunload", warn);
   }, [unsent]);
-  const add = (given) => all.set((now) => [...now, ...[...given].map((file) => entry({ file, name: file.name }))]);
+  const add = (given) => all.set((now) => [...now, ...[...given].map((file) => {
+    const isKnown = TAKEN.includes(file.name.split(".").at(-1).toLowerCase());
+    return entry({ file, name: file.name, ...(!isKnown && { state: "error", problem: t("file.type", { name: file.name, endings: LISTED_ENDINGS }) }) });
+  })]);
   const start = async (source, target) => {
     for (const one of all.get().filter((file) => file.state === "waiting")) await run(one, source, target);
   };

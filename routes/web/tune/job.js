@@ -80,7 +80,7 @@ export function Job({ job, example, changed, visible }) {
   const remove = () => confirm(t("admin.confirm", { name: job.model })) && act(() => removeModel(job.model));
   return html`<section class="figures-box wide" id="tune-job" data-status=${job.status} aria-label=${job.fine_tuned_model ?? job.id}>
     <h2>${job.fine_tuned_model ?? (job.user_provided_suffix || job.id)}</h2>
-    <p class="row"><b>${t(`job.${job.status}`)}</b> <span role="status">${events.at(-1)?.message ?? ""}</span><span class="space"></span>
+    <p class="row"><b role="status">${t(`job.${job.status}`)}</b><span class="space"></span>
       ${actions.map((action) => html`<button onClick=${() => act(() => changeJob(job, action))}>${t(`tune.${action}`)}</button>`)}
       ${job.model && html`<button onClick=${remove}>${t("admin.do.remove")}</button>`}</p>
     ${job.status === "running" && html`<${Progress} job=${job} events=${events} />`}

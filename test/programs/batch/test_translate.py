@@ -78,7 +78,7 @@ class Termless:
         """Do nothing."""
 
     async def request(self, path: str, body: dict[str, Any]) -> Reply:
-        message = "text_list[0]: the translation lacks the terms cat = Kater"
+        message = "text_list[0]: the translation lacks the term cat = Kater"
         return Reply(200, {"translations": [{"text": "Katze"}], "warnings": [{"message": message}]})
 
 

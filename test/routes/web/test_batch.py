@@ -27,7 +27,7 @@ def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page
     table.write_text('from,text,to\nEnglish,"Good morning",Chinese\nEnglish,"How are you?",Chinese\n', "utf-8")
     page.set_input_files("#batch-file", table)
     expect(page.get_by_text("{from} {text} {to}")).to_be_visible()
-    page.fill("#batch-template", "{from}: {text}\n\n{to}:")
+    page.fill("#batch-template", "User: Translate into {to}: {text}\n\nAssistant: <think>\n</think>")
     page.select_option("#batch-route", "/big_batch/completions")
     page.locator("#panel-batch summary").click()
     page.fill("#batch-temperature", "0")
@@ -37,7 +37,7 @@ def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page
     with page.expect_download() as waiting:
         page.click("#batch-jsonl")
     results = [json.loads(line) for line in Path(waiting.value.path()).read_text("utf-8").splitlines()]
-    assert [(one["text"], one["output"].strip(), one["finish_reason"]) for one in results] == [
+    assert [(one["text"], one["output"], one["finish_reason"]) for one in results] == [
         ("Good morning", "早上好", "stop"),
         ("How are you?", "你好吗？", "stop"),
     ]
@@ -50,8 +50,8 @@ def test_a_table_is_imported_and_its_results_downloaded(demo: Service, open_page
 @at_width(DESK)
 def test_a_background_run_is_found_again_after_a_reload(demo: Service, open_page: Opener, width: int) -> None:
     page = open_page(demo, "batch", width=width)
-    page.click("text=Translation")
-    page.fill("#batch-lines", "Good morning\nHow are you?\nHello world")
+    lines = [f"Translate into Chinese: {text}" for text in ("Good morning", "How are you?", "Hello world")]
+    page.fill("#batch-lines", "\n".join(lines))
     page.select_option("#batch-way", "background")
     page.click("#batch-start")
     expect(page.locator("#batch-figures")).to_be_visible()
@@ -63,8 +63,8 @@ def test_a_background_run_is_found_again_after_a_reload(demo: Service, open_page
     assert texts == sorted(texts, key=len, reverse=True) and "早上好" in "".join(texts)
     with page.expect_download() as waiting:
         page.click("#batch-csv")
-    lines = Path(waiting.value.path()).read_text("utf-8").splitlines()
-    assert lines[0] == "line,output,finish_reason" and lines[1].startswith("Good morning,")
+    table = Path(waiting.value.path()).read_text("utf-8").splitlines()
+    assert table[0] == "line,output,finish_reason" and table[1].startswith(f"{lines[0]},早上好")
     page.locator("#batch-runs summary").click()
     expect(page.locator("#batch-runs li").first).to_contain_text("complete · 3 / 3")
 

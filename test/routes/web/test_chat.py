@@ -181,6 +181,7 @@ def test_a_chat_starts_from_a_tuned_state(demo: Service, open_page: Opener) -> N
     file = {"content": ("chinese.pth", (ROOT / "demo" / "tuned" / "chinese.pth").read_bytes())}
     assert demo.request("POST", "/v1/states", data={"name": "short"}, files=file).status_code == 200
     page = open_page(demo)
+    expect(page.locator("#chat-model")).to_have_value("rwkv7")
     page.select_option("#chat-state", "short")
     with page.expect_request("**/multi_state/chat/completions") as first:
         say(page, "Hello")

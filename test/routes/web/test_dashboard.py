@@ -32,6 +32,10 @@ AGES = """import('./web/dashboard/series.js')
 TWO_HOURS = """() => { const times = Array.from({ length: 720 }, (_, at) => Date.now() / 1000 - 10 * (720 - at));
 return JSON.stringify({ times, values: { running: times } }); }"""
 
+RECORD_LABELS = """globalThis.labels = []; const drawing = CanvasRenderingContext2D.prototype;
+const write = drawing.fillText;
+drawing.fillText = function (text, ...more) { labels.push(text); write.call(this, text, ...more); };"""
+
 
 def reported(service: Service) -> dict[str, float]:
     """Return the samples of /metrics without labels, except the engine's name."""
@@ -97,9 +101,11 @@ def test_the_dashboard_shows_the_metrics(demo: Service, open_page: Opener, shots
     page.reload()
     expect(page.locator('[data-series="first_p50"]')).not_to_have_text("–")
     assert len(page.evaluate(AGES)) >= points, "the figures of this tab outlive a reload"
-    page.add_init_script(f"sessionStorage['rwkv.series'] = ({TWO_HOURS})()")
+    page.add_init_script(f"sessionStorage['rwkv.series'] = ({TWO_HOURS})(); {RECORD_LABELS}")
     page.reload()
     assert 3_500 < page.evaluate(AGES)[0] <= 3_600, "an hour of them is shown"
+    labels = wait_for(lambda: [one for one in page.evaluate("labels") if ":" in one], 30, "the plots have times")
+    assert all(label.endswith(":00") for label in labels), "an hour has no labels of seconds"
 
 
 @at_width(PHONE)
@@ -109,7 +115,8 @@ def test_a_state_is_uploaded_used_and_deleted(demo: Service, open_page: Opener, 
     states.get_by_label("Name").fill("chinese")
     states.get_by_label("File").set_input_files(ROOT / "demo" / "tuned" / "chinese.pth")
     states.get_by_role("button", name="Add").click()
-    expect(states.locator("li b")).to_have_text("chinese")
+    expect(states.locator("li")).to_contain_text("chinese uploaded")
+    expect(states.get_by_role("button", name="Add")).to_be_disabled()
     page.screenshot(path=shots / ("admin.png" if width > 900 else "phone-admin.png"))
     assert (
         demo.post("/v1/chat/completions", {"contents": ["x"], "state": "chinese", "max_tokens": 1}).status_code == 200

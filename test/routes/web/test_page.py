@@ -14,6 +14,7 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
+from rwkv_batch.translation.documents.formats import ENDINGS
 from test.routes.web.conftest import PASSWORD, PHONE, WAIT_MS, Opener, at_width
 from test.serving import ROOT, Service, wait_for
 
@@ -84,6 +85,12 @@ def test_texts_exist_in_every_language_and_are_used() -> None:
         assert key in english, f"{key} has no text"
 
 
+def test_the_page_lists_the_endings_that_the_service_translates() -> None:
+    code = (WEB / "translate" / "files.js").read_text("utf-8")
+    lists = re.findall(r'^const (?:ENDINGS|ALIASES) = \(?\s*"(.*?)"', code, re.MULTILINE)
+    assert sorted(" ".join(lists).split()) == sorted(ENDINGS)
+
+
 def read_keys(path: Path) -> set[str]:
     return set(re.findall(r'^  "?([^":]+)"?:', path.read_text("utf-8"), re.MULTILINE))
 
@@ -103,7 +110,8 @@ def test_a_password_is_requested_once_per_tab(locked: Service, open_page: Opener
     assert page.locator("html").get_attribute("lang") == "zh-CN"
     page.fill("#password", "wrong")
     page.keyboard.press("Enter")
-    expect(dialog).to_contain_text("Unauthorized: invalid or missing password or key")
+    expect(dialog).to_contain_text("密码或 API 密钥不正确")
+    expect(page.get_by_text("退出登录")).to_have_count(0)
     sign_in(page)
     expect(page.get_by_role("button", name="退出登录")).to_be_visible()
     expect(page.get_by_text("新对话").first).to_be_attached()

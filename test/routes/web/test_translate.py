@@ -167,9 +167,8 @@ def test_files_are_translated_and_keep_their_format(
     page = open_page(demo, "translate", width=width)
     page.locator("#glossary summary").click()
     drop_file(page, "#glossary", "paper.pdf")
-    page.click("#translate-start")
-    alert = "file: paper.pdf is a pdf file, which is not translated: a PDF has lines"
-    expect(page.locator("#files [role=alert]")).to_contain_text(alert)
+    expect(page.locator("#files [role=alert]")).to_contain_text("paper.pdf is of no known type. Convert it to")
+    expect(page.locator("#translate-start")).to_be_disabled()  # nothing waits
     page.locator("#files").get_by_role("button", name="Remove").click()
     given = FILES if width > 900 else {"notes.md": FILES["notes.md"]}
     chips = page.locator("#files .chip")

@@ -7,12 +7,13 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import expect
 
 from test.routes.web.conftest import WAIT_MS, Opener
-from test.serving import Service
+from test.serving import Service, wait_for
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -34,15 +35,20 @@ def lines() -> list[str]:
 def test_a_running_job_shows_its_steps_and_the_time_left(fake: Service, open_page: Opener) -> None:
     made = {"created_at": 1, "finished_at": None, "model": "rwkv7", "fine_tuned_model": None, "error": None}
     job = {**made, "id": "ftjob-1", "status": "running", "estimated_finish": int(time.time()) + 600} | {
-        "user_provided_suffix": "polite"
+        "user_provided_suffix": "polite" * 10
     }
-    event = {"type": "metrics", "message": "Step 20/80", "data": {"step": 20, "total_steps": 80, "train_loss": 1.0}}
-    page = open_page(fake)
+    losses: list[dict[str, Any]] = [{"step": 20, "total_steps": 80, "train_loss": 1.0}, {"step": 10, "train_loss": 2.0}]
+    events = [{"type": "metrics", "message": f"Step {data['step']}/80", "data": data} for data in losses]
+    page = open_page(fake, width=390)
     page.route("**/fine_tuning/jobs?*", lambda route: route.fulfill(json={"data": [job]}))
-    page.route("**/ftjob-1/events?*", lambda route: route.fulfill(json={"data": [event]}))
+    page.route("**/ftjob-1/events?*", lambda route: route.fulfill(json={"data": events}))
     page.get_by_role("link", name="Tune").click()
     expect(page.locator("#tune-left")).to_have_text(re.compile(r"about \d+ mins left"))
-    expect(page.locator("#tune-job h2")).to_have_text("polite")
+    expect(page.locator("#tune-job h2")).to_have_text("polite" * 10)
+    assert page.evaluate("document.querySelector('#tune-job').scrollWidth") <= 390, "a long name is not cut off"
+    expect(page.get_by_role("status").filter(has_text="Step 20/80")).to_have_count(0)
+    text = page.locator("#tune-curve text").first
+    wait_for(lambda: text.evaluate("(one) => one.getScreenCTM().a") == 1, 30, "a number is as large on every screen")
     expect(page.locator("#tune-job progress")).to_have_attribute("value", "20")
     expect(page.locator("#tune-job")).to_contain_text("20 / 80")
 
