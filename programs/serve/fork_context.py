@@ -14,7 +14,7 @@ import io
 import os
 import signal
 import time
-from multiprocessing import popen_forkserver, reduction, spawn, util
+from multiprocessing import popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, set_spawning_popen
 from multiprocessing.forkserver import ForkServer, read_signed
@@ -65,10 +65,13 @@ class _Server(ForkServer):
         return status_fd, input_fd
 
     def ensure_running(self) -> None:
+        resource_tracker.ensure_running()  # it would unblock SIGINT
         os.environ[SUPERVISOR] = str(os.getpid())
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new server inherits it, and unblocks
         try:
             super().ensure_running()
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             del os.environ[SUPERVISOR]
 
     def mark_forked(self, status_fd: int) -> None:

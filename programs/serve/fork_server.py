@@ -1,6 +1,7 @@
-"""First import of a fork server: it makes the server die with the supervisor.
+"""First import of a fork server: it makes the server die with the supervisor, and ignore Ctrl-C.
 
-Without it the server could go on importing for half a minute. Its forks are not affected: they end by their pipe.
+Without it the server could go on importing for half a minute, or end with a traceback at Ctrl-C, which is for the
+supervisor. Its forks are not affected: they end by their pipe.
 """
 
 from __future__ import annotations
@@ -24,4 +25,6 @@ def _die_with_supervisor(supervisor: str | None) -> None:
         os._exit(1)
 
 
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since this process began
 _die_with_supervisor(os.environ.get(SUPERVISOR))

@@ -8,13 +8,14 @@ import functools
 import shutil
 import sys
 import textwrap
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from programs.settings.config_file import CONFIG_FILE, options
-from programs.settings.flags import REMOVED
-from programs.settings.values import SettingsError, file_error
+from programs.settings.flags import FLAGS, REMOVED
+from programs.settings.values import BOOLEANS, SettingsError, boolean, file_error
 
 VERBOSE = "--verbose"
 """Flag of all commands, which `app.main` removes from the arguments."""
@@ -22,6 +23,10 @@ _MAX_WIDTH = 100
 _HELP_COLUMN = 27
 _FILES = ("FILE", "IN", "OUT", "DATA", "DATABASE", "INPUT", "OUTPUT")
 """Placeholders of arguments that are files."""
+_SWITCHES = frozenset(
+    option for flags in FLAGS.values() for flag in flags if flag.parse is boolean for option in flag.options
+)
+"""Settings that may stand without a value, which means yes."""
 
 
 def program(command: str = "") -> str:
@@ -148,10 +153,36 @@ class CommandParser(argparse.ArgumentParser):
             if name.startswith("--") and " " not in name and name not in known:
                 nearest = difflib.get_close_matches(name, sorted(known), 1)
                 self.error(f"there is no flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
-        given, rest = self.parse_known_args(list(arguments))
-        if rest and not self.takes_settings:
+        own, settings = self._split(arguments) if self.takes_settings else (list(arguments), [])
+        given, rest = self.parse_known_args(own)
+        if rest:
             self.error(f"unexpected argument {rest[0]!r}")
-        return given, rest
+        return given, settings
+
+    def _split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Split into the command's own arguments, and the service's flags with their values. Raises SettingsError.
+
+        A switch takes the argument after it only if that is a word such as yes or off.
+        """
+        own, settings, left = [], [], deque(arguments)
+        flags = set(settings_options()) - set(self._option_string_actions)
+        while left:
+            argument = left.popleft()
+            name = argument.partition("=")[0]
+            if argument == "--":
+                return [*own, argument, *left], settings
+            if name not in flags:
+                own.append(argument)
+                continue
+            settings.append(argument)
+            if name in _SWITCHES:
+                if argument == name and left and left[0].lower() in BOOLEANS:
+                    settings.append(left.popleft())
+            elif argument == name:
+                if not left or left[0].startswith("--"):
+                    self.error(f"argument {name}: expected one argument")
+                settings.append(left.popleft())
+        return own, settings
 
     def error(self, message: str) -> NoReturn:
         """Raises SettingsError."""

@@ -97,12 +97,14 @@ def weight_type(text: str) -> str:
     return one_of(*WEIGHT_TYPES)(text)
 
 
+BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
 def boolean(text: str) -> bool:
     """Parses words such as "true", "off" and "1". Raises SettingsError."""
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
-        raise SettingsError(f"must be one of {', '.join(words)}, got {text!r}")
-    return words[text.lower()]
+    if text.lower() not in BOOLEANS:
+        raise SettingsError(f"must be one of {', '.join(BOOLEANS)}, got {text!r}")
+    return BOOLEANS[text.lower()]
 
 
 def host(text: str) -> str:

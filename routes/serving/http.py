@@ -329,38 +329,42 @@ def _fallback_handler(context: Context, routes: Sequence[Route]) -> RobynHandler
     async def handler(request: Request) -> RobynReply:
         origin = rules.allowed_origin(request.headers.get, request.url.path in open_paths)
         client = identity.client(_peer(request, start_request(request.ip_addr)), request.headers.get)
-        request_context = _start_request(request, UNKNOWN_ROUTE, client, origin)
-        answer = _fallback_response(table, request)
+        path = unquote_plus(request.url.path).rstrip("/") or "/"
+        route = _route_of(table, path)
+        if route is not None and request.method in table[route]:  # the path is spelt differently
+            route = None
+        request_context = _start_request(request, route or UNKNOWN_ROUTE, client, origin)
+        answer = _not_found(table, path) if route is None else _not_allowed(table[route], path, request)
         report(context, request_context, answer.status, request_context.error_kind or DONE)
         return _full_response(request_context, answer)
 
     return handler
 
 
-def _fallback_response(table: dict[str, set[str]], request: Request) -> HttpResponse:
-    path = unquote_plus(request.url.path).rstrip("/") or "/"
-    methods = table.get(path) or _methods_of_prefix(table, path)
-    if methods is None or request.method in methods:  # a known method: the path is spelt differently
-        openai_path = f"{PREFIX}v1{path.removeprefix(PREFIX.rstrip('/')).removeprefix('/v1')}"
-        is_openai_path = openai_path in table or _methods_of_prefix(table, openai_path) is not None
-        remedy = f"it is {openai_path[:200]} here" if is_openai_path else "/openapi.json lists all paths"
-        info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; {remedy}")
-        return _unrouted_error(info, is_openai_path or path.startswith(PREFIX))
+def _not_found(table: dict[str, set[str]], path: str) -> HttpResponse:
+    openai_path = f"{PREFIX}v1{path.removeprefix(PREFIX.rstrip('/')).removeprefix('/v1')}"
+    is_openai_path = _route_of(table, openai_path) is not None
+    remedy = f"it is {openai_path[:200]} here" if is_openai_path else "/openapi.json lists all paths"
+    info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; {remedy}")
+    return _unrouted_error(info, is_openai_path or path.startswith(PREFIX))
+
+
+def _not_allowed(methods: set[str], path: str, request: Request) -> HttpResponse:
     allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
     if request.method == "OPTIONS":
         return _preflight(allowed)
-    info = ErrorInfo(
-        kind=ErrorKind.METHOD_NOT_ALLOWED, message=f"{request.method} is not allowed on {path}, only {allowed}"
-    )
-    answer = _unrouted_error(info, path.startswith(PREFIX))
+    message = f"{request.method} is not allowed on {path}, only {allowed}"
+    answer = _unrouted_error(ErrorInfo(kind=ErrorKind.METHOD_NOT_ALLOWED, message=message), path.startswith(PREFIX))
     answer.headers["Allow"] = allowed
     return answer
 
 
-def _methods_of_prefix(table: dict[str, set[str]], path: str) -> set[str] | None:
-    """Return the methods of the route that matches `path`. The route's path ends with a parameter."""
+def _route_of(table: dict[str, set[str]], path: str) -> str | None:
+    """Return the route of `path`, if need be one whose path ends with a parameter."""
+    if path in table:
+        return path
     starts = ((_LAST_PARAMETER.split(known)[0], known) for known in table if _LAST_PARAMETER.search(known))
-    return next((table[known] for start, known in starts if path.startswith(start)), None)
+    return next((known for start, known in starts if path.startswith(start)), None)
 
 
 def _unrouted_error(info: ErrorInfo, is_openai: bool) -> HttpResponse:

@@ -109,6 +109,24 @@ def test_a_check_names_the_damaged_session(tmp_path: Path, capsys: pytest.Captur
     assert main(["check", str(tmp_path / "none.db")]) == 1
 
 
+def test_flags_of_settings_may_have_their_value_after_a_space(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_three(tmp_path)
+    database, archive = str(tmp_path / "sessions.db"), tmp_path / "copy.tar"
+    config = tmp_path / "config.toml"
+    config.write_text(f"state-db = {database!r}\n")
+    assert main(["check", "--state-db", database]) == main(["check", "--config", str(config)]) == 0
+    assert main(["backup", "--state-db", database, "--access-log", str(archive)]) == 0 and archive.is_file()
+    assert main(["backup", "--access-log", "no", "--retain-tokens", "-1", "--", str(archive)]) == 1
+    capsys.readouterr()
+    for arguments in (["--state-db"], ["--state-db", "--config", str(config)]):
+        assert main(["check", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert "--state-db: expected one argument; see" in error and error.endswith(" check --help\n")
+    assert main(["check", database, "more"]) == 2 and "unexpected argument 'more'" in capsys.readouterr().err
+
+
 def test_only_a_database_of_the_service_is_backed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, refusal in (("none.db", "there is no database"), ("other.db", "is no session database")):
         if name == "other.db":

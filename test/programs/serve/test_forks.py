@@ -39,6 +39,11 @@ if __name__ == "__main__":
     process.start()
     process.join()
 """
+SIGINT_IS_IGNORED = """
+import signal, sys
+is_blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+sys.exit(signal.getsignal(signal.SIGINT) != signal.SIG_IGN or is_blocked)
+"""
 SLOW = """
 with open({gate!r}) as gate:
     gate.read()
@@ -68,6 +73,22 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "slow.py").write_text(SLOW.format(gate=str(path)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     return path
+
+
+def test_a_server_that_starts_ignores_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+    """The terminal sends it to the whole group; the supervisor ends the others in order."""
+    context = ForkedContext()
+    server: Any = context._server
+    server.ensure_running()
+    try:
+        os.kill(server._forkserver_pid, signal.SIGINT)
+        process = context.Process(target=exec, args=(SIGINT_IS_IGNORED,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0 and not capfd.readouterr().err
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        context.end()
 
 
 def test_forks_share_what_was_imported_wherever_the_command_was_started(tmp_path: Path) -> None:
