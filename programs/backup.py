@@ -68,7 +68,8 @@ def backup(settings: Settings, archive: Path) -> str:
     _sync(archive.absolute().parent)
     store = settings.engine.pool.checkpoint_store
     warning = f"; states are in {store.partition('?')[0]} too: copy that store as well" if store else ""
-    others = {text: sum(name.startswith(endings) for _, name in companions) for endings, text in _CONTENTS.items()}
+    held_files = [name for source, name in companions if source.suffix != ".db"]  # a database is no user's file
+    others = {text: sum(name.startswith(endings) for name in held_files) for endings, text in _CONTENTS.items()}
     held = ", ".join(f"{text}: {number}" for text, number in {"sessions": count, **others}.items())
     return f"{held}; {archive.stat().st_size >> 10} kB in {archive}{warning}"
 

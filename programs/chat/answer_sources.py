@@ -20,6 +20,7 @@ from routes.route import response_or_error
 _DATA, _DONE = b"data: ", b"[DONE]"
 _MODELS_PATH = "/v1/models"
 _READ_TIMEOUT_S = 60.0
+_UNAUTHORIZED = 401
 
 
 class AnswerSource(Protocol):
@@ -66,7 +67,8 @@ class RemoteAnswers:
         try:
             async with self._session.post(self._url, json=body) as answer:
                 if answer.status != 200:
-                    raise ConsoleError(_reason(await answer.read(), answer.status))
+                    remedy = "; give the right --password" if answer.status == _UNAUTHORIZED else ""
+                    raise ConsoleError(_reason(await answer.read(), answer.status) + remedy)
                 buffer = b""
                 async for piece in answer.content.iter_any():
                     *events, buffer = (buffer + piece).split(b"\n\n")
@@ -128,7 +130,7 @@ def pieces_of(event: bytes) -> list[Piece]:
     try:
         value = json.loads(event[len(_DATA) :])
         if "error" in value:
-            raise ConsoleError(str(value["error"]))
+            raise ConsoleError(_message(value["error"]))
         if usage := value.get("usage"):
             return [Piece("", usage["prompt_tokens"], usage["completion_tokens"])]
         return [Piece(str(text)) for choice in value["choices"] if (text := choice["delta"].get("content", ""))]
@@ -136,8 +138,13 @@ def pieces_of(event: bytes) -> list[Piece]:
         raise ConsoleError("the server is not an rwkv-batch service; check --url") from None
 
 
+def _message(error: object) -> str:
+    """Returns the text of an error. OpenAI's routes put it into an object."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
 def _reason(body: bytes, status: int) -> str:
     try:
-        return str(json.loads(body)["error"])
+        return _message(json.loads(body)["error"])
     except (ValueError, RecursionError, KeyError, TypeError):
         return f"status {status}"

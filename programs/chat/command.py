@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
             if given.url
             else LocalAnswers(LocalEngine(with_default_model(settings)))
         )
-        asyncio.run(_chat(console, answers, given.history))
+        is_well = asyncio.run(_chat(console, answers, given.history))
     except SettingsError as error:
         sys.stderr.write(f"error: {error}\n")
         return BAD_FLAG
@@ -52,34 +52,36 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:  # while loading the model or reading a pipe
         sys.stderr.write("\n")
         return INTERRUPTED
-    return OK
+    return OK if is_well or sys.stdin.isatty() else CANNOT_RUN
 
 
-async def _chat(console: Console, answers: AnswerSource, history: str) -> None:
-    """Runs the command. Raises RunError or ConsoleError without a backend."""
+async def _chat(console: Console, answers: AnswerSource, history: str) -> bool:
+    """Runs the command. Returns whether no line failed. Raises RunError or ConsoleError without a backend."""
     await answers.open()
     try:
         console.models = await answers.models()
         words = {**dict.fromkeys(NAMES, ()), "/set": SETTABLE, "/model": console.models}
-        await chat_loop(console, answers, *open_terminal(history, words))
+        return await chat_loop(console, answers, *open_terminal(history, words))
     finally:
         await answers.close()
 
 
-async def chat_loop(console: Console, answers: AnswerSource, read_line: ReadLine, output: Output) -> None:
-    """Runs the conversation until the user leaves."""
+async def chat_loop(console: Console, answers: AnswerSource, read_line: ReadLine, output: Output) -> bool:
+    """Runs the conversation until the user leaves. Returns whether no line failed."""
+    is_well = True
     while not console.is_done:
         try:
             line = (await read_line()).strip()
         except KeyboardInterrupt:
             continue
         except EOFError:
-            return
-        await _handle_line(console, answers, line, output)
+            break
+        is_well &= await _handle_line(console, answers, line, output)
+    return is_well
 
 
-async def _handle_line(console: Console, answers: AnswerSource, line: str, output: Output) -> None:
-    """Handles one line: a command or a message."""
+async def _handle_line(console: Console, answers: AnswerSource, line: str, output: Output) -> bool:
+    """Handles one line: a command or a message. Returns whether it succeeded."""
     try:
         if line.startswith("/"):
             said = console.handle_command(line)
@@ -88,7 +90,10 @@ async def _handle_line(console: Console, answers: AnswerSource, line: str, outpu
             await _answer(console, answers, line, output)
     except ConsoleError as error:
         sys.stdout.write(f"error: {printable(str(error))}\n")
-    sys.stdout.flush()
+        return False
+    finally:
+        sys.stdout.flush()
+    return True
 
 
 async def _answer(console: Console, answers: AnswerSource, line: str, output: Output) -> None:

@@ -66,7 +66,8 @@ def test_a_backup_of_a_running_service_is_restored(tmp_path: Path, capsys: pytes
     driver = reopen(old)  # a service has the database open
     archive = tmp_path / "backup.tar"
     assert main(["backup", str(archive), "--state-db", str(old / "sessions.db")]) == 0
-    assert capsys.readouterr().out.startswith("sessions: 3, files of states and adapters: 2, files of uploads, batches")
+    counts = "sessions: 3, files of states and adapters: 2, files of uploads, batches, tunings and translations: 1; "
+    assert capsys.readouterr().out.startswith(counts)
     assert archive.stat().st_mode & 0o777 == 0o600
     driver.turn("a", [9])
     driver.pool.close()

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -150,6 +152,29 @@ def test_an_answer_of_another_server_is_reported() -> None:
             pieces_of(event)
 
 
+def test_an_error_is_text_and_a_wrong_password_has_a_remedy() -> None:
+    for error in (b'"x"', b'{"message": "x", "code": null}'):
+        with pytest.raises(ConsoleError, match=r"^x$"):
+            pieces_of(b'data: {"error": ' + error + b"}")
+
+    async def refuse(_request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "Unauthorized: x"}}, status=401)
+
+    async def ask() -> None:
+        service = web.Application()
+        service.router.add_post("/{path:.*}", refuse)
+        async with TestServer(service) as server:
+            answers = RemoteAnswers(str(server.make_url("")), "wrong")
+            await answers.open()
+            try:
+                await anext(answers.stream({}))
+            finally:
+                await answers.close()
+
+    with pytest.raises(ConsoleError, match=r"^Unauthorized: x; give the right --password$"):
+        asyncio.run(ask())
+
+
 def chat(service: Service, *flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", service.url, "--set", "max_tokens", "2", *flags]
     return subprocess.Popen(command, cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True)
@@ -175,7 +200,7 @@ def test_a_conversation_through_a_pipe(fake: Service, tmp_path: Path) -> None:
     assert process.stdin is not None
     process.stdin.reconfigure(errors="surrogateescape")  # type: ignore[attr-defined]  # the first line is no UTF-8
     output, errors = process.communicate("\n".join(lines) + "\n", timeout=START_TIMEOUT_S)
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, errors) == (1, ""), "two lines failed"
     reported = output.splitlines()[3:]
     assert reported[:3] == ["HiHi", "1 turn removed", "HoHo"]
     assert "temperature" in reported[3] and any("broken on demand" in line for line in reported[4:6])
@@ -200,6 +225,7 @@ def test_an_answer_can_be_interrupted_and_the_conversation_continues(fake: Servi
 def test_an_unreachable_service_is_reported(fake: Service) -> None:
     command = [sys.executable, str(ROOT / "app.py"), "chat", "--url", "127.0.0.1:1"]
     ran = subprocess.run(command, cwd=ROOT, input="Hi\n", capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert ran.returncode == 1, "a script must notice"
     assert "no answer from http://127.0.0.1:1/" in ran.stdout and "check --url" in ran.stdout
     wrong = subprocess.run([*command, "--nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=START_TIMEOUT_S)
     assert wrong.returncode == 2 and "--nonsense" in wrong.stderr
