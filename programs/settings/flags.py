@@ -309,7 +309,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag(
             "max_prefill_tokens_with_decode",
             _COUNT,
-            "maximum prompt tokens per step while rows decode; 0: by device",
+            "maximum prompt tokens per step while more rows decode than wait for a first token; 0: by device",
             alias="prefill_tokens_beside",
         ),
         Flag(

@@ -62,8 +62,10 @@ class Connection:
         """Return whether the client is connected. One that has shut down its sending side counts as gone."""
         poll = select.poll()
         poll.register(self.descriptor, select.POLLRDHUP)
-        if any(events & _HAS_LEFT for _, events in poll.poll(0)):
-            return False
+        return not any(events & _HAS_LEFT for _, events in poll.poll(0)) and self.has_descriptor()
+
+    def has_descriptor(self) -> bool:
+        """Return whether the service has not closed the connection."""
         try:
             return os.fstat(self.descriptor).st_ino == self.inode
         except OSError:  # it was closed just now

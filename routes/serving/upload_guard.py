@@ -84,8 +84,9 @@ class BrokenForms(logging.Filter):
         if failure is None:
             return True
         path, reason = failure.groups()
-        waiting = [one for one in known_connections() if one.is_open() and one.received_bytes() > one.handled_bytes]
-        if len(waiting) == 1:
+        there = [one for one in known_connections() if one.has_descriptor()]  # also a client that has left meanwhile
+        waiting = [one for one in there if one.received_bytes() > one.handled_bytes]
+        if len(waiting) == 1 and waiting[0].is_open():
             message = f"the body is not a form (multipart/form-data) as its headers say: {reason}; check its boundary"
             error = ErrorInfo(kind=ErrorKind.NOT_JSON, message=message)
             info = error if waiting[0].is_trusted else unauthorized(None).info

@@ -166,8 +166,9 @@ def document_object(batch: Batch, notes: Iterable[str] = ()) -> dict[str, Any]:
     }
 
 
-def _lines(found: DocumentRequests, glossary: Glossary) -> bytes:
+def _lines(found: DocumentRequests, glossary_terms: Mapping[str, str]) -> bytes:
     """Return the lines of a document's batch. Each has the terms of its text only."""
+    glossary = Glossary(glossary_terms)
 
     def line(key: str, body: dict[str, Any]) -> bytes:
         terms = glossary.terms_in(body["text_list"][0])
@@ -204,7 +205,7 @@ async def _read(
         raise invalid("file", f"{name} {error}", name) from None
     if not found.num_units:
         raise invalid("file", f"{name} has no text to translate", name)
-    return found, await asyncio.to_thread(_lines, found, Glossary(terms))
+    return found, await asyncio.to_thread(_lines, found, terms)
 
 
 @contextlib.asynccontextmanager

@@ -73,7 +73,7 @@ GlossaryTerms = Annotated[dict[_Term, _TranslatedTerm], Field(max_length=10_000)
 def _decoded(given: Any) -> Any:
     try:
         return msgspec.json.decode(given) if isinstance(given, str) else given
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return given
 
 

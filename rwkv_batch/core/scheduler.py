@@ -167,12 +167,13 @@ class Scheduler:
     def _prefill_budget(self, num_decoding: int) -> int:
         """Return the prompt tokens of a step with `num_decoding` decode rows.
 
-        In a burst more rows wait for their first token than decode. Then short steps would delay more rows than long
-        ones. With micro-batches, a long step would delay those on other devices.
+        In a burst, more rows than decode wait for their first token, and no batch row reads. Then short steps would
+        delay more rows than long ones. With micro-batches, a long step would delay those on other devices.
         """
         limits = self.limits
-        num_waiting = sum(not sequence.job.is_batch for sequence in self._reading) if limits.groups == 1 else 0
-        is_short = num_decoding and num_waiting <= num_decoding
+        num_waiting = sum(map(awaits_first_token, self._reading))
+        can_be_long = limits.groups == 1 and not any(sequence.job.is_batch for sequence in self._reading)
+        is_short = num_decoding and not (can_be_long and num_waiting > num_decoding)
         return limits.max_prefill_tokens_with_decode if is_short else limits.prefill_tokens_per_step
 
     def _is_prefill_due(self, num_decoding: int) -> bool:

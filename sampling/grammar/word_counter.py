@@ -27,6 +27,8 @@ class WordCounter:
         self._text, self._at = "", 0
         self._needed = [count for _, count in text.words]
         """How often each word is needed after `_at`."""
+        self._has_rejected = False
+        """Whether the last search met a match inside a word. It may hide a later one."""
         self.missing = [*self._needed]
         """How often each word is missing. More text may change it: "cat" becomes "catalogue"."""
 
@@ -43,11 +45,12 @@ class WordCounter:
         """Read the next bytes."""
         text = self._decoder.decode(data)
         self._text += text
-        if self.missing == self._needed and self._find_last(text) is None:
+        if self.missing == self._needed and not self._has_rejected and self._find_last(text) is None:
             return  # no word ends here, and none at the end of the text before
-        self.missing = [*self._needed]
+        self.missing, self._has_rejected = [*self._needed], False
         for found in self._find.finditer(self._text, self._at):
             if _is_inside_word(self._text, found.start()) or _is_inside_word(self._text, found.end()):
+                self._has_rejected = True
                 continue
             is_final = found.start() + self._longest < len(self._text)
             if is_final:

@@ -157,6 +157,18 @@ def test_a_broken_form_is_refused_while_another_is_sent(service: Service) -> Non
             other.recv(1)
 
 
+def test_the_broken_form_of_a_client_that_left_harms_no_other(service: Service) -> None:
+    with service.connect() as other, service.connect() as culprit:
+        other.sendall(b"POST /openai/v1/files HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n1")
+        head = f"POST /openai/v1/files HTTP/1.1\r\nHost: h\r\nContent-Type: {FORM['Content-Type']}\r\n"
+        culprit.sendall(f"{head}Content-Length: {len(PART)}\r\n\r\n".encode() + PART)
+        culprit.shutdown(socket.SHUT_WR)
+        read_all(culprit)
+        other.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            other.recv(1)
+
+
 def test_empty_and_compressed_bodies_have_clear_errors(service: Service) -> None:
     for empty in (b"", b" \n"):
         answer = service.post(CHAT, content=empty)

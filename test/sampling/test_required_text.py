@@ -221,6 +221,14 @@ def test_a_contained_word_is_needed_for_itself() -> None:
     assert not written(both, "状态池的状态", "").was_completed
 
 
+def test_a_rejected_word_hides_no_later_one() -> None:
+    both = RequiredText(words=((("IT部门",), 1), (("部门经理",), 1)), ends=("\n",))
+    matcher = RequiredTextMatcher(texts(), both, 1000)
+    for byte in "BIT部门经理今天没有来，请稍后再打。".encode():
+        matcher.advance(texts().index.id_of[bytes((byte,))])
+    assert matcher._words is not None and matcher._words.missing == [1, 0]
+
+
 def test_hostile_markers_take_bounded_time_and_memory() -> None:
     many = [f"{{{'x' * 30}{number}}}" for number in range(64)]
     one = required(" ".join(["word", *many]))
