@@ -11,7 +11,7 @@ from playwright.sync_api import Page, Route, expect
 
 from test.routes.web.conftest import DESK, PHONE, WAIT_MS, Opener, at_width
 from test.routes.web.test_accessibility import answer_at_once
-from test.serving import Service
+from test.serving import Service, wait_for
 from test.translation.documents import epub
 
 pytestmark = pytest.mark.browser
@@ -198,7 +198,8 @@ def test_files_are_translated_and_keep_their_format(
     page.route(re.compile(r"/documents/doc_\w+$"), add_doubt)
     page.set_input_files("#translate-file", [book, broken])
     leaves = "dispatchEvent(new Event('beforeunload', { cancelable: true }))"
-    page.wait_for_function(f"!{leaves}")  # the browser asks, because the files are not sent
+    # the browser asks, because the files are not sent; `wait_for_function` needs eval, which the page's policy forbids
+    wait_for(lambda: not page.evaluate(leaves), 10, "the browser asks")
     page.click("#translate-start")
     book_button = chips.filter(has_text="book.epub").get_by_role("button", name="Download")
     expect(book_button).to_be_visible()
