@@ -166,9 +166,9 @@ def document_object(batch: Batch, notes: Iterable[str] = ()) -> dict[str, Any]:
     }
 
 
-def _lines(found: DocumentRequests, glossary_terms: Mapping[str, str]) -> bytes:
+def _lines(found: DocumentRequests, all_terms: Mapping[str, str]) -> bytes:
     """Return the lines of a document's batch. Each has the terms of its text only."""
-    glossary = Glossary(glossary_terms)
+    glossary = Glossary(all_terms)
 
     def line(key: str, body: dict[str, Any]) -> bytes:
         terms = glossary.terms_in(body["text_list"][0])
@@ -192,9 +192,8 @@ async def _read(
     context: Context, content: bytes, name: str, fields: DocumentFields, terms: Mapping[str, str]
 ) -> tuple[DocumentRequests, bytes]:
     """Read a file: its requests, and the lines of its batch. Raises ServiceError."""
-    more = fields.model_dump(
-        mode="json", include={"target_lang", "glossary_id", "glossary_mode", "memory"}, exclude_defaults=True
-    )
+    named = {"target_lang", "glossary_id", "glossary_mode", "memory"}
+    more = fields.model_dump(mode="json", include=named, exclude_defaults=True)
     try:
         check_name(name)
         async with _sandbox(context):
