@@ -164,7 +164,7 @@ class CommandParser(argparse.ArgumentParser):
 
         A switch takes the argument after it only if that is a word such as yes or off.
         """
-        own, settings, left = [], [], deque(arguments)
+        own, settings, left = list[str](), list[str](), deque(arguments)
         flags = set(settings_options()) - set(self._option_string_actions)
         while left:
             argument = left.popleft()

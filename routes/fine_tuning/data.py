@@ -38,6 +38,8 @@ MAX_TOKENS = 4096
 MIN_DIFFERENT = 20
 """Fewer different lines are worth a warning."""
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+_PLACE = re.compile(r" at line \d+ column (\d+)$")
+"""Where the JSON parser sees an error. Its line is not the file's."""
 _UTF8_MARK = b"\xef\xbb\xbf"
 _PROMPT, _COMPLETION = "prompt", "completion"
 _Texts = str | Annotated[list[str], Field(min_length=1, max_length=1024)]
@@ -184,11 +186,12 @@ def _json_rows(content: bytes, max_tokens: int) -> Iterator[tuple[int, _Row]]:
             yield number, _LineError("", f"is beyond the limit of {MAX_LINES} lines; split the file")
             return
         try:
-            yield number, validate(DataLine, parse_json(line, max_tokens))
+            yield number, validate(DataLine, parse_json(line.rstrip(), max_tokens))
         except ServiceError as error:
             name = error.info.field or ""
-            reason = error.info.message.removeprefix(f"{name}: ").replace("the body", "the line")
-            yield number, _LineError(name, reason)
+            reason = error.info.message.removeprefix(f"{name}: ")
+            reason = _PLACE.sub(r" at its character \1", reason.replace("the body", "the line"))
+            yield number, _LineError("" if name == "body" else name, reason)
 
 
 def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
@@ -259,7 +262,7 @@ def _segments(row: _Row) -> list[_Segment]:
         raise _LineError(_COMPLETION, f"has {len(answers)} texts, prompt has {len(asked)}; give one for each")
     for name, texts in ((_PROMPT, asked), (_COMPLETION, answers)):
         if not all(texts):
-            raise _LineError(name, "must not be empty")
+            raise _LineError(name, "must not be empty" if name in row.model_fields_set else "is missing")
     return [(one, other, 1) for one, other in zip(asked, answers, strict=True)]
 
 

@@ -99,13 +99,15 @@ def test_too_little_memory_and_wrong_flags_are_refused(
 
 
 BAD = {
-    "not json": "the line is not JSON",
-    "[]": "must be a JSON object",
+    "not json": "3: the line is not JSON: expected ident at its character 2",
+    '{"prompt": "a"': "3: the line is not JSON: EOF while parsing an object at its character 14",
+    "[]": "3: the line must be a JSON object",
     '{"messages": []}': "messages: give `messages`, or `prompt` and `completion`",
     '{"messages": [{"role": "user", "content": "a"}]}': "the last message must be the assistant's",
     '{"messages": [{"role": "robot", "content": "a"}]}': "messages[0].role: must be 'system'",
     json.dumps(chat("a", "")): "messages[1].content: must not be empty",
-    '{"prompt": "a"}': "completion: must not be empty",
+    '{"prompt": "a"}': "completion: is missing",
+    '{"prompt": "a", "completion": ""}': "completion: must not be empty",
     '{"prompt": ["a", "b"], "completion": ["c"]}': "completion: has 1 texts, prompt has 2",
     '{"prompt": 1, "completion": "b"}': "prompt",
     json.dumps(chat("a", "word " * 200)): "tokens, the limit is 100",
