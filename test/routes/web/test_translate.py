@@ -175,7 +175,8 @@ def test_files_are_translated_and_keep_their_format(
     for name, (content, _) in given.items():
         (tmp_path / name).write_text(content, "utf-8")
     page.set_input_files("#translate-file", [tmp_path / name for name in given])
-    expect(page.locator("#translate-start")).to_have_text(f"Translate {len(given)} files into 简体中文")
+    noun = "file" if len(given) == 1 else "files"
+    expect(page.locator("#translate-start")).to_have_text(f"Translate {len(given)} {noun} into 简体中文")
     page.click("#translate-start")
     for name, (_, translation) in given.items():
         file = tmp_path / name
