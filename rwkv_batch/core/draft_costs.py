@@ -1,4 +1,4 @@
-"""What drafts cost and gain, in tokens: those that a step yields without drafts in the same time."""
+"""Cost and gain of drafts, in tokens that a step without drafts yields in the same time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_WEIGHT = 4.0
 
 
 def smoothed(before: float, new: float) -> float:
-    """Return the average with a new time, which counts as twice the average at most. before: 0: there is none"""
+    """Return the average with a new time, which counts as twice the average at most. `before` is 0 if there is none."""
     if not before:
         return new
     return before + (min(new, 2 * before) - before) * (SMOOTHING if new > before else FALLING)

@@ -88,19 +88,6 @@ def test_a_burst_of_batch_rows_does_not_delay_decoding_rows() -> None:
     assert sum(row.num_tokens for row in plan.schedule() if not row.uses_device_token) == 16
 
 
-def test_rows_that_answer_are_no_burst() -> None:
-    """A row whose grammar gives several tokens reads them like a prompt."""
-    plan, _ = scheduler(req_slots=64, budget=64, chunk=64, decode_budget=16)
-    chat, chat_rows = job(4, prompt_tokens=20, client="chat")
-    plan.add(chat, chat_rows)
-    for _ in range(3):
-        read(plan.schedule())
-    for row in chat_rows[:3]:
-        row.token_ids += range(30)
-        row.uncounted_ids = [*range(30)]
-    assert sum(row.num_tokens for row in plan.schedule() if not row.uses_device_token) <= 16
-
-
 def test_a_burst_beside_batch_prompts_is_read_in_short_steps() -> None:
     plan, _ = scheduler(req_slots=64, budget=64, chunk=64, decode_budget=16)
     plan.add(*job(2, prompt_tokens=20, client="early"))

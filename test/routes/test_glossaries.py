@@ -9,9 +9,11 @@ import deepl
 import httpx
 import pytest
 from deepl.api_data import MultilingualGlossaryDictionaryEntries
+from pydantic import TypeAdapter, ValidationError
 
 from routes.file_store import Store, StoreFullError
 from routes.translation import stored
+from routes.translation.languages import GlossaryText
 from test.routes.conftest import ANNA, BERT, request
 from test.serving import Service
 
@@ -159,3 +161,8 @@ def test_a_key_cannot_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StoreFullError, match="in all versions"):
         stored.change_glossary(store, "anna", "0", lambda last: last)
     add("bert")
+
+
+def test_a_deep_glossary_in_a_form_is_a_wrong_value() -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter[dict[str, str]](GlossaryText).validate_python('{"a":' * 5000 + "1" + "}" * 5000)
