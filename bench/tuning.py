@@ -5,14 +5,16 @@
     python -m bench.tuning --size 7.2b --layers 8 --against-fla      # the same layers of flash-linear-attention beside
 
 A step is 16 rows of 2,048 tokens whose every token counts in the loss: forward, backward, clipping and AdamW. Memory is
-the allocator's peak; `--memory-gib` is also its hard limit. A token costs 4 FLOP per weight (forward, and gradients of
+the allocator's peak; `--memory-gb` is also its hard limit. A token costs 4 FLOP per weight (forward, and gradients of
 activations), 6 in layers that are computed again, plus the pairs of a LoRA; `bound_tokens_s` is that at 790 TFLOP/s.
 Between the products, a layer's kernels move about 700 bytes per channel and token. Weights and tokens are random, so
 the loss means nothing.
 
 `--profile` prints the GPU's time by kernel. `--against-fla` runs fla's RWKV-7 blocks, their weights frozen, over the
-same tokens: forward with a loss on the last layer's output, and the gradient of the first one's input. It takes three
-configurations of each of fla's kernels, because tuning all of them takes many minutes.
+same tokens: forward with a loss on the last layer's output, and the gradient of the first one's input. Each of fla's
+kernels has the best of `--configs` configurations, spread evenly over those of at most 8 warps and 3 stages, because
+compiling all of them takes many minutes. `--warm-up N` compiles the N-th ones only, and our kernels if N is 0: several
+such processes at once fill Triton's cache.
 
 Prints one JSON line per figure; the last line has all.
 """
@@ -56,7 +58,7 @@ def random_tuning(args: argparse.Namespace, rows: int) -> Tuning:
     documents = [Document(one, [1.0] * len(one)) for one in ids]
     options = TuneOptions(args.method, args.rank, 100, rows * args.time)
     place = _Capped(GPU, torch.bfloat16)
-    _Capped.limit = int(args.memory_gib * 2**30)
+    _Capped.limit = int(args.memory_gb * 1e9)
     weights = random_file(args.size, GPU, layers=args.layers)
     tuning = prepare(weights, documents, [], options, place, None)
     weights.tensors.clear()
@@ -80,9 +82,9 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Return figures of a training step."""
     tuning = random_tuning(args, args.rows)
     batch, trainer = tuning.first_batch(), tuning.trainer
-    if args.memory_gib:
+    if args.memory_gb:
         total = torch.cuda.get_device_properties(GPU).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gib * 2**30 / total), GPU)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total), GPU)
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     trainer.backward(batch)
@@ -136,7 +138,7 @@ def fla_seconds(args: argparse.Namespace, rows: int) -> float:
         hidden_size=width, num_hidden_layers=layers, head_dim=64, decay_low_rank_dim=w, a_low_rank_dim=a,
         v_low_rank_dim=v, gate_low_rank_dim=g,
     )  # fmt: skip
-    _few_configurations()
+    _few_configurations(args.configs, args.warm_up)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(GPU):
         blocks = torch.nn.ModuleList([RWKV7Block(config, i) for i in range(layers)])
@@ -156,11 +158,18 @@ def fla_seconds(args: argparse.Namespace, rows: int) -> float:
     return step_seconds(step, args.steps)
 
 
-def _few_configurations() -> None:
-    """Leave three configurations to each of fla's autotuned kernels."""
+def _few_configurations(count: int, only: int | None) -> None:
+    """Leave `count` configurations to each of fla's autotuned kernels, or the one with number `only`."""
     import sys
+    from functools import partial
 
     from triton.runtime.autotuner import Autotuner
+    from triton.testing import do_bench
+
+    def chosen(configs: list[Any]) -> list[Any]:
+        usual = [one for one in configs if one.num_warps <= 8 and one.num_stages <= 3] or configs
+        spread = [usual[n * len(usual) // count] for n in range(min(count, len(usual)))]
+        return spread if only is None else spread[only % len(spread) :][:1]
 
     for module in [one for name, one in sys.modules.items() if name.startswith("fla.")]:
         for kernel in vars(module).values():
@@ -168,7 +177,8 @@ def _few_configurations() -> None:
             while inner is not None and not isinstance(inner, Autotuner):
                 inner = getattr(inner, "fn", None) if type(inner).__module__.startswith("triton") else None
             if inner is not None:
-                inner.configs = inner.configs[:: max(1, len(inner.configs) // 3)][:3]
+                inner.configs = chosen(inner.configs)
+                inner.do_bench = partial(do_bench, warmup=5, rep=20)
 
 
 def own_seconds(args: argparse.Namespace, rows: int) -> float:
@@ -191,7 +201,7 @@ def against_fla(args: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     found["fla_tokens_s"] = round(tokens / fla_seconds(args, args.piece))
     found["ratio"] = round(found["own_tokens_s"] / found["fla_tokens_s"], 2)
-    return found
+    return found | {"fla_configurations": args.configs}
 
 
 def main() -> None:
@@ -203,11 +213,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--time", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--memory-gib", type=float, default=40.0)
+    parser.add_argument("--memory-gb", type=float, default=40.0)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--against-fla", action="store_true")
     parser.add_argument("--piece", type=int, default=2, help="rows of --against-fla")
+    parser.add_argument("--configs", type=int, default=8, help="of each of fla's kernels")
+    parser.add_argument(
+        "--warm-up", type=int, help="only compile the kernels of --against-fla, with this configuration"
+    )
     args = parser.parse_args()
+    if args.warm_up is not None:
+        args.layers, args.steps = 2, 1
+        if args.warm_up == 0:
+            own_seconds(args, args.piece)
+        print(f"compiled: {fla_seconds(args, args.piece):.3f} s a step")
+        return
     figures = against_fla(args) if args.against_fla else speed(args)
     finish({"commit": commit(args.commit), "gpu": torch.cuda.get_device_name(), **figures}, args.out)
 

@@ -115,9 +115,9 @@ class _Command:
         )  # fmt: skip
         checkpoint = given.output.with_name(f"{given.output.name}.checkpoint")
         given.output.parent.mkdir(parents=True, exist_ok=True)
-        tuning = prepare(weights, documents, held_out, options, place, None if given.dry_run else checkpoint)
-        if given.background:
-            tuning.trainer.model.pacer = Pacer(paced_path(given.output), place.device)
+        is_paced = given.background and place.device.type == "cuda"
+        pacer = Pacer(paced_path(given.output), place.device) if is_paced else None
+        tuning = prepare(weights, documents, held_out, options, place, None if given.dry_run else checkpoint, pacer)
         figures = {
             "lines": len(documents), "held_out_lines": len(held_out), "steps": tuning.steps, "epochs": tuning.epochs,
             "batch_lines": -(-len(documents) // max(1, tuning.batches_per_epoch)),

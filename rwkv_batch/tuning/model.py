@@ -94,7 +94,7 @@ class TrainingModel:
         """[V]: each id's row of the head; None: the id itself"""
         self.plan = MemoryPlan()
         self.pacer: Pacer | None = None
-        """for the kernels of a GPU, whose layers are the pieces"""
+        """of a GPU that others use too"""
 
     @property
     def device(self) -> torch.device:
@@ -124,7 +124,8 @@ class TrainingModel:
         """
         if self.row_of_id is not None:
             targets = self.row_of_id[targets]
-        loss: Tensor = _HeadLoss.apply(hidden, self.weights["head.weight"], self.head_bias, targets, weights)
+        head = self.weights["head.weight"]
+        loss: Tensor = _HeadLoss.apply(hidden, head, self.head_bias, targets, weights, self.pacer)
         return loss
 
     @torch.no_grad()
@@ -137,6 +138,8 @@ class TrainingModel:
             targets = self.row_of_id[targets]
         found, head = [], self.weights["head.weight"]
         for h, t in zip(hidden.split(_loss_rows(head)), targets.split(_loss_rows(head)), strict=True):
+            if self.pacer is not None:
+                self.pacer.wait("scores", len(h))
             logits = _logits(h, head, None)
             is_best = logits.argmax(-1) == t
             if self.head_bias is not None:
@@ -257,14 +260,17 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor,
+        pacer: Pacer | None,
+    ) -> Tensor:  # fmt: skip
         weights = weights / weights.sum().clamp_min(1e-9)
         hidden_grad = torch.empty_like(hidden)
         head_grad = torch.zeros_like(head) if head.requires_grad else None
         loss = hidden.new_zeros(())
         for start in range(0, len(hidden), _loss_rows(head)):
             rows = slice(start, start + _loss_rows(head))
+            if pacer is not None:
+                pacer.wait("loss" if start else "last layer", 0)
             logs = F.log_softmax(_logits(hidden[rows], head, bias), -1)
             of_targets = logs.gather(1, targets[rows, None])[:, 0]
             loss -= ((of_targets if bias is None else of_targets - bias[targets[rows]]) * weights[rows]).sum()
@@ -280,7 +286,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, head_grad = ctx.saved_tensors
-        return hidden_grad * grads[0], None if head_grad is None else head_grad * grads[0], None, None, None
+        return hidden_grad * grads[0], None if head_grad is None else head_grad * grads[0], None, None, None, None
 
 
 def load_model(

@@ -22,13 +22,14 @@ from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import Weights, expected_shapes, open_weights
 from rwkv_batch.tuning import Document
 from rwkv_batch.tuning.model import FUSED_BYTES, MemoryPlan, TrainingModel, activation_bytes, load_model
+from rwkv_batch.tuning.pacing import Pacer
 from rwkv_batch.tuning.trainer import BOTH, FULL, LORA, STATE, TuneOptions, Tuning, batch_shape
 
 _ADAM_COPIES = 5
 """Tuned numbers in memory, fp32 each: themselves, their gradients, two moments, and the best ones so far."""
 _HEAD_ROWS = 256
 _PIECES = (8192, 4096)
-"""Tokens that a GPU trains on at once: the larger if their layers fit without being computed again."""
+"""Tokens that a GPU trains on at once: the larger if no layer is computed again for it, and the run is not paced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,9 @@ def open_model(path: str, adapters: Sequence[str]) -> Weights:
 
 
 def plan_memory(
-    weights: Weights, options: TuneOptions, place: Place, rows: int, row_tokens: int, free: int | None
-) -> MemoryPlan:
+    weights: Weights, options: TuneOptions, place: Place, rows: int, row_tokens: int, free: int | None,
+    is_paced: bool = False,
+) -> MemoryPlan:  # fmt: skip
     """Return the fastest plan that fits into `free` bytes, or the smallest one. None: as much as is needed."""
     shape = weights.shape
     numbers = sum(math.prod(size) for size in expected_shapes(shape).values())
@@ -96,7 +98,7 @@ def plan_memory(
         return MemoryPlan(keeping) if is_small else MemoryPlan(recomputing, 0, shape.layers)
     kept, again, passing = (shape.width * number for number in FUSED_BYTES[LORA in options.method])
     smallest = None
-    for tokens in _PIECES:
+    for tokens in _PIECES[is_paced:]:
         piece_rows = min(rows, max(1, tokens // row_tokens))
         count = piece_rows * row_tokens
         for layers in range(shape.layers + 1):
@@ -132,6 +134,7 @@ def prepare(
     options: TuneOptions,
     place: Place,
     checkpoint: Path | None,
+    pacer: Pacer | None = None,
 ) -> Tuning:
     """Load the model and the checkpoint, if there is one. Raises StartupError, also if memory is too small."""
     largest = max(max(one.ids) for one in [*documents, *held_out])
@@ -139,14 +142,14 @@ def prepare(
         raise StartupError(f"the data has token {largest}, the model has {weights.shape.vocab}; use another model")
     rows, row_tokens = batch_shape(documents, held_out, options, place.device)
     free = place.free_bytes
-    plan = plan_memory(weights, options, place, rows, row_tokens, free)
+    plan = plan_memory(weights, options, place, rows, row_tokens, free, pacer is not None)
     if free is not None and plan.needed_bytes > free:
         raise StartupError(
             f"the tuning needs about {plan.needed_bytes / 2**30:.1f} GiB on {place.device}, {free / 2**30:.1f} GiB are "
             "free; lower --batch-tokens, shorten the lines, or use a smaller model"
         )
     model = load_model(weights, place.device, place.dtype, options.method == FULL, _model_kind(place, options))
-    model.plan = plan
+    model.plan, model.pacer = plan, pacer
     digest = hashlib.blake2b(digest_size=16)
     for one in [*documents, *held_out]:
         digest.update(f"{[*one.ids]}{[*one.weights]};".encode())

@@ -118,7 +118,7 @@ class Trainer:
         A token is right if greedy sampling would choose it.
         """
         losses, right, total = 0.0, 0.0, 0.0
-        for batch in batches:
+        for batch in (piece for one in batches for piece in one.pieces(self.model.plan.piece_rows)):
 
             def scored(hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[float, float, float]:
                 loss, is_right = self.model.scores(hidden, targets)

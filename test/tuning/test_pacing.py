@@ -11,35 +11,43 @@ import torch
 from rwkv_batch.tuning.pacing import SHARE, Pacer, PieceEnd
 
 
-def test_a_piece_is_followed_by_three_times_its_duration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_begins_when_the_one_before_has_had_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, now = tmp_path / "result.paced", [100.0]
     slept: list[float] = []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "sleep", slept.append)
     pacer = Pacer(path, torch.device("cpu"))
 
-    def piece(seconds: float) -> None:
+    def piece(seconds: float, name: str = "core", tokens: int = 64) -> None:
         now[0] += seconds
-        pacer.wait()
+        pacer.wait(name, tokens)
 
     piece(0.5)
     path.touch()
     piece(0.5)  # its start is not known
     piece(0.01)
-    piece(9.0)
+    piece(0.03)  # another process had the device for 0.02 s of it
+    piece(0.2)
+    piece(0.002, tokens=4)  # a smaller piece does not make the larger one short
+    piece(0.01)
+    piece(9.0, "compilation")
+    piece(0.25, "compilation")
     path.unlink()
     piece(0.5)
     path.touch()
     piece(0.5)
-    assert slept == pytest.approx([0.01 * (1 / SHARE - 1), 1.0])
+    period = 0.01 / SHARE
+    wanted = [period - 0.01, period - 0.03, 0, 0.002 / SHARE - 0.002, period - 0.01, 0, 0.25]
+    assert slept == pytest.approx(wanted)
 
 
 def test_pieces_end_in_the_forward_and_in_the_backward(tmp_path: Path) -> None:
     waits = []
     pacer = Pacer(tmp_path / "result.paced", torch.device("cpu"))
-    pacer.wait = lambda: waits.append(1)  # type: ignore[method-assign]
+    pacer.wait = lambda *piece: waits.append(piece)  # type: ignore[method-assign]
     x = torch.randn(3, requires_grad=True)
-    y = PieceEnd.apply(x * 2, pacer)
-    assert torch.equal(y, x * 2) and len(waits) == 1
+    y = PieceEnd.apply(x * 2, pacer, "output")
+    assert torch.equal(y, x * 2) and waits == [("output", 3)]
     (y * torch.arange(3)).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, 2.0 * torch.arange(3)) and len(waits) == 2
+    assert x.grad is not None and torch.equal(x.grad, 2.0 * torch.arange(3))
+    assert waits[1:] == [("after output, backward", 3)]

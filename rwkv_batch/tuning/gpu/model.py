@@ -52,8 +52,7 @@ class GpuTrainingModel(TrainingModel):
             x = self._norm(F.embedding(tokens.flatten(), self.weights["emb.weight"]).float(), "blocks.0.ln0")
             y, first_v = torch.zeros_like(x, dtype=self.weights["emb.weight"].dtype), None
             for layer in range(self.shape.layers):
-                if self.pacer is not None:
-                    x = PieceEnd.apply(x, self.pacer)
+                x = self._piece(x, "value" if layer else "embedding")
                 if layer < self.plan.recomputed_layers and torch.is_grad_enabled():
                     x, y, first_v = checkpoint(
                         self._gpu_layer, layer, x, y, first_v, flat, keep, use_reentrant=False, preserve_rng_state=False
@@ -62,6 +61,13 @@ class GpuTrainingModel(TrainingModel):
                     x, y, first_v = self._gpu_layer(layer, x, y, first_v, flat, keep)
             hidden: Tensor = self._norm(x + y, "ln_out").view(*tokens.shape, -1)
             return hidden
+
+    def _piece(self, x: Tensor, name: str) -> Tensor:
+        """Return x [tokens, C], with which a piece of work ends if the run is paced."""
+        if self.pacer is None:
+            return x
+        ended: Tensor = PieceEnd.apply(x, self.pacer, name)
+        return ended
 
     def _stacked(self, layer: int) -> _Vectors:
         block = f"blocks.{layer}"
@@ -108,10 +114,14 @@ class GpuTrainingModel(TrainingModel):
         w, a, g = (low_rank(letter) for letter in "wag")
         gate = None if first_v is None else low_rank("v")
         state = self.tunables.states[layer] if self.tunables.states else None
-        out: Tensor = TimeCore.apply(r, k, v, w, a, g, gate, first_v, state, vectors.inputs, vectors.outputs, keep)
-        y = self._linear(out, f"{att}.output")
+        r = self._piece(r, "projections")
+        out: Tensor = TimeCore.apply(
+            r, k, v, w, a, g, gate, first_v, state, vectors.inputs, vectors.outputs, keep, self.pacer
+        )
+        y = self._linear(self._piece(out, "core"), f"{att}.output")
         x, mixed_ffn = ShiftedNorm.apply(x, y, begins, vectors.ffn_norm, vectors.ffn_mix)
-        hidden = SquaredRelu.apply(self._linear(mixed_ffn, f"{ffn}.key"))
+        hidden = SquaredRelu.apply(self._linear(self._piece(mixed_ffn, "output"), f"{ffn}.key"))
+        hidden = self._piece(hidden, "key")
         return x, self._linear(hidden, f"{ffn}.value"), v.float() if first_v is None else first_v
 
 

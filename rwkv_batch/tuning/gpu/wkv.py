@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rwkv_batch.model.state import HEAD_SIZE
 from rwkv_batch.tuning.gpu.wkv_kernels import gradient_kernel, output_kernel, scan_kernel, tile_kernel
+from rwkv_batch.tuning.pacing import Pacer
 from rwkv_batch.tuning.wkv import CHUNK
 
 _PART = 32
@@ -27,6 +28,7 @@ class TimeCore(torch.autograd.Function):
     def forward(
         ctx: Any, r: Tensor, k: Tensor, v: Tensor, w: Tensor, a: Tensor, g: Tensor, gate: Tensor | None,
         first_v: Tensor | None, first: Tensor | None, vectors: Tensor, output_vectors: Tensor, keep: Tensor,
+        pacer: Pacer | None = None,
     ) -> Tensor:  # fmt: skip
         """r, k, v, w, a, g, gate: products [tokens, C]; first_v: layer 0's v, fp32.
 
@@ -42,6 +44,7 @@ class TimeCore(torch.autograd.Function):
             r, *raw, vectors, p, o, kd, bd, v_final, end, rt, rb, y0, *none, heads, first_v is not None, False,
             num_warps=_TILE_WARPS,
         )  # fmt: skip
+        _end_piece(pacer, "core's tiles", len(r))
         y = torch.empty_like(r)
         scan_kernel[(len(keep), heads, HEAD_SIZE // _PART)](
             p, o, kd, v_final, bd, end, keep, first, None, None, rt, rb, y0, y, keep.shape[1], heads,
@@ -52,6 +55,7 @@ class TimeCore(torch.autograd.Function):
             y, r, k, v_final, a, g, vectors, output_vectors, output, heads, num_warps=_TILE_WARPS
         )
         ctx.save_for_backward(r, *raw, g, first, y, vectors, output_vectors, keep)
+        ctx.pacer = pacer
         return output
 
     @staticmethod
@@ -68,6 +72,7 @@ class TimeCore(torch.autograd.Function):
             r, *raw, vectors, p, o, kd, bd, v_final, end, rt, None, None, y, g, grad, output_vectors, at, p2, o2, dy,
             dg, heads, has_first_v, True, num_warps=_TILE_WARPS,
         )  # fmt: skip
+        _end_piece(ctx.pacer, "core's tiles, backward", len(r))
         grid = (len(keep), heads, HEAD_SIZE // _PART)
         states, after = (r.new_empty(tiles, heads, HEAD_SIZE, HEAD_SIZE) for _ in range(2))
         u, z = torch.empty_like(r), torch.empty_like(r)
@@ -75,11 +80,13 @@ class TimeCore(torch.autograd.Function):
             p, o, kd, v_final, bd, end, keep, first, u, states, None, None, None, None, keep.shape[1], heads,
             has_first, False, False, True, _PART, num_warps=_SCAN_WARPS,
         )  # fmt: skip
+        _end_piece(ctx.pacer, "core's states, backward", len(r))
         dfirst = first.new_empty(len(keep), *first.shape) if has_first else None
         scan_kernel[grid](
             p2, o2, rt, dy, at, end, keep, dfirst, z, after, None, None, None, None, keep.shape[1], heads,
             has_first, True, False, True, _PART, num_warps=_SCAN_WARPS,
         )  # fmt: skip
+        _end_piece(ctx.pacer, "core's scan, backward", len(r))
         found: list[Tensor | None] = [None] * 8
         if ctx.needs_input_grad[0]:
             dr, dk, dv, dw, da, dgate = p, o, kd, bd, p2, o2  # of no more use
@@ -89,7 +96,12 @@ class TimeCore(torch.autograd.Function):
                 dfirst_v, heads, has_first_v, num_warps=_GRADIENT_WARPS,
             )  # fmt: skip
             found = [dr, dk, dv, dw, da, dg, dgate if has_first_v else None, dfirst_v]
-        return *found, None if dfirst is None else dfirst.sum(0), None, None, None
+        return *found, None if dfirst is None else dfirst.sum(0), None, None, None, None
+
+
+def _end_piece(pacer: Pacer | None, name: str, tokens: int) -> None:
+    if pacer is not None:
+        pacer.wait(name, tokens)
 
 
 def _buffers(like: Tensor, tiles: int) -> list[Tensor]:
