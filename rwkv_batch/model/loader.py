@@ -28,7 +28,15 @@ from rwkv_batch.model.layer import (
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older.files import make_layer
 from rwkv_batch.model.older.layer import OlderLayer, square_maps
-from rwkv_batch.model.quant.formats import NOT_ROUNDED, Format, Quantised, format_for, format_of, quantise
+from rwkv_batch.model.quant.formats import (
+    NOT_ROUNDED,
+    Format,
+    Quantised,
+    format_for,
+    format_of,
+    has_squared_inputs,
+    quantise,
+)
 from rwkv_batch.model.quant.store import QuantStore
 from rwkv_batch.model.quant_linear import plain_quantised
 from rwkv_batch.model.state import RWKV7, StateFormat
@@ -243,7 +251,7 @@ class LayerLoader:
         if format_ is Format.W8A8:
             assert self._largest_inputs is not None, "int8 needs the largest inputs"
             x_max = self._largest_inputs(name)
-        codes = quantise(stored.to(self._precision.device), format_, x_max)
+        codes = quantise(stored.to(self._precision.device), format_, x_max, has_squared_inputs(name))
         release(stored)
         self._store.save(name, codes)
         return codes

@@ -28,9 +28,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Format]:
     """Record the format of every matrix that is quantised."""
     formats: list[Format] = []
 
-    def counting(weight: Tensor, format_: Format, x_max: Tensor | None) -> Quantised:
+    def counting(weight: Tensor, format_: Format, x_max: Tensor | None, squares: bool) -> Quantised:
         formats.append(format_)
-        return quantise(weight, format_, x_max)
+        return quantise(weight, format_, x_max, squares)
 
     monkeypatch.setattr(loader, "quantise", counting)
     return formats

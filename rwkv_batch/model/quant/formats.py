@@ -144,11 +144,19 @@ def has_squared_inputs(name: str) -> bool:
     return name.endswith("ffn.value.weight")
 
 
-def quantise(weight: Tensor, format: Format, x_max: Tensor | None = None) -> Quantised:  # noqa: A002
-    """Quantise weight [out, in] of any float dtype, on its device. x_max [in]: int8 needs the largest inputs."""
+def quantise(
+    weight: Tensor,
+    format: Format,  # noqa: A002
+    x_max: Tensor | None = None,
+    squares: bool = False,
+) -> Quantised:
+    """Quantise weight [out, in] of any float dtype, on its device.
+
+    int8 needs x_max [in], the largest inputs, and whether they are squares.
+    """
     if format is Format.W8A8:
         assert x_max is not None, "see runner/calibration.py"
-        transform, s = w8a8.input_transform(x_max.to(weight.device), weight)
+        transform, s = w8a8.input_transform(x_max.to(weight.device), weight, squares)
         of_rows = w8a8.quantise_weight(weight, s, transform.positions)
         return Quantised(format, of_rows.codes, of_rows.scales, None, weight.shape[1], of_rows.ratios, transform)
     make = {Format.FP8: _fp8, Format.INT4: _int4}[format]

@@ -25,7 +25,7 @@ from rwkv_batch.model.quant.formats import Format, Quantised
 
 logger = logging.getLogger(__name__)
 
-VERSIONS = {Format.FP8: 1, Format.W8A8: 2, Format.INT4: 1}
+VERSIONS = {Format.FP8: 1, Format.W8A8: 3, Format.INT4: 1}
 """Version of a format in the folder's name."""
 CHECKSUM = "crc32"
 """Key in a file's metadata: see `_checksum`."""

@@ -2,7 +2,7 @@
 
 The 128 input channels with the largest calibrated values are segment 1 and come first. The rest is segment 0.
 
-    x'[t, c] = x[t, c] * factors[c]         factors: 1 / s; smoothing of SmoothQuant, alpha 0.5
+    x'[t, c] = x[t, c] * factors[c]         factors: 1 / s; smoothing of SmoothQuant
     W'[n, c] = W[n, c] * s[c]
     qx, sx, rx = x' in 8 bits               a step is sx[t] in segment 0 and sx[t] * rx[t] / 16 in segment 1
     qw, sw, rw = W' in 8 bits               likewise, a scale and a ratio per output
@@ -29,7 +29,8 @@ MAX_WEIGHT_RATIO, MAX_RATIO, MAX_UNSIGNED_RATIO = 256, 511, 255
 """In 16ths. S stays below 2^31: 32 * 16 * 128 * 127 * 127 and 16 * 16 * 128 * 255 * 127 are below 2^30."""
 MIN_VALUE = 1e-5
 """Smallest channel maximum that a smoothing factor assumes."""
-ALPHA = 0.5
+ALPHA, SQUARES_ALPHA = 0.5, 0.25
+"""How much of the inputs' range moves to the weights. The ranges of squares differ by their square between channels."""
 ROWS_AT_ONCE = 2048
 """outputs per fp32 temporary"""
 
@@ -54,13 +55,14 @@ class InputTransform(NamedTuple):
     """[K] int32: where channel c's code is stored"""
 
 
-def input_transform(x_max: Tensor, weight: Tensor) -> tuple[InputTransform, Tensor]:
+def input_transform(x_max: Tensor, weight: Tensor, squares: bool = False) -> tuple[InputTransform, Tensor]:
     """Return the transform of a weight's inputs, and s [K].
 
-    weight is [n, K]. x_max [K]: the largest calibrated inputs
+    weight is [n, K]. x_max [K]: the largest calibrated inputs. squares: the inputs are those of ffn.value
     """
+    alpha = SQUARES_ALPHA if squares else ALPHA
     weight_max = weight.abs().amax(0).float()
-    s = x_max.float().clamp(min=MIN_VALUE).pow(ALPHA) / weight_max.clamp(min=MIN_VALUE).pow(1 - ALPHA)
+    s = x_max.float().clamp(min=MIN_VALUE).pow(alpha) / weight_max.clamp(min=MIN_VALUE).pow(1 - alpha)
     s = s.clamp(min=MIN_VALUE)
     return InputTransform(1 / s, permutation(x_max)), s
 
