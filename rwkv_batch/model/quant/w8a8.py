@@ -30,7 +30,8 @@ MAX_WEIGHT_RATIO, MAX_RATIO, MAX_UNSIGNED_RATIO = 256, 511, 255
 MIN_VALUE = 1e-5
 """Smallest channel maximum that a smoothing factor assumes."""
 ALPHA, SQUARES_ALPHA = 0.5, 0.25
-"""How much of the inputs' range moves to the weights. The ranges of squares differ by their square between channels."""
+"""SmoothQuant's alpha: the share of an input's range that moves to the weights. Squares are those of ffn.value: few are
+large, and a larger share would make the weights' steps too coarse."""
 ROWS_AT_ONCE = 2048
 """outputs per fp32 temporary"""
 
