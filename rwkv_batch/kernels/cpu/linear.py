@@ -71,7 +71,7 @@ class CpuInt4Linear(CpuLinear):
     """An int4 matrix on a CPU.
 
     Maps [T, in] fp32 to [T, out] fp32. The matrix has a scale and a zero per output and 128 inputs. x is quantised to
-    16-bit integers with a scale per 128 inputs; sums over these are exact.
+    8-bit integers with a scale per 128 inputs; sums over these are exact.
     """
 
     def __init__(self, stored: Quantised, allocate: Allocate = allocate_plain) -> None:

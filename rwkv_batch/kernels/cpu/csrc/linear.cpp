@@ -4,7 +4,7 @@
 // fp32 panels       x and W fp32, fused multiply-add
 // bf16 panels       W bf16 (exact), x fp32; W is widened in registers
 // bf16 panels, AMX  W bf16; x as 1 (bf16 precision) or 3 (fp32 precision, 3 x 8 bits) bf16 parts
-// int4 panels       W int4 with a scale per output and 128 inputs (int8.h); x as 16-bit integers
+// int4 panels       W int4 with a scale per output and 128 inputs (int4.h); x as 8-bit integers
 // W8A8 panels       W and x int8 in two segments, a scale per output and row (w8a8.h)
 #include "linear.h"
 
@@ -13,7 +13,7 @@
 
 #include "amx.h"
 #include "fp32.h"
-#include "int8.h"
+#include "int4.h"
 #include "simd.h"
 #include "w8a8_products.h"
 
@@ -70,15 +70,18 @@ void vector_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t row = rows * t / tiles;
     const int n = int(rows * (t + 1) / tiles - row);
+    float* y = gemm.y + (first_row + row) * gemm.w.out + first;
+    for (int r = 0; r < n; ++r) {  // rows are pages apart: stores would wait for each line
+      for (int64_t o = 0; o < width; o += 16) __builtin_prefetch(y + r * gemm.w.out + o, 1);
+    }
     if (gemm.w.packing == INT4) {
-      const int64_t groups = int8::groups(gemm.w.in);
-      const auto* w = static_cast<const int8_t*>(gemm.w.data) + panel * groups * int8::GROUP_BYTES;
-      int8::tile(n, packed + row * groups * int8::ROW_ELEMENTS, w, out, groups);
+      const int64_t groups = int4::groups(gemm.w.in);
+      const auto* w = static_cast<const int8_t*>(gemm.w.data) + panel * groups * int4::GROUP_BYTES;
+      int4::tile(n, packed + row * groups * int4::ROW_BYTES / 2, w, out, groups);
     } else {
       const float* x = gemm.x + (first_row + row) * gemm.w.in;
       fp32::panel(n, x, static_cast<const float*>(gemm.w.data) + first * gemm.w.in, out, gemm.w.in);
     }
-    float* y = gemm.y + (first_row + row) * gemm.w.out + first;
     for (int r = 0; r < n; ++r) finish(y + r * gemm.w.out, out + r * PANEL, width, gemm.activation);
   }
 }
@@ -238,7 +241,8 @@ bool is_packed(const Gemm& gemm) { return gemm.w.packing == INT4 || is_w8a8(gemm
 int64_t pieces(const Gemm& gemm, int64_t rows) { return uses_amx(gemm) ? row_tiles(gemm, rows) : rows; }
 int64_t piece_size(const Gemm& gemm) {
   if (is_w8a8(gemm)) return gemm.w.parts * w8a8::Shape(gemm.w.in).row_bytes() / int64_t(sizeof(uint16_t));
-  return gemm.w.packing == INT4 ? int8::groups(gemm.w.in) * int8::ROW_ELEMENTS : divide_up(gemm.w.in, STEP) * TILE;
+  if (gemm.w.packing == INT4) return int4::groups(gemm.w.in) * int4::ROW_BYTES / int64_t(sizeof(uint16_t));
+  return divide_up(gemm.w.in, STEP) * TILE;
 }
 
 // Offsets of each GEMM's tiles and panels among those of all GEMMs.
@@ -270,7 +274,7 @@ void run_chunk(Member& me, const Gemm* gemms, int64_t count, int64_t first, int6
       const PackedMatrix& w = gemms[j].w;
       const float* row = gemms[j].x + (first + piece) * w.in;
       switch (w.packing) {
-        case INT4: int8::pack_row(row, w.in, to); return;
+        case INT4: int4::pack_row(row, w.in, to); return;
         case W8A8: w8a8::pack_row<false>(row, w.data, w8a8::Shape(w.in), w.parts, to); return;
         case W8U8: w8a8::pack_row<true>(row, w.data, w8a8::Shape(w.in), w.parts, to); return;
       }
@@ -319,7 +323,7 @@ EXPORT int64_t rwkv_has_amx() { return amx_allowed(); }
 // Returns the size of a packed matrix in bytes.
 EXPORT int64_t rwkv_packed_bytes(int64_t in, int64_t out, int64_t packing) {
   if (packing == FP32) return divide_up(out, PANEL) * PANEL * in * 4;
-  if (packing == INT4) return divide_up(out, PANEL) * int8::groups(in) * int8::GROUP_BYTES;
+  if (packing == INT4) return divide_up(out, PANEL) * int4::groups(in) * int4::GROUP_BYTES;
   if (packing == W8A8 || packing == W8U8) return w8a8::Shape(in).bytes(out);
   return divide_up(out, BF16_PANEL) * BF16_PANEL * divide_up(in, STEP) * STEP * 2;
 }
@@ -358,12 +362,12 @@ EXPORT void rwkv_pack_bf16(const uint16_t* weight, int64_t stride_out, int64_t s
 // codes [out, in], zeros and scales [out, groups] contiguous. `packed` is zeroed.
 EXPORT void rwkv_pack_int4(const int8_t* codes, const int8_t* zeros, const float* scales, int64_t in, int64_t out,
                            int8_t* packed, int64_t threads) {
-  const int64_t groups = int8::groups(in), size = groups * int8::GROUP_BYTES;
+  const int64_t groups = int4::groups(in), size = groups * int4::GROUP_BYTES;
 #pragma omp parallel for num_threads(int(threads)) schedule(static)
   for (int64_t panel = 0; panel < divide_up(out, PANEL); ++panel) {
     for (int64_t o = 0; o < std::min(PANEL, out - panel * PANEL); ++o) {
       const int64_t output = panel * PANEL + o;
-      int8::pack_output(codes + output * in, zeros + output * groups, scales + output * groups, in, o, packed + panel * size);
+      int4::pack_output(codes + output * in, zeros + output * groups, scales + output * groups, in, o, packed + panel * size);
     }
   }
 }
