@@ -64,6 +64,7 @@ PARAGRAPHS, CONTEXT_TOKENS, ANSWER_TOKENS = 200, 1500, 60
 PLUGIN_TEXTS = 4
 _MARKER = re.compile(r"\$?\{+\w+\}+|%\d*\$?s|</?\d+/?>")
 _numbers = itertools.count()
+SKILLS = {skill.__name__: skill for skill in pages.SKILLS}
 
 
 def _prompt(query: Query, *, alone: bool) -> str:
@@ -71,13 +72,13 @@ def _prompt(query: Query, *, alone: bool) -> str:
     return shared_prompt(asked) + pages.prompt_of(asked)
 
 
-def skills(client: EngineClient, cases: int, seed: int) -> dict[str, Any]:
+def skills(client: EngineClient, names: Iterable[str], cases: int, seed: int) -> dict[str, Any]:
     """Return each skill's right and exact translations, as shares.
 
     With and without what comes before.
     """
     found = {}
-    for skill in pages.SKILLS:
+    for skill in (SKILLS[name] for name in names):
         rng = Random(f"{skill.__name__}/{seed}")
         sampled = [skill(rng, held=True) for _ in range(cases)]
         queries = [pages.query(rng, case) for case in sampled]
@@ -304,6 +305,7 @@ def main() -> None:
     parser.add_argument("--model-path", type=Path, help="a model file or a compact file; default: the demo model")
     parser.add_argument("--size", choices=SIZES, help="a random model instead; give --cases 0 --kept 0")
     parser.add_argument("--cases", type=int, default=200, help="held-out sentences of each skill")
+    parser.add_argument("--skills", nargs="+", choices=SKILLS, default=list(SKILLS), metavar="NAME")
     parser.add_argument("--kept", type=int, default=200, help="held-out sentences of each check of the service")
     parser.add_argument("--paragraphs", type=int, default=PARAGRAPHS)
     parser.add_argument("--rounds", type=int, default=3, help="of the page's cost; 0: none")
@@ -330,7 +332,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> None:
 
     with open_engine(model, device=arguments.device, dtype=arguments.dtype) as client:
         if arguments.cases:
-            add("skills", skills(client, arguments.cases, arguments.seed))
+            add("skills", skills(client, arguments.skills, arguments.cases, arguments.seed))
         if arguments.rounds:
             add("page", page_cost(client.engine, arguments.rounds, arguments.paragraphs))
         if arguments.mask_rounds:

@@ -183,7 +183,8 @@ class _Command:
         else:
             if self._bar is None:
                 self._bar = tqdm(total=tuning.steps, initial=len(losses) - 1, unit="step", file=sys.stderr)
-            self._bar.set_postfix(loss=f"{losses[-1]:.3f}", held_out=f"{evaluations[-1][1]:.3f}", refresh=False)
+            held_out = {"held_out": f"{evaluations[-1][1]:.3f}"} if evaluations else {}
+            self._bar.set_postfix(loss=f"{losses[-1]:.3f}", **held_out, refresh=False)
             self._bar.update()
         self._reported = len(evaluations)
         return not self._is_stopped

@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 from collections.abc import Sequence
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def write_results(model: TrainingModel, name: Path, is_full: bool) -> list[Path]
 
 def loss_table(losses: Sequence[float], evaluations: Sequence[tuple[int, float, float]]) -> str:
     """Return a CSV with a row per step: the losses, and the held-out figures where they were measured."""
-    held = {step: f"{loss:.6f},{accuracy:.4f}" for step, loss, accuracy in evaluations if not isnan(loss)}
+    held = {step: f"{loss:.6f},{accuracy:.4f}" for step, loss, accuracy in evaluations}
     rows = [f"{step},{loss:.6f},{held.get(step, ',')}" for step, loss in enumerate(losses, 1)]
     return "\n".join(["step,train_loss,valid_loss,valid_token_accuracy", *rows, ""])
 
@@ -97,7 +96,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 def loss_curve(losses: Sequence[float], evaluations: Sequence[tuple[int, float, float]]) -> str:
     """Return an SVG of the losses per step: training thin, held-out thick."""
-    held = [(step, loss) for step, loss, _ in evaluations if not isnan(loss)]
+    held = [(step, loss) for step, loss, _ in evaluations]
     values = [*losses, *(loss for _, loss in held)] or [0.0]
     low, high, steps = min(values), max(values), max(len(losses), 1)
 

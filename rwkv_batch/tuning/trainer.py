@@ -249,10 +249,11 @@ class Tuning:
 
     def _evaluate(self) -> None:
         state = self.progress
-        found = self.trainer.evaluate(self._held_out) if self._held_out else Evaluation(math.nan, math.nan)
-        state.evaluations.append((len(self.trainer.losses), found.loss, found.accuracy))
-        if not self._held_out or found.loss < state.best:
-            state.best, state.stale = found.loss, 0
+        found = self.trainer.evaluate(self._held_out) if self._held_out else None
+        if found is not None:
+            state.evaluations.append((len(self.trainer.losses), found.loss, found.accuracy))
+        if found is None or found.loss < state.best:
+            state.best, state.stale = found.loss if found is not None else state.best, 0
             self._best = [parameter.detach().clone() for parameter in self._parameters]
         else:
             state.stale += 1

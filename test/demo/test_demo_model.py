@@ -15,9 +15,10 @@ from demo.export import demo_shape, initial_weights, load_compact, save_compact,
 from demo.files import ensure_model
 from demo.packing import batch, used_ids
 from demo.train import start_from, trainer_of
-from demo.tune import SOURCES, data
+from demo.tune import ADAPTERS, OPTIONS, SOURCES, data
 from demo.vocabulary import Compact
-from routes.fine_tuning.data import read_data
+from programs.tune import build_parser
+from routes.fine_tuning.data import read_data, split
 from rwkv_batch.tuning.model import TrainingModel
 from rwkv_batch.tuning.trainer import Schedule
 
@@ -92,3 +93,11 @@ def test_the_lines_of_the_shipped_states_and_adapters_are_valid(name: str) -> No
     found = read_data("\n".join(lines).encode(), "lines.jsonl")
     assert not found.problems and len(found.examples) == 20
     assert all(set(json.loads(line)) == {"prompt", "completion"} for line in lines)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_no_phrase_of_a_language_is_held_out(name: str) -> None:
+    given, _ = build_parser().parse(["lines.jsonl", "-o", name, *OPTIONS])
+    examples = read_data("\n".join(data(name, 60, 7)).encode(), "lines.jsonl").examples
+    trained, held_out = split(examples, given.held_out)
+    assert not held_out and trained == examples

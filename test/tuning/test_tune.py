@@ -73,6 +73,17 @@ def test_a_state_and_a_lora_are_tuned_and_load(model: Path, tmp_path: Path, caps
 
 
 @pytest.mark.usefixtures("handlers")
+def test_all_lines_are_trained_on_without_held_out_ones(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = as_file(tmp_path / "d.jsonl", LINES[:6]), tmp_path / "all"
+    assert run(data, "-o", out, "--model-path", model, "--held-out", 0, "--epochs", 1) == tune.OK
+    printed = capsys.readouterr()
+    assert "lines: 6" in printed.out and "held out lines: 0" in printed.out and "nan" not in printed.out + printed.err
+    assert "nan" not in Path(f"{out}.csv").read_text() + Path(f"{out}.svg").read_text()
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
