@@ -115,8 +115,10 @@ inline void panel(int rows, const float* x, const float* w, float* sums, int64_t
   tile_of(rows, std::make_integer_sequence<int, TILE_ROWS>{})(x, w, sums, in);
 }
 
-// sums [rows, BF16_OUTPUTS] = x [rows, in] @ bf16 panel, any number of rows, in tiles of nearly equal size.
-inline void bf16_panel(int64_t rows, const float* x, const uint16_t* w, float* sums, int64_t in) {
+// sums [rows, BF16_OUTPUTS] = x [rows, in] @ bf16 panel, any number of rows, in tiles of nearly equal size. Calls
+// done(row, size) when a tile's sums are complete.
+template <typename Done>
+void bf16_panel(int64_t rows, const float* x, const uint16_t* w, float* sums, int64_t in, Done done) {
   const int64_t tiles = (rows + BF16_ROWS - 1) / BF16_ROWS;
   for (int64_t begin = 0; begin < in; begin += INPUTS, w += INPUTS * BF16_OUTPUTS) {
     const int64_t inputs = std::min(INPUTS, in - begin);
@@ -126,6 +128,7 @@ inline void bf16_panel(int64_t rows, const float* x, const uint16_t* w, float* s
       for (int64_t o = 0; o < BF16_OUTPUTS; o += bf16_vectors(int(size)) * LANES) {
         run(x + row * in + begin, in, w + o / 16 * TILE + o % 16 * 2, sums + row * BF16_OUTPUTS + o, inputs, !begin);
       }
+      if (begin + inputs == in) done(row, size);
     }
   }
 }

@@ -61,6 +61,14 @@ void finish(float* y, const float* from, int64_t width, int64_t activation) {
   }
 }
 
+// Outputs of different rows are pages apart: without this, stores wait for each line.
+void prefetch_outputs(const Gemm& gemm, int64_t first_row, int64_t rows, int64_t first, int64_t width) {
+  const float* y = gemm.y + first_row * gemm.w.out + first;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t o = 0; o < width; o += 16) __builtin_prefetch(y + r * gemm.w.out + o, 1);
+  }
+}
+
 // ---- vectors ---------------------------------------------------------------------------------
 
 // fp32 and int4. Tiles have nearly equal sizes: a tile with few rows would be bound by latency.
@@ -71,9 +79,7 @@ void vector_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64
     const int64_t row = rows * t / tiles;
     const int n = int(rows * (t + 1) / tiles - row);
     float* y = gemm.y + (first_row + row) * gemm.w.out + first;
-    for (int r = 0; r < n; ++r) {  // rows are pages apart: stores would wait for each line
-      for (int64_t o = 0; o < width; o += 16) __builtin_prefetch(y + r * gemm.w.out + o, 1);
-    }
+    prefetch_outputs(gemm, first_row + row, n, first, width);
     if (gemm.w.packing == INT4) {
       const int64_t groups = int4::groups(gemm.w.in);
       const auto* w = static_cast<const int8_t*>(gemm.w.data) + panel * groups * int4::GROUP_BYTES;
@@ -90,10 +96,13 @@ void bf16_panel(const Gemm& gemm, int64_t panel, int64_t first_row, int64_t rows
   float sums[CHUNK * BF16_PANEL];
   const int64_t in = gemm.w.in, out = gemm.w.out, first = panel * BF16_PANEL, width = std::min(BF16_PANEL, out - first);
   const auto* w = static_cast<const uint16_t*>(gemm.w.data) + panel * BF16_PANEL * divide_up(in, STEP) * STEP;
-  fp32::bf16_panel(rows, gemm.x + first_row * in, w, sums, in);
-  for (int64_t r = 0; r < rows; ++r) {
-    finish(gemm.y + (first_row + r) * out + first, sums + r * BF16_PANEL, width, gemm.activation);
-  }
+  fp32::bf16_panel(rows, gemm.x + first_row * in, w, sums, in, [&](int64_t row, int64_t size) {
+    const int64_t next = row + size;
+    prefetch_outputs(gemm, first_row + next, std::min<int64_t>(fp32::BF16_ROWS, rows - next), first, width);
+    for (int64_t r = row; r < next; ++r) {
+      finish(gemm.y + (first_row + r) * out + first, sums + r * BF16_PANEL, width, gemm.activation);
+    }
+  });
 }
 
 // ---- AMX -------------------------------------------------------------------------------------

@@ -79,13 +79,20 @@ void prologue(const TimeMix& c, int64_t at, int64_t channel, Token& o) {
 // S' = S diag(decay) + (S minus_kk) b^T + v k^T, y = S' r; from -> to, both [64 values, 64 keys].
 // LANES values at a time: their sums over the keys are made together by sum_rows.
 void advance(const float* from, float* to, const Token& o, float* y) {
+  constexpr int KEYS = HEAD / LANES;
+  vf minus_kk[KEYS], decay[KEYS], b[KEYS], k[KEYS], r[KEYS];  // in registers: stores to `to` could change o
+  for (int j = 0; j < KEYS; ++j) {
+    const int at = j * LANES;
+    minus_kk[j] = load(o.minus_kk + at), decay[j] = load(o.decay + at);
+    b[j] = load(o.b + at), k[j] = load(o.k + at), r[j] = load(o.r + at);
+  }
   for (int first = 0; first < HEAD; first += LANES) {
     vf parts[LANES];
     for (int i = 0; i < LANES; ++i) {
       const float* s = from + (first + i) * HEAD;
       vf sum = {};
 #pragma GCC unroll 16
-      for (int j = 0; j < HEAD; j += LANES) sum += load(s + j) * load(o.minus_kk + j);
+      for (int j = 0; j < KEYS; ++j) sum += load(s + j * LANES) * minus_kk[j];
       parts[i] = sum;
     }
     float sa[LANES];
@@ -96,10 +103,10 @@ void advance(const float* from, float* to, const Token& o, float* y) {
       const vf removed = splat(sa[i]), added = splat(o.v[first + i]);
       vf sum = {};
 #pragma GCC unroll 16
-      for (int j = 0; j < HEAD; j += LANES) {
-        vf n = load(s + j) * load(o.decay + j) + removed * load(o.b + j) + added * load(o.k + j);
-        store(next + j, n);
-        sum += n * load(o.r + j);
+      for (int j = 0; j < KEYS; ++j) {
+        vf n = load(s + j * LANES) * decay[j] + removed * b[j] + added * k[j];
+        store(next + j * LANES, n);
+        sum += n * r[j];
       }
       parts[i] = sum;
     }
@@ -134,6 +141,9 @@ void head_of_row(const TimeMix& c, const Rows& rows, int64_t row, int64_t head) 
   float y[HEAD];
   for (int64_t t = rows.ends[row]; t < rows.ends[row + 1]; ++t, from = to) {
     const int64_t at = t * width + channel;
+    for (const float* input : {c.r, c.w, c.k, c.v, c.a, c.g, c.v_gate, c.v_first}) {  // the next token's are pages on
+      for (int i = 0; input && i < HEAD; i += 16) __builtin_prefetch(input + at + width + i);
+    }
     prologue(c, at, channel, token);
     advance(from, to, token, y);
     epilogue(c, at, channel, token, y);

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -68,35 +69,37 @@ static inline vf vexp(vf x) {
 
 static inline vf vsigmoid(vf x) { return 1.f / (1.f + vexp(-x)); }
 
-static inline float hsum(vf v) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += v[i];
-  return total;
-}
-
-// Lane i of `a` (bit s of i clear) or `b` (set), plus its partner at distance s.
-static inline vf fold(vf a, vf b, int s) {
+// Lane i of `a` (bit S of i clear) or `b` (set), plus its partner at distance S. The indices are constants: GCC would
+// make those of a loop at run time.
+template <int S, int... I>
+inline vf fold_lanes(vf a, vf b, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
-  vf out;
-  for (int i = 0; i < LANES; ++i) out[i] = (i & s) ? b[i] + b[i ^ s] : a[i] + a[i ^ s];
-  return out;
+  return __builtin_shufflevector(a, b, ((I & S) ? LANES + I : I)...) +
+         __builtin_shufflevector(a, b, ((I & S) ? LANES + (I ^ S) : (I ^ S))...);
 #else
-  vi own, partner;
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; ++i) {
-    own[i] = (i & s) ? LANES + i : i;
-    partner[i] = (i & s) ? LANES + (i ^ s) : (i ^ s);
-  }
-  return __builtin_shuffle(a, b, own) + __builtin_shuffle(a, b, partner);
+  return __builtin_shuffle(a, b, vi{((I & S) ? LANES + I : I)...}) +
+         __builtin_shuffle(a, b, vi{((I & S) ? LANES + (I ^ S) : (I ^ S))...});
 #endif
 }
 
+template <int S>
+inline vf fold(vf a, vf b) {
+  return fold_lanes<S>(a, b, std::make_integer_sequence<int, LANES>{});
+}
+
+// The sum of v's lanes, in pairs: few additions depend on each other.
+template <int S = LANES / 2>
+inline float hsum(vf v) {
+  v = fold<S>(v, v);
+  if constexpr (S > 1) return hsum<S / 2>(v);
+  return v[0];
+}
+
 // Lane i of the result is the sum of p[i]'s lanes. Overwrites p.
-static inline vf sum_rows(vf p[LANES]) {
-#pragma GCC unroll 4
-  for (int s = LANES / 2; s > 0; s /= 2) {
+template <int S = LANES / 2>
+inline vf sum_rows(vf p[LANES]) {
 #pragma GCC unroll 8
-    for (int i = 0; i < s; ++i) p[i] = fold(p[i], p[i + s], s);
-  }
+  for (int i = 0; i < S; ++i) p[i] = fold<S>(p[i], p[i + S]);
+  if constexpr (S > 1) return sum_rows<S / 2>(p);
   return p[0];
 }
