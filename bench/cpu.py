@@ -2,6 +2,7 @@
 
     python -m bench.cpu [--out bench/results/cpu.json] [--seconds 240] [--no-peer]
     python -m bench.cpu --no-peer --llama-cpp BUILD     # a folder with bin/llama-batched-bench and bin/llama-quantize
+    ATEN_CPU_CAPABILITY=avx2 python -m bench.cpu --instructions avx2 --no-peer --llama-cpp BUILD_FOR_AVX2
 
 Each round runs every measurement once:
 - decode: tokens/s of a step loop over B rows (B = 1, 8, 32, 128), one token per row and step, logits of every row, no
@@ -17,10 +18,10 @@ peer. Its rounds take minutes on a processor without bf16 instructions.
 `--llama-cpp` compares with llama.cpp instead: the same model as a GGUF file of F32, BF16, Q8_0 and Q4_0, next to our
 fp32, bf16, int8 and int4. Each of its measurements is a process of its own, and decodes 24 tokens per row.
 
-Bounds: a decode step of one row reads every matrix once, so tokens/s <= bandwidth / bytes of the matrices. Both are
-printed; bandwidth is torch's sum over 512 MiB in the same rounds. With --dtype fp32, matrices whose values fit bf16
-(all public files) are stored as bf16: the same bytes, three times the multiplications with AMX. Large batches and
-prefill are compute bound.
+Bounds: a decode step of one row reads every matrix once, so tokens/s <= bandwidth / bytes of the matrices. Bandwidth is
+that of reading (torch's sum over 512 MiB) and of copying 512 MiB (reads plus writes), in the same rounds; the report
+has decode_1's share of both. With --dtype fp32, matrices whose values fit bf16 (all public files) are stored as bf16:
+the same bytes, three times the multiplications with AMX. Large batches and prefill are compute bound.
 
 On shared cores, spinning threads stall both sides for whole time slices. Set OMP_WAIT_POLICY=PASSIVE there.
 
@@ -30,10 +31,12 @@ Prints machine, versions and commit; the last line is JSON. Takes about 5 minute
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import io
 import os
+import platform
 import statistics
 import sys
 import tempfile
@@ -47,6 +50,7 @@ import torch
 from bench.tools.llama_cpp import LlamaCpp
 from bench.tools.record import Arguments, finish, origin
 from demo.random_weights import write_random_model
+from native.instruction_sets import INSTRUCTION_SETS
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
@@ -154,6 +158,12 @@ def ratios_to_llama_cpp(one: dict[str, float]) -> dict[str, float]:
     return {name: one[name] / one[theirs] for name, theirs in pairs if theirs in one}
 
 
+def limit_to(name: str) -> None:
+    """Compile the kernels for a CPU with fewer instructions."""
+    one = next(one for one in INSTRUCTION_SETS[platform.machine()] if one.name == name)
+    cpu_library.LIBRARY = dataclasses.replace(cpu_library.LIBRARY, flags=(*cpu_library.LIBRARY.flags, *one.flags))
+
+
 def machine(given_commit: str) -> dict[str, Any]:
     """Return the machine and the versions for the record."""
     return {
@@ -185,7 +195,11 @@ def run(seconds: float, has_peer: bool, llama_cpp: Path | None, given_commit: st
         path = write_random_model(Path(folder) / "random-0.1B.pth", LAYERS, WIDTH, VOCAB)
         weights = open_weights(path)
         block = torch.ones(128 << 20)
-        tasks: dict[str, Task] = {"bandwidth GB/s": lambda: rate(block.numel() * 4e-9, block.sum)}
+        copied = torch.empty_like(block)
+        tasks: dict[str, Task] = {
+            "bandwidth GB/s": lambda: rate(block.numel() * 4e-9, block.sum),
+            "copy GB/s": lambda: rate(block.numel() * 8e-9, lambda: copied.copy_(block)),
+        }
         for dtype in DTYPES if has_peer else ():
             tasks |= peer_tasks(path, dtype)
         other = None if llama_cpp is None else LlamaCpp(llama_cpp, weights, Path(folder), torch.get_num_threads())
@@ -226,8 +240,10 @@ def report(result: dict[str, Any]) -> None:
         print(f"{name:28} {value:10.1f}{'' if 'GB' in name else ' tokens/s'} {times}")
     for name, times in result["over_llama_cpp"].items():
         print(f"{name}: {times:.2f} x llama.cpp")
-    bound = medians["bandwidth GB/s"] * 1e3 / result["matrix_mb_per_step"]
-    print(f"bound of decode_1 by memory: {bound:.0f} tokens/s ({result['matrix_mb_per_step']} MB a step)")
+    for dtype in DTYPES:
+        read = medians[f"decode_1 {dtype}"] * result["matrix_mb_per_step"] / 1e3
+        shares = (f"{read / medians[name]:.0%} of {name.split()[0]}" for name in ("bandwidth GB/s", "copy GB/s"))
+        print(f"decode_1 {dtype} reads {read:.1f} GB/s: {', '.join(shares)}")
     for dtype in SMALL:
         shares = ", ".join(f"{name} {times:.2f}" for name, times in result[f"{dtype}_over_bf16"].items())
         print(f"{dtype} over bf16: {shares}")
@@ -240,8 +256,12 @@ def main() -> int:
     parser = Arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=200.0, help="for the measuring rounds")
     parser.add_argument("--no-peer", action="store_true", help="our own types alone, in more rounds")
+    sets = [one.name for one in INSTRUCTION_SETS[platform.machine()]]
+    parser.add_argument("--instructions", choices=sets, help="that our kernels may use; without it the CPU's")
     parser.add_argument("--llama-cpp", type=Path, help="a build of llama.cpp to compare with")
     options = parser.parse_args()
+    if options.instructions:
+        limit_to(options.instructions)
     if problem := cpu_library.library_unavailable_reason():
         print(problem, file=sys.stderr)
         return 1
