@@ -145,12 +145,12 @@ class JobTable:
         for sequence, (token, logprob) in zip(sampling_rows, sampled, strict=True):
             if sequence.phase is not running or sequence.discarded_sample_step == step:
                 continue  # the row ended while the step ran, or jump-forward already appended this token
-            output = sequence.output
-            if sequence.matcher is None:
-                outcome = output.process_token(token, logprob)
+            output, matcher = sequence.output, sequence.matcher
+            if matcher is None or matcher.add_text(token):
+                outcome, is_set = output.process_token(token, logprob), False
             else:
                 try:
-                    outcome = self.jump_forward.process_token(sequence, sequence.matcher, token, logprob)
+                    outcome, is_set = self.jump_forward.process_token(sequence, matcher, token, logprob), True
                 except GrammarError as error:
                     self.fail_grammar(sequence, error)
                     continue
@@ -158,7 +158,7 @@ class JobTable:
                 self._state_manager.truncate(sequence)
                 self._finish(sequence, outcome)
                 continue
-            if sequence.matcher is None:
+            if not is_set:
                 sequence.token_ids[sequence.prompt_end + len(output.tokens) - 1] = token
             if sequence.lease is not None and sequence.draft is None:
                 self._state_manager.update_rollback_state(sequence)

@@ -252,7 +252,7 @@ class MaskTimeBalancer:
         self._row_s = _smooth(self._row_s, rest_s + self._token_s + self._sample_s)
 
     def charge_masks(self, rows: Collection[Sequence], seconds: float) -> None:
-        for sequence in rows:
+        for sequence in rows if self._is_on else ():
             self.charge(sequence, max(0.0, seconds / len(rows) - self._sample_s))
 
     def charge(self, sequence: Sequence, seconds: float, tokens: int = 0) -> None:

@@ -325,10 +325,6 @@ class ModelRunner:
 
         Returns the rows whose grammar cannot be matched any further, with the errors.
         """
-        assert step.deferred is not None
-        constrained = (step.sampling_rows[i].sequence for i in step.deferred.indices)
-        if any(sequence.awaits_earlier_tokens for sequence in constrained if sequence.may_sample_in(step.number)):
-            return []
         return self.step_sampler.sample_constrained(step, self._tokens)
 
     def read(self, step: InFlightStep) -> list[SampledToken]:

@@ -246,20 +246,26 @@ class StepSampler:
         step.sample_s = time.perf_counter() - started
 
     def sample_constrained(self, step: InFlightStep, last_tokens: LastTokens) -> list[tuple[Sequence, GrammarError]]:
-        """Sample for the running constrained rows; return those whose grammar failed, with the errors."""
+        """Sample for the running constrained rows, unless the host lacks earlier tokens of one.
+
+        Returns those whose grammar failed, with the errors.
+        """
         started = time.perf_counter()
-        deferred, step.deferred = step.deferred, None
+        deferred = step.deferred
         assert deferred is not None
         pairs = zip(deferred.indices, deferred.row_indices, strict=True)
         alive = [(i, row_index) for i, row_index in pairs if step.sampling_rows[i].sequence.may_sample_in(step.number)]
-        indices, row_indices = [i for i, _ in alive], [row_index for _, row_index in alive]
-        sequences = [step.sampling_rows[i].sequence for i in indices]
-        if not indices:
+        sequences = [step.sampling_rows[i].sequence for i, _ in alive]
+        if True in [sequence.awaits_earlier_tokens for sequence in sequences]:
+            return []
+        step.deferred = None
+        if not alive:
             return []
         self._append_jump_forward_tokens(sequences)
         matchers = [sequence.matcher for sequence in sequences if sequence.matcher is not None]
         masks, errors = self._mask_memory().fill(matchers)
         replacements = [matcher.replacement for matcher in matchers]
+        indices, row_indices = [i for i, _ in alive], [row_index for _, row_index in alive]
         self._sample_rows(step, indices, deferred.logits, row_indices, last_tokens, masks, replacements)
         step.constrained_sample_s = time.perf_counter() - started
         return [(sequence, error) for sequence, error in zip(sequences, errors, strict=True) if error is not None]
@@ -310,7 +316,7 @@ class StepSampler:
             returned = _returned_logits(picked, sequences)
             sampled = sampler.sample(picked, req_slots, allowed)
             tokens = sampled.token_ids
-            if any(replacements[number] >= 0 for number in numbers if replacements):
+            if replacements and max(replacements) >= 0:
                 tokens = _replace_ends(tokens, [replacements[number] for number in numbers])
             step.tokens_sent = last_tokens.store(req_slots, tokens)
             logprobs = sampled.logprobs

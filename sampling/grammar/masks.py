@@ -1,4 +1,7 @@
-"""Computes the token masks of a step's constrained rows on several threads."""
+"""The token masks of a step's constrained rows.
+
+Those of grammars are computed on several threads. Those of required texts recur, so the device keeps them in a table.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ import torch
 from torch import Tensor
 
 from native.priority import cores
+from native.tensors import on_device
 from sampling.grammar.constraint import GrammarError, in_one_line
 from sampling.grammar.matcher import Matcher
-from sampling.grammar.required_text import AnyMatcher
+from sampling.grammar.required_text import AnyMatcher, Mask, RequiredTextMatcher
 
 SLOW_STEP_S = 0.05
 """After a slower step, the next masks are timed one by one, to find the slow grammar."""
 TIMED_STEPS = 64
 _MAX_THREADS = 8
+TABLE_ROWS = 1024
+"""Masks of required texts on the device, at least: 8 KiB each with 65,536 tokens."""
 RING = 4
 """Mask buffers, so that the host writes one while the device reads others."""
 
@@ -42,19 +48,26 @@ class Masks:
         self._ring: list[_Staging] = [_Staging(device) for _ in range(RING if device.type == "cuda" else 1)]
         self._ring_index = 0
         self._timed_steps = 0
+        self._table = torch.empty(0, self._words, dtype=torch.int32, device=device)
+        self._table_rows: dict[int, int] = {}
+        """by `id` of a mask in `_in_table`"""
+        self._in_table: list[Mask] = []
+        """the masks of the table's rows"""
 
     def fill(self, matchers: Sequence[AnyMatcher]) -> tuple[Tensor, list[GrammarError | None]]:
         """Compute masks [m, V/32] int32 and an error or None per matcher.
 
         The masks are on the device. The mask of a matcher with an error allows all tokens. Valid until the next call.
         """
-        self._ring[self._ring_index].mark_read()
-        self._ring_index = (self._ring_index + 1) % len(self._ring)
-        staging = self._ring[self._ring_index]
+        required = [one for one in matchers if isinstance(one, RequiredTextMatcher)]
+        if len(required) == len(matchers) and self._device.type != "cpu":
+            table_rows = on_device(self._table_rows_of([one.mask() for one in required]), torch.int64, self._device)
+            return self._table[table_rows], [None] * len(matchers)
+        staging = self._next_staging()
         host = staging.host(len(matchers), self._words)
         address, size = host.data_ptr(), 4 * self._words
         grammars = [(index, one) for index, one in enumerate(matchers) if isinstance(one, Matcher)]
-        if len(grammars) < len(matchers):
+        if required:
             rows = host.numpy()
             for index, one in enumerate(matchers):
                 if not isinstance(one, Matcher):
@@ -76,6 +89,32 @@ class Masks:
                 host[index] = 0
                 host[index, token // 32] = _BITS[token % 32]
         return staging.on_device(host), errors
+
+    def _next_staging(self) -> _Staging:
+        self._ring[self._ring_index].mark_read()
+        self._ring_index = (self._ring_index + 1) % len(self._ring)
+        return self._ring[self._ring_index]
+
+    def _table_rows_of(self, masks: list[Mask]) -> list[int]:
+        """Return the table's rows with these masks. New masks are copied to it."""
+        table_rows = self._table_rows
+        new = {id(mask): mask for mask in masks if id(mask) not in table_rows}
+        if len(self._in_table) + len(new) > len(self._table):  # the same stream reads the table, so it may be rewritten
+            table_rows.clear()
+            self._in_table.clear()
+            new = {id(mask): mask for mask in masks}
+            if len(new) > len(self._table):
+                size = max(TABLE_ROWS, 2 * len(new))
+                self._table = torch.empty(size, self._words, dtype=torch.int32, device=self._device)
+        if new:
+            first, staging = len(self._in_table), self._next_staging()
+            host = staging.host(len(new), self._words)
+            for row, mask in zip(host.numpy(), new.values(), strict=True):
+                row[:] = mask
+            self._table[first : first + len(new)].copy_(staging.on_device(host))
+            table_rows.update(zip(new, range(first, first + len(new)), strict=True))
+            self._in_table += new.values()
+        return [table_rows[id(mask)] for mask in masks]
 
     @staticmethod
     def _fill_timed(matchers: Sequence[tuple[int, Matcher]], address: int, size: int) -> None:

@@ -108,6 +108,10 @@ class Matcher:
             self._state = self.grammar.templates[self.template_index].deep_copy()
         return self._state
 
+    def add_text(self, token: int) -> bool:
+        """See RequiredTextMatcher. A grammar checks every token."""
+        return False
+
     def advance(self, token: int) -> bool:
         """Add a token; return whether the text is complete and nothing may follow.
 

@@ -58,8 +58,10 @@ class MarkerAutomaton:
         self._barred = bytes(sorted({end[0] for end in self._ends}))
         self._longest_end = max(map(len, self._ends), default=1)
         self._special = self._leads + self._barred
-        self.is_special = index.with_any(self._special).tobytes()
-        """Per token, whether it may change the state outside a marker."""
+        special = index.with_any(self._special) | ~index.has_bytes
+        special[list(EARLY_ENDS)] = True
+        self.is_special = special.tobytes()
+        """Per token, whether it may change the state outside a marker, or stand for another token."""
         self._early_ends = [END] if any(end not in b"\n\n" for end in self._ends) else EARLY_ENDS
         self._allowed: dict[tuple[int, tuple[int, ...]], list[int]] = {}
 
@@ -199,11 +201,22 @@ class RequiredTextMatcher:
     def mask(self) -> Mask:
         """Return the allowed tokens [V/32], as bits. Callers do not change it."""
         if self._mask is None and self._closing:
-            self._mask = np.zeros(-(-len(self._texts.index.table) // 32), np.int32)
-            self._mask.view(np.uint32)[self._closing[0] >> 5] = 1 << (self._closing[0] & 31)
+            self._mask = self._texts.mask_of(self._closing[0])
         elif self._mask is None:
             self._mask = self._texts.mask(self._automaton, self._state, self._has_words)
         return self._mask
+
+    def add_text(self, token: int) -> bool:
+        """Add a token of plain text. Returns False, and adds nothing, for one that `advance` must check."""
+        state = self._state
+        if self._automaton.is_special[token] or self._closing or self._tokens_left <= self._max_closing + 1:
+            return False
+        if state.prefix or state.tail:
+            return False
+        self._tokens_left -= 1
+        if self._words is not None and self._words.add(self._texts.index.table[token]):
+            self._on_counted()
+        return True
 
     def advance(self, token: int) -> bool:
         """Add a token; return whether the text is complete and nothing may follow.
@@ -223,13 +236,8 @@ class RequiredTextMatcher:
             if found is _ENDED:
                 return True
             self._state, self._mask = found, None
-        if self._words is not None:
-            self._words.add(data)
-            self._replacement = None
-            if self._words.has_all != self._has_words:
-                self._has_words, self._mask = self._words.has_all, None
-            if self._words.is_final:
-                self._words = None
+        if self._words is not None and self._words.add(data):
+            self._on_counted()
         if self._closing:
             self._closing, self._mask = self._closing[1:], None
         elif self._tokens_left <= self._max_closing:
@@ -237,6 +245,14 @@ class RequiredTextMatcher:
         if self._mask is None:
             self._replacement = None
         return False
+
+    def _on_counted(self) -> None:
+        assert self._words is not None
+        self._replacement = None
+        if self._words.has_all != self._has_words:
+            self._has_words, self._mask = self._words.has_all, None
+        if self._words.is_final:
+            self._words = None
 
     @property
     def replacement(self) -> int:
@@ -314,6 +330,7 @@ class RequiredTexts:
         self._encoded: dict[bytes, tuple[int, ...]] = {}
         self._automata: dict[RequiredText, MarkerAutomaton] = {}
         self._masks: dict[tuple[MarkerAutomaton, State, bool], Mask] = {}
+        self._masks_of: dict[int, Mask] = {}
 
     def automaton(self, text: RequiredText) -> MarkerAutomaton:
         """Return the automaton of the markers. Texts with other words share it."""
@@ -339,6 +356,15 @@ class RequiredTexts:
         if found is None:
             found = automaton.mask(state, has_words)
             put(self._masks, key, found, _MAX_MASKS)
+        return found
+
+    def mask_of(self, token: int) -> Mask:
+        """Return the mask [V/32] that allows one token. Callers do not change it."""
+        found = self._masks_of.get(token)
+        if found is None:
+            found = np.zeros(-(-len(self.index.table) // 32), np.int32)
+            found.view(np.uint32)[token >> 5] = 1 << (token & 31)
+            put(self._masks_of, token, found)
         return found
 
 

@@ -41,12 +41,12 @@ class WordCounter:
     def has_all(self) -> bool:
         return max(self.missing) <= 0
 
-    def add(self, data: bytes) -> None:
-        """Read the next bytes."""
+    def add(self, data: bytes) -> bool:
+        """Read the next bytes. Returns whether `missing` may have changed."""
         text = self._decoder.decode(data)
         self._text += text
         if self.missing == self._needed and not self._has_rejected and self._find_last(text) is None:
-            return  # no word ends here, and none at the end of the text before
+            return False  # no word ends here, and none at the end of the text before
         self.missing, self._has_rejected = [*self._needed], False
         for found in self._find.finditer(self._text, self._at):
             if _is_inside_word(self._text, found.start()) or _is_inside_word(self._text, found.end()):
@@ -61,6 +61,7 @@ class WordCounter:
         self._at = max(self._at, len(self._text) - self._longest)
         if self._at > 2 * self._longest + 256:
             self._text, self._at = self._text[self._at - 1 :], 1  # with the character before a word
+        return True
 
     def closing(self) -> list[bytes]:
         """Return the missing words, each after a space."""

@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 import torch
 
 from demo.files import ensure_model
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest
-from sampling.grammar.constraint import Constraint, Form
+from sampling.grammar.constraint import Constraint, Form, RequiredText
+from sampling.grammar.masks import Masks
+from sampling.grammar.required_text import RequiredTextMatcher, RequiredTexts
 from sampling.naive import apply_masks
 from sampling.params import SamplingParams
 from test.engine.test_constraints import PERSON, choice, mixed_rows, regex, schema
 from test.gpu.test_gpu_sampling import GPU, VOCAB, made, mixed, random_logits
-from test.harness import call, make_request, run, started_engine, turn
+from test.harness import TOKENIZER, call, make_request, run, started_engine, turn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 ON_GPU: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 256, "prefill_tokens_per_step": 4096}
@@ -70,6 +73,19 @@ def test_masked_logits_are_minus_infinity_and_the_others_stay() -> None:
     apply_masks(expected, masks)
     rapid.apply_masks(logits, masks)  # type: ignore[attr-defined]
     assert torch.equal(logits, expected)
+
+
+def test_masks_of_required_texts_come_from_the_table() -> None:
+    texts = RequiredTexts(TOKENIZER, VOCAB)
+    rows = [RequiredText(markers=(name,), partners=(-1,), leads="{") for name in ("{a}", "{b}", "{a}")]
+    matchers = [RequiredTextMatcher(texts, row, 64) for row in rows]
+    kept = Masks(VOCAB, GPU, 1)
+    for _ in range(2):
+        found, errors = kept.fill(matchers)
+        assert errors == [None] * 3
+        assert (found.cpu().numpy() == np.stack([matcher.mask() for matcher in matchers])).all()
+        for token in TOKENIZER.encode_bytes(b" x{"):
+            assert not matchers[0].advance(token)
 
 
 def test_rows_give_the_same_alone_and_in_a_batch(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections import Counter
@@ -10,10 +11,12 @@ from functools import cache
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from rwkv_batch.tokenizer import VOCAB_SIZE
 from rwkv_batch.translation.markers import Format, MarkerOptions, Segment
 from rwkv_batch.translation.segments import Split, split_text
+from sampling.grammar import masks
 from sampling.grammar.constraint import EARLY_ENDS, NoTokenLeftError, RequiredText
 from sampling.grammar.required_text import MarkerAutomaton, RequiredTextMatcher, RequiredTexts, State
 from test.harness import TOKENIZER
@@ -56,7 +59,11 @@ def generate(matcher: RequiredTextMatcher, dice: random.Random, eagerness: float
 
     eagerness: chance that it prefers a token with a character of markers
     """
-    table, out = TOKENIZER.byte_table, b""
+    table, out, twin = (
+        TOKENIZER.byte_table,
+        b"",
+        copy.deepcopy(matcher, {id(one): one for one in (texts(), matcher._automaton)}),
+    )
     lead_ids = _lead_ids()
     while True:
         mask = matcher.mask()
@@ -73,7 +80,12 @@ def generate(matcher: RequiredTextMatcher, dice: random.Random, eagerness: float
         sampled, token = token, matcher.resolve(token)
         assert token == sampled or sampled in EARLY_ENDS
         out += table[token]
-        if matcher.advance(token):
+        assert twin.resolve(sampled) == token
+        is_text = twin.add_text(token)
+        has_ended = matcher.advance(token)
+        assert (not is_text or not has_ended) and (is_text or twin.advance(token) == has_ended)
+        assert has_ended or ((matcher.mask() == twin.mask()).all() and matcher.replacement == twin.replacement)
+        if has_ended:
             return out.decode(errors="replace"), True
         if matcher._tokens_left == 0:
             return out.decode(errors="replace"), False
@@ -246,3 +258,15 @@ def test_markup_keeps_entities_in_terms() -> None:
     assert one is not None and one.shown() == "Use AT&T <1>now</1>."
     assert one.restore("AT&T nutzen, AT&T <1>jetzt</1> & hier") == "AT&amp;T nutzen, AT&amp;T <b>jetzt</b> &amp; hier"
     assert one.restore("nutzen <1>jetzt</1>") is None
+
+
+def test_masks_of_equal_states_have_one_row_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "TABLE_ROWS", 4)
+    kept = masks.Masks(VOCAB_SIZE, torch.device("cpu"), 1)
+    for _ in range(2):  # the second time, the table has been full
+        for names in (("{a}", "{a}", "{b}"), ("{b}", "{c}"), ("{a}", "{d}", "{d}")):
+            wanted = [written(required(f"x {name}")).mask() for name in names]
+            rows = kept._table_rows_of(wanted)
+            assert len(set(rows)) == 2 and (kept._table[rows].numpy() == np.stack(wanted)).all()
+            assert kept._table_rows_of(wanted) == rows
+    assert len(kept._table) == 4
