@@ -89,6 +89,10 @@ class Oracle:
         tokens = on_device([token for row in rows for token in row], torch.int64, self._device).view(len(rows), -1)
         return DeviceGuesses([one.drafter for one in wanted], tokens, started)
 
+    def graph_s(self, num_rows: int) -> float:
+        """See DraftModel."""
+        return 0.0 if self._model is None else self._model.graph_s(num_rows)
+
 
 class Answer:
     """A job's rows, and its speed."""
@@ -225,11 +229,10 @@ def graph_times(engine: Engine) -> dict[str, float]:
 
 def costs(engine: Engine) -> dict[str, Any]:
     """Return what the controller has measured, in ms."""
-    times = engine.speculation.times
+    figures = engine.speculation.times.figures()
     return {
-        "plain_step_ms": {rows: round(1e3 * seconds, 3) for rows, seconds in times.plain_s.items()},
-        "draft_ms_fixed_and_token": {n: [round(1e3 * one, 4) for one in of.seconds] for n, of in times.added.items()},
-        "model_ms_per_token": round(1e3 * engine.speculation.model_s, 4),
+        f"{name}_ms": {kind: round(1e3 * seconds, 3) for kind, seconds in medians.items()}
+        for name, medians in figures.items()
     }
 
 

@@ -1,109 +1,104 @@
-"""Cost and gain of drafts, in tokens that a step without drafts yields in the same time."""
+"""Seconds of steps with and without drafts, and the tokens that drafts yield."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable
+from statistics import median_low
 from typing import NamedTuple
 
 from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS
 
-SMOOTHING, FALLING = 0.2, 0.5
-"""Weight of a new time, and of one below the average: times exceed the usual one for many reasons."""
-DECAY = 0.95
-"""Weight of the sums of older steps with drafts."""
-SKIPPED_STEPS = 4
-MIN_WEIGHT = 4.0
-"""Steps with drafts, older ones counting less, below which their times are not used yet."""
+RECENT = 9
+"""Latest steps of a kind whose median counts."""
+ENOUGH = 3
+"""Steps of a kind below which it is not known."""
+HOST_S = 0.00015
+"""Host work between the graphs of two steps with drafts, before it is measured."""
+CERTAIN = 1.25
+"""Times of a plain step that one with drafts takes, before it is measured: low, so that it is."""
+CERTAIN_GUESS = 0.1
+"""The same, of each token that the draft model guesses."""
 
 
-def smoothed(before: float, new: float) -> float:
-    """Return the average with a new time, which counts as twice the average at most. `before` is 0 if there is none."""
-    if not before:
-        return new
-    return before + (min(new, 2 * before) - before) * (SMOOTHING if new > before else FALLING)
+class Shape(NamedTuple):
+    """Size of a step on the device."""
+
+    rows: int
+    tokens: int
+    logits: int
 
 
-class DraftCost(NamedTuple):
-    """Cost of drafts in tokens: those that the step yields without drafts in the same time."""
+class Times:
+    """Medians of recent seconds by kind. The first of a kind is left out: it may compile or capture something."""
 
-    fixed: float
-    """of a step's drafts of any number and length"""
-    token: float
-    """of each of their tokens"""
-    guess: float
-    """of each further token that the draft model guesses, for all rows together"""
+    def __init__(self) -> None:
+        self._recent: dict[int, deque[float]] = {}
+        self.medians: dict[int, float] = {}
+        """of kinds with enough steps"""
 
+    def count(self, kind: int, seconds: float) -> None:
+        """Count a step."""
+        recent = self._recent.get(kind)
+        if recent is None:
+            self._recent[kind] = deque(maxlen=RECENT)
+            return
+        recent.append(seconds)
+        if len(recent) >= ENOUGH:
+            self.medians[kind] = median_low(recent)
 
-CERTAIN_COST = DraftCost(0.3, 0.02, 0.1)
-"""For one row, before anything is measured: low, so that it is."""
-
-
-@dataclass(slots=True)
-class Added:
-    """Seconds that drafts add to steps of one size. Older ones count less."""
-
-    weight: float = 0.0
-    tokens: float = 0.0
-    squares: float = 0.0
-    """of drafted tokens"""
-    added: float = 0.0
-    products: float = 0.0
-    """of tokens and added seconds"""
-
-    def count(self, num_tokens: int, seconds: float, plain_s: float) -> None:
-        """Count a step that took so many seconds more than a plain one."""
-        fixed_s, token_s = self.seconds
-        usual = 2 * (fixed_s + token_s * num_tokens) + plain_s / 2 if self.weight else 3 * plain_s
-        seconds = max(0.0, min(seconds, usual))
-        self.weight = DECAY * self.weight + 1
-        self.tokens = DECAY * self.tokens + num_tokens
-        self.squares = DECAY * self.squares + num_tokens**2
-        self.added = DECAY * self.added + seconds
-        self.products = DECAY * self.products + num_tokens * seconds
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Those of any draft, and of each drafted token."""
-        if not self.weight:
-            return 0.0, 0.0
-        spread = self.weight * self.squares - self.tokens**2
-        slope = self.weight * self.products - self.tokens * self.added
-        # Drafts of one length do not show which part is fixed: three quarters of it.
-        token_s = slope / spread if spread > 0.01 * self.tokens**2 else self.added / self.tokens / 4
-        token_s = min(max(token_s, 0.0), self.added / self.tokens)
-        return (self.added - token_s * self.tokens) / self.weight, token_s
+    def of(self, kind: int, default: float) -> float:
+        """Return the median of the nearest kind that is known."""
+        medians = self.medians
+        return medians[min(medians, key=lambda one: abs(one - kind))] if medians else default
 
 
-@dataclass(slots=True)
 class StepTimes:
-    """Measured times of steps without prompts."""
+    """Seconds of steps: of their graphs, or without graphs as measured."""
 
-    plain_s: dict[int, float] = field(default_factory=dict)
-    """by number of rows: smoothed seconds of a step without drafts; 0: only one ran, which may have captured a graph"""
-    num_skipped: int = 0
-    """first steps with drafts, which may compile or capture something, so they are not measured"""
-    added: dict[int, Added] = field(default_factory=dict)
-    """by number of rows: what drafts add"""
+    def __init__(self, graph_s: Callable[[Shape], float] | None = None) -> None:
+        """graph_s: seconds of a step's graph; 0: none fits. None: there are no graphs"""
+        self._graph_s = graph_s
+        self._plain = Times()
+        """by number of tokens, without graphs"""
+        self._added = Times()
+        """by logarithm of the number of tokens: what steps with drafts took beyond `_least_s`"""
+        self._guess = Times()
 
-    def count(self, num_rows: int, num_draft_tokens: int, seconds: float) -> None:
-        """Count a step with this many drafted tokens."""
-        before = self.plain_s.get(num_rows)
-        if not num_draft_tokens:
-            self.plain_s[num_rows] = 0.0 if before is None else smoothed(before, seconds)
-        elif self.num_skipped < SKIPPED_STEPS:
-            self.num_skipped += 1
-        elif before:
-            self.added.setdefault(num_rows, Added()).count(num_draft_tokens, seconds - before, before)
+    def plain_s(self, shape: Shape) -> float:
+        """Return the seconds of a step without drafts; 0: not known."""
+        return self._plain.of(shape.tokens, 0.0) if self._graph_s is None else self._graph_s(shape)
 
-    def cost(self, num_rows: int, model_s: float) -> DraftCost:
-        """Return the cost of drafts in a step of this many rows. model_s: `Speculation.model_s`"""
-        plain_s, known = self.plain_s.get(num_rows), [n for n, one in self.added.items() if one.weight >= MIN_WEIGHT]
-        if not plain_s or not known:
-            return DraftCost(*(num_rows * one for one in CERTAIN_COST))
-        fixed_s, token_s = self.added[min(known, key=lambda n: abs(n - num_rows))].seconds
-        tokens_per_s = num_rows / plain_s
-        guess = model_s * tokens_per_s if model_s else num_rows * CERTAIN_COST.guess
-        return DraftCost(fixed_s * tokens_per_s, token_s * tokens_per_s, guess)
+    def drafts_s(self, shape: Shape, plain_s: float) -> float:
+        """Return the seconds of a step with drafts without its guesses; 0: it fits no graph."""
+        least_s = self._least_s(shape, plain_s)
+        host_s = HOST_S if self._graph_s is not None else 0.0
+        return least_s and max(plain_s, least_s + self._added.of(shape.tokens.bit_length(), host_s))
+
+    def guess_s(self, num_rows: int, plain_s: float, model_s: Callable[[int], float]) -> float:
+        """Return the seconds of each token that the draft model guesses for rows. model_s: of its graph; 0: none"""
+        return model_s(num_rows) or self._guess.of(0, CERTAIN_GUESS * plain_s)
+
+    def _least_s(self, shape: Shape, plain_s: float) -> float:
+        return CERTAIN * plain_s if self._graph_s is None else self._graph_s(shape)
+
+    def count_plain(self, shape: Shape, seconds: float) -> None:
+        """Count a step without drafts."""
+        if self._graph_s is None:
+            self._plain.count(shape.tokens, seconds)
+
+    def count_drafts(self, shape: Shape, plain_s: float, seconds: float) -> None:
+        """Count a step with drafts, without its guesses."""
+        if plain_s and (least_s := self._least_s(shape, plain_s)):
+            self._added.count(shape.tokens.bit_length(), seconds - least_s)
+
+    def count_guess(self, seconds: float) -> None:
+        """Count the seconds of a guessed token."""
+        self._guess.count(0, seconds)
+
+    def figures(self) -> dict[str, dict[int, float]]:
+        """Return the medians."""
+        return {"plain": self._plain.medians, "added": self._added.medians, "guess": self._guess.medians}
 
 
 def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKENS) -> tuple[int, float]:
@@ -119,3 +114,8 @@ def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKE
         if gain > best_gain:
             best, best_gain = length, gain
     return best, best_gain
+
+
+def expected_tokens(rate: float, length: int) -> float:
+    """Return the number of a draft's tokens that are accepted, and the chance of all."""
+    return length if rate >= 1 else rate * (1 - rate**length) / (1 - rate)

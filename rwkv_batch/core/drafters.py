@@ -9,6 +9,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from state_pool.sessions import Lease, Session
@@ -229,13 +230,35 @@ class DraftModel(Protocol):
         """
         ...
 
+    def graph_s(self, num_rows: int) -> float:
+        """Return the seconds of a graph that guesses a token for each row. 0: no graph does."""
+        ...
 
-PRIOR_TRIALS = 6.0
-"""Tokens that the expected acceptance of a new row counts for."""
+
+PRIOR_TRIALS = 12.0
+"""Tokens that the acceptance of all rows counts for in a row's own."""
 MAX_TRIALS = 4
-"""First tokens of a draft that count in a row's acceptance: a long right one must not outweigh ten wrong ones."""
-MEMORY, FADING = 0.93, 0.99
-"""Weight of older drafts in it, at each draft and at each step: the text may have changed."""
+"""First tokens of a draft that count in it: a long right one must not outweigh ten wrong ones."""
+MEMORY, POOL_MEMORY, FADING = 0.97, 0.985, 0.995
+"""Weight of a row's older drafts, of those of all rows, and of both at each step: texts change."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Drafted tokens that were accepted, and drafts with a wrong one: tokens after it say nothing."""
+
+    accepted: float = 3.0
+    rejected: float = 2.0
+
+    @property
+    def rate(self) -> float:
+        """The chance that a drafted token is accepted if those before it are."""
+        return self.accepted / (self.accepted + self.rejected)
+
+    def fade(self, memory: float) -> None:
+        """Count older drafts less."""
+        self.accepted *= memory
+        self.rejected *= memory
 
 
 @dataclass(slots=True, eq=False)
@@ -243,12 +266,11 @@ class RowDrafter:
     """A row's drafter, and how many of its tokens the row accepted."""
 
     drafter: Drafter
-    expected_rate: float
-    """acceptance of rows so far"""
+    pool: Acceptance
+    """of all rows with such a drafter"""
     num_drafted: int = 0
     num_accepted: int = 0
-    _recent_accepted: float = 0.0
-    _recent_rejected: float = 0.0
+    _recent: Acceptance = field(default_factory=partial(Acceptance, 0.0, 0.0))
 
     @property
     def name(self) -> str:
@@ -257,13 +279,12 @@ class RowDrafter:
     @property
     def rate(self) -> float:
         """The expected chance that a drafted token is accepted."""
-        accepted = self._recent_accepted + PRIOR_TRIALS * self.expected_rate
-        return accepted / (self._recent_accepted + self._recent_rejected + PRIOR_TRIALS)
+        accepted, rejected = self._recent.accepted, self._recent.rejected
+        return (accepted + PRIOR_TRIALS * self.pool.rate) / (accepted + rejected + PRIOR_TRIALS)
 
     def fade(self) -> None:
         """Count older drafts less. Called before each step."""
-        self._recent_accepted *= FADING
-        self._recent_rejected *= FADING
+        self._recent.fade(FADING)
 
     def record(self, draft: Draft) -> None:
         """Count a verified draft."""
@@ -271,8 +292,10 @@ class RowDrafter:
         self.num_drafted += num_tokens
         self.num_accepted += num_accepted
         trials = min(num_tokens, MAX_TRIALS)
-        self._recent_accepted = MEMORY * self._recent_accepted + min(num_accepted, trials)
-        self._recent_rejected = MEMORY * self._recent_rejected + (num_accepted < trials)
+        for one, memory in ((self._recent, MEMORY), (self.pool, POOL_MEMORY)):
+            one.fade(memory)
+            one.accepted += min(num_accepted, trials)
+            one.rejected += num_accepted < trials
 
 
 @dataclass(slots=True)

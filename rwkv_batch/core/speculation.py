@@ -17,15 +17,17 @@ tokens not in the state, k: drafted ones), but takes k slots instead of two, and
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rwkv_batch.core.draft_costs import SKIPPED_STEPS, StepTimes, best_length, smoothed
+from rwkv_batch.core.draft_costs import CERTAIN_GUESS, Shape, StepTimes, best_length, expected_tokens
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
+    Acceptance,
     Draft,
     Drafter,
     DraftModel,
@@ -44,13 +46,17 @@ MAX_ROWS = 32
 """Rows of a step at most for drafts."""
 MAX_READ = 32
 """Known tokens of a row at most that its draft reads again."""
-MIN_GAIN = 0.03
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
+"""Lengths of drafts to choose from."""
+TOKEN_COST = 0.02
+"""Tokens that a drafted token must gain at least: which drafter is best."""
+MIN_GAIN = 0.05
 """Gain of a step's drafts, in steps, below which they are left out: their cost may be underestimated."""
 PROBE_TOKENS = 3
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
-PROBE_SHARE = 0.004
+PROBE_SHARE = 0.005
 """Share of the time for such drafts."""
-MAX_PROBES = 1.2
+MAX_PROBES = 1.5
 """Their cost at most, in steps, after a time without them."""
 
 
@@ -88,12 +94,14 @@ class Proposal(NamedTuple):
     start: int
     """see `Draft`"""
     max_tokens: int
-    token_cost: float
-    """of each token, in tokens"""
-    length: int
-    """tokens to draft, if the step has drafts; 0: none pays"""
     gain: float
-    """of so many, in tokens, without the fixed cost of the step's drafts"""
+    """in tokens, without the cost that rows share"""
+
+    def length(self, number: int, chance: float) -> int:
+        """Return `number`, or less if so many are accepted much less often than with this chance."""
+        rate = self.drafter.rate
+        likely = int(math.log(chance) / math.log(rate) + 1e-6) if rate > 0 else 0
+        return min(number, self.max_tokens, 2 * likely)
 
     def draft(self, length: int) -> Draft:
         """Return a draft of at most this many tokens."""
@@ -107,15 +115,19 @@ class Speculation:
     """Drafts of all rows. Owned by the engine's thread."""
 
     def __init__(
-        self, mode: str, slots: Slots, forget_plain: Callable[[Sequence], None], model: DraftModel | None = None
+        self,
+        mode: str,
+        slots: Slots,
+        forget_plain: Callable[[Sequence], None],
+        model: DraftModel | None = None,
+        graph_s: Callable[[Shape], float] | None = None,
     ) -> None:
         """mode: `EngineConfig.speculate`
 
         forget_plain: makes the scheduler create the row's next `ScheduledRow` anew
+        graph_s: see `StepTimes`
         """
         self.model = model
-        self.model_s = 0.0
-        """smoothed seconds per token that the draft model guesses"""
         self.mode = mode
         self._slots = slots
         self._forget_plain = forget_plain
@@ -123,18 +135,21 @@ class Speculation:
         self.make_drafters: Callable[[Sequence], list[Drafter]] = partial(
             make_drafters, mode=mode, has_model=model is not None, texts=self.texts
         )
-        self.times = StepTimes()
+        self.times, self._has_graphs = StepTimes(graph_s), graph_s is not None
         self.totals = dict.fromkeys(("ngram", "prediction", "model"), DraftTotals())
         """by drafter"""
-        self._misses: dict[str, int] = {}
-        """drafts with a wrong token, by drafter; tokens after it say nothing"""
+        self._pools: dict[str, Acceptance] = {}
+        """by drafter"""
         self._probe_credit = MAX_PROBES
         """steps that probes may cost by now"""
         self._last_end = self._begun = 0.0
         """when the last step ended, and when the last one was begun"""
         self._guesses: Guesses | None = None
-        """of the last step, and their number per row"""
+        """of the last step"""
         self._num_guesses = 0
+        """of the last step per row; 0: a prompt was read, so its time is unusual"""
+        self._size: tuple[Shape, float, float] | None = None
+        """of the last step with drafts: seconds without drafts, and of each guess"""
 
     # Before a step -------------------------------------------------------------------------------------------
 
@@ -142,7 +157,7 @@ class Speculation:
         """Return a step's rows with their drafts. A row whose draft needs a token in flight is left out."""
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return rows
-        self._begun, self._guesses = time.monotonic(), None
+        self._begun, self._guesses, self._num_guesses = time.monotonic(), None, 0
         drafts, price = self._choose(rows)
         self._guess(drafts, rows)
         has_drafts, result = False, []
@@ -159,36 +174,80 @@ class Speculation:
         return [_without_device_token(row) for row in result]
 
     def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float]:
-        """Return the rows' drafts, if they pay together: they share what a step with drafts takes longer.
+        """Return the drafts that yield most tokens per second: rows share what a step with drafts takes longer.
 
         Also returns what probes cost, in steps.
         """
-        cost = self.times.cost(len(rows), self.model_s)
-        num_guessing = max(1, sum(self.model is not None and _may_draft(row) for row in rows))
-        found = [self._propose(row, cost.token, cost.guess / num_guessing) for row in rows]
+        num_rows, tokens, logits = len(rows), 0, 0
+        for row in rows:
+            tokens += row.num_tokens
+            logits += row.samples_token
+        has_graphs = not self._has_graphs or all(row.sequence.adapter is None for row in rows)
+        plain_s = self.times.plain_s(Shape(num_rows, tokens, logits)) if has_graphs else 0.0
+        num_guessing = 0 if self.model is None else sum(map(_may_draft, rows))
+        guess_s = self._guess_s(num_guessing, plain_s)
+        guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else CERTAIN_GUESS
+        found = [self._propose(row, guess_cost) for row in rows]
         if self.mode != "auto":
             return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0
-        if not self.times.plain_s.get(len(rows)):  # what drafts gain is measured by it
-            return [None] * len(rows), 0.0
-        pays = sum(one.gain for one in found if one is not None) > cost.fixed + MIN_GAIN * len(rows)
-        self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE)
-        lengths = [0 if one is None or not pays else one.length for one in found]
-        others = {i: one for i, one in enumerate(found) if one is not None and not lengths[i]}
-        price = sum(one.token_cost for one in others.values()) * PROBE_TOKENS
-        price = min(MAX_PROBES, (price + (0.0 if pays else cost.fixed)) / max(1, len(rows)))
-        probes = bool(others) and price <= self._probe_credit
-        for i in others if probes else ():
-            lengths[i] = PROBE_TOKENS
-        drafts = [one.draft(n) if one is not None and n else None for one, n in zip(found, lengths, strict=True)]
-        return drafts, price if probes else 0.0
+        nothing: list[Draft | None] = [None] * num_rows
+        top = max((one.drafter.rate for one in found if one is not None), default=-1.0)
+        if not plain_s or top < 0:
+            return nothing, 0.0
 
-    def _propose(self, row: ScheduledRow, token_cost: float, guess_cost: float) -> Proposal | None:
+        def step_s(lengths: list[int]) -> tuple[float, Shape]:
+            num_drafts = num_rows - lengths.count(0)
+            read = sum(row.num_tokens for row, length in zip(rows, lengths, strict=True) if length)
+            num_drafted = sum(lengths)
+            shape = Shape(num_rows + num_drafts, tokens + read + num_drafted, logits + num_drafted)
+            seconds = self.times.drafts_s(shape, plain_s)
+            num_guesses, not_all = 0, 1.0
+            for one, length in zip(found, lengths, strict=True):
+                if one is not None and one.tokens is None and length:
+                    num_guesses = max(num_guesses, length)
+                    not_all *= 1 - one.drafter.rate**length
+            # After a draft that is accepted whole, the model first reads its last token.
+            return seconds and seconds + guess_s * (num_guesses + (1 - not_all) * bool(num_guesses)), shape
+
+        best, best_s = [0] * num_rows, plain_s
+        size, best_speed, previous = Shape(0, 0, 0), (1 + MIN_GAIN) * logits / plain_s, best
+        for number in LENGTHS if top else ():
+            lengths = [0 if one is None else one.length(number, min(top, 0.999) ** number) for one in found]
+            if lengths == previous:
+                break
+            previous = lengths
+            seconds, shape = step_s(lengths)
+            accepted = sum(
+                expected_tokens(one.drafter.rate, length)
+                for one, length in zip(found, lengths, strict=True)
+                if one is not None
+            )
+            if seconds and (logits + accepted) / seconds > best_speed:
+                best, best_s, size, best_speed = lengths, seconds, shape, (logits + accepted) / seconds
+        self._probe_credit, price = min(MAX_PROBES, self._probe_credit + PROBE_SHARE), 0.0
+        lengths = [
+            length or (0 if one is None else min(PROBE_TOKENS, one.max_tokens))
+            for one, length in zip(found, best, strict=True)
+        ]
+        if lengths != best and self._probe_credit > PROBE_SHARE:
+            seconds, shape = step_s(lengths)
+            cost = min(MAX_PROBES, (seconds - best_s) / plain_s)
+            if seconds and cost <= self._probe_credit:
+                best, size, price = lengths, shape, cost
+        self._size = (size, plain_s, guess_s)
+        return [one.draft(n) if one is not None and n else None for one, n in zip(found, best, strict=True)], price
+
+    def _guess_s(self, num_rows: int, plain_s: float) -> float:
+        """Return the seconds of each token that the draft model guesses for rows."""
+        return 0.0 if self.model is None or not num_rows else self.times.guess_s(num_rows, plain_s, self.model.graph_s)
+
+    def _propose(self, row: ScheduledRow, guess_cost: float) -> Proposal | None:
         """Return what a scheduled row can draft, by the drafter that gains most."""
         sequence = row.sequence
         if not _may_draft(row):
             return None
         if sequence.drafters is None:
-            sequence.drafters = [RowDrafter(one, self._expected_rate(one.name)) for one in self.make_drafters(sequence)]
+            sequence.drafters = [RowDrafter(one, self.pool(one.name)) for one in self.make_drafters(sequence)]
         ids = sequence.token_ids
         is_pending = ids[-1] == PENDING
         known = len(ids) - is_pending
@@ -196,19 +255,19 @@ class Speculation:
         best: Proposal | None = None
         for one in sequence.drafters if room > 0 else ():
             one.fade()
-            count, tokens, one_cost = min(MAX_DRAFT_TOKENS, room), None, token_cost
+            count, tokens, cost = min(MAX_DRAFT_TOKENS, room), None, TOKEN_COST
             if isinstance(one.drafter, ModelDrafter):
                 if not sequence.has_sampled:  # the first token does not wait for guesses
                     continue
-                one_cost += guess_cost
+                cost += guess_cost
             else:
                 tokens = one.drafter.propose(ids, known, count + is_pending)
                 count = len(tokens) - is_pending
                 if count <= 0:
                     continue
-            length, gain = best_length(one.rate, one_cost, count)
+            _, gain = best_length(one.rate, cost, count)
             if best is None or (gain, one.rate) > (best.gain, best.drafter.rate):
-                best = Proposal(one, tokens, known, count, one_cost, length, gain)
+                best = Proposal(one, tokens, known, count, gain)
         return best
 
     def _guess(self, drafts: list[Draft | None], rows: list[ScheduledRow]) -> None:
@@ -229,10 +288,9 @@ class Speculation:
         for draft, row in wanted:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
 
-    def _expected_rate(self, name: str) -> float:
-        """Return the expected chance that a token of a new row's draft is accepted, if those before it are."""
-        accepted = self.totals.get(name, DraftTotals()).accepted
-        return (accepted + 6) / (accepted + self._misses.get(name, 0) + 10)
+    def pool(self, name: str) -> Acceptance:
+        """Return the acceptance of a drafter in all rows."""
+        return self._pools.setdefault(name, Acceptance())
 
     def _take_slots(self, sequence: Sequence, draft: Draft) -> bool:
         """Give the draft a slot, and keep the state that both device rows read. Returns False without free slots."""
@@ -290,22 +348,24 @@ class Speculation:
         draft.drafter.record(draft)
         name, (drafted, accepted) = draft.drafter.name, self.totals.get(draft.drafter.name, DraftTotals())
         self.totals[name] = DraftTotals(drafted + len(draft.tokens), accepted + draft.num_accepted)
-        self._misses[name] = self._misses.get(name, 0) + (draft.num_accepted < len(draft.tokens))
 
     def count_step(self, rows: list[ScheduledRow], started: float, num_draft_tokens: int) -> None:
         """Measure a step whose tokens are committed. started: its launch"""
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return
         now, since = time.monotonic(), max(started, self._last_end)
-        if num_draft_tokens:  # what the host does before its launch is part of it
+        if not num_draft_tokens and all(row.num_tokens == 1 for row in rows):
+            self.times.count_plain(Shape(len(rows), len(rows), len(rows)), now - since)
+        elif num_draft_tokens and self._size is not None:
+            shape, plain_s, guess_s = self._size
+            # What the host does before its launch is part of it.
             since = max(self._last_end, min(started, self._begun) - MAX_HOST_S)
-            if self._guesses is not None:
-                since += self._guesses.seconds
-                if self._num_guesses and self.times.num_skipped >= SKIPPED_STEPS:
-                    self.model_s = smoothed(self.model_s, self._guesses.seconds / self._num_guesses)
+            if self._guesses is not None and self._num_guesses:
+                self.times.count_guess(self._guesses.seconds / self._num_guesses)
+            if self._guesses is None or self._num_guesses:
+                self.times.count_drafts(shape, plain_s, now - since - guess_s * self._num_guesses)
+            self._size = None
         self._last_end = now
-        if num_draft_tokens or all(row.num_tokens == 1 for row in rows):
-            self.times.count(len(rows), num_draft_tokens, now - since)
 
     def status(self) -> dict[str, Any]:
         """Return the figures of /status as plain data."""

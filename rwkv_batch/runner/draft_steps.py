@@ -102,6 +102,10 @@ class DraftSteps:
             row.drafter.guesses = [0] * row.num_tokens
         return DeviceGuesses([row.drafter for row in guessing], tokens, started)
 
+    def graph_s(self, num_rows: int) -> float:
+        """See `DraftModel`."""
+        return 0.0 if self._graphs is None else self._graphs.seconds(num_rows)
+
     def _row(self, wanted: Wanted) -> _Row | None:
         """Return a row's plan. None: it needs none, or all rings are in use."""
         drafter = wanted.drafter

@@ -91,6 +91,9 @@ class Faulty:
                     break
         return guesses
 
+    def graph_s(self, num_rows: int) -> float:
+        return self._model.graph_s(num_rows)
+
 
 def test_speculation_by_a_model_needs_one(model: Path) -> None:
     with (

@@ -16,6 +16,7 @@ from rwkv_batch.runner.links import Link
 from rwkv_batch.runner.pipeline import Stage
 
 WARM_UP_RUNS = 2
+TIMED_RUNS = 3
 ALIGNMENT = 16
 Array = np.ndarray[Any, Any]
 
@@ -33,10 +34,12 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
         """one stream for all captures, because cuBLAS keeps a workspace for every stream"""
         self.is_recording = False
+        self.seconds = 0.0
+        """of a run of the last graph"""
 
     @torch.inference_mode()
     def record(self, step: Callable[[], None], name: str) -> torch.cuda.CUDAGraph:
-        """Capture a step as a graph, after two runs with harmless inputs. Raises CaptureError."""
+        """Capture a step as a graph, and measure it. Runs it with harmless inputs. Raises CaptureError."""
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize(self._device)
@@ -49,6 +52,14 @@ class Recorder:
                 # thread_local: exclude allocations of the state pool's threads.
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     step()
+                graph.replay()
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                for _ in range(TIMED_RUNS):
+                    graph.replay()
+                end.record()
+                end.synchronize()
+            self.seconds = begin.elapsed_time(end) / TIMED_RUNS / 1000
         except RuntimeError as error:
             raise CaptureError(f"{name} could not be captured: {_reason(error)}") from error
         finally:

@@ -98,6 +98,8 @@ class DecodeGraphs:
         self._sampled_tokens = torch.zeros(padded, dtype=torch.int64, device=last.device)
         self._captured: dict[tuple[int, int, bool, bool], torch.cuda.CUDAGraph] = {}
         """by stage, size, whether it samples (last stage only), and whether it adds adapters"""
+        self._seconds: dict[tuple[int, int], float] = {}
+        """of captured graphs without adapters, by stage and size"""
         assert last.stage.head is not None, "graphs sample from the logits of the last stage"
         vocab = last.stage.head.linear.weight.shape[0]
         self.logits = torch.empty(max(padded, logit_rows), vocab, dtype=torch.float32, device=last.device)
@@ -203,6 +205,12 @@ class DecodeGraphs:
         self._fill(size, arrays, deferred, adapters)
         run_stages(self.graph_stages, graphs, size, self._staged)
 
+    def seconds(self, num_rows: int) -> float:
+        """Return the seconds of a step without adapters. 0: it is not captured."""
+        size = next((size for size in self.sizes if size >= num_rows), 0)
+        stages = [self._seconds.get((number, size), 0.0) for number in range(len(self.graph_stages))]
+        return sum(stages) if all(stages) else 0.0
+
     def _pieces_for(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
         if self.pieces is None:
             return None
@@ -225,6 +233,8 @@ class DecodeGraphs:
                 self.fill_padding(size, adapters)
                 name = f"a decode graph of {size} rows on {self.graph_stages[number].device}"
                 self._captured[key] = self.graph_stages[number].recorder.record(lambda: self._step(*key), name)
+            if not adapters:
+                self._seconds[number, size] = self.graph_stages[number].recorder.seconds
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[key]
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rwkv_batch.core.draft_costs import Shape
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import GraphStage, StagedArrays, run_stages
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 4, 8, 16, 32, 48)
 TOKENS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
 """Up to 256, sizes that fill a tile of our own GEMMs (`kernels.cuda.wide.TILE_ROWS`)."""
+MAX_SHAPES = 4096
+"""Steps whose graphs are remembered."""
 MAX_PADDED_WORK = 2.5e12
 """Tokens times weights per GPU. Above this, padding takes as long as the host (360 tokens of 7.2B)."""
 
@@ -54,6 +57,7 @@ class PrefillSize(NamedTuple):
         return rows <= self.rows and tokens + (self.rows - rows) + 1 <= self.tokens
 
 
+NO_SIZE = PrefillSize(0, 0)
 VERIFY_SIZES = (
     *(PrefillSize(2, tokens, tokens) for tokens in (8, 12, 16, 24, 32, 48)),
     *(PrefillSize(8, tokens, tokens) for tokens in (24, 32, 48, 64, 96)),
@@ -122,6 +126,9 @@ class PrefillGraphs:
         self._graph_stages = list(graph_stages)
         self._logits = logits
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
+        self.seconds: dict[PrefillSize, float] = {}
+        """of captured graphs, on all stages"""
+        self._size_of: dict[Shape, PrefillSize] = {}
         self._staged = StagedPrompts(
             PrefillSize(max(*ROWS, VERIFY_SIZES[-1].rows), max(TOKENS)),
             [graph_stage.device for graph_stage in graph_stages],
@@ -131,6 +138,21 @@ class PrefillGraphs:
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
         """Return the smallest graph for a step. None: no graph fits."""
         return smallest_fitting(self.sizes, inputs)
+
+    def seconds_of(self, shape: Shape) -> float:
+        """Return the seconds of the smallest graph for a step. 0: no graph fits.
+
+        A graph that is not captured yet counts as the slowest smaller one.
+        """
+        size = self._size_of.get(shape)
+        if size is None:
+            size = next((one for one in self.sizes if holds(one, *shape)), NO_SIZE)
+            if len(self._size_of) > MAX_SHAPES:
+                self._size_of.clear()
+            self._size_of[shape] = size
+        if size in self.seconds or size is NO_SIZE:
+            return self.seconds.get(size, 0.0)
+        return max((seconds for one, seconds in self.seconds.items() if one.tokens <= size.tokens), default=1e-6)
 
     def warm_up(self) -> None:
         """Capture every size, largest size first."""
@@ -156,6 +178,7 @@ class PrefillGraphs:
                 self._staged.fill_padding(size)
                 name = f"a graph of {size.tokens} tokens in {size.rows} rows on {graph_stage.device}"
                 self._captured[key] = graph_stage.recorder.record(lambda: self._step(number, size), name)
+            self.seconds[size] = self.seconds.get(size, 0.0) + graph_stage.recorder.seconds
         return self._captured[key]
 
     def _step(self, number: int, size: PrefillSize) -> None:
@@ -173,8 +196,13 @@ def smallest_fitting(sizes: Sequence[PrefillSize], inputs: StepInputs) -> Prefil
     """
     if inputs.tokens.is_cuda or inputs.adapters is not None:
         return None
-    rows, logits, tokens = len(inputs.read_slots), len(inputs.logit_tokens), len(inputs.tokens)
-    return next((size for size in sizes if size.holds(rows, tokens) and logits <= size.num_logits), None)
+    shape = len(inputs.read_slots), len(inputs.tokens), len(inputs.logit_tokens)
+    return next((size for size in sizes if holds(size, *shape)), None)
+
+
+def holds(size: PrefillSize, rows: int, tokens: int, logits: int) -> bool:
+    """Return whether a step fits a graph."""
+    return size.holds(rows, tokens) and logits <= size.num_logits
 
 
 def usable_sizes(stages: Sequence[Stage], max_rows: int, verifies: bool = False) -> tuple[PrefillSize, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.draft_costs import Shape
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.shares import Limits
 from rwkv_batch.model.step_inputs import StepInputs
@@ -156,6 +157,13 @@ class StepGraphs:
         decoding, reading: numbers of decode rows and of prompts' rows. Returns None if no graph fits.
         """
         return None if self.mixed is None else self.mixed.size_for(decoding, reading, tokens)
+
+    def seconds(self, shape: Shape) -> float:
+        """Return the seconds of a step's graph without adapters. 0: there is none, or it is not captured."""
+        if self.decode is None or self.prompts is None:
+            return 0.0
+        is_plain = shape.tokens == shape.rows == shape.logits
+        return self.decode.seconds(shape.rows) if is_plain else self.prompts.seconds_of(shape)
 
     def logits_of_prompts(self, inputs: StepInputs, between: Callable[[], None] | None) -> Tensor | None:
         """Return logits [R, V] of a step of short prompts; None if no graph fits.
