@@ -36,6 +36,9 @@ class FakeDraftGraphs:
         self._pipeline = model._pipeline
         self.tokens = LastTokens(MAX_ROWS, torch.device("cpu"), torch.device("cpu"), 2)
 
+    def seconds(self, num_rows: int) -> float:
+        return 0.0
+
     def run(self, rings: list[int], reads: list[int], writes: list[int]) -> Tensor:
         inputs = step_inputs(
             [[t] for t in self.tokens.input_tokens[rings].tolist()], reads, writes, list(range(len(rings)))
