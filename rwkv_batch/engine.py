@@ -207,9 +207,8 @@ class Engine:
         self._user_files.states.open(runner.pool, runner.arena, runner.weights.shape)
         self.state_manager = StateManager(runner.pool, runner.tokenizer, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
-        slots, forget_plain = runner.pool.tiers.slots, self.scheduler.forget_plain
-        graph_s = None if runner.graphs.decode is None else runner.graphs.seconds
-        self.speculation = Speculation(self.config.speculate, slots, forget_plain, runner.draft_model, graph_s)
+        slots, forget = runner.pool.tiers.slots, self.scheduler.forget_plain
+        self.speculation = Speculation(self.config.speculate, slots, forget, runner.draft_model, runner.graphs.graph_s)
         self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, runner.tokenizer, runner.vocab)
 
     def _make_texts(self) -> RequiredTexts:

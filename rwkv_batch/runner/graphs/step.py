@@ -158,6 +158,11 @@ class StepGraphs:
         """
         return None if self.mixed is None else self.mixed.size_for(decoding, reading, tokens)
 
+    @property
+    def graph_s(self) -> Callable[[Shape], float] | None:
+        """Return `seconds`; None: there are no graphs."""
+        return None if self.decode is None else self.seconds
+
     def seconds(self, shape: Shape) -> float:
         """Return the seconds of a step's graph without adapters. 0: there is none, or it is not captured."""
         if self.decode is None or self.prompts is None:
