@@ -161,7 +161,8 @@ class TrainingModel:
         y = _product(x, weight.t())
         if name in self.tunables.pairs:
             a, b = self.tunables.pairs[name]
-            y = y + _product(_product(x, a.t()), b.t())
+            with torch.autocast(x.device.type, enabled=False):
+                y = y + x @ a.t() @ b.t()
         return y
 
     def _layer(
@@ -182,8 +183,10 @@ class TrainingModel:
         d = shifted(x, begins) - x
 
         def low_rank(letter: str, between: Any = None) -> Tensor:
-            first = _product(x + d * self.weights[f"{att}.x_{letter}"], self.weights[f"{att}.{letter}1"])
-            return _product(first if between is None else between(first), self.weights[f"{att}.{letter}2"])
+            down, up = (self.weights[f"{att}.{letter}{half}"] for half in "12")
+            with torch.autocast(x.device.type, enabled=False):  # little work, to which the gradients are sensitive
+                first = (x + d * self.weights[f"{att}.x_{letter}"]) @ down.to(x.dtype)
+                return (first if between is None else between(first)) @ up.to(x.dtype)
 
         def heads(t: Tensor) -> Tensor:
             return t.to(self._wide).view(*t.shape[:-1], -1, HEAD_SIZE)

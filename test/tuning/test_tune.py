@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from rwkv_batch.model.tuned_state import read_tuned_state
 from rwkv_batch.model.weights import Weights, open_weights
 from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.tuning import run as tuning_run
+from rwkv_batch.tuning import trainer
 from rwkv_batch.tuning.model import MemoryPlan
 from rwkv_batch.tuning.run import Place, open_model, plan_memory, prepare
 from rwkv_batch.tuning.trainer import TuneOptions, Tuning
@@ -232,40 +236,45 @@ def test_held_out_lines_are_not_trained_on() -> None:
     assert len(held) == 2 and not {tuple(one.ids) for one in held} & {tuple(one.ids) for one in train}
 
 
-def tuning(model: Path, checkpoint: Path | None, lines: Sequence[object] = LINES, seed: int = 1) -> Tuning:
+def tuning(
+    model: Path, checkpoint: Path | None, lines: Sequence[object] = LINES, seed: int = 1, epochs: int = 3
+) -> Tuning:
     torch.set_num_threads(1)
     data = read_data("\n".join(map(json.dumps, lines)).encode(), "d.jsonl").examples
-    options = TuneOptions("state+lora", rank=4, epochs=3, batch_tokens=256, seed=seed)
+    options = TuneOptions("state+lora", rank=4, epochs=epochs, batch_tokens=256, seed=seed)
     return prepare(
         open_model(str(model), []), *split(data, 0.1), options, Place(torch.device("cpu"), torch.float32), checkpoint
     )
 
 
-class _KilledError(Exception):
-    pass
-
-
-def test_a_kill_at_any_step_resumes_to_the_same_bits(model: Path, tmp_path: Path) -> None:
-    undisturbed = tuning(model, None)
+def test_twenty_kills_at_random_moments_leave_the_same_bits(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process is killed by SIGKILL: between steps, in one, or while it writes a checkpoint."""
+    monkeypatch.setattr(trainer, "_CHECKPOINT_S", 0.0)  # one after each step, at most
+    undisturbed = tuning(model, None, epochs=8)
     undisturbed.run(lambda _: True)
-    steps = len(undisturbed.trainer.losses)
-    for number in range(1, steps, 5):
-        path = tmp_path / f"{number}.checkpoint"
-
-        def on_step(one: Tuning, number: int = number) -> bool:
-            done = len(one.trainer.losses)
-            if done == max(1, number - 1):
-                one.save()
-            if done == number:
-                raise _KilledError  # after a step that no checkpoint has
-            return True
-
-        with pytest.raises(_KilledError):
-            tuning(model, path).run(on_step)
-        resumed = tuning(model, path)
-        assert resumed.run(lambda _: True) and resumed.trainer.losses == undisturbed.trainer.losses
-        parameters = undisturbed.trainer.model.tunables.parameters
-        assert all(map(torch.equal, resumed.trainer.model.tunables.parameters, parameters))
+    path, random, moments = tmp_path / "x.checkpoint", Random(41), set()
+    for _ in range(20):
+        step_ended, ended = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                tuning(model, path, epochs=8).run(lambda _, out=ended: os.write(out, b".") > 0)  # type: ignore[misc]
+            finally:
+                os._exit(1)
+        os.close(ended)
+        for _ in range(random.randrange(2)):
+            os.read(step_ended, 1)
+        select.select([], [], [], random.random() * 0.02)
+        os.kill(child, signal.SIGKILL)
+        os.close(step_ended)
+        os.waitpid(child, 0)
+        moments.add(path.stat().st_mtime_ns if path.exists() else 0)
+    resumed = tuning(model, path, epochs=8)
+    assert len(moments) > 5, "the kills came at different steps"
+    assert resumed.run(lambda _: True) and resumed.trainer.losses == undisturbed.trainer.losses
+    parameters = undisturbed.trainer.model.tunables.parameters
+    assert all(map(torch.equal, resumed.trainer.model.tunables.parameters, parameters))
 
 
 def test_a_checkpoint_of_other_data_or_a_damaged_one_is_refused(model: Path, tmp_path: Path) -> None:
