@@ -80,11 +80,11 @@ def test_masks_of_required_texts_come_from_the_table() -> None:
     rows = [RequiredText(markers=(name,), partners=(-1,), leads="{") for name in ("{a}", "{b}", "{a}")]
     matchers = [RequiredTextMatcher(texts, row, 64) for row in rows]
     kept = Masks(VOCAB, GPU, 1)
-    for _ in range(2):
+    for text in (b" x{", b"a"):
         found, errors = kept.fill(matchers)
         assert errors == [None] * 3
         assert (found.cpu().numpy() == np.stack([matcher.mask() for matcher in matchers])).all()
-        for token in TOKENIZER.encode_bytes(b" x{"):
+        for token in TOKENIZER.encode_bytes(text):
             assert not matchers[0].advance(token)
 
 
