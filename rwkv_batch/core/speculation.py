@@ -360,10 +360,12 @@ class Speculation:
             shape, plain_s, guess_s = self._size
             # What the host does before its launch is part of it.
             since = max(self._last_end, min(started, self._begun) - MAX_HOST_S)
-            if self._guesses is not None and self._num_guesses:
-                self.times.count_guess(self._guesses.seconds / self._num_guesses)
             if self._guesses is None or self._num_guesses:
-                self.times.count_drafts(shape, plain_s, now - since - guess_s * self._num_guesses)
+                guessing_s = guess_s * self._num_guesses
+                if self._guesses is not None and not self._has_graphs:
+                    guessing_s = self._guesses.seconds
+                    self.times.count_guess(guessing_s / self._num_guesses)
+                self.times.count_drafts(shape, plain_s, now - since - guessing_s)
             self._size = None
         self._last_end = now
 

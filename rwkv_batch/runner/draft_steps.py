@@ -17,19 +17,22 @@ from torch import Tensor
 
 from native.uploads import Uploads
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.drafters import RING, ModelDrafter, Wanted
+from rwkv_batch.core.drafters import CHUNK, RING, ModelDrafter, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
+from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PrefillSize
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.runner.model_files import load_pipeline
 from sampling.rapid import RapidSampler
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 
-FEW_TOKENS = 4
-"""Up to this many known tokens are read one by one with graphs: kernel by kernel, the host takes longer."""
+READ_SIZES = (PrefillSize(1, 32), PrefillSize(1, CHUNK + 32), PrefillSize(8, 256), PrefillSize(MAX_ROWS, 512))
+"""Of graphs that read texts."""
+FEW_TOKENS = 1
+"""Up to this many known tokens are read one by one with graphs: a graph that reads more takes longer."""
 
 
 class _Row(NamedTuple):
@@ -78,10 +81,13 @@ class DraftSteps:
         self._rings: weakref.WeakKeyDictionary[ModelDrafter, int] = weakref.WeakKeyDictionary()
         self._free = list(range(MAX_ROWS))
         self._graphs: DecodeGraphs | None = None
+        self._reading: PrefillGraphs | None = None
         if device.type == "cuda" and DecodeGraphs.unavailable_reason(self._pipeline.stages, Greedy()) is None:
-            stages = make_graph_stages(self._pipeline.stages, MAX_ROWS, depth=2)
+            stages = make_graph_stages(self._pipeline.stages, READ_SIZES[-1].tokens, depth=2)
             vocab = self._pipeline.weights.shape.vocab
             self._graphs = DecodeGraphs(stages, MAX_ROWS, RapidSampler(MAX_ROWS, vocab, device, []))
+            self._reading = PrefillGraphs(stages, self._graphs.logits, sizes=READ_SIZES)
+            self._reading.warm_up()
             self._graphs.warm_up(logits=False)
         self._uploads = None if self._graphs is None else Uploads(device)
         self._last = (ctypes.c_int64 * MAX_ROWS)()
@@ -143,7 +149,11 @@ class DraftSteps:
         writes = [row.slot(count + len(ids)) for row, count, ids in zip(rows, read, tokens, strict=True)]
         inputs = step_inputs(tokens, reads, writes, guessing)
         if not guessing:
-            self._pipeline.run_layers(inputs)
+            size = None if self._reading is None else self._reading.size_for(inputs)
+            if self._reading is not None and size is not None:
+                self._reading.run(inputs, size)
+            else:
+                self._pipeline.run_layers(inputs)
             return []
         chosen: list[int] = self._pipeline.forward(inputs).argmax(-1).tolist()
         return chosen

@@ -129,21 +129,22 @@ def gpu_graph_s(shape: Shape) -> float:
 class SimulatedGpu:
     """Answers with the times of a GPU. Steps take longer now and then; the noise is counted apart."""
 
-    def __init__(self, rate: float, seed: int) -> None:
+    def __init__(self, rate: float, seed: int, has_graphs: bool = True) -> None:
         self.rate, self.rng = rate, random.Random(seed)
         self.clock, self.noise = 100.0, 0.0
         slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
-        self.speculation = Speculation("auto", slots, lambda _: None, self, gpu_graph_s)
+        self.has_graphs = has_graphs
+        self.speculation = Speculation("auto", slots, lambda _: None, self, gpu_graph_s if has_graphs else None)
 
     def graph_s(self, num_rows: int) -> float:
-        return of_size(GUESS_MS, num_rows) / 1000
+        return of_size(GUESS_MS, num_rows) / 1000 if self.has_graphs else 0.0
 
     def guess(self, wanted: list[Wanted]) -> Any:
         unread = max(one.length - one.drafter.num_read - max(0, len(one.drafter.guesses) - 1) for one in wanted)
         for one in wanted:
             one.drafter.num_read, one.drafter.guesses = one.length, [7] * one.num_tokens
         reading_ms = 0.5 if unread > 4 else 0.31 * (unread - 1)
-        seconds = self.graph_s(len(wanted)) * max(one.num_tokens for one in wanted)
+        seconds = of_size(GUESS_MS, len(wanted)) / 1000 * max(one.num_tokens for one in wanted)
         self.pass_time(1000 * seconds + reading_ms)
         return SimpleNamespace(seconds=seconds, read=lambda: None)
 
@@ -207,3 +208,14 @@ def test_drafts_pay_with_the_times_of_a_gpu(
     first, *others = [gpu.speed(num_rows) for _ in range(3)]
     assert first > 0.96
     assert sum(others) / len(others) > least, others
+
+
+@pytest.mark.parametrize(("rate", "least"), [(0.0, 0.985), (0.7, 1.25), (1.0, 3.0)])
+def test_drafts_pay_by_measured_times(monkeypatch: pytest.MonkeyPatch, rate: float, least: float) -> None:
+    """As on a CPU. What guesses take is no cost of the step that verifies them."""
+    gpu = SimulatedGpu(rate, seed=2, has_graphs=False)
+    monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: gpu.clock))
+    speeds = [gpu.speed(1) for _ in range(4)]
+    assert min(speeds) > 0.95 and sum(speeds[1:]) / 3 > least, speeds
+    assert 0.0003 < gpu.speculation.times.guess_s(1, 0.002, gpu.graph_s) < 0.0004 or not rate
+    assert gpu.speculation.times.drafts_s(Shape(2, 12, 10), 0.00197) < 0.0031

@@ -16,8 +16,9 @@ from rwkv_batch.core.drafters import Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
-from rwkv_batch.model.step_inputs import step_inputs
-from rwkv_batch.runner.draft_steps import DraftSteps
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps
+from rwkv_batch.runner.graphs.prefill import PrefillSize, smallest_fitting
 from rwkv_batch.runner.links import DeviceGuesses, LastTokens
 from sampling.params import SamplingParams
 from test.engine.test_speculation import rows_of
@@ -64,8 +65,10 @@ def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) ->
     expected = rows_of(run(engine, *plain, return_token_ids=True))
     steps = engine.model_runner.draft_model
     assert steps is not None
+    reading = None
     if has_graphs:  # as on a GPU
         steps._graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
+        steps._reading = reading = FakeReadingGraphs(steps)  # type: ignore[assignment]
         engine.model_runner.drafts.may_sample_ahead = True
     for share in (1.0, 0.7):
         engine.speculation.model = Faulty(steps, share)
@@ -73,7 +76,23 @@ def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) ->
         assert rows_of(run(engine, *rows, return_token_ids=True)) == expected
         drafted, accepted = map(operator.sub, engine.speculation.totals["model"], before)
         assert accepted == drafted > 60 if share == 1.0 else 20 < accepted < drafted
+    assert reading is None or reading.lengths, "prompts are read by graphs"
     assert eventually_holds(engine, lambda: len(steps._free) == MAX_ROWS), "rows that ended free their rings"
+
+
+class FakeReadingGraphs:
+    """Replaces the draft model's `PrefillGraphs` without a GPU."""
+
+    def __init__(self, model: DraftSteps) -> None:
+        self._pipeline = model._pipeline
+        self.lengths: list[int] = []
+
+    def size_for(self, inputs: StepInputs) -> PrefillSize | None:
+        return smallest_fitting(READ_SIZES, inputs)
+
+    def run(self, inputs: StepInputs, size: PrefillSize) -> None:
+        self.lengths.append(len(inputs.tokens))
+        self._pipeline.run_layers(inputs)
 
 
 class Faulty:

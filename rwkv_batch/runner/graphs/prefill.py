@@ -116,13 +116,20 @@ class PrefillGraphs:
     """Captures and replays prefill of short prompts over all stages. Engine thread only."""
 
     def __init__(
-        self, graph_stages: Sequence[GraphStage], logits: Tensor, depth: int = 2, verifies: bool = False
+        self,
+        graph_stages: Sequence[GraphStage],
+        logits: Tensor,
+        depth: int = 2,
+        verifies: bool = False,
+        sizes: Sequence[PrefillSize] = (),
     ) -> None:
         """logits [rows, V] fp32: output of the steps
         depth: steps in flight
         verifies: whether steps verify drafts
+        sizes: smallest first; (): all that are worth it
         """
-        self.sizes = usable_sizes([graph_stage.stage for graph_stage in graph_stages], len(logits), verifies)
+        stages = [graph_stage.stage for graph_stage in graph_stages]
+        self.sizes = sizes or usable_sizes(stages, len(logits), verifies)
         self._graph_stages = list(graph_stages)
         self._logits = logits
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
