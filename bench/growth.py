@@ -3,7 +3,7 @@
     python -m bench.growth [--count 2000] [--kinds row,stream,...] [--clients 4] [--model FILE] [--out FILE]
 
 `app.py` runs with the small caches of `bench.chaos` and one HTTP worker. Each kind gets `count` requests. The anonymous
-memory of the engine process and the HTTP worker is sampled after every twelfth of them. Prints per process:
+memory of the engine, the HTTP worker and the batches is sampled after every twelfth of them. Prints per process:
 - the Theil-Sen slope of the last two thirds, in bytes per request;
 - the growth in the first third, in which pools, arenas and caches fill up.
 
@@ -17,6 +17,7 @@ import itertools
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +32,7 @@ from bench.chaos.service import HEADERS, PASSWORD, Service
 from bench.tools.record import Arguments, finish, origin
 
 PARTS = 12
-CHAT = "/v1/chat/completions"
+CHAT, _BATCHED = "/v1/chat/completions", "/v1/chat/completions"
 _LANGUAGES = {"source_lang": "en", "target_lang": "zh-CN", "timeout_s": 60}
 Ask = Callable[[httpx.Client, int], None]
 
@@ -70,7 +71,31 @@ def _upload(client: httpx.Client, n: int) -> None:
     files = {"file": ("lines.jsonl", b'{"custom_id": "1"}\n')}
     uploaded = client.post("/openai/v1/files", data={"purpose": "batch"}, files=files)
     _check_status(uploaded, 200)
-    _check_status(client.delete(f"/openai/v1/files/{uploaded.json()['id']}"), 200)
+    _delete_file(client, uploaded.json()["id"])
+
+
+def _delete_file(client: httpx.Client, file: str | None) -> None:
+    if file is not None:
+        _check_status(client.delete(f"/openai/v1/files/{file}"), 200)
+
+
+def _batch(client: httpx.Client, n: int) -> None:
+    """Upload lines, wait for their answers, and delete the files."""
+    body = {"messages": [{"role": "user", "content": f"so {n}"}], "max_tokens": 1}
+    line = json.dumps({"custom_id": "1", "method": "POST", "url": _BATCHED, "body": body})
+    files = {"file": ("lines.jsonl", f"{line}\n".encode())}
+    uploaded = client.post("/openai/v1/files", data={"purpose": "batch"}, files=files)
+    _check_status(uploaded, 200)
+    made = client.post("/openai/v1/batches", json={"input_file_id": uploaded.json()["id"], "endpoint": _BATCHED})
+    _check_status(made, 200)
+    batch = made.json()
+    while batch["status"] not in ("completed", "failed"):
+        time.sleep(0.02)
+        batch = client.get(f"/openai/v1/batches/{batch['id']}").json()
+    if batch["status"] == "failed":
+        raise RuntimeError(f"the batch failed: {batch}")
+    for name in ("input_file_id", "output_file_id"):
+        _delete_file(client, batch[name])
 
 
 def _turn_and_delete(client: httpx.Client, n: int, path: str = "/state/chat/completions") -> None:
@@ -111,6 +136,7 @@ KINDS: dict[str, Ask] = {
     "tuned state": lambda client, n: _reload(client, "states", f"state-{n}", "chinese.pth"),
     "adapter": lambda client, n: _reload(client, "adapters", f"adapter-{n}", "french.safetensors", scale=1),
     "batch file": _upload,
+    "batch": _batch,
     "export and import": _export_and_import,
     "damaged import": lambda client, n: _export_and_import(client, n, 100),
 }

@@ -38,6 +38,8 @@ import httpx
 
 from bench.chaos.crash import check_all, stored_names, wrong_sessions
 from bench.chaos.health import (
+    FLAT_COUNT,
+    FLAT_THREADS,
     Figures,
     Sampler,
     Slope,
@@ -176,12 +178,12 @@ def wait(seconds: float, findings: Findings) -> None:
 
 def slopes_since(sampler: Sampler, since: float, names: dict[int, str]) -> dict[str, Slope]:
     """Return the slopes after `since` by name. Processes that started later have not warmed up and are left out."""
-    found = {"files": slope([(at, float(count)) for at, count in sampler.files if at > since], are_counts=True)}
+    found = {"files": slope([(at, float(count)) for at, count in sampler.files if at > since], FLAT_COUNT)}
     for pid, samples in sampler.samples.items():
         if pid in names and samples[0][0] <= since:
-            for what in ("anonymous", "threads", "descriptors"):
+            for what, max_more in (("anonymous", None), ("threads", FLAT_THREADS), ("descriptors", FLAT_COUNT)):
                 points = [(at, float(getattr(figures, what))) for at, figures in samples if at > since]
-                found[f"{what} of {pid} {names[pid]}"] = slope(points, are_counts=what != "anonymous")
+                found[f"{what} of {pid} {names[pid]}"] = slope(points, max_more)
     return {what: one for what, one in found.items() if one is not None}
 
 

@@ -23,7 +23,9 @@ SAMPLE_S = 2.0
 FLAT = 0.01
 """Growth per hour, as a share, that counts as flat."""
 FLAT_COUNT = 2.0
-"""The same for files, threads and descriptors: how many more during the whole run. One of thirty is 3 %."""
+"""The same for files and descriptors: how many more during the whole run. One of thirty is 3 %."""
+FLAT_THREADS = FLAT_COUNT + (os.cpu_count() or 1) + 4
+"""The same for threads: asyncio's pool starts up to this many, each when all others are busy, so it fills for hours."""
 BLOCKS = 24
 """Time blocks, each reduced to its median: samples of neighbouring seconds are not independent."""
 LONG_S = 1800.0
@@ -62,9 +64,10 @@ def name_of(pid: int) -> str:
 
 
 def names_of(url: str) -> dict[int, str]:
-    """Return process id -> name, for the engine and HTTP workers. Reads /status."""
+    """Return process id -> name, for the engine, HTTP workers and batches. Reads /status."""
     processes = httpx.get(f"{url}/status", timeout=10, verify=False, headers=HEADERS).json()["processes"]
-    return {processes["engine"]["pid"]: "engine"} | {one["pid"]: one["name"] for one in processes["http_workers"]}
+    clients = [*processes["http_workers"], *filter(None, [processes["batches"]])]
+    return {processes["engine"]["pid"]: "engine"} | {one["pid"]: one["name"] for one in clients}
 
 
 def all_figures(supervisor: int) -> dict[int, Figures]:
@@ -143,13 +146,14 @@ class Slope:
     high: float
     seconds: float
     """length of the sampled time"""
-    is_count: bool = False
+    max_more: float | None = None
+    """of counts: how many more in `seconds` is flat"""
 
     @property
     def grows(self) -> bool:
         """Whether the figure grows. Also True if a long run does not show that it is flat."""
         bound = self.high if self.seconds >= LONG_S else self.low
-        return bound * self.seconds / 3600 > FLAT_COUNT if self.is_count else bound > FLAT
+        return bound > FLAT if self.max_more is None else bound * self.seconds / 3600 > self.max_more
 
 
 def medians(samples: list[tuple[float, float]], are_counts: bool = False) -> list[tuple[float, float]]:
@@ -166,11 +170,12 @@ def medians(samples: list[tuple[float, float]], are_counts: bool = False) -> lis
     return [(statistics.fmean(at for at, _ in block), reduce(y for _, y in block)) for block in blocks]
 
 
-def slope(samples: list[tuple[float, float]], are_counts: bool = False) -> Slope | None:
+def slope(samples: list[tuple[float, float]], max_more: float | None = None) -> Slope | None:
     """Return the slope of (seconds, figure) samples in time order; None if there are too few.
 
-    are_counts: see `medians`
+    max_more: see `Slope`. With it, the figures are counts.
     """
+    are_counts = max_more is not None
     points = medians(samples, are_counts)
     if not points:
         return None
@@ -179,4 +184,4 @@ def slope(samples: list[tuple[float, float]], are_counts: bool = False) -> Slope
     low, high = round((len(slopes) - spread) / 2), round((len(slopes) + spread) / 2)
     scale = 3600 / (1 if are_counts else statistics.median(y for _, y in points))
     middle, seconds = statistics.median(slopes), samples[-1][0] - samples[0][0]
-    return Slope(scale * middle, scale * slopes[low], scale * slopes[high], seconds, are_counts)
+    return Slope(scale * middle, scale * slopes[low], scale * slopes[high], seconds, max_more)

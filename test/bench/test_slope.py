@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from bench.chaos.health import FLAT, slope
+from bench.chaos.health import FLAT, FLAT_COUNT, FLAT_THREADS, slope
 
 MIB = 1 << 20
 
@@ -49,7 +49,7 @@ def test_files_that_come_and_go_are_flat_unless_some_stay(left_an_hour: int) -> 
     """Busy clients have up to seven files for a while. The medians of such numbers grew by a third in an hour."""
     rng = random.Random(1)
     samples = [(2.0 * i, 20.0 + int(i * left_an_hour / 1800) + rng.choice((0, 0, 1, 4, 7))) for i in range(1350)]
-    found = slope(samples, are_counts=True)
+    found = slope(samples, FLAT_COUNT)
     assert found is not None and found.grows == (left_an_hour > 0)
 
 
@@ -59,7 +59,14 @@ def test_one_descriptor_more_is_no_leak(left_an_hour: int, grows: bool) -> None:
     rng = random.Random(2)
     samples = [(2.0 * i, 30.0 + int(i * left_an_hour / 1800) + rng.choice((0,) * 40 + (1, 4))) for i in range(1350)]
     samples = [(at, count + (at > 1500)) for at, count in samples]
-    found = slope(samples, are_counts=True)
+    found = slope(samples, FLAT_COUNT)
+    assert found is not None and found.grows == grows, found
+
+
+@pytest.mark.parametrize(("more", "grows"), [(FLAT_THREADS - 3, False), (2 * FLAT_THREADS, True)])
+def test_a_pool_of_threads_that_fills_is_no_leak(more: float, grows: bool) -> None:
+    samples = [(2.0 * i, 30.0 + int(i * more / 1350)) for i in range(1350)]
+    found = slope(samples, FLAT_THREADS)
     assert found is not None and found.grows == grows, found
 
 

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from native.heap import mmap_large_blocks, release_free_pages
 from programs.record import RunError
 from programs.serve.batches.job import BatchJob
 from programs.serve.batches.retention import delete_ended
@@ -58,6 +59,7 @@ def run_batches(
     ("keys", names of the API keys or None), ("models", the running engines) and "drain".
     """
     become_child(name, log_config)
+    mmap_large_blocks()
     store = open_store(config)
     assert store is not None
     fleet = Fleet(FleetLimits(config.resubmit, config.engine_wait_s, config.shares_sessions))
@@ -174,6 +176,7 @@ class BatchRunner:
             self._swept = time.monotonic()
             await asyncio.to_thread(self._store.sweep, self._unix_time())
             await asyncio.to_thread(delete_ended, self._store, self._unix_time())
+            release_free_pages()
 
     def _unix_time(self) -> float:
         """Return the time for expiries. A clock that is set ahead while this process runs expires nothing."""

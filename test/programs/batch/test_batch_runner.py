@@ -229,6 +229,15 @@ def test_an_unusable_store_is_logged_once_and_its_recovery_too(
     ]
 
 
+def test_free_memory_returns_to_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The soak took a heap's free pages for a leak."""
+    releases: list[int] = []
+    monkeypatch.setattr(runner_process, "release_free_pages", lambda: releases.append(1))
+    context: Any = SimpleNamespace(config=HttpConfig())
+    asyncio.run(BatchRunner(Store(tmp_path, 1 << 30, 100), context, lambda: None)._poll())
+    assert releases
+
+
 def test_a_clock_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, 1 << 30, 100)
     wall, running = 1e9, 50.0
