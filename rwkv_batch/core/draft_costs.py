@@ -13,6 +13,8 @@ RECENT = 9
 """Latest steps of a kind whose median counts."""
 ENOUGH = 3
 """Steps of a kind below which it is not known."""
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
+"""Lengths of drafts to choose from."""
 HOST_S = 0.00015
 """Host work between the graphs of two steps with drafts, before it is measured."""
 CERTAIN = 1.25
@@ -116,6 +118,83 @@ def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKE
     return best, best_gain
 
 
-def expected_tokens(rate: float, length: int) -> float:
-    """Return the number of a draft's tokens that are accepted, and the chance of all."""
-    return length if rate >= 1 else rate * (1 - rate**length) / (1 - rate)
+class Candidate(NamedTuple):
+    """A row that can draft."""
+
+    row: int
+    """its index in the step"""
+    rate: float
+    """chance that a drafted token is accepted"""
+    log_rate: float
+    num_read: int
+    """known tokens that the step reads, which its draft reads again"""
+    max_tokens: int
+    is_guessed: bool
+    """whether the draft model guesses the tokens"""
+
+
+class Choice(NamedTuple):
+    """Drafts of a step."""
+
+    lengths: dict[int, int]
+    """tokens to draft, by the row's index"""
+    size: Shape
+    seconds: float
+    """with the guesses; 0: it fits no graph"""
+    num_tokens: float
+    """that the step is expected to yield"""
+
+
+class Chooser:
+    """Finds the drafts of a step that yield most tokens per second: rows share what the step takes longer."""
+
+    def __init__(self, times: StepTimes, plain: Shape, plain_s: float, guess_s: float, rows: list[Candidate]) -> None:
+        """plain: the step without drafts, which takes `plain_s`; guess_s: of each guessed token"""
+        self._times, self._plain, self._guess_s = times, plain, guess_s
+        self._rows = rows
+        self.nothing = Choice({}, plain, plain_s, plain.logits)
+
+    def best(self, min_gain: float) -> Choice:
+        """Return the best drafts, or none if they gain less than this share."""
+        best, best_speed = self.nothing, (1 + min_gain) * self._plain.logits / self.nothing.seconds
+        top, before, num_falling = max(one.log_rate for one in self._rows), 0.0, 0
+        for number in LENGTHS:
+            chance = number * top
+            lengths = {
+                one.row: length
+                for one in self._rows
+                # Not much longer than a draft of this row with the same chance.
+                if (length := min(number, one.max_tokens, 2 * int(chance / one.log_rate + 1e-6)))
+            }
+            choice = self.of(lengths)
+            if not choice.seconds:
+                break
+            speed = choice.num_tokens / choice.seconds
+            if speed > best_speed:
+                best, best_speed = choice, speed
+            num_falling = num_falling + 1 if speed <= before else 0
+            if num_falling == 2:
+                break
+            before = speed
+        return best
+
+    def of(self, lengths: dict[int, int]) -> Choice:
+        """Return a choice with these lengths."""
+        rows, tokens, logits = self._plain
+        expected, num_guesses, not_all = float(logits), 0, 1.0
+        for row, rate, _, num_read, _, is_guessed in self._rows:
+            length = lengths.get(row)
+            if length:
+                rows += 1
+                tokens += num_read + length
+                logits += length
+                chance = rate**length
+                expected += rate * (1 - chance) / (1 - rate)
+                if is_guessed:
+                    num_guesses = max(num_guesses, length)
+                    not_all *= 1 - chance
+        shape = Shape(rows, tokens, logits)
+        seconds = self._times.drafts_s(shape, self.nothing.seconds)
+        if seconds and num_guesses:  # after a draft that is accepted whole, the model first reads its last token
+            seconds += self._guess_s * (num_guesses + 1 - not_all)
+        return Choice(lengths, shape, seconds, expected)

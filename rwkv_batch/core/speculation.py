@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rwkv_batch.core.draft_costs import CERTAIN_GUESS, Shape, StepTimes, best_length, expected_tokens
+from rwkv_batch.core.draft_costs import CERTAIN_GUESS, Candidate, Chooser, Shape, StepTimes, best_length
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -46,8 +46,6 @@ MAX_ROWS = 32
 """Rows of a step at most for drafts."""
 MAX_READ = 32
 """Known tokens of a row at most that its draft reads again."""
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
-"""Lengths of drafts to choose from."""
 TOKEN_COST = 0.02
 """Tokens that a drafted token must gain at least: which drafter is best."""
 MIN_GAIN = 0.05
@@ -89,6 +87,8 @@ class Proposal(NamedTuple):
     """What a row can draft."""
 
     drafter: RowDrafter
+    rate: float
+    """of the drafter"""
     tokens: list[int] | None
     """None: the draft model has to guess them"""
     start: int
@@ -96,12 +96,6 @@ class Proposal(NamedTuple):
     max_tokens: int
     gain: float
     """in tokens, without the cost that rows share"""
-
-    def length(self, number: int, chance: float) -> int:
-        """Return `number`, or less if so many are accepted much less often than with this chance."""
-        rate = self.drafter.rate
-        likely = int(math.log(chance) / math.log(rate) + 1e-6) if rate > 0 else 0
-        return min(number, self.max_tokens, 2 * likely)
 
     def draft(self, length: int) -> Draft:
         """Return a draft of at most this many tokens."""
@@ -183,59 +177,36 @@ class Speculation:
             tokens += row.num_tokens
             logits += row.samples_token
         has_graphs = not self._has_graphs or all(row.sequence.adapter is None for row in rows)
-        plain_s = self.times.plain_s(Shape(num_rows, tokens, logits)) if has_graphs else 0.0
+        shape = Shape(num_rows, tokens, logits)
+        plain_s = self.times.plain_s(shape) if has_graphs else 0.0
         num_guessing = 0 if self.model is None else sum(map(_may_draft, rows))
         guess_s = self._guess_s(num_guessing, plain_s)
         guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else CERTAIN_GUESS
         found = [self._propose(row, guess_cost) for row in rows]
         if self.mode != "auto":
             return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0
-        nothing: list[Draft | None] = [None] * num_rows
-        top = max((one.drafter.rate for one in found if one is not None), default=-1.0)
-        if not plain_s or top < 0:
-            return nothing, 0.0
-
-        def step_s(lengths: list[int]) -> tuple[float, Shape]:
-            num_drafts = num_rows - lengths.count(0)
-            read = sum(row.num_tokens for row, length in zip(rows, lengths, strict=True) if length)
-            num_drafted = sum(lengths)
-            shape = Shape(num_rows + num_drafts, tokens + read + num_drafted, logits + num_drafted)
-            seconds = self.times.drafts_s(shape, plain_s)
-            num_guesses, not_all = 0, 1.0
-            for one, length in zip(found, lengths, strict=True):
-                if one is not None and one.tokens is None and length:
-                    num_guesses = max(num_guesses, length)
-                    not_all *= 1 - one.drafter.rate**length
-            # After a draft that is accepted whole, the model first reads its last token.
-            return seconds and seconds + guess_s * (num_guesses + (1 - not_all) * bool(num_guesses)), shape
-
-        best, best_s = [0] * num_rows, plain_s
-        size, best_speed, previous = Shape(0, 0, 0), (1 + MIN_GAIN) * logits / plain_s, best
-        for number in LENGTHS if top else ():
-            lengths = [0 if one is None else one.length(number, min(top, 0.999) ** number) for one in found]
-            if lengths == previous:
-                break
-            previous = lengths
-            seconds, shape = step_s(lengths)
-            accepted = sum(
-                expected_tokens(one.drafter.rate, length)
-                for one, length in zip(found, lengths, strict=True)
-                if one is not None
-            )
-            if seconds and (logits + accepted) / seconds > best_speed:
-                best, best_s, size, best_speed = lengths, seconds, shape, (logits + accepted) / seconds
-        self._probe_credit, price = min(MAX_PROBES, self._probe_credit + PROBE_SHARE), 0.0
-        lengths = [
-            length or (0 if one is None else min(PROBE_TOKENS, one.max_tokens))
-            for one, length in zip(found, best, strict=True)
+        candidates = [
+            Candidate(i, one.rate, math.log(one.rate), row.num_tokens, one.max_tokens, one.tokens is None)
+            for i, (row, one) in enumerate(zip(rows, found, strict=True))
+            if one is not None
         ]
-        if lengths != best and self._probe_credit > PROBE_SHARE:
-            seconds, shape = step_s(lengths)
-            cost = min(MAX_PROBES, (seconds - best_s) / plain_s)
-            if seconds and cost <= self._probe_credit:
-                best, size, price = lengths, shape, cost
-        self._size = (size, plain_s, guess_s)
-        return [one.draft(n) if one is not None and n else None for one, n in zip(found, best, strict=True)], price
+        if not plain_s or not candidates:
+            return [None] * num_rows, 0.0
+        chooser = Chooser(self.times, shape, plain_s, guess_s, candidates)
+        best, price = chooser.best(MIN_GAIN), 0.0
+        self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE)
+        if len(best.lengths) < len(candidates) and self._probe_credit > PROBE_SHARE:
+            probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates}
+            probed = chooser.of(probes | best.lengths)
+            cost = min(MAX_PROBES, (probed.seconds - best.seconds) / plain_s)
+            if probed.seconds and cost <= self._probe_credit:
+                best, price = probed, cost
+        self._size = (best.size, plain_s, guess_s)
+        drafts: list[Draft | None] = [None] * num_rows
+        for i, length in best.lengths.items():
+            if (one := found[i]) is not None:
+                drafts[i] = one.draft(length)
+        return drafts, price
 
     def _guess_s(self, num_rows: int, plain_s: float) -> float:
         """Return the seconds of each token that the draft model guesses for rows."""
@@ -265,9 +236,11 @@ class Speculation:
                 count = len(tokens) - is_pending
                 if count <= 0:
                     continue
-            _, gain = best_length(one.rate, cost, count)
-            if best is None or (gain, one.rate) > (best.gain, best.drafter.rate):
-                best = Proposal(one, tokens, known, count, gain)
+            rate = min(max(one.rate, 0.001), 0.999)
+            # One drafter needs no comparison.
+            gain = best_length(rate, cost, count)[1] if len(sequence.drafters) > 1 else 0.0
+            if best is None or (gain, rate) > (best.gain, best.rate):
+                best = Proposal(one, rate, tokens, known, count, gain)
         return best
 
     def _guess(self, drafts: list[Draft | None], rows: list[ScheduledRow]) -> None:
