@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from routes.fine_tuning.data import Data
     from rwkv_batch.tuning.trainer import Tuning
 
-OK, STOPPED = 0, 130
-"""Exit codes. STOPPED: by a signal; the same command continues."""
+OK, NO_SPACE, STOPPED = 0, 75, 130
+"""Exit codes. NO_SPACE: the disk is full. STOPPED: by a signal. The same command continues after both."""
 METHODS = ("state", "lora", "state+lora", "full")
 _MAX_HELD_OUT = 1000
 _PADDING = 8
@@ -79,7 +80,13 @@ def build_parser() -> CommandParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit code."""
     given, _ = build_parser().parse(arguments)
-    return _Command(given).run()
+    try:
+        return _Command(given).run()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.stderr.write(f"error: the disk of {given.output} is full; free space on it, then run this again\n")
+        return NO_SPACE
 
 
 class _Command:

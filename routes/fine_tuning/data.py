@@ -12,7 +12,7 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field, ValidationError
@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from routes.openai.tools import ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Template
-from routes.request.fields import Fields
+from routes.request.fields import Fields, reject_values
 from routes.request.json_body import parse_json, validate
 from routes.request.messages import Message
 from rwkv_batch.errors import ServiceError
@@ -57,6 +57,7 @@ class DataLine(Fields):
     messages: Annotated[list[TrainingMessage], Field(max_length=4096, fail_fast=True)] = Field([])
     tools: ChatTools = Field([])
     template: Template | None = None
+    functions: Annotated[Any, reject_values("is the old form of tools, which is not supported; use tools")] = None
     prompt: _Texts = ""
     completion: _Texts = ""
 
@@ -167,6 +168,10 @@ class _LineError(Exception):
         self.field, self.reason = name, reason
 
 
+def _not_utf8(error: UnicodeDecodeError) -> _LineError:
+    return _LineError("", f"is not UTF-8 ({error.reason} at its byte {error.start}); save the file as UTF-8")
+
+
 _Row = DataLine | _LineError
 _Segment = tuple[str, str, int]
 """prompt, answer, weight of the answer"""
@@ -186,7 +191,11 @@ def _json_rows(content: bytes, max_tokens: int) -> Iterator[tuple[int, _Row]]:
             yield number, _LineError("", f"is beyond the limit of {MAX_LINES} lines; split the file")
             return
         try:
+            line.decode()
             yield number, validate(DataLine, parse_json(line.rstrip(), max_tokens))
+        except UnicodeDecodeError as error:
+            yield number, _not_utf8(error)
+            return
         except ServiceError as error:
             name = error.info.field or ""
             reason = error.info.message.removeprefix(f"{name}: ")
@@ -215,8 +224,7 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
     except csv.Error as error:
         yield reader.line_num, _LineError("", f"is not CSV: {error}")
     except UnicodeDecodeError as error:
-        reason = f"is not UTF-8 ({error.reason} at its byte {error.start}); save the file as UTF-8"
-        yield reader.line_num + 1, _LineError("", reason)
+        yield reader.line_num + 1, _not_utf8(error)
 
 
 def _tmx_rows(content: bytes) -> Iterator[tuple[int, _Row]]:

@@ -33,6 +33,7 @@ class JobStatus(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
+_UNFINISHED = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED)
 ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
 
 
@@ -86,8 +87,7 @@ class JobStore:
         """Add a job. Raises StoreFullError, OSError."""
         with self._store.open() as database:
             active = "SELECT COUNT(*), COALESCE(SUM(owner = ?), 0) FROM tunings WHERE status IN (?, ?, ?)"
-            states = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.PAUSED)
-            count, own = database.execute(active, (job.owner, *states)).fetchone()
+            count, own = database.execute(active, (job.owner, *_UNFINISHED)).fetchone()
             if count >= MAX_ACTIVE or own >= MAX_ACTIVE_PER_OWNER:
                 raise StoreFullError(
                     f"{own} jobs of this key and {count} of all wait or run, the limits are {MAX_ACTIVE_PER_OWNER} and "
@@ -130,7 +130,10 @@ class JobStore:
 
     def num_models(self, owner: str) -> int:
         """Return how many models the owner has, or will have when the jobs have ended."""
-        return len(self.models(owner)) + sum(job.owner == owner for job in self.active())
+        query = "SELECT COUNT(*) FROM tunings WHERE owner = ? AND status IN (?, ?, ?)"
+        with self._store.open() as database:
+            (unfinished,) = database.execute(query, (owner, *_UNFINISHED)).fetchone()
+        return len(self.models(owner)) + int(unfinished)
 
     def update(self, job_id: str, change: Callable[[Job], Job], *events: dict[str, Any]) -> Job:
         """Change a job in one transaction and add events. Raises KeyError if it does not exist."""

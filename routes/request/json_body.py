@@ -102,6 +102,9 @@ def _has_utf8(value: object) -> bool:
 _PYDANTIC_PREFIX = re.compile(r"^(Input|List|String|Dictionary|Value) should")
 
 
+_NUMBERS = {"int_type": "a whole number"} | dict.fromkeys(("float_type", "float_parsing", "finite_number"), "a number")
+"""pydantic's errors of what is no number -> what must be given"""
+
 _PYTHON_TYPES = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
@@ -117,13 +120,17 @@ def validate(model: type[Fields], data: Any) -> Any:
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as error:
-        first = _most_specific_error(data, error.errors(include_url=False, include_input=False))
+        errors = error.errors(include_url=False, include_input=False)
+        first = _most_specific_error(data, errors)
     location, given = _locate(data, first)
     if location:
         wording = _PYDANTIC_SUFFIX.sub("", _PYDANTIC_PREFIX.sub("must", first["msg"])).replace(
             "Field required", "must be given"
         )
         wording = _PYTHON_TYPES.sub("a JSON object", wording)
+        if first["type"] == "literal_error":  # of a word that may be given instead of a number
+            numbers = (_NUMBERS.get(one["type"]) for one in errors if one["loc"][:-1] == first["loc"][:-1])
+            wording += "".join(f" or {kind}" for kind in numbers if kind is not None)
         message = f"{location}: {wording}" + ("" if first["type"] == "missing" else f", got {describe_value(given)}")
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field=location, given=error_value(given))
     field = first.get("ctx", {}).get("field") or _blamed_field(data)

@@ -127,7 +127,7 @@ def means_model(requested: str, served: str) -> bool:
 
 def model_not_found(requested: str, available: Iterable[str], remedy: str = "") -> ServiceError:
     """Return the error for a model that is not served. Ollama's programs search it for "not found"."""
-    given, names = error_value(requested), ", ".join(map(repr, available))
+    given, names = error_value(requested), ", ".join(map(repr, available)) or "none"
     message = f"model {given!r} not found; available: {names}{remedy}"
     return ServiceError(ErrorKind.MODEL_NOT_FOUND, message, field="model", given=given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -113,6 +114,21 @@ def test_too_little_memory_and_wrong_flags_are_refused(
     assert "must be 1 to 128, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("handlers")
+def test_a_full_disk_has_its_own_exit_code(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A service tries such a job again; it lost its checkpoint."""
+
+    def full(path: Path, content: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(trainer, "write_synced", full)
+    data = as_file(tmp_path / "d.jsonl", LINES)
+    assert run(data, "-o", tmp_path / "x", "--model-path", model, "--epochs", 1) == tune.NO_SPACE
+    assert f"the disk of {tmp_path / 'x'} is full; free space" in capsys.readouterr().err
+
+
 BAD = {
     "not json": "3: the line is not JSON: expected ident at its character 2",
     '{"prompt": "a"': "3: the line is not JSON: EOF while parsing an object at its character 14",
@@ -127,6 +143,7 @@ BAD = {
     '{"prompt": 1, "completion": "b"}': "prompt",
     json.dumps(chat("a", "word " * 200)): "tokens, the limit is 100",
     '{"prompt": "\\ud800", "completion": "b"}': "surrogate",
+    json.dumps(chat("a", "b", functions=[{"name": "f"}])): "functions: is the old form of tools",
 }
 
 
@@ -196,6 +213,11 @@ def test_translations_of_csv_and_tmx_become_the_prompts_of_serving() -> None:
     [
         ("en,de\n a , \n", "x.csv", "line 2: de: must not be empty"),
         ("prompt,completion\na,b\nc,d\udcff\n", "x.csv", "line 3: is not UTF-8 (invalid start byte at its byte 3)"),
+        (
+            '{"prompt": "caf\udce9", "completion": "b"}\n' * 3,
+            "x.jsonl",
+            "line 1: is not UTF-8 (invalid continuation byte",
+        ),
         ("question,answer\na,b\n", "x.csv", "line 1: must be prompt,completion or two languages"),
         ("no xml", "x.tmx", "the file: must be a TMX file"),
         (TMX.replace("</body>", ""), "x.tmx", "the file: must be a TMX file"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -53,8 +54,8 @@ _MAX_LINE_BYTES = 1 << 20
 _MODULE = "programs.tune"
 _DONE = "done.json"
 """File with the last report of a process that succeeded."""
-_STOPPED = 130
-"""Exit code of `tune` after a signal."""
+_NO_SPACE, _STOPPED = 75, 130
+"""Exit codes of `tune`: for a full disk, and after a signal."""
 
 
 class TuningRunner:
@@ -291,7 +292,7 @@ class TuningRunner:
         return result
 
     async def _end(self, job: Job, code: int, result: dict[str, Any], errors: str) -> None:
-        """Record how a process ended."""
+        """Record how a process ended. Raises OSError if it must run again later."""
         if code == 0 and result:  # also of a job that was paused just now
             await asyncio.to_thread(write_private, self._folder(job) / _DONE, msgspec.json.encode(result))
         current = await asyncio.to_thread(self._jobs.job, "", job.id)
@@ -301,6 +302,8 @@ class TuningRunner:
             await self._succeed(job, result)
         elif code == _STOPPED:
             return  # it continues at the next start
+        elif code == _NO_SPACE:  # it continues from its checkpoint, when there is space
+            raise OSError(errno.ENOSPC, "the disk of --files-dir is full")
         elif code < 0:
             kills = self._kills[job.id] = self._kills.get(job.id, 0) + 1
             text = f"the training process was killed by {signal.Signals(-code).name}"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from programs import tune
 from programs.serve.batches import tunings
 from programs.serve.batches.tunings import TuningRunner
 from routes.config import HttpConfig
@@ -183,13 +184,27 @@ def test_a_job_that_can_never_be_loaded_fails(store: Store, monkeypatch: pytest.
     assert ended is not None and ended.error is not None and "64 adapters are loaded" in ended.error["message"]
 
 
+def test_a_job_waits_for_space_on_the_disk(store: Store) -> None:
+    """It failed, and its checkpoint was removed."""
+    jobs, runner = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path=""))
+    jobs.add(job(1))
+
+    async def end() -> None:
+        await runner._update(job(1), status=JobStatus.RUNNING)
+        await runner._end(job(1), tune.NO_SPACE, {}, "the disk is full")
+
+    with pytest.raises(OSError, match="the disk of --files-dir is full"):
+        asyncio.run(end())
+    assert [one.id for one in jobs.active()] == ["ftjob-1"]
+
+
 def test_one_key_cannot_fill_the_places_of_models(store: Store) -> None:
     """A key could have 64 models, as many as the engine has places for adapters."""
     jobs = JobStore(store)
     for number in range(MAX_MODELS_PER_KEY):
         jobs.add(job(number, owner="anna"))
-        if number:  # the first one still waits
-            jobs.update(f"ftjob-{number}", lambda one: msgspec.structs.replace(one, status=JobStatus.SUCCEEDED))
+        status = JobStatus.SUCCEEDED if number else JobStatus.PAUSED  # the first one still waits
+        jobs.update(f"ftjob-{number}", lambda one, now=status: msgspec.structs.replace(one, status=now))  # type: ignore[misc]
     content = b"{}"
     about = {"id": "file-2", "created_at": 1, "filename": "a.jsonl", "purpose": Purpose.FINE_TUNE}
     for owner in ("anna", "bert"):
