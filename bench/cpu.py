@@ -242,8 +242,8 @@ def report(result: dict[str, Any]) -> None:
         print(f"{name}: {times:.2f} x llama.cpp")
     for dtype in DTYPES:
         read = medians[f"decode_1 {dtype}"] * result["matrix_mb_per_step"] / 1e3
-        shares = (f"{read / medians[name]:.0%} of {name.split()[0]}" for name in ("bandwidth GB/s", "copy GB/s"))
-        print(f"decode_1 {dtype} reads {read:.1f} GB/s: {', '.join(shares)}")
+        limits = (f"{read / medians[name]:.0%} of {name.split()[0]}" for name in ("bandwidth GB/s", "copy GB/s"))
+        print(f"decode_1 {dtype} reads {read:.1f} GB/s: {', '.join(limits)}")
     for dtype in SMALL:
         shares = ", ".join(f"{name} {times:.2f}" for name, times in result[f"{dtype}_over_bf16"].items())
         print(f"{dtype} over bf16: {shares}")
