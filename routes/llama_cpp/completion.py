@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.openai.completion_models import ChosenToken
@@ -47,8 +48,26 @@ _RENAMED = {"max_tokens": "n_predict", "logprobs": "n_probs", "logit_bias": "log
 """Fields of the OpenAI routes in errors -> the request's."""
 _SAME = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos", "json_schema", "stop")
 _TEMPLATE_TEXT = "{{ messages }}: `System: …`, `User: …` and `Assistant: …`, separated by blank lines"
-Bias = Annotated[list[int | float | bool], Field(min_length=2, max_length=2)]
-"""Token id and bias."""
+
+
+def _as_pairs(value: Any) -> Any:
+    """Return llama.cpp's other form, an object, as pairs."""
+    return [list(pair) for pair in value.items()] if isinstance(value, dict) else value
+
+
+def _check_pair(pair: list[Any]) -> list[Any]:
+    token, bias = pair
+    if isinstance(token, float | bool) or isinstance(bias, str):
+        raise PydanticCustomError("bias", "must be a token id or a text, then a number or false")
+    return pair
+
+
+Bias = Annotated[
+    list[int | float | bool | Annotated[str, Field(min_length=1, max_length=256)]],
+    Field(min_length=2, max_length=2),
+    AfterValidator(_check_pair),
+]
+"""Token id or text, and bias."""
 
 
 class LlamaRaw(RawBody):
@@ -64,7 +83,7 @@ class LlamaFields(SamplerFields, Body):
         None, ge=-2, description="Maximum number of generated tokens. Below 0: the default, 8192."
     )
     temperature: float | None = Field(None, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 turns it off.")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off.")
     top_p: float | None = Field(None, ge=0, le=1, description="1 turns it off.")
     seed: int | None = Field(None, ge=-1, lt=2**64, description="-1: a new one.")
     stop: Annotated[list[StopText], Field(max_length=64, fail_fast=True)] = Field(
@@ -75,8 +94,8 @@ class LlamaFields(SamplerFields, Body):
     ignore_eos: bool = Field(False, description="Continue after the end-of-text token.")
     json_schema: dict[str, Any] | None = Field(None, description="The text is JSON that is valid under this schema.")
     grammar: Unsupported = Field(None, description="GBNF; refused. Use `json_schema`, or `grammar` of other routes.")
-    logit_bias: Annotated[list[Bias], Field(max_length=MAX_BIASES, fail_fast=True)] = Field(
-        [], description="[[token id, bias], …]. false bans the token."
+    logit_bias: Annotated[list[Bias], Field(max_length=MAX_BIASES, fail_fast=True), BeforeValidator(_as_pairs)] = Field(
+        [], description="[[token id or text, bias], …], or an object of these. false bans, also a text's tokens."
     )
     n_probs: int = Field(
         0, ge=0, le=MAX_TOP_LOGPROBS, description="Return log-probabilities of each token and of n alternatives."
@@ -111,8 +130,8 @@ class CompletionPrompt(LlamaFields):
 class InfillPrompt(LlamaFields):
     """Text with a gap."""
 
-    input_prefix: str = Field("", description="The text before the gap.")
-    input_suffix: str = Field("", description="The text after the gap.")
+    input_prefix: str = Field(description="The text before the gap.")
+    input_suffix: str = Field(description="The text after the gap.")
     prompt: str = Field("", description="Text after `input_prefix`.")
     input_extra: IgnoredValue = Field(None, description="Accepted and ignored: other files.")
 

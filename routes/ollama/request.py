@@ -29,7 +29,7 @@ class OllamaOptions(SamplerFields):
         None, ge=-2, description="Maximum number of generated tokens. Below 1: the default, 8192."
     )
     temperature: float | None = Field(None, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 turns it off.")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off.")
     top_p: float | None = Field(None, ge=0, le=1, description="1 turns it off.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same answer.")
     stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] | None = Field(

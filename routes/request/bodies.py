@@ -236,7 +236,7 @@ class GenerationBody(
 class SamplingBody(SamplerFields, GenerationBody):
     """A generation request with all sampling parameters."""
 
-    top_k: int = Field(50, ge=0, lt=2**31, description="Sample from the k most probable tokens. 0 turns it off.")
+    top_k: int = Field(50, ge=-1, lt=2**31, description="Sample from the k most probable tokens. 0 or -1: off.")
     top_p: float = Field(
         0.6,
         ge=0,
@@ -262,7 +262,7 @@ class SamplingBody(SamplerFields, GenerationBody):
         presence, frequency = self.presence_penalty, self.frequency_penalty
         return SamplingParams(
             temperature=self.temperature,
-            top_k=self.top_k,
+            top_k=max(self.top_k, 0),
             top_p=self.top_p,
             presence_penalty=self.alpha_presence if presence is None or self._is_given("alpha_presence") else presence,
             frequency_penalty=self.alpha_frequency

@@ -40,7 +40,7 @@ class DefaultsFields(_Numbers):
 
     temperature: float | None = Field(None, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
     top_p: float | None = Field(None, ge=0, le=1, description="1 turns it off.")
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 turns it off.")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off.")
     alpha_presence: float | None = Field(None, ge=-100, le=100, description="Presence penalty.")
     alpha_frequency: float | None = Field(None, ge=-100, le=100, description="Frequency penalty.")
     alpha_decay: float | None = Field(

@@ -50,6 +50,10 @@ def test_stops_seeds_ids_and_probabilities(service: Service) -> None:
     first = Tokenizer().encode(tokens[0]["token"])[0]
     other = service.post("/completion", {**ask, "logit_bias": [[first, False]], "n_predict": 1}).json()
     assert not text.startswith(other["content"])
+    by_text: tuple[Any, ...] = ([[tokens[0]["token"], False]], {tokens[0]["token"]: -100}, {str(first): False})
+    for bias in by_text:
+        banned = service.post("/completion", {**ask, "logit_bias": bias, "n_predict": 1}).json()
+        assert banned["content"] == other["content"], bias
     schema = {"enum": ["a", "b"]}
     chosen = service.post("/completion", {"prompt": "Hello", "json_schema": schema, "n_predict": 20}).json()["content"]
     assert json.loads(chosen) in ("a", "b")
@@ -59,6 +63,7 @@ def test_stops_seeds_ids_and_probabilities(service: Service) -> None:
 def test_infill(fake: Service) -> None:
     answer = fake.post("/infill", {"input_prefix": "a", "prompt": "(", "input_suffix": ")", "n_predict": 1}).json()
     assert answer["prompt"] == "✿prefix✿✿suffix✿)✿middle✿a("
+    assert fake.post("/infill", {"prompt": "a"}).json()["error"]["param"] == "input_prefix"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +72,7 @@ def test_infill(fake: Service) -> None:
         ({"n_predict": 2_000_000}, "n_predict"),
         ({"grammar": "root ::= a"}, "grammar"),
         ({"logit_bias": [[70_000, 1.0]]}, "logit_bias"),
+        ({"logit_bias": [["", 1.0]]}, "logit_bias"),
         ({"n_probs": 20, "n_predict": 1_000_000}, "n_probs"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"model": "ft:a"}, "model"),

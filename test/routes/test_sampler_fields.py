@@ -68,6 +68,17 @@ def test_every_number_has_a_field_in_every_dialect() -> None:
     assert get_args(SamplerName) == DEFAULT_ORDER
 
 
+def test_top_k_of_minus_one_is_off() -> None:
+    """vLLM's and llama.cpp's clients send it."""
+    options = {"options": {"top_k": -1}}
+    bodies = [
+        ChatBody.model_validate({**CHAT, "top_k": -1}),
+        CompletionPrompt.model_validate({"prompt": "a", "top_k": -1}).raw("a"),
+        OllamaChatBody.model_validate({**CHAT, **options}).chat(),
+    ]
+    assert [body.row_sampling(TOKENIZER.encode).top_k for body in bodies] == [0, 0, 0]
+
+
 def test_llama_cpps_name_and_window_of_the_repetition_penalty() -> None:
     for name, params in by_dialect(repeat_penalty=1.3).items():
         filters = params.filters
