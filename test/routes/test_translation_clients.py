@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -17,6 +19,7 @@ from libretranslatepy import LibreTranslateAPI
 from test.routes.conftest import PASSWORD
 from test.serving import Service, wait_for
 
+NODE = Path(__file__).parent / "node"
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 
 
@@ -57,6 +60,28 @@ def test_deepl_errors(translator: deepl.DeepLClient, locked_fake: Service) -> No
         translator.translate_text("Hello", target_lang="DE", formality="more")
     refused = httpx.post(f"{locked_fake.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
     assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
+
+
+@pytest.mark.skipif(not (NODE / "node_modules").is_dir(), reason="no deepl-node; run `npm ci` in test/routes/node")
+def test_deepls_node_client(locked_fake: Service, tmp_path: Path) -> None:
+    command = ["node", "deepl.mjs", locked_fake.url, PASSWORD, str(tmp_path)]
+    ended = subprocess.run(command, cwd=NODE, capture_output=True, text=True, timeout=60, check=False)
+    assert not ended.returncode, ended.stderr[-2000:]
+    assert json.loads(ended.stdout) == {
+        "texts": ["en", "12.5 {x}", 8, "quality_optimized"],
+        "tags": ['<p translate="no">Stay</p><p>42</p>', "<d><raw>Keep</raw></d>"],
+        "languages": [True, True],
+        "usage": [True, False],
+        "pairs": True,
+        "glossary": [2, True, True],
+        "entries": {"Hallo": "Howdy", "Welt": "world"},
+        "listed": True,
+        "withGlossary": "string",
+        "many": ["renamed", [2, 1]],
+        "dictionary": {"hi": "na"},
+        "document": ["done", True],
+        "errors": ["AuthorizationError", "DeepLError", "GlossaryNotFoundError", "DeepLError"],
+    }
 
 
 def test_deepl_node_repeats_a_slow_request(locked_fake: Service) -> None:
