@@ -118,6 +118,11 @@ def _reader(suffix: str, file: IO[bytes]) -> Callable[[IO[bytes], int], TensorIn
         raise NotWeights("the weights but a git-lfs pointer to them; run git lfs pull in its folder, or download it")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
         raise NotWeights("a weight file but a web page; download the file itself, on a hub by its download link")
+    if start[:8].isascii() and start[:8].decode().isprintable() and len(start) >= 8:  # no format begins so
+        raise NotWeights(
+            f"a weight file but a text, like a server's error ({start.decode('utf-8', 'replace')!r}); "
+            "download the file itself"
+        )
     if suffix in SAFETENSORS or (suffix != PTH and not zipfile.is_zipfile(file)):
         return read_safetensors
     return _read_pth

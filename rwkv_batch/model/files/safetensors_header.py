@@ -44,6 +44,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 def read_safetensors(file: IO[bytes], size: int) -> TensorIndex:
     """Return the index of a file's tensors [...]. Raises NotWeights, ValueError or msgspec's errors."""
     file.seek(0)
+    if size < 8:
+        raise ValueError(f"truncated: it has {size} bytes")
     (length,) = struct.unpack("<Q", file.read(8))
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise ValueError(f"its header of {length} bytes is longer than the file or than {MAX_HEADER_BYTES}")
