@@ -75,7 +75,6 @@ class DraftSampler:
             pairs = [(row.sequence, one) for row, one in zip(rows, drafts, strict=True)]
             step.ahead.append((pairs, HostCopy(tokens)))
 
-    @torch.inference_mode()
     def verify(
         self,
         step: InFlightStep,
@@ -118,6 +117,7 @@ class DraftSampler:
             sampler.append_tokens(req_slots, runs)
             self._last_tokens.receive(self._last_tokens.store(req_slots, [run[-1] for run in runs]))
 
+    @torch.inference_mode()
     def _sample_one(self, step: InFlightStep, rows: Rows) -> InFlightStep:
         """Sample after the latest accepted drafted token of each row. Constrained rows await masks."""
         assert step.draft_logits is not None

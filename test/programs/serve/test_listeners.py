@@ -63,6 +63,7 @@ def test_connections_wait_for_a_worker(front: bool) -> None:
                 one.settimeout(1)
             accepted = next(one for one in map(_accepted, readable) if one)
             assert accepted.recv(5) == b"hello"
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY), "tokens do not wait for confirmations"
             accepted.close()
     finally:
         listeners.close()
