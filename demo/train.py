@@ -21,7 +21,7 @@ from demo.export import demo_shape, initial_weights, load_compact, save_compact,
 from demo.files import TABLES, ensure_model
 from demo.packing import Batches, used_ids
 from demo.vocabulary import Compact
-from rwkv_batch.tuning.files import loss_curve
+from rwkv_batch.tuning.curve import loss_curve
 from rwkv_batch.tuning.model import TrainingModel
 from rwkv_batch.tuning.trainer import Schedule, Trainer
 
@@ -69,7 +69,7 @@ def start_from(path: Path, compact: Compact) -> dict[str, Tensor]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder for the compact file, loss.svg and figures.json"
+        "--out", type=Path, required=True, help="folder for the compact file, loss.png and figures.json"
     )
     parser.add_argument("--seconds", type=float, default=600, help="time of the steps, after the start")
     parser.add_argument("--rows", type=int, default=128, help="rows of a batch")
@@ -120,7 +120,7 @@ def main() -> None:
             bar.update()
     losses, path = trainer.losses, args.out / "rwkv7-demo.compact"
     save_compact(path, dict(model.weights), compact.ids)
-    (args.out / "loss.svg").write_text(loss_curve(losses, []), encoding="utf-8")
+    (args.out / "loss.png").write_bytes(loss_curve(losses, []))
     figures: dict[str, object] = {"steps": len(losses), "rows": compact.rows, "losses": losses[::10]}
     figures["loss"] = round(sum(losses[-100:]) / len(losses[-100:]), 5)
     if args.sentences:

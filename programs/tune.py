@@ -202,13 +202,15 @@ class _Command:
 
     def _finish(self, tuning: Tuning, seconds: float) -> None:
         """Write the results and report them."""
-        from rwkv_batch.tuning.files import loss_curve, loss_table, sparkline, write_results, write_synced
+        from rwkv_batch.tuning.curve import loss_curve, sparkline
+        from rwkv_batch.tuning.files import loss_table, write_results, write_synced
 
         losses, evaluations = tuning.trainer.losses, tuning.progress.evaluations
         paths = write_results(tuning.trainer.model, self._given.output, self._given.method == "full")
-        for suffix, text in ((".csv", loss_table(losses, evaluations)), (".svg", loss_curve(losses, evaluations))):
+        table = loss_table(losses, evaluations).encode()
+        for suffix, content in ((".csv", table), (".png", loss_curve(losses, evaluations))):
             paths.append(self._given.output.with_name(self._given.output.name + suffix))
-            write_synced(paths[-1], text.encode())
+            write_synced(paths[-1], content)
         result: dict[str, Any] = {"files": [str(path) for path in paths], "steps": len(losses)}
         result |= {"trained_tokens": tuning.progress.trained_tokens, "seconds": round(seconds, 1), "warnings": []}
         if tuning.final is not None:

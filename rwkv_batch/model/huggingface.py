@@ -141,6 +141,13 @@ def native_module(name: str) -> str:
     return re.sub(r"\blm_head\b", "head", _MODULE.sub(module, name))
 
 
+def huggingface_module(name: str) -> str:
+    """Return the module's name in Hugging Face's files, for a matrix `blocks.{i}.att.key` or `blocks.{i}.ffn.key`."""
+    _, layer, part, last = name.split(".")
+    theirs = next(one for one, own in _PROJECTIONS.items() if own == last) if part == "att" else last
+    return f"model.layers.{layer}.{'attn' if part == 'att' else part}.{theirs}"
+
+
 def _converted(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a tensor under this project's names. Unknown names stay, to be refused later."""
     layer = _LAYER.match(name)

@@ -1,23 +1,27 @@
-"""Files of a tuning: checkpoints, tuned states and LoRAs in RWKV-PEFT's forms, loss curves."""
+"""Files of a tuning: checkpoints, tuned states and LoRAs in RWKV-PEFT's forms and PEFT's, tables of losses."""
 
 from __future__ import annotations
 
 import io
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from rwkv_batch.errors import StartupError
+from rwkv_batch.model.adapters.files import ADAPTER_MODEL
+from rwkv_batch.model.huggingface import huggingface_module
+from rwkv_batch.models_folder import ADAPTER_CONFIG
 from rwkv_batch.tuning.model import TrainingModel
 
 LORA_SCALE = 1
 """alpha / rank of the written adapters."""
-_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def write_synced(path: Path, content: bytes | memoryview) -> None:
@@ -59,7 +63,7 @@ def write_results(model: TrainingModel, name: Path, is_full: bool) -> list[Path]
     """Write what was tuned as `.pth` files in bf16; return their paths. Raises OSError.
 
     `NAME.state.pth` has `blocks.{i}.att.time_state` [H, 64 values, 64 keys]. `NAME.lora.pth` has `<weight>.lora_A`
-    [rank, in] and `.lora_B` [out, rank] of scale 1. `NAME.pth` has all weights.
+    [rank, in] and `.lora_B` [out, rank] of scale 1; `NAME.peft` is the same for PEFT. `NAME.pth` has all weights.
     """
     found: dict[str, dict[str, Tensor]] = {}
     if model.tunables.states:
@@ -75,7 +79,25 @@ def write_results(model: TrainingModel, name: Path, is_full: bool) -> list[Path]
     for suffix, tensors in found.items():
         paths.append(name.with_name(name.name + suffix))
         write_synced(paths[-1], saved(tensors))
+    if model.tunables.pairs:
+        paths.append(_write_peft(found[".lora.pth"], name.with_name(f"{name.name}.peft")))
     return paths
+
+
+def _write_peft(pairs: Mapping[str, Tensor], folder: Path) -> Path:
+    """Write a LoRA as PEFT does, for a model of Hugging Face's form; return its folder. Raises OSError."""
+    folder.mkdir(exist_ok=True)
+    names = {name: huggingface_module(name.rpartition(".")[0]) for name in pairs}
+    tensors = {f"base_model.model.{names[name]}.{name[-6:]}.weight": tensor for name, tensor in pairs.items()}
+    rank = next(len(tensor) for name, tensor in pairs.items() if name.endswith("lora_A"))
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": rank,
+        "lora_alpha": LORA_SCALE * rank, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "target_modules": sorted({".".join(name.split(".")[3:]) for name in names.values()}),
+    }  # fmt: skip
+    write_synced(folder / f"{ADAPTER_MODEL}.safetensors", safetensors.torch.save(tensors))
+    write_synced(folder / ADAPTER_CONFIG, msgspec.json.encode(config))
+    return folder
 
 
 def loss_table(losses: Sequence[float], evaluations: Sequence[tuple[int, float, float]]) -> str:
@@ -83,33 +105,3 @@ def loss_table(losses: Sequence[float], evaluations: Sequence[tuple[int, float, 
     held = {step: f"{loss:.6f},{accuracy:.4f}" for step, loss, accuracy in evaluations}
     rows = [f"{step},{loss:.6f},{held.get(step, ',')}" for step, loss in enumerate(losses, 1)]
     return "\n".join(["step,train_loss,valid_loss,valid_token_accuracy", *rows, ""])
-
-
-def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Return a curve in one line: means of `width` parts, high to low."""
-    size = max(1, -(-len(values) // width))
-    means = [sum(part) / len(part) for start in range(0, len(values), size) if (part := values[start : start + size])]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    span = (high - low) or 1.0
-    return "".join(_BLOCKS[round((mean - low) / span * (len(_BLOCKS) - 1))] for mean in means)
-
-
-def loss_curve(losses: Sequence[float], evaluations: Sequence[tuple[int, float, float]]) -> str:
-    """Return an SVG of the losses per step: training thin, held-out thick."""
-    held = [(step, loss) for step, loss, _ in evaluations]
-    values = [*losses, *(loss for _, loss in held)] or [0.0]
-    low, high, steps = min(values), max(values), max(len(losses), 1)
-
-    def points(entries: Sequence[tuple[int, float]]) -> str:
-        span = (high - low) or 1.0
-        return " ".join(f"{60 + 720 * step / steps:.1f},{20 + 340 * (high - y) / span:.1f}" for step, y in entries)
-
-    lines = ((list(enumerate(losses, 1)), "#8ab", 1), (held, "#c40", 3))
-    shapes = [
-        f'<polyline points="{points(entries)}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
-        for entries, colour, width in lines
-    ]
-    labels = [f'<text x="4" y="{y}">{value:.3f}</text>' for y, value in ((24, high), (364, low))]
-    labels.append(f'<text x="420" y="392">{len(losses)} steps; loss in nats, thick: held out</text>')
-    opening = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 400" font-family="sans-serif" font-size="13">'
-    return "\n".join([opening, '<rect width="800" height="400" fill="#fff"/>', *shapes, *labels, "</svg>", ""])

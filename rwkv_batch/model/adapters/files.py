@@ -32,7 +32,7 @@ ADAPTER_FILE = FileKind(
     ".pth or .safetensors",
     (".pth", ".pt", ".bin", ".safetensors"),
 )
-_MODEL = "adapter_model"
+ADAPTER_MODEL = "adapter_model"
 _NAME = re.compile(
     r"(?:^|\.)(?P<target>(?:blocks\.\d+\.|emb\b|head\b|ln_out\b).*?)"
     r"(?:\.(?P<part>lora_A|lora_B|lora_M|lora_magnitude_vector|init_lora_A|init_lora_B|bone|disha|miss)"
@@ -131,7 +131,7 @@ def read_adapter(path: Path, scale: float | None = None) -> Adapter:
     if scale is not None:
         _checked(path, scale)
     if path.is_dir():
-        found = [path / f"{_MODEL}{suffix}" for suffix in (".safetensors", ".bin")]
+        found = [path / f"{ADAPTER_MODEL}{suffix}" for suffix in (".safetensors", ".bin")]
         path = next((file for file in found if file.exists()), path)
     tensors = read_tensors(path, ADAPTER_FILE)
     config = _config(path)
@@ -205,7 +205,7 @@ def _check(path: Path, name: str, tensor: Tensor) -> None:
 def _config(path: Path) -> Mapping[str, Any]:
     """Read PEFT's settings next to the file. Raises FileError for unsupported settings."""
     file = path.with_name(ADAPTER_CONFIG)
-    if not path.stem.startswith(_MODEL) or not file.is_file():
+    if not path.stem.startswith(ADAPTER_MODEL) or not file.is_file():
         return {}
     try:
         config = msgspec.json.decode(read_json_file(file))
