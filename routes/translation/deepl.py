@@ -19,6 +19,7 @@ from routes.translation.glossaries import GlossaryId, named_glossaries
 from routes.translation.languages import HEAD_AFTER_S, NO_FORMALITY, Language, TargetLanguage
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
+from rwkv_batch.translation.documents.document import DocumentError
 from rwkv_batch.translation.languages import LANGUAGE_NAMES
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
@@ -80,7 +81,7 @@ class DeepLBody(TranslationFields):
     )
     show_billed_characters: Any = Field(None, description="The answer always has them.")
     preserve_formatting: Any = Field(None, description="Formatting is always kept.")
-    tag_handling_version: Any = Field(None, description="Changes nothing.")
+    tag_handling_version: Literal["v1", "v2"] | None = Field(None, description="v2 refuses malformed XML.")
     enable_beta_languages: Any = Field(None, description="Changes nothing.")
     style_id: IgnoredValue = Field(None, description="Accepted and ignored.")
     custom_instructions: IgnoredValue = Field(None, description="Accepted and ignored.")
@@ -139,6 +140,8 @@ async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
         {"source_lang": body.source_lang, "target_lang": body.target_lang}, context.config.strict_fields
     )
     form = Format(body.tag_handling or Format.TEXT)
+    if form is Format.XML and body.tag_handling_version == "v2":
+        _check_xml(body.text)
     default = "nonewlines" if form is Format.HTML else "1"
     request = TranslationRequest(
         texts=body.text,
@@ -178,6 +181,17 @@ async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
     same = (cache_tenant(context.config), current_request().owner, context.config.model_name, body.model_dump_json())
     running: SharedAnswers = context.shared.setdefault(RUNNING_KEY, SharedAnswers())
     return await with_early_head(running.get(same, answer), DEEPL_ERRORS, HEAD_AFTER_S)
+
+
+def _check_xml(texts: list[str]) -> None:
+    """Check that texts are well-formed parts of XML. Raises ServiceError."""
+    from rwkv_batch.translation.documents.xml_files import parse_xml  # lxml loads with the first use
+
+    for index, text in enumerate(texts):
+        try:
+            parse_xml(f"<x>{text}</x>".encode(), "it")
+        except DocumentError as error:
+            raise invalid(f"text[{index}]", str(error), text) from None
 
 
 class LanguagesQuery(Fields):

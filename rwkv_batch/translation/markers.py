@@ -61,7 +61,12 @@ _PLACEHOLDERS = "|".join(
         rf"(?P<tag>{TAG})",
     )
 )
-_MARKUP = r"(?P<markup><!--(?s:.*?)(?:-->|\Z)|<!\[CDATA\[(?s:.*?)(?:\]\]>|\Z)|<[?!][^<>]*+>)"
+_MARKUP = (
+    r"(?P<markup><!--(?s:.*?)(?:-->|\Z)|<!\[CDATA\[(?s:.*?)(?:\]\]>|\Z)"
+    r"|<!DOCTYPE[^<>\[]*+\[(?s:.*?)(?:\]\s*+>|\Z)|<[?!][^<>]*+>)"
+)
+_ENTITY = r"&(?!(?:amp|lt|gt|quot|apos);)[^\W\d][\w.-]{0,63};"
+"""A reference that only the document's own DTD explains."""
 _LETTER = rf"(?-i:[^\W{UNSPACED}])"
 """A letter or digit of a script that separates words."""
 _WORD_BOUNDARY = f"(?!(?<={_LETTER}){_LETTER})"
@@ -106,7 +111,8 @@ class MarkerOptions:
     def scanner(self) -> re.Pattern[str]:
         """The pattern of all markers. Terms that are kept come first."""
         terms = [f"(?P<kept>{pattern_of(self.keep)})"] if self.keep else []
-        return re.compile("|".join((*terms, *([] if self.format is Format.TEXT else [_MARKUP]), _PLACEHOLDERS)))
+        markup = {Format.TEXT: [], Format.HTML: [_MARKUP], Format.XML: [_MARKUP, _ENTITY]}[self.format]
+        return re.compile("|".join((*terms, *markup, _PLACEHOLDERS)))
 
 
 def pattern_of(terms: Iterable[str]) -> str:

@@ -58,6 +58,8 @@ def test_deepl_errors(translator: deepl.DeepLClient, locked_fake: Service) -> No
         deepl.DeepLClient("wrong", server_url=locked_fake.url).get_usage()
     with pytest.raises(deepl.DeepLException, match="is not supported"):
         translator.translate_text("Hello", target_lang="DE", formality="more")
+    with pytest.raises(deepl.DeepLException, match=r"text\[0\]: is not valid XML"):
+        translator.translate_text("<a>1</b>", target_lang="DE", tag_handling="xml", tag_handling_version="v2")
     refused = httpx.post(f"{locked_fake.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
     assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
 

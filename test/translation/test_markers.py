@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment, parse, pattern_of
+from rwkv_batch.translation.markers import MARK, Format, MarkerOptions, Segment, parse, pattern_of
 from rwkv_batch.translation.segments import Split, split_text
 
 FOUND = [
@@ -84,3 +84,10 @@ def test_an_answer_without_its_markers_is_refused(answer: str) -> None:
     assert one.restore("<0>到</0> %s 和 %d") == "<b>到</b> %s 和 %d"
     assert one.restore(answer) is None
     assert one.join(["去 ", "到", " ", " 和 ", ""]) == "去 <b>到</b> %s 和 %d"
+
+
+@pytest.mark.parametrize("markup", ['<!DOCTYPE x [<!ENTITY e SYSTEM "f">]>', "<!DOCTYPE x [<!ELEMENT a>", "&chapter;"])
+def test_declarations_and_own_entities_of_xml_stay(markup: str) -> None:
+    """The model translated a DOCTYPE's entities, and a reference to one became text."""
+    _, markers = parse(f"a &amp; b{markup}", MarkerOptions(Format.XML))
+    assert [one.raw for one in markers] == [markup]
