@@ -41,6 +41,26 @@ def test_a_piece_begins_when_the_one_before_has_had_its_share(tmp_path: Path, mo
     assert slept == pytest.approx(wanted)
 
 
+def test_short_work_becomes_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pause costs the service a switch between processes. A long piece stays alone."""
+    path, now, pauses = tmp_path / "result.paced", [100.0], list[tuple[str, float]]()
+    path.touch()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    pacer = Pacer(path, torch.device("cpu"))
+    layer = {"tiles": 0.0001, "core": 0.00015, "output": 0.0002, "key": 0.0008, "value": 0.0008}
+    switch = [0.0003]  # before work that follows a pause
+    for _ in range(8):
+        pauses.clear()
+        for name, seconds in layer.items():
+            now[0] += seconds + switch[0]
+            switch[0] = 0.0
+            monkeypatch.setattr(time, "sleep", lambda s, name=name: pauses.append((name, s)) or switch.append(0.0003))
+            pacer.wait(name, 64)
+            switch[:] = switch[-1:]
+    assert [name for name, _ in pauses] == ["output", "key", "value"]
+    assert pauses[0][1] == pytest.approx(0.00075 * (1 / SHARE - 1))
+
+
 def test_pieces_end_in_the_forward_and_in_the_backward(tmp_path: Path) -> None:
     waits = []
     pacer = Pacer(tmp_path / "result.paced", torch.device("cpu"))
