@@ -53,7 +53,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._wake = threading.Event()
-        self._inbox = Inbox(self._wake.set)
+        self._inbox = Inbox(self._wake)
         self._stopping = self._draining = False
         self._loop_count = 0
         self._fatal_error: ErrorInfo | None = None
@@ -218,7 +218,7 @@ class Engine:
         try:
             while not self._stopping:
                 self._loop_count += 1
-                if self._inbox.run_all():
+                if self._inbox.run_burst(self.scheduler.is_burst):
                     self.jobs.on_delivered()  # which jobs were admitted
                 if not self.step():
                     self._wake.wait(POLL_S if self.model_runner.pool.pending else IDLE_POLL_S)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
+
+MAX_GAP_S, MAX_BURST_S = 0.001, 0.02
+"""Seconds in which a burst's next command must come, and that a burst may take."""
 
 
 class Command(NamedTuple):
@@ -17,7 +21,8 @@ class Command(NamedTuple):
 class Inbox:
     """A queue of commands. One thread runs them, and closes the inbox before it runs the last ones."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: threading.Event) -> None:
+        """wake: set by `put`; the engine's thread waits for it"""
         self._wake = wake
         self._commands: deque[Command] = deque()
         self._put_lock = threading.Lock()
@@ -30,7 +35,7 @@ class Inbox:
             if self._is_closed:
                 return False
             self._commands.append(Command(action, is_arrival))
-        self._wake()
+        self._wake.set()
         return True
 
     def close(self) -> None:
@@ -44,6 +49,18 @@ class Inbox:
         for _ in range(count):
             self._commands.popleft().action()
         return count > 0
+
+    def run_burst(self, is_burst: Callable[[], bool]) -> bool:
+        """Run the queued commands. While `is_burst`, also run those that follow closely.
+
+        Returns whether there were any. Waits without Python's lock, which the threads that put commands need.
+        """
+        had_commands, until = self.run_all(), time.monotonic() + MAX_BURST_S
+        while had_commands and is_burst() and time.monotonic() < until:
+            self._wake.clear()
+            if not self.run_all() and not self._wake.wait(MAX_GAP_S):
+                break
+        return had_commands
 
     def run_arrivals(self) -> bool:
         """Run queued arrivals. Returns whether there were any.

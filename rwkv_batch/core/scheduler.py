@@ -92,6 +92,8 @@ class Scheduler:
         self._steps = 0
         self._reading_tokens = 0
         """prompt tokens that running rows had left before the last step"""
+        self._left_waiting = 0
+        """interactive rows that the last step left waiting"""
 
     @property
     def running_rows(self) -> int:
@@ -110,6 +112,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._running or self.admission.waiting_rows or self.admission.paused_rows)
+
+    def is_burst(self) -> bool:
+        """Return whether the next step should wait for jobs that follow.
+
+        Several interactive rows have arrived after the last step, more than decode, and a step can read more.
+        """
+        waiting, limits = self.admission.interactive.num_waiting, self.limits
+        arrived, num_decoding = waiting - self._left_waiting, sum(map(len, self._groups))
+        has_room = self.running_rows + waiting < limits.max_running
+        return arrived > max(1, num_decoding) and has_room and self.queued_tokens < limits.prefill_tokens_per_step
 
     def add(self, job: RunningJob, rows: list[Sequence]) -> None:
         self.admission.queue_of(job).add(job, rows)
@@ -150,6 +162,7 @@ class Scheduler:
         """
         self._steps += 1
         self.admission.admit()
+        self._left_waiting = self.admission.interactive.num_waiting
         self._move_to_decode_groups()
         self._batch_throttle.begin(now)
         rows, group_index = self._decoding_rows(oldest)

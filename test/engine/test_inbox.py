@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
 
-from rwkv_batch.inbox import Command, Inbox
+import pytest
+
+from rwkv_batch.inbox import MAX_BURST_S, Command, Inbox
 from test.harness import WAIT_S
 
 
@@ -24,7 +29,7 @@ class Slow(deque[Command]):
 
 def test_a_command_queued_during_close_is_run() -> None:
     """No check follows the last one. So the command's caller would wait for ever."""
-    inbox, done, taken = Inbox(lambda: None), list[int](), list[bool]()
+    inbox, done, taken = Inbox(threading.Event()), list[int](), list[bool]()
     inbox._commands = slow = Slow()
 
     def end() -> None:
@@ -44,20 +49,59 @@ def test_a_command_queued_during_close_is_run() -> None:
 
 
 def test_a_closed_inbox_refuses_commands() -> None:
-    woken, done = list[int](), list[int]()
-    inbox = Inbox(lambda: woken.append(1))
+    wake, done = threading.Event(), list[int]()
+    inbox = Inbox(wake)
     assert inbox.put(lambda: done.append(1))
     inbox.close()
     assert not inbox.put(lambda: done.append(2))
     inbox.run_all()
-    assert (woken, done) == ([1], [1])
+    assert wake.is_set() and done == [1]
 
 
 def test_within_a_step_arrivals_run_up_to_another_command() -> None:
-    inbox, done = Inbox(lambda: None), list[str]()
+    inbox, done = Inbox(threading.Event()), list[str]()
     for name in ("a", "b", "status", "c"):
         inbox.put(lambda name=name: done.append(name), is_arrival=name != "status")  # type: ignore[misc]
     assert inbox.run_arrivals() and done == ["a", "b"]
     assert not inbox.run_arrivals() and done == ["a", "b"]
     inbox.run_all()
     assert done == ["a", "b", "status", "c"]
+
+
+class Arriving(threading.Event):
+    """An event at which one more command arrives in each wait, up to `count`. No time passes."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.left, self.waits = count, 0
+        self.arrive: Callable[[], object] = lambda: None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits += 1
+        if self.left:
+            self.left -= 1
+            self.arrive()
+        return self.is_set()
+
+
+@pytest.mark.parametrize(("first", "count", "done", "waits"), [(1, 5, 1, 0), (2, 5, 7, 6), (2, 40, 16, 14)])
+def test_a_burst_is_run_to_its_end(first: int, count: int, done: int, waits: int) -> None:
+    """A lone command waits for nothing. A full step waits for nothing more."""
+    wake, ran = Arriving(count), list[int]()
+    inbox = Inbox(wake)
+    wake.arrive = lambda: inbox.put(lambda: ran.append(1))
+    for _ in range(first):
+        wake.arrive()
+    assert inbox.run_burst(lambda: 1 < len(ran) < 16)
+    assert (len(ran), wake.waits) == (done, waits)
+    inbox.run_all()
+    assert not inbox.run_burst(lambda: True), "nothing came"
+
+
+def test_an_endless_burst_does_not_hold_up_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, wake = itertools.count(), Arriving(10**9)
+    monkeypatch.setattr("rwkv_batch.inbox.time", SimpleNamespace(monotonic=lambda: MAX_BURST_S * next(clock) / 10))
+    inbox = Inbox(wake)
+    wake.arrive = lambda: inbox.put(lambda: None)
+    wake.arrive()
+    assert inbox.run_burst(lambda: True) and wake.waits < 10

@@ -98,6 +98,39 @@ def test_a_burst_beside_batch_prompts_is_read_in_short_steps() -> None:
     assert sum(row.num_tokens for row in plan.schedule() if not row.uses_device_token) == 16
 
 
+@pytest.mark.parametrize(
+    ("decoding", "jobs", "tokens", "hung", "waits"),
+    [
+        (0, 1, 4, 0, False),  # a lone request
+        (0, 2, 4, 0, True),
+        (4, 4, 4, 0, False),  # more rows would wait than start
+        (4, 5, 4, 0, True),
+        (0, 4, 16, 0, False),  # a full step
+        (0, 10, 4, 0, False),  # no running slot is left
+        (0, 1, 4, 4, False),  # rows that the last step left waiting
+    ],
+)
+def test_a_step_waits_for_more_of_a_burst(decoding: int, jobs: int, tokens: int, hung: int, waits: bool) -> None:
+    plan, slots = scheduler(req_slots=10, budget=64)
+    for count in (decoding, hung):
+        for _ in range(count):
+            one, rows = job(1)
+            slots.blocked.update(rows if count == hung else ())
+            plan.add(one, rows)
+        for _ in range(2):
+            read(plan.schedule())
+    assert not plan.is_burst()
+    for _ in range(jobs):
+        plan.add(*job(1, prompt_tokens=tokens))
+    assert plan.is_burst() == waits
+
+
+def test_a_step_does_not_wait_for_more_batch_rows() -> None:
+    plan, _ = scheduler(req_slots=64)
+    plan.add(*job(20, client="bulk"))
+    assert not plan.is_burst()
+
+
 def test_clients_share_the_prompt_budget() -> None:
     plan, _ = scheduler(req_slots=64, budget=64, chunk=64)
     for _ in range(10):
