@@ -15,8 +15,8 @@ ENOUGH = 3
 """Steps of a kind below which it is not known."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
-HOST_S = 0.00015
-"""Host work between the graphs of two steps with drafts, before it is measured."""
+HOST_S, HOST_ROW_S = 0.0008, 0.00004
+"""Work between the graphs of two steps with drafts, and for each device row, before it is measured."""
 CERTAIN = 1.25
 """Times of a plain step that one with drafts takes, before it is measured: low, so that it is."""
 CERTAIN_GUESS = 0.1
@@ -74,7 +74,7 @@ class StepTimes:
     def drafts_s(self, shape: Shape, plain_s: float) -> float:
         """Return the seconds of a step with drafts without its guesses; 0: it fits no graph."""
         least_s = self._least_s(shape, plain_s)
-        host_s = HOST_S if self._graph_s is not None else 0.0
+        host_s = HOST_S + HOST_ROW_S * shape.rows if self._graph_s is not None else 0.0
         return least_s and max(plain_s, least_s + self._added.of(shape.tokens.bit_length(), host_s))
 
     def guess_s(self, num_rows: int, plain_s: float, model_s: Callable[[int], float]) -> float:

@@ -235,7 +235,7 @@ class DraftModel(Protocol):
         ...
 
 
-PRIOR_TRIALS = 12.0
+PRIOR_TRIALS = 16.0
 """Tokens that the acceptance of all rows counts for in a row's own."""
 MAX_TRIALS = 4
 """First tokens of a draft that count in it: a long right one must not outweigh ten wrong ones."""
@@ -247,8 +247,8 @@ MEMORY, POOL_MEMORY, FADING = 0.97, 0.985, 0.995
 class Acceptance:
     """Drafted tokens that were accepted, and drafts with a wrong one: tokens after it say nothing."""
 
-    accepted: float = 3.0
-    rejected: float = 2.0
+    accepted: float = 6.0
+    rejected: float = 2.5
 
     @property
     def rate(self) -> float:

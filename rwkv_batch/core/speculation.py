@@ -48,14 +48,18 @@ MAX_READ = 32
 """Known tokens of a row at most that its draft reads again."""
 TOKEN_COST = 0.02
 """Tokens that a drafted token must gain at least: which drafter is best."""
-MIN_GAIN = 0.05
+MIN_GAIN = 0.06
 """Gain of a step's drafts, in steps, below which they are left out: their cost may be underestimated."""
 PROBE_TOKENS = 3
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
-PROBE_SHARE = 0.005
+PROBE_SHARE = 0.004
 """Share of the time for such drafts."""
-MAX_PROBES = 1.5
+MAX_PROBES = 4.0
 """Their cost at most, in steps, after a time without them."""
+FIRST_PROBES = 2.5
+"""Of it, that a service begins with."""
+READ_GUESSES = 2
+"""Guesses in whose time the draft model reads the text since its last guess."""
 
 
 def make_drafters(
@@ -134,7 +138,7 @@ class Speculation:
         """by drafter"""
         self._pools: dict[str, Acceptance] = {}
         """by drafter"""
-        self._probe_credit = MAX_PROBES
+        self._probe_credit = FIRST_PROBES
         """steps that probes may cost by now"""
         self._last_end = self._begun = 0.0
         """when the last step ended, and when the last one was begun"""
@@ -198,7 +202,8 @@ class Speculation:
         if len(best.lengths) < len(candidates) and self._probe_credit > PROBE_SHARE:
             probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates}
             probed = chooser.of(probes | best.lengths)
-            cost = min(MAX_PROBES, (probed.seconds - best.seconds) / plain_s)
+            reading_s = READ_GUESSES * guess_s if any(one.is_guessed for one in candidates) else 0.0
+            cost = (probed.seconds + reading_s - best.seconds) / plain_s
             if probed.seconds and cost <= self._probe_credit:
                 best, price = probed, cost
         self._size = (best.size, plain_s, guess_s)
