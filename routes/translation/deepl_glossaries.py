@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request.bodies import Body
@@ -121,14 +122,17 @@ def _parse_terms(text: str, form: str) -> dict[str, str]:
         rows: Iterable[list[str]] = csv.reader(lines, strict=True) if form == "csv" else (x.split("\t") for x in lines)
         pairs = [row for row in rows if any(cell.strip() for cell in row)]
     except csv.Error as error:
-        raise body_error(f"must be valid CSV: {error}", "entries") from None
+        raise body_error(f"entries: must be valid CSV: {error}", "entries") from None
     if not pairs or len(pairs) > MAX_TERMS:
-        raise body_error(f"must have 1 to {MAX_TERMS} terms", "entries")
+        raise body_error(f"entries: must have 1 to {MAX_TERMS} terms", "entries")
     if any(len(row) not in (2, 4) for row in pairs):
-        raise body_error("must have a term and its translation in each line", "entries")
+        raise body_error("entries: must have a term and its translation in each line", "entries")
     if len({row[0].strip() for row in pairs}) < len(pairs):
-        raise body_error("must have each term once", "entries")
-    return check_terms({row[0]: row[1] for row in pairs})
+        raise body_error("entries: must have each term once", "entries")
+    try:
+        return check_terms({row[0]: row[1] for row in pairs})
+    except PydanticCustomError as error:
+        raise body_error(f"entries: {error.message()}", "entries") from None
 
 
 def _to_tsv(entries: dict[str, str]) -> str:

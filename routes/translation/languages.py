@@ -59,10 +59,17 @@ def _is_text(given: Any) -> bool:
     return isinstance(given, str)
 
 
-_Term = Annotated[str, Field(max_length=100, pattern=r"\S")]
+def _term_on_one_line(term: str) -> str:
+    if len(term.strip().splitlines()) > 1:  # a line break ends the model's answer
+        raise PydanticCustomError("term", "must be on one line; send a term for each line")
+    return term
+
+
+_Term = Annotated[str, Field(max_length=100, pattern=r"\S"), AfterValidator(_term_on_one_line)]
 _TranslatedTerm = Annotated[
     str,
     Field(max_length=1024, pattern=r"\S"),
+    AfterValidator(_term_on_one_line),
     BeforeValidator(
         lambda given: " | ".join(given) if isinstance(given, list) and all(map(_is_text, given)) else given
     ),

@@ -128,7 +128,8 @@ async def detect(context: Context, body: DetectBody) -> HandlerResponse:
     """Return the likely languages of a text, the best one first. Confidences are in percent."""
     found = await asyncio.to_thread(language_probabilities, body.q)
     best = sorted(found.items(), key=lambda entry: -entry[1])[:_MAX_DETECTED]
-    return json_response([_entry(*one) for one in best if one[1] > _MIN_PROBABILITY])
+    likely = [one for one in best if one[1] > _MIN_PROBABILITY]
+    return json_response([_entry(*one) for one in likely or [("en", 0.0)]])  # clients read the first one
 
 
 class SuggestBody(LibreBody):

@@ -92,6 +92,20 @@ def test_wrong_glossaries_are_refused(two_keys: Service, body: dict[str, Any]) -
     assert refused.status_code == 422 and refused.json()["error"].startswith(("dictionaries", "name"))
 
 
+@pytest.mark.parametrize("entries", ["", "a", "a\tb\na\tc", "a\x01\tb", "a" * 1025 + "\tb"])
+def test_wrong_entries_of_deepls_glossaries_are_named(two_keys: Service, entries: str) -> None:
+    body = {"name": "x", "source_lang": "en", "target_lang": "de", "entries": entries, "entries_format": "tsv"}
+    refused = request(two_keys, "POST", "/v2/glossaries", json=body)
+    assert refused.status_code == 400 and refused.json()["message"].startswith("entries: ")
+
+
+def test_a_term_of_two_lines_is_refused(two_keys: Service) -> None:
+    """A line break ends the answer: the translation had only the first line."""
+    body = {"text_list": ["Hello"], "source_lang": "en", "target_lang": "de", "glossary": {"Hello": "a\nb"}}
+    refused = request(two_keys, "POST", "/translate/v1/batch-translate", json=body)
+    assert refused.status_code == 422 and "glossary.Hello: must be on one line" in refused.json()["error"]
+
+
 def test_deepl_glossaries_of_one_pair(two_keys: Service) -> None:
     client = deepl.DeepLClient(ANNA, server_url=two_keys.url)
     made = client.create_glossary("two", "EN", "DE", {"state pool": "Zustandsspeicher", "row": "Zeile"})

@@ -130,6 +130,7 @@ def test_libretranslate_translates_and_detects(locked_fake: Service) -> None:
     (best, *_) = client.detect("Das ist ein Haus, und die Katze schläft darin.")
     assert best["language"] == "de" and best["confidence"] > 90
     assert client.detect("你好，世界")[0]["language"] == "zh-Hans"
+    assert client.detect("12 + 3") == [{"confidence": 0.0, "language": "en"}], "the client's users read the first"
     codes = {one["code"]: one["targets"] for one in client.languages()}
     assert {"en", "zh-Hans", "pt-BR"} <= set(codes["en"])
 
