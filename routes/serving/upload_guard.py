@@ -4,6 +4,9 @@ Robyn reads a body to its end before it calls a handler, and has no limit of its
 than by closing the connection. The kernel counts the bytes of each connection. Clients that have shown no secret may
 send far less.
 
+Robyn never answers some forms that end early, and keeps their connections after their clients have left. Only the end
+of the process frees those, so a worker with many of them ends, and a spare replaces it.
+
 Robyn answers 500 without a reason to a form that it cannot parse. It logs the reason first, on the thread that sends
 its answer. A filter of that log sends a better answer and closes the connection.
 """
@@ -14,6 +17,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -22,7 +26,7 @@ from http import HTTPStatus
 
 from routes.response.http_response import NATIVE_ERRORS, ErrorFormat, error_response
 from routes.serving.access import MAX_ANONYMOUS_BYTES, unauthorized
-from routes.serving.connections import Connection, known_connections
+from routes.serving.connections import Connection, is_answering, known_connections
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 
 SLACK_BYTES = 16 << 20
@@ -32,6 +36,10 @@ _MAX_BODIES = 4
 """All bodies together may take as much memory as so many of the largest size."""
 ROBYN_SERVER = "robyn.server"
 _PARSE_FAILURE = re.compile(r"Failed to parse request for `(.*)`: (.*)", re.DOTALL)
+MAX_STUCK = 256
+"""Stuck connections after which a worker ends as soon as it answers nothing."""
+MAX_STUCK_CHECKS = 20
+"""Checks in a row with too many: connections that are just being closed look stuck."""
 _GROWTH_BYTES = 16 << 20
 """Growth of the process after which its connections are checked."""
 
@@ -43,24 +51,37 @@ class UploadGuard:
         self._limit = max_body_bytes + SLACK_BYTES
         self._sizes = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 - clients may hold all descriptors later
         self._resident = self._resident_bytes()
+        self._max_stuck = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        self._stuck_checks = 0
 
-    def check(self, connections: Iterable[Connection]) -> None:
+    def check(self, connections: Iterable[Connection]) -> bool:
         """Check strangers' connections, and all if the process has grown.
 
-        Freed memory is used again, so a stranger's body need not make the process grow.
+        Freed memory is used again, so a stranger's body need not make the process grow. Returns whether stuck
+        connections take so many descriptors that the process should end.
         """
-        opened = [one for one in connections if one.is_open()]
+        opened, closed = list[Connection](), list[Connection]()
+        for one in connections:
+            (opened if one.is_open() else closed).append(one)
+        num_stuck = sum(map(_is_stuck, closed))
+        too_many = num_stuck >= (self._max_stuck if is_answering() else min(MAX_STUCK, self._max_stuck))
+        self._stuck_checks = self._stuck_checks + 1 if too_many else 0
         _close_largest(_unanswered(one for one in opened if not one.is_trusted), _MAX_STRANGER_BYTES, _refusal())
         resident = self._resident_bytes()
         self._resident = min(self._resident, resident)
-        if resident - self._resident < _GROWTH_BYTES:
-            return
-        self._resident = resident
-        _close_largest(_unanswered(one for one in opened if one.is_trusted), self._limit)
+        if resident - self._resident >= _GROWTH_BYTES:
+            self._resident = resident
+            _close_largest(_unanswered(one for one in opened if one.is_trusted), self._limit)
+        return self._stuck_checks >= MAX_STUCK_CHECKS
 
     def _resident_bytes(self) -> int:
         """Return the size of the process. Opens no file."""
         return int(os.pread(self._sizes.fileno(), 256, 0).split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _is_stuck(connection: Connection) -> bool:
+    """Return whether a client that has left has a request that was never handled. Its farewell counts as a byte."""
+    return connection.has_descriptor() and connection.received_bytes() > connection.handled_bytes + 1
 
 
 def _unanswered(connections: Iterable[Connection]) -> dict[Connection, int]:

@@ -223,7 +223,9 @@ def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, m
 
     def housekeeping() -> None:
         for tick in range(sys.maxsize):
-            uploads.check(known_connections())
+            if uploads.check(known_connections()):
+                supervisor.notify("failed", "connections of broken forms, which clients have left, fill it")
+                os._exit(1)
             streams.flush()
             _housekeeping_tick(tick, cpus, supervisor, models)
             time.sleep(_HOUSEKEEPING_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from routes.serving import upload_guard
+from routes.serving.connections import Connection
+from routes.serving.upload_guard import MAX_STUCK_CHECKS, UploadGuard
 from test.serving import Service, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -124,6 +128,38 @@ def test_a_secret_in_the_first_request_or_an_answered_one_allows_a_large_body(di
         send_head(connection, f"POST {CHAT}", f"Content-Length: {len(body)}\r\n{SECRET}")
         connection.sendall(body)
         assert read_answer(connection).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("sent", "handled", "has_left", "ends"),
+    [
+        (b"form", 0, True, True),
+        (b"form", 0, False, False),  # a slow client
+        (b"form", 4, True, False),  # its request is being answered
+        (b"", 0, True, False),
+    ],
+)
+def test_a_worker_full_of_stuck_connections_ends(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, handled: int, has_left: bool, ends: bool
+) -> None:
+    """Robyn never answers a form that ends with a line break before its last boundary, and keeps its connection."""
+    monkeypatch.setattr(upload_guard, "MAX_STUCK", 2)
+    guard, connections = UploadGuard(MIB), []
+    with contextlib.ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listener:
+        for number in range(2):
+            client = opened.enter_context(socket.create_connection(listener.getsockname()))
+            ours = opened.enter_context(listener.accept()[0])
+            client.sendall(sent)
+            if has_left:
+                client.shutdown(socket.SHUT_WR)
+            ours.recv(1)
+            inode = os.fstat(ours.fileno()).st_ino
+            connections.append(Connection(number, ours.fileno(), inode, "", handled_bytes=handled))
+        found = [guard.check(connections) for _ in range(MAX_STUCK_CHECKS)]
+        assert found == [False] * (MAX_STUCK_CHECKS - 1) + [ends]
+        assert not guard.check(connections[:1]), "one alone"
+        monkeypatch.setattr(upload_guard, "is_answering", lambda: True)
+        assert not any(guard.check(connections) for _ in range(MAX_STUCK_CHECKS)), "answers come first"
 
 
 def send_head(connection: socket.socket, request: str, headers: str = "") -> None:
