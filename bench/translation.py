@@ -15,8 +15,9 @@
   (`wall`) and in seconds of CPU (`cpu`), which other programs disturb less. `ratio` is a paragraph's time over one's
   without context, of `cpu` on a CPU. Without the prefix cache only a tenth of the paragraphs run.
 - `page` and `masks` with --size: a random model of that size, for the share of a step that takes as long as a real one.
-- masks: the same --rows sentences with markers or enforced terms, with and without their masks, in turns. `ratio` is
-  the time of a sampled token with masks over one without, of CPU seconds on a CPU: the median of --mask-rounds pairs.
+- masks: the same --rows sentences with markers or enforced terms, with and without their masks, in turns, with answers
+  of equal lengths. `ratio` is the time of a sampled token with masks over one without, of CPU seconds on a CPU: the
+  median of --mask-rounds pairs.
 
 The last line is JSON.
 """
@@ -177,13 +178,17 @@ class _Run(NamedTuple):
     """Sampled tokens after the first output, which has the prefill."""
     decode: tuple[float, float]
     """Seconds and seconds of CPU after the first output."""
+    lengths: dict[int, int]
+    """Tokens of each row of the last job."""
 
 
 def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> _Run:
     """Run jobs that arrive together."""
     done, counts, first = threading.Semaphore(0), [0, 0], list[tuple[float, float]]()
+    lengths = dict[int, int]()
 
     def sink(events: JobEvents) -> None:
+        lengths.update({one.row: one.finish.completion_tokens for one in events.deltas if one.finish is not None})
         counts[0] += sum(delta.finish.cached_tokens for delta in events.deltas if delta.finish is not None)
         counts[1] += events.num_sampled if first else 0
         if events.num_sampled and not first:
@@ -198,7 +203,7 @@ def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> _Run:
         done.acquire()
     ended, cpu_ended = time.perf_counter(), time.process_time()
     decode = (ended - first[0][0], cpu_ended - first[0][1])
-    return _Run(ended - started, cpu_ended - cpu_started, counts[0], counts[1], decode)
+    return _Run(ended - started, cpu_ended - cpu_started, counts[0], counts[1], decode, lengths)
 
 
 def _texts(rng: Random, low: int, high: int) -> list[int]:
@@ -277,11 +282,17 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
             prompt=prompt, max_tokens=64, sampling=SamplingParams(temperature=0.0), stop_strings=stops, chunk_size=0
         )
         requests.append(msgspec.structs.replace(row, constraint=constraint, use_prefix_cache=False))
-    plain = [msgspec.structs.replace(row, constraint=None) for row in requests]
-    first = msgspec.structs.replace(plain[0], max_tokens=1)  # its end is the first output, after the prefill
+    unmasked = [msgspec.structs.replace(row, constraint=None) for row in requests]
+    first = msgspec.structs.replace(unmasked[0], max_tokens=1)  # its end is the first output, after the prefill
+    # Compiles the automata. Rows without masks get these lengths, else more of them would run at the end.
+    lengths = _run(engine, [[first, *requests]]).lengths
+    plain = [
+        msgspec.structs.replace(row, max_tokens=lengths[number], ignore_eos=True, stop_strings=[])
+        for number, row in enumerate(unmasked, 1)
+    ]
     measure = 1 if engine.model_runner.device.type == "cpu" else 0
     times: dict[str, list[float]] = {"masks": [], "plain": []}
-    for number in range(-1, rounds):  # the first pair compiles the automata
+    for number in range(-1, rounds):  # the first pair warms up
         pair = [("masks", requests), ("plain", plain)]
         for name, batch in pair[:: -1 if number % 2 else 1]:
             run = _run(engine, [[first, *batch]])
