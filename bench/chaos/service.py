@@ -107,7 +107,8 @@ class Disturbances:
 
     def kill(self, rng: random.Random) -> None:
         """Send SIGKILL to the engine or to one HTTP worker. Then wait until the service has recovered."""
-        status = httpx.get(f"{self.url}/status", timeout=10, verify=False, headers=HEADERS).json()["processes"]
+        answer = httpx.get(f"{self.url}/status", timeout=10, verify=False, headers=HEADERS)
+        status = answer.raise_for_status().json()["processes"]
         role = rng.choice(("engine", "http_worker"))
         pid = status["engine"]["pid"] if role == "engine" else rng.choice(status["http_workers"])["pid"]
         with self._disturbing(f"{role} killed"):
