@@ -40,6 +40,8 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     filename: str
     purpose: Purpose
     expires_at: int | None = None
+    num_tokens: int | None = None
+    """of examples"""
 
 
 class Result(enum.StrEnum):

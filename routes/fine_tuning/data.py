@@ -118,15 +118,15 @@ def read_data(content: bytes, name: str, max_tokens: int = MAX_TOKENS) -> Data:
     return data
 
 
-def check_data(content: bytes, name: str) -> tuple[list[LineProblem], int]:
-    """Return the first errors of a data file and the number of its examples. Keeps one example at a time."""
-    problems, count = list[LineProblem](), 0
+def check_data(content: bytes, name: str) -> tuple[list[LineProblem], int, int]:
+    """Return a data file's first errors, and its numbers of examples and tokens. Keeps one example at a time."""
+    problems, count, tokens = list[LineProblem](), 0, 0
     for found in _examples(content, name, MAX_TOKENS):
         if isinstance(found, LineProblem):
             problems.append(found)
         else:
-            count += 1
-    return problems, count
+            count, tokens = count + 1, tokens + len(found.ids)
+    return problems, count, tokens
 
 
 def _examples(content: bytes, name: str, max_tokens: int) -> Iterator[Document | LineProblem]:

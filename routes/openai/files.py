@@ -98,6 +98,7 @@ class FileObject(BaseModel):
     purpose: str
     status: Literal["processed"] = "processed"
     expires_at: int | None = None
+    num_tokens: int | None = Field(None, description="Of a file of examples. Not in OpenAI's API.")
 
 
 class Page(BaseModel, Generic[_Entry]):
@@ -208,11 +209,12 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
         raise invalid("purpose", f"must be 'batch' or 'fine-tune', got {body.purpose!r}", body.purpose)
     if not body.content:
         raise invalid("file", "must be a part of a form (multipart/form-data), and must not be empty", "")
+    num_tokens: int | None = None
     if body.purpose == Purpose.FINE_TUNE:
         async with context.file_checks:
             checking = asyncio.ensure_future(asyncio.to_thread(_check_examples, body.content, body.filename))
             try:
-                await asyncio.shield(checking)
+                num_tokens = await asyncio.shield(checking)
             finally:  # also if the client has left: the thread runs to its end
                 await asyncio.wait([checking])
     created = int(time.time())
@@ -224,18 +226,20 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
         filename=body.filename or "upload.jsonl",
         purpose=Purpose(body.purpose),
         expires_at=created + (int(body.expires_after) if body.expires_after else TTL_S),
+        num_tokens=num_tokens,
     )
     await call_store(store.add_file, "the file cannot be stored", file, body.content)
     return json_response(file_object(file))
 
 
-def _check_examples(content: bytes, filename: str) -> None:
-    """Check a file of examples. Raises ServiceError with its first errors."""
-    problems, num_lines = check_data(content, filename)
+def _check_examples(content: bytes, filename: str) -> int:
+    """Check a file of examples; return the number of its tokens. Raises ServiceError with its first errors."""
+    problems, num_lines, num_tokens = check_data(content, filename)
     if problems:
         raise invalid("file", "has errors:\n" + "\n".join(map(str, problems)), filename)
     if num_lines < MIN_LINES:
         raise invalid("file", f"has {num_lines} lines; give at least {MIN_LINES}", filename)
+    return num_tokens
 
 
 @ROUTES.add("GET", PATH, "List files.", answer=FileList)

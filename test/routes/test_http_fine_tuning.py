@@ -56,6 +56,7 @@ def uploaded(client: openai.OpenAI, lines: Sequence[object]) -> str:
     content = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines).encode()
     file = client.files.create(file=("examples.jsonl", content), purpose="fine-tune")
     assert file.purpose == "fine-tune" and file.status == "processed"
+    assert client.files.retrieve(file.id).model_dump()["num_tokens"] == file.model_dump()["num_tokens"] > len(lines)
     return file.id
 
 

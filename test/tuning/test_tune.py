@@ -251,14 +251,14 @@ def test_a_check_keeps_one_line_at_a_time() -> None:
     check_data(content[:500], "d.jsonl")  # loads the vocabulary
     tracemalloc.start()
     try:
-        assert check_data(content, "d.jsonl") == ([], 6000)
+        checked = check_data(content, "d.jsonl")
         check_peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         data = read_data(content, "d.jsonl")
         read_peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert check_peak < len(content) / 5
+    assert checked == ([], 6000, data.num_tokens) and check_peak < len(content) / 5
     assert read_peak / data.num_tokens < 60  # short lines: most of it is per line
 
 
