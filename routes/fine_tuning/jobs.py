@@ -17,7 +17,7 @@ from routes.fine_tuning.store import ENDED, MAX_MODELS, MAX_MODELS_PER_KEY, Job,
 from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, new_id, not_found
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern, Unsupported
-from routes.request.model_names import means_model, model_not_found, parse_model_id
+from routes.request.model_names import TunedModel, means_model, model_not_found, parse_model_id
 from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
@@ -302,6 +302,19 @@ async def change_job(context: Context, query: ActionQuery) -> HandlerResponse:
     return json_response(job_object(await call_store(update, _UPDATE_FAILED, job.id, changed, event)))
 
 
+async def unload_model(context: Context, tuned: TunedModel) -> None:
+    """Remove a tuned model from the engine and from the store. Raises ServiceError."""
+    calls: list[EngineCall[Any]] = [RemoveState(tuned.name)] if tuned.has_state else []
+    calls += [RemoveAdapter(tuned.name)] if tuned.has_adapter else []
+    for call in calls:
+        try:
+            await call_engine(context, call)
+        except ServiceError as error:  # an administrator may have removed it
+            if error.info.kind not in (ErrorKind.STATE_NOT_FOUND, ErrorKind.ADAPTER_NOT_FOUND):
+                raise
+    await call_store(get_store(context).adapter_path(tuned.name).unlink, _UPDATE_FAILED, missing_ok=True)
+
+
 @ROUTES.add(
     "DELETE",
     "/openai/v1/models/{model}",
@@ -321,14 +334,6 @@ async def delete_model(context: Context, query: ModelQuery) -> HandlerResponse:
     tuned = parse_model_id(name)
     if job is None or tuned is None:
         raise model_not_found(name, [str(one.fine_tuned_model) for one in owned], "; only tuned models can be deleted")
-    calls: list[EngineCall[Any]] = [RemoveState(tuned.name)] if tuned.has_state else []
-    calls += [RemoveAdapter(tuned.name)] if tuned.has_adapter else []
-    for call in calls:
-        try:
-            await call_engine(context, call)
-        except ServiceError as error:  # an administrator may have removed it
-            if error.info.kind not in (ErrorKind.STATE_NOT_FOUND, ErrorKind.ADAPTER_NOT_FOUND):
-                raise
-    await call_store(get_store(context).adapter_path(tuned.name).unlink, _UPDATE_FAILED, missing_ok=True)
+    await unload_model(context, tuned)
     await call_store(jobs.update, _UPDATE_FAILED, job.id, lambda one: msgspec.structs.replace(one, is_deleted=True))
     return json_response({"id": name, "object": "model", "deleted": True})

@@ -136,15 +136,16 @@ class JobStore:
         return len(self.models(owner)) + int(unfinished)
 
     def update(self, job_id: str, change: Callable[[Job], Job], *events: dict[str, Any]) -> Job:
-        """Change a job in one transaction and add events. Raises KeyError if it does not exist."""
+        """Change a job in one transaction and add events, unless it has ended. Raises KeyError if it does not exist."""
         with self._store.open() as database:
             row = database.execute("SELECT record FROM tunings WHERE id = ?", (job_id,)).fetchone()
             if row is None:
                 raise KeyError(job_id)
-            job = change(msgspec.json.decode(row[0], type=Job))
+            before = msgspec.json.decode(row[0], type=Job)
+            job = change(before)
             values = (job.status, _to_json(job), job_id)
             database.execute("UPDATE tunings SET status = ?, record = ? WHERE id = ?", values)
-            for one in events:
+            for one in events if before.status not in ENDED else ():
                 query = "INSERT INTO tuning_events SELECT ?, COALESCE(MAX(number), 0) + 1, ? FROM tuning_events"
                 database.execute(f"{query} WHERE job = ?", (job_id, msgspec.json.encode(one).decode(), job_id))
         return job

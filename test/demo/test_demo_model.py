@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from demo.export import demo_shape, initial_weights, load_compact, save_compact, training_model
-from demo.files import ensure_model
+from demo.files import MODEL, ensure_model
 from demo.packing import batch, used_ids
 from demo.train import start_from, trainer_of
 from demo.tune import ADAPTERS, OPTIONS, SOURCES, data
 from demo.vocabulary import Compact
 from programs.tune import build_parser
 from routes.fine_tuning.data import read_data, split
-from rwkv_batch.tuning.model import TrainingModel
+from rwkv_batch.model.weights import open_weights
+from rwkv_batch.tuning.model import TrainingModel, Tunables, load_model
 from rwkv_batch.tuning.trainer import Schedule
 
 RANKS = (8, 8, 8, 8)
@@ -66,6 +67,28 @@ def test_the_logits_are_the_references(tmp_path: Path, monkeypatch: pytest.Monke
     weights, compact, shape = load_compact(tmp_path / "m.compact")
     actual = _logits(training_model(weights, compact, shape), torch.tensor(compact.of_id[text]))
     assert (actual[:, compact.of_id] - expected).abs().max() < 1e-4
+
+
+def test_the_publishers_code_reads_a_tuned_state_as_the_trainer_means_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RWKV_V7_ON", "1"), ("RWKV_JIT_ON", "1"), ("RWKV_CUDA_ON", "0")):
+        monkeypatch.setitem(os.environ, name, value)
+    reference = pytest.importorskip("rwkv.model")
+    tuned = torch.load(MODEL.parent / "tuned" / "chinese.pth", weights_only=True)
+    weights = open_weights(ensure_model())
+    torch.save({name: weights.tensor(name) for name in weights.tensors}, tmp_path / "m.pth")
+    theirs = reference.RWKV(model=str(tmp_path / "m"), strategy="cpu fp32")
+    states = [tuned[f"blocks.{i}.att.time_state"].float() for i in range(weights.shape.layers)]
+    given = theirs.generate_zero_state()
+    given[1::3] = [state.clone() for state in states]
+    text = [int(i) for i in np.random.default_rng(0).integers(0, 1000, 32)]
+    expected, _ = theirs.forward(text, given, full_output=True)
+    model = load_model(weights, torch.device("cpu"), torch.float32, True, TrainingModel)
+    model.tunables = Tunables(states)
+    assert (_logits(model, torch.tensor(text)) - expected).abs().max() < 1e-3
+    model.tunables = Tunables()
+    assert (_logits(model, torch.tensor(text)) - expected).abs().max() > 1
 
 
 def test_a_few_steps_lower_the_loss() -> None:

@@ -27,6 +27,7 @@ import msgspec
 from native.files import write_private
 from routes.context import Context
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
+from routes.fine_tuning.jobs import unload_model
 from routes.fine_tuning.store import ENDED, Job, JobStatus, JobStore, make_event
 from routes.openai.files import TTL_S, new_id
 from routes.request.model_names import parse_model_id
@@ -339,10 +340,14 @@ class TuningRunner:
             before, after = result["before"]["loss"], result["after"]["loss"]
             events.append(make_event(f"The held-out loss went from {before} to {after}", data=metrics))
         events.append(make_event(f"The job has succeeded; the model is {job.model_id}"))
-        await self._update(
+        ended = await self._update(
             job, *events, status=JobStatus.SUCCEEDED, fine_tuned_model=job.model_id, finished_at=int(time.time()),
             estimated_finish=None, result_files=files, trained_tokens=result["trained_tokens"], metrics=metrics,
         )  # fmt: skip
+        if ended.status is JobStatus.CANCELLED:  # meanwhile
+            await unload_model(self._context, tuned)
+            for file_id in files:
+                await asyncio.to_thread(self._store.delete_file, job.owner, file_id)
 
     async def _load(self, call: EngineCall[Any]) -> None:
         """Load a result into the engine, if it is not there. Raises ServiceError."""

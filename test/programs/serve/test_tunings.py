@@ -198,6 +198,30 @@ def test_a_job_waits_for_space_on_the_disk(store: Store) -> None:
     assert [one.id for one in jobs.active()] == ["ftjob-1"]
 
 
+def test_a_job_that_is_cancelled_while_it_is_loaded_leaves_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state stayed in the engine, and an event said that it had succeeded."""
+    jobs, runner, calls = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path="")), []
+    folder = store.runs / "ftjob-1"
+    folder.mkdir(parents=True)
+    names = [folder / "result.csv", folder / "result.state.pth"]
+    for name in names:
+        name.write_bytes(b"x")
+
+    async def call_engine(_: Context, call: object) -> None:
+        calls.append(type(call).__name__)
+        jobs.update("ftjob-1", lambda one: msgspec.structs.replace(one, status=JobStatus.CANCELLED))
+
+    monkeypatch.setattr(tunings, "call_engine", call_engine)
+    monkeypatch.setattr("routes.fine_tuning.jobs.call_engine", call_engine)
+    jobs.add(job(1))
+    result = {"files": list(map(str, names)), "steps": 1, "warnings": [], "trained_tokens": 1}
+    asyncio.run(runner._succeed(job(1), result))
+    assert calls == ["AddState", "RemoveState"] and jobs.events("ftjob-1", "", 9) == []
+    assert [one.id for one in store.files("", "", "", 9, True)] == ["file-1"]
+
+
 def test_one_key_cannot_fill_the_places_of_models(store: Store) -> None:
     """A key could have 64 models, as many as the engine has places for adapters."""
     jobs = JobStore(store)
