@@ -235,8 +235,8 @@ class DraftModel(Protocol):
         ...
 
 
-PRIOR_TRIALS = 16.0
-"""Tokens that the acceptance of all rows counts for in a row's own."""
+PRIOR_TRIALS, MODEL_TRIALS = 5.0, 16.0
+"""Tokens that the acceptance of all rows counts for in a row's own: that of lookups depends most on the text."""
 MAX_TRIALS = 4
 """First tokens of a draft that count in it: a long right one must not outweigh ten wrong ones."""
 MEMORY, POOL_MEMORY, FADING = 0.97, 0.985, 0.995
@@ -247,8 +247,8 @@ MEMORY, POOL_MEMORY, FADING = 0.97, 0.985, 0.995
 class Acceptance:
     """Drafted tokens that were accepted, and drafts with a wrong one: tokens after it say nothing."""
 
-    accepted: float = 6.0
-    rejected: float = 2.5
+    accepted: float = 3.0
+    rejected: float = 2.0
 
     @property
     def rate(self) -> float:
@@ -280,7 +280,8 @@ class RowDrafter:
     def rate(self) -> float:
         """The expected chance that a drafted token is accepted."""
         accepted, rejected = self._recent.accepted, self._recent.rejected
-        return (accepted + PRIOR_TRIALS * self.pool.rate) / (accepted + rejected + PRIOR_TRIALS)
+        trials = MODEL_TRIALS if isinstance(self.drafter, ModelDrafter) else PRIOR_TRIALS
+        return (accepted + trials * self.pool.rate) / (accepted + rejected + trials)
 
     def fade(self) -> None:
         """Count older drafts less. Called before each step."""

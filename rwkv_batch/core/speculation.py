@@ -80,6 +80,10 @@ MAX_HOST_S = 0.001
 """Between two steps, if rows run: a step with drafts is launched after the tokens of the one before are processed."""
 
 
+EXPECTED_OF_MODEL = 6.0, 2.5
+"""Accepted and rejected tokens of a draft model to begin with: enough that it is tried."""
+
+
 class DraftTotals(NamedTuple):
     """A drafter's tokens since the start."""
 
@@ -268,7 +272,8 @@ class Speculation:
 
     def pool(self, name: str) -> Acceptance:
         """Return the acceptance of a drafter in all rows."""
-        return self._pools.setdefault(name, Acceptance())
+        first = EXPECTED_OF_MODEL if self.model is not None and name not in ("ngram", "prediction") else ()
+        return self._pools.setdefault(name, Acceptance(*first))
 
     def _take_slots(self, sequence: Sequence, draft: Draft) -> bool:
         """Give the draft a slot, and keep the state that both device rows read. Returns False without free slots."""
