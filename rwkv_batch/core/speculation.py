@@ -52,7 +52,7 @@ MIN_GAIN = 0.06
 """Gain of a step's drafts, in steps, below which they are left out: their cost may be underestimated."""
 PROBE_TOKENS = 3
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
-PROBE_SHARE = 0.004
+PROBE_SHARE = 0.01
 """Share of the time for such drafts."""
 MAX_PROBES = 4.0
 """Their cost at most, in steps, after a time without them."""
@@ -82,6 +82,17 @@ MAX_HOST_S = 0.001
 
 EXPECTED_OF_MODEL = 6.0, 2.5
 """Accepted and rejected tokens of a draft model to begin with: enough that it is tried."""
+
+
+class Launched(NamedTuple):
+    """A step with drafts: how to measure it."""
+
+    times: StepTimes
+    size: Shape
+    plain_s: float
+    """seconds without drafts"""
+    guess_s: float
+    """of each guess"""
 
 
 class DraftTotals(NamedTuple):
@@ -137,7 +148,9 @@ class Speculation:
         self.make_drafters: Callable[[Sequence], list[Drafter]] = partial(
             make_drafters, mode=mode, has_model=model is not None, texts=self.texts
         )
-        self.times, self._has_graphs = StepTimes(graph_s), graph_s is not None
+        self.times = StepTimes(graph_s)
+        self._measured = self.times if graph_s is None else StepTimes()
+        """times of steps without graphs: with adapters, or after a failed capture"""
         self.totals = dict.fromkeys(("ngram", "prediction", "model"), DraftTotals())
         """by drafter"""
         self._pools: dict[str, Acceptance] = {}
@@ -149,9 +162,9 @@ class Speculation:
         self._guesses: Guesses | None = None
         """of the last step"""
         self._num_guesses = 0
-        """of the last step per row; 0: a prompt was read, so its time is unusual"""
-        self._size: tuple[Shape, float, float] | None = None
-        """of the last step with drafts: seconds without drafts, and of each guess"""
+        """of the last step per row; 0: other text was read too, so its time is unusual"""
+        self._launched: Launched | None = None
+        """the step in flight with drafts; None: there is none or there are several, which are not measured"""
 
     # Before a step -------------------------------------------------------------------------------------------
 
@@ -160,7 +173,7 @@ class Speculation:
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return rows
         self._begun, self._guesses, self._num_guesses = time.monotonic(), None, 0
-        drafts, price = self._choose(rows)
+        drafts, price, launched = self._choose(rows)
         self._guess(drafts, rows)
         has_drafts, result = False, []
         for row, draft in zip(rows, drafts, strict=True):
@@ -173,34 +186,34 @@ class Speculation:
         if not has_drafts:
             return result
         self._probe_credit -= price
+        self._launched = launched if self._launched is None else None
         return [_without_device_token(row) for row in result]
 
-    def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float]:
+    def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float, Launched | None]:
         """Return the drafts that yield most tokens per second: rows share what a step with drafts takes longer.
 
-        Also returns what probes cost, in steps.
+        Also returns what probes cost, in steps, and how to measure the step.
         """
         num_rows, tokens, logits = len(rows), 0, 0
         for row in rows:
             tokens += row.num_tokens
             logits += row.samples_token
-        has_graphs = not self._has_graphs or all(row.sequence.adapter is None for row in rows)
         shape = Shape(num_rows, tokens, logits)
-        plain_s = self.times.plain_s(shape) if has_graphs else 0.0
+        times, plain_s = self._times_of(rows, shape)
         num_guessing = 0 if self.model is None else sum(map(_may_draft, rows))
-        guess_s = self._guess_s(num_guessing, plain_s)
+        guess_s = self._guess_s(times, num_guessing, plain_s)
         guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else CERTAIN_GUESS
         found = [self._propose(row, guess_cost) for row in rows]
         if self.mode != "auto":
-            return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0
+            return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0, None
         candidates = [
             Candidate(i, one.rate, math.log(one.rate), row.num_tokens, one.max_tokens, one.tokens is None)
             for i, (row, one) in enumerate(zip(rows, found, strict=True))
             if one is not None
         ]
         if not plain_s or not candidates:
-            return [None] * num_rows, 0.0
-        chooser = Chooser(self.times, shape, plain_s, guess_s, candidates)
+            return [None] * num_rows, 0.0, None
+        chooser = Chooser(times, shape, plain_s, guess_s, candidates)
         best, price = chooser.best(MIN_GAIN), 0.0
         self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE)
         if len(best.lengths) < len(candidates) and self._probe_credit > PROBE_SHARE:
@@ -210,16 +223,23 @@ class Speculation:
             cost = (probed.seconds + reading_s - best.seconds) / plain_s
             if probed.seconds and cost <= self._probe_credit:
                 best, price = probed, cost
-        self._size = (best.size, plain_s, guess_s)
         drafts: list[Draft | None] = [None] * num_rows
         for i, length in best.lengths.items():
             if (one := found[i]) is not None:
                 drafts[i] = one.draft(length)
-        return drafts, price
+        return drafts, price, Launched(times, best.size, plain_s, guess_s)
 
-    def _guess_s(self, num_rows: int, plain_s: float) -> float:
+    def _times_of(self, rows: list[ScheduledRow], shape: Shape) -> tuple[StepTimes, float]:
+        """Return the times that hold for a step, and its seconds without drafts. 0: not known."""
+        if self.times is not self._measured and not any(row.sequence.adapter is not None for row in rows):
+            plain_s = self.times.plain_s(shape)
+            if plain_s:
+                return self.times, plain_s
+        return self._measured, self._measured.plain_s(shape)
+
+    def _guess_s(self, times: StepTimes, num_rows: int, plain_s: float) -> float:
         """Return the seconds of each token that the draft model guesses for rows."""
-        return 0.0 if self.model is None or not num_rows else self.times.guess_s(num_rows, plain_s, self.model.graph_s)
+        return 0.0 if self.model is None or not num_rows else times.guess_s(num_rows, plain_s, self.model.graph_s)
 
     def _propose(self, row: ScheduledRow, guess_cost: float) -> Proposal | None:
         """Return what a scheduled row can draft, by the drafter that gains most."""
@@ -263,10 +283,11 @@ class Speculation:
         ]
         if not wanted or self.model is None:
             return
-        num_unread = max(row.length - row.drafter.num_read for _, row in wanted)
+        # After a draft, unread are its accepted tokens and the next one.
+        is_next = all(row.length - row.drafter.num_read <= len(row.drafter.guesses) + 1 for _, row in wanted)
         self._guesses = self.model.guess([row for _, row in wanted])
-        # A call that reads a prompt does not show what a guess takes.
-        self._num_guesses = max(row.num_tokens for _, row in wanted) if num_unread <= MAX_DRAFT_TOKENS else 0
+        # A call that reads more does not show what a guess takes.
+        self._num_guesses = max(row.num_tokens for _, row in wanted) if is_next else 0
         for draft, row in wanted:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
 
@@ -338,18 +359,18 @@ class Speculation:
             return
         now, since = time.monotonic(), max(started, self._last_end)
         if not num_draft_tokens and all(row.num_tokens == 1 for row in rows):
-            self.times.count_plain(Shape(len(rows), len(rows), len(rows)), now - since)
-        elif num_draft_tokens and self._size is not None:
-            shape, plain_s, guess_s = self._size
+            shape = Shape(len(rows), len(rows), len(rows))
+            self._times_of(rows, shape)[0].count_plain(shape, now - since)
+        elif num_draft_tokens and self._launched is not None:
+            (times, size, plain_s, guess_s), self._launched = self._launched, None
             # What the host does before its launch is part of it.
             since = max(self._last_end, min(started, self._begun) - MAX_HOST_S)
             if self._guesses is None or self._num_guesses:
                 guessing_s = guess_s * self._num_guesses
-                if self._guesses is not None and not self._has_graphs:
+                if self._guesses is not None and times is self._measured:
                     guessing_s = self._guesses.seconds
-                    self.times.count_guess(guessing_s / self._num_guesses)
-                self.times.count_drafts(shape, plain_s, now - since - guessing_s)
-            self._size = None
+                    times.count_guess(guessing_s / self._num_guesses)
+                times.count_drafts(size, plain_s, now - since - guessing_s)
         self._last_end = now
 
     def status(self) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,16 +228,48 @@ def test_drafts_pay_with_the_times_of_a_gpu(
     assert sum(others) / len(others) > least, others
 
 
+def test_two_steps_in_flight_are_not_measured() -> None:
+    """With several pipeline stages: the figures of one are not those of the other."""
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
+    groups = [[predicted(0.99) for _ in range(number)] for number in (4, 1)]
+    for _ in range(6):
+        for rows in groups:
+            speculation.add_drafts(rows)
+        for rows in groups:
+            speculation.count_step(rows, 0.0, 3 * len(rows))
+    assert speculation.times.figures()["added"] == {}
+    for _ in range(6):
+        speculation.add_drafts(groups[1])
+        speculation.count_step(groups[1], 0.0, 3)
+    assert list(speculation.times.figures()["added"]) == [Shape(2, 5, 4).tokens.bit_length()]
+
+
+@pytest.mark.parametrize("graph_s", [gpu_graph_s, lambda _: 0.0], ids=["adapter", "failed capture"])
+def test_steps_without_graphs_are_measured(graph_s: Callable[[Shape], float]) -> None:
+    """A row with an adapter has no graph that verifies drafts. After a failed capture, no row has one."""
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    speculation = Speculation("auto", slots, lambda _: None, graph_s=graph_s)
+    rows = [predicted(0.99), predicted(0.99)]
+    if graph_s is gpu_graph_s:
+        rows[0].sequence.adapter = object()
+    assert speculation.add_drafts(rows) and rows[0].sequence.draft is None, "not known yet"
+    for _ in range(5):
+        speculation.count_step(rows, time.monotonic() - 0.001, 0)
+    speculation.add_drafts(rows)
+    assert all(row.sequence.draft is not None for row in rows)
+
+
 @pytest.mark.parametrize("num_rows", [1, 4, 8])
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.7])
 def test_drafts_cost_little_where_they_do_not_pay(monkeypatch: pytest.MonkeyPatch, num_rows: int, rate: float) -> None:
     """With the host work of a step with drafts that was measured on an H200."""
     gpu = SimulatedGpu(rate, seed=3)
-    gpu.host_ms = 0.7, 0.1
+    gpu.host_ms = 0.3, 0.08
     monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: gpu.clock))
     first, *others = [gpu.speed(num_rows) for _ in range(4)]
     assert first > 0.96
-    assert min(others) > 0.98 and sum(others) / 3 > 0.988
+    assert min(others) > 0.96 and sum(others) / 3 > (1.2 if num_rows == 1 and rate == 0.7 else 0.98)
 
 
 @pytest.mark.parametrize(("rate", "least"), [(0.0, 0.985), (0.7, 1.25), (1.0, 3.0)])
