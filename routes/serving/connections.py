@@ -122,11 +122,6 @@ def cancelled_if_left(connection: Connection | None) -> Iterator[None]:
         del _watched[task]
 
 
-def is_answering() -> bool:
-    """Return whether a handler runs that is cancelled if its client leaves."""
-    return bool(_watched)
-
-
 def cancel_left() -> None:
     """Cancel the tasks whose clients have left. Any thread may call this a few times per second."""
     for task, connection in list(_watched.items()):

@@ -24,9 +24,10 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from http import HTTPStatus
 
+from routes.context import RequestLimiter
 from routes.response.http_response import NATIVE_ERRORS, ErrorFormat, error_response
 from routes.serving.access import MAX_ANONYMOUS_BYTES, unauthorized
-from routes.serving.connections import Connection, is_answering, known_connections
+from routes.serving.connections import Connection, known_connections
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 
 SLACK_BYTES = 16 << 20
@@ -37,9 +38,9 @@ _MAX_BODIES = 4
 ROBYN_SERVER = "robyn.server"
 _PARSE_FAILURE = re.compile(r"Failed to parse request for `(.*)`: (.*)", re.DOTALL)
 MAX_STUCK = 256
-"""Stuck connections after which a worker ends as soon as it answers nothing."""
-MAX_STUCK_CHECKS = 20
-"""Checks in a row with too many: connections that are just being closed look stuck."""
+"""Stuck connections after which a worker ends as soon as it neither answers nor reads a request."""
+MAX_STUCK_CHECKS = 100
+"""Checks in a row with too many: connections that are just being closed look stuck, and last bytes are being sent."""
 _GROWTH_BYTES = 16 << 20
 """Growth of the process after which its connections are checked."""
 
@@ -47,7 +48,8 @@ _GROWTH_BYTES = 16 << 20
 class UploadGuard:
     """Closes connections whose unanswered bytes exceed a limit. One thread uses it, a few times per second."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, limiter: RequestLimiter) -> None:
+        self._limiter = limiter
         self._limit = max_body_bytes + SLACK_BYTES
         self._sizes = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 - clients may hold all descriptors later
         self._resident = self._resident_bytes()
@@ -64,7 +66,8 @@ class UploadGuard:
         for one in connections:
             (opened if one.is_open() else closed).append(one)
         num_stuck = sum(map(_is_stuck, closed))
-        too_many = num_stuck >= (self._max_stuck if is_answering() else min(MAX_STUCK, self._max_stuck))
+        is_idle = not self._limiter.num_active and not any(_unanswered(opened).values())
+        too_many = num_stuck >= (min(MAX_STUCK, self._max_stuck) if is_idle else self._max_stuck)
         self._stuck_checks = self._stuck_checks + 1 if too_many else 0
         _close_largest(_unanswered(one for one in opened if not one.is_trusted), _MAX_STRANGER_BYTES, _refusal())
         resident = self._resident_bytes()

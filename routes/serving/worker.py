@@ -218,7 +218,7 @@ def _context(fleet: Fleet, config: HttpConfig, readiness: Readiness) -> Context:
 def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, models: ModelRegistry) -> Robyn:
     """Return Robyn with every route. Starts housekeeping with the event loop."""
 
-    uploads = UploadGuard(max(context.config.max_body_bytes, context.config.max_state_bytes))
+    uploads = UploadGuard(max(context.config.max_body_bytes, context.config.max_state_bytes), context.limiter)
     streams: StreamGuard = context.shared[GUARD_KEY]
 
     def housekeeping() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from routes.context import RequestLimiter
 from routes.serving import upload_guard
 from routes.serving.connections import Connection
 from routes.serving.upload_guard import MAX_STUCK_CHECKS, UploadGuard
@@ -144,7 +145,8 @@ def test_a_worker_full_of_stuck_connections_ends(
 ) -> None:
     """Robyn never answers a form that ends with a line break before its last boundary, and keeps its connection."""
     monkeypatch.setattr(upload_guard, "MAX_STUCK", 2)
-    guard, connections = UploadGuard(MIB), []
+    limiter, connections = RequestLimiter(9), []
+    guard = UploadGuard(MIB, limiter)
     with contextlib.ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listener:
         for number in range(2):
             client = opened.enter_context(socket.create_connection(listener.getsockname()))
@@ -158,8 +160,21 @@ def test_a_worker_full_of_stuck_connections_ends(
         found = [guard.check(connections) for _ in range(MAX_STUCK_CHECKS)]
         assert found == [False] * (MAX_STUCK_CHECKS - 1) + [ends]
         assert not guard.check(connections[:1]), "one alone"
-        monkeypatch.setattr(upload_guard, "is_answering", lambda: True)
-        assert not any(guard.check(connections) for _ in range(MAX_STUCK_CHECKS)), "answers come first"
+        limiter.acquire(True, "a client whose stream runs")
+        assert not any(guard.check(connections) for _ in range(MAX_STUCK_CHECKS))
+
+
+def test_stuck_connections_do_not_end_an_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload_guard, "MAX_STUCK", 0)
+    guard = UploadGuard(MIB, RequestLimiter(9))
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        client = opened.enter_context(socket.create_connection(listener.getsockname()))
+        ours = opened.enter_context(listener.accept()[0])
+        client.sendall(b"half of a form")
+        ours.recv(1)
+        upload = Connection(0, ours.fileno(), os.fstat(ours.fileno()).st_ino, "")
+        assert not any(guard.check([upload]) for _ in range(MAX_STUCK_CHECKS))
 
 
 def send_head(connection: socket.socket, request: str, headers: str = "") -> None:
