@@ -13,6 +13,7 @@ constexpr float kMaxLogit = 1e30f;
 constexpr int kMaxWindow = 4096;
 constexpr int kMaxMatch = 64;
 constexpr int kMirostatTokens = 100;
+constexpr int kLanes = 16;  // independent sums or maxima, which vectorise
 constexpr uint32_t kDomainXtc = 2;
 constexpr double kLog2 = 0.69314718055994530942;
 
@@ -178,14 +179,21 @@ class FilteredRow {
   void keep_if(float floor, IsKept is_kept) {
     for (size_t chunk = 0; chunk < maxima_.size(); ++chunk) {
       if (maxima_[chunk] == kNegativeInfinity) continue;
-      float highest = kNegativeInfinity;
+      float highest[kLanes];  // of lanes: one maximum would not vectorise
+      std::fill_n(highest, kLanes, kNegativeInfinity);
       const int begin = static_cast<int>(chunk) * kChunk, end = std::min(begin + kChunk, vocab_);
-      if (maxima_[chunk] >= floor)
-        for (int token = begin; token < end; ++token) {
-          s_[token] = is_kept(token) ? s_[token] : kNegativeInfinity;
-          highest = s_[token] > highest ? s_[token] : highest;
-        }
-      maxima_[chunk] = highest;
+      const auto visit = [&](int token, int lane) {
+        const float value = is_kept(token) ? s_[token] : kNegativeInfinity;
+        s_[token] = value;
+        highest[lane] = value > highest[lane] ? value : highest[lane];
+      };
+      if (maxima_[chunk] >= floor) {
+        int token = begin;
+        for (; token + kLanes <= end; token += kLanes)
+          for (int lane = 0; lane < kLanes; ++lane) visit(token + lane, lane);
+        for (; token < end; ++token) visit(token, 0);
+      }
+      maxima_[chunk] = *std::max_element(highest, highest + kLanes);
     }
     largest_ = *std::max_element(maxima_.begin(), maxima_.end());
   }
@@ -232,20 +240,24 @@ class FilteredRow {
   }
 
   Sums sums() const {
-    constexpr int kLanes = 16;
     double totals[kLanes] = {}, weighted[kLanes] = {};
     int32_t counts[kLanes] = {};
     const float largest = largest_;
     Sums sums;
     each_chunk(kNegativeInfinity, [&](int begin, int end) {
       if (end - begin == kChunk) {
-        for (int at = begin; at < begin + kChunk; at += kLanes)
-          for (int lane = 0; lane < kLanes; ++lane) {
-            const float distance = s_[at + lane] - largest, mass = exp_nonpositive(distance);
-            totals[lane] += mass;
-            weighted[lane] += mass > 0 ? mass * distance : 0.0f;
-            counts[lane] += s_[at + lane] > kNegativeInfinity;
-          }
+        const float* s = s_ + begin;
+        float masses[kChunk], products[kChunk];
+        for (int i = 0; i < kChunk; ++i) {
+          const float distance = s[i] - largest;
+          masses[i] = exp_nonpositive(distance);
+          products[i] = masses[i] > 0 ? masses[i] * distance : 0.0f;
+        }
+        for (int at = 0; at < kChunk; at += kLanes) {
+          for (int lane = 0; lane < kLanes; ++lane) totals[lane] += masses[at + lane];
+          for (int lane = 0; lane < kLanes; ++lane) weighted[lane] += products[at + lane];
+          for (int lane = 0; lane < kLanes; ++lane) counts[lane] += s[at + lane] > kNegativeInfinity;
+        }
         return;
       }
       for (int token = begin; token < end; ++token) {
@@ -278,7 +290,6 @@ class FilteredRow {
   }
 
   void keep_from_sigma() {
-    constexpr int kLanes = 16;
     double sum[kLanes] = {}, squares[kLanes] = {};
     int32_t counts[kLanes] = {};
     const double largest = largest_;
@@ -297,8 +308,10 @@ class FilteredRow {
     for (int lane = 1; lane < kLanes; ++lane)
       sum[0] += sum[lane], squares[0] += squares[lane], counts[0] += counts[lane];
     const double mean = sum[0] / counts[0], variance = squares[0] / counts[0] - mean * mean;
-    const double floor = largest_ - p_.top_n_sigma * std::sqrt(std::max(variance, 0.0));
-    keep_if(just_below(floor), [&](int token) { return s_[token] >= floor; });
+    const double bound = largest_ - p_.top_n_sigma * std::sqrt(std::max(variance, 0.0));
+    float floor = static_cast<float>(bound);  // the least float that is not below
+    if (floor < bound) floor = std::nextafter(floor, std::numeric_limits<float>::infinity());
+    keep_if(floor, [&](int token) { return s_[token] >= floor; });
   }
 
   void keep_from(double floor, bool follows_entropy) {
