@@ -27,7 +27,7 @@ class _GenerationConfig(msgspec.Struct, frozen=True):
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     eos_token_id: TokenId | Annotated[list[TokenId], Meta(max_length=64)] | None = None
 

@@ -234,7 +234,7 @@ class MessagesBody(MessagesPrompt):
     )
     stream: bool = Field(False, description="Answer with server-sent events.")
     temperature: float | None = Field(None, ge=0, le=100, description="Sampling temperature. 0 is greedy.")
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="0 turns it off.")
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 or -1: off.")
     top_p: float | None = Field(None, ge=0, le=1, description="1 turns it off.")
     metadata: IgnoredValue = Field(None, description="Accepted and ignored.")
     service_tier: Annotated[Any, Ignored(("auto", "standard_only"))] = Field(None, description="Accepted and ignored.")

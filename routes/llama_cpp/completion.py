@@ -51,19 +51,23 @@ _TEMPLATE_TEXT = "{{ messages }}: `System: …`, `User: …` and `Assistant: …
 
 
 def _as_pairs(value: Any) -> Any:
-    """Return llama.cpp's other form, an object, as pairs."""
-    return [list(pair) for pair in value.items()] if isinstance(value, dict) else value
+    """Return llama.cpp's other form, an object, as pairs. Its keys are ids or texts."""
+    if not isinstance(value, dict):
+        return value
+    return [[int(key) if key.isdecimal() and len(key) < 10 else key, bias] for key, bias in value.items()]
 
 
 def _check_pair(pair: list[Any]) -> list[Any]:
     token, bias = pair
     if isinstance(token, float | bool) or isinstance(bias, str):
         raise PydanticCustomError("bias", "must be a token id or a text, then a number or false")
+    if isinstance(token, str) and token.isdecimal():
+        raise PydanticCustomError("bias", "has a text of digits alone; give the token ids as numbers")
     return pair
 
 
 Bias = Annotated[
-    list[int | float | bool | Annotated[str, Field(min_length=1, max_length=256)]],
+    list[int | float | bool | Annotated[str, Field(min_length=1, max_length=64)]],
     Field(min_length=2, max_length=2),
     AfterValidator(_check_pair),
 ]

@@ -6,6 +6,7 @@ what torch.save writes for a dict of tensors. It imports nothing and allocates n
 
 from __future__ import annotations
 
+import codecs
 import math
 import pickletools
 import struct
@@ -118,7 +119,7 @@ def _reader(suffix: str, file: IO[bytes]) -> Callable[[IO[bytes], int], TensorIn
         raise NotWeights("the weights but a git-lfs pointer to them; run git lfs pull in its folder, or download it")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
         raise NotWeights("a weight file but a web page; download the file itself, on a hub by its download link")
-    if start[:8].isascii() and start[:8].decode().isprintable() and len(start) >= 8:  # no format begins so
+    if _is_text(start):
         raise NotWeights(
             f"a weight file but a text, like a server's error ({start.decode('utf-8', 'replace')!r}); "
             "download the file itself"
@@ -126,6 +127,15 @@ def _reader(suffix: str, file: IO[bytes]) -> Callable[[IO[bytes], int], TensorIn
     if suffix in SAFETENSORS or (suffix != PTH and not zipfile.is_zipfile(file)):
         return read_safetensors
     return _read_pth
+
+
+def _is_text(start: bytes) -> bool:
+    """Return whether a file begins as a text. No format of weights does."""
+    try:
+        text, _ = codecs.utf_8_decode(start, "strict", False)  # the last character may be cut
+    except UnicodeDecodeError:
+        return False
+    return len(start) >= 8 and "".join(text.lstrip("\ufeff").split()).isprintable()
 
 
 def _held_bytes(place: Place) -> int:

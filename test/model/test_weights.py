@@ -207,8 +207,10 @@ def test_paths_that_are_not_files(tmp_path: Path) -> None:
         (b"\n<!DOCTYPE html><html><head><title>Not found", "a web page; download the file itself"),
         (b'{"error":"Entry not found"}', "a text, like a server's error.*Entry not fou"),
         (b"<?xml version='1.0'?>\n<Error><Code>NoSuchKey", "a text, like a server's error"),
+        (b'{\r\n  "error": "Entry not found"\n}', "a text, like a server's error"),
+        ("\ufeff<Error>\nfichier supprim\u00e9".encode(), "a text, like a server's error"),
     ],
-    ids=["git-lfs", "a web page", "JSON", "XML"],
+    ids=["git-lfs", "a web page", "JSON", "XML", "lines", "BOM"],
 )
 def test_what_a_download_leaves_in_place_of_a_file(tmp_path: Path, suffix: str, content: bytes, why: str) -> None:
     path = tmp_path / f"model{suffix}"

@@ -58,6 +58,8 @@ def test_auto_is_the_file_next_to_the_model(tmp_path: Path) -> None:
     assert msgspec.convert(settings.http.defaults, DecodeDefaults) == READ
     other = written(tmp_path / "other.json", {"temperature": 1})
     assert read_defaults(str(other), str(model)).temperature == 1 and file.exists()
+    off = read_defaults(str(written(tmp_path / "off.json", {"top_k": -1})), str(model))
+    assert with_defaults(validate(ChatBody, CHAT), DecodeDefaults(), off).row_sampling(list).top_k == 0
 
 
 def test_requests_use_it_unless_they_give_a_field() -> None:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from programs.library.params import SamplingParams as LibraryParams
 from programs.library.params import chat_body, completion_body
+from routes.anthropic.request import MessagesBody
 from routes.llama_cpp.completion import CompletionPrompt
 from routes.ollama.request import OllamaChatBody, OllamaGenerateBody
 from routes.openai.request import ChatBody, CompletionBody
@@ -75,8 +76,9 @@ def test_top_k_of_minus_one_is_off() -> None:
         ChatBody.model_validate({**CHAT, "top_k": -1}),
         CompletionPrompt.model_validate({"prompt": "a", "top_k": -1}).raw("a"),
         OllamaChatBody.model_validate({**CHAT, **options}).chat(),
+        MessagesBody.model_validate({**CHAT, "max_tokens": 1, "top_k": -1}).chat(),
     ]
-    assert [body.row_sampling(TOKENIZER.encode).top_k for body in bodies] == [0, 0, 0]
+    assert [body.row_sampling(TOKENIZER.encode).top_k for body in bodies] == [0, 0, 0, 0]
 
 
 def test_llama_cpps_name_and_window_of_the_repetition_penalty() -> None:
