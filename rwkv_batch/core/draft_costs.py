@@ -17,9 +17,9 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
 HOST_S, HOST_ROW_S = 0.0003, 0.00005
 """Work between the graphs of two steps with drafts, and for each device row, before it is measured."""
-CERTAIN = 1.25
-"""Times of a plain step that one with drafts takes, before it is measured: low, so that it is."""
-CERTAIN_GUESS = 0.1
+ASSUMED_FACTOR = 1.25
+"""Times of a plain step that one with drafts takes without graphs. Low, so that drafts are tried and measured."""
+ASSUMED_GUESS = 0.1
 """The same, of each token that the draft model guesses."""
 
 
@@ -49,7 +49,17 @@ class Times:
         if len(recent) >= ENOUGH:
             self.medians[kind] = median_low(recent)
 
-    def of(self, kind: int, default: float) -> float:
+    def forget_slowest(self) -> None:
+        """Forget the slowest step of each kind: those that no step renews become unknown, and are measured again."""
+        for kind, recent in self._recent.items():
+            if recent:
+                recent.remove(max(recent))
+                if len(recent) >= ENOUGH:
+                    self.medians[kind] = median_low(recent)
+                else:
+                    self.medians.pop(kind, None)
+
+    def median_near(self, kind: int, default: float) -> float:
         """Return the median of the nearest kind that is known."""
         medians = self.medians
         return medians[min(medians, key=lambda one: abs(one - kind))] if medians else default
@@ -69,20 +79,20 @@ class StepTimes:
 
     def plain_s(self, shape: Shape) -> float:
         """Return the seconds of a step without drafts; 0: not known."""
-        return self._plain.of(shape.tokens, 0.0) if self._graph_s is None else self._graph_s(shape)
+        return self._plain.median_near(shape.tokens, 0.0) if self._graph_s is None else self._graph_s(shape)
 
     def drafts_s(self, shape: Shape, plain_s: float) -> float:
         """Return the seconds of a step with drafts without its guesses; 0: it fits no graph."""
         least_s = self._least_s(shape, plain_s)
         host_s = HOST_S + HOST_ROW_S * shape.rows if self._graph_s is not None else 0.0
-        return least_s and max(plain_s, least_s + self._added.of(shape.tokens.bit_length(), host_s))
+        return least_s and max(plain_s, least_s + self._added.median_near(shape.tokens.bit_length(), host_s))
 
     def guess_s(self, num_rows: int, plain_s: float, model_s: Callable[[int], float]) -> float:
         """Return the seconds of each token that the draft model guesses for rows. model_s: of its graph; 0: none"""
-        return model_s(num_rows) or self._guess.of(0, CERTAIN_GUESS * plain_s)
+        return model_s(num_rows) or self._guess.median_near(0, ASSUMED_GUESS * plain_s)
 
     def _least_s(self, shape: Shape, plain_s: float) -> float:
-        return CERTAIN * plain_s if self._graph_s is None else self._graph_s(shape)
+        return ASSUMED_FACTOR * plain_s if self._graph_s is None else self._graph_s(shape)
 
     def count_plain(self, shape: Shape, seconds: float) -> None:
         """Count a step without drafts."""
@@ -97,6 +107,10 @@ class StepTimes:
     def count_guess(self, seconds: float) -> None:
         """Count the seconds of a guessed token."""
         self._guess.count(0, seconds)
+
+    def forget_slowest(self) -> None:
+        """Let times of steps with drafts expire. Call now and then while there are none."""
+        self._added.forget_slowest()
 
     def figures(self) -> dict[str, dict[int, float]]:
         """Return the medians."""
@@ -146,7 +160,7 @@ class Choice(NamedTuple):
 
 
 class Chooser:
-    """Finds the drafts of a step that yield most tokens per second: rows share what the step takes longer."""
+    """Finds the drafts of a step that yield most tokens per second. All rows share the step's time."""
 
     def __init__(self, times: StepTimes, plain: Shape, plain_s: float, guess_s: float, rows: list[Candidate]) -> None:
         """plain: the step without drafts, which takes `plain_s`; guess_s: of each guessed token"""
@@ -166,7 +180,7 @@ class Chooser:
                 # Not much longer than a draft of this row with the same chance.
                 if (length := min(number, one.max_tokens, 2 * int(chance / one.log_rate + 1e-6)))
             }
-            choice = self.of(lengths)
+            choice = self.evaluate(lengths)
             if not choice.seconds:
                 break
             speed = choice.num_tokens / choice.seconds
@@ -178,8 +192,8 @@ class Chooser:
             before = speed
         return best
 
-    def of(self, lengths: dict[int, int]) -> Choice:
-        """Return a choice with these lengths."""
+    def evaluate(self, lengths: dict[int, int]) -> Choice:
+        """Return what drafts of these lengths yield, and in what time."""
         rows, tokens, logits = self._plain
         expected, num_guesses, not_all = float(logits), 0, 1.0
         for row, rate, _, num_read, _, is_guessed in self._rows:

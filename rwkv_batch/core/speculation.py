@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rwkv_batch.core.draft_costs import CERTAIN_GUESS, Candidate, Chooser, Shape, StepTimes, best_length
+from rwkv_batch.core.draft_costs import ASSUMED_GUESS, Candidate, Chooser, Shape, StepTimes, best_length
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -56,6 +56,8 @@ PROBE_SHARE = 0.01
 """Share of the time for such drafts."""
 MAX_PROBES = 4.0
 """Their cost at most, in steps, after a time without them."""
+EXPIRY_STEPS = 100
+"""Steps without drafts after which the slowest one with drafts of each kind is forgotten."""
 FIRST_PROBES = 2.5
 """Of it, that a service begins with."""
 READ_GUESSES = 2
@@ -163,6 +165,8 @@ class Speculation:
         """of the last step"""
         self._num_guesses = 0
         """of the last step per row; 0: other text was read too, so its time is unusual"""
+        self._num_plain = 0
+        """steps since one with drafts"""
         self._launched: Launched | None = None
         """the step in flight with drafts; None: there is none or there are several, which are not measured"""
 
@@ -190,10 +194,7 @@ class Speculation:
         return [_without_device_token(row) for row in result]
 
     def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float, Launched | None]:
-        """Return the drafts that yield most tokens per second: rows share what a step with drafts takes longer.
-
-        Also returns what probes cost, in steps, and how to measure the step.
-        """
+        """Return the best drafts, what probes cost (in steps), and how to measure the step."""
         num_rows, tokens, logits = len(rows), 0, 0
         for row in rows:
             tokens += row.num_tokens
@@ -202,7 +203,7 @@ class Speculation:
         times, plain_s = self._times_of(rows, shape)
         num_guessing = 0 if self.model is None else sum(map(_may_draft, rows))
         guess_s = self._guess_s(times, num_guessing, plain_s)
-        guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else CERTAIN_GUESS
+        guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else ASSUMED_GUESS
         found = [self._propose(row, guess_cost) for row in rows]
         if self.mode != "auto":
             return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0, None
@@ -218,9 +219,9 @@ class Speculation:
         self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE)
         if len(best.lengths) < len(candidates) and self._probe_credit > PROBE_SHARE:
             probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates}
-            probed = chooser.of(probes | best.lengths)
+            probed = chooser.evaluate(probes | best.lengths)
             reading_s = READ_GUESSES * guess_s if any(one.is_guessed for one in candidates) else 0.0
-            cost = (probed.seconds + reading_s - best.seconds) / plain_s
+            cost = min(MAX_PROBES, (probed.seconds + reading_s - best.seconds) / plain_s)
             if probed.seconds and cost <= self._probe_credit:
                 best, price = probed, cost
         drafts: list[Draft | None] = [None] * num_rows
@@ -360,11 +361,15 @@ class Speculation:
         now, since = time.monotonic(), max(started, self._last_end)
         if not num_draft_tokens and all(row.num_tokens == 1 for row in rows):
             shape = Shape(len(rows), len(rows), len(rows))
-            self._times_of(rows, shape)[0].count_plain(shape, now - since)
+            times = self._times_of(rows, shape)[0]
+            times.count_plain(shape, now - since)
+            self._num_plain += 1
+            if self._num_plain % EXPIRY_STEPS == 0:
+                times.forget_slowest()
         elif num_draft_tokens and self._launched is not None:
             (times, size, plain_s, guess_s), self._launched = self._launched, None
             # What the host does before its launch is part of it.
-            since = max(self._last_end, min(started, self._begun) - MAX_HOST_S)
+            since, self._num_plain = max(self._last_end, min(started, self._begun) - MAX_HOST_S), 0
             if self._guesses is None or self._num_guesses:
                 guessing_s = guess_s * self._num_guesses
                 if self._guesses is not None and times is self._measured:

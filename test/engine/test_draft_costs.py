@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rwkv_batch.core.draft_costs import HOST_ROW_S, HOST_S, Shape, StepTimes, best_length
+from rwkv_batch.core.draft_costs import HOST_ROW_S, HOST_S, Candidate, Chooser, Shape, StepTimes, best_length
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -258,6 +259,36 @@ def test_steps_without_graphs_are_measured(graph_s: Callable[[Shape], float]) ->
         speculation.count_step(rows, time.monotonic() - 0.001, 0)
     speculation.add_drafts(rows)
     assert all(row.sequence.draft is not None for row in rows)
+
+
+@pytest.mark.parametrize(("num_rows", "rate"), [(1, 0.9), (4, 0.9), (8, 0.95)])
+def test_slow_steps_are_forgotten(monkeypatch: pytest.MonkeyPatch, num_rows: int, rate: float) -> None:
+    """The first steps with drafts take ten times as long: the host was busy."""
+    gpu = SimulatedGpu(rate, seed=2)
+    monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: gpu.clock))
+    count, num_slow = gpu.speculation.count_step, 6
+
+    def count_slow(rows: list[ScheduledRow], started: float, num_drafted: int) -> None:
+        nonlocal num_slow
+        if num_drafted and num_slow:
+            gpu.clock, num_slow = gpu.clock + 0.025, num_slow - 1
+        count(rows, started, num_drafted)
+
+    gpu.speculation.count_step = count_slow  # type: ignore[method-assign]
+    speeds = [gpu.speed(num_rows) for _ in range(8)]
+    assert min(speeds[-3:]) > 1.2, speeds
+
+
+def test_a_choice_counts_all_of_its_time() -> None:
+    """Rows whose texts are less predictable draft less. After a whole draft, the model first reads its last token."""
+    rows = [Candidate(i, rate, math.log(rate), 1, 16, is_guessed=True) for i, rate in enumerate((0.9, 0.5))]
+    chooser = Chooser(StepTimes(gpu_graph_s), Shape(2, 2, 2), 0.00217, 0.00035, rows)
+    choice = chooser.evaluate({0: 2})
+    assert choice.num_tokens == pytest.approx(2 + 0.9 + 0.81)
+    assert choice.size == Shape(3, 5, 4)
+    assert choice.seconds == pytest.approx(gpu_graph_s(choice.size) + HOST_S + 3 * HOST_ROW_S + 0.00035 * 2.81)
+    lengths = chooser.best(0.0).lengths
+    assert lengths[0] > 2 * lengths.get(1, 0) > 0
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 8])

@@ -233,7 +233,7 @@ class DecodeGraphs:
                 self.fill_padding(size, adapters)
                 name = f"a decode graph of {size} rows on {self.graph_stages[number].device}"
                 self._captured[key] = self.graph_stages[number].recorder.record(lambda: self._step(*key), name)
-            if not adapters:
+            if not adapters and (sampled or (number, size) not in self._seconds):  # plain steps sample
                 self._seconds[number, size] = self.graph_stages[number].recorder.seconds
             logger.debug("captured a graph of %d rows in %.0f ms", size, (time.perf_counter() - started) * 1e3)
         return self._captured[key]
