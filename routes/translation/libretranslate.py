@@ -18,7 +18,7 @@ from routes.translation.memory import MAX_CHARACTERS, add_pairs
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.translation.documents.formats import ENDINGS
-from rwkv_batch.translation.languages import LANGUAGE_NAMES, language_probabilities
+from rwkv_batch.translation.languages import LANGUAGE_NAMES, detect_languages, language_probabilities
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
 from rwkv_batch.translation.segments import Split
@@ -161,7 +161,11 @@ async def suggest(context: Context, body: SuggestBody) -> HandlerResponse:
     if not _takes_suggestions(context):
         message = "suggestions need a service with a password or API keys that stores files (--files-dir)"
         raise ServiceError(ErrorKind.FORBIDDEN, message)
-    pair = stored.Pair(body.source, body.target, body.q, body.s)
+    source = body.source
+    if source.lower() == AUTO:  # LibreTranslate's page sends it; a translation asks for the detected language
+        (detected,) = await asyncio.to_thread(detect_languages, [body.q])
+        source = detected.code or "en"
+    pair = stored.Pair(source, body.target, body.q, body.s)
     await add_pairs(context, [pair], "q")
     return json_response({"success": True})
 

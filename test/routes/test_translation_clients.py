@@ -173,3 +173,6 @@ def test_libretranslate_uses_suggestions(locked_fake: Service) -> None:
     sent = httpx.post(f"{locked_fake.url}/suggest", data={**suggestion, "api_key": PASSWORD})
     assert sent.json() == {"success": True}, sent.text
     assert client.translate("The pool is empty.", "en", "de") == "Der Speicher ist leer."
+    detected = {"q": "Das ist ein Haus, und die Katze schläft.", "s": "A house.", "source": "auto", "target": "en"}
+    assert httpx.post(f"{locked_fake.url}/suggest", data={**detected, "api_key": PASSWORD}).json() == {"success": True}
+    assert client.translate(detected["q"], "de", "en") == "A house.", "the pair was stored under auto"
