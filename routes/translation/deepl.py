@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Any, Literal
+from xml.parsers import expat
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -19,7 +21,6 @@ from routes.translation.glossaries import GlossaryId, named_glossaries
 from routes.translation.languages import HEAD_AFTER_S, NO_FORMALITY, Language, TargetLanguage
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
-from rwkv_batch.translation.documents.document import DocumentError
 from rwkv_batch.translation.languages import LANGUAGE_NAMES
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
@@ -184,14 +185,30 @@ async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
 
 
 def _check_xml(texts: list[str]) -> None:
-    """Check that texts are well-formed parts of XML. Raises ServiceError."""
-    from rwkv_batch.translation.documents.xml_files import parse_xml  # lxml loads with the first use
-
+    """Check that texts are well-formed documents of XML, or parts of them. Raises ServiceError."""
     for index, text in enumerate(texts):
-        try:
-            parse_xml(f"<x>{text}</x>".encode(), "it")
-        except DocumentError as error:
-            raise invalid(f"text[{index}]", str(error), text) from None
+        why = _xml_fault(text)
+        if why and not text.lstrip().startswith(("<?xml", "<!DOCTYPE")):
+            root = f"x{secrets.token_hex(4)}"  # which the text cannot close
+            why = _xml_fault(text, f"<{root}>", f"</{root}>")
+        if why:
+            message = f"is not well-formed XML: {why}; correct it, or leave out tag_handling_version"
+            raise invalid(f"text[{index}]", message, text)
+
+
+def _xml_fault(text: str, before: str = "", after: str = "") -> str:
+    """Return what is wrong, "" for well-formed XML. Prefixes and entities may be declared elsewhere."""
+    parser = expat.ParserCreate()
+    parser.UseForeignDTD(True)
+    parser.DefaultHandler = lambda _: None  # with a handler, no entity is expanded
+    try:
+        parser.Parse(before, False)
+        parser.Parse(text, False)
+        parser.Parse(after, True)
+    except expat.ExpatError as error:
+        column = error.offset - len(before) * (error.lineno == 1) + 1
+        return f"{expat.errors.messages[error.code]} at line {error.lineno}, column {column}"
+    return ""
 
 
 class LanguagesQuery(Fields):

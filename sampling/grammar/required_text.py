@@ -209,7 +209,7 @@ class RequiredTextMatcher:
     def add_text(self, token: int) -> bool:
         """Add a token of plain text. Returns False, and adds nothing, for one that `advance` must check."""
         state = self._state
-        if self._automaton.is_special[token] or self._closing or self._tokens_left <= self._max_closing + 1:
+        if self._automaton.is_special[token] or self._closing or self._tokens_left <= self._max_closing:
             return False
         if state.prefix or state.tail:
             return False

@@ -58,8 +58,18 @@ def test_deepl_errors(translator: deepl.DeepLClient, locked_fake: Service) -> No
         deepl.DeepLClient("wrong", server_url=locked_fake.url).get_usage()
     with pytest.raises(deepl.DeepLException, match="is not supported"):
         translator.translate_text("Hello", target_lang="DE", formality="more")
-    with pytest.raises(deepl.DeepLException, match=r"text\[0\]: is not valid XML"):
-        translator.translate_text("<a>1</b>", target_lang="DE", tag_handling="xml", tag_handling_version="v2")
+    v2 = {"target_lang": "DE", "tag_handling": "xml", "tag_handling_version": "v2"}
+    for wrong, why in (
+        ("<a>1</b>", "mismatched tag at line 1, column 7"),
+        ("1<a>\n&", "at line 2, column 2"),
+        ("1 < 2", "column 4"),
+        ("1</x><x>2", "mismatched tag"),
+    ):
+        with pytest.raises(deepl.DeepLException, match=rf"text\[0\]: is not well-formed XML: .*{why}"):
+            translator.translate_text(wrong, **v2)
+    bomb = '<!DOCTYPE x [<!ENTITY a "1111111111"><!ENTITY b "&a;&a;&a;&a;&a;&a;">]><x>&b;</x>'
+    for whole in ('<?xml version="1.0" encoding="UTF-16"?>\n<d>1</d>', bomb, "<a:b>1</a:b>", "1&nbsp;<c/>2"):
+        assert translator.translate_text(whole, **v2).text == whole
     refused = httpx.post(f"{locked_fake.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
     assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
 
