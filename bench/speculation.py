@@ -52,7 +52,7 @@ from state_pool.layout import DUMMY_SLOT
 
 FORCED, OTHER = 300, 301
 """Token of the text with random weights, and a wrong one."""
-RATES = (0.0, 0.7, 0.9, 1.0)
+RATES = (0.0, 0.5, 0.7, 0.9, 1.0)
 PERSON = {
     "type": "object",
     "properties": {

@@ -95,6 +95,9 @@ class Launched(NamedTuple):
     """seconds without drafts"""
     guess_s: float
     """of each guess"""
+    first: Sequence
+    """of its rows"""
+    begun: float
 
 
 class DraftTotals(NamedTuple):
@@ -168,7 +171,7 @@ class Speculation:
         self._num_plain = 0
         """steps since one with drafts"""
         self._launched: Launched | None = None
-        """the step in flight with drafts; None: there is none or there are several, which are not measured"""
+        """the last step with drafts"""
 
     # Before a step -------------------------------------------------------------------------------------------
 
@@ -190,7 +193,7 @@ class Speculation:
         if not has_drafts:
             return result
         self._probe_credit -= price
-        self._launched = launched if self._launched is None else None
+        self._launched = launched
         return [_without_device_token(row) for row in result]
 
     def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float, Launched | None]:
@@ -202,7 +205,7 @@ class Speculation:
         shape = Shape(num_rows, tokens, logits)
         times, plain_s = self._times_of(rows, shape)
         num_guessing = 0 if self.model is None else sum(map(_may_draft, rows))
-        guess_s = self._guess_s(times, num_guessing, plain_s)
+        guess_s = times.guess_s(num_guessing, plain_s, self.model.graph_s) if self.model and num_guessing else 0.0
         guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else ASSUMED_GUESS
         found = [self._propose(row, guess_cost) for row in rows]
         if self.mode != "auto":
@@ -228,7 +231,7 @@ class Speculation:
         for i, length in best.lengths.items():
             if (one := found[i]) is not None:
                 drafts[i] = one.draft(length)
-        return drafts, price, Launched(times, best.size, plain_s, guess_s)
+        return drafts, price, Launched(times, best.size, plain_s, guess_s, rows[0].sequence, self._begun)
 
     def _times_of(self, rows: list[ScheduledRow], shape: Shape) -> tuple[StepTimes, float]:
         """Return the times that hold for a step, and its seconds without drafts. 0: not known."""
@@ -237,10 +240,6 @@ class Speculation:
             if plain_s:
                 return self.times, plain_s
         return self._measured, self._measured.plain_s(shape)
-
-    def _guess_s(self, times: StepTimes, num_rows: int, plain_s: float) -> float:
-        """Return the seconds of each token that the draft model guesses for rows."""
-        return 0.0 if self.model is None or not num_rows else times.guess_s(num_rows, plain_s, self.model.graph_s)
 
     def _propose(self, row: ScheduledRow, guess_cost: float) -> Proposal | None:
         """Return what a scheduled row can draft, by the drafter that gains most."""
@@ -358,7 +357,8 @@ class Speculation:
         """Measure a step whose tokens are committed. started: its launch"""
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return
-        now, since = time.monotonic(), max(started, self._last_end)
+        now, last_end = time.monotonic(), self._last_end
+        since, self._last_end = max(started, last_end), now
         if not num_draft_tokens and all(row.num_tokens == 1 for row in rows):
             shape = Shape(len(rows), len(rows), len(rows))
             times = self._times_of(rows, shape)[0]
@@ -367,16 +367,17 @@ class Speculation:
             if self._num_plain % EXPIRY_STEPS == 0:
                 times.forget_slowest()
         elif num_draft_tokens and self._launched is not None:
-            (times, size, plain_s, guess_s), self._launched = self._launched, None
+            times, size, plain_s, guess_s, first, begun = self._launched
+            if begun != self._begun or all(row.sequence is not first for row in rows):
+                return  # another step is in flight, of another pipeline group
             # What the host does before its launch is part of it.
-            since, self._num_plain = max(self._last_end, min(started, self._begun) - MAX_HOST_S), 0
+            since, self._num_plain = max(last_end, min(started, self._begun) - MAX_HOST_S), 0
             if self._guesses is None or self._num_guesses:
                 guessing_s = guess_s * self._num_guesses
                 if self._guesses is not None and times is self._measured:
                     guessing_s = self._guesses.seconds
                     times.count_guess(guessing_s / self._num_guesses)
                 times.count_drafts(size, plain_s, now - since - guessing_s)
-        self._last_end = now
 
     def status(self) -> dict[str, Any]:
         """Return the figures of /status as plain data."""

@@ -234,11 +234,10 @@ def test_two_steps_in_flight_are_not_measured() -> None:
     slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     groups = [[predicted(0.99) for _ in range(number)] for number in (4, 1)]
-    for _ in range(6):
-        for rows in groups:
-            speculation.add_drafts(rows)
-        for rows in groups:
-            speculation.count_step(rows, 0.0, 3 * len(rows))
+    for rows in groups * 6:  # each is counted after the other one is begun
+        speculation.add_drafts(rows)
+        other = groups[0] if rows is groups[1] else groups[1]
+        speculation.count_step(other, 0.0, 3 * len(other))
     assert speculation.times.figures()["added"] == {}
     for _ in range(6):
         speculation.add_drafts(groups[1])
