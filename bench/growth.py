@@ -32,7 +32,7 @@ from bench.chaos.service import HEADERS, PASSWORD, Service
 from bench.tools.record import Arguments, finish, origin
 
 PARTS = 12
-CHAT, _BATCHED = "/v1/chat/completions", "/v1/chat/completions"
+CHAT = "/v1/chat/completions"
 _LANGUAGES = {"source_lang": "en", "target_lang": "zh-CN", "timeout_s": 60}
 Ask = Callable[[httpx.Client, int], None]
 
@@ -82,18 +82,20 @@ def _delete_file(client: httpx.Client, file: str | None) -> None:
 def _batch(client: httpx.Client, n: int) -> None:
     """Upload lines, wait for their answers, and delete the files."""
     body = {"messages": [{"role": "user", "content": f"so {n}"}], "max_tokens": 1}
-    line = json.dumps({"custom_id": "1", "method": "POST", "url": _BATCHED, "body": body})
+    line = json.dumps({"custom_id": "1", "method": "POST", "url": CHAT, "body": body})
     files = {"file": ("lines.jsonl", f"{line}\n".encode())}
     uploaded = client.post("/openai/v1/files", data={"purpose": "batch"}, files=files)
     _check_status(uploaded, 200)
-    made = client.post("/openai/v1/batches", json={"input_file_id": uploaded.json()["id"], "endpoint": _BATCHED})
+    made = client.post("/openai/v1/batches", json={"input_file_id": uploaded.json()["id"], "endpoint": CHAT})
     _check_status(made, 200)
     batch = made.json()
-    while batch["status"] not in ("completed", "failed"):
+    while batch["status"] in ("validating", "in_progress", "finalizing"):
         time.sleep(0.02)
-        batch = client.get(f"/openai/v1/batches/{batch['id']}").json()
-    if batch["status"] == "failed":
-        raise RuntimeError(f"the batch failed: {batch}")
+        asked = client.get(f"/openai/v1/batches/{batch['id']}")
+        _check_status(asked, 200)
+        batch = asked.json()
+    if batch["status"] != "completed":
+        raise RuntimeError(f"the batch ended as {batch['status']}: {batch}")
     for name in ("input_file_id", "output_file_id"):
         _delete_file(client, batch[name])
 

@@ -83,7 +83,7 @@ class UploadGuard:
 
 
 def _is_stuck(connection: Connection) -> bool:
-    """Return whether a client that has left has a request that was never handled. Its farewell counts as a byte."""
+    """Return whether a client has left, and its request was never handled. Linux counts its FIN as a byte."""
     return connection.has_descriptor() and connection.received_bytes() > connection.handled_bytes + 1
 
 

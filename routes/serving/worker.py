@@ -224,7 +224,7 @@ def _application(context: Context, cpus: set[int], supervisor: SupervisorLink, m
     def housekeeping() -> None:
         for tick in range(sys.maxsize):
             if uploads.check(known_connections()):
-                supervisor.notify("failed", "connections of broken forms, which clients have left, fill it")
+                supervisor.notify("failed", "too many connections of clients that have left stay open in Robyn")
                 os._exit(1)
             streams.flush()
             _housekeeping_tick(tick, cpus, supervisor, models)

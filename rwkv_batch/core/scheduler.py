@@ -92,8 +92,8 @@ class Scheduler:
         self._steps = 0
         self._reading_tokens = 0
         """prompt tokens that running rows had left before the last step"""
-        self._left_waiting = 0
-        """interactive rows that the last step left waiting"""
+        self._arrived_jobs = self._arrived_rows = 0
+        """interactive ones, after the last step"""
 
     @property
     def running_rows(self) -> int:
@@ -116,15 +116,17 @@ class Scheduler:
     def is_burst(self) -> bool:
         """Return whether the next step should wait for jobs that follow.
 
-        Several interactive rows have arrived after the last step, more than decode, and a step can read more.
+        Several interactive jobs have arrived after the last step, with more rows than decode, and a step can read more.
         """
-        waiting, limits = self.admission.interactive.num_waiting, self.limits
-        arrived, num_decoding = waiting - self._left_waiting, sum(map(len, self._groups))
-        has_room = self.running_rows + waiting < limits.max_running
-        return arrived > max(1, num_decoding) and has_room and self.queued_tokens < limits.prefill_tokens_per_step
+        limits, num_decoding = self.limits, sum(map(len, self._groups))
+        has_room = self.running_rows + self.admission.interactive.num_waiting < limits.max_running
+        is_full = self.queued_tokens >= limits.prefill_tokens_per_step
+        return self._arrived_jobs > 1 and self._arrived_rows > num_decoding and has_room and not is_full
 
     def add(self, job: RunningJob, rows: list[Sequence]) -> None:
         self.admission.queue_of(job).add(job, rows)
+        if not job.is_batch:
+            self._arrived_jobs, self._arrived_rows = self._arrived_jobs + 1, self._arrived_rows + len(rows)
 
     def add_forked(self, rows: list[Sequence]) -> None:
         """Queue continuations of a shared prompt, before the client's other rows."""
@@ -162,7 +164,7 @@ class Scheduler:
         """
         self._steps += 1
         self.admission.admit()
-        self._left_waiting = self.admission.interactive.num_waiting
+        self._arrived_jobs = self._arrived_rows = 0
         self._move_to_decode_groups()
         self._batch_throttle.begin(now)
         rows, group_index = self._decoding_rows(oldest)

@@ -28,6 +28,7 @@ from test.harness import (
     call,
     free_slots,
     make_request,
+    paused_engine,
     run,
     started_engine,
     submit,
@@ -51,6 +52,32 @@ def bounded(model: Path) -> Iterator[Engine]:
     """An engine with a short queue."""
     with started_engine(model, max_waiting_rows=10, max_waiting_rows_per_client=5) as engine:
         yield engine
+
+
+def test_a_job_that_follows_closely_begins_in_the_step_of_a_burst(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, late, begun = engine.scheduler, list[RunningJob](), list[int]()
+    is_burst, step = scheduler.is_burst, engine.step
+
+    def follow() -> bool:
+        found = is_burst()
+        if found and not late:
+            late.append(submit(engine, make_request("c")))
+        return found
+
+    def begin() -> bool:
+        begun.append(scheduler.admission.interactive.num_waiting)
+        return step()
+
+    monkeypatch.setattr(scheduler, "is_burst", follow)
+    monkeypatch.setattr(engine, "step", begin)
+    with paused_engine(engine):
+        jobs = [submit(engine, make_request(text)) for text in "ab"]
+    for running in jobs:
+        running.wait()
+    assert max(begun) == 3
+    late[0].wait()
 
 
 def test_alone_or_among_two_hundred_others(engine: Engine) -> None:

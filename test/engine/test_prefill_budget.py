@@ -125,6 +125,14 @@ def test_a_step_waits_for_more_of_a_burst(decoding: int, jobs: int, tokens: int,
     assert plan.is_burst() == waits
 
 
+def test_a_step_does_not_wait_after_a_job_of_several_rows() -> None:
+    plan, _ = scheduler()
+    plan.add(*job(4))
+    assert not plan.is_burst()
+    plan.add(*job(1))
+    assert plan.is_burst()
+
+
 def test_a_step_does_not_wait_for_more_batch_rows() -> None:
     plan, _ = scheduler(req_slots=64)
     plan.add(*job(20, client="bulk"))
