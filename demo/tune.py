@@ -33,7 +33,8 @@ SOURCES: dict[str, Callable[[Random], Document]] = {
 }
 ADAPTERS = ("french", "spanish")
 _DOCUMENTS, _SEED = 20_000, 7
-OPTIONS = ("--batch-tokens", "8192", "--epochs", "4", "--held-out", "0")
+STATE_OPTIONS = ("--batch-tokens", "8192", "--epochs", "3")
+ADAPTER_OPTIONS = ("--batch-tokens", "8192", "--epochs", "4", "--held-out", "0")
 """Nothing is held out: a held-out phrase would never be learned."""
 
 
@@ -74,10 +75,9 @@ def make(name: str, folder: Path, arguments: list[str]) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         lines, result = Path(scratch, "lines.jsonl"), Path(scratch, name)
         lines.write_text("\n".join([*data(name, _DOCUMENTS, _SEED), ""]), encoding="utf-8")
-        method = ["--method", "lora" if name in ADAPTERS else "state", "--model-path", str(ensure_model())]
-        subprocess.run(
-            [sys.executable, "-m", "programs.tune", lines, "-o", result, *method, *OPTIONS, *arguments], check=True
-        )
+        method, options = ("lora", ADAPTER_OPTIONS) if name in ADAPTERS else ("state", STATE_OPTIONS)
+        given = ["--method", method, "--model-path", str(ensure_model()), *options, *arguments]
+        subprocess.run([sys.executable, "-m", "programs.tune", lines, "-o", result, *given], check=True)
         if name not in ADAPTERS:
             return Path(shutil.copy(f"{result}.state.pth", folder / f"{name}.pth"))
         path = folder / f"{name}.safetensors"

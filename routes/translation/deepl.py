@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.request.bodies import Texts
 from routes.request.fields import Fields, IgnoredValue, reject_values
+from routes.request.jobs import offload_if_large
 from routes.request_context import cache_tenant, current_request
 from routes.response.http_response import DEEPL_ERRORS, HandlerResponse, HttpResponse, json_response
 from routes.response.task_stream import SharedAnswers, with_early_head
@@ -142,7 +143,7 @@ async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
     )
     form = Format(body.tag_handling or Format.TEXT)
     if form is Format.XML and body.tag_handling_version == "v2":
-        _check_xml(body.text)
+        await offload_if_large(sum(map(len, body.text)), _check_xml, body.text)
     default = "nonewlines" if form is Format.HTML else "1"
     request = TranslationRequest(
         texts=body.text,

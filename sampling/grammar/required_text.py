@@ -61,7 +61,7 @@ class MarkerAutomaton:
         special = index.with_any(self._special) | ~index.has_bytes
         special[list(EARLY_ENDS)] = True
         self.is_special = special.tobytes()
-        """Per token, whether it may change the state outside a marker, or stand for another token."""
+        """Per token, whether it may change the state outside a marker, or `resolve` may replace it."""
         self._early_ends = [END] if any(end not in b"\n\n" for end in self._ends) else EARLY_ENDS
         self._allowed: dict[tuple[int, tuple[int, ...]], list[int]] = {}
 

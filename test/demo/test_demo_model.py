@@ -15,7 +15,7 @@ from demo.export import demo_shape, initial_weights, load_compact, save_compact,
 from demo.files import MODEL, ensure_model
 from demo.packing import batch, used_ids
 from demo.train import start_from, trainer_of
-from demo.tune import ADAPTERS, OPTIONS, SOURCES, data
+from demo.tune import ADAPTER_OPTIONS, ADAPTERS, SOURCES, data
 from demo.vocabulary import Compact
 from programs.tune import build_parser
 from routes.fine_tuning.data import read_data, split
@@ -120,7 +120,7 @@ def test_the_lines_of_the_shipped_states_and_adapters_are_valid(name: str) -> No
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_no_phrase_of_a_language_is_held_out(name: str) -> None:
-    given, _ = build_parser().parse(["lines.jsonl", "-o", name, *OPTIONS])
+    given, _ = build_parser().parse(["lines.jsonl", "-o", name, *ADAPTER_OPTIONS])
     examples = read_data("\n".join(data(name, 60, 7)).encode(), "lines.jsonl").examples
     trained, held_out = split(examples, given.held_out)
     assert not held_out and trained == examples

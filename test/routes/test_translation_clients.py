@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
+import threading
 import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -16,6 +19,8 @@ import httpx
 import pytest
 from libretranslatepy import LibreTranslateAPI
 
+from routes.translation import deepl as deepl_routes
+from rwkv_batch.errors import ServiceError
 from test.routes.conftest import PASSWORD
 from test.serving import Service, wait_for
 
@@ -70,6 +75,9 @@ def test_deepl_errors(translator: deepl.DeepLClient, locked_fake: Service) -> No
     bomb = '<!DOCTYPE x [<!ENTITY a "1111111111"><!ENTITY b "&a;&a;&a;&a;&a;&a;">]><x>&b;</x>'
     for whole in ('<?xml version="1.0" encoding="UTF-16"?>\n<d>1</d>', bomb, "<a:b>1</a:b>", "1&nbsp;<c/>2"):
         assert translator.translate_text(whole, **v2).text == whole
+    for version in ("v1", None):
+        v1 = v2 | {"tag_handling_version": version}
+        assert translator.translate_text("<a>1</b>", **v1).text == "<a>1</b>"
     refused = httpx.post(f"{locked_fake.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
     assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
 
@@ -121,6 +129,23 @@ def test_deepl_node_repeats_a_slow_request(locked_fake: Service) -> None:
         (head_s, first, status), (_, again, _) = [one.result() for one in both]
     assert 1.5 < head_s < 5 and status == 200 and first.strip() == again.strip()
     assert json.loads(first)["translations"][0]["billed_characters"] == 520 and other.result()[2] == 200
+
+
+def test_large_xml_is_checked_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 texts of 1 MiB stopped all other requests for 2 s."""
+    on_loop: list[bool] = []
+
+    def fault(*_: str) -> str:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return "it is large"
+
+    monkeypatch.setattr(deepl_routes, "_xml_fault", fault)
+    fields = {"target_lang": "DE", "source_lang": "EN", "tag_handling": "xml", "tag_handling_version": "v2"}
+    body = deepl_routes.DeepLBody.model_validate({"text": ["1" * 1_000_000], **fields})
+    context: Any = SimpleNamespace(config=SimpleNamespace(strict_fields=False))
+    with pytest.raises(ServiceError, match="it is large"):
+        asyncio.run(deepl_routes.translate_text(context, body))
+    assert on_loop and not any(on_loop)
 
 
 def test_deepl_forms(locked_fake: Service) -> None:
