@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_WIDTH, _HEIGHT, _LEFT, _EDGE = 800, 400, 64, 20
+_WIDTH, _HEIGHT, _LEFT, _EDGE = 800, 400, 92, 20
 """Of a picture and its margins, in pixels."""
 _PALETTE = bytes.fromhex("ffffff 000000 88aabb cc4400")
 _INK, _TRAINING, _HELD_OUT = 1, 2, 3
@@ -49,13 +50,16 @@ def loss_curve(losses: Sequence[float], evaluations: Sequence[tuple[int, float, 
             for dx in range(size):
                 for dy in range(size):
                     canvas[np.minimum(ys + dy, _HEIGHT - 1), np.minimum(xs + dx, _WIDTH - 1)] = colour
-    for text, x, y in (
-        (f"{high:.2f}"[:5], 0, _EDGE),
-        (f"{low:.2f}"[:5], 0, bottom - 15),
-        (f"{steps}", right - 4 - 12 * len(f"{steps}"), bottom),
-    ):
-        _write(canvas, text, x + 4, y + 4)
+    for number, y in ((high, _EDGE), (low, bottom - 15)):
+        _write(canvas, _label(number), 4, y + 4)
+    _write(canvas, f"{steps}", right - 12 * len(f"{steps}"), bottom + 4)
     return _png(canvas)
+
+
+def _label(loss: float) -> str:
+    """Return a loss with three or four digits that count, in at most seven characters."""
+    places = 3 - math.floor(math.log10(loss)) if loss > 0 else 3
+    return f"{loss:.{min(5, max(0, places))}f}"[:7]
 
 
 def _write(canvas: np.ndarray, text: str, x: int, y: int) -> None:

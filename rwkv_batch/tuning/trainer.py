@@ -245,6 +245,8 @@ class Tuning:
             self._evaluate()
             state.is_done = state.epoch >= self.epochs or state.stale >= self._options.patience
             self.save()
+        if not all(bool(value.isfinite().all()) for value in self._best):
+            raise StartupError("the last step made numbers that are not finite; give a lower learning rate")
         self._set_parameters([value.bfloat16() for value in self._best])  # as they are written
         self.final = self.trainer.evaluate(self._held_out) if self._held_out else None
         return True
@@ -252,8 +254,10 @@ class Tuning:
     def _evaluate(self) -> None:
         state = self.progress
         found = self.trainer.evaluate(self._held_out) if self._held_out else None
-        if found is not None:
+        if found is not None and math.isfinite(found.loss):
             state.evaluations.append((len(self.trainer.losses), found.loss, found.accuracy))
+        elif found is not None and not state.evaluations:
+            raise StartupError(f"the held-out loss of the untuned model is {found.loss}; use another model")
         if found is None or found.loss < state.best:
             state.best, state.stale = found.loss if found is not None else state.best, 0
             self._best = [parameter.detach().clone() for parameter in self._parameters]
@@ -292,6 +296,7 @@ class Tuning:
         self.trainer.optimizer.load_state_dict(found["optimizer"])
         self.trainer.losses = found["losses"]
         self.progress = Progress(**found["progress"])
+        self.progress.evaluations = [one for one in self.progress.evaluations if math.isfinite(one[1])]
 
 
 def batch_shape(

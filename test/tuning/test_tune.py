@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import select
 import signal
@@ -28,6 +29,7 @@ from rwkv_batch.model.weights import Weights, open_weights
 from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.tuning import run as tuning_run
 from rwkv_batch.tuning import trainer
+from rwkv_batch.tuning.curve import _DIGITS, _label, loss_curve
 from rwkv_batch.tuning.model import MemoryPlan
 from rwkv_batch.tuning.run import Place, open_model, plan_memory, prepare
 from rwkv_batch.tuning.trainer import TuneOptions, Tuning
@@ -77,6 +79,11 @@ def test_a_state_and_a_lora_are_tuned_and_load(model: Path, tmp_path: Path, caps
     )
     assert per_row_adapter(weights, native).rank == 4 and theirs.scale_of("blocks.1.ffn.key") == 1
     assert native.parts.keys() == theirs.parts.keys()
+    assert theirs.config == {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": 4, "lora_alpha": 4,
+        "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "target_modules": ["attn.k_proj", "attn.o_proj", "attn.r_proj", "attn.v_proj", "ffn.key", "ffn.value"],
+    }  # fmt: skip
     for target, pair in native.parts.items():
         assert all(torch.equal(tensor, theirs.parts[target][name]) for name, tensor in pair.items())
     table = Path(f"{out}.csv").read_text().splitlines()
@@ -307,6 +314,31 @@ def test_twenty_kills_at_random_moments_leave_the_same_bits(
     assert resumed.run(lambda _: True) and resumed.trainer.losses == undisturbed.trainer.losses
     parameters = undisturbed.trainer.model.tunables.parameters
     assert all(map(torch.equal, resumed.trainer.model.tunables.parameters, parameters))
+
+
+def test_a_held_out_loss_that_is_not_finite_is_left_out(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the command with a traceback after the training, when the curve was drawn."""
+    path, losses = tmp_path / "x.checkpoint", iter([math.nan, 2.0, math.nan, 1.0, 1.0])
+    monkeypatch.setattr(trainer.Trainer, "evaluate", lambda *_: trainer.Evaluation(next(losses), 0.5))
+    with pytest.raises(StartupError, match="the held-out loss of the untuned model is nan"):
+        tuning(model, None).run(lambda _: True)
+    one = tuning(model, path, epochs=1)
+    one.progress.evaluations = [(0, math.nan, math.nan)]  # of a checkpoint without held-out lines
+    one.save()
+    one = tuning(model, path, epochs=1)
+    assert one.run(lambda _: True) and [loss for _, loss, _ in one.progress.evaluations] == [2.0]
+    one._best[0][0, 0, 0] = math.inf
+    with pytest.raises(StartupError, match="numbers that are not finite"):
+        one.run(lambda _: True)
+
+
+def test_a_curve_names_its_ends_with_the_digits_that_count() -> None:
+    pictures = {loss_curve([high, low], []) for high in (0.0049, 0.0048) for low in (0.0031, 0.0032)}
+    assert len(pictures) == 4, "they differ by their labels only"
+    assert len({loss_curve([1 + digit / 1000, 0.5], []) for digit in range(10)}) == 10 and all(_DIGITS.values())
+    assert [_label(loss) for loss in (0.0, 0.00312, 5.1, 123456.7)] == ["0.000", "0.00312", "5.100", "123457"]
 
 
 def test_a_checkpoint_of_other_data_or_a_damaged_one_is_refused(model: Path, tmp_path: Path) -> None:

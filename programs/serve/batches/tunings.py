@@ -137,7 +137,8 @@ class TuningRunner:
         try:
             await self._run_job(job, stop)
         except (OSError, StoreFullError, ServiceError) as error:
-            tries = self._tries[job.id] = self._tries.get(job.id, 0) + 1
+            is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC  # for as long as it takes
+            tries = self._tries[job.id] = self._tries.get(job.id, 0) + (not is_full)
             if tries < _MAX_TRIES:
                 logger.error("fine-tuning job %s waits: %s", job.id, error)
                 self._retry_at[job.id] = time.monotonic() + _RETRY_S

@@ -184,18 +184,22 @@ def test_a_job_that_can_never_be_loaded_fails(store: Store, monkeypatch: pytest.
     assert ended is not None and ended.error is not None and "64 adapters are loaded" in ended.error["message"]
 
 
-def test_a_job_waits_for_space_on_the_disk(store: Store) -> None:
-    """It failed, and its checkpoint was removed."""
+def test_a_job_waits_for_space_on_the_disk(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It failed after 30 tries, and its checkpoint was removed."""
     jobs, runner = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path=""))
     jobs.add(job(1))
 
-    async def end() -> None:
-        await runner._update(job(1), status=JobStatus.RUNNING)
-        await runner._end(job(1), tune.NO_SPACE, {}, "the disk is full")
+    async def run_job(one: Job, _: asyncio.Event) -> None:
+        await runner._end(one, tune.NO_SPACE, {}, "the disk is full")
 
-    with pytest.raises(OSError, match="the disk of --files-dir is full"):
-        asyncio.run(end())
-    assert [one.id for one in jobs.active()] == ["ftjob-1"]
+    async def run() -> None:
+        await runner._update(job(1), status=JobStatus.RUNNING)
+        for _ in range(2 * tunings._MAX_TRIES):
+            await runner._run_or_fail(job(1), asyncio.Event())
+
+    monkeypatch.setattr(runner, "_run_job", run_job)
+    asyncio.run(run())
+    assert [one.id for one in jobs.active()] == ["ftjob-1"] and runner._retry_at
 
 
 def test_a_job_that_is_cancelled_while_it_is_loaded_leaves_nothing(
