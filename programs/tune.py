@@ -228,6 +228,7 @@ class _Command:
         result |= {"trained_tokens": tuning.progress.trained_tokens, "seconds": round(seconds, 1), "warnings": []}
         if tuning.final is not None:
             _, before, accuracy = evaluations[0]
+            result["best_step"] = min(evaluations, key=lambda one: one[1])[0]
             result["before"] = {"loss": round(before, 4), "token_accuracy": round(accuracy, 4)}
             result["after"] = {
                 "loss": round(tuning.final.loss, 4), "token_accuracy": round(tuning.final.accuracy, 4)

@@ -17,7 +17,7 @@ from routes.fine_tuning.store import ENDED, MAX_MODELS, MAX_MODELS_PER_KEY, Job,
 from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, new_id, not_found
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern, Unsupported
-from routes.request.model_names import TunedModel, means_model, model_not_found, parse_model_id
+from routes.request.model_names import TunedModel, means_bare_model, model_not_found, parse_model_id
 from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
@@ -190,7 +190,7 @@ async def create_job(context: Context, body: JobBody) -> HandlerResponse:
     store, request_context = get_store(context), current_request()
     if context.config.tune_device == _NO_JOBS:
         raise ServiceError(ErrorKind.FORBIDDEN, "this service tunes no models; its operator set --tune-device none")
-    if not means_model(body.model, context.config.model_name) or parse_model_id(body.model):
+    if not means_bare_model(body.model, context.config.model_name) or parse_model_id(body.model):
         raise model_not_found(body.model, [context.config.model_name], "; only the service's own model can be tuned")
     for field, file_id in (("training_file", body.training_file), ("validation_file", body.validation_file)):
         if file_id is None:

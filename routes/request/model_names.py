@@ -125,6 +125,11 @@ def means_model(requested: str, served: str) -> bool:
     return requested.removesuffix(LATEST) in ("", DEFAULT_MODEL_NAME) or base_name(requested, served) is not None
 
 
+def means_bare_model(requested: str, served: str) -> bool:
+    """Return whether a name means the service's own model, without an adapter or a state."""
+    return means_model(requested, served) and not any(_parse_model_name(requested, served))
+
+
 def model_not_found(requested: str, available: Iterable[str], remedy: str = "") -> ServiceError:
     """Return the error for a model that is not served. Ollama's programs search it for "not found"."""
     given, names = error_value(requested), ", ".join(map(repr, available)) or "none"

@@ -87,7 +87,8 @@ def test_a_state_and_a_lora_are_tuned_and_load(model: Path, tmp_path: Path, caps
         assert all(torch.equal(tensor, theirs.parts[target][name]) for name, tensor in pair.items())
     table = Path(f"{out}.csv").read_text().splitlines()
     assert table[0].startswith("step,train_loss") and float(table[-1].split(",")[1]) < float(table[1].split(",")[1])
-    assert not list(out.parent.glob("*checkpoint*"))
+    held = {float(row[2]): int(row[0]) for line in table[1:] if (row := line.split(","))[2]}
+    assert f"best step: {held[min(held)]}\n" in printed.out and not list(out.parent.glob("*checkpoint*"))
     with Image.open(f"{out}.png") as picture:
         colours = {colour: count for count, colour in picture.convert("RGB").getcolors() or ()}
     assert picture.size == (800, 400) and colours[0xCC, 0x44, 0x00] > colours[0x88, 0xAA, 0xBB] > 300

@@ -333,7 +333,7 @@ class TuningRunner:
             (Path(one) for one in result["files"]), key=lambda one: one.suffix
         )  # OpenAI's .csv comes first
         files = [await self._add_result(job, one) for one in results if one.name.endswith(tuple(_RESULT_NAMES))]
-        metrics = {"step": result["steps"]}
+        metrics = {"step": result.get("best_step", result["steps"])}
         for name, when in (("valid_loss_before", "before"), ("valid_loss", "after")):
             metrics |= {name: result[when]["loss"]} if when in result else {}
         events = [make_event(text, "warn") for text in result["warnings"]]

@@ -211,6 +211,18 @@ def test_a_job_keeps_its_data_when_the_file_is_deleted(store: Store) -> None:
     assert runner._as_named_file(job(2), "file-1") is None
 
 
+def test_a_job_has_the_numbers_and_the_model_that_were_asked_for(store: Store) -> None:
+    """The outer numbers were dropped beside a method without its own, and the base was tuned for `rwkv7:pirate`."""
+    asked = {"model": "rwkv7", "training_file": "file-1", "hyperparameters": {"n_epochs": 3}}
+    set_current_request(RequestContext("id", "POST", "http://x", "/", "127.0.0.1"))
+    for fields, epochs in (({"type": "supervised"}, 3), ({"supervised": {"hyperparameters": {"n_epochs": 5}}}, 5)):
+        asyncio.run(create_job(context_of(store), validate(JobBody, {**asked, "method": fields})))
+        assert max(JobStore(store).jobs(""), key=lambda one: one.epochs).epochs == epochs
+    for name in ("rwkv7:pirate", "rwkv7+french"):
+        with pytest.raises(ServiceError, match="not found"):
+            asyncio.run(create_job(context_of(store), validate(JobBody, {**asked, "model": name})))
+
+
 def test_a_job_that_is_cancelled_while_it_is_loaded_leaves_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
