@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PoolError(Exception):
     """Base of all errors raised by the pool or passed to callbacks.
@@ -33,6 +35,15 @@ class InvalidSessionId(PoolError):  # noqa: N818 - names what happened, as the m
 
 class OriginMismatch(PoolError):  # noqa: N818 - names what happened, as the message does
     """The session started from another tuned state than the request names."""
+
+
+PRIVATE_PREFIX = "ft-"
+"""Begins the names that only their owners may know: those of fine-tuning jobs."""
+
+
+def shown_names(names: Iterable[str]) -> str:
+    """Return the names that everybody may know, as an error lists them."""
+    return ", ".join(repr(name) for name in names if not name.startswith(PRIVATE_PREFIX)) or "none"
 
 
 class StateNotFound(PoolError):  # noqa: N818 - names what happened, as the message does

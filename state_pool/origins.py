@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from state_pool.errors import AdapterMismatch, AdapterNotFound, NameTaken, PoolFull
+from state_pool.errors import AdapterMismatch, AdapterNotFound, NameTaken, PoolFull, shown_names
 from state_pool.layout import HostState
 
 NO_PREFIX_BASE = b""
@@ -170,7 +170,7 @@ class Adapters:
         """Return the adapter of that name. Raises AdapterNotFound, listing the loaded names."""
         found = self._by_name.get(name)
         if found is None:
-            names = ", ".join(map(repr, self._by_name)) or "none"
+            names = shown_names(self._by_name)
             raise AdapterNotFound(f"no adapter {name!r} is loaded (loaded: {names}); see GET /v1/adapters", name)
         return found
 

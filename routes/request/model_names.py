@@ -18,6 +18,7 @@ from routes.request.fields import error_value
 from routes.request_context import current_request
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME
+from state_pool.errors import PRIVATE_PREFIX
 
 STATE_SEPARATORS = (":", " ")
 ADAPTER_SEPARATOR = "+"
@@ -25,7 +26,7 @@ LATEST = ":latest"
 """Ollama's tag of names without one. It names no state."""
 _INVALID_CHARACTER = re.compile(r"[^A-Za-z0-9._-]")
 _FINE_TUNED = re.compile(r"ft:([^:]*):([^:]*):([^:]*):([slb][0-9a-z]+)(:latest)?")
-TUNED_PREFIX = "ft-"
+TUNED_PREFIX = PRIVATE_PREFIX
 """Begins the names of states and adapters that jobs made."""
 
 

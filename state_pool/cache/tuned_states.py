@@ -8,7 +8,7 @@ import time
 from state_pool.cache.tiers import Tiers
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import Loaded, LoadResult
-from state_pool.errors import NameTaken, PoolFull, SessionUnusable, StateNotFound
+from state_pool.errors import NameTaken, PoolFull, SessionUnusable, StateNotFound, shown_names
 from state_pool.layout import HostState
 from state_pool.origins import Origin, TunedState, is_mixture
 from state_pool.sessions import Session
@@ -72,7 +72,7 @@ class TunedStates:
         """Return the state of that name. Raises StateNotFound, listing the loaded names."""
         found = self._by_name.get(name)
         if found is None:
-            names = ", ".join(map(repr, self._by_name)) or "none"
+            names = shown_names(self._by_name)
             raise StateNotFound(f"no tuned state {name!r} is loaded (loaded: {names}); see GET /v1/states", name)
         return found
 

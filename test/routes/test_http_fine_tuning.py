@@ -139,6 +139,10 @@ def test_from_upload_to_answer(served: Service) -> None:
             stranger()
     with pytest.raises(openai.NotFoundError):
         other.fine_tuning.jobs.retrieve(job.id)
+    for none in ("rwkv7:none", "rwkv7+none"):  # the error listed all names; with one, another key could use the model
+        with pytest.raises(openai.NotFoundError, match="is loaded") as refused:
+            said(other, none)
+        assert "ft-" not in str(refused.value)
     admin: Any = {"headers": {"Authorization": "Bearer the boss"}}
     for fields in ({"job": job.id, "file": "a.pth"}, {"job": "ftjob-none"}, {}):
         assert served.request("POST", "/v1/adapters", json={"name": "all", **fields}, **admin).status_code == 422
