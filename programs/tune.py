@@ -198,16 +198,20 @@ class _Command:
         evaluations = tuning.progress.evaluations
         if self._given.json:
             self._report("step", {"step": len(losses), "train_loss": losses[-1]})
-            for step, loss, accuracy in evaluations[self._reported :]:
-                self._report("evaluation", {"step": step, "valid_loss": loss, "valid_mean_token_accuracy": accuracy})
+            self._report_evaluations(tuning)
         else:
             if self._bar is None:
                 self._bar = tqdm(total=tuning.steps, initial=len(losses) - 1, unit="step", file=sys.stderr)
             held_out = {"held_out": f"{evaluations[-1][1]:.3f}"} if evaluations else {}
             self._bar.set_postfix(loss=f"{losses[-1]:.3f}", **held_out, refresh=False)
             self._bar.update()
-        self._reported = len(evaluations)
         return not self._is_stopped
+
+    def _report_evaluations(self, tuning: Tuning) -> None:
+        evaluations = tuning.progress.evaluations
+        for step, loss, accuracy in evaluations[self._reported :]:
+            self._report("evaluation", {"step": step, "valid_loss": loss, "valid_mean_token_accuracy": accuracy})
+        self._reported = len(evaluations)
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -235,7 +239,9 @@ class _Command:
             }  # fmt: skip
             if tuning.final.loss >= before:
                 result["warnings"].append("the held-out lines got no better; give more lines or a lower learning rate")
-        if not self._given.json:
+        if self._given.json:
+            self._report_evaluations(tuning)
+        else:
             sys.stderr.write(f"loss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}\n")
         self._report("done", result)
 

@@ -106,6 +106,17 @@ def test_all_lines_are_trained_on_without_held_out_ones(
 
 
 @pytest.mark.usefixtures("handlers")
+def test_every_evaluation_is_reported(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last epoch's was not: there is no step after it."""
+    data = as_file(tmp_path / "d.jsonl", LINES[:6])
+    options = ("--epochs", 1, "--held-out", 0.3, "--json")
+    assert run(data, "-o", tmp_path / "x", "--model-path", model, *options) == tune.OK
+    events = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    assert [one["step"] for one in events if one["event"] == "evaluation"] == [0, events[0]["steps"]]
+    assert events[-1]["event"] == "done"
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
