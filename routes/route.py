@@ -238,7 +238,7 @@ async def model_context(context: Context, route: Route, data: object) -> Context
     served, reads_model = context.config.model_name, route.body is not None or route.query is not None
     if means_model(requested, served) or not reads_model:
         return context
-    if route.needs_known_model or context.config.strict_model or requested.startswith(_FINE_TUNED):
+    if route.needs_known_model or context.config.strict_model or requested.strip().lower().startswith(_FINE_TUNED):
         raise model_not_found(requested, [served], "; GET /v1/models lists all names")
     warn("model", f"model: {error_value(requested)!r} is not served; {served!r} answers (--strict-model refuses)")
     return context

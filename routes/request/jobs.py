@@ -24,7 +24,7 @@ from routes.request.bodies import (
     PriorityFields,
     PromptBody,
 )
-from routes.request.model_names import requested_adapter, requested_state
+from routes.request.model_names import check_tuned_name, requested_adapter, requested_state
 from routes.request_context import current_request, warn
 from rwkv_batch.errors import invalid
 from rwkv_batch.request import GenerateRequest, Job, SessionTurn
@@ -186,7 +186,7 @@ def build_rows(
     states = len(body.states) or 1
     current_request().check_rows(len(prompts) * n * states, states)
     seed = secrets.randbits(64) if body.seed is None else body.seed
-    mixture = [(member.name, member.weight) for member in body.states]
+    mixture = [(check_tuned_name(one.name, body.model, "state"), one.weight) for one in body.states]
     state = "" if mixture else requested_state(body, config)
     adapter = requested_adapter(body, config)
     pad_zero = body.pad_zero and (not (state or mixture) or "pad_zero" in body.model_fields_set)

@@ -84,6 +84,18 @@ def _check_owner(requested: str, served: str) -> None:
         raise model_not_found(requested, [served], "; GET /v1/models lists all names")
 
 
+def check_tuned_name(name: str, requested: str, field: str) -> str:
+    """Return a state's or adapter's name. Raises ServiceError if it is of a tuned model that `requested` does not name.
+
+    Only the owner may use a tuned model, by its name `ft:...`.
+    """
+    tuned = parse_model_id(requested)
+    if name.startswith(TUNED_PREFIX) and current_request().owner and (tuned is None or tuned.name != name):
+        message = f"no {field} {name!r} is loaded; a fine-tuned model is named in the field model: ft:..."
+        raise ServiceError(ErrorKind(f"{field}_not_found"), message, field=field, given=name)
+    return name
+
+
 def requested_adapter(body: ModelFields, config: HttpConfig) -> str:
     """Return the adapter that a body names, "" for none. Raises ServiceError if it names two."""
     _check_owner(body.model, config.model_name)
@@ -91,7 +103,7 @@ def requested_adapter(body: ModelFields, config: HttpConfig) -> str:
     if body.adapter and named and body.adapter != named:
         message = f"adapter: model {body.model!r} names adapter {named!r}, field adapter another one; give one of them"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="adapter", given=body.adapter)
-    return body.adapter or named
+    return check_tuned_name(body.adapter or named, body.model, "adapter")
 
 
 def requested_state(body: ModelFields, config: HttpConfig) -> str:
@@ -101,7 +113,7 @@ def requested_state(body: ModelFields, config: HttpConfig) -> str:
     if body.state and named and body.state != named:
         message = f"state: model {body.model!r} names tuned state {named!r}, field state another one; give one of them"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="state", given=body.state)
-    return body.state or named
+    return check_tuned_name(body.state or named, body.model, "state")
 
 
 def base_name(requested: str, served: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from routes.request.model_names import parse_model_id
 from test.serving import Service, raise_priority, wait_for
 
 ALICE, BOB = "key-of-alice", "key-of-bob"
@@ -143,6 +144,17 @@ def test_from_upload_to_answer(served: Service) -> None:
         with pytest.raises(openai.NotFoundError, match="is loaded") as refused:
             said(other, none)
         assert "ft-" not in str(refused.value)
+    tuned = parse_model_id(name)
+    assert tuned is not None
+    hidden = [{"model": f"rwkv7:{tuned.name}"}, {"model": f"rwkv7+{tuned.name}"}, {"states": [{"name": tuned.name}]}]
+    hidden += [{"state": tuned.name}, {"adapter": tuned.name}, {"state": "none"}, {"adapter": "none"}, {"model": "FT:"}]
+    for fields in hidden:
+        answer = served.request(
+            "POST", "/v1/chat/completions", json={"messages": SHORT[0]["messages"], **fields},
+            headers={"Authorization": f"Bearer {BOB}"},
+        )  # fmt: skip
+        assert answer.status_code == 404, (fields, answer.text)
+        assert tuned.name in str(fields) or tuned.name not in answer.text
     admin: Any = {"headers": {"Authorization": "Bearer the boss"}}
     for fields in ({"job": job.id, "file": "a.pth"}, {"job": "ftjob-none"}, {}):
         assert served.request("POST", "/v1/adapters", json={"name": "all", **fields}, **admin).status_code == 422
