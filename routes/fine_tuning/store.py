@@ -138,7 +138,10 @@ class JobStore:
         return len(self.models(owner)) + int(unfinished)
 
     def update(self, job_id: str, change: Callable[[Job], Job], *events: dict[str, Any]) -> Job:
-        """Change a job in one transaction and add events, unless it has ended. Raises KeyError if it does not exist."""
+        """Change a job in one transaction. Raises KeyError if it does not exist.
+
+        Adds the events, unless the job had ended before.
+        """
         with self._store.open() as database:
             row = database.execute("SELECT record FROM tunings WHERE id = ?", (job_id,)).fetchone()
             if row is None:

@@ -117,8 +117,8 @@ def test_errors_repeat_at_most_200_characters() -> None:
     ("model", "body", "field", "message", "given"),
     [
         (PromptBody, [], "body", "the body must be a JSON object, got list", None),
-        (PromptBody, {"contents": ["a"], "top_k": -1}, "top_k",
-         "top_k: must be greater than or equal to 0, got -1", -1),
+        (PromptBody, {"contents": ["a"], "top_k": -2}, "top_k",
+         "top_k: must be greater than or equal to -1, got -2", -2),
         (PromptBody, {"contents": ["a", 7]}, "contents[1]", "contents[1]: must be a valid string, got 7", 7),
         (PromptBody, {"contents": ["a"], "stop_tokens": [0, -1]}, "stop_tokens[1]",
          "stop_tokens[1]: must be greater than or equal to 0, got -1", -1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from programs.serve.batches import retention
@@ -50,8 +51,8 @@ def test_old_records_of_ended_work_are_deleted(tmp_path: Path) -> None:
         job("new", JobStatus.CANCELLED, FRESH),
     ]
     for tuning in tunings:
-        jobs.add(tuning)
-        jobs.update(tuning.id, lambda one: one, make_event("Created"))
+        jobs.add(msgspec.structs.replace(tuning, status=JobStatus.RUNNING))
+        jobs.update(tuning.id, lambda _, ended=tuning: ended, make_event("Created"))
     assert delete_ended(store, NOW) == 4
     assert {one.id for one in (*kept, *gone) if store.batch("", one.id)} == {one.id for one in kept}
     assert {one.id for one in jobs.jobs("")} == {"ftjob-model", "ftjob-runs", "ftjob-new"}
