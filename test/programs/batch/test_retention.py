@@ -52,7 +52,11 @@ def test_old_records_of_ended_work_are_deleted(tmp_path: Path) -> None:
     ]
     for tuning in tunings:
         jobs.add(msgspec.structs.replace(tuning, status=JobStatus.RUNNING))
-        jobs.update(tuning.id, lambda _, ended=tuning: ended, make_event("Created"))
+
+        def end(_: Job, ended: Job = tuning) -> Job:
+            return ended
+
+        jobs.update(tuning.id, end, make_event("Created"))
     assert delete_ended(store, NOW) == 4
     assert {one.id for one in (*kept, *gone) if store.batch("", one.id)} == {one.id for one in kept}
     assert {one.id for one in jobs.jobs("")} == {"ftjob-model", "ftjob-runs", "ftjob-new"}
