@@ -103,7 +103,7 @@ _PYDANTIC_PREFIX = re.compile(r"^(Input|List|String|Dictionary|Value) should")
 
 
 _NUMBERS = {"int_type": "a whole number"} | dict.fromkeys(("float_type", "float_parsing", "finite_number"), "a number")
-"""pydantic's errors of what is no number -> what must be given"""
+"""pydantic's errors for values that are no number -> the value to give"""
 
 _PYTHON_TYPES = re.compile(r"a valid dictionary( or instance of \w+)?")
 

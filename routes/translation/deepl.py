@@ -198,7 +198,7 @@ def _check_xml(texts: list[str]) -> None:
 
 
 def _xml_fault(text: str, before: str = "", after: str = "") -> str:
-    """Return what is wrong, "" for well-formed XML. Prefixes and entities may be declared elsewhere."""
+    """Return the fault, "" for well-formed XML. Prefixes and entities may be declared elsewhere."""
     parser = expat.ParserCreate()
     parser.UseForeignDTD(True)
     parser.DefaultHandler = lambda _: None  # with a handler, no entity is expanded

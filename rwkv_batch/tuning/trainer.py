@@ -35,7 +35,7 @@ _AUTO_BATCHES, _MAX_AUTO_EPOCHS = 150, 25
 _CHECKPOINT_S = 30.0
 _ROW_TOKENS = 256
 _CPU_BATCH, _GPU_BATCH = 512, 16384
-"""Tokens of a step. A CPU is as fast with small steps, and more of them learn more from as many tokens."""
+"""Tokens of a step. On a CPU small steps are as fast, and more steps learn more from the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class SimulatedGpu:
 def test_drafts_pay_with_the_times_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, rate: float, least: float
 ) -> None:
-    """In the first answer of a service too, which shows what the acceptance is."""
+    """Also in the first answer of a service, which shows the acceptance."""
     gpu = SimulatedGpu(rate, seed=2)
     monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: gpu.clock))
     first, *others = [gpu.speed(num_rows) for _ in range(3)]

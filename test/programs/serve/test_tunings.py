@@ -212,7 +212,7 @@ def test_a_job_keeps_its_data_when_the_file_is_deleted(store: Store) -> None:
 
 
 def test_a_job_has_the_numbers_and_the_model_that_were_asked_for(store: Store) -> None:
-    """The outer numbers were dropped beside a method without its own, and the base was tuned for `rwkv7:pirate`."""
+    """A method without numbers dropped the outer ones, and the base was tuned for `rwkv7:pirate`."""
     asked = {"model": "rwkv7", "training_file": "file-1", "hyperparameters": {"n_epochs": 3}}
     set_current_request(RequestContext("id", "POST", "http://x", "/", "127.0.0.1"))
     for fields, epochs in (({"type": "supervised"}, 3), ({"supervised": {"hyperparameters": {"n_epochs": 5}}}, 5)):
