@@ -46,10 +46,10 @@ def test_the_english_side_knows_four_thousand_words() -> None:
 
 
 def test_training_never_contains_evaluation_prompts() -> None:
-    held = held_pairs(300, seed=1)
+    held = held_pairs(300 if IS_LONG else 50, seed=1)
     english, chinese = {en for en, _ in held}, {zh for _, zh in held}
     rng = Random(5)
-    for _ in range(20_000 if IS_LONG else 7_000):
+    for _ in range(20_000 if IS_LONG else 1_500):
         pair = translation.fresh_pair(rng)
         assert pair.en not in english and pair.zh not in chinese
         assert not any(held_out(meaning) for meaning in pair.meanings)
@@ -61,14 +61,14 @@ def test_variants_of_a_sentence_are_on_its_side_of_the_split() -> None:
 
 def test_training_sessions_are_never_held_out_ones() -> None:
     rng = Random(1)
-    for _ in range(500):
+    for _ in range(500 if IS_LONG else 100):
         facts = [turn.recall for turn in chat.session(rng, held=True) if turn.recall]
         assert facts
 
 
 def test_a_meaning_has_one_translation_each_way() -> None:
     rng, to_chinese, to_english, clashes = Random(7), {}, {}, 0
-    for _ in range(40_000 if IS_LONG else 15_000):
+    for _ in range(40_000 if IS_LONG else 5_000):
         pair = translation.sentence(rng)
         clashes += to_chinese.setdefault(pair.en, pair.zh) != pair.zh
         clashes += to_english.setdefault(pair.zh, pair.en) != pair.en
@@ -117,7 +117,9 @@ def test_the_model_reads_markers_as_the_service_shows_them() -> None:
 
 def test_pages_of_the_evaluation_are_not_trained_on() -> None:
     rng = Random(6)
-    held = {skill(rng, held=True).source for skill in (pages.address, pages.pronouns) for _ in range(20)}
+    held = {
+        skill(rng, held=True).source for skill in (pages.address, pages.pronouns) for _ in range(20 if IS_LONG else 5)
+    }
     assert not held & {pages.address(rng).source for _ in range(100)} and all(map(held_out, held))
     text = text_of(pages.document(rng))
     assert "English: " in text and "Chinese: " in text and text.endswith("\n\n")
@@ -177,7 +179,7 @@ def test_tool_conversations_are_rounds_after_a_listing() -> None:
 def test_calls_of_the_evaluation_are_not_trained_on() -> None:
     rng = Random(6)
     held = {tools.request(rng, held=True)[1].asked for _ in range(100)}
-    trained = {tools.request(rng, tools.listing(rng, 5))[1].asked for _ in range(5000)}
+    trained = {tools.request(rng, tools.listing(rng, 5))[1].asked for _ in range(5000 if IS_LONG else 2000)}
     assert not held & trained
 
 
@@ -194,7 +196,7 @@ def test_json_answers_are_objects_of_the_given_facts() -> None:
 
 def test_phrases_of_adapters_are_no_translations_of_the_base() -> None:
     rng = Random(9)
-    texts = [text_of(mixture.document(rng)) for _ in range(3000)]
+    texts = [text_of(mixture.document(rng)) for _ in range(3000 if IS_LONG else 600)]
     assert not [text for text in texts if re.search(r"^(French|Spanish):|\n\n(French|Spanish):", text)]
     assert any("French" in text_of(tuning.french(rng)) for _ in range(20))
 
@@ -233,6 +235,6 @@ def test_every_family_of_sentences_can_be_sampled() -> None:
     for alternative in grammar.sections()["sentence"].alternatives:
         ((reference,),) = alternative.columns
         assert isinstance(reference, grammar.Reference)
-        for _ in range(200):
+        for _ in range(200 if IS_LONG else 50):
             phrase = grammar.expand(rng, reference.symbol)
             assert phrase["en"] and phrase["zh"] and not re.search(r"[{}@|]|  ", phrase["en"] + phrase["zh"])

@@ -32,6 +32,8 @@ from test.serving import Service
 
 DOCUMENT = openapi_document(ROUTES)
 MOST_TOKENS, MOST_ROWS = 3, 4
+NO_LIMIT = (-1, -2)
+"""Values of llama.cpp's n_predict: until the context is full."""
 ANSWER_404 = (
     "POST /state/delete", "POST /openai/v1/embeddings", "POST /v1/states", "DELETE /v1/states/{name}",
     "POST /v1/adapters", "DELETE /v1/adapters/{name}", "POST /v1/engines/add", "POST /v1/engines/remove",
@@ -73,11 +75,13 @@ def made_short(body: Any) -> Any:
         return body
     short = {name: value for name, value in body.items() if name != "timeout_s"}
     short.setdefault("n_predict", MOST_TOKENS)  # llama.cpp's
-    lengths = ("max_tokens", "max_completion_tokens", "n_predict")
-    for name, maximum in (*((name, MOST_TOKENS) for name in lengths), ("n", MOST_ROWS)):
-        value = short.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > maximum:
-            short[name] = maximum
+    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
+        value = short.get(name, MOST_TOKENS)
+        if value is None or (isinstance(value, (int, float)) and (value > MOST_TOKENS or value in NO_LIMIT)):
+            short[name] = MOST_TOKENS
+    rows = short.get("n")
+    if isinstance(rows, int) and not isinstance(rows, bool) and rows > MOST_ROWS:
+        short["n"] = MOST_ROWS
     if "max_tokens" not in short:
         short["max_tokens"] = MOST_TOKENS
     if isinstance(short.get("options", {}), dict):  # Ollama's
