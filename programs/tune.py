@@ -128,6 +128,8 @@ class _Command:
         is_paced = given.background and place.device.type == "cuda"
         pacer = Pacer(paced_path(given.output), place.device) if is_paced else None
         tuning = prepare(weights, documents, held_out, options, place, None if given.dry_run else checkpoint, pacer)
+        if tuning.has_restarted:
+            warnings.append("the checkpoint is of another version of this program; the tuning starts again")
         figures = {
             "lines": len(documents), "held_out_lines": len(held_out), "steps": tuning.steps, "epochs": tuning.epochs,
             "batch_lines": -(-len(documents) // max(1, tuning.batches_per_epoch)),
@@ -173,11 +175,12 @@ class _Command:
 
     def _documents(self) -> tuple[list[Document], list[Document], list[str]]:
         """Return the lines to train on, the held-out ones, and warnings. Raises StartupError for a bad file."""
-        from routes.fine_tuning.data import split
+        from routes.fine_tuning.data import split, validation_warnings
 
         data = self._read(self._given.data)
         if self._given.validation is not None:
-            return data.examples, self._read(self._given.validation).examples[:_MAX_HELD_OUT], data.warnings
+            held = self._read(self._given.validation)
+            return data.examples, held.examples[:_MAX_HELD_OUT], data.warnings + validation_warnings(data, held)
         documents, held_out = split(data.examples, self._given.held_out)
         return documents, held_out[:_MAX_HELD_OUT], data.warnings
 

@@ -65,6 +65,8 @@ class RequestContext:
     """Kind of the job's error. A stream may fail under status 200."""
     refusal: ErrorInfo | None = None
     """The error that refused the request."""
+    tuned_model: str = ""
+    """Name `ft:...` of the model that it names."""
     warnings: list[dict[str, str]] = field(default_factory=list)
     """For the answer: {"field", "message"}."""
     ignored: list[str] = field(default_factory=list)

@@ -21,7 +21,7 @@ from routes.request.decode_defaults import with_defaults
 from routes.request.fields import error_value, has_chat_only_fields
 from routes.request.ignored import validated
 from routes.request.jobs import offload_if_large
-from routes.request.model_names import means_model, model_not_found, requested_state
+from routes.request.model_names import means_model, model_not_found, parse_model_id, requested_state
 from routes.request_context import current_request, warn
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import ResponseFormatter, call_engine, run
@@ -235,6 +235,8 @@ async def model_context(context: Context, route: Route, data: object) -> Context
     if not isinstance(requested, str) or route.is_about_models:
         return context
     context = await context.wait_for_model(requested)
+    if parse_model_id(requested) is not None:
+        current_request().tuned_model = requested
     served, reads_model = context.config.model_name, route.body is not None or route.query is not None
     if means_model(requested, served) or not reads_model:
         return context

@@ -13,7 +13,7 @@ from routes.context import Context
 from routes.request.bodies import ModelFields, PrefixCacheFields, PriorityFields, Texts
 from routes.request.fields import FixedSamplingFields, body_error
 from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
-from routes.request.model_names import requested_adapter, requested_state
+from routes.request.model_names import requested_origin
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, run_full
 from routes.response.http_response import HandlerResponse
@@ -65,7 +65,7 @@ def _rows(context: Context, body: ScoreBody) -> list[GenerateRequest]:
     """Return one request per prompt, with one row per candidate. Raises ServiceError."""
     token_ids: dict[str, list[int]] = {}
     rows: list[GenerateRequest] = []
-    origin = requested_state(body, context.config), requested_adapter(body, context.config)
+    origin = requested_origin(body, context.config)
     scored = row_tokens = 0
     named = ((f"contents[{i}]", content) for i, content in enumerate(body.contents))
     prompts = encode_all(context.tokenizer, named, context.config, body.pad_zero)

@@ -10,7 +10,7 @@ import csv
 import itertools
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ from routes.openai.tools import ChatTools, chat_tool_set
 from routes.request import prompts
 from routes.request.bodies import Template
 from routes.request.fields import Fields, reject_values
+from routes.request.ignored import MAX_WARNINGS, find_ignored, nearest_name
 from routes.request.json_body import parse_json, validate
 from routes.request.messages import Message
 from rwkv_batch.errors import ServiceError
@@ -40,6 +41,7 @@ MIN_DIFFERENT = 20
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
 _PLACE = re.compile(r" at line \d+ column (\d+)$")
 """Where the JSON parser sees an error. Its line is not the file's."""
+_INDEX = re.compile(r"\[\d+\]")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _PROMPT, _COMPLETION = "prompt", "completion"
 _Texts = str | Annotated[list[str], Field(min_length=1, max_length=1024)]
@@ -76,6 +78,32 @@ class LineProblem(msgspec.Struct, frozen=True):
         return f"{where}: {self.field}: {self.reason}" if self.field else f"{where}: {self.reason}"
 
 
+class UnknownFields:
+    """Names that lines have, but the format does not. Such a field changes nothing."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, int, str]] = {}
+        """name -> the first line, how many have it, the nearest known name"""
+
+    def add(self, number: int, row: DataLine, given: Mapping[str, Any]) -> None:
+        """Add a line's names. Beyond MAX_WARNINGS different ones, only their number counts."""
+        for one in find_ignored(row, given):
+            name = _INDEX.sub("[]", one.field)
+            if not one.known or (name not in self._found and len(self._found) > MAX_WARNINGS):
+                continue
+            first, count, nearest = self._found.get(name, (number, 0, ""))
+            self._found[name] = first, count + 1, nearest if count else nearest_name(name.rpartition(".")[2], one.known)
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each name."""
+        found = [
+            f"the field {name} is not known and changes nothing (first in line {first}, {count} in all){nearest}"
+            for name, (first, count, nearest) in self._found.items()
+        ]
+        return found[:MAX_WARNINGS] + [f"more than {MAX_WARNINGS} unknown fields"] * (len(found) > MAX_WARNINGS)
+
+
 @dataclass(slots=True)
 class Data:
     """A data file's examples, or its first errors."""
@@ -84,6 +112,7 @@ class Data:
     problems: list[LineProblem] = field(default_factory=list)
     num_repeated: int = 0
     """lines that equal an earlier one"""
+    unknown: UnknownFields = field(default_factory=UnknownFields)
 
     @property
     def num_tokens(self) -> int:
@@ -94,11 +123,14 @@ class Data:
         return sum(int(sum(example.weights)) for example in self.examples)
 
     @property
+    def repeats(self) -> list[str]:
+        """A warning about repeated lines, if there are some."""
+        return [f"{self.num_repeated} of {len(self.examples)} lines repeat another one"] * bool(self.num_repeated)
+
+    @property
     def warnings(self) -> list[str]:
         """Reasons to expect a bad result."""
-        found = []
-        if self.num_repeated:
-            found.append(f"{self.num_repeated} of {len(self.examples)} lines repeat another one")
+        found = self.unknown.warnings + self.repeats
         if (different := len(self.examples) - self.num_repeated) < MIN_DIFFERENT:
             found.append(f"only {different} lines differ; {MIN_DIFFERENT} or more make a useful result likely")
         return found
@@ -107,7 +139,7 @@ class Data:
 def read_data(content: bytes, name: str, max_tokens: int = MAX_TOKENS) -> Data:
     """Return a data file's examples. The end of `name` decides its format; `max_tokens` is a line's limit."""
     data, seen = Data(), set[int]()
-    for found in _examples(content, name, max_tokens):
+    for found in _examples(content, name, max_tokens, data.unknown):
         if isinstance(found, LineProblem):
             data.problems.append(found)
             continue
@@ -118,10 +150,20 @@ def read_data(content: bytes, name: str, max_tokens: int = MAX_TOKENS) -> Data:
     return data
 
 
-def check_data(content: bytes, name: str) -> tuple[list[LineProblem], int, int]:
+def validation_warnings(data: Data, held_out: Data) -> list[str]:
+    """Return reasons why the figures of a validation file say little, and its unknown fields."""
+    trained = {tuple(example.ids) for example in data.examples}
+    known = sum(tuple(example.ids) in trained for example in held_out.examples)
+    found = held_out.unknown.warnings + held_out.repeats
+    if known:
+        found.append(f"{known} of {len(held_out.examples)} lines are in the training file too; give others")
+    return [f"validation file: {text}" for text in found]
+
+
+def check_data(content: bytes, name: str, unknown: UnknownFields) -> tuple[list[LineProblem], int, int]:
     """Return a data file's first errors, and its numbers of examples and tokens. Keeps one example at a time."""
     problems, count, tokens = list[LineProblem](), 0, 0
-    for found in _examples(content, name, MAX_TOKENS):
+    for found in _examples(content, name, MAX_TOKENS, unknown):
         if isinstance(found, LineProblem):
             problems.append(found)
         else:
@@ -129,7 +171,7 @@ def check_data(content: bytes, name: str) -> tuple[list[LineProblem], int, int]:
     return problems, count, tokens
 
 
-def _examples(content: bytes, name: str, max_tokens: int) -> Iterator[Document | LineProblem]:
+def _examples(content: bytes, name: str, max_tokens: int, unknown: UnknownFields) -> Iterator[Document | LineProblem]:
     """Yield examples, and up to MAX_ERRORS errors."""
     match name.lower().rpartition(".")[2]:
         case "csv":
@@ -137,7 +179,7 @@ def _examples(content: bytes, name: str, max_tokens: int) -> Iterator[Document |
         case "tmx":
             rows = _tmx_rows(content)
         case _:
-            rows = _json_rows(content, max_tokens)
+            rows = _json_rows(content, max_tokens, unknown)
     tokenizer, num_problems, number = Tokenizer(), 0, 0
     for number, row in rows:
         try:
@@ -183,7 +225,7 @@ def _lines(content: bytes) -> Iterator[bytes]:
     return (found[0] for found in _LINE.finditer(content, start))
 
 
-def _json_rows(content: bytes, max_tokens: int) -> Iterator[tuple[int, _Row]]:
+def _json_rows(content: bytes, max_tokens: int, unknown: UnknownFields) -> Iterator[tuple[int, _Row]]:
     for number, line in enumerate(_lines(content), 1):
         if not line.strip():
             continue
@@ -192,7 +234,11 @@ def _json_rows(content: bytes, max_tokens: int) -> Iterator[tuple[int, _Row]]:
             return
         try:
             line.decode()
-            yield number, validate(DataLine, parse_json(line.rstrip(), max_tokens))
+            given = parse_json(line.rstrip(), max_tokens)
+            row = validate(DataLine, given)
+            assert isinstance(given, dict), "another value has no fields, which is an error"
+            unknown.add(number, row, given)
+            yield number, row
         except UnicodeDecodeError as error:
             yield number, _not_utf8(error)
             return

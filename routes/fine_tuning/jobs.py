@@ -14,9 +14,9 @@ from pydantic import BaseModel, Field
 
 from routes.context import Context
 from routes.fine_tuning.store import ENDED, MAX_MODELS, MAX_MODELS_PER_KEY, Job, JobStatus, JobStore, make_event
-from routes.openai.files import READ_FAILED, ListQuery, call_store, get_store, new_id, not_found
+from routes.openai.files import READ_FAILED, TTL_S, ListQuery, call_store, get_store, new_id, not_found
 from routes.request.bodies import Body, Fields
-from routes.request.fields import Pattern, Unsupported
+from routes.request.fields import Number, Pattern, Unsupported
 from routes.request.model_names import TunedModel, means_bare_model, model_not_found, parse_model_id
 from routes.request_context import current_request
 from routes.response.generate import call_engine
@@ -48,7 +48,7 @@ class HyperparametersFields(Fields):
     batch_size: _Auto | Annotated[int, Field(ge=1, le=4096)] = Field(
         "auto", description="Examples of a step, about: short ones are packed together."
     )
-    learning_rate_multiplier: _Auto | Annotated[float, Field(ge=0.001, le=1000, strict=False)] = Field(
+    learning_rate_multiplier: _Auto | Annotated[Number, Field(ge=0.001, le=1000)] = Field(
         "auto", description="Factor on the learning rate of the tuning."
     )
 
@@ -337,5 +337,6 @@ async def delete_model(context: Context, query: ModelQuery) -> HandlerResponse:
     if job is None or tuned is None:
         raise model_not_found(name, [str(one.fine_tuned_model) for one in owned], "; only tuned models can be deleted")
     await unload_model(context, tuned)
+    await call_store(jobs.expire_results, _UPDATE_FAILED, job, int(time.time()) + TTL_S)
     await call_store(jobs.update, _UPDATE_FAILED, job.id, lambda one: msgspec.structs.replace(one, is_deleted=True))
     return json_response({"id": name, "object": "model", "deleted": True})

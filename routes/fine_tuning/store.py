@@ -155,6 +155,12 @@ class JobStore:
                 database.execute(f"{query} WHERE job = ?", (job_id, msgspec.json.encode(one).decode(), job_id))
         return job
 
+    def expire_results(self, job: Job, expires_at: int | None) -> None:
+        """Set when a job's result files are deleted. None: never. Raises OSError."""
+        for file_id in job.result_files:
+            if (file := self._store.file(job.owner, file_id)) is not None:
+                self._store.add_existing_file(msgspec.structs.replace(file, expires_at=expires_at))
+
     def events(self, job_id: str, after: str, limit: int) -> list[dict[str, Any]]:
         """Return a page of a job's events, newest first. `after`: the last entry of the previous page."""
         before = int(tail) if (tail := after.rpartition("-")[2]).isdecimal() else 1 << 62

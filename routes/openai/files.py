@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from routes.context import Context
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
-from routes.fine_tuning.data import check_data
+from routes.fine_tuning.data import UnknownFields, check_data
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern
-from routes.request_context import current_request
+from routes.request_context import current_request, warn
 from routes.response.http_response import (
     FILE,
     OPENAI_ERRORS,
@@ -212,11 +212,14 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
     num_tokens: int | None = None
     if body.purpose == Purpose.FINE_TUNE:
         async with context.file_checks:
-            checking = asyncio.ensure_future(asyncio.to_thread(_check_examples, body.content, body.filename))
+            unknown = UnknownFields()
+            checking = asyncio.ensure_future(asyncio.to_thread(_check_examples, body.content, body.filename, unknown))
             try:
                 num_tokens = await asyncio.shield(checking)
             finally:  # also if the client has left: the thread runs to its end
                 await asyncio.wait([checking])
+            for text in unknown.warnings:
+                warn("file", f"file: {text}")
     created = int(time.time())
     file = StoredFile(
         id=new_id("file-"),
@@ -232,9 +235,9 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
     return json_response(file_object(file))
 
 
-def _check_examples(content: bytes, filename: str) -> int:
+def _check_examples(content: bytes, filename: str, unknown: UnknownFields) -> int:
     """Check a file of examples; return the number of its tokens. Raises ServiceError with its first errors."""
-    problems, num_lines, num_tokens = check_data(content, filename)
+    problems, num_lines, num_tokens = check_data(content, filename, unknown)
     if problems:
         raise invalid("file", "has errors:\n" + "\n".join(map(str, problems)), filename)
     if num_lines < MIN_LINES:

@@ -116,6 +116,11 @@ def requested_state(body: ModelFields, config: HttpConfig) -> str:
     return check_tuned_name(body.state or named, body.model, "state")
 
 
+def requested_origin(body: ModelFields, config: HttpConfig) -> tuple[str, str]:
+    """Return the tuned state and the adapter that a body names. Raises ServiceError if it names two of a kind."""
+    return requested_state(body, config), requested_adapter(body, config)
+
+
 def base_name(requested: str, served: str) -> str | None:
     """Return `served` if the request names that model, else None.
 

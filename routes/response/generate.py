@@ -17,6 +17,7 @@ import msgspec
 from routes.config import HttpConfig
 from routes.context import Context
 from routes.request.jobs import offload_if_large
+from routes.request.model_names import TUNED_PREFIX, model_not_found
 from routes.request_context import cache_tenant, current_request, reachable_ids
 from routes.response.event_stream import LOGPROB_BYTES, EventStream, OutputDecoder, RowUpdate
 from routes.response.http_response import (
@@ -29,7 +30,7 @@ from routes.response.http_response import (
 )
 from routes.response.task_stream import HEARTBEAT_INTERVAL_S, START_WAIT_S, UNWRITABLE
 from rwkv_batch.calls import Answer, EngineCall, FindSession
-from rwkv_batch.errors import ErrorInfo, ServiceError, invalid
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
 from rwkv_batch.request import Finish, GenerateRequest, Job, JobEvents, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,20 @@ async def submit(context: Context, job: Job, *, awaits_start: bool = False) -> E
     except asyncio.CancelledError:  # nobody will read the answer
         stream.close()
         raise
+    except ServiceError as error:
+        raise _blamed_on_model(error, context.config.model_name) from None
     finally:
         del admission  # see `call_engine`
     return stream
+
+
+def _blamed_on_model(error: ServiceError, served: str) -> ServiceError:
+    """Return the error of a row. If the state or adapter of a model `ft:...` is missing, that model is."""
+    info, requested = error.info, current_request().tuned_model
+    is_missing = info.kind in (ErrorKind.STATE_NOT_FOUND, ErrorKind.ADAPTER_NOT_FOUND)
+    if is_missing and requested and str(info.given).startswith(TUNED_PREFIX):
+        return model_not_found(requested, [served], "; GET /v1/models lists all names")
+    return error
 
 
 async def _with_stored_session_id(context: Context, row: GenerateRequest) -> GenerateRequest:

@@ -11,6 +11,7 @@ from pydantic import Field
 from routes.context import Context
 from routes.request.bodies import Texts
 from routes.request.fields import FixedSamplingFields
+from routes.request.model_names import requested_origin
 from routes.request_context import current_request
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import StreamedTranslation, Translations
@@ -227,16 +228,13 @@ def _scored(context: Context, source: str, target: str, text: str, translation: 
     return Scored(prompt, translation.strip() if prompt[-1].isspace() else f" {translation.strip()}")
 
 
-def _origin(body: TranslateBody) -> tuple[str, str]:
-    return body.state or "", body.adapter or ""
-
-
 async def _add_scores(context: Context, body: TranslateBody, entries: list[dict[str, Any]]) -> None:
     pairs = list(zip(body.text_list, entries, strict=True))
     target = body.target_lang
     forward = [_scored(context, one["detected_source_lang"], target, text, one["text"]) for text, one in pairs]
     reverse = [_scored(context, target, one["detected_source_lang"], one["text"], text) for text, one in pairs]
-    found = await mean_logprobs(context, [*forward, *reverse], body, _origin(body), LABEL, "text_list")
+    origin = requested_origin(body, context.config)
+    found = await mean_logprobs(context, [*forward, *reverse], body, origin, LABEL, "text_list")
     for entry, score, confidence in zip(entries, found, found[len(entries) :], strict=False):
         entry |= {"score": score, "confidence": confidence}
     mark_for_review(entries)
@@ -259,7 +257,8 @@ async def _add_alternatives(
         for text, entry, found in zip(body.text_list, entries, others, strict=True)
         for other in found
     ]
-    scores = iter(await mean_logprobs(context, scored, body, _origin(body), LABEL, "text_list"))
+    origin = requested_origin(body, context.config)
+    scores = iter(await mean_logprobs(context, scored, body, origin, LABEL, "text_list"))
     for entry, found in zip(entries, others, strict=True):
         alternatives = [{"text": other, "score": next(scores)} for other in found]
         entry["alternatives"] = sorted(alternatives, key=lambda one: -one["score"])

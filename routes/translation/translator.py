@@ -17,9 +17,10 @@ import msgspec
 
 from routes.context import Context
 from routes.openai.files import call_store, get_store
-from routes.request.bodies import PriorityFields, StateFields
+from routes.request.bodies import ModelFields, PriorityFields
 from routes.request.ignored import MAX_WARNINGS, nearest_name, report_unknown
 from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
+from routes.request.model_names import requested_origin
 from routes.request_context import cache_tenant, current_request, warn
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, finished_rows, rows_as_they_finish
@@ -60,7 +61,7 @@ _UNFINISHED = (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR)
 OnText = Callable[[int, Translation], None]
 
 
-class TranslationFields(PriorityFields, StateFields):
+class TranslationFields(PriorityFields, ModelFields):
     """Fields of every translation body, for the job."""
 
 
@@ -91,7 +92,7 @@ async def translate(
             history=document.histories.get(language_name(request.target), ()) if is_rolling(request) else (),
         )
     # Translations with a tuned state or an adapter are not cached, because the name may later mean another one.
-    is_cacheable = not (body.state or body.adapter)
+    is_cacheable = not any(requested_origin(body, context.config))
     cache: TranslationCache = context.shared[CACHE_KEY] if is_cacheable else TranslationCache(0)
     characters, tenant = _SCAN_COST * sum(map(len, request.texts)), cache_tenant(context.config)
     if request.source.lower() == AUTO:  # detection is slow even for short texts, and slowest at its first use
@@ -215,6 +216,7 @@ def _rows(context: Context, queries: list[Query], body: TranslationFields, field
     prompts = encode_all(tokenizer, ((field, translation_prompt(query, form)) for query in queries), config)
     shared: dict[tuple[str, str, History], list[int]] = {}
     total = 0
+    named = requested_origin(body, config)
     for query, prompt in zip(queries, prompts, strict=True):
         origin = query.source, query.context, query.history
         before = shared.get(origin)
@@ -226,7 +228,7 @@ def _rows(context: Context, queries: list[Query], body: TranslationFields, field
             break
         stops = prompt_stops(query, form)
         max_tokens = min(_MIN_TOKENS + _TOKENS_PER_PROMPT_TOKEN * len(prompt), config.max_tokens_limit)
-        row = greedy_row([*before, *prompt], max_tokens, stops, body.state, body.adapter)
+        row = greedy_row([*before, *prompt], max_tokens, stops, *named)
         sampling = _sampling(query) if query.attempt else row.sampling
         ends = stops if "\n" in query.text else ["\n"]
         constraint = None if query.required is None else required_constraint(query.required, ends)

@@ -36,11 +36,14 @@ class TmxPair:
 
 
 def read_pairs(content: bytes) -> Iterator[TmxPair]:
-    """Yield the translations of each entry's source language. Raises TmxError."""
+    """Yield the translations of each entry's source language. Raises TmxError.
+
+    The parser replaces entities that the file defines, and limits how far they grow. Others are an error.
+    """
     source_lang = ""
     try:
         for _, element in etree.iterparse(
-            io.BytesIO(content), tag=("header", "tu"), resolve_entities=False, no_network=True, load_dtd=False
+            io.BytesIO(content), tag=("header", "tu"), resolve_entities="internal", no_network=True, load_dtd=False
         ):
             if element.tag == "header":
                 source_lang = element.get("srclang") or ""

@@ -33,6 +33,8 @@ _FLOOR = 0.005
 """Last learning rate as a share of the peak."""
 _AUTO_BATCHES, _MAX_AUTO_EPOCHS = 150, 25
 _CHECKPOINT_S = 30.0
+_VERSION = 2
+"""of checkpoints and of what a step computes. The first one had no number."""
 _ROW_TOKENS = 256
 _CPU_BATCH, _GPU_BATCH = 512, 16384
 """Tokens of a step. On a CPU small steps are as fast, and more steps learn more from the same tokens."""
@@ -189,6 +191,7 @@ class Tuning:
         """identity: of model and data, with which a checkpoint must agree. Raises StartupError."""
         self._documents, self._options, self._checkpoint = documents, options, checkpoint
         self._rows, self._time = batch_shape(documents, held_out, options, model.device)
+        self._data_identity = identity
         self._identity = f"{identity} {asdict(options)} {self._rows} x {self._time} {model.device.type} {dtype}"
         self._held_out = list(pack(held_out, self._rows, self._time))
         epochs = options.epochs or auto_epochs(self.batches_per_epoch)
@@ -202,6 +205,8 @@ class Tuning:
         self.final: Evaluation | None = None
         """of the held-out documents with the best parameters, after the run"""
         self._best: list[Tensor] = [parameter.detach().clone() for parameter in self._parameters]
+        self.has_restarted = False
+        """whether the checkpoint is one of another version, which cannot be continued"""
         self._saved = time.monotonic()
         if checkpoint is not None and checkpoint.exists():
             self._resume(checkpoint)
@@ -275,6 +280,7 @@ class Tuning:
         if self._checkpoint is None:
             return
         content = {
+            "version": _VERSION,
             "identity": self._identity,
             "parameters": [parameter.detach() for parameter in self._parameters],
             "best": self._best,
@@ -286,7 +292,12 @@ class Tuning:
 
     def _resume(self, path: Path) -> None:
         found = load_checkpoint(path, self.trainer.model.device)
-        if found.get("identity") != self._identity:
+        identity = found.get("identity")
+        is_same_data = isinstance(identity, str) and identity.startswith(f"{self._data_identity} ")
+        if is_same_data and found.get("version") != _VERSION:
+            self.has_restarted = True
+            return
+        if identity != self._identity:
             raise StartupError(
                 f"{path} is the checkpoint of a tuning with other data, model or settings; give another name, or "
                 "delete the file to begin anew"

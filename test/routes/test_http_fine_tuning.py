@@ -155,12 +155,27 @@ def test_from_upload_to_answer(served: Service) -> None:
         )  # fmt: skip
         assert answer.status_code == 404, (fields, answer.text)
         assert tuned.name in str(fields) or tuned.name not in answer.text
+    translation = {"target_lang": "de", "text_list": ["Good morning"]}
+    for key, fields, status in (
+        (ALICE, {"model": name}, 200), (BOB, {"model": name}, 404), (BOB, {"state": tuned.name}, 404),
+        (ALICE, {"model": "ft:rwkv7:alice::s0"}, 404),
+    ):  # fmt: skip
+        answer = served.request(
+            "POST", "/translate/v1/batch-translate", json={**translation, **fields},
+            headers={"Authorization": f"Bearer {key}"},
+        )  # fmt: skip
+        assert answer.status_code == status, (fields, answer.text)
+    with pytest.raises(openai.NotFoundError, match="'ft:rwkv7:alice::s0' not found") as unknown:
+        said(client, "ft:rwkv7:alice::s0")
+    assert unknown.value.param == "model"
+    assert client.files.retrieve(done.result_files[1]).model_dump()["expires_at"] is None
     admin: Any = {"headers": {"Authorization": "Bearer the boss"}}
     for fields in ({"job": job.id, "file": "a.pth"}, {"job": "ftjob-none"}, {}):
         assert served.request("POST", "/v1/adapters", json={"name": "all", **fields}, **admin).status_code == 422
     published = served.request("POST", "/v1/adapters", json={"name": "all", "job": job.id}, **admin)
     assert published.status_code == 200, published.text
     assert client.models.delete(name).deleted
+    assert client.files.retrieve(done.result_files[1]).model_dump()["expires_at"] > done.finished_at
     with pytest.raises(openai.NotFoundError):
         said(client, name)
     assert said(other, "rwkv7+all") != said(other, "rwkv7"), "the copy outlives the job's own model"
@@ -178,6 +193,10 @@ def test_bad_files_and_settings_are_refused_by_name(served: Service) -> None:
     assert refused.value.param == "file"
     with pytest.raises(openai.BadRequestError, match="has 9 lines; give at least 10"):
         uploaded(client, SHORT[:9])
+    misspelt = [{"messages": [SHORT[0]["messages"][0], {**SHORT[0]["messages"][1], "wieght": 0}]}, *SHORT]  # type: ignore[index]
+    content = "\n".join(map(json.dumps, misspelt)).encode()
+    (warning,) = client.files.create(file=("a.jsonl", content), purpose="fine-tune").model_dump()["warnings"]
+    assert "messages[].wieght" in warning["message"] and warning["message"].endswith("nearest known name is weight")
     file = uploaded(client, SHORT)
     create: Any = client.fine_tuning.jobs.create
     for fields, message in (
@@ -186,6 +205,7 @@ def test_bad_files_and_settings_are_refused_by_name(served: Service) -> None:
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
         ({"method": {"type": "dpo"}}, "method.type"),
         ({"hyperparameters": {"n_epochs": 0}}, "n_epochs"),
+        ({"hyperparameters": {"learning_rate_multiplier": True}}, "learning_rate_multiplier"),
         ({"suffix": "x" * 65}, "suffix"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):

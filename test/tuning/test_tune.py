@@ -18,7 +18,7 @@ from PIL import Image
 
 from demo.random_weights import write_random_model
 from programs import tune
-from routes.fine_tuning.data import MAX_ERRORS, check_data, read_data, split
+from routes.fine_tuning.data import MAX_ERRORS, UnknownFields, check_data, read_data, split
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import read_adapter
 from rwkv_batch.model.adapters.per_row import per_row_adapter
@@ -278,10 +278,10 @@ def test_bad_translations_are_named(content: str, name: str, expected: str) -> N
 def test_a_check_keeps_one_line_at_a_time() -> None:
     """A check of 30 MB took 370 MB."""
     content = "".join(f'{{"prompt": "What is {i}?", "completion": "A number."}}\n' for i in range(6000)).encode()
-    check_data(content[:500], "d.jsonl")  # loads the vocabulary
+    check_data(content[:500], "d.jsonl", UnknownFields())  # loads the vocabulary
     tracemalloc.start()
     try:
-        checked = check_data(content, "d.jsonl")
+        checked = check_data(content, "d.jsonl", UnknownFields())
         check_peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         data = read_data(content, "d.jsonl")
@@ -370,6 +370,13 @@ def test_a_checkpoint_of_other_data_or_a_damaged_one_is_refused(model: Path, tmp
         tuning(model, path, LINES[:20])
     with pytest.raises(StartupError, match="other data, model or settings"):
         tuning(model, path, seed=2)
+    old = torch.load(path)
+    del old["version"]
+    torch.save(old | {"identity": old["identity"].replace(" 1 x 256 ", " ")}, path)
+    with pytest.raises(StartupError, match="other data, model or settings"):
+        tuning(model, path, LINES[:20])
+    again = tuning(model, path)  # a service's job continues after an upgrade, from its beginning
+    assert again.has_restarted and not again.trainer.losses
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(StartupError, match="delete it to begin anew"):
         tuning(model, path)

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from native.files import write_private
+from programs.serve.batches.tuning_process import last_lines, move_result
 from routes.context import Context
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
 from routes.fine_tuning.jobs import unload_model
@@ -81,6 +82,7 @@ class TuningRunner:
         while not stop.is_set():
             wait_s = _POLL_S
             try:
+                await self._remove_ended()
                 job = self._next(await asyncio.to_thread(self._active_jobs))
                 if job is not None:
                     self._last_run[job.owner] = time.monotonic()
@@ -91,15 +93,23 @@ class TuningRunner:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), wait_s)
 
+    async def _remove_ended(self) -> None:
+        """Remove the folders of ended jobs, and what a cancelled one has loaded."""
+        for folder in await asyncio.to_thread(lambda: [*self._store.runs.glob("ftjob-*")]):
+            job = await asyncio.to_thread(self._jobs.job, "", folder.name)
+            if job is not None and job.status not in ENDED:
+                continue
+            if job is not None and job.status is JobStatus.CANCELLED and (folder / _DONE).exists():
+                tuned = parse_model_id(job.model_id)
+                assert tuned is not None, "a job's model has a valid name"
+                try:
+                    await unload_model(self._context, tuned)
+                except ServiceError:  # the engine is away: again at the next poll
+                    continue
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
     def _active_jobs(self) -> list[Job]:
-        """Remove the folders of ended jobs. Return the jobs to run."""
-        if not self._store.runs.exists():  # no file was uploaded yet
-            return []
-        for folder in self._store.runs.glob("ftjob-*"):
-            job = self._jobs.job("", folder.name)
-            if job is None or job.status in ENDED:
-                shutil.rmtree(folder, ignore_errors=True)
-        return self._jobs.active()
+        return self._jobs.active() if self._store.runs.exists() else []  # else no file was uploaded yet
 
     def _next(self, active: list[Job]) -> Job | None:
         """Return the job to run: the one that was interrupted, else one of the key that waited longest."""
@@ -177,7 +187,7 @@ class TuningRunner:
         )  # fmt: skip
         watcher = asyncio.create_task(_restarted(lambda: self._stop_when_asked(job, process, stop)))
         pacer = asyncio.create_task(_restarted(lambda: self._leave_time(job, process)))
-        errors = asyncio.create_task(_last_lines(process))
+        errors = asyncio.create_task(last_lines(process))
         try:
             result = await self._follow(job, process)
             code = await process.wait()
@@ -327,7 +337,7 @@ class TuningRunner:
             await self._load(AddState(tuned.name, content=content))
         if tuned.has_adapter:
             adapter = self._store.adapter_path(tuned.name)
-            await asyncio.to_thread(_move, path.with_name("result.lora.pth"), adapter)
+            await asyncio.to_thread(move_result, path.with_name("result.lora.pth"), adapter)
             await self._load(AddAdapter(tuned.name, str(adapter), 1.0, is_own=True))
         results = sorted(
             (Path(one) for one in result["files"]), key=lambda one: one.suffix
@@ -349,6 +359,8 @@ class TuningRunner:
             for file_id in files:
                 await asyncio.to_thread(self._store.delete_file, job.owner, file_id)
             await unload_model(self._context, tuned)
+        else:  # the model can be published from them
+            await asyncio.to_thread(self._jobs.expire_results, ended, None)
 
     async def _load(self, call: EngineCall[Any]) -> None:
         """Load a result into the engine, if it is not there. Raises ServiceError."""
@@ -378,19 +390,3 @@ async def _restarted(work: Callable[[], Awaitable[None]]) -> None:
         except Exception:  # a bug: the training must neither outlive its job nor stay paused
             logger.exception("a watch of a training process failed; it starts again in %g s", _RETRY_S)
         await asyncio.sleep(_RETRY_S)
-
-
-def _move(source: Path, target: Path) -> None:
-    """Give a file its place. An earlier try may have done it."""
-    target.parent.mkdir(exist_ok=True)
-    if source.exists():
-        source.replace(target)
-
-
-async def _last_lines(process: asyncio.subprocess.Process, limit: int = 16_384) -> str:
-    """Return the end of what a process writes to stderr, without `error: `."""
-    assert process.stderr is not None
-    tail = b""
-    while part := await process.stderr.read(4096):
-        tail = (tail + part)[-limit:]
-    return tail.decode("utf-8", "replace").rpartition("error: ")[2].strip() or "the training process failed"

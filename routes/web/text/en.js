@@ -243,7 +243,7 @@ export default {
   "plugin.works": "Success: “Hello” was translated to “{text}”.",
 
   "tune.about": "Make the model answer like your examples. A tuned state costs nothing at serving.",
-  "tune.drop": "Drop a .jsonl or .csv file of examples here. A line has messages, or a prompt and a completion. Twenty lines are a start.",
+  "tune.drop": "Drop a .jsonl, .csv or .tmx file of examples here. A line has messages, or a prompt and a completion. Twenty lines are a start.",
   "tune.lines": "{count} {count|example|examples}",
   "tune.way": "Tune",
   "way.state": "a state: quick, small, free at serving",

@@ -235,7 +235,7 @@ export default {
   "plugin.works": "测试成功：“Hello”译为“{text}”。",
 
   "tune.about": "让模型像你的示例那样回答。微调状态在服务时没有额外开销。",
-  "tune.drop": "把示例文件（.jsonl 或 .csv）拖到这里。每行是 messages，或者 prompt 和 completion。二十行就可以开始。",
+  "tune.drop": "把示例文件（.jsonl、.csv 或 .tmx）拖到这里。每行是 messages，或者 prompt 和 completion。二十行就可以开始。",
   "tune.lines": "{count} 个示例",
   "tune.way": "微调",
   "way.state": "状态：快、小、服务时无开销",

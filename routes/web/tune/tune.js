@@ -22,6 +22,11 @@ function exampleOf(row) {
   }
 }
 
+/** The first two texts of each entry of a TMX file, by language. */
+const tmxRows = (text) =>
+  [...new DOMParser().parseFromString(text, "application/xml").querySelectorAll("tu")].map((entry) =>
+    Object.fromEntries([...entry.querySelectorAll("tuv")].slice(0, 2).map((one, at) => [at, one.querySelector("seg")?.textContent ?? ""])));
+
 const short = (text) => String(text ?? "").slice(0, MAX_EXAMPLE);
 
 function Examples({ file, take, problems }) {
@@ -38,7 +43,7 @@ function Examples({ file, take, problems }) {
   return html`<div class="field drop" onDragOver=${(event) => event.preventDefault()} onDrop=${drop}>
     <p>${t("tune.drop")}</p>
     <p class="row"><button onClick=${() => input.current.click()}>${t("batch.file")}</button>
-      <input ref=${input} id="tune-file" type="file" hidden accept=".jsonl,.csv" aria-label=${t("batch.file")} onChange=${choose} />
+      <input ref=${input} id="tune-file" type="file" hidden accept=".jsonl,.csv,.tmx" aria-label=${t("batch.file")} onChange=${choose} />
       ${file && html`<b>${file.name}</b> <span class="quiet">${t("tune.lines", { count: number(file.rows.length) })}</span>`}</p>
     ${file && html`<ul class="plainlist" id="tune-preview">${file.rows.slice(0, PREVIEW).map(exampleOf).map(({ question, answer }) => html`<li>${short(question)} → <b>${short(answer)}</b></li>`)}</ul>`}
     ${problems.length > 0 && html`<div role="alert" class="bad"><p>${problems[0]}</p><ul id="tune-errors">${problems.slice(1).map((line) => html`<li>${line}</li>`)}</ul></div>`}
@@ -71,7 +76,7 @@ export function Tune({ visible }) {
   const take = (one) => guarded(async () => {
     let rows = [];
     try {
-      rows = parseRows(await one.text(), one.name);
+      rows = /\.tmx$/i.test(one.name) ? tmxRows(await one.text()) : parseRows(await one.text(), one.name);
     } catch {
       // the upload names all errors of the file
     }

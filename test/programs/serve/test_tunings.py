@@ -247,6 +247,31 @@ def test_a_job_that_is_cancelled_while_it_is_loaded_leaves_nothing(
     assert [one.id for one in store.files("", "", "", 9, True)] == ["file-1"]
 
 
+def test_what_a_cancelled_job_loaded_is_removed_when_the_engine_is_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine ended while a job was loaded; the job was cancelled, and its state stayed."""
+    jobs, runner, calls = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path="")), []
+    folder = store.runs / "ftjob-1"
+    folder.mkdir(parents=True)
+    (folder / tunings._DONE).write_bytes(b"{}")
+    jobs.add(job(1))
+
+    async def call_engine(_: Context, call: object) -> None:
+        calls.append(type(call).__name__)
+        if len(calls) == 1:
+            raise ServiceError(ErrorKind.ENGINE_LOST, "the engine is away")
+
+    monkeypatch.setattr("routes.fine_tuning.jobs.call_engine", call_engine)
+    asyncio.run(runner._remove_ended())
+    assert folder.exists() and not calls, "it waits"
+    jobs.update("ftjob-1", lambda one: msgspec.structs.replace(one, status=JobStatus.CANCELLED))
+    for is_kept in (True, False):
+        asyncio.run(runner._remove_ended())
+        assert folder.exists() is is_kept
+    assert calls == ["RemoveState", "RemoveState"]
+
+
 def test_one_key_cannot_fill_the_places_of_models(store: Store) -> None:
     """A key could have 64 models, as many as the engine has places for adapters."""
     jobs = JobStore(store)
