@@ -1,7 +1,7 @@
 """Training speed and memory of `rwkv-batch tune` on a GPU, with random weights of a released shape.
 
     python -m bench.tuning --size 7.2b --method state                # tokens/s and peak memory of a step
-    python -m bench.tuning --size 7.2b --method lora --rank 32
+    python -m bench.tuning --size 7.2b --method lora --rank 32 --dtype int8
     python -m bench.tuning --size 7.2b --layers 8 --against-fla      # the same layers of flash-linear-attention beside
 
 A step is 16 rows of 2,048 tokens whose every token counts in the loss: forward, backward, clipping and AdamW. Memory is
@@ -32,7 +32,8 @@ from torch import Tensor
 
 from bench.tools.gpu_model import SIZES, VOCAB, random_file
 from bench.tools.record import Arguments, commit, finish
-from rwkv_batch.tuning import Document
+from rwkv_batch.runner.calibration import MeasuredInputs
+from rwkv_batch.tuning import COMPACT_DTYPES, Document
 from rwkv_batch.tuning.run import Place, prepare
 from rwkv_batch.tuning.trainer import TuneOptions, Tuning
 
@@ -56,11 +57,11 @@ def random_tuning(args: argparse.Namespace, rows: int) -> Tuning:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCAB - 8, (2 * rows, args.time + 1), generator=generator).tolist()
     documents = [Document(one, [1.0] * len(one)) for one in ids]
-    options = TuneOptions(args.method, args.rank, 100, rows * args.time)
+    options = TuneOptions(args.method, args.rank, 100, rows * args.time, dtype=args.dtype)
     place = _Capped(GPU, torch.bfloat16)
     _Capped.limit = int(args.memory_gb * 1e9)
     weights = random_file(args.size, GPU, layers=args.layers)
-    tuning = prepare(weights, documents, [], options, place, None)
+    tuning = prepare(weights, documents, [], options, place, None, largest_inputs=MeasuredInputs(weights, GPU))
     weights.tensors.clear()
     torch.cuda.empty_cache()
     return tuning
@@ -95,12 +96,13 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     plan, tokens = trainer.model.plan, args.rows * args.time
     layers = trainer.model.shape.layers
     numbers = {name: one.numel() for name, one in trainer.model.weights.items() if one.dim() == 2}
+    numbers |= {name: one.codes.numel() for name, one in trainer.model.compact.items()}
     inner = sum(count for name, count in numbers.items() if name.startswith("blocks."))
     flop = inner * (4 + 2 * plan.recomputed_layers / layers) + 4 * numbers["head.weight"]
     pairs = sum(one.numel() for pair in trainer.model.tunables.pairs.values() for one in pair)
     flop += pairs * (6 + 2 * plan.recomputed_layers / layers)
     found = {
-        "size": args.size, "layers": layers, "method": args.method, "tokens": tokens,
+        "size": args.size, "layers": layers, "method": args.method, "dtype": args.dtype, "tokens": tokens,
         "tokens_s": round(tokens / seconds), "bound_tokens_s": round(PEAK / flop), "step_s": round(seconds, 3),
         "first_step_s": round(first, 1), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "planned_gib": round(plan.needed_bytes / 2**30, 2), "piece_rows": plan.piece_rows,
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--method", choices=("state", "lora", "state+lora"), default="state")
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--dtype", choices=("auto", *COMPACT_DTYPES), default="auto", help="of the large matrices")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--time", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=3)

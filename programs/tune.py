@@ -19,7 +19,7 @@ from native.priority import cores, die_with_parent, lower_process_priority
 from programs.settings import CommandParser, parse_settings, reports_errors
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
-from rwkv_batch.tuning import Document, paced_path
+from rwkv_batch.tuning import COMPACT_DTYPES, Document, paced_path
 
 if TYPE_CHECKING:
     from routes.fine_tuning.data import Data
@@ -60,6 +60,9 @@ def build_parser() -> CommandParser:
     parser.add_argument("--adapter", action="append", default=[], metavar="FILE", help="adapter to merge first")
     parser.add_argument("--method", choices=METHODS, default="state", help="what to tune (default: state)")
     parser.add_argument("--rank", type=number(1, 128), default=16, help="of a LoRA (default: 16)")
+    parser.add_argument(
+        "--dtype", choices=("auto", *COMPACT_DTYPES), default="auto", help="int8, fp8: weights stay so (default: auto)"
+    )
     parser.add_argument("--epochs", type=number(1, 1000), default=0, help="passes over the data (default: by its size)")
     parser.add_argument("--batch-tokens", type=number(256, 1 << 20), default=0, help="tokens of a step")
     parser.add_argument("--batch-lines", type=number(1, 4096), default=0, help="lines of a step, instead of tokens")
@@ -102,6 +105,7 @@ class _Command:
 
     def run(self) -> int:
         """Tune, and return the exit code. Raises StartupError, OSError."""
+        from rwkv_batch.runner.calibration import MeasuredInputs
         from rwkv_batch.tuning.pacing import Pacer
         from rwkv_batch.tuning.run import choose_place, measure_step_s, open_model, prepare
         from rwkv_batch.tuning.trainer import TuneOptions
@@ -121,13 +125,16 @@ class _Command:
             batch_tokens = given.batch_lines * (-(-sum(map(len, documents)) // len(documents)) + _PADDING)
         options = TuneOptions(
             given.method, given.rank, given.epochs, batch_tokens, given.learning_rate, given.rate_multiplier,
-            given.seed,
+            given.seed, dtype=given.dtype,
         )  # fmt: skip
         checkpoint = given.output.with_name(f"{given.output.name}.checkpoint")
         given.output.parent.mkdir(parents=True, exist_ok=True)
         is_paced = given.background and place.device.type == "cuda"
         pacer = Pacer(paced_path(given.output), place.device) if is_paced else None
-        tuning = prepare(weights, documents, held_out, options, place, None if given.dry_run else checkpoint, pacer)
+        tuning = prepare(
+            weights, documents, held_out, options, place, None if given.dry_run else checkpoint, pacer,
+            MeasuredInputs(weights, place.device),
+        )  # fmt: skip
         if tuning.has_restarted:
             warnings.append("the checkpoint is of another version of this program; the tuning starts again")
         figures = {

@@ -46,8 +46,9 @@ ROOMS = {
     "rwkv_batch": "",
     "rwkv_batch.core": "rwkv_batch",
     "rwkv_batch.translation": "rwkv_batch",
-    "rwkv_batch.tuning": "rwkv_batch rwkv_batch.model rwkv_batch.model.adapters rwkv_batch.tuning.gpu",
-    "rwkv_batch.tuning.gpu": "rwkv_batch.model rwkv_batch.tuning",
+    "rwkv_batch.tuning": "rwkv_batch rwkv_batch.model rwkv_batch.model.adapters rwkv_batch.model.quant "
+    "rwkv_batch.tuning.gpu",
+    "rwkv_batch.tuning.gpu": "rwkv_batch.model rwkv_batch.model.quant rwkv_batch.tuning",
     "rwkv_batch.translation.documents": "rwkv_batch.translation",
     "rwkv_batch.model.quant": "rwkv_batch",
     "rwkv_batch.model.files": "",

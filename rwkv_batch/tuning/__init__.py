@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+COMPACT_DTYPES = ("int8", "fp8")
+"""Types of weights that stay so while a state or a LoRA is tuned."""
+
 
 @dataclass(frozen=True, slots=True)
 class Document:

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from rwkv_batch.model.quant.formats import Quantised
 from rwkv_batch.model.state import HEAD_SIZE, ModelShape
 from rwkv_batch.model.weights import TABLES, UNUSED_TENSORS, Weights, expected_shapes
 from rwkv_batch.tuning.pacing import Pacer
+from rwkv_batch.tuning.products import CompactProduct, product
 from rwkv_batch.tuning.wkv import CHUNK, wkv_chunked
 
 _DECAY = math.exp(-0.5)
@@ -92,6 +94,8 @@ class TrainingModel:
         self.head_bias = head_bias
         self.row_of_id: Tensor | None = None
         """[V]: each id's row of the head; None: the id itself"""
+        self.compact: Mapping[str, Quantised] = {}
+        """weights that stay quantised; they are not in `weights`"""
         self.plan = MemoryPlan()
         self.pacer: Pacer | None = None
         """of a GPU that others use too"""
@@ -157,12 +161,18 @@ class TrainingModel:
         return F.layer_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        weight = self.weights[f"{name}.weight"]
-        y = _product(x, weight.t())
+        y = self._base_product(x, f"{name}.weight")
         if name in self.tunables.pairs:
             a, b = self.tunables.pairs[name]
             with torch.autocast(x.device.type, enabled=False):
                 y = y + x @ a.t() @ b.t()
+        return y
+
+    def _base_product(self, x: Tensor, name: str) -> Tensor:
+        """Return x @ W.T of the untuned weight [out, in]."""
+        if name not in self.compact:
+            return product(x, self.weights[name].t())
+        y: Tensor = CompactProduct.apply(x, self.compact[name])
         return y
 
     def _layer(
@@ -216,37 +226,6 @@ _PROJECTIONS = (("r", "receptance"), ("k", "key"), ("v", "value"))
 _VECTORS = ("x_r", "x_k", "x_v", "w0", "a0", "k_k", "k_a")
 
 
-def _product(x: Tensor, matrix: Tensor) -> Tensor:
-    """Return x @ matrix [in, out]. In autocast, factors are bf16, but sums stay fp32, also in the backward."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x @ matrix
-    product: Tensor = _WideProduct.apply(x, matrix)
-    return product
-
-
-class _WideProduct(torch.autograd.Function):
-    """The product of bf16 factors, with fp32 results."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor) -> Tensor:
-        flat, narrow = x.flatten(0, -2).bfloat16(), matrix.bfloat16()
-        ctx.save_for_backward(flat if matrix.requires_grad else None, narrow)
-        ctx.shape, ctx.dtypes = x.shape, (x.dtype, matrix.dtype)
-        return _wide_product(flat, narrow).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat, narrow = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2).bfloat16()
-        dx = _wide_product(grad, narrow.t()).view(ctx.shape).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        return dx, _wide_product(flat.t(), grad).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
-
-
-def _wide_product(x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast(x.device.type, enabled=False):
-        return torch.mm(x, y, out_dtype=torch.float32) if x.is_cuda else x.float() @ y.float()
-
-
 def _logits(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Tensor:
     """Return fp32 (or wider) logits [N, V]."""
     logits = F.linear(hidden.to(head.dtype), head)
@@ -293,9 +272,12 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def load_model(
-    weights: Weights, device: torch.device, dtype: torch.dtype, is_full: bool, kind: type[TrainingModel]
-) -> TrainingModel:
+    weights: Weights, device: torch.device, dtype: torch.dtype, is_full: bool, kind: type[TrainingModel],
+    compact: Mapping[str, Quantised],
+) -> TrainingModel:  # fmt: skip
     """Return a training model of a weight file. Matrices get `dtype`; vectors, and all that `is_full` tunes, fp32.
+
+    compact: matrices that stay quantised
 
     Rows of the head that are equal to its last row, as those of ids without a token, become one row.
     """
@@ -307,8 +289,9 @@ def load_model(
         copy = torch.empty(tensor.shape, dtype=dtype if is_matrix and not is_full else torch.float32, device=device)
         return copy.copy_(tensor).requires_grad_(is_full)
 
-    tensors = {name: loaded(name) for name in weights.tensors if name not in UNUSED_TENSORS}
+    tensors = {name: loaded(name) for name in weights.tensors if name not in UNUSED_TENSORS and name not in compact}
     model = kind(tensors, weights.shape)
+    model.compact = compact
     if not is_full:
         share_equal_rows(model, tensors)
     return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 import time
 from collections.abc import Sequence
@@ -17,12 +16,15 @@ from native.priority import cores
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import read_adapter, split_scale
 from rwkv_batch.model.adapters.merge import merge_adapters
+from rwkv_batch.model.loader import LargestInputs
+from rwkv_batch.model.quant.formats import format_of
 from rwkv_batch.model.state import RWKV7
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import Weights, expected_shapes, open_weights
 from rwkv_batch.tuning import Document
 from rwkv_batch.tuning.model import FUSED_BYTES, MemoryPlan, TrainingModel, activation_bytes, load_model
 from rwkv_batch.tuning.pacing import Pacer
+from rwkv_batch.tuning.products import compact_matrices, has_triton, matrix_bytes
 from rwkv_batch.tuning.trainer import BOTH, FULL, LORA, STATE, TuneOptions, Tuning, batch_shape
 
 _ADAM_COPIES = 5
@@ -88,7 +90,7 @@ def plan_memory(
     }
     tuned[BOTH] = tuned[STATE] + tuned[LORA]
     logits = 3 * 4 * _HEAD_ROWS * shape.vocab
-    fixed = numbers * itemsize + tuned[options.method] * 4 * _ADAM_COPIES + logits
+    fixed = matrix_bytes(shape, format_of(options.dtype), itemsize) + tuned[options.method] * 4 * _ADAM_COPIES + logits
     if not is_fused(place, options):
         keeping, recomputing = (
             fixed + rows * row_tokens * activation_bytes(shape, recomputes, place.dtype.itemsize)
@@ -116,7 +118,7 @@ def is_fused(place: Place, options: TuneOptions) -> bool:
     """Return whether the Triton kernels train: states and LoRAs in bf16 on an NVIDIA GPU."""
     if place.device.type != "cuda" or place.dtype is not torch.bfloat16 or options.method == FULL:
         return False
-    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
+    return has_triton()
 
 
 def _model_kind(place: Place, options: TuneOptions) -> type[TrainingModel]:
@@ -135,8 +137,15 @@ def prepare(
     place: Place,
     checkpoint: Path | None,
     pacer: Pacer | None = None,
+    largest_inputs: LargestInputs | None = None,
 ) -> Tuning:
-    """Load the model and the checkpoint, if there is one. Raises StartupError, also if memory is too small."""
+    """Load the model and the checkpoint, if there is one. Raises StartupError, also if memory is too small.
+
+    largest_inputs: for matrices in int8
+    """
+    format_ = format_of(options.dtype)
+    if format_ is not None and options.method == FULL:
+        raise StartupError(f"--method full changes all weights, which cannot stay {format_}; omit --dtype")
     largest = max(max(one.ids) for one in [*documents, *held_out])
     if largest >= weights.shape.vocab:
         raise StartupError(f"the data has token {largest}, the model has {weights.shape.vocab}; use another model")
@@ -148,7 +157,9 @@ def prepare(
             f"the tuning needs about {plan.needed_bytes / 2**30:.1f} GiB on {place.device}, {free / 2**30:.1f} GiB are "
             "free; lower --batch-tokens, shorten the lines, or use a smaller model"
         )
-    model = load_model(weights, place.device, place.dtype, options.method == FULL, _model_kind(place, options))
+    compact = {} if format_ is None else compact_matrices(weights, format_, place.device, largest_inputs)
+    kind = _model_kind(place, options)
+    model = load_model(weights, place.device, place.dtype, options.method == FULL, kind, compact)
     model.plan, model.pacer = plan, pacer
     digest = hashlib.blake2b(digest_size=16)
     for one in [*documents, *held_out]:

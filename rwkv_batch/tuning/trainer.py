@@ -156,6 +156,8 @@ class TuneOptions:
     seed: int = 0
     patience: int = 3
     """evaluations without a better one after which the tuning ends"""
+    dtype: str = "auto"
+    """int8, fp8: the large matrices stay quantised; auto: the device's dtype"""
 
 
 @dataclass(slots=True)

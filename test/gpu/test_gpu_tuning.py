@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rwkv_batch.model.quant.formats import Format, dequantise, quantise
 from rwkv_batch.tuning.model import MemoryPlan
 from rwkv_batch.tuning.packing import pack
+from rwkv_batch.tuning.products import dequantised
 from rwkv_batch.tuning.trainer import Schedule, Trainer
 from rwkv_batch.tuning.wkv import wkv_chunked
 from test.tuning.test_gradients import LAYERS, SHAPE, documents, plain_logits, tunables, weights
@@ -63,6 +65,14 @@ def test_gradients_of_the_fused_layers(plan: MemoryPlan) -> None:
     norm = math.hypot(*(float(one.norm()) for one in wanted))
     print(f"whole {whole / norm:.2e}, states {errors[:LAYERS]}, worst {max(errors):.2e}")
     assert whole <= 2e-2 * norm and max(errors) <= 4e-2
+
+
+@pytest.mark.parametrize("format_", [Format.FP8, Format.W8A8])
+def test_dequantised_matrices_are_those_of_the_definition(format_: Format) -> None:
+    weight = torch.randn(48, 2304, device=GPU)
+    stored = quantise(weight, format_, torch.rand(2304, device=GPU) * 4)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(dequantised(stored, dtype), dequantise(stored, dtype))
 
 
 @pytest.mark.parametrize("has_first", [True, False])

@@ -36,7 +36,7 @@ from routes.response.generate import call_engine
 from rwkv_batch.calls import AddAdapter, AddState, EngineCall, GetStatus
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.tuning import paced_path
+from rwkv_batch.tuning import COMPACT_DTYPES, paced_path
 
 logger = logging.getLogger(__name__)
 
@@ -202,6 +202,7 @@ class TuningRunner:
         options = ["-o", str(self._folder(job) / "result"), "--model-path", self._engine.model_path]
         options += ["--method", job.tuning, "--rank", str(job.rank), "--seed", str(job.seed)]
         options += ["--device", self._context.config.tune_device, "--background", "--json"]
+        options += ["--dtype", self._engine.dtype if self._engine.dtype in COMPACT_DTYPES else "auto"]
         options += ["--epochs", str(job.epochs)] if job.epochs else []
         options += ["--batch-lines", str(job.batch_size)] if job.batch_size else []
         options += ["--rate-multiplier", str(job.multiplier)] if job.multiplier else []

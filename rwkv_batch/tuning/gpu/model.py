@@ -87,7 +87,7 @@ class GpuTrainingModel(TrainingModel):
         )
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        y: Tensor = F.linear(x, self.weights[f"{name}.weight"])
+        y = self._base_product(x, f"{name}.weight")
         if name not in self.tunables.pairs:
             return y
         a, b = (one.to(x.dtype) for one in self.tunables.pairs[name])
