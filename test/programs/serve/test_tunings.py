@@ -321,3 +321,9 @@ def test_progress_names_all_steps_and_the_end_without_the_time_of_loading(
     # A checkpoint belongs to the numbers that were asked for: a job with automatic ones did not continue from its own.
     assert runner._options(followed) == runner._options(job(1))
     assert jobs.events("ftjob-1", "", 1)[0]["data"]["total_steps"] == 11
+
+
+@pytest.mark.parametrize(("served", "tuned"), [("auto", "auto"), ("int8", "int8"), ("fp8", "fp8"), ("int4", "auto")])
+def test_a_job_keeps_the_type_of_the_served_weights(store: Store, served: str, tuned: str) -> None:
+    options = TuningRunner(store, context_of(store), EngineConfig(model_path="", dtype=served))._options(job(1))
+    assert options[options.index("--dtype") + 1] == tuned
