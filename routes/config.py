@@ -64,6 +64,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """URL of an OpenTelemetry collector, for a span per request. "": none."""
     translation_prompt: str = "auto"
     """A `PromptForm`. auto: that of the model file's name; see `prompt_form`."""
+    translation_style: tuple[str, ...] = ()
+    """Style of translations whose request gives none, as "de=Use the formal Sie"."""
     translate_cache: int = 4096
     """Translations cached per HTTP worker. 0: none."""
     share_prefix_cache: bool = False

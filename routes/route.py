@@ -90,7 +90,7 @@ class Route:
     form_lists: tuple[str, ...] | None = None
     """Fields that a form repeats. None: no form. Otherwise the body, also of GET, may be a form without a file."""
     secret_field: str = "password"  # noqa: S105 - a name
-    """Field of the body that may have the password or an API key."""
+    """Field that may have the password or an API key: of the body, and of the query if `ignored_query` has it."""
     form: dict[str, str] | None = None
     """An example form for the documentation. `@` marks a file."""
     is_admin: bool = False

@@ -143,6 +143,8 @@ def build_translate_parser() -> CommandParser:
     add("--bilingual", action="store_true", help="keep each text, with its translation after it")
     add("--column", default="", help="column of a CSV or TSV file; default: text, or the only one")
     add("--glossary", default="", metavar="FILE", help="terms and translations: JSON, or CSV or TSV with two columns")
+    add("--instruction", default="", help='instruction for the model, like "Use short sentences."')
+    add("--formality", choices=("default", "more", "less"), default="default", help="more or less formal")
     add(
         "--review",
         default="",

@@ -69,6 +69,8 @@ class TranslateOptions(msgspec.Struct, frozen=True, kw_only=True):
     encoding: str = ""
     bilingual: bool = False
     glossary: str = ""
+    instruction: str = ""
+    formality: str = "default"
     review: str = ""
     limit: int = 0
     url: str = ""
@@ -137,10 +139,13 @@ class DocumentJob:
 
     def records(self) -> Iterator[Record]:
         """Yield a record per different text, up to the limit."""
-        fields = {"target_lang": self._options.target_lang} | ({"scores": True} if self._options.review else {})
-        bodies = requests(self.document, self._options.source_lang, fields)
+        options = self._options
+        fields: dict[str, Any] = {"target_lang": options.target_lang} | ({"scores": True} if options.review else {})
+        if options.instruction or options.formality != "default":
+            fields |= {"instruction": options.instruction, "formality": options.formality}
+        bodies = requests(self.document, options.source_lang, fields)
         for index, (key, body) in enumerate(bodies):
-            if self._options.limit and index >= self._options.limit:
+            if options.limit and index >= options.limit:
                 return
             text = body["text_list"][0]
             yield Record(index, index + 1, {"key": key, "text": text, "body": body}, size=len(text))

@@ -22,6 +22,7 @@ from programs.settings.values import (
     integer,
     ip,
     keys_file,
+    language_styles,
     layer_counts,
     named_files,
     networks,
@@ -208,6 +209,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "generation_config.json next to the model; none: no file",
         ),
         Flag("translation_prompt", one_of("auto", *PromptForm), "form of translation prompts; auto: by file name"),
+        Flag("translation_style", language_styles, "instructions for translation, like de=Use Sie.;fr=Use vous."),
         Flag("access_log", boolean, "log one line per request"),
         Flag(
             "otlp_endpoint",

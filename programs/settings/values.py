@@ -212,6 +212,20 @@ def named_files(text: str) -> tuple[str, ...]:
     return entries
 
 
+def language_styles(text: str) -> tuple[str, ...]:
+    """Splits `de=Use the formal Sie.; fr=Use vous.`. Raises SettingsError."""
+    from rwkv_batch.translation.languages import is_known_language  # loads NumPy
+    from rwkv_batch.translation.prompts import MAX_STYLE_CHARACTERS
+
+    entries = tuple(entry.strip() for entry in text.split(";") if entry.strip())
+    for entry in entries:
+        language, _, style = entry.partition("=")
+        if not is_known_language(language.strip()) or not 0 < len(style) <= MAX_STYLE_CHARACTERS:
+            limit = f"at most {MAX_STYLE_CHARACTERS} characters each"
+            raise SettingsError(f"must be LANGUAGE=INSTRUCTION;... like de=Use Sie., {limit}, got {entry[:80]!r}")
+    return entries
+
+
 def networks(text: str) -> tuple[str, ...]:
     """Splits `10.0.0.0/8, ::1`. Raises SettingsError."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())

@@ -6,8 +6,6 @@ Handlers run on Robyn's event loop and never block it. No other module uses Roby
 from __future__ import annotations
 
 import asyncio
-import re
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 from urllib.parse import unquote, unquote_plus
@@ -21,9 +19,6 @@ from routes.request.jobs import offload_if_large
 from routes.request.json_body import parse_json
 from routes.request_context import REQUEST_ID, RequestContext, current_request, request_id, set_current_request
 from routes.response.http_response import (
-    NATIVE_ERRORS,
-    OPENAI_ERRORS,
-    PREFIX,
     ErrorFormat,
     HandlerResponse,
     HttpResponse,
@@ -54,14 +49,14 @@ from routes.serving.access import (
 from routes.serving.active_requests import KEY_REMOVED, ActiveRequest, RobynChunks, report
 from routes.serving.browser import BrowserRules
 from routes.serving.connections import Connection, cancelled_if_left, find, start_request
-from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from routes.serving.fallback import LAST_PARAMETER, Fallback
+from rwkv_batch.errors import ErrorKind, ServiceError
 
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 UNKNOWN_ROUTE = "other"
 """Name of unknown paths in metrics."""
 OTHER_IDS = ("Request-Id", "X-Trace-Id")
 """The names of REQUEST_ID for Anthropic's and DeepL's clients."""
-_LAST_PARAMETER = re.compile(r"\{(\w+)\}$")
 
 RobynReply = Response | StreamingResponse
 RobynHandler = Callable[[Request], Awaitable[RobynReply]]
@@ -136,6 +131,8 @@ async def _request_data(context: Context, route: Route, request: Request) -> obj
         data = await _body_data(context, route, request, access, is_authorized)
     if not is_authorized:
         given = data.get(route.secret_field) if isinstance(data, dict) else None
+        if given is None and route.secret_field in route.ignored_query:
+            given = _query(request).get(route.secret_field)
         access = (grant(context, given) if isinstance(given, str) else None) or access
     if access is None or (route.is_admin and not access.is_admin):
         raise unauthorized(access)
@@ -322,65 +319,19 @@ def _fallback_handler(context: Context, routes: Sequence[Route]) -> RobynHandler
     """Return the handler of all other requests: preflights, 405 on a known path, 404."""
     identity, rules = ClientIdentity(context.config), BrowserRules(context.config)
     open_paths = {route.path for route in routes if route.allows_any_origin}
-    table: dict[str, set[str]] = defaultdict(set)
-    for route in routes:
-        table[route.path].add(route.method)
+    fallback = Fallback(routes)
 
     async def handler(request: Request) -> RobynReply:
         origin = rules.allowed_origin(request.headers.get, request.url.path in open_paths)
         client = identity.client(_peer(request, start_request(request.ip_addr)), request.headers.get)
         path = unquote_plus(request.url.path).rstrip("/") or "/"
-        route = _route_of(table, path)
-        if route is not None and request.method in table[route]:  # the path is spelt differently
-            route = None
+        route = fallback.other_route(request.method, path)
         request_context = _start_request(request, route or UNKNOWN_ROUTE, client, origin)
-        answer = _not_found(table, path) if route is None else _not_allowed(table[route], path, request)
+        answer = fallback.answer(route, request.method, path)
         report(context, request_context, answer.status, request_context.error_kind or DONE)
         return _full_response(request_context, answer)
 
     return handler
-
-
-def _not_found(table: dict[str, set[str]], path: str) -> HttpResponse:
-    openai_path = f"{PREFIX}v1{path.removeprefix(PREFIX.rstrip('/')).removeprefix('/v1')}"
-    is_openai_path = _route_of(table, openai_path) is not None
-    remedy = f"it is {openai_path[:200]} here" if is_openai_path else "/openapi.json lists all paths"
-    info = ErrorInfo(kind=ErrorKind.NOT_FOUND, message=f"no such path: {path[:200]}; {remedy}")
-    return _unrouted_error(info, is_openai_path or path.startswith(PREFIX))
-
-
-def _not_allowed(methods: set[str], path: str, request: Request) -> HttpResponse:
-    allowed = ", ".join(sorted({*methods, "OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
-    if request.method == "OPTIONS":
-        return _preflight(allowed)
-    message = f"{request.method} is not allowed on {path}, only {allowed}"
-    answer = _unrouted_error(ErrorInfo(kind=ErrorKind.METHOD_NOT_ALLOWED, message=message), path.startswith(PREFIX))
-    answer.headers["Allow"] = allowed
-    return answer
-
-
-def _route_of(table: dict[str, set[str]], path: str) -> str | None:
-    """Return the route of `path`, if need be one whose path ends with a parameter."""
-    if path in table:
-        return path
-    starts = ((_LAST_PARAMETER.split(known)[0], known) for known in table if _LAST_PARAMETER.search(known))
-    return next((known for start, known in starts if path.startswith(start)), None)
-
-
-def _unrouted_error(info: ErrorInfo, is_openai: bool) -> HttpResponse:
-    """Return the answer to an error that belongs to no route. `is_openai`: OpenAI's clients may use the path."""
-    current_request().error_kind, current_request().refusal = info.kind, info
-    return error_response(info, OPENAI_ERRORS if is_openai else NATIVE_ERRORS)
-
-
-def _preflight(allowed: str) -> HttpResponse:
-    headers = {
-        "Allow": allowed,
-        "Access-Control-Allow-Methods": allowed,
-        "Access-Control-Allow-Headers": f"Authorization, Content-Type, {REQUEST_ID}, *",
-        "Access-Control-Max-Age": "86400",
-    }
-    return HttpResponse(b"", 204, "text/plain", headers)
 
 
 def register(app: Robyn, context: Context, routes: Iterable[Route]) -> None:
@@ -388,7 +339,7 @@ def register(app: Robyn, context: Context, routes: Iterable[Route]) -> None:
     routes = tuple(routes)
     for route in routes:
         handler = wrap(context, route)
-        path = _LAST_PARAMETER.sub(r"*\1", route.path)
+        path = LAST_PARAMETER.sub(r"*\1", route.path)
         app.add_route(route.method, path, handler)
         if route.method == "GET":
             app.add_route("HEAD", path, handler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ from routes.response.response_models import StreamedTranslation, Translations
 from routes.response.task_stream import stream_events
 from routes.route import Routes
 from routes.translation.glossaries import named_glossaries
-from routes.translation.languages import LABEL, GlossaryTerms, Language, TargetLanguage
+from routes.translation.languages import LABEL, Formality, GlossaryTerms, Language, StyleText, TargetLanguage
 from routes.translation.scores import Scored, mark_for_review, mean_logprobs
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
@@ -36,8 +36,6 @@ ROUTES = Routes()
 
 ContextText = Annotated[str, Field(max_length=100_000)]
 KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=256, fail_fast=True)]
-
-StyleText = Annotated[str, Field(max_length=1000)]
 
 
 class TranslateBody(FixedSamplingFields, TranslationFields):
@@ -95,7 +93,7 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
         "text without a form of each translation; the model chooses its place.",
     )
     instruction: StyleText = Field("", description='Instruction in plain words, like "Use short sentences."')
-    formality: Literal["default", "more", "less"] = Field(
+    formality: Formality = Field(
         "default", description="more or less formal. It is an instruction, which a model may ignore."
     )
     audience: StyleText = Field("", description='The readers, like "children". It is an instruction too.')

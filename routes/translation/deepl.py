@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request.bodies import Texts
-from routes.request.fields import Fields, IgnoredValue, reject_values
+from routes.request.fields import Fields, IgnoredValue
 from routes.request.jobs import offload_if_large
 from routes.request_context import cache_tenant, current_request
 from routes.response.http_response import DEEPL_ERRORS, HandlerResponse, HttpResponse, json_response
@@ -19,12 +19,13 @@ from routes.response.task_stream import SharedAnswers, with_early_head
 from routes.route import Routes
 from routes.translation.batch_translate import ContextText
 from routes.translation.glossaries import GlossaryId, named_glossaries
-from routes.translation.languages import HEAD_AFTER_S, NO_FORMALITY, Language, TargetLanguage
+from routes.translation.languages import HEAD_AFTER_S, DeepLFormality, Language, TargetLanguage
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
 from rwkv_batch.translation.languages import LANGUAGE_NAMES
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
+from rwkv_batch.translation.prompts import style_lines
 from rwkv_batch.translation.segments import Split
 
 ROUTES = Routes(error_format=DEEPL_ERRORS)
@@ -74,8 +75,8 @@ class DeepLBody(TranslationFields):
     model_type: Literal["quality_optimized", "prefer_quality_optimized", "latency_optimized"] | None = Field(
         None, description="There is one model. The answer has `model_type_used`."
     )
-    formality: Annotated[str, reject_values(NO_FORMALITY, "default", "prefer_more", "prefer_less")] = Field(
-        "default", description="prefer_more and prefer_less change nothing. more and less are refused."
+    formality: DeepLFormality = Field(
+        "default", description="prefer_more and prefer_less are instructions. more and less are refused."
     )
     glossary_id: GlossaryId = Field("", description="Id of a stored glossary. It needs source_lang.")
     glossary_ids: Annotated[list[GlossaryId], Field(max_length=5), BeforeValidator(_tags)] = Field(
@@ -86,7 +87,9 @@ class DeepLBody(TranslationFields):
     tag_handling_version: Literal["v1", "v2"] | None = Field(None, description="v2 refuses malformed XML.")
     enable_beta_languages: Any = Field(None, description="Changes nothing.")
     style_id: IgnoredValue = Field(None, description="Accepted and ignored.")
-    custom_instructions: IgnoredValue = Field(None, description="Accepted and ignored.")
+    custom_instructions: Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=10)] = Field(
+        [], description='Instructions in plain words, like "Use short sentences." A model may ignore them.'
+    )
     translation_memory_id: IgnoredValue = Field(None, description="Accepted and ignored.")
     translation_memory_threshold: IgnoredValue = Field(None, description="Accepted and ignored.")
 
@@ -158,6 +161,7 @@ async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
             detects_outline=body.outline_detection,
         ),
         context=body.context,
+        style=style_lines(" ".join(body.custom_instructions), body.formality, ""),
     )
 
     ids = [body.glossary_id] if body.glossary_id else body.glossary_ids

@@ -13,7 +13,7 @@ from routes.context import Context
 from routes.file_store import ACTIVE_STATUSES, Batch
 from routes.openai.files import not_found
 from routes.request.bodies import Body
-from routes.request.fields import Pattern, reject_values
+from routes.request.fields import Pattern
 from routes.request_context import current_request
 from routes.response.http_response import DEEPL_ERRORS, FILE, HandlerResponse, HttpResponse, json_response
 from routes.response.task_stream import with_early_head
@@ -35,7 +35,7 @@ from routes.translation.languages import (
     HEAD_AFTER_S,
     LANGUAGE_CODE,
     LIBRE_ERRORS,
-    NO_FORMALITY,
+    DeepLFormality,
     Language,
     LibreBody,
     TargetLanguage,
@@ -64,8 +64,8 @@ class DeepLDocumentBody(Body):
     source_lang: Language = Field(AUTO, description="Code of the file's language. Default: detected for each text.")
     output_format: str = Field("", max_length=16, description="The ending of the file's name; no other is written.")
     glossary_id: GlossaryId = Field("", description="Id of a stored glossary.")
-    formality: Annotated[str, reject_values(NO_FORMALITY, "default", "prefer_more", "prefer_less")] = Field(
-        "default", description="prefer_more and prefer_less change nothing. more and less are refused."
+    formality: DeepLFormality = Field(
+        "default", description="prefer_more and prefer_less are instructions. more and less are refused."
     )
 
 
@@ -103,7 +103,7 @@ async def deepl_upload(context: Context, body: DeepLDocumentBody) -> HandlerResp
         message = f"must be {ending!r} or left out: the output has the file's format, got {body.output_format!r}"
         raise invalid("output_format", message, body.output_format)
     fields = DocumentFields.model_validate(
-        {"target_lang": body.target_lang, "source_lang": body.source_lang, "glossary_id": body.glossary_id}
+        body.model_dump(include={"target_lang", "source_lang", "glossary_id", "formality"})
     )
     batch, _ = await create_document(context, body.content, body.filename, fields)
     return json_response({"document_id": batch.id, "document_key": meta_of(batch)["key"]})

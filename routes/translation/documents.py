@@ -29,7 +29,7 @@ from routes.response.http_response import FILE, HandlerResponse, HttpResponse, j
 from routes.route import Routes, Upload
 from routes.translation import stored
 from routes.translation.glossaries import GlossaryId
-from routes.translation.languages import LABEL, GlossaryText, Language, TargetLanguage
+from routes.translation.languages import LABEL, Formality, GlossaryText, Language, StyleText, TargetLanguage
 from routes.translation.translator import report_unknown_languages
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.documents.document import ColumnError, DocumentError, DocumentOptions
@@ -50,11 +50,9 @@ _PREFIX = "doc_"
 _CANNOT_STORE, _CANNOT_DELETE = "the document cannot be stored", "the document cannot be deleted"
 
 
-def _file_name(name: str) -> str:
-    return PurePath(name.replace("\\", "/")).name or "document"
-
-
-FileName = Annotated[str, Field(max_length=255), AfterValidator(_file_name)]
+FileName = Annotated[
+    str, Field(max_length=255), AfterValidator(lambda name: PurePath(name.replace("\\", "/")).name or "document")
+]
 _OneLine = Annotated[str, Field(max_length=256)]
 
 
@@ -70,6 +68,8 @@ class DocumentFields(Fields):
     bilingual: bool = Field(False, description="Keep each text, with its translation after it.")
     glossary_id: GlossaryId = Field("", description="Id of a stored glossary.")
     glossary_mode: GlossaryMode = Field(GlossaryMode.CHECK, description="hint, check or enforce, as for texts.")
+    instruction: StyleText = Field("", description='Instruction in plain words, like "Use short sentences."')
+    formality: Formality = Field("default", description="more or less formal, as for texts.")
     memory: bool = Field(False, description="Use the key's approved translations, as for texts.")
 
 
@@ -192,7 +192,7 @@ async def _read(
     context: Context, content: bytes, name: str, fields: DocumentFields, terms: Mapping[str, str]
 ) -> tuple[DocumentRequests, bytes]:
     """Read a file: its requests, and the lines of its batch. Raises ServiceError."""
-    named = {"target_lang", "glossary_id", "glossary_mode", "memory"}
+    named = {"target_lang", "glossary_id", "glossary_mode", "instruction", "formality", "memory"}
     more = fields.model_dump(mode="json", include=named, exclude_defaults=True)
     try:
         check_name(name)
@@ -305,7 +305,7 @@ async def _assembled(context: Context, batch: Batch) -> bytes:
         content, texts = await asyncio.to_thread(_stored_texts, get_store(context), batch)
     except FileNotFoundError:
         raise not_found("document", batch.id) from None
-    fields = DocumentFields.model_validate({name: meta[name] for name in DocumentFields.model_fields})
+    fields = DocumentFields.model_validate({name: meta[name] for name in DocumentFields.model_fields if name in meta})
     try:
         return await write_translation(content, meta["name"], _options(fields), texts)
     except DocumentError as error:

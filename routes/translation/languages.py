@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from routes.request.bodies import Body
+from routes.request.fields import reject_values
 from routes.response.http_response import HTTP_STATUS, NATIVE_ERRORS, ErrorFormat
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.translation.plan import AUTO
+from rwkv_batch.translation.prompts import MAX_STYLE_CHARACTERS
 
 LABEL = "/translate/v1/batch-translate"
 
@@ -52,7 +54,15 @@ class LibreBody(Body):
 
 HEAD_AFTER_S = 2.0
 """DeepL's Node client sends the same request again if it has no head after 5 s, the Python client after 10 s."""
-NO_FORMALITY = "is not supported: this service has no formality; use default, prefer_more or prefer_less"
+NO_FORMALITY = "is not supported: the model may ignore it; use default, prefer_more or prefer_less"
+DeepLFormality = Annotated[
+    str,
+    reject_values(NO_FORMALITY, "default", "prefer_more", "prefer_less"),
+    AfterValidator(lambda given: given.removeprefix("prefer_") or "default"),
+]
+"""Becomes a `Formality`."""
+Formality = Literal["default", "more", "less"]
+StyleText = Annotated[str, Field(max_length=MAX_STYLE_CHARACTERS)]
 
 
 def _is_text(given: Any) -> bool:

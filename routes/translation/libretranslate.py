@@ -24,7 +24,12 @@ from rwkv_batch.translation.plan import AUTO, TranslationRequest
 from rwkv_batch.translation.segments import Split
 
 ROUTES = Routes(allows_any_origin=True)
-_BODY: dict[str, Any] = {"error_format": LIBRE_ERRORS, "form_lists": (), "secret_field": "api_key"}
+_BODY: dict[str, Any] = {
+    "error_format": LIBRE_ERRORS,
+    "form_lists": (),
+    "secret_field": "api_key",
+    "ignored_query": ("api_key",),  # clients without a setting for a key have it in the address
+}
 """Fields of the routes with a body."""
 
 _SHOWN_CODES = {"zh-CN": "zh-Hans", "zh-TW": "zh-Hant", AUTO: "en"}

@@ -41,7 +41,7 @@ from rwkv_batch.translation.plan import (
     TranslationRequest,
 )
 from rwkv_batch.translation.prompt_forms import prompt_form
-from rwkv_batch.translation.prompts import prompt_stops, shared_prompt, translation_prompt
+from rwkv_batch.translation.prompts import default_style, prompt_stops, shared_prompt, translation_prompt
 from rwkv_batch.translation.segments import MAX_TEXT_CHARACTERS
 from sampling.grammar.constraint import Constraint, Form, RequiredText
 from sampling.params import SamplingParams
@@ -84,6 +84,8 @@ async def translate(
     """
     _check_sizes(request.texts, limit := context.config.max_contents, field)
     given = len(request.texts)
+    if not request.style:
+        request = replace(request, style=default_style(context.config.translation_style, request.target))
     document = await _document(context, request) if request.document else None
     if document is not None:
         request = replace(

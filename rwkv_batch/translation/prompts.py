@@ -17,6 +17,16 @@ from rwkv_batch.turn_text import format_turn
 _NO_THOUGHTS = " <think>\n</think>\n"
 FORMALITIES = {"default": "", "more": "Use formal, polite language.", "less": "Use informal language."}
 
+MAX_STYLE_CHARACTERS = 1000
+"""Of an instruction."""
+
+
+def default_style(styles: Iterable[str], target: str) -> str:
+    """Return the instruction for a target language, of texts like "de=Use the formal Sie"."""
+    entries = (one.partition("=") for one in styles)
+    name = language_name(target)
+    return next((style.strip() for language, _, style in entries if language_name(language.strip()) == name), "")
+
 
 def style_lines(instruction: str, formality: str, audience: str) -> str:
     """Return the lines about style. `formality` is a key of FORMALITIES."""

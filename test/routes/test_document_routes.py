@@ -40,12 +40,12 @@ def finished(service: Service, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_file_is_translated_in_the_background(locked_fake: Service) -> None:
-    sent = send(locked_fake, "film.srt", SRT.encode())
+    sent = send(locked_fake, "film.srt", SRT.encode(), instruction="Be short.", formality="more")
     assert sent.status_code == 200, sent.text
     document = sent.json()
     assert (document["filename"], document["texts"], document["status"]) == ("film.de.srt", 2, "queued")
     warning = "the translation is much longer than the text"
-    doubtful = [{"text": text, "translation": f"English: {text}", "warning": warning} for text in ("Hello", "Bye")]
+    doubtful = [{"text": text, "translation": "Be short.", "warning": warning} for text in ("Hello", "Bye")]
     assert finished(locked_fake, document) | {"created_at": 0} == {
         "id": document["id"], "filename": "film.de.srt", "status": "done", "texts": 2, "translated": 2, "failed": 0,
         "created_at": 0, "error": "", "notes": [], "doubtful": doubtful,

@@ -20,7 +20,8 @@ import pytest
 from libretranslatepy import LibreTranslateAPI
 
 from routes.translation import deepl as deepl_routes
-from rwkv_batch.errors import ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.translation.plan import TranslationRequest
 from test.routes.conftest import PASSWORD
 from test.serving import Service, wait_for
 
@@ -78,6 +79,19 @@ def test_deepl_errors(translator: deepl.DeepLClient, locked_fake: Service) -> No
     for version in ("v1", None):
         v1 = v2 | {"tag_handling_version": version}
         assert translator.translate_text("<a>1</b>", **v1).text == "<a>1</b>"
+    for wrong_list in ([1], ["x" * 301], ["x"] * 11):
+        with pytest.raises(deepl.DeepLException, match="custom_instructions"):
+            translator.translate_text("42", target_lang="de", custom_instructions=wrong_list)
+    with pytest.raises(deepl.DeepLException, match="no such path: /v2/write/rephrase"):
+        translator.rephrase_text("Hello", target_lang="DE")
+    for method, path, status in (
+        ("POST", "/v3/style_rules", 404),
+        ("GET", "/v2/translate", 405),
+        ("PATCH", "/v2/glossaries/x", 405),
+    ):
+        unserved = httpx.request(method, locked_fake.url + path)
+        assert unserved.status_code == status and list(unserved.json()) == ["message"], path
+    assert "error" in httpx.post(f"{locked_fake.url}/v2/chat/complete").json(), "a path of the native API"
     refused = httpx.post(f"{locked_fake.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
     assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
 
@@ -148,6 +162,27 @@ def test_large_xml_is_checked_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
     assert on_loop and not any(on_loop)
 
 
+@pytest.mark.parametrize(
+    ("fields", "style"),
+    [
+        ({"custom_instructions": ["Use short words.", "Keep names."]}, "Use short words. Keep names."),
+        ({"formality": "prefer_more"}, "Use formal, polite language."),
+        ({"formality": "prefer_less", "custom_instructions": ["a"]}, "a\nUse informal language."),
+        ({"formality": "default"}, ""),
+    ],
+)
+def test_deepl_instructions_are_the_style(fields: dict[str, Any], style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def checked(_context: Any, _ids: Any, request: TranslationRequest) -> TranslationRequest:
+        assert request.style == style
+        raise ServiceError(ErrorKind.OVERLOADED, "checked")
+
+    monkeypatch.setattr(deepl_routes, "named_glossaries", checked)
+    body = deepl_routes.DeepLBody.model_validate({"text": ["Hello"], "target_lang": "DE", **fields})
+    context: Any = SimpleNamespace(config=SimpleNamespace(strict_fields=False))
+    with pytest.raises(ServiceError, match="checked"):
+        asyncio.run(deepl_routes.translate_text(context, body))
+
+
 def test_deepl_forms(locked_fake: Service) -> None:
     fields = [("text", "1"), ("text", "2"), ("target_lang", "zh-HANS"), ("tag_handling", "xml"), ("ignore_tags", "a,b")]
     fields += [("show_billed_characters", "1"), ("outline_detection", "0"), ("split_sentences", "1")]
@@ -156,6 +191,30 @@ def test_deepl_forms(locked_fake: Service) -> None:
     assert [one["text"] for one in answer.json()["translations"]] == ["1", "2"], answer.text
     many = httpx.post(f"{locked_fake.url}/v2/translate", content="a=1&" * 20_000, headers=headers)
     assert many.status_code == 400 and "10000 fields" in many.json()["message"]
+
+
+def test_omegats_requests(locked_fake: Service) -> None:
+    """Forms as OmegaT's plugins send them: deepl-java's, and LibreTranslate's without a field for a key."""
+    java = {**FORM, "User-Agent": "Java/17.0.9", "Accept": "text/html, image/gif, image/jpeg, *; q=.2, */*; q=.2"}
+    text = "<f0>42</f0>, 7<i1/>!"
+    libre = urlencode({"q": text, "source": "en", "target": "de"})
+    answer = httpx.post(f"{locked_fake.url}/translate?api_key={PASSWORD}", content=libre, headers=java)
+    assert answer.status_code == 200, answer.text
+    fields = {"source_lang": "EN", "target_lang": "ZH-HANS", "text": text, "show_billed_characters": "1"}
+    agent = {"User-Agent": "deepl-java/1.16.0 (Linux-6.1-amd64) java/17.0.9"}
+    headers = java | agent | {"Authorization": f"DeepL-Auth-Key {PASSWORD}"}
+    deepls = httpx.post(
+        f"{locked_fake.url}/v2/translate",
+        content=urlencode({**fields, "split_sentences": "1"}),
+        headers=headers,
+    )
+    (one,) = deepls.json()["translations"]
+    for translation in (answer.json()["translatedText"], one["text"]):
+        assert [translation.count(tag) for tag in ("<f0>", "</f0>", "<i1/>")] == [1, 1, 1], translation
+    assert one["billed_characters"] == len(text) and one["detected_source_language"] == "EN"
+    assert "warnings" not in answer.json() or "api_key" not in str(answer.json()["warnings"])
+    wrong = httpx.post(f"{locked_fake.url}/translate?api_key=wrong", content=libre, headers=java)
+    assert wrong.status_code == 403 and isinstance(wrong.json()["error"], str)
 
 
 def test_libretranslate_translates_and_detects(locked_fake: Service) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from programs.settings import SettingsError
+from programs.settings.values import language_styles
 from routes.config import HttpConfig
 from routes.translation import translator
+from routes.translation.translator import TranslationFields
+from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.translation.context import Example
 from rwkv_batch.translation.glossary import GlossaryMode
-from rwkv_batch.translation.plan import Query
+from rwkv_batch.translation.plan import CACHE_KEY, Query, TranslationRequest
 from rwkv_batch.translation.prompt_forms import PromptForm, prompt_form
 from rwkv_batch.translation.prompts import prompt_stops, shared_prompt, translation_prompt
 
@@ -64,12 +69,37 @@ def test_forms_have_context_terms_and_earlier_translations(form: PromptForm, sha
     assert prompt_stops(query, form)[0] == "\n\n"
 
 
+@pytest.mark.parametrize(
+    ("target", "style", "said"),
+    [("de-AT", "", "Use Sie, please."), ("zh-TW", "", "A = B"), ("zh", "", ""), ("German", "Use du.", "Use du.")],
+)
+def test_a_request_without_a_style_has_its_languages(
+    target: str, style: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(request: TranslationRequest, *_: Any) -> None:
+        raise ServiceError(ErrorKind.OVERLOADED, request.style)
+
+    monkeypatch.setattr(translator, "make_plan", planned)
+    config = HttpConfig(translation_style=language_styles("de=Use Sie, please.; Traditional Chinese = A = B"))
+    context = cast(Any, SimpleNamespace(config=config, shared={CACHE_KEY: None}))
+    body = TranslationFields()
+    request = TranslationRequest(texts=["a"], source="en", target=target, style=style)
+    with pytest.raises(ServiceError, match=f"^{said}$"):
+        asyncio.run(translator.translate(context, request, body, "", "text"))
+
+
+@pytest.mark.parametrize("wrong", ["de", "de=", "Klingon=Shout.", "de=" + "x" * 1001])
+def test_a_wrong_default_style_is_refused(wrong: str) -> None:
+    with pytest.raises(SettingsError, match="must be LANGUAGE=INSTRUCTION"):
+        language_styles(wrong)
+
+
 def test_a_pages_context_is_formatted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     formatted: list[Query] = []
     monkeypatch.setattr(
         translator, "shared_prompt", lambda query, form: formatted.append(query) or shared_prompt(query, form)
     )
     context = cast(Any, SimpleNamespace(tokenizer=Tokenizer(), config=HttpConfig()))
-    body = cast(Any, SimpleNamespace(state=None, adapter=None))
+    body = TranslationFields()
     rows = translator._rows(context, [Query("en", "de", text, "A pet shop.") for text in "abc"], body, "text_list")
     assert len(formatted) == 1 and len({tuple(row.prompt[: row.cached_tokens]) for row in rows}) == 1

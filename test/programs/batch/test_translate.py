@@ -20,7 +20,9 @@ import pytest
 from app import main
 from programs.backends.backend import Reply
 from programs.batch.lines import LineWorker
+from programs.batch.options import build_translate_parser
 from programs.batch.translate import DocumentJob, Result, TranslateOptions, review
+from routes.translation.batch_translate import TranslateBody
 from rwkv_batch.translation.documents.document import DocumentOptions
 from rwkv_batch.translation.documents.formats import read_document
 from test.programs.batch.runs import batch, read_jsonl, started, write_jsonl
@@ -135,6 +137,16 @@ def test_a_review_has_scores_and_marks_the_least_certain(fake: Service, tmp_path
     assert translate(fake, source, "--review", str(found)) == 0, "scores are asked for without --fresh"
     rows = list(csv.DictReader(io.StringIO(found.read_text("utf-8-sig"))))
     assert [float(one["score"]) for one in rows] == [0.0, 0.0] and rows[1]["source"] == "Two lines."
+
+
+def test_every_text_has_the_style(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("One line.\n")
+    flags = ["--instruction", "Be short.", "--formality", "more"]
+    given, _ = build_translate_parser().parse([str(source), "-t", "de", *flags])
+    (record,) = DocumentJob(TranslateOptions(**vars(given))).records()
+    body = TranslateBody.model_validate(record.fields["body"])
+    assert (body.instruction, body.formality) == ("Be short.", "more")
 
 
 def test_other_files_are_not_overwritten(fake: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
