@@ -271,6 +271,8 @@ def test_a_step_in_parts(decode: ctypes.CDLL) -> None:
         (torch.float16, False, 4),
         (torch.float16, False, 1),
         (torch.float16, True, 2),
+        (torch.float16, False, 8),
+        (torch.float32, True, 8),
         (torch.float32, True, 4),
         (torch.float32, False, 2),
         (torch.uint8, False, 4),
@@ -280,7 +282,10 @@ def test_a_step_in_parts(decode: ctypes.CDLL) -> None:
 def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
     sequence: ctypes.CDLL, decode: ctypes.CDLL, dtype: torch.dtype, first_layer: bool, sms: int
 ) -> None:
-    """Two rows of 19 and 35 tokens, in slots 2 and 1, over several blocks of 16. One CTA per SM has 8 state warps."""
+    """Two rows of 19 and 35 tokens, in slots 2 and 1, over several blocks of 16. One CTA per SM has 8 state warps.
+
+    With two SMs for each head a cluster has them.
+    """
     sequence["emulation_set"](sms, 227 << 10)
     lengths, tokens = (19, 35), 54
     layer, given = make_layer(), make_inputs(tokens, first_layer)

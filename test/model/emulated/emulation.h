@@ -181,6 +181,10 @@ T shared(uint32_t at) {
 inline uint32_t address(const void* p) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - dynamic_shared.data());
 }
+template <typename T>
+T* peer_pointer(T* p, int rank) {
+  return reinterpret_cast<T*>(dynamic_shared.data() + peer_address(address(p), rank));
+}
 
 template <typename To, typename From>
 To bits(From value) {

@@ -63,6 +63,8 @@ BODIES = {
     "arrive_peer": "",
     "arrive_cluster": "emulation::arrive_cluster();",
     "wait_cluster": "emulation::wait_cluster();",
+    "sync": "emulation::arrive_cluster(); emulation::wait_cluster();",
+    "peer_pointer": "return emulation::peer_pointer(p, rank);",
     "tma_multicast": "",
     "store_peer": "emulation::store_words(to, {a, b, c, d});",
     "meet_ctas": "emulation::meet_blocks(counter, SPLITS);",

@@ -71,7 +71,7 @@ __device__ __forceinline__ void send(const T& from, T* to, uint64_t* barrier, in
 #else
 __device__ __forceinline__ int rank() { return 0; }
 template <typename T>
-__device__ __forceinline__ T* peer_pointer(T* p, int) { return p; }
+__device__ __forceinline__ T* peer_pointer(T* p, int rank) { return p; }
 __device__ __forceinline__ void sync() {}
 __device__ __forceinline__ void init(uint64_t*, int) {}
 __device__ __forceinline__ void publish() {}
@@ -82,4 +82,4 @@ template <typename T>
 __device__ __forceinline__ void send(const T&, T*, uint64_t*, int) {}
 #endif
 
-}  // namespace pair
+}  // namespace cluster

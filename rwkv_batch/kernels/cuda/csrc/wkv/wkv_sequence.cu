@@ -11,13 +11,16 @@
 // Two groups of warps share blocks of TOKENS tokens. State warps step through one block. The others finish the block
 // before it (group norm, bonus, gate) and compute the vectors of the next one. One barrier per block.
 // Registers: a state warp holds 16 values x 64 keys of S. An int8 state is in shared memory, one warp steps it.
+// Few heads: two CTAs, a cluster, share a head. Each carries half of the value rows, makes the vectors of half of the
+// tokens for both, and finishes these tokens.
 //
 // Grid: (head, row). Up to two CTAs per SM start before the previous kernel ends.
-// Block: 8 warps; up to one CTA per SM 12, of which 8 carry 8 values each; int8 5.
+// Block: 8 warps; up to one CTA per SM 12, of which 8 carry 8 values each, or two CTAs of 8; int8 5.
 // Shared memory: 57 KB (int8: 58 KB), vectors and y of two blocks.
-// Bound: instruction issue; per head and token 1,200 to 1,400 instructions of a warp. One CTA per SM: also the latency of a
-// step.
+// Bound: instruction issue; per head and token 1,200 to 1,400 instructions of a warp. One CTA per SM: the latency of a
+// step, some 430 cycles.
 // Made for: heads of 64, rows of any length.
+#include "cluster.cuh"
 #include "wkv_int8.cuh"
 
 constexpr int TOKENS = 16, VECTOR_WARPS = 4;
@@ -25,16 +28,35 @@ constexpr int PADDED_BYTES[] = {116 << 10, 80 << 10};  // one CTA per SM, two: e
 template <typename State>
 constexpr bool IS_INT8 = std::is_same_v<State, Int8State>;
 
-// A token's vectors. kk includes the factor -n^-2 (wkv.cuh).
+// Where a key's number lies in a vector: a lane's two groups of four keys are those of fp32 states, so that the octet reads
+// 128 contiguous bytes.
+template <typename State>
+__device__ __forceinline__ int position_of(int key) { return sizeof(State) == 2 ? (key & 4) * 8 + (key >> 3) * 4 + (key & 3) : key; }
+
+// A token's vectors, in that order but v. kk includes the factor -n^-2 (wkv.cuh).
 template <typename State>
 struct Token {
     float vectors[VECS][HEAD_SIZE];
     float bonus, padding[3];
 
     __device__ __forceinline__ void make(const HeadParams& params, const Inputs& in, bool residual, int pair) {
-        const Scalars scalars = prologue(params, in, residual, vectors, pair);
+        const int at = position_of<State>(pair);
+        const Scalars scalars = prologue(params, in, residual, vectors, at);
         bonus = scalars.bonus;
-        vectors[VKK][pair] *= -scalars.inv_square, vectors[VKK][pair + 1] *= -scalars.inv_square;
+        vectors[VKK][at] *= -scalars.inv_square, vectors[VKK][at + 1] *= -scalars.inv_square;
+        const float2 value = *reinterpret_cast<const float2*>(&vectors[VV][at]);
+        __syncwarp();
+        *reinterpret_cast<float2*>(&vectors[VV][pair]) = value;
+    }
+    // Copies what this lane made to the other CTA.
+    __device__ __forceinline__ void send(int rank, int pair) const {
+        float* const peer = cluster::peer_pointer(const_cast<float*>(vectors[0]), rank);
+        const int at = position_of<State>(pair);
+#pragma unroll
+        for (int vec = 0; vec < VECS; ++vec) {
+            const int i = vec * HEAD_SIZE + (vec == VV ? pair : at);
+            *reinterpret_cast<float2*>(peer + i) = *reinterpret_cast<const float2*>(&vectors[0][i]);
+        }
     }
     __device__ __forceinline__ float2 v(int pair) const { return *reinterpret_cast<const float2*>(&vectors[VV][pair]); }
 };
@@ -51,6 +73,7 @@ struct Token<Int8State> {
         if (pair == 0) scalars = made, bonus = made.bonus;
         *reinterpret_cast<float2*>(&value[pair]) = made.v;
     }
+    __device__ __forceinline__ void send(int, int) const {}
     __device__ __forceinline__ float2 v(int pair) const { return *reinterpret_cast<const float2*>(&value[pair]); }
 };
 
@@ -85,16 +108,16 @@ struct Carried {
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) raw.rows[m].unpack(s[m]);
     }
-    __device__ __forceinline__ void begin(const Token<State>& token) { read_keys<State>(token.vectors[VKK], q, kk); }
+    __device__ __forceinline__ void begin(const Token<State>& token) { read_keys<float>(token.vectors[VKK], q, kk); }
     // next: the next token; any if there is none.
     __device__ __forceinline__ void step(Token<State>& token, const Token<State>& next, float* y, Smem<State>&, int) {
         KeyVectors t;
 #pragma unroll
         for (int j = 0; j < KEYS; ++j) t.kk[j] = kk[j];
-        read_keys<State>(token.vectors[VDECAY], q, t.decay);
-        read_keys<State>(token.vectors[VKKA], q, t.kka);
-        read_keys<State>(token.vectors[VK], q, t.k);
-        read_keys<State>(token.vectors[VR], q, t.r);
+        read_keys<float>(token.vectors[VDECAY], q, t.decay);
+        read_keys<float>(token.vectors[VKKA], q, t.kka);
+        read_keys<float>(token.vectors[VK], q, t.k);
+        read_keys<float>(token.vectors[VR], q, t.r);
         update_rows(s, t, &token.vectors[VV][first]);
         begin(next);
         read_rows(s, t.r, q, y + first);
@@ -129,12 +152,25 @@ struct Carried<Int8State, 1> {
     }
 };
 
-template <typename State, int STATE_WARPS>
-__global__ void __launch_bounds__(32 * (STATE_WARPS + VECTOR_WARPS), STATE_WARPS == 1 ? 3 : STATE_WARPS == 4 ? 2 : 1) wkv_sequence_kernel(const WkvArgs p) {
+// Waits for all threads of a head.
+template <int CTAS>
+__device__ __forceinline__ void sync_head() {
+    if constexpr (CTAS == 2) {
+        cluster::sync();
+    } else {
+        __syncthreads();
+    }
+}
+
+template <typename State, int STATE_WARPS, int CTAS>
+__global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), STATE_WARPS == 1 ? 3 : STATE_WARPS == 4 ? 2 : 1)
+    wkv_sequence_kernel(const WkvArgs p) {
     extern __shared__ __align__(16) unsigned char dynamic[];
     auto& smem = *reinterpret_cast<Smem<State>*>(dynamic);
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = 2 * lane, head = blockIdx.x, row = blockIdx.y;
-    const bool carries_state = warp < STATE_WARPS, residual = p.v_first != nullptr;
+    constexpr int CARRIERS = STATE_WARPS / CTAS, MAKERS = VECTOR_WARPS * CTAS;  // of this CTA; of the head
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = 2 * lane, row = blockIdx.y;
+    const int head = blockIdx.x / CTAS, rank = blockIdx.x % CTAS;
+    const bool carries_state = warp < CARRIERS, residual = p.v_first != nullptr;
     const int channel = head * HEAD_SIZE + pair;
     HeadParams params;
     float2 weight, bias;
@@ -149,26 +185,32 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS + VECTOR_WARPS), STATE_WARPS
         return reinterpret_cast<State*>(static_cast<unsigned char*>(p.state) + slot * p.slot_stride * ITEM) + head * HEAD_ITEMS;
     };
     Carried<State, STATE_WARPS> carried;
-    if (carries_state) carried.load(state_of(p.read_slots[row]), smem, warp, lane);  // an earlier step wrote it
+    if (carries_state) carried.load(state_of(p.read_slots[row]), smem, rank * CARRIERS + warp, lane);  // an earlier step wrote it
     allow_next_kernel();
     wait_for_previous_kernel();
+    if constexpr (CTAS == 2) cluster::sync();  // both have begun
     if (carries_state) {
-        __syncthreads();  // the first block's vectors
+        sync_head<CTAS>();  // the first block's vectors
         for (int i = 0; i < blocks; ++i) {
             auto& block = smem.blocks[i & 1];
             const int tokens = min(TOKENS, count - i * TOKENS);
+            float* const own_y = block.y[0];
+            float* const peer_y = CTAS == 2 ? cluster::peer_pointer(own_y, rank ^ 1) : own_y;  // of the tokens that the other CTA finishes
             carried.begin(block.tokens[0]);
 #pragma unroll 1
-            for (int t = 0; t < tokens; ++t) carried.step(block.tokens[t], block.tokens[min(t + 1, TOKENS - 1)], block.y[t], smem, lane);
-            __syncthreads();
+            for (int t = 0; t < tokens; ++t) {
+                float* const y = (t / VECTOR_WARPS % CTAS == rank ? own_y : peer_y) + t * HEAD_SIZE;
+                carried.step(block.tokens[t], block.tokens[min(t + 1, TOKENS - 1)], y, smem, lane);
+            }
+            sync_head<CTAS>();
         }
         carried.store(state_of(p.write_slots[row]), smem, lane);
         return;
     }
-    // A warp makes and finishes tokens own, own + VECTOR_WARPS, ... of a block.
-    constexpr int OWN = TOKENS / VECTOR_WARPS;
-    const int own = warp - STATE_WARPS;
-    const auto token_of = [&](int i, int n) { return i * TOKENS + own + n * VECTOR_WARPS; };
+    // A warp makes and finishes tokens own, own + MAKERS, ... of a block.
+    constexpr int OWN = TOKENS / MAKERS;
+    const int own = rank * VECTOR_WARPS + warp - CARRIERS;
+    const auto token_of = [&](int i, int n) { return i * TOKENS + own + n * MAKERS; };
     const auto at = [&](int token) { return (start + token) * (p.heads * HEAD_SIZE) + channel; };
     Inputs in[OWN];  // of the next block
     __half2 gates[OWN];  // of the block that is stepped
@@ -187,7 +229,7 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS + VECTOR_WARPS), STATE_WARPS
         auto& block = smem.blocks[(i + 1) & 1];  // of the block before i and of the next one
 #pragma unroll
         for (int n = 0; n < OWN; ++n) {
-            const int t = own + n * VECTOR_WARPS, ended = token_of(i - 1, n);
+            const int t = own + n * MAKERS, ended = token_of(i - 1, n);
             auto& token = block.tokens[t];
             if (i >= 1 && ended < count) {
                 const float2 y = *reinterpret_cast<const float2*>(&block.y[t][pair]);
@@ -195,18 +237,21 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS + VECTOR_WARPS), STATE_WARPS
                 store_y(p, static_cast<int>(start) + ended, channel, out);
                 __syncwarp();  // all lanes have read what make() overwrites
             }
-            if (token_of(i + 1, n) < count) token.make(params, in[n], residual, pair);
+            if (token_of(i + 1, n) < count) {
+                token.make(params, in[n], residual, pair);
+                if constexpr (CTAS == 2) token.send(rank ^ 1, pair);
+            }
         }
         load_inputs(i + 2);
         if (i >= 0) load_gates(i);
-        if (i < blocks) __syncthreads();
+        if (i < blocks) sync_head<CTAS>();
     }
 }
 
-template <typename State, int STATE_WARPS>
+template <typename State, int STATE_WARPS, int CTAS>
 static int launch_sequence(const WkvArgs& p, void* stream) {
-    const auto kernel = wkv_sequence_kernel<State, STATE_WARPS>;
-    constexpr int smem_bytes = static_cast<int>(sizeof(Smem<State>)), THREADS = 32 * (STATE_WARPS + VECTOR_WARPS);
+    const auto kernel = wkv_sequence_kernel<State, STATE_WARPS, CTAS>;
+    constexpr int smem_bytes = static_cast<int>(sizeof(Smem<State>)), THREADS = 32 * (STATE_WARPS / CTAS + VECTOR_WARPS);
     const DeviceInfo& info = device_info();
     static bool raised[MAX_DEVICES] = {};
     if (!raised[current_device()]) {
@@ -216,7 +261,9 @@ static int launch_sequence(const WkvArgs& p, void* stream) {
     }
     const dim3 grid(p.heads, p.rows);
     const int per_sm = (p.heads * p.rows + info.num_sms - 1) / info.num_sms;
-    if (per_sm <= 2) {
+    if constexpr (CTAS == 2) {
+        launch_clusters(kernel, 2, dim3(2 * p.heads, p.rows), THREADS, max(smem_bytes, min(PADDED_BYTES[0], info.smem_bytes)), stream, p);
+    } else if (per_sm <= 2) {
         launch_with_smem(kernel, grid, THREADS, max(smem_bytes, min(PADDED_BYTES[per_sm - 1], info.smem_bytes)), stream, p);
     } else {
         launch_with_smem<LaunchOrder::SERIAL>(kernel, grid, THREADS, smem_bytes, stream, p);
@@ -226,11 +273,14 @@ static int launch_sequence(const WkvArgs& p, void* stream) {
 
 template <typename State>
 static int launch_sequences(const WkvArgs& p, void* stream) {
-    return p.heads * p.rows <= device_info().num_sms ? launch_sequence<State, 8>(p, stream) : launch_sequence<State, 4>(p, stream);
+    const DeviceInfo& info = device_info();
+    const int heads = p.heads * p.rows;
+    if (2 * heads <= info.num_sms && info.has_pdl) return launch_sequence<State, 8, 2>(p, stream);
+    return heads <= info.num_sms ? launch_sequence<State, 8, 1>(p, stream) : launch_sequence<State, 4, 1>(p, stream);
 }
 
-// state_bytes: per element; 1 for Int8State. The number of warps changes no bit of the result.
+// state_bytes: per element; 1 for Int8State. The numbers of warps and CTAs change no bit of the result.
 RWKV_API int rwkv_wkv_sequence(const WkvArgs* p, int state_bytes, void* stream) {
-    if (state_bytes == 1) return launch_sequence<Int8State, 1>(*p, stream);
+    if (state_bytes == 1) return launch_sequence<Int8State, 1, 1>(*p, stream);
     return state_bytes == 2 ? launch_sequences<__half>(*p, stream) : launch_sequences<float>(*p, stream);
 }
