@@ -49,6 +49,8 @@ class Connection:
     """Whether its client may send large bodies: it has shown a secret, if the service has one."""
     handled_bytes: int = 0
     """Bytes that were received with its complete requests."""
+    stuck_checks: int = 0
+    """How often it was open although its client had left, and its request was never handled."""
 
     def received_bytes(self) -> int:
         """Return the bytes that the client has sent."""

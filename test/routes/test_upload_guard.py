@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import socket
@@ -16,7 +17,7 @@ import pytest
 from routes.context import RequestLimiter
 from routes.serving import upload_guard
 from routes.serving.connections import Connection
-from routes.serving.upload_guard import MAX_STUCK_CHECKS, UploadGuard
+from routes.serving.upload_guard import MAX_STUCK_CHECKS, BrokenForms, UploadGuard
 from test.serving import Service, read_all, wait_for
 
 CHAT = "/v1/chat/completions"
@@ -175,6 +176,32 @@ def test_stuck_connections_do_not_end_an_upload(monkeypatch: pytest.MonkeyPatch)
         ours.recv(1)
         upload = Connection(0, ours.fileno(), os.fstat(ours.fileno()).st_ino, "")
         assert not any(guard.check([upload]) for _ in range(MAX_STUCK_CHECKS))
+
+
+def test_a_stuck_connection_does_not_hide_the_reason_of_another_broken_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Robyn logs no connection with the reason, so only one may have an unanswered request."""
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        clients, connections = [], []
+        for number in range(2):
+            clients.append(opened.enter_context(socket.create_connection(listener.getsockname())))
+            ours = opened.enter_context(listener.accept()[0])
+            clients[number].sendall(b"form")
+            clients[number].settimeout(5)
+            ours.recv(4)
+            connections.append(Connection(number, ours.fileno(), os.fstat(ours.fileno()).st_ino, ""))
+        clients[0].shutdown(socket.SHUT_WR)
+        monkeypatch.setattr(upload_guard, "known_connections", lambda: connections)
+        reason = "Failed to parse request for `/v1/states`: no boundary"
+        record = logging.LogRecord(upload_guard.ROBYN_SERVER, logging.ERROR, "", 0, reason, None, None)
+        guard, forms = UploadGuard(MIB, RequestLimiter(9)), BrokenForms({})
+        forms.filter(record)
+        assert not select.select(clients, [], [], 0)[0], "it may be the form of the client that has just left"
+        for _ in range(MAX_STUCK_CHECKS):
+            guard.check(connections)
+        forms.filter(record)
+        assert b" 400 Bad Request" in clients[1].recv(100)
+        assert not select.select(clients[:1], [], [], 0)[0]
 
 
 def send_head(connection: socket.socket, request: str, headers: str = "") -> None:
