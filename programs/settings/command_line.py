@@ -221,7 +221,7 @@ def _apply_strategy(engine: dict[str, Any]) -> None:
 
 def default_http_workers(cpus: int) -> int:
     """Return the number of HTTP worker processes for this number of CPUs."""
-    return 8 if cpus >= 32 else 4 if cpus >= 8 else 2
+    return 8 if cpus >= 16 else 4 if cpus >= 8 else 2
 
 
 def _section_values(

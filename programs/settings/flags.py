@@ -121,7 +121,7 @@ REMOVED = {
 
 FLAGS: dict[Section, tuple[Flag, ...]] = {
     ServiceConfig: (
-        Flag("http_workers", integer(0, 128), "HTTP worker processes; 0: 2, or 4 from 8 CPUs, or 8 from 32 CPUs"),
+        Flag("http_workers", integer(0, 128), "HTTP worker processes; 0: 2, or 4 from 8 CPUs, or 8 from 16 CPUs"),
         Flag(
             "replicas",
             integer(0, 64),

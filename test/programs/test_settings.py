@@ -218,7 +218,7 @@ def test_unavailable_kernels_name_alternatives(expected: str, reason: str) -> No
 
 
 def test_http_workers_by_cpus() -> None:
-    assert [default_http_workers(cpus) for cpus in (1, 2, 7, 8, 31, 32, 256)] == [2, 2, 2, 4, 4, 8, 8]
+    assert [default_http_workers(cpus) for cpus in (1, 2, 7, 8, 15, 16, 256)] == [2, 2, 2, 4, 4, 8, 8]
 
 
 def test_every_sampler_can_be_requested() -> None:
