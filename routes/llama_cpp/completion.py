@@ -61,6 +61,8 @@ def _check_pair(pair: list[Any]) -> list[Any]:
     token, bias = pair
     if isinstance(token, float | bool) or isinstance(bias, str):
         raise PydanticCustomError("bias", "must be a token id or a text, then a number or false")
+    if isinstance(token, int) and token < 0:
+        raise PydanticCustomError("bias", "has a negative token id; give an id, or a text")
     if isinstance(token, str) and token.isdecimal():
         raise PydanticCustomError("bias", "has a text of digits alone; give the token ids as numbers")
     return pair

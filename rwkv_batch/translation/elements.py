@@ -6,6 +6,8 @@ import re
 
 TAG = r"""</?[A-Za-z0-9][^\s<>/"']{0,63}(?:[^<>"']|"[^"]*"|'[^']*')*+>"""
 """Pattern of a tag. Translators' files have names that begin with a digit."""
+XML_TAG = TAG.replace("[A-Za-z0-9]", r"[\w:]", 1)
+"""The same in XML, whose names begin with letters of any script, `_` or `:`."""
 BLOCKS = frozenset(
     "address article aside audio base blockquote body br button canvas caption center col colgroup dd details dialog "
     "div dl dt fieldset figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hgroup hr html iframe legend li "
@@ -17,7 +19,7 @@ VERBATIM = frozenset("script style code kbd samp pre svg math".split())
 """HTML's elements without text to translate."""
 _NO_TRANSLATE = re.compile(r"""\stranslate\s{0,9}=\s{0,9}["']?no["'\s/>]""", re.IGNORECASE)
 _CLASS = re.compile(r"""\sclass\s{0,9}=\s{0,9}(?:"([^"]*)"|'([^']*)'|([^\s"'>]*))""", re.IGNORECASE)
-_TAG = re.compile(TAG)
+_TAG = re.compile(XML_TAG)
 _NAME = re.compile(r"</?([^\s<>/]+)")
 
 

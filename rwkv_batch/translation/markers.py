@@ -18,6 +18,7 @@ from rwkv_batch.translation.elements import (
     BLOCKS,
     TAG,
     VERBATIM,
+    XML_TAG,
     element_end,
     is_protected,
     structural_tags,
@@ -112,7 +113,8 @@ class MarkerOptions:
         """The pattern of all markers. Terms that are kept come first."""
         terms = [f"(?P<kept>{pattern_of(self.keep)})"] if self.keep else []
         markup = {Format.TEXT: [], Format.HTML: [_MARKUP], Format.XML: [_MARKUP, _ENTITY]}[self.format]
-        return re.compile("|".join((*terms, *markup, _PLACEHOLDERS)))
+        others = _PLACEHOLDERS.replace(TAG, XML_TAG) if self.format is Format.XML else _PLACEHOLDERS
+        return re.compile("|".join((*terms, *markup, others)))
 
 
 def pattern_of(terms: Iterable[str]) -> str:

@@ -75,6 +75,7 @@ def test_infill(fake: Service) -> None:
         ({"logit_bias": [["", 1.0]]}, "logit_bias"),
         ({"logit_bias": [["a" * 65, 1.0]]}, "logit_bias"),
         ({"logit_bias": [["33155", 1.0]]}, "logit_bias"),
+        ({"logit_bias": [[-5, 1.0]]}, "logit_bias"),
         ({"n_probs": 20, "n_predict": 1_000_000}, "n_probs"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"model": "ft:a"}, "model"),

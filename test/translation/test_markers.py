@@ -28,6 +28,14 @@ def test_other_text_has_no_marker(text: str) -> None:
     assert parse(text, MarkerOptions()) == (text, [])
 
 
+@pytest.mark.parametrize("name", ["字:句", "été", "_note", ":a"])
+def test_names_of_xml_begin_with_any_letter(name: str) -> None:
+    text = f"<{name} x='1'>one <{name}/>two</{name}>"
+    found = [one.raw for one in parse(text, MarkerOptions(Format.XML))[1]]
+    assert found == [f"<{name} x='1'>", f"<{name}/>", f"</{name}>"]
+    assert parse(text, MarkerOptions(Format.HTML)) == (text, []), "HTML has no such tags"
+
+
 def test_terms_that_are_not_translated_are_markers() -> None:
     options = MarkerOptions(keep=("Foo", "Foo Bar", "状态池"))
     found = parse("Foo Bar and Foo's Foods 的状态池。", options)[1]
