@@ -15,6 +15,7 @@ from pathlib import Path
 from native import build
 from native.instruction_sets import INSTRUCTION_SETS, InstructionSet
 from rwkv_batch.kernels.cpu.library import LIBRARY as KERNELS
+from rwkv_batch.kernels.cpu.training import LIBRARY as TRAINING
 from sampling.cpu import LIBRARY as SAMPLER
 
 LIMITS = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13)}
@@ -35,6 +36,7 @@ def main(into: Path) -> int:
         folder.mkdir(parents=True)
         for one in instruction_sets:
             compile_library(KERNELS, one, cxx, folder)
+            compile_library(TRAINING, one, cxx, folder)
             if one.name in SAMPLER_SETS:
                 compile_library(SAMPLER, one, cxx, folder)
     return 0

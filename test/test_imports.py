@@ -47,6 +47,7 @@ ROOMS = {
     "rwkv_batch.core": "rwkv_batch",
     "rwkv_batch.translation": "rwkv_batch",
     "rwkv_batch.tuning": "rwkv_batch rwkv_batch.model rwkv_batch.model.adapters rwkv_batch.model.quant "
+    "rwkv_batch.kernels.cpu "
     "rwkv_batch.tuning.gpu",
     "rwkv_batch.tuning.gpu": "rwkv_batch.model rwkv_batch.model.quant rwkv_batch.tuning",
     "rwkv_batch.translation.documents": "rwkv_batch.translation",

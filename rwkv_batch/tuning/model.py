@@ -324,9 +324,9 @@ _FLOATS_PER_CHANNEL = 90
 """fp32 numbers per channel and token that a layer keeps for its gradients, as measured; most belong to the WKV."""
 
 
-FUSED_BYTES = ((32, 6, 120), (50, 6, 140))
-"""Bytes per channel and token of the fused kernels, without and with a LoRA: a layer that is kept, one that is
-computed again, and what one layer needs while it runs."""
+FUSED_BYTES = (((90, 12, 240), (126, 12, 280)), ((32, 6, 120), (50, 6, 140)))
+"""Bytes per channel and token of the fused functions, in fp32 and in bf16, without and with a LoRA: a layer that is
+kept, one that is computed again, and what one layer needs while it runs."""
 
 
 def parameters_of(model: TrainingModel, is_full: bool) -> Iterable[Tensor]:

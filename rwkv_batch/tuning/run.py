@@ -22,6 +22,7 @@ from rwkv_batch.model.state import RWKV7
 from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.weights import Weights, expected_shapes, open_weights
 from rwkv_batch.tuning import Document
+from rwkv_batch.tuning.cpu import CpuTrainingModel, unavailable_reason
 from rwkv_batch.tuning.model import FUSED_BYTES, MemoryPlan, TrainingModel, activation_bytes, load_model
 from rwkv_batch.tuning.pacing import Pacer
 from rwkv_batch.tuning.products import compact_matrices, has_triton, matrix_bytes
@@ -81,12 +82,11 @@ def plan_memory(
 ) -> MemoryPlan:  # fmt: skip
     """Return the fastest plan that fits into `free` bytes, or the smallest one. None: as much as is needed."""
     shape = weights.shape
-    numbers = sum(math.prod(size) for size in expected_shapes(shape).values())
     itemsize = 4 if options.method == FULL else place.dtype.itemsize
     tuned = {
         STATE: shape.layers * math.prod(shape.wkv),
         LORA: shape.layers * options.rank * (8 * shape.width + 2 * (shape.width + shape.ffn)),
-        FULL: numbers,
+        FULL: sum(math.prod(size) for size in expected_shapes(shape).values()),
     }
     tuned[BOTH] = tuned[STATE] + tuned[LORA]
     logits = 3 * 4 * _HEAD_ROWS * shape.vocab
@@ -98,7 +98,8 @@ def plan_memory(
         )
         is_small = free is None or keeping <= free // 2
         return MemoryPlan(keeping) if is_small else MemoryPlan(recomputing, 0, shape.layers)
-    kept, again, passing = (shape.width * number for number in FUSED_BYTES[LORA in options.method])
+    numbers = FUSED_BYTES[place.dtype is torch.bfloat16][LORA in options.method]
+    kept, again, passing = (shape.width * number for number in numbers)
     smallest = None
     for tokens in _PIECES[is_paced:]:
         piece_rows = min(rows, max(1, tokens // row_tokens))
@@ -115,15 +116,19 @@ def plan_memory(
 
 
 def is_fused(place: Place, options: TuneOptions) -> bool:
-    """Return whether the Triton kernels train: states and LoRAs in bf16 on an NVIDIA GPU."""
-    if place.device.type != "cuda" or place.dtype is not torch.bfloat16 or options.method == FULL:
+    """Return whether fused functions train: states and LoRAs, in bf16 on an NVIDIA GPU or in fp32 on a CPU."""
+    if options.method == FULL:
         return False
-    return has_triton()
+    if place.device.type == "cpu":
+        return place.dtype is torch.float32 and unavailable_reason() is None
+    return place.device.type == "cuda" and place.dtype is torch.bfloat16 and has_triton()
 
 
 def _model_kind(place: Place, options: TuneOptions) -> type[TrainingModel]:
     if not is_fused(place, options):
         return TrainingModel
+    if place.device.type == "cpu":
+        return CpuTrainingModel
     from rwkv_batch.tuning.gpu.model import GpuTrainingModel  # needs Triton
 
     return GpuTrainingModel

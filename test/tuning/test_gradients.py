@@ -14,12 +14,14 @@ from torch.nn import functional as F
 
 from demo.random_weights import random_weights
 from rwkv_batch.model.state import ModelShape
-from rwkv_batch.tuning import Document
+from rwkv_batch.tuning import Document, cpu
+from rwkv_batch.tuning.cpu import CpuTrainingModel
 from rwkv_batch.tuning.model import MemoryPlan, TrainingModel, Tunables, new_tunables, share_equal_rows
 from rwkv_batch.tuning.packing import pack
 from rwkv_batch.tuning.trainer import Schedule, Trainer
 from rwkv_batch.tuning.wkv import CHUNK, wkv_chunked
 
+needs_compiler = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="no C++ compiler")
 LAYERS, WIDTH, VOCAB, RANKS = 4, 128, 96, (16, 16, 8, 24)
 _SMALL = ("output.weight", "ffn.value.weight", "att.w2", "att.a2", "att.v2", "att.g2", "w0", "a0", "r_k")
 SHAPE = ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS)
@@ -146,19 +148,52 @@ def test_gradients_are_those_of_the_plain_reference(dtype: torch.dtype, limit: f
     assert max(errors.values()) <= limit, worst
 
 
-def test_gradients_of_a_long_document_are_those_of_fp64() -> None:
+@needs_compiler
+@pytest.mark.parametrize("recomputed", [0, LAYERS])
+def test_fused_gradients_on_a_cpu_are_those_of_the_plain_reference(recomputed: int) -> None:
+    """Of states and pairs, in pieces of one row."""
+    expected, wanted = reference()
+    frozen = {name: tensor.detach() for name, tensor in weights(torch.float32).items()}
+    model = CpuTrainingModel(frozen, SHAPE, tunables(torch.float32))
+    model.plan = MemoryPlan(0, 1, recomputed)
+    trainer = Trainer(model, [{"params": model.tunables.parameters, "lr": 0.1}], Schedule(1, 1), torch.float32)
+    (batch,) = pack(PACKED, 3, 64)
+    assert abs(trainer.backward(batch) - expected) <= 1e-5 * expected
+    gradients = list(wanted.values())[len(frozen) :]
+    for one, other in zip(model.tunables.parameters, gradients, strict=True):
+        assert one.grad is not None and (one.grad.double() - other).norm() <= 1e-4 * other.norm()
+
+
+@needs_compiler
+def test_fused_functions_give_the_same_bits_with_any_number_of_threads() -> None:
+    torch.manual_seed(2)
+    products = [torch.randn(96, 128) for _ in range(8)]
+    vectors, outputs, first = torch.randn(5, 128), torch.randn(3, 128), torch.randn(2, 64, 64)
+    keep = torch.tensor([[False, True, False], [False, True, True]])
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        inputs = [one.clone().requires_grad_() for one in (*products, first)]
+        y = cpu.TimeCore.apply(*inputs, vectors, outputs, keep)
+        found.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    torch.set_num_threads(1)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", [TrainingModel, pytest.param(CpuTrainingModel, marks=needs_compiler)])
+def test_gradients_of_a_long_document_are_those_of_fp64(kind: type[TrainingModel]) -> None:
     """The reference is the same model in fp64, which the test above compares token by token."""
     length = 8192 if "RWKV_LONG_TESTS" in os.environ else 1024
     (document,) = documents((length + 1,))
     (batch,) = pack([Document(document.ids, [1.0] * (length + 1))], 1, length)
 
-    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def gradients(dtype: torch.dtype, kind: type[TrainingModel]) -> tuple[Tensor, ...]:
         frozen = {name: tensor.detach() for name, tensor in weights(dtype).items()}
-        model = TrainingModel(frozen, SHAPE, Tunables(tunables(dtype).states))
+        model = kind(frozen, SHAPE, Tunables(tunables(dtype).states))
         loss = model.loss(model.hidden(batch.inputs, batch.begins)[0], batch.targets[0], batch.weights[0].to(dtype))
         return torch.autograd.grad(loss, model.tunables.states)
 
-    for given, wanted in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
+    for given, wanted in zip(gradients(torch.float32, kind), gradients(torch.float64, TrainingModel), strict=True):
         assert (given.double() - wanted).norm() <= 1e-4 * wanted.norm() and 0 < wanted.norm() < 1
 
 

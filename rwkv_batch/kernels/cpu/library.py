@@ -38,11 +38,11 @@ class StepFailure(enum.IntEnum):
     NO_MEMORY = 2
 
 
-def _pointers(*names: str) -> list[tuple[str, type]]:
+def pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_void_p) for name in names]
 
 
-def _integers(*names: str) -> list[tuple[str, type]]:
+def integers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_int64) for name in names]
 
 
@@ -52,21 +52,21 @@ class MatrixArgs(ctypes.Structure):
     parts: numbers that each x is split into: bf16 1 or 3, W8A8 1 or 2
     """
 
-    _fields_ = [*_pointers("data"), *_integers("in_features", "out_features", "packing", "parts")]
+    _fields_ = [*pointers("data"), *integers("in_features", "out_features", "packing", "parts")]
 
 
 class GemmArgs(ctypes.Structure):
     """csrc/linear.h's Gemm: one matrix over the rows of a call."""
 
-    _fields_ = [("w", MatrixArgs), *_pointers("x", "y"), *_integers("activation")]
+    _fields_ = [("w", MatrixArgs), *pointers("x", "y"), *integers("activation")]
 
 
 class LayerArgs(ctypes.Structure):
     """csrc/layers.cpp's Layer: addresses of the tensors of model/layer.py's Layer; null: absent."""
 
     _fields_ = [
-        *_pointers("ln1_weight", "ln1_bias", "ln2_weight", "ln2_bias", "ln_x_weight", "ln_x_bias"),
-        *_pointers("att_mix", "ffn_mix", "w0", "a0", "v0", "k_k", "k_a", "r_k"),
+        *pointers("ln1_weight", "ln1_bias", "ln2_weight", "ln2_bias", "ln_x_weight", "ln_x_bias"),
+        *pointers("att_mix", "ffn_mix", "w0", "a0", "v0", "k_k", "k_a", "r_k"),
         *((name, MatrixArgs) for name in ("receptance", "key", "value", "output", "ffn_key", "ffn_value")),
         *((name, MatrixArgs) for name in ("w1", "a1", "g1", "v1", "w2", "a2", "g2", "v2")),
     ]
@@ -75,7 +75,7 @@ class LayerArgs(ctypes.Structure):
 class PairArgs(ctypes.Structure):
     """csrc/layers.cpp's Pair: an adapter's low-rank pair at one linear layer, y += b (a x)."""
 
-    _fields_ = [*_pointers("a", "b"), *_integers("rank")]
+    _fields_ = [*pointers("a", "b"), *integers("rank")]
 
 
 class AdapterLayerArgs(ctypes.Structure):
@@ -86,8 +86,8 @@ class AdapterLayerArgs(ctypes.Structure):
 
     _fields_ = [
         ("pairs", PairArgs * len(Target)),
-        *_pointers("router", "experts"),
-        *_integers("num_experts", "active"),
+        *pointers("router", "experts"),
+        *integers("num_experts", "active"),
     ]
 
 
@@ -102,10 +102,10 @@ class StepArgs(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.POINTER(LayerArgs)),
-        *_integers("num_layers"),
-        *_pointers("x", "out", "v_first", "wkv", "shift", "ends", "read", "write"),
-        *_integers("rows", "tokens", "slots", "width", "threads"),
-        *_pointers("adapters"),
+        *integers("num_layers"),
+        *pointers("x", "out", "v_first", "wkv", "shift", "ends", "read", "write"),
+        *integers("rows", "tokens", "slots", "width", "threads"),
+        *pointers("adapters"),
     ]
 
 
