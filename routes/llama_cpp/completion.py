@@ -6,6 +6,7 @@ Its other routes are those of OpenAI's API, and `/tokenize`, `/detokenize` and `
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
@@ -106,6 +107,7 @@ class LlamaFields(SamplerFields, Body):
     n_probs: int = Field(
         0, ge=0, le=MAX_TOP_LOGPROBS, description="Return log-probabilities of each token and of n alternatives."
     )
+    return_tokens: bool = Field(False, description="Return the token ids of the text.")
     cache_prompt: Repeated = Field(None, description="Accepted: every prefix may be cached.")
     id_slot: Repeated = Field(None, description="Accepted: the service chooses the slot.")
     timings_per_token: Repeated = Field(None, description="Accepted: the last event has `timings`.")
@@ -123,7 +125,9 @@ class LlamaFields(SamplerFields, Body):
         bias = {token: max(-100.0, min(one, 100.0)) for token, one in biases}
         fields = {"model": self.model, "prompt": prompt, "stream": self.stream, "logit_bias": bias, **given}
         with rename_fields(**_RENAMED):
-            body: LlamaRaw = validate(LlamaRaw, {**fields, "logprobs": self.n_probs or None})
+            body: LlamaRaw = validate(
+                LlamaRaw, {**fields, "logprobs": self.n_probs or (0 if self.return_tokens else None)}
+            )
         return body
 
 
@@ -147,7 +151,7 @@ class Completion(WithWarnings):
 
     index: int = Field(description="Always 0.")
     content: str
-    tokens: list[int] = Field(description="Always empty.")
+    tokens: list[int] = Field(description="Ids of the new tokens, with `return_tokens`.")
     id_slot: int = Field(description="Always -1.")
     stop: bool = Field(description="Whether the answer is complete. If so, it has the fields below, from `model` on.")
     tokens_predicted: int = Field(description="Generated tokens so far, including a stop token.")
@@ -180,9 +184,12 @@ class LlamaFormatter(BaseFormatter):
 
     error_format = LLAMA_ERRORS
 
-    def __init__(self, body: LlamaFields, prompt: str | list[int], prompt_tokens: int) -> None:
+    def __init__(
+        self, body: LlamaFields, prompt: str | list[int], prompt_tokens: int, ids: Mapping[bytes, int]
+    ) -> None:
+        """ids: of the tokens' bytes"""
         self._model, self._prompt, self._prompt_tokens = body.model, prompt, prompt_tokens
-        self._returns_probs = body.n_probs > 0
+        self._returns_probs, self._ids = body.n_probs > 0, ids if body.return_tokens else None
         self._started = self._first = time.monotonic()
         self._num_tokens = 0
 
@@ -204,7 +211,8 @@ class LlamaFormatter(BaseFormatter):
 
     def _part(self, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         counts = {"tokens_predicted": self._num_tokens, "tokens_evaluated": self._prompt_tokens}
-        part = {"index": 0, "content": text, "tokens": [], "id_slot": -1, "stop": False, **counts}
+        tokens = [] if self._ids is None else [self._ids[one.token] for one in logprobs if one.token in self._ids]
+        part = {"index": 0, "content": text, "tokens": tokens, "id_slot": -1, "stop": False, **counts}
         return part | ({"completion_probabilities": logprob_entries(logprobs)} if self._returns_probs else {})
 
     def _end(self, finish: Finish) -> dict[str, Any]:
@@ -252,7 +260,7 @@ async def _complete(
     raw: LlamaRaw = await with_defaults_applied(context, await offload_if_large(len(prompt), body.raw, prompt))
     with rename_fields(**_RENAMED):
         rows = await openai_rows(context, raw, [prompt], row_stops(raw, built_in=stops), field)
-    formatter = LlamaFormatter(body, prompt, len(rows[0].prompt))
+    formatter = LlamaFormatter(body, prompt, len(rows[0].prompt), context.tokenizer.id_by_bytes)
     return await run(context, make_job(rows, raw, path), formatter, OutputDecoder(1), body.stream)
 
 

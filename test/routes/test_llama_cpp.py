@@ -47,6 +47,13 @@ def test_stops_seeds_ids_and_probabilities(service: Service) -> None:
     assert "".join(part["content"] for part in parts) == text and parts[-1]["stop_type"] == "limit"
     tokens = [one for part in parts for one in part["completion_probabilities"]]
     assert len(tokens) == 30 and all(len(one["top_logprobs"]) == 2 for one in tokens)
+    assert not any(part["tokens"] for part in parts)
+    for stream in (False, True):
+        answer = service.post("/completion", {**ask, "return_tokens": True, "stream": stream})
+        given = events(answer.text) if stream else [answer.json()]
+        ids = [token for part in given for token in part["tokens"]]
+        assert len(ids) == 30 and service.post("/detokenize", {"tokens": ids}).json()["content"] == text
+        assert "completion_probabilities" not in given[0]
     first = Tokenizer().encode(tokens[0]["token"])[0]
     other = service.post("/completion", {**ask, "logit_bias": [[first, False]], "n_predict": 1}).json()
     assert not text.startswith(other["content"])
