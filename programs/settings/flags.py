@@ -299,7 +299,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "type of the WKV state; auto: fp16 on CUDA, fp32 on CPUs; int8: half the size of fp16, less exact",
         ),
         Flag("speculate", one_of(*SPECULATE), "verify guessed tokens, without changing a text; auto: where it pays"),
-        Flag("draft_model", str, "file of a small model (0.1B to 0.4B) that guesses tokens for --speculate"),
+        Flag("draft_model", str, "small model for --speculate, of 0.1B to 0.4B: a file or a name, as of --model-path"),
         Flag("max_running", _COUNT, "maximum rows that decode at a time; 0: by memory"),
         Flag("max_waiting_rows", _POSITIVE, "maximum rows in the queue; more get 429"),
         Flag(

@@ -1,4 +1,4 @@
-"""Chooses the model file: the given one, one that a name or URL means, or the demo model."""
+"""Chooses the model files: the given ones, those that names or URLs mean, or the demo model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rwkv_batch.translation.prompt_forms import prompt_form
 def with_default_model(settings: Settings) -> Settings:
     """Fills in the model's file, its default parameters and its form of prompts. Without a file: the demo model.
 
-    Names and URLs: see `model_source`. Raises StartupError if the file cannot be downloaded, read or written.
+    Also fills in the draft model's file. Names and URLs: see `model_source`. Raises StartupError if a file cannot be
+    downloaded, read or written.
     """
     path = resolve(settings.engine.model_path or DEMO)
     try:
@@ -28,7 +29,9 @@ def with_default_model(settings: Settings) -> Settings:
     http = settings.http
     return msgspec.structs.replace(
         settings,
-        engine=msgspec.structs.replace(settings.engine, model_path=path),
+        engine=msgspec.structs.replace(
+            settings.engine, model_path=path, draft_model=resolve(settings.engine.draft_model)
+        ),
         http=msgspec.structs.replace(
             http,
             defaults=msgspec.to_builtins(read_defaults(http.generation_config, path)),

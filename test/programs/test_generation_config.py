@@ -62,6 +62,14 @@ def test_auto_is_the_file_next_to_the_model(tmp_path: Path) -> None:
     assert with_defaults(validate(ChatBody, CHAT), DecodeDefaults(), off).row_sampling(list).top_k == 0
 
 
+def test_a_draft_model_has_a_name_like_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "m.pth"
+    model.write_bytes(b"")
+    flags = ["--model-path", str(model), "--draft-model", "ollama:nowhere"]
+    with pytest.raises(StartupError, match="nowhere"):
+        with_default_model(parse_settings(flags, {}))
+
+
 def test_requests_use_it_unless_they_give_a_field() -> None:
     body = with_defaults(validate(ChatBody, {**CHAT, "top_p": 0.5}), DecodeDefaults(), READ)
     sampling = body.row_sampling(list)
