@@ -25,6 +25,7 @@ from bench.tools.record import Arguments, finish, origin
 from sampling.cpu import CpuSampler
 from sampling.filtered_sampler import FilteredSampler
 from sampling.params import Filters, Method, SamplingParams
+from sampling.rapid import RapidSampler
 from sampling.registry import SAMPLERS, sampler_class
 from sampling.row_filters import RowContext
 from sampling.sampler import Sampler
@@ -129,7 +130,7 @@ def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, obje
     plain = sampler_class(name)(rows, VOCAB, device, [])
     has_filters = any(params.filters is not None for params in choice)
     sampler: Sampler | FilteredSampler = plain
-    if has_filters and not isinstance(plain, CpuSampler):
+    if has_filters and not isinstance(plain, CpuSampler | RapidSampler):
         sampler = FilteredSampler(plain, rows, VOCAB, device, [])
     for req_slot in range(rows):
         params = msgspec.structs.replace(choice[req_slot % len(choice)], seed=req_slot)

@@ -77,6 +77,12 @@ def packed(params: SamplingParams, last: SamplingParams, vocab: int) -> Paramete
     )
 
 
+def filter_parameters(params: SamplingParams) -> ctypes.Array[ctypes.c_double]:
+    """Return the C++ form of a row's filters."""
+    sources = (params.filters if hasattr(params.filters, name) else params for name in FILTER_NUMBERS)
+    return FilterParameters(*(getattr(one, name) for one, name in zip(sources, FILTER_NUMBERS, strict=True)))
+
+
 class CpuSampler:
     name = "cpu"
 
@@ -127,7 +133,6 @@ class CpuSampler:
     def _set_filters(self, req_slot: int, params: SamplingParams, steps: tuple[str, ...], context: RowContext) -> None:
         filters = params.filters
         assert filters is not None
-        values = (getattr(filters if hasattr(filters, name) else params, name) for name in FILTER_NUMBERS)
         ids = [[STEPS[name] for name in steps], context.prompt[-MAX_WINDOW:], context.stop_ids, *filters.bad_words]
         numbers = [number for one in ids for number in (len(one), *one)]
         address = None
@@ -137,7 +142,7 @@ class CpuSampler:
         self._library.sampler_set_filters(
             self._handle,
             ctypes.c_int64(req_slot),
-            FilterParameters(*values),
+            filter_parameters(params),
             (ctypes.c_int32 * len(numbers))(*numbers),
             ctypes.c_int64(len(numbers)),
             ctypes.c_void_p(address),

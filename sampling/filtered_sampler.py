@@ -1,4 +1,4 @@
-"""A sampler for rows with filters: it filters the logits, then another sampler samples from them."""
+"""The definition's filters before a sampler that has none of its own."""
 
 from __future__ import annotations
 

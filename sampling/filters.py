@@ -1,4 +1,4 @@
-"""The definition of the filters in `params.Filters`, in plain torch. On a GPU it is also what runs.
+"""The definition of the filters in `params.Filters`, in plain torch. It also runs before samplers without filters.
 
 For each row of logits, after its mask, in this order:
 

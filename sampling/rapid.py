@@ -19,7 +19,9 @@ from native.tensors import on_device
 from native.uploads import Uploads
 from sampling.cpu import kind_of
 from sampling.params import SamplingParams
+from sampling.rapid_filters import SlotFilters
 from sampling.req_slots import check_bias, inverse_temperature, uses_penalties
+from sampling.row_filters import RowContext, split
 from sampling.sampler import SamplerOutput, raw_logprobs
 
 LIBRARY = build.Library("sampler-rapid", (Path(__file__).parent / "csrc" / "rapid.cu",))
@@ -49,7 +51,7 @@ class SlotState(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("penalised", ctypes.c_int32),
         ("num_entries", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("filtered", ctypes.c_int32),
     )
 
 
@@ -75,6 +77,8 @@ class Launch(ctypes.Structure):
         ("chunks", ctypes.c_void_p),
         ("best", ctypes.c_void_p),
         ("arrived", ctypes.c_void_p),
+        ("filters", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
         ("rows", ctypes.c_int32),
         ("vocab", ctypes.c_int32),
         ("max_rows", ctypes.c_int32),
@@ -134,6 +138,8 @@ class RapidSampler:
         self._slots = Slots.allocate(max_rows, self.capacity, self.device)
         self._ahead: Slots | None = None
         """copies of slots for `sample_ahead`"""
+        self._filters: SlotFilters | None = None
+        """made for the first row with filters"""
         self._penalty_exempt = torch.zeros(vocab, dtype=torch.uint8, device=self.device)
         self._penalty_exempt[torch.tensor(penalty_exempt_ids, dtype=torch.int64, device=self.device)] = 1
         properties = torch.cuda.get_device_properties(self.device)
@@ -152,12 +158,13 @@ class RapidSampler:
         types = (ctypes.POINTER(Launch), ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
         self._launch = tensors.bind(library, "rapid_sample", *types)
         pointer, number = ctypes.c_void_p, ctypes.c_int32
+        self._filter = tensors.bind(library, "rapid_filter", ctypes.POINTER(Launch), ctypes.c_void_p, ctypes.c_void_p)
         self._apply_masks = tensors.bind(library, "rapid_apply_masks", pointer, pointer, number, number, pointer)
         pointers = (ctypes.POINTER(Launch), pointer, pointer, pointer, pointer, pointer, pointer)
         self._append_tokens = tensors.bind(library, "rapid_append_tokens", *pointers)
 
-    def admit(self, req_slot: int, params: SamplingParams) -> None:
-        """Start a new row in this request slot.
+    def admit(self, req_slot: int, params: SamplingParams, context: RowContext | None = None) -> None:
+        """Start a new row in this request slot. Only rows with filters use the context.
 
         Raises ValueError for a bad logit bias, IndexError for a slot out of range.
         """
@@ -170,21 +177,28 @@ class RapidSampler:
         entries = [Entry(token, bias, -1.0, 0.0) for token, bias in params.logit_bias.items()]
         if entries:
             self._uploads.send(self._slots.entries[req_slot, : len(entries)], (Entry * len(entries))(*entries))
-        self._uploads.send(self._slots.table[req_slot], self._packed(params))
+        steps, last = ((), params) if params.filters is None else split(params, self.vocab)
+        if params.filters is not None:
+            if self._filters is None:
+                self._filters = SlotFilters(self.max_rows, self.device, self._uploads)
+            self._filters.admit(req_slot, params, steps, context or RowContext())
+        self._uploads.send(self._slots.table[req_slot], self._packed(params, steps, last))
 
-    def _packed(self, params: SamplingParams) -> SlotState:
+    def _packed(self, params: SamplingParams, steps: tuple[str, ...], last: SamplingParams) -> SlotState:
+        """Return the C++ form of a row's parameters. `last`: those after its filters; without filters the same."""
         return SlotState(
-            top_p=params.top_p if params.top_p < 1 else float("inf"),
+            top_p=last.top_p if last.top_p < 1 else float("inf"),
             seed=params.seed & 0xFFFFFFFFFFFFFFFF,
-            top_k=params.top_k if 0 < params.top_k < self.vocab else self.vocab,
-            scale=inverse_temperature(params),
+            top_k=last.top_k if 0 < last.top_k < self.vocab else self.vocab,
+            scale=inverse_temperature(last),
             noise=params.noise,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             decay=params.penalty_decay,
-            kind=kind_of(params, self.vocab),
-            penalised=int(uses_penalties(params)),
+            kind=kind_of(last, self.vocab),
+            penalised=int(uses_penalties(params) and (params.filters is None or "penalties" in steps)),
             num_entries=len(params.logit_bias),
+            filtered=int(params.filters is not None),
         )
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
@@ -241,6 +255,8 @@ class RapidSampler:
             chunks=slots.chunks.data_ptr(),
             best=slots.best.data_ptr(),
             arrived=slots.arrived.data_ptr(),
+            filters=0 if self._filters is None else self._filters.table.data_ptr(),
+            history=0 if self._filters is None else self._filters.history.data_ptr(),
             rows=rows,
             vocab=self.vocab,
             max_rows=len(slots.table),
@@ -284,10 +300,18 @@ class RapidSampler:
             stream = tensors.stream_pointer(self.device)
             tensors.check_status(self._apply_masks(at, bits, rows, self.vocab, stream), "rapid_apply_masks")
 
+    def _apply_filters(self, logits: Tensor, req_slots: Tensor) -> None:
+        """Filter logits [R, V] fp32 in place. req_slots: [R] int32"""
+        launch = self._launch_of(self._slots, len(logits), req_slots=req_slots.data_ptr())
+        at = tensors.pointer(logits, "logits", torch.float32, (len(logits), self.vocab), self.device)
+        with torch.cuda.device(self.device):
+            stream = tensors.stream_pointer(self.device)
+            tensors.check_status(self._filter(ctypes.byref(launch), at, stream), "rapid_filter")
+
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Sample and count one token per row of logits [R, V]. Does not wait.
 
-        masks: see Sampler; fp32 logits are masked in place. Raises ValueError for logits of another shape.
+        masks: see Sampler. fp32 logits are masked and filtered in place. Raises ValueError for logits of another shape.
         """
         if logits.shape != (len(req_slots), self.vocab):
             raise ValueError(
@@ -298,13 +322,13 @@ class RapidSampler:
             self.apply_masks(logits, masks)
         if self._req_slots is None or self._req_slots[0] != req_slots:
             self._req_slots = (list(req_slots), on_device(req_slots, torch.int32, self.device))
+        params = [self._params[req_slot] for req_slot in req_slots]
+        raw = raw_logprobs(logits, [row for row, one in enumerate(params) if one.top_logprobs is not None])
+        if any(one.filters is not None for one in params):
+            self._apply_filters(logits, self._req_slots[1])
         tokens = torch.empty(len(req_slots), dtype=torch.int64, device=self.device)
         self.sample_on_device(logits, self._req_slots[1], tokens)
-        logprob_rows = [
-            row for row, req_slot in enumerate(req_slots) if self._params[req_slot].top_logprobs is not None
-        ]
-        raw = raw_logprobs(logits, logprob_rows)
         if raw is None:
             return SamplerOutput(tokens)
-        num_top = max(self._params[req_slots[row]].top_logprobs or 0 for row in logprob_rows)
+        num_top = max(one.top_logprobs or 0 for one in params)
         return SamplerOutput(tokens, raw.gather(tokens, min(num_top, self.vocab)))

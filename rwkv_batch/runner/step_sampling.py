@@ -25,6 +25,7 @@ from sampling.cpu import CpuSampler
 from sampling.filtered_sampler import FilteredSampler
 from sampling.grammar.constraint import EARLY_ENDS, GrammarError
 from sampling.params import MAX_WINDOW
+from sampling.rapid import RapidSampler
 from sampling.registry import choose_sampler, order
 from sampling.row_filters import BreakerMasks, RowContext
 from sampling.sampler import Logprobs, Sampler
@@ -32,7 +33,7 @@ from sampling.sampler import Logprobs, Sampler
 if TYPE_CHECKING:
     from sampling.grammar.masks import Masks
 
-FILTERING = (CpuSampler, FilteredSampler)
+FILTERING = (CpuSampler, RapidSampler, FilteredSampler)
 """Samplers that apply filters."""
 SampledToken = tuple[int, TokenLogprob | None]
 

@@ -32,6 +32,7 @@
 #include <cuda_runtime.h>
 
 #include "programmatic_launch.cuh"
+#include "rapid_filters.cuh"
 #include "rapid_list.cuh"
 
 namespace sampling {
@@ -46,12 +47,15 @@ struct Launch {
   Chunk* chunks;             // [max_rows, kMaxChunks]
   uint64_t* best;            // [max_rows, kMaxBlocks]
   uint32_t* arrived;         // [max_rows], zero between launches
+  FilterSlot* filters;       // [max_rows], null while no row has filters
+  int32_t* history;          // [max_rows, kMaxWindow]
   int32_t rows, vocab, max_rows, capacity, splits, chunk_batches;
   int32_t clustered;  // the CTAs of a row are a cluster
 };
 
 // The adjusted logit of a token with an entry.
 __device__ __forceinline__ float value_of_entry(const Row& row, const SlotState& slot, const Entry& entry) {
+  if (slot.filtered) return cleaned(row.logits[entry.token]);
   float value = __fadd_rn(row.logits[entry.token], entry.bias);
   if (slot.penalised && entry.count >= 0.0f)
     value = __fsub_rn(value, __fadd_rn(__fmul_rn(entry.count, slot.frequency), slot.presence));
@@ -207,7 +211,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) 
   if (threadIdx.x == 0) {
     launch.tokens[row_number] = token;
     launch.table[number].step = slot.step + 1;
+    if (slot.filtered)
+      remember(launch.filters[number], launch.history + static_cast<int64_t>(number) * kMaxWindow, token, row.logits[token]);
   }
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocks) filter_rows(Launch launch, float* logits) {
+  __shared__ FilterShared shared;
+  const int number = launch.req_slots[blockIdx.x];
+  if (number < 0 || number >= launch.max_rows || !launch.table[number].filtered) return;
+  const int32_t* const history = launch.history + static_cast<int64_t>(number) * kMaxWindow;
+  FilteredRow row(logits + static_cast<int64_t>(blockIdx.x) * launch.vocab, launch.vocab, launch.chunk_batches,
+                  launch.filters[number], history, shared);
+  row.run(launch.table[number], launch.entries + static_cast<int64_t>(number) * launch.capacity);
 }
 
 size_t smem_bytes(int vocab) {
@@ -287,6 +303,8 @@ __global__ void __launch_bounds__(kThreads) append_tokens_kernel(
   if (threadIdx.x) return;
   slot.num_entries = num_entries;
   slot.step += end - begin;
+  for (int at = begin; at < end && slot.filtered; ++at)
+    remember(launch.filters[number], launch.history + static_cast<int64_t>(number) * kMaxWindow, tokens[at], minus_infinity());
 }
 
 }  // namespace sampling
@@ -299,13 +317,26 @@ EXPORT int rapid_prepare(int32_t vocab) {
   return cudaFuncSetAttribute(sampling::sample_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
+static int chunk_batches_of(int vocab) {
+  using namespace sampling;
+  const int batches = ((vocab + 3) / 4 + kBatchQuads - 1) / kBatchQuads;
+  return max(2, (batches + kMaxBlocks - 1) / kMaxBlocks);
+}
+
+// Applies the filters of the rows that have some, in place: logits [rows, vocab] fp32. Returns a CUDA error code.
+EXPORT int rapid_filter(const sampling::Launch* launch, float* logits, void* stream) {
+  sampling::Launch sized = *launch;
+  sized.chunk_batches = chunk_batches_of(sized.vocab);
+  sampling::filter_rows<<<sized.rows, sampling::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(sized, logits);
+  return cudaGetLastError();
+}
+
 // num_sms: SMs of the device. has_pdl: programmatic dependent launch is available. Returns a CUDA error code.
 EXPORT int rapid_sample(const sampling::Launch* launch, int32_t num_sms, int32_t has_pdl, void* stream) {
   using namespace sampling;
   Launch sized = *launch;
   const int batches = ((sized.vocab + 3) / 4 + kBatchQuads - 1) / kBatchQuads;
-  sized.chunk_batches = (batches + kMaxBlocks - 1) / kMaxBlocks;
-  if (sized.chunk_batches < 2) sized.chunk_batches = 2;
+  sized.chunk_batches = chunk_batches_of(sized.vocab);
   const int blocks = (batches + sized.chunk_batches - 1) / sized.chunk_batches;
   if (sized.splits == 0) {
     sized.splits = 1;

@@ -7,7 +7,6 @@ namespace sampling {
 
 constexpr int kListCapacity = 4864;  // capacity of the list: three CTAs fit an SM
 constexpr int kIndexBits = 13;  // index in the list
-constexpr int kTokenBits = 18;  // token id: sampling/rapid.py allows vocabularies up to 2^18
 constexpr int kMaxTopK = 1024;   // largest top_k for which the list is tried
 constexpr int kBins = kThreads;
 constexpr int kMassBins = 4 * kThreads;

@@ -20,6 +20,7 @@ constexpr int kBatch = 4;  // quads of a batch per thread
 constexpr int kBatchQuads = kThreads * kBatch;  // quads in a batch
 constexpr int kMaxBlocks = 8;  // maximum chunks of a row per thread
 constexpr int kMaxChunks = kThreads * kMaxBlocks;
+constexpr int kTokenBits = 18;  // token id: sampling/rapid.py allows vocabularies up to 2^18
 constexpr unsigned kAll = 0xffffffffu;
 constexpr float kMaxLogit = 1e30f;
 constexpr float kLowest = -3.402823466e38f;
@@ -39,7 +40,7 @@ struct SlotState {
   int32_t kind;
   int32_t penalised;
   int32_t num_entries;
-  int32_t unused;
+  int32_t filtered;  // filter_rows has applied biases and penalties
 };
 static_assert(sizeof(SlotState) == 64, "sampling/rapid.py writes 64 bytes");
 
@@ -358,7 +359,7 @@ __device__ __forceinline__ Tally sum_over_block(Tally tally, ReduceBuffers& buff
   return Tally{sum_over_warp(mass), __reduce_add_sync(kAll, static_cast<uint32_t>(count))};
 }
 
-// Inclusive prefix sum over the CTA; V has 4 bytes.
+// Inclusive prefix sum over the CTA; V has 4 or 8 bytes.
 template <class V>
 __device__ __forceinline__ V sum_up_to(V value, ReduceBuffers& buffers) {
   V* const at = reinterpret_cast<V*>(buffers.next());

@@ -4,17 +4,19 @@
 #include <cstdint>
 #include <cstring>
 
+#include "philox.h"
+
 namespace sampling {
 
 template <class To, class From>
-inline To bits(From from) {
+SAMPLER_FN To bits(From from) {
   To to;
   std::memcpy(&to, &from, sizeof(to));
   return to;
 }
 
 // exp(x) for x <= 0, within 2 ulp; 0 below -87 and for -inf.
-inline float exp_nonpositive(float x) {
+SAMPLER_FN float exp_nonpositive(float x) {
   const float clamped = x > -87.0f ? x : -87.0f;
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const float rounded = clamped * 1.44269504088896341f + magic;

@@ -1,0 +1,594 @@
+// The filters of sampling/filters.py, which is their definition, on one row of logits in one CTA.
+//
+// A thread owns its chunks (rapid_row.cuh): only it reads them in passes, and it keeps their maxima. So passes need no
+// barriers, and skip chunks of which nothing is left. The temperature and limits of logits are lazy: `view` applies them
+// to what is read, and `settle` writes them. Each pass is in the code once; `run` chooses what it does for a step.
+#pragma once
+
+#include "filters.h"
+#include "rapid_row.cuh"
+#include "vector_math.h"
+
+namespace sampling {
+
+constexpr int kSelectBits = 11;
+constexpr int kSelectBins = 1 << kSelectBits;
+constexpr int kOwnBins = kSelectBins / kThreads;
+constexpr int kPairs = kMaxWindow;  // a window has fewer tokens before its newest one
+constexpr uint32_t kFree = 0xffffffffu;
+
+// Filters of one request slot. Mirrored in sampling/rapid_filters.py.
+struct FilterSlot {
+  FilterParameters p;
+  double mu, log_total;
+  const int32_t* lists;     // number of stops, stops; then each bad word: its length, its tokens
+  const uint8_t* breakers;  // [vocab], or null
+  uint32_t num_known;       // tokens so far; the last kMaxWindow are in the history
+  int32_t num_listed;       // numbers in `lists`
+  int32_t num_steps;
+  int32_t steps[12];
+  float largest;
+};
+static_assert(sizeof(FilterSlot) == 272, "sampling/rapid_filters.py writes 272 bytes");
+
+// Appends a token to the history [kMaxWindow], a ring. Mirostat moves its bound by the token's surprise; logit: filtered.
+__device__ __forceinline__ void remember(FilterSlot& filters, int32_t* history, int token, float logit) {
+  history[filters.num_known++ % kMaxWindow] = token;
+  if (filters.num_steps == 0 || filters.steps[filters.num_steps - 1] != kMirostat) return;
+  const double error = (filters.log_total - (logit - filters.largest)) / kLog2 - filters.p.mirostat_tau;
+  if (isfinite(error)) filters.mu -= filters.p.mirostat_eta * error;
+}
+
+struct __align__(16) FilterShared {
+  float maxima[kMaxChunks];  // -inf: nothing is left, the logits are not read
+  union {
+    struct {
+      unsigned long long mass[kSelectBins];
+      uint32_t count[kSelectBins];
+    } bins;
+    struct {
+      uint64_t key[kThreads];
+      float value[kThreads];
+    } list;
+    uint32_t pairs[kPairs];  // a token and a length, by the token's hash
+  };
+  uint32_t touched[kMaxChunks / 32];  // one bit per chunk
+  uint64_t half[2][2 * kWarps];
+  double sums[2][3 * kWarps];
+  uint64_t mass_before;
+  uint32_t count_before;
+  int32_t size, chosen;
+};
+
+// Sums over the tokens that are left: m(token) and m (s - largest), or (s - largest) and its square; their number.
+struct Sums {
+  double first, second, count;
+};
+
+class FilteredRow {
+ public:
+  __device__ FilteredRow(float* logits, int vocab, int chunk_batches, FilterSlot& filters, const int32_t* history, FilterShared& shared)
+      : s_(logits), vocab_(vocab), chunk_batches_(chunk_batches), quads_((vocab + 3) / 4),
+        blocks_(((vocab + 3) / 4 + kBatchQuads * chunk_batches - 1) / (kBatchQuads * chunk_batches)),
+        filters_(filters), p_(filters.p), history_(history), shared_(shared), buffers_{shared.half, 0} {}
+
+  // Adds the bias, cleans, bans, runs the steps, writes the row.
+  __device__ void run(const SlotState& slot, const Entry* entries) {
+    for (int i = threadIdx.x; i < slot.num_entries; i += kThreads)
+      if (entries[i].bias != 0) s_[entries[i].token] = __fadd_rn(s_[entries[i].token], entries[i].bias);
+    for (int i = threadIdx.x; i < kMaxChunks / 32; i += kThreads) shared_.touched[i] = 0;
+    __syncthreads();
+    clean();
+    if (filters_.num_listed) ban(slot.step);
+    bool is_head = false, is_last = false;  // Mirostat 1 looks at the head first; both measure what is left
+    double zipf = 0;
+#pragma unroll 1
+    for (int i = 0;; i += !(is_head || is_last)) {
+      const bool is_end = i == filters_.num_steps || largest_ == minus_infinity();
+      const int step = is_end ? -1 : filters_.steps[i];
+      const bool is_far = distance_ > minus_infinity() && reference_ != largest_;
+      if (is_far || is_end || step == kPenalties || step == kDry || step == kTemperature) settle(is_end);
+      if (is_end) return;
+      if (step == kPenalties || step == kDry) {
+        change_seen(step == kDry, slot, entries);
+        continue;
+      }
+      Sums all{1, 0, 1};
+      const bool is_dynamic = step == kTemperature && p_.dynatemp_range > 0;
+      const bool crosses = step == kXtc && to_uniform(words_of_block(slot.seed, slot.step, 0, kDomainXtc).at[0]) < p_.xtc_probability;
+      if (step == kXtc && !crosses) continue;
+      if (step != kMinP && step != kTopK && (step != kTemperature || is_dynamic)) all = sums(step == kTopNSigma);
+      const double log_total = log(all.first), entropy = log_total - all.second / all.first;
+      double top_k = INFINITY, enough = INFINITY, distance = -INFINITY;
+      bool selects = false;
+      if (step == kTemperature) {
+        scale(entropy, log(all.count));
+      } else if (step == kTopNSigma) {
+        const double mean = all.first / all.count, variance = all.second / all.count - mean * mean;
+        floor_ = fmaxf(floor_, __double2float_ru(largest_ - p_.top_n_sigma * sqrt(fmax(variance, 0.0))));
+      } else if (step == kMinP) {
+        distance = log(p_.min_p);
+      } else if (step == kEpsilon || step == kEta) {
+        distance = log(step == kEta ? p_.eta_cutoff : p_.epsilon_cutoff);
+        if (step == kEta) distance = fmin(distance, distance / 2 - entropy);
+        distance = fmin(distance + log_total, 0.0);
+      } else if (step == kTypP) {
+        selects = true, enough = p_.typical_p * all.first;
+      } else if (step == kTopP) {
+        selects = true, enough = p_.top_p * all.first;
+      } else if (step == kTopK) {
+        selects = true, top_k = p_.top_k;
+      } else if (step == kXtc) {
+        enough = p_.xtc_threshold * all.first;
+      } else if (is_last) {
+        is_last = false;
+        if (threadIdx.x == 0) filters_.log_total = log_total, filters_.largest = largest_;
+        continue;
+      } else if (p_.mirostat == 1) {
+        is_head = !is_head, is_last = !is_head, selects = true, top_k = is_head ? kMirostatTokens : zipf;
+      } else {
+        is_last = true, distance = log_total - filters_.mu * kLog2;
+        if (distance > 0) selects = true, top_k = 1, distance = -INFINITY;
+      }
+      if (distance > -INFINITY)
+        reference_ = largest_, distance_ = fmaxf(distance_, step == kMirostat ? __double2float_ru(distance) : static_cast<float>(distance));
+      const bool is_typical = step == kTypP;
+      const double center = is_typical ? log_total - entropy : 0;
+      prune();
+      uint64_t last = 0;
+      if (selects) last = select(is_typical, center, top_k, enough);
+      if (is_head) {
+        zipf = zipf_top_k(last);
+        continue;
+      }
+      if (selects) {
+        // Just below what is kept; the exact comparison follows.
+        if (!is_typical) floor_ = fmaxf(floor_, value_of(~static_cast<uint32_t>(last >> (kTokenBits + 14))));
+        const double reach = static_cast<double>(last >> kTokenBits) * 0x1p-41, lowest = largest_ + center - reach;
+        if (is_typical && reach < 31.9) floor_ = fmaxf(floor_, static_cast<float>(lowest - fabs(lowest) * 1e-6 - 1e-5));
+        prune();
+      }
+      if (crosses) last = least_above(enough);
+      if (selects || last) keep_if(crosses, is_typical, center, enough, last);
+    }
+  }
+
+ private:
+  // A thread's share of a batch, as stored.
+  struct Part {
+    Quad quad[kBatch];
+    int first;
+
+    __device__ __forceinline__ int token(int j, int i) const { return 4 * (first + kThreads * j) + i; }
+    // Without an index into registers.
+    __device__ __forceinline__ Quad at(int j) const { return j & 2 ? (j & 1 ? quad[3] : quad[2]) : (j & 1 ? quad[1] : quad[0]); }
+  };
+
+  __device__ __forceinline__ float& maximum(int block) const { return shared_.maxima[block * kThreads + threadIdx.x]; }
+
+  __device__ __forceinline__ Quad load(int quad) const {
+    if (vocab_ % 4 == 0 && quad < quads_) return *reinterpret_cast<const Quad*>(s_ + 4 * static_cast<int64_t>(quad));
+    Quad raw;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw.at[i] = 4 * quad + i < vocab_ ? s_[4 * quad + i] : minus_infinity();
+    return raw;
+  }
+
+  __device__ __forceinline__ void store(int quad, const Quad& value) const {
+    if (vocab_ % 4 == 0 && quad < quads_) {
+      *reinterpret_cast<Quad*>(s_ + 4 * static_cast<int64_t>(quad)) = value;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (4 * quad + i < vocab_) s_[4 * quad + i] = value.at[i];
+  }
+
+  // A logit with the lazy temperature and limits.
+  __device__ __forceinline__ float view(float raw) const {
+    const float value = __fmul_rn(raw, factor_);
+    return value >= floor_ && __fsub_rn(value, reference_) >= distance_ ? value : minus_infinity();
+  }
+
+  __device__ __forceinline__ float mass(float value) const { return exp_nonpositive(__fsub_rn(value, largest_)); }
+
+  // Calls visit(part, block) for the batches of the thread's chunks with a maximum of at least `floor`.
+  template <class Visit>
+  __device__ __forceinline__ void each(float floor, Visit visit) const {
+#pragma unroll 1
+    for (int block = 0; block < blocks_; ++block) {
+      if (maximum(block) == minus_infinity() || !(maximum(block) >= floor)) continue;
+#pragma unroll 1
+      for (int k = 0; k < chunk_batches_; ++k) {
+        Part part;
+        part.first = (block * chunk_batches_ + k) * kBatchQuads + static_cast<int>(threadIdx.x);
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) part.quad[j] = load(part.first + kThreads * j);
+        visit(part, block);
+      }
+    }
+  }
+
+  // Calls visit(value, token) for what is left in these chunks. Its code is there four times only.
+  template <class Visit>
+  __device__ __forceinline__ void each_left(float floor, Visit visit) const {
+    each(floor, [&](const Part& part, int) {
+#pragma unroll 1
+      for (int j = 0; j < kBatch; ++j) {
+        const Quad quad = part.at(j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float value = view(quad.at[i]);
+          if (value > minus_infinity()) visit(value, part.token(j, i));
+        }
+      }
+    });
+  }
+
+  // Rewrites these chunks: each logit becomes rewritten(raw, token). Returns the largest.
+  template <class Rewritten>
+  __device__ __forceinline__ void rewrite(float floor, Rewritten rewritten) {
+    int last = -1;
+    float highest = minus_infinity();
+    each(floor, [&](const Part& part, int block) {
+      if (block != last) highest = minus_infinity(), last = block;
+#pragma unroll 1
+      for (int j = 0; j < kBatch; ++j) {
+        Quad quad = part.at(j);
+        bool changes = false;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float raw = quad.at[i];
+          quad.at[i] = rewritten(raw, part.token(j, i));
+          changes |= quad.at[i] != raw;
+          highest = fmaxf(highest, view(quad.at[i]));
+        }
+        if (changes) store(part.first + kThreads * j, quad);
+      }
+      if ((part.first / kBatchQuads + 1) % chunk_batches_ == 0) maximum(block) = highest;
+    });
+    find_largest();
+  }
+
+  __device__ __forceinline__ void clean() {
+    for (int block = 0; block < blocks_; ++block) maximum(block) = INFINITY;
+    rewrite(minus_infinity(), [](float raw, int) { return cleaned(raw); });
+  }
+
+  // Marks chunks as empty where the lazy limits leave nothing.
+  __device__ __forceinline__ void prune() const {
+    for (int block = 0; block < blocks_; ++block) {
+      const float highest = maximum(block);
+      if (!(highest >= floor_ && __fsub_rn(highest, reference_) >= distance_)) maximum(block) = minus_infinity();
+    }
+  }
+
+  __device__ __forceinline__ void find_largest() {
+    float highest = minus_infinity();
+    for (int block = 0; block < blocks_; ++block) highest = fmaxf(highest, maximum(block));
+    largest_ = value_of(max_over_block(TwoKeys{ordered(highest), 0}, buffers_).a);
+  }
+
+  // Writes the lazy temperature and limits. At the end also the chunks of which nothing is left.
+  __device__ __forceinline__ void settle(bool is_end) {
+    const bool is_lazy = factor_ != 1 || floor_ > minus_infinity() || distance_ > minus_infinity();
+#pragma unroll 1
+    for (int block = 0; block < blocks_; ++block) {
+      const bool is_empty = maximum(block) == minus_infinity();
+      if (is_empty ? !is_end : !is_lazy) continue;
+      const int first = block * chunk_batches_ * kBatchQuads + static_cast<int>(threadIdx.x);
+#pragma unroll 4
+      for (int i = 0; i < chunk_batches_ * kBatch; ++i) {
+        Quad quad{{minus_infinity(), minus_infinity(), minus_infinity(), minus_infinity()}};
+        if (!is_empty) quad = load(first + kThreads * i);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) quad.at[j] = view(quad.at[j]);
+        store(first + kThreads * i, quad);
+      }
+    }
+    factor_ = 1, floor_ = distance_ = minus_infinity(), reference_ = 0;
+    __syncthreads();
+  }
+
+  // Changes one logit from any thread; `refresh` then updates its chunk.
+  __device__ __forceinline__ void change(int token, float value) const {
+    s_[token] = fminf(value, kMaxLogit);
+    const int quad = token / 4, chunk = quad / (kBatchQuads * chunk_batches_) * kThreads + quad % kThreads;
+    atomicOr(&shared_.touched[chunk / 32], 1u << chunk % 32);
+  }
+
+  __device__ __forceinline__ void refresh() {
+    __syncthreads();
+#pragma unroll 1
+    for (int block = 0; block < blocks_; ++block) {
+      const int chunk = block * kThreads + static_cast<int>(threadIdx.x);
+      if (!(shared_.touched[chunk / 32] >> chunk % 32 & 1) || maximum(block) == minus_infinity()) continue;
+      float highest = minus_infinity();
+      const int first = block * chunk_batches_ * kBatchQuads + static_cast<int>(threadIdx.x);
+#pragma unroll 4
+      for (int i = 0; i < chunk_batches_ * kBatch; ++i) {
+        const Quad quad = load(first + kThreads * i);
+        highest = fmaxf(highest, fmaxf(fmaxf(quad.at[0], quad.at[1]), fmaxf(quad.at[2], quad.at[3])));
+      }
+      maximum(block) = highest;
+    }
+    find_largest();  // with a barrier: all have read `touched`
+    for (int i = threadIdx.x; i < kMaxChunks / 32; i += kThreads) shared_.touched[i] = 0;
+    __syncthreads();
+  }
+
+  // The number of last tokens in a window; last_n -1: the largest one.
+  __device__ __forceinline__ int window(double last_n) const {
+    const double limit = last_n < 0 ? kMaxWindow : fmin(last_n, static_cast<double>(kMaxWindow));
+    return static_cast<int>(fmin(limit, static_cast<double>(filters_.num_known)));
+  }
+
+  // age 1: the newest token.
+  __device__ __forceinline__ int token_at(int age) const { return history_[(filters_.num_known - age) % kMaxWindow]; }
+
+  __device__ __forceinline__ bool is_breaker(int token) const { return filters_.breakers && filters_.breakers[token]; }
+
+  __device__ __forceinline__ void ban(uint64_t step) {
+    const int* at = filters_.lists;
+    const int* const end = at + filters_.num_listed;
+    const int num_stops = *at++;
+    if (static_cast<double>(step) < p_.min_tokens)
+      for (int i = threadIdx.x; i < num_stops; i += kThreads) change(at[i], minus_infinity());
+    at += num_stops;
+    for (int word = 0; at < end; ++word, at += 1 + *at) {
+      const int before = *at - 1;
+      if (word % kThreads != static_cast<int>(threadIdx.x) || before > window(-1)) continue;
+      bool completes = true;
+      for (int i = 0; i < before; ++i) completes &= token_at(before - i) == at[1 + i];
+      if (completes) change(at[1 + before], minus_infinity());
+    }
+    refresh();
+  }
+
+  // Enters a token; the longest of its lengths stays. Returns whether it is new.
+  __device__ __forceinline__ bool enter(int token, int length) const {
+    const uint32_t pair = static_cast<uint32_t>(token) << 7 | static_cast<uint32_t>(length);
+    for (uint32_t at = static_cast<uint32_t>(token) * 2654435761u >> 20;; at = (at + 1) % kPairs) {
+      const uint32_t found = atomicCAS(&shared_.pairs[at], kFree, pair);
+      if (found == kFree) return true;
+      if (found >> 7 != static_cast<uint32_t>(token)) continue;
+      atomicMax(&shared_.pairs[at], pair);
+      return false;
+    }
+  }
+
+  // Penalties for tokens of the history: of repeated sequences (DRY), or of repetition, presence and frequency.
+  __device__ __forceinline__ void change_seen(bool is_dry, const SlotState& slot, const Entry* entries) {
+    int size = window(is_dry ? p_.dry_penalty_last_n : p_.repeat_last_n);
+    if (!is_dry && p_.repetition_penalty == 1) size = 0;
+    for (int i = threadIdx.x; i < kPairs; i += kThreads) shared_.pairs[i] = kFree;
+    __syncthreads();
+    const int allowed = static_cast<int>(p_.dry_allowed_length), newest = size ? token_at(1) : 0;
+    const float by = static_cast<float>(p_.repetition_penalty);
+    for (int age = threadIdx.x + 1; age <= size; age += kThreads) {
+      const int token = token_at(age);
+      if (is_dry) {  // the sequence that ends at this age
+        int length = 0;
+        while (age > 1 && length < kMaxMatch && age + length <= size && token_at(age + length) == token_at(1 + length) &&
+               !is_breaker(token_at(age + length)))
+          ++length;
+        if (age > 1 && length >= allowed && !is_breaker(token_at(age - 1))) enter(token_at(age - 1), length);
+      } else if (enter(token, 0)) {
+        const float value = s_[token];
+        change(token, value > 0 ? __fdiv_rn(value, by) : __fmul_rn(value, by));
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; is_dry && i < kPairs; i += kThreads) {
+      const uint32_t pair = shared_.pairs[i];
+      if (pair == kFree) continue;
+      const int token = static_cast<int>(pair >> 7), length = static_cast<int>(pair & 127u);
+      const double penalty = p_.dry_multiplier * pow(p_.dry_base, static_cast<double>(length - allowed));
+      change(token, __fsub_rn(s_[token], static_cast<float>(fmin(penalty, static_cast<double>(kMaxLogit)))));
+    }
+    for (int i = threadIdx.x; !is_dry && slot.penalised && i < slot.num_entries; i += kThreads) {
+      const Entry entry = entries[i];
+      if (entry.count < 0) continue;
+      change(entry.token, __fsub_rn(s_[entry.token], __fadd_rn(__fmul_rn(entry.count, slot.frequency), slot.presence)));
+    }
+    refresh();
+  }
+
+  // moments: see Sums.
+  __device__ __forceinline__ Sums sums(bool moments) {
+    Sums sums{0, 0, 0};
+    uint32_t count = 0;
+    each(minus_infinity(), [&](const Part& part, int) {
+      float first[4] = {}, second[4] = {};  // fp32 sums of four terms, then fp64
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float value = view(part.quad[j].at[i]);
+          if (value == minus_infinity()) continue;
+          const float distance = __fsub_rn(value, largest_), term = moments ? distance : exp_nonpositive(distance);
+          first[i] += term, second[i] += term * distance, ++count;
+        }
+      sums.first += static_cast<double>((first[0] + first[1]) + (first[2] + first[3]));
+      sums.second += static_cast<double>((second[0] + second[1]) + (second[2] + second[3]));
+    });
+    sums.count = count;
+    return added(sums);
+  }
+
+  // Adds sums over the CTA, in a fixed order.
+  __device__ __forceinline__ Sums added(Sums sums) {
+    double* const at = shared_.sums[buffers_.turn++ & 1];
+#pragma unroll 1
+    for (int offset = 16; offset; offset /= 2) {
+      sums.first += __shfl_xor_sync(kAll, sums.first, offset);
+      sums.second += __shfl_xor_sync(kAll, sums.second, offset);
+      sums.count += __shfl_xor_sync(kAll, sums.count, offset);
+    }
+    if (threadIdx.x % 32 == 0) {
+      double* const own = at + threadIdx.x / 32 * 3;
+      own[0] = sums.first, own[1] = sums.second, own[2] = sums.count;
+    }
+    __syncthreads();
+    Sums all{0, 0, 0};
+#pragma unroll 1
+    for (int i = 0; i < kWarps; ++i) all.first += at[3 * i], all.second += at[3 * i + 1], all.count += at[3 * i + 2];
+    return all;
+  }
+
+  // most: the entropy of equal probabilities.
+  __device__ __forceinline__ void scale(double entropy, double most) {
+    double temperature = p_.temperature;
+    if (p_.dynatemp_range > 0) {
+      const double share = pow(most > 0 ? fmin(fmax(entropy / most, 0.0), 1.0) : 0.0, p_.dynatemp_exponent);
+      const double low = fmax(temperature - p_.dynatemp_range, 0.0);
+      temperature = low + (temperature + p_.dynatemp_range - low) * share;
+    }
+    factor_ = static_cast<float>(1 / fmax(temperature, 1e-8));
+    for (int block = 0; block < blocks_; ++block) maximum(block) = __fmul_rn(maximum(block), factor_);
+    largest_ = __fmul_rn(largest_, factor_);
+  }
+
+  // A number that rises with the rank: 46 bits of the logit or of the distance from the center, and the token.
+  __device__ __forceinline__ uint64_t key_of(float value, int token, bool is_typical, double center) const {
+    uint64_t key = static_cast<uint64_t>(~ordered(value)) << 14;
+    if (is_typical) key = static_cast<uint64_t>(fmin(fabs(center - __fsub_rn(value, largest_)), 31.99) * 0x1p41);
+    return key << kTokenBits | static_cast<uint64_t>(token);
+  }
+
+  // Returns the key of the last token among the first top_k ranks with less than `enough` mass before it.
+  __device__ __forceinline__ uint64_t select(bool is_typical, double center, double top_k, double enough) {
+    enough *= 0x1p40;  // as to_fixed
+    uint64_t prefix = 0, mass_before = 0;
+    uint32_t count_before = 0;
+    int shift = 64, size = 0;
+    // Takes 11 bits of the key at a time, until few tokens have the last one's first bits: these are listed.
+#pragma unroll 1
+    for (bool is_listed = false;; is_listed = size <= kThreads || shift == 0) {
+      const int bits = min(shift, kSelectBits), next = shift - bits;
+      for (int i = threadIdx.x; i < kSelectBins && !is_listed; i += kThreads) shared_.bins.mass[i] = shared_.bins.count[i] = 0;
+      if (threadIdx.x == 0) shared_.chosen = -1, shared_.size = 0;
+      __syncthreads();
+      int bin = 0;  // runs of equal bins are added at once
+      uint64_t mass_here = 0;
+      uint32_t count = 0;
+      each_left(minus_infinity(), [&](float value, int token) {
+        const uint64_t key = key_of(value, token, is_typical, center);
+        if (shift < 64 && key >> shift != prefix) return;
+        if (is_listed) {
+          const int at = atomicAdd(&shared_.size, 1);
+          shared_.list.key[at] = key, shared_.list.value[at] = value;
+          return;
+        }
+        const int at = static_cast<int>(key >> next & ((1u << bits) - 1));
+        if (at != bin && count) {
+          atomicAdd(&shared_.bins.mass[bin], static_cast<unsigned long long>(mass_here)), atomicAdd(&shared_.bins.count[bin], count);
+          mass_here = 0, count = 0;
+        }
+        bin = at, mass_here += to_fixed(mass(value)), ++count;
+      });
+      if (count) atomicAdd(&shared_.bins.mass[bin], static_cast<unsigned long long>(mass_here)), atomicAdd(&shared_.bins.count[bin], count);
+      __syncthreads();
+      if (is_listed) break;
+      const int first = kOwnBins * static_cast<int>(threadIdx.x);
+      mass_here = 0, count = 0;
+      for (int i = 0; i < kOwnBins; ++i) mass_here += shared_.bins.mass[first + i], count += shared_.bins.count[first + i];
+      mass_here = mass_before + sum_up_to(mass_here, buffers_) - mass_here;
+      count = count_before + sum_up_to(count, buffers_) - count;
+      int own = -1;
+      for (int i = 0; i < kOwnBins; ++i) {
+        if (shared_.bins.count[first + i] && is_within(count, mass_here, top_k, enough)) own = first + i, mass_before = mass_here, count_before = count;
+        mass_here += shared_.bins.mass[first + i], count += shared_.bins.count[first + i];
+      }
+      if (own >= 0) atomicMax(&shared_.chosen, own);
+      __syncthreads();
+      if (own >= 0 && own == shared_.chosen)
+        shared_.mass_before = mass_before, shared_.count_before = count_before, shared_.size = static_cast<int>(shared_.bins.count[own]);
+      __syncthreads();
+      prefix = prefix << bits | static_cast<uint64_t>(shared_.chosen), shift = next, size = shared_.size;
+      mass_before = shared_.mass_before, count_before = shared_.count_before;
+      __syncthreads();
+    }
+    uint64_t last = 0;
+    if (static_cast<int>(threadIdx.x) < shared_.size) {
+      const uint64_t key = shared_.list.key[threadIdx.x];
+      for (int i = 0; i < shared_.size; ++i)
+        if (shared_.list.key[i] < key) ++count_before, mass_before += to_fixed(mass(shared_.list.value[i]));
+      if (is_within(count_before, mass_before, top_k, enough)) last = key;
+    }
+    return max_over_block(last, buffers_);
+  }
+
+  // Whether a token with these before it is kept; the first one always is.
+  static __device__ __forceinline__ bool is_within(uint32_t count, uint64_t mass, double top_k, double enough) {
+    return count == 0 || (count < top_k && static_cast<double>(mass) < enough);
+  }
+
+  __device__ __forceinline__ bool is_above(float value, double enough) const { return static_cast<double>(mass(value)) >= enough; }
+
+  // XTC: the least probable of the probable tokens, among equal ones the last: ~ordered(logit), token; 0: none.
+  __device__ __forceinline__ uint64_t least_above(double enough) {
+    uint64_t least = 0;
+    each_left(probable_floor(enough), [&](float value, int token) {
+      if (is_above(value, enough)) least = larger(least, static_cast<uint64_t>(~ordered(value)) << 32 | static_cast<uint32_t>(token));
+    });
+    return max_over_block(least, buffers_);
+  }
+
+  // Just below the logits with a mass of `enough`.
+  __device__ __forceinline__ float probable_floor(double enough) const {
+    return enough > 0 ? static_cast<float>(largest_ + log(enough) - fabs(static_cast<double>(largest_)) * 1e-6 - 1e-4) : minus_infinity();
+  }
+
+  // Keeps the keys up to `last`; XTC: removes the probable tokens but that of `last`.
+  __device__ __forceinline__ void keep_if(bool crosses, bool is_typical, double center, double enough, uint64_t last) {
+    rewrite(crosses ? probable_floor(enough) : minus_infinity(), [&](float raw, int token) {
+      const float value = view(raw);
+      const bool is_kept = crosses ? token == static_cast<int>(static_cast<uint32_t>(last)) || !is_above(value, enough)
+                                   : key_of(value, token, is_typical, center) <= last;
+      return is_kept || value == minus_infinity() ? raw : minus_infinity();
+    });
+  }
+
+  // Mirostat 1: how many tokens Zipf's law gives for the bound, from the head up to `last`.
+  __device__ __forceinline__ double zipf_top_k(uint64_t last) {
+    if (threadIdx.x == 0) shared_.size = 0;
+    __syncthreads();
+    each_left(value_of(~static_cast<uint32_t>(last >> (kTokenBits + 14))), [&](float value, int token) {
+      const uint64_t key = key_of(value, token, false, 0);
+      if (key > last) return;
+      const int at = atomicAdd(&shared_.size, 1);
+      shared_.list.key[at] = key, shared_.list.value[at] = value;
+    });
+    __syncthreads();
+    const int own = threadIdx.x, size = shared_.size;
+    int rank = 0, next = -1;  // next: the index of the next rank
+    for (int i = 0; own < size && i < size; ++i) {
+      const uint64_t key = shared_.list.key[i], mine = shared_.list.key[own];
+      rank += key < mine;
+      if (key > mine && (next < 0 || key < shared_.list.key[next])) next = i;
+    }
+    Sums sums{0, 0, 0};
+    if (next >= 0) {
+      const double t = log((rank + 2.0) / (rank + 1.0));
+      sums.first = t * (static_cast<double>(shared_.list.value[own]) - shared_.list.value[next]), sums.second = t * t;
+    }
+    sums = added(sums);
+    const double exponent = sums.first / sums.second, excess = exponent - 1;
+    const double k = pow(excess * exp2(filters_.mu) / (1 - pow(static_cast<double>(vocab_), -excess)), 1 / exponent);
+    return k >= 1 ? floor(fmin(k, static_cast<double>(vocab_))) : (k < 1 ? 1 : vocab_);
+  }
+
+  float* s_;
+  int vocab_, chunk_batches_, quads_, blocks_;
+  FilterSlot& filters_;
+  const FilterParameters& p_;
+  const int32_t* history_;
+  FilterShared& shared_;
+  ReduceBuffers buffers_;
+  float largest_ = minus_infinity();
+  // What `view` applies: a factor, the least logit, the least distance from a reference.
+  float factor_ = 1, floor_ = minus_infinity(), reference_ = 0, distance_ = minus_infinity();
+};
+
+}  // namespace sampling
