@@ -153,8 +153,10 @@ class Administrator(Client):
             return
         body = {"file": "small.safetensors", "name": name, "wait_s": MODEL_TIMEOUT_S}
         answer = self._post(client, "/v1/models/load", body)
-        if answer is not None:
+        status = "lost" if answer is None else answer.json()["status"]
+        self._findings.note("model", status, status != "failed", "" if answer is None else answer.text)
+        if status == "ready":
             self._use(client, model=name)
             self._remove(client, "models", name)
-        else:
+        else:  # on a machine with much else to do it may still be loading
             self._left.append(("models", name))

@@ -7,6 +7,7 @@ import threading
 import httpx
 import pytest
 
+from bench.chaos.reloads import Administrator, Files
 from bench.chaos.service import Disturbances
 from bench.chaos.traffic import Client, Conversation, Findings, Turn, send_turn
 
@@ -45,3 +46,21 @@ def test_a_failing_client_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         client.run()
     assert findings.unexplained == ["client: ended KeyError('usage')"]
     assert client.is_waiting.is_set()
+
+
+@pytest.mark.parametrize(("status", "num_requests"), [("ready", 3), ("loading", 1), ("failed", 1)])
+def test_a_model_is_used_when_it_is_ready(status: str, num_requests: int) -> None:
+    """A slow machine answers 200 with `loading` after the time that the request waits."""
+    paths: list[str] = []
+    findings = Findings()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        return httpx.Response(200, json={"status": status})
+
+    files: Files = object.__new__(Files)  # no models on the disk
+    administrator = Administrator(
+        "http://t", 0, Disturbances("http://t"), findings, threading.Event(), supervisor=0, files=files
+    )
+    administrator._reload_model(httpx.Client(base_url="http://t", transport=httpx.MockTransport(answer)))
+    assert len(paths) == num_requests and len(findings.unexplained) == (status == "failed")
