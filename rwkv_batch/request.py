@@ -34,11 +34,11 @@ class SessionTurn(msgspec.Struct, frozen=True, kw_only=True):
     """whether to queue behind a running turn of the session, or fail with SESSION_BUSY"""
     max_replayed_tokens: int | None = None
     """maximum tokens of the session to read again, because no stored state contains them; None: no limit"""
-    expected_tokens: int | None = None
+    expected_history: tuple[int, int] | None = None
     """
-    for a turn resumed after the loss of its engine: the session's tokens before the turn
+    for a turn resumed after the loss of its engine: the session's row and turns before it
 
-    If the session has another number of tokens, the turn was kept and must not run again.
+    If the session has others, the turn was kept, or the session was begun again. The turn must not run then.
     """
 
 
@@ -186,7 +186,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     """whether deltas contain token ids, so that rows can continue on another engine"""
     must_confirm: bool = False
-    """whether a turn is stored only after `confirm_turn`, which answers the report of its start (`session_tokens`)
+    """whether a turn is stored only after `confirm_turn`, which answers the report of its start (`session_history`)
 
     An engine may be lost before its report arrives. Then the turn runs on another engine, and must not be stored yet.
     The length of its session does not show whether a branch was stored, so its end is confirmed in place of its start.
@@ -289,12 +289,16 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
     token_ids: list[int] = []
     """the `num_tokens` tokens, with `Job.return_token_ids`"""
-    session_tokens: int | None = None
-    """length of the session before its turn, sent when the turn begins, with `Job.return_token_ids`"""
+    session_history: tuple[int, int] | None = None
+    """
+    row and turns of the session before its turn, (0, 0) of a new one
+
+    Sent when the turn begins, with `Job.return_token_ids`.
+    """
     replayed_tokens: int = 0
     """sent with it: tokens of the session that are read again, because no stored state contains them"""
     is_complete_branch: bool = False
-    """sent with `session_tokens` once more when a branch is complete: once confirmed, it may be stored"""
+    """sent with `session_history` once more when a branch is complete: once confirmed, it may be stored"""
 
 
 class JobEvents(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -142,6 +142,8 @@ class Lease:
     replay: list[int] = field(default_factory=list)
     """Token ids to prefill before the prompt, logged after the state in `read_slot`."""
     num_tokens: int = 0
+    history: tuple[int, int] = (0, 0)
+    """Row and turns of `source`: no other content ever has both."""
     tier: Tier | None = None
     """Tier of the state at checkout; None: the session is new."""
     dialogue_idx: int | None = None

@@ -111,7 +111,7 @@ class JobTable:
             else:
                 if sequence.lease is not None and not sequence.session_reported:
                     sequence.session_reported = True
-                    self._report_session(sequence, sequence.lease.num_tokens, sequence.replayed_tokens)
+                    self._report_session(sequence, sequence.lease.history, sequence.replayed_tokens)
                 self._state_manager.advance(sequence, row.num_tokens)
             if row.samples_token:
                 if not sequence.has_sampled:
@@ -121,10 +121,12 @@ class JobTable:
             elif not sequence.may_sample and sequence.num_uncomputed_tokens == 0:
                 self._prompt_done(sequence)
 
-    def _report_session(self, sequence: Sequence, num_tokens: int, replayed: int, is_complete: bool = False) -> None:
+    def _report_session(
+        self, sequence: Sequence, history: tuple[int, int], replayed: int, is_complete: bool = False
+    ) -> None:
         """Report that a turn begins, or that a branch is complete. See `Job.must_confirm`."""
         if sequence.job.spec.return_token_ids and sequence in sequence.job.live:
-            report = Delta(sequence.row, b"", 0, None, None, None, [], num_tokens, replayed, is_complete)
+            report = Delta(sequence.row, b"", 0, None, None, None, [], history, replayed, is_complete)
             sequence.job.deltas.append(report)
             self._changed[sequence.job] = None
             self._has_turn_starts = True
@@ -231,7 +233,7 @@ class JobTable:
         else:
             sequence.job.held_reason = reason
             if sequence.lease.branch:
-                self._report_session(sequence, sequence.lease.num_tokens, 0, is_complete=True)
+                self._report_session(sequence, sequence.lease.history, 0, is_complete=True)
             self._deadlines.add(sequence.job, time.monotonic() + CONFIRM_TIMEOUT_S)
         if sequence.num_uncomputed_tokens == 0:
             self._check_in(sequence)

@@ -44,10 +44,10 @@ def _may_share_prefix(sequence: Sequence) -> bool:
     return fresh and alone and sequence.request.use_prefix_cache
 
 
-def _already_stored_error(sequence: Sequence, num_tokens: int) -> ServiceError | None:
+def _already_stored_error(sequence: Sequence, history: tuple[int, int]) -> ServiceError | None:
     """Return an error if the session changed since its resumed turn began."""
     turn = sequence.request.session
-    if turn is None or turn.expected_tokens in (None, num_tokens):
+    if turn is None or turn.expected_history in (None, history):
         return None
     message = f"the engine was lost at the end of this turn; {MAY_BE_KEPT}"
     return ServiceError(ErrorKind.ENGINE_LOST, message, field="session_id")
@@ -108,7 +108,7 @@ class StateManager:
         if sequence.lease is None:
             return None
         if sequence.phase is Phase.WAITING and sequence.lease.state is LeaseState.READY:
-            return _already_stored_error(sequence, sequence.lease.num_tokens) or self._replay_error(sequence)
+            return _already_stored_error(sequence, sequence.lease.history) or self._replay_error(sequence)
         if sequence.lease.state is not LeaseState.FAILED:
             return None
         error = sequence.lease.error or SessionNotFound("the session was deleted while its turn ran")

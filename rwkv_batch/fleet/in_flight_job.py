@@ -34,8 +34,8 @@ class RowProgress:
     """tokens with reported log-probabilities"""
     prompt_logprobs: int = 0
     """the same for its prompt"""
-    session_tokens: int | None = None
-    """length of its session before the turn; None: the turn has not begun"""
+    session_history: tuple[int, int] | None = None
+    """row and turns of its session before the turn; None: the turn has not begun"""
     is_complete_branch: bool = False
     """whether it is a branch that its engine may have stored"""
     has_ended: bool = False
@@ -43,24 +43,24 @@ class RowProgress:
     @property
     def has_begun(self) -> bool:
         has_output = self.token_ids or self.prompt_logprobs or self.has_ended
-        return bool(has_output or self.session_tokens is not None)
+        return bool(has_output or self.session_history is not None)
 
     def record(self, delta: Delta) -> None:
         self.token_ids.fromlist(delta.token_ids)
         self.shown += len(delta.text)
         self.logprobs += len(delta.logprobs or ())
         self.prompt_logprobs += len(delta.prompt_logprobs or ())
-        if delta.session_tokens is not None:
-            self.session_tokens = delta.session_tokens
+        if delta.session_history is not None:
+            self.session_history = delta.session_history
             self.is_complete_branch = delta.is_complete_branch
         self.has_ended = delta.finish is not None
 
 
 def without_turn_starts(events: JobEvents) -> JobEvents:
     """Return the events without the deltas that only mark a turn's start."""
-    if not any(delta.session_tokens is not None for delta in events.deltas):
+    if not any(delta.session_history is not None for delta in events.deltas):
         return events
-    return msgspec.structs.replace(events, deltas=[delta for delta in events.deltas if delta.session_tokens is None])
+    return msgspec.structs.replace(events, deltas=[delta for delta in events.deltas if delta.session_history is None])
 
 
 class Progress:
@@ -128,8 +128,8 @@ def _resumed(request: GenerateRequest, i: int, progress: RowProgress) -> Generat
 
 
 def _session_of(turn: SessionTurn | None, progress: RowProgress) -> SessionTurn | None:
-    """Return the turn with its expected tokens. It then fails if it was kept before its engine was lost."""
-    return turn if turn is None else msgspec.structs.replace(turn, expected_tokens=progress.session_tokens)
+    """Return the turn with its expected history. It then fails if it was kept before its engine was lost."""
+    return turn if turn is None else msgspec.structs.replace(turn, expected_history=progress.session_history)
 
 
 def _remaining_prompt_logprobs(

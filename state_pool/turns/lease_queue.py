@@ -128,7 +128,7 @@ class LeaseQueue:
             return False
         lease.pinned = lease.exists = True
         lease.read_slot, lease.replay = source.slot, list(source.replay)
-        lease.num_tokens = source.num_tokens
+        lease.num_tokens, lease.history = source.num_tokens, (source.row_id, source.turn)
         lease.session.origin, lease.session.adapter = source.origin, source.adapter
         lease.state = LeaseState.READY
         return True

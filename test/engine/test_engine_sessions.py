@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rwkv_batch.core.scheduler import ScheduledRow
@@ -53,7 +54,7 @@ def test_a_turn_is_reported_before_it_can_be_kept(engine: Engine, monkeypatch: p
     record, received = engine.state_manager.record_turn, list[bool]()
 
     def noted(sequence: Sequence, acknowledge: Any) -> None:
-        received.append(any(delta.session_tokens == 0 for events in job.events for delta in events.deltas))
+        received.append(any(delta.session_history == (0, 0) for events in job.events for delta in events.deltas))
         record(sequence, acknowledge)
 
     monkeypatch.setattr(engine.state_manager, "record_turn", noted)
@@ -61,6 +62,29 @@ def test_a_turn_is_reported_before_it_can_be_kept(engine: Engine, monkeypatch: p
         job = submit(engine, turn("told", "Hello", max_tokens=1), return_token_ids=True)
     assert job.wait().refusal is None
     assert received == [True]
+
+
+def test_a_resumed_turn_does_not_go_on_in_a_session_that_was_begun_again(engine: Engine) -> None:
+    """It may have as many tokens. A client would get the end of another answer."""
+
+    def told() -> tuple[int, int]:
+        run(engine, turn("again", "Hello", max_tokens=1, ignore_eos=True))
+        deltas = [
+            delta
+            for events in run(engine, turn("again", "more", max_tokens=1), return_token_ids=True).events
+            for delta in events.deltas
+        ]
+        return next(one.session_history for one in deltas if one.session_history is not None)
+
+    first = told()
+    assert call(engine, "session_delete", session_id="again", delete_prefix=False) == 1
+    second = told()
+    assert first != second
+    request = turn("again", "third", max_tokens=1)
+    for history, goes_on in ((second, False), ((second[0], second[1] + 1), True)):
+        session = msgspec.structs.replace(request.session, expected_history=history)
+        job = run(engine, msgspec.structs.replace(request, session=session))
+        assert (job.finishes[0].error is None) is goes_on
 
 
 def sampled_ids(job: RunningJob) -> list[int]:

@@ -283,7 +283,7 @@ def test_a_branch_is_confirmed_when_it_is_complete(loop: Stepped) -> None:
     job = submit(loop.engine, request, must_confirm=True, return_token_ids=True)
     loop.until(lambda: any(row.phase is Phase.ANSWERED for row in loop.engine.jobs._leased), "the turn is complete")
     loop.step()
-    reports = [delta for events in job.events for delta in events.deltas if delta.session_tokens is not None]
+    reports = [delta for events in job.events for delta in events.deltas if delta.session_history is not None]
     assert [one.is_complete_branch for one in reports] == [False, True] and not job.finishes
     loop.engine.confirm_turn(job.job.job_id)
     assert loop.end(job).finishes[0].dialogue_idx == 1

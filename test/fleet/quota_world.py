@@ -96,7 +96,7 @@ class FakeEngine:
         left = job.rows[0].max_tokens - sum(len(row.resumed.token_ids) for row in job.rows if row.resumed)
         self.jobs[job.job_id] = job, sink, left
         if self.replayed_tokens:
-            begins = Delta(0, b"", 0, session_tokens=99, replayed_tokens=self.replayed_tokens)
+            begins = Delta(0, b"", 0, session_history=(9, 9), replayed_tokens=self.replayed_tokens)
             sink(JobEvents(job_id=job.job_id, deltas=[begins]))
 
     def confirm_turn(self, job_id: str) -> None: ...

@@ -73,12 +73,12 @@ def test_a_turn_is_repeated_only_if_its_session_is_unchanged(two_engines: FakeFl
     fleet, engines = make_fleet(FleetLimits(shares_sessions=True))
     running = submit(fleet, turn("s", "Hello"))
     first = client_with_job(engines)
-    first.jobs[0][1](JobEvents(job_id="job", deltas=[Delta(0, b"", 0, session_tokens=12)]))
+    first.jobs[0][1](JobEvents(job_id="job", deltas=[Delta(0, b"", 0, session_history=(7, 2))]))
     assert not running.events, "the caller does not see the session's length"
     assert first.confirmed == ["job"]
     first.lose()
     (row,) = client_with_job(engines).jobs[0][0].rows
-    assert row.session is not None and row.session.expected_tokens == 12 and row.resumed is None
+    assert row.session is not None and row.session.expected_history == (7, 2) and row.resumed is None
 
 
 def test_a_turn_of_a_lost_engine_that_another_refuses_may_be_kept(two_engines: FakeFleet) -> None:

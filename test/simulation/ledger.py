@@ -216,6 +216,7 @@ class Ledger:
             length = found[key].num_tokens if key in found else 0
             demand(length in (0, *self.borders[key]), f"{key} holds {length} tokens, not those of whole turns")
             self.by_key[key] = self.by_key[key][:length]
+            self.used.pop(key, None)  # its last turn may be one of those that were lost
             if not length:
                 del self.by_key[key]
         self.shortened.clear()

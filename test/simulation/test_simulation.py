@@ -44,6 +44,7 @@ def test_worlds(first: int) -> None:
         4985,  # imported states did not count as transfers to host memory
         94,  # after drafts were verified, a row's last token was processed while its next step was launched
         387,  # waiting turns held all slots but one, and a shared prompt held that one
+        19354,  # a fault of the simulation: a session that had lost its last turns still counted as used by them
     ],
 )
 def test_worlds_that_found_faults(seed: int) -> None:
@@ -56,6 +57,7 @@ def test_worlds_that_found_faults(seed: int) -> None:
         46,  # a delete ran on each engine: the second removed a turn that was acknowledged meanwhile
         162,
         178,
+        19399,  # a lost engine's turn went on in a session that was deleted and begun again, with as many tokens
     ],
 )
 def test_fleets_that_found_faults(seed: int) -> None:
