@@ -9,7 +9,7 @@ rounds' ratios, of CPU seconds. Texts must be equal.
 
 Random weights have no text. There the text is one token, which a logit bias forces. A draft model of the 0.1B shape
 runs, and an oracle replaces its guesses: each is right with probability p. A prediction that is right needs no luck.
-`--profile` adds the time of each kernel in a step that verifies 4 or 16 right tokens.
+`--timeline` adds when the GPU is busy with what in a step that verifies four guesses, by events in its stream.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -37,11 +38,12 @@ from bench.tools.record import Arguments, commit, finish
 from demo.files import ensure_model
 from native.tensors import on_device
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.core import speculation as core_speculation
 from rwkv_batch.core.drafters import Drafter, DraftModel, ModelDrafter, Wanted
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.speculation import make_drafters
 from rwkv_batch.engine import Engine
-from rwkv_batch.model.step_inputs import step_inputs
+from rwkv_batch.model.step_inputs import CONTINUES, step_inputs
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.tokenizer import Tokenizer
@@ -102,7 +104,8 @@ class Answer:
         self.texts = [b""] * len(rows)
         self.ids: list[list[int]] = [[] for _ in rows]
         self._times: list[tuple[float, int]] = []
-        self._done = threading.Event()
+        """of events while all rows run, with their tokens"""
+        self._done, self._all_run = threading.Event(), True
         self.accepted = 0
         job = Job(job_id=name, rows=rows, priority=Priority.INTERACTIVE, return_token_ids=True)
         begin = time.process_time()
@@ -112,7 +115,9 @@ class Answer:
         """seconds of all threads: on a shared machine they say more than a clock"""
 
     def _receive(self, events: JobEvents) -> None:
-        self._times.append((time.perf_counter(), events.num_sampled))
+        self._all_run &= all(delta.finish is None for delta in events.deltas)
+        if self._all_run:
+            self._times.append((time.perf_counter(), events.num_sampled))
         for delta in events.deltas:
             self.texts[delta.row] += delta.text
             self.ids[delta.row] += delta.token_ids
@@ -123,7 +128,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first ones, per second."""
+        """Tokens after the first ones, per second, until the first row ends."""
         sampled = [(at, count) for at, count in self._times if count]
         return sum(count for _, count in sampled[1:]) / (sampled[-1][0] - sampled[0][0])
 
@@ -176,13 +181,9 @@ def measure_random(path: Path, draft: Path, dtype: str, args: argparse.Namespace
                 print(json.dumps(results[-1]), flush=True)
             print(json.dumps({"rows": rows, **costs(engine)}), flush=True)
         print(json.dumps({"dtype": dtype, "graph_ms": graph_times(engine)}), flush=True)
-        if args.profile:
-            for drafted, rate in itertools.product((4, 16), (1.0, None)):
-                request = on if rate else predicted
-                use_oracle(engine, model, rate)
-                print(
-                    json.dumps({"dtype": dtype, "drafted": drafted, **profiled(engine, request, drafted)}), flush=True
-                )
+        for rows in (1, 8) if args.timeline else ():
+            use_oracle(engine, model, 0.7)
+            print(json.dumps({"dtype": dtype, "rows": rows, **timeline(engine, [on] * rows)}), flush=True)
     return results
 
 
@@ -208,13 +209,13 @@ def graph_times(engine: Engine) -> dict[str, float]:
         "decode": partial(runner.graphs.decode.run, [0], [DUMMY_SLOT], [DUMMY_SLOT])
     }
     for tokens in (6, 12, 18, 30):
-        inputs = step_inputs([[5], [5] * (tokens - 1)], [0, 0], [DUMMY_SLOT, DUMMY_SLOT], [0])
+        inputs = step_inputs([[5], [5] * (tokens - 1)], [0, CONTINUES], [DUMMY_SLOT, DUMMY_SLOT], [0])
         inputs.logit_tokens = torch.arange(1, max(2, tokens // 2))
         if (size := runner.graphs.prompts.size_for(inputs)) is not None:
             graphs[f"{tokens} tokens in a graph of {size.tokens}"] = partial(runner.graphs.prompts.run, inputs, size)
     draft = None if runner.draft_model is None else runner.draft_model._graphs
     if draft is not None:
-        graphs["draft"] = partial(draft.run, [0], [DUMMY_SLOT], [DUMMY_SLOT])
+        graphs["draft"] = partial(draft.run, [([DUMMY_SLOT], [DUMMY_SLOT], [0])])
     times = {}
     for name, run in graphs.items():
         for repeats in (3, 50):
@@ -236,43 +237,45 @@ def costs(engine: Engine) -> dict[str, Any]:
     }
 
 
-def profiled(engine: Engine, request: GenerateRequest, drafted: int) -> dict[str, Any]:
-    """Return where a step's time goes on the GPU: microseconds per step by kernel, and those without any kernel."""
-    from torch.profiler import ProfilerActivity, profile
+def timeline(engine: Engine, requests: list[GenerateRequest], length: int = 4) -> dict[str, Any]:
+    """Return median microseconds of the GPU's work in rounds that guess `length` tokens, and of the time before each.
 
-    speculation, plain = engine.speculation, engine.speculation._length
-    speculation._length = lambda _rate, _cost: (drafted, 1.0)  # type: ignore[method-assign]
-    try:
-        Answer(engine, [request], f"warm-{drafted}-{bool(request.prediction)}")
-        steps = engine.throughput.steps
-        kind = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
-        with profile(activities=[kind]) as found:
-            answer = Answer(engine, [request], f"profiled-{drafted}-{bool(request.prediction)}")
-        with tempfile.TemporaryDirectory() as folder:
-            found.export_chrome_trace(str(trace := Path(folder, "trace.json")))
-            traced = json.loads(trace.read_bytes())["traceEvents"]
-        steps = engine.throughput.steps - steps
-    finally:
-        speculation._length = plain  # type: ignore[method-assign]
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    events = sorted((one["ts"], one["ts"] + one["dur"], one["name"]) for one in traced if one.get("cat") in kinds)
-    busy_us, end = 0.0, events[0][0] if events else 0.0
-    sums: dict[str, float] = {}
-    for begin, stop, name in events:
-        busy_us += max(0.0, stop - max(begin, end))
-        sums[name[:70]] = sums.get(name[:70], 0.0) + stop - begin
-        end = max(end, stop)
-    span_us = end - events[0][0] if events else 0.0
-    largest = sorted(sums.items(), key=lambda one: -one[1])[:24]
-    return {
-        "by": "prediction" if request.prediction else "model",
-        "steps": steps,
-        "tokens_per_s": round(answer.tokens_per_s, 1),
-        "step_us": round(span_us / steps, 1),
-        "idle_us": round((span_us - busy_us) / steps, 1),
-        "launches": round(len(events) / steps, 1),
-        "kernel_us": {name: round(us / steps, 1) for name, us in largest},
-    }
+    A profiler would run kernels one after the other that overlap.
+    """
+    runner, speculation, seen = engine.model_runner, engine.speculation, list[tuple[str, torch.cuda.Event]]()
+    assert speculation.model is not None, "an oracle guesses"
+    parts = [
+        (speculation.model, "guess"),
+        (runner, "_forward"),
+        (runner.drafts, "count_ahead"),
+        (runner.step_sampler, "sample"),
+        (runner.drafts, "sample_ahead"),
+    ]
+
+    def watched(part: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            result = part(*given, **named)
+            events[1].record()
+            seen.extend(zip((f"before {name}", name), events, strict=True))
+            return result
+
+        return run
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(core_speculation, "MAX_DRAFT_TOKENS", length))
+        patches.enter_context(patch.object(speculation, "mode", "model"))
+        Answer(engine, requests, f"warm-{len(requests)}-{length}")
+        for owner, name in parts:
+            patches.enter_context(patch.object(owner, name, watched(getattr(owner, name), name)))
+        answer = Answer(engine, requests, f"timeline-{len(requests)}-{length}")
+        torch.cuda.synchronize()
+    spans: dict[str, list[float]] = {}
+    for (_, begin), (name, end) in itertools.pairwise(seen):
+        spans.setdefault(name, []).append(1000 * begin.elapsed_time(end))
+    medians = {name: round(statistics.median(values), 1) for name, values in spans.items()}
+    return {"tokens_per_s": round(answer.tokens_per_s, 1), "gpu_us": medians}
 
 
 # The demo model ----------------------------------------------------------------------------------------------
@@ -334,7 +337,7 @@ def main() -> None:
     parser.add_argument("--draft-model", type=Path, help="file of the draft model; else one of 0.1B is written")
     parser.add_argument("--dtypes", default="auto")
     parser.add_argument("--rows", default="1,4,8,32")
-    parser.add_argument("--profile", action="store_true", help="kernels of a step, for one row")
+    parser.add_argument("--timeline", action="store_true", help="a step's work on the GPU")
     parser.add_argument("--tokens", type=int, default=257)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()

@@ -299,8 +299,8 @@ class Engine:
             try:
                 has_batch_prefill = in_pieces and any(row.sequence.job.is_batch for row in part)
                 has_pieces = part[-1].uses_device_token or has_batch_prefill
-                self.model_runner.step_sampler.admit(part, self.scheduler.admission.started)
-                step = self.model_runner.launch(part, oldest, between_pieces if has_pieces else None)
+                started, between = self.scheduler.admission.started, between_pieces if has_pieces else None
+                step = self.model_runner.launch(part, started, oldest, between)
                 step.number, step.launched = number, time.monotonic()
                 if self.scheduler.limits.masks_block_step:
                     self.scheduler.mask_time.count(step.costs)

@@ -29,6 +29,8 @@ class Shape(NamedTuple):
     rows: int
     tokens: int
     logits: int
+    drafts: int = 0
+    """of the rows"""
 
 
 class Times:
@@ -140,8 +142,6 @@ class Candidate(NamedTuple):
     rate: float
     """chance that a drafted token is accepted"""
     log_rate: float
-    num_read: int
-    """known tokens that the step reads, which its draft reads again"""
     max_tokens: int
     is_guessed: bool
     """whether the draft model guesses the tokens"""
@@ -194,21 +194,26 @@ class Chooser:
 
     def evaluate(self, lengths: dict[int, int]) -> Choice:
         """Return what drafts of these lengths yield, and in what time."""
-        rows, tokens, logits = self._plain
-        expected, num_guesses, not_all = float(logits), 0, 1.0
-        for row, rate, _, num_read, _, is_guessed in self._rows:
+        rows, tokens, logits, _ = self._plain
+        expected, num_guesses, all_whole, least, lost = float(logits), 0, 1.0, 1.0, 0.0
+        for row, rate, _, _, is_guessed in self._rows:
             length = lengths.get(row)
             if length:
                 rows += 1
-                tokens += num_read + length
+                tokens += length
                 logits += length
                 chance = rate**length
                 expected += rate * (1 - chance) / (1 - rate)
                 if is_guessed:
                     num_guesses = max(num_guesses, length)
-                    not_all *= 1 - chance
-        shape = Shape(rows, tokens, logits)
+                    all_whole *= chance
+                    least = min(least, chance)
+                    lost += chance * chance
+        shape = Shape(rows, tokens, logits, drafts=rows - self._plain.rows)
         seconds = self._times.drafts_s(shape, self.nothing.seconds)
-        if seconds and num_guesses:  # after a draft that is accepted whole, the model first reads its last token
-            seconds += self._guess_s * (num_guesses + 1 - not_all)
+        if seconds and num_guesses:
+            # After a draft that is accepted whole, the model first reads its last token. Unless all rows must, it
+            # guesses one less for this row.
+            expected -= (1 - all_whole / least) * lost
+            seconds += self._guess_s * (num_guesses + all_whole)
         return Choice(lengths, shape, seconds, expected)

@@ -3,16 +3,16 @@
 A row with a draft takes two device rows of one step:
 
 - its own, which reads the known tokens as always and samples the next one
-- the draft's, which reads the known tokens and the draft from the same state, into another slot. It has logits after
-  each drafted token.
+- the draft's, which continues it: it reads the draft and writes another slot. It has logits after each drafted token.
 
 When the step's token is known and equals the first drafted one, the logits after that one are the logits of the next
 step: the row samples from them, commits the token, and so on. So sampling, penalties, grammars, stops and log-
 probabilities see the same logits in the same order as without drafts. If all drafted tokens are accepted, the row
 continues from the draft's slot; else from its own, and its next step reads the accepted tokens.
 
-The other way is to store the state after every drafted token. It reads k + 1 tokens instead of 2 u + k (u: accepted
-tokens not in the state, k: drafted ones), but takes k slots instead of two, and kernels that write them.
+The other way is to store the state after every drafted token. It reads k + 1 tokens instead of u + k (u: accepted
+tokens not in the state, k: drafted ones; 1.8 on average for 4 of which 70 % are accepted), but writes k + 1 states
+instead of two.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from rwkv_batch.core.drafters import (
     Wanted,
 )
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import PENDING, Phase, Sequence, SharedSlot
+from rwkv_batch.core.sequence import PENDING, Phase, Sequence
 from state_pool.cache.slots import Slots
 
 MAX_ROWS = 32
 """Rows of a step at most for drafts."""
 MAX_READ = 32
-"""Known tokens of a row at most that its draft reads again."""
+"""Known tokens that a step reads of a row at most, for a draft."""
 TOKEN_COST = 0.02
 """Tokens that a drafted token must gain at least: which drafter is best."""
 MIN_GAIN = 0.06
@@ -188,7 +188,7 @@ class Speculation:
             if draft is None or not (draft.tokens or is_pending):
                 result.append(row)
             elif not is_pending:
-                has_drafts |= self._take_slots(row.sequence, draft)
+                has_drafts |= self._take_slot(row.sequence, draft)
                 result.append(row)
         if not has_drafts:
             return result
@@ -211,8 +211,8 @@ class Speculation:
         if self.mode != "auto":
             return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0, None
         candidates = [
-            Candidate(i, one.rate, math.log(one.rate), row.num_tokens, one.max_tokens, one.tokens is None)
-            for i, (row, one) in enumerate(zip(rows, found, strict=True))
+            Candidate(i, one.rate, math.log(one.rate), one.max_tokens, one.tokens is None)
+            for i, one in enumerate(found)
             if one is not None
         ]
         if not plain_s or not candidates:
@@ -296,17 +296,11 @@ class Speculation:
         first = EXPECTED_OF_MODEL if self.model is not None and name not in ("ngram", "prediction") else ()
         return self._pools.setdefault(name, Acceptance(*first))
 
-    def _take_slots(self, sequence: Sequence, draft: Draft) -> bool:
-        """Give the draft a slot, and keep the state that both device rows read. Returns False without free slots."""
+    def _take_slot(self, sequence: Sequence, draft: Draft) -> bool:
+        """Give the draft a slot. Returns False without a free one."""
         slot = self._slots.allocate()
         if slot is None:
             return False
-        if sequence.read_slot == sequence.write_slot:
-            fresh, old = self._slots.allocate(), sequence.slot
-            if fresh is None:
-                self._slots.drop_ref(slot)
-                return False
-            sequence.shared, sequence.slot = SharedSlot(old, partial(self._slots.drop_ref, old)), fresh
         draft.slot, sequence.draft = slot, draft
         self._forget_plain(sequence)
         return True

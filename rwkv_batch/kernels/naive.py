@@ -124,19 +124,19 @@ def wkv_loop(
     is rounded to its format after each token, so a prompt's pieces do not change it. Returns y [T, H, 64].
     """
     y = torch.empty_like(r)
-    order, positions = longest_first(inputs)
-    is_int8 = wkv.dtype is torch.uint8
-    state = wkv[inputs.read_slots[order]]
-    for tokens in positions:
-        before = state[: len(tokens)]
-        s = unpack_int8(before) if is_int8 else before.float()
-        sa = s @ a[tokens].unsqueeze(-1)
-        s = (
-            s * decay[tokens].unsqueeze(-2)
-            + sa * b[tokens].unsqueeze(-2)
-            + v[tokens].unsqueeze(-1) * k[tokens].unsqueeze(-2)
-        )
-        y[tokens] = (s @ r[tokens].unsqueeze(-1)).squeeze(-1)
-        state[: len(tokens)] = pack_int8(s, before) if is_int8 else s
-    wkv[inputs.write_slots[order]] = state
+    for reads, writes, positions in longest_first(inputs):
+        is_int8 = wkv.dtype is torch.uint8
+        state = wkv[reads]
+        for tokens in positions:
+            before = state[: len(tokens)]
+            s = unpack_int8(before) if is_int8 else before.float()
+            sa = s @ a[tokens].unsqueeze(-1)
+            s = (
+                s * decay[tokens].unsqueeze(-2)
+                + sa * b[tokens].unsqueeze(-2)
+                + v[tokens].unsqueeze(-1) * k[tokens].unsqueeze(-2)
+            )
+            y[tokens] = (s @ r[tokens].unsqueeze(-1)).squeeze(-1)
+            state[: len(tokens)] = pack_int8(s, before) if is_int8 else s
+        wkv[writes] = state
     return y

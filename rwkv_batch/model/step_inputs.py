@@ -11,6 +11,9 @@ from torch import Tensor
 
 from native.tensors import pinned
 
+CONTINUES = -1
+"""Read slot of a row that continues the row before it: its state is the one after that row, which has its own slot."""
+
 
 @dataclass(slots=True)
 class AdapterTiles:
@@ -28,7 +31,8 @@ class StepInputs:
 
     The rows have T tokens in total. Row i has tokens cu_seqlens[i] .. cu_seqlens[i+1]-1, at least one. It reads the
     state in read_slots[i] and writes the state after its last token to write_slots[i]; the two may be equal. No slot is
-    written by two rows, and no row reads a slot that another row writes, except the dummy.
+    written by two rows, and no row reads a slot that another row writes, except the dummy. A row may continue the row
+    before it: it then begins with the state after that row, and reads no slot.
     """
 
     tokens: Tensor
@@ -36,7 +40,7 @@ class StepInputs:
     cu_seqlens: Tensor
     """[B+1] int64, starts with 0, ends with T"""
     read_slots: Tensor
-    """[B] int64"""
+    """[B] int64; CONTINUES: none"""
     write_slots: Tensor
     """[B] int64"""
     logit_tokens: Tensor
@@ -88,7 +92,8 @@ def step_inputs(
         read_slots=int64_tensor(read_slots),
         write_slots=int64_tensor(write_slots),
         logit_tokens=int64_tensor([ends[i + 1] - 1 for i in logit_rows]),
-        max_seqlen=max(len(row) for row in rows),
+        # The kernels of rows of one token know no rows that continue others.
+        max_seqlen=max(*(len(row) for row in rows), 1 + (CONTINUES in read_slots)),
     )
 
 
@@ -104,20 +109,28 @@ def token_shift(h: Tensor, shift: Tensor, inputs: StepInputs) -> Tensor:
     """
     previous = torch.empty_like(h)
     previous[1:] = h[:-1]
-    previous[inputs.cu_seqlens[:-1]] = shift[inputs.read_slots].float()
+    has_slot = inputs.read_slots != CONTINUES
+    previous[inputs.cu_seqlens[:-1][has_slot]] = shift[inputs.read_slots[has_slot]].float()
     shift[inputs.write_slots] = h[inputs.cu_seqlens[1:] - 1].to(shift.dtype)
     return previous
 
 
-def longest_first(inputs: StepInputs) -> tuple[Tensor, Iterator[Tensor]]:
-    """Return the rows [B], longest first, and the tokens by position.
+def longest_first(inputs: StepInputs) -> Iterator[tuple[Tensor, Tensor, Iterator[Tensor]]]:
+    """Yield read slots [B], write slots [B] and tokens by position of rows, longest first.
 
-    The rows are int64. The n tokens [n] at a position belong to the first n rows in that order.
+    Rows that continue others come after those, which must have written their slots by then. The n tokens [n] at a
+    position belong to the first n rows.
     """
-    starts = inputs.cu_seqlens[:-1]
+    starts, reads, writes = inputs.cu_seqlens[:-1], inputs.read_slots, inputs.write_slots
     lengths = inputs.cu_seqlens[1:] - starts
-    order = torch.argsort(lengths, descending=True, stable=True)
-    return order, _positions(starts[order], lengths[order].tolist())
+    rows = torch.arange(len(reads), device=reads.device)
+    continues = reads == CONTINUES
+    first = torch.cummax(torch.where(continues, 0, rows), 0).values
+    reads = torch.where(continues, writes.roll(1), reads)
+    for number in range(int((rows - first).max()) + 1):
+        mine = rows[rows - first == number]
+        mine = mine[torch.argsort(lengths[mine], descending=True, stable=True)]
+        yield reads[mine], writes[mine], _positions(starts[mine], lengths[mine].tolist())
 
 
 def _positions(starts: Tensor, lengths: list[int]) -> Iterator[Tensor]:

@@ -6,7 +6,6 @@ were accepted, so nothing is read again. A row that ends frees its ring.
 
 from __future__ import annotations
 
-import ctypes
 import time
 import weakref
 from typing import NamedTuple
@@ -15,14 +14,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from native.uploads import Uploads
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.drafters import CHUNK, RING, ModelDrafter, Wanted
+from rwkv_batch.core.drafters import CHUNK, MAX_DRAFT_TOKENS, RING, ModelDrafter, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
+from rwkv_batch.runner.graphs.guess import CHOSEN, GuessGraphs
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PrefillSize
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.runner.model_files import load_pipeline
@@ -46,6 +45,11 @@ class _Row(NamedTuple):
     """position of the first of `tokens`: `position`, or later in the text if nothing is read yet"""
     num_tokens: int
     """tokens to guess; 0: more of its text must be read first"""
+
+    @property
+    def known(self) -> list[int]:
+        """Return the tokens to read before those whose next ones are guessed."""
+        return self.tokens[:-1] if self.num_tokens else self.tokens
 
     def slot(self, read: int) -> int:
         """Return the slot of the state after `read` of its tokens and guesses."""
@@ -80,30 +84,28 @@ class DraftSteps:
             raise StartupError(f"Out of memory: {size}. Take a smaller --draft-model.") from error
         self._rings: weakref.WeakKeyDictionary[ModelDrafter, int] = weakref.WeakKeyDictionary()
         self._free = list(range(MAX_ROWS))
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: GuessGraphs | None = None
         self._reading: PrefillGraphs | None = None
         if device.type == "cuda" and DecodeGraphs.unavailable_reason(self._pipeline.stages, Greedy()) is None:
             stages = make_graph_stages(self._pipeline.stages, READ_SIZES[-1].tokens, depth=2)
             vocab = self._pipeline.weights.shape.vocab
-            self._graphs = DecodeGraphs(stages, MAX_ROWS, RapidSampler(MAX_ROWS, vocab, device, []))
+            sampler = RapidSampler(MAX_ROWS, vocab, device, [])
+            self._graphs = GuessGraphs(stages[0], MAX_ROWS, MAX_DRAFT_TOKENS + FEW_TOKENS, sampler)
             self._reading = PrefillGraphs(stages, self._graphs.logits, sizes=READ_SIZES)
             self._reading.warm_up()
-            self._graphs.warm_up(logits=False)
-        self._uploads = None if self._graphs is None else Uploads(device)
-        self._last = (ctypes.c_int64 * MAX_ROWS)()
-        """the tokens to read next, by ring"""
+            self._graphs.warm_up()
 
     @torch.inference_mode()
     def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
         """See `DraftModel`."""
         started = time.monotonic()
         rows = [row for one in wanted if (row := self._row(one)) is not None]
-        if not rows:
-            return None
-        tokens = self._run_graphs(rows) if self._graphs is not None else self._run(rows)
-        guessing = [row for row in rows if row.num_tokens]
+        if self._graphs is not None:
+            return self._run_graphs(self._graphs, rows, started)
+        tokens = self._run(rows) if rows else None
         if tokens is None:
             return None
+        guessing = [row for row in rows if row.num_tokens]
         for row in guessing:
             row.drafter.guesses = [0] * row.num_tokens
         return DeviceGuesses([row.drafter for row in guessing], tokens, started)
@@ -158,44 +160,32 @@ class DraftSteps:
         chosen: list[int] = self._pipeline.forward(inputs).argmax(-1).tolist()
         return chosen
 
-    def _run_graphs(self, rows: list[_Row]) -> Tensor | None:
-        """The same with one graph per guess, and without waiting between them."""
-        guessing = [row for row in rows if row.num_tokens]
-        known = [row.tokens[:-1] if row.num_tokens else row.tokens for row in rows]
-        if max(map(len, known)) > FEW_TOKENS:
-            reading = [i for i, tokens in enumerate(known) if tokens]
-            self._step([rows[i] for i in reading], [known[i] for i in reading], [0] * len(reading), [])
-        else:
-            for number in range(max(map(len, known))):
-                reading = [i for i, tokens in enumerate(known) if len(tokens) > number]
-                self._decode([rows[i] for i in reading], [number] * len(reading), [known[i][number] for i in reading])
-        steps: list[Tensor] = []
-        last: list[int] | None = [row.tokens[-1] for row in guessing]
-        for number in range(max((row.num_tokens for row in guessing), default=0)):
-            read = [len(row.tokens) - 1 + number for row in guessing]
-            steps.append(self._decode(guessing, read, last).clone())
-            last = None
-        return torch.stack(steps, 1) if steps else None
+    def _run_graphs(self, graphs: GuessGraphs, rows: list[_Row], started: float) -> DeviceGuesses | None:
+        """Guess with graphs, without waiting between them.
 
-    def _decode(self, rows: list[_Row], read: list[int], tokens: list[int] | None) -> Tensor:
-        """Launch a graph that reads a token per row. Returns the likeliest next ones [B] int64.
-
-        tokens: None: those that the last launch chose for these rows
+        A row that reads a token more than others guesses one less: a step for it alone would cost all rows.
         """
-        assert self._graphs is not None
-        rings = [row.ring for row in rows]
-        if tokens is not None:
-            self._store(rings, tokens)
-        reads = [row.slot(count) for row, count in zip(rows, read, strict=True)]
-        writes = [row.slot(count + 1) for row, count in zip(rows, read, strict=True)]
-        return self._graphs.run(rings, reads, writes)
-
-    def _store(self, rings: list[int], tokens: list[int]) -> None:
-        """Set the tokens that a graph reads. Those of other rings are set before they are read."""
-        assert self._graphs is not None
-        if self._uploads is None:
-            self._graphs.tokens.store(rings, tokens)
-            return
-        for ring, token in zip(rings, tokens, strict=True):
-            self._last[ring] = token
-        self._uploads.send(self._graphs.tokens.sampled_tokens[:MAX_ROWS].view(torch.uint8), self._last)
+        # All but the last token, of rows that have many to read, or only read.
+        reading = [(row, row.known) for row in rows if len(row.known) > (FEW_TOKENS if row.num_tokens else 0)]
+        if reading:
+            self._step([row for row, _ in reading], [known for _, known in reading], [0] * len(reading), [])
+        guessing = [row for row in rows if row.num_tokens]
+        if not guessing:
+            return None
+        read = [len(row.known) if len(row.known) > FEW_TOKENS else 0 for row in guessing]
+        firsts = [len(row.tokens) - 1 - count for row, count in zip(guessing, read, strict=True)]
+        num_steps = max(max(row.num_tokens for row in guessing) + min(firsts), max(firsts) + 1)
+        steps = [
+            (
+                [row.slot(count + number) for row, count in zip(guessing, read, strict=True)],
+                [row.slot(count + number + 1) for row, count in zip(guessing, read, strict=True)],
+                [
+                    row.tokens[count + number] if count + number < len(row.tokens) else CHOSEN
+                    for row, count in zip(guessing, read, strict=True)
+                ],
+            )
+            for number in range(num_steps)
+        ]
+        for row, first in zip(guessing, firsts, strict=True):
+            row.drafter.guesses = [0] * min(row.num_tokens, num_steps - first)
+        return DeviceGuesses([row.drafter for row in guessing], graphs.run(steps).T.contiguous(), started, firsts)

@@ -163,9 +163,15 @@ class HostCopy:
 class DeviceGuesses:
     """Implements `Guesses`: tokens on a device, on their way to the host."""
 
-    def __init__(self, drafters: list[ModelDrafter], tokens: Tensor, started: float) -> None:
-        """tokens [B, k] int64: a row per drafter, k at least the number of its guesses; started: by time.monotonic()"""
+    def __init__(
+        self, drafters: list[ModelDrafter], tokens: Tensor, started: float, firsts: list[int] | None = None
+    ) -> None:
+        """tokens [B, k] int64: a row per drafter, k at least the number of its guesses
+        started: by time.monotonic()
+        firsts: the number of each one's first guess; None: 0
+        """
         self._drafters, self.tokens = drafters, tokens
+        self._firsts = firsts or [0] * len(drafters)
         self._copy: HostCopy | None = HostCopy(tokens)
         self._started = started
         self.seconds = 0.0
@@ -175,14 +181,16 @@ class DeviceGuesses:
 
     def of(self, drafter: ModelDrafter) -> Tensor:
         """Return a drafter's guesses [k] int64 on the device."""
-        return self.tokens[self._drafters.index(drafter)]
+        i = self._drafters.index(drafter)
+        return self.tokens[i, self._firsts[i] :]
 
     def read(self) -> None:
         """See `Guesses`."""
         if self._copy is None:
             return
-        for drafter, guesses in zip(self._drafters, self._copy.read()[0].tolist(), strict=True):
-            drafter.guesses[:] = guesses[: len(drafter.guesses)]
+        rows = self._copy.read()[0].tolist()
+        for drafter, first, guesses in zip(self._drafters, self._firsts, rows, strict=True):
+            drafter.guesses[:] = guesses[first : first + len(drafter.guesses)]
             drafter.pending = None
         self._copy, self.seconds = None, time.monotonic() - self._started
 

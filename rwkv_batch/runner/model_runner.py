@@ -195,11 +195,13 @@ class ModelRunner:
     def launch(
         self,
         rows: list[ScheduledRow],
+        started: dict[Sequence, None],
         after: Collection[InFlightStep] = (),
         between: Callable[[], None] | None = None,
     ) -> InFlightStep:
         """Launch one of `split`: read the rows' tokens and sample. Does not wait for the device.
 
+        started: see `Admission`; the rows are removed from it
         after: launched steps that the host has not read and that may have sampled these rows' tokens.
         between: called between the pieces of the step, if it has any. It may launch prefill steps. Most of such a
         step is done on return.
@@ -210,6 +212,7 @@ class ModelRunner:
         is_routed = not are_plain and self._launch_groups.is_routed(rows[0])
         graphs = None if is_routed else self.graphs.for_decode(rows, are_plain)
         if graphs is not None:
+            self.step_sampler.admit(rows, started)
             self.drafts.count_ahead()
             try:
                 if are_plain:
@@ -221,24 +224,21 @@ class ModelRunner:
                 return step
             except CaptureError as error:
                 self.graphs.disable(error)
+        inputs, x = self._inputs.build(rows, self._tokens), None
         if any(row.scored for row in rows):
-            self._launch_scored(step, between)
+            x, inputs = self._run_layers(inputs, between)
+            logits = self.pipeline.stages[-1].logits(x, inputs)
         else:
-            inputs, into = self._inputs.build(rows, self._tokens), None if is_routed else self._logits
-            logits, step.draft_logits = split_drafts(self._forward(inputs, into, between), step.sampling_rows)
-            self.drafts.count_ahead()
-            self.step_sampler.sample(step, mix_logits(logits, step.sampling_rows), self._tokens)
+            logits = self._forward(inputs, None if is_routed else self._logits, between)
+        logits, step.draft_logits = split_drafts(logits, step.sampling_rows)
+        self.step_sampler.admit(rows, started)  # behind the layers, which the device runs meanwhile
+        self.drafts.count_ahead()
+        self.step_sampler.sample(step, mix_logits(logits, step.sampling_rows), self._tokens)
+        if x is not None:  # the head runs on scored prompt tokens separately
+            step.scored = self._scorer.launch(x, rows)
         self.drafts.sample_ahead(step)
         step.layers_s = self.pipeline.layers_s
         return step
-
-    def _launch_scored(self, step: InFlightStep, between: Callable[[], None] | None) -> None:
-        """Launch a step that returns log-probabilities of prompt tokens. The head runs on them separately."""
-        x, inputs = self._run_layers(self._inputs.build(step.rows, self._tokens), between)
-        logits, step.draft_logits = split_drafts(self.pipeline.stages[-1].logits(x, inputs), step.sampling_rows)
-        self.drafts.count_ahead()
-        self.step_sampler.sample(step, logits, self._tokens)
-        step.scored = self._scorer.launch(x, step.rows)
 
     def _run_layers(self, inputs: StepInputs, between: Callable[[], None] | None) -> tuple[Tensor, StepInputs]:
         """Run `Pipeline.run_layers`, in pieces if `between` is given and pieces exist."""

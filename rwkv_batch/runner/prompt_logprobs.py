@@ -58,7 +58,7 @@ class PromptScorer:
                 first = begin + positions.start - 1 - sequence.num_computed_tokens
                 tokens += range(first, first + len(positions))
                 targets += sequence.request.prompt[positions.start : positions.stop]
-            begin += row.num_tokens
+            begin += row.num_tokens + (0 if sequence.draft is None else len(sequence.draft.tokens))
         return InFlightScores(scored, self._score(x, tokens, targets, max(_top(sequence) for sequence, _ in scored)))
 
     def _score(self, x: Tensor, tokens: list[int], targets: list[int], count: int) -> HostCopy:

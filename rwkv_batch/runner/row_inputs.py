@@ -16,7 +16,7 @@ from rwkv_batch.core.drafters import Draft, ModelDrafter
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.adapter_table import NO_ADAPTER
-from rwkv_batch.model.step_inputs import StepInputs, int64_tensor, step_inputs
+from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, int64_tensor, step_inputs
 from rwkv_batch.runner.links import DeviceGuesses, LastTokens
 from state_pool.origins import Adapters
 
@@ -77,37 +77,35 @@ class RowInputs:
     def build(self, rows: list[ScheduledRow], last_tokens: LastTokens) -> StepInputs:
         """Return the rows' inputs. Tokens unknown to the host are filled in from `last_tokens`.
 
-        Device rows of drafts come last, and so do their logits.
+        A draft's device row continues its row's. The logits of drafts come last.
         """
-        reads = [slot for row in rows for slot in read_slots(row.sequence)]
-        writes = [slot for row in rows for slot in write_slots(row.sequence)]
-        if len(reads) > len(rows):  # each member of a mixture is a device row
-            rows = [row for row in rows for _ in range(1 + len(row.sequence.members))]
-        sequences = [row.sequence for row in rows]
-        tokens = [
-            row.sequence.token_ids[row.sequence.num_computed_tokens : row.sequence.num_computed_tokens + row.num_tokens]
-            for row in rows
-        ]
-        logit_rows = [i for i, row in enumerate(rows) if row.samples_token]
-        drafts: list[Draft] = []
-        for i, sequence in enumerate(list(sequences)):
+        reads, writes, tokens, sequences = list[int](), list[int](), list[list[int]](), list[Sequence]()
+        logit_rows, drafts = list[int](), list[tuple[int, Draft]]()
+        for row in rows:
+            sequence = row.sequence
+            first = sequence.num_computed_tokens
+            known = sequence.token_ids[first : first + row.num_tokens]
+            # Each member of a mixture is a device row.
+            for read, write in zip(read_slots(sequence), write_slots(sequence), strict=True):
+                if row.samples_token:
+                    logit_rows.append(len(tokens))
+                reads.append(read)
+                writes.append(write)
+                tokens.append(known)
+                sequences.append(sequence)
             if (draft := sequence.draft) is not None:
                 if (late := late_tokens(draft)) is None or late.device != self._device:
                     draft.read_guesses()
-                drafts.append(draft)
-                sequences.append(sequence)
-                tokens.append(tokens[i] + draft.tokens)
-                reads.append(reads[i])
+                drafts.append((len(tokens), draft))
+                reads.append(CONTINUES)
                 writes.append(draft.slot)
+                tokens.append(draft.tokens)
+                sequences.append(sequence)
         inputs = step_inputs(tokens, reads, writes, logit_rows)
         if drafts:
-            lengths = [len(ids) for ids in tokens]
-            inputs.logit_tokens = _logit_tokens(lengths, logit_rows, drafts)
-            ends = list(accumulate(lengths))[-len(drafts) :]
+            inputs.logit_tokens = _logit_tokens(inputs, drafts)
             inputs.late_tokens = [
-                (end - len(one.tokens), tokens_of_draft)
-                for one, end in zip(drafts, ends, strict=True)
-                if (tokens_of_draft := late_tokens(one)) is not None
+                (int(inputs.cu_seqlens[i]), late) for i, one in drafts if (late := late_tokens(one)) is not None
             ]
         if (adapters := self.adapters_of(sequences)) is not None:
             inputs.adapters = torch.tensor(adapters).repeat_interleave(torch.tensor([len(ids) for ids in tokens]))
@@ -127,18 +125,16 @@ class RowInputs:
         return [NO_ADAPTER if one.adapter is None else one.adapter.slot_index for one in sequences]
 
 
-def _logit_tokens(lengths: list[int], logit_rows: list[int], drafts: list[Draft]) -> Tensor:
-    """Return the tokens with logits [R] int64: the rows' last ones, then all drafted ones.
+def _logit_tokens(inputs: StepInputs, drafts: list[tuple[int, Draft]]) -> Tensor:
+    """Return the tokens with logits [R] int64: those of `inputs`, then all drafted ones.
 
-    lengths: of the rows; those of drafts are the last ones
+    drafts: with their device rows
     """
-    ends = list(accumulate(lengths))
-    indices = [ends[i] - 1 for i in logit_rows]
-    first = len(indices)
-    for draft, end in zip(drafts, ends[-len(drafts) :], strict=True):
-        draft.first_logit = len(indices) - first
-        indices += range(end - len(draft.tokens), end)
-    return int64_tensor(indices)
+    drafted = list[int]()
+    for row, draft in drafts:
+        draft.first_logit = len(drafted)
+        drafted += range(int(inputs.cu_seqlens[row]), int(inputs.cu_seqlens[row + 1]))
+    return torch.cat([inputs.logit_tokens, int64_tensor(drafted)])
 
 
 def late_tokens(draft: Draft) -> Tensor | None:

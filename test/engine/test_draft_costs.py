@@ -132,7 +132,7 @@ def of_size(graphs: dict[int, float], rows: int) -> float:
 
 
 def gpu_graph_s(shape: Shape) -> float:
-    if shape.rows == shape.tokens:
+    if shape.rows == shape.tokens and not shape.drafts:
         return of_size(DECODE_MS, shape.rows) / 1000
     fit = (
         ms
@@ -159,11 +159,13 @@ class SimulatedGpu:
         return of_size(GUESS_MS, num_rows) / 1000 if self.has_graphs else 0.0
 
     def guess(self, wanted: list[Wanted]) -> Any:
-        unread = max(one.length - one.drafter.num_read - max(0, len(one.drafter.guesses) - 1) for one in wanted)
-        for one in wanted:
-            one.drafter.num_read, one.drafter.guesses = one.length, [7] * one.num_tokens
-        reading_ms = 0.5 if unread > 2 else 0.31 * max(0, unread - 1)
-        seconds = of_size(GUESS_MS, len(wanted)) / 1000 * max(one.num_tokens for one in wanted)
+        unread = [one.length - one.drafter.num_read - max(0, len(one.drafter.guesses) - 1) for one in wanted]
+        reading_ms = 0.5 * (max(unread) > 2)
+        behind = [int(one == 2) for one in unread]
+        num_steps = max(max(one.num_tokens for one in wanted) + min(behind), max(behind) + 1)
+        for one, later in zip(wanted, behind, strict=True):
+            one.drafter.num_read, one.drafter.guesses = one.length, [7] * min(one.num_tokens, num_steps - later)
+        seconds = of_size(GUESS_MS, len(wanted)) / 1000 * num_steps
         self.pass_time(1000 * seconds + reading_ms)
         return SimpleNamespace(seconds=seconds, read=lambda: None)
 
@@ -173,20 +175,20 @@ class SimulatedGpu:
         self.noise += noise / 1000
 
     def speed(self, num_rows: int, tokens: int = 192) -> float:
-        """Return how many times as fast as without drafts the rows' answers are."""
+        """Return how many times as fast as without drafts the rows' answers are, until the first one ends."""
         drafters = [RowDrafter(ModelDrafter(), self.speculation.pool("model")) for _ in range(num_rows)]
         rows, unread = [row_that_decodes(one, tokens) for one in drafters], [1] * num_rows
         began, self.noise, (host_ms, row_ms) = self.clock, 0.0, self.host_ms
-        while live := [i for i in range(num_rows) if len(rows[i].sequence.token_ids) <= tokens]:
-            scheduled = [ScheduledRow(rows[i].sequence, unread[i], samples_token=True) for i in live]
+        while max(len(row.sequence.token_ids) for row in rows) <= tokens:
+            scheduled = [ScheduledRow(rows[i].sequence, unread[i], samples_token=True) for i in range(num_rows)]
             launched = self.clock
             self.speculation.add_drafts(scheduled)
             drafts = [row.sequence.draft for row in scheduled]
             num_drafted = sum(len(one.tokens) for one in drafts if one is not None)
-            read = sum(row.num_tokens * (1 + (row.sequence.draft is not None)) for row in scheduled)
-            shape = Shape(2 * len(live) - drafts.count(None), read + num_drafted, len(live) + num_drafted)
-            self.pass_time(1000 * gpu_graph_s(shape) + (host_ms + row_ms * len(live) if num_drafted else 0.02))
-            for i, draft in zip(live, drafts, strict=True):
+            read, drafting = sum(row.num_tokens for row in scheduled), num_rows - drafts.count(None)
+            shape = Shape(num_rows + drafting, read + num_drafted, num_rows + num_drafted, drafting)
+            self.pass_time(1000 * gpu_graph_s(shape) + (host_ms + row_ms * num_rows if num_drafted else 0.02))
+            for i, draft in enumerate(drafts):
                 sequence = rows[i].sequence
                 sequence.token_ids.append(7)
                 unread[i] = 1
@@ -197,7 +199,8 @@ class SimulatedGpu:
                     unread[i] += draft.num_accepted % len(right)
                     self.speculation.drop(sequence)
             self.speculation.count_step(scheduled, launched, num_drafted)
-        plain_s = tokens * (gpu_graph_s(Shape(num_rows, num_rows, num_rows)) + 0.00002)
+        sampled = sum(len(row.sequence.token_ids) - 1 for row in rows) / num_rows
+        plain_s = sampled * (gpu_graph_s(Shape(num_rows, num_rows, num_rows)) + 0.00002)
         return plain_s / (self.clock - began - self.noise)
 
 
@@ -242,7 +245,7 @@ def test_two_steps_in_flight_are_not_measured() -> None:
     for _ in range(6):
         speculation.add_drafts(groups[1])
         speculation.count_step(groups[1], 0.0, 3)
-    assert list(speculation.times.figures()["added"]) == [Shape(2, 5, 4).tokens.bit_length()]
+    assert list(speculation.times.figures()["added"]) == [Shape(2, 4, 4).tokens.bit_length()]
 
 
 @pytest.mark.parametrize("graph_s", [gpu_graph_s, lambda _: 0.0], ids=["adapter", "failed capture"])
@@ -280,11 +283,11 @@ def test_slow_steps_are_forgotten(monkeypatch: pytest.MonkeyPatch, num_rows: int
 
 def test_a_choice_counts_all_of_its_time() -> None:
     """Rows whose texts are less predictable draft less. After a whole draft, the model first reads its last token."""
-    rows = [Candidate(i, rate, math.log(rate), 1, 16, is_guessed=True) for i, rate in enumerate((0.9, 0.5))]
+    rows = [Candidate(i, rate, math.log(rate), 16, is_guessed=True) for i, rate in enumerate((0.9, 0.5))]
     chooser = Chooser(StepTimes(gpu_graph_s), Shape(2, 2, 2), 0.00217, 0.00035, rows)
     choice = chooser.evaluate({0: 2})
     assert choice.num_tokens == pytest.approx(2 + 0.9 + 0.81)
-    assert choice.size == Shape(3, 5, 4)
+    assert choice.size == Shape(3, 4, 4, drafts=1)
     assert choice.seconds == pytest.approx(gpu_graph_s(choice.size) + HOST_S + 3 * HOST_ROW_S + 0.00035 * 2.81)
     lengths = chooser.best(0.0).lengths
     assert lengths[0] > 2 * lengths.get(1, 0) > 0

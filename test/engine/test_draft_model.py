@@ -18,8 +18,9 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps
+from rwkv_batch.runner.graphs.guess import CHOSEN
 from rwkv_batch.runner.graphs.prefill import PrefillSize, smallest_fitting
-from rwkv_batch.runner.links import DeviceGuesses, LastTokens
+from rwkv_batch.runner.links import DeviceGuesses
 from sampling.params import SamplingParams
 from test.engine.test_speculation import rows_of
 from test.harness import eventually_holds, make_request, run, started_engine, tiny_model
@@ -31,22 +32,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class FakeDraftGraphs:
-    """Replaces the draft model's `DecodeGraphs` without a GPU."""
+    """Replaces the draft model's `GuessGraphs` without a GPU."""
 
     def __init__(self, model: DraftSteps) -> None:
         self._pipeline = model._pipeline
-        self.tokens = LastTokens(MAX_ROWS, torch.device("cpu"), torch.device("cpu"), 2)
 
     def seconds(self, num_rows: int) -> float:
         return 0.0
 
-    def run(self, rings: list[int], reads: list[int], writes: list[int]) -> Tensor:
-        inputs = step_inputs(
-            [[t] for t in self.tokens.input_tokens[rings].tolist()], reads, writes, list(range(len(rings)))
-        )
-        chosen = self._pipeline.forward(inputs).argmax(-1)
-        self.tokens.store(rings, chosen)
-        return chosen
+    def run(self, steps: list[tuple[list[int], list[int], list[int]]]) -> Tensor:
+        chosen = [[0] * len(steps[0][0])]
+        for reads, writes, given in steps:
+            tokens = [[last if one == CHOSEN else one] for one, last in zip(given, chosen[-1], strict=True)]
+            inputs = step_inputs(tokens, reads, writes, list(range(len(given))))
+            chosen.append(self._pipeline.forward(inputs).argmax(-1).tolist())
+        return torch.tensor(chosen[1:])
 
 
 @pytest.fixture(scope="module")

@@ -316,11 +316,11 @@ def test_an_error_between_two_pieces_ends_the_engine(model: Path, monkeypatch: p
     with started_engine(model) as engine:
         launch, late = engine.model_runner.launch, []
 
-        def in_pieces(rows: Any, after: Any = (), between: Any = None) -> InFlightStep:
+        def in_pieces(rows: Any, started: Any, after: Any = (), between: Any = None) -> InFlightStep:
             if between is not None:
                 late.append(submit(engine, make_request("x")))
                 between()
-            return launch(rows, after)
+            return launch(rows, started, after)
 
         monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)
         monkeypatch.setattr(engine.model_runner, "launch", in_pieces)
@@ -354,9 +354,9 @@ def test_prefill_that_arrives_while_the_host_works_on_a_step_overtakes_it(
                 late.append(submit(engine, make_request("x", max_tokens=1)))
             return asked(*given, **named)
 
-        def in_order(rows: Any, after: Any = (), between: Any = None) -> InFlightStep:
+        def in_order(rows: Any, started: Any, after: Any = (), between: Any = None) -> InFlightStep:
             launched.extend([len(rows)] if late else [])
-            return launch(rows, after)
+            return launch(rows, started, after)
 
         within: list[int] = []
         monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)
@@ -374,9 +374,9 @@ def test_the_last_step_with_batch_work_is_released(model: Path, monkeypatch: pyt
     with started_engine(model) as engine:
         launch, seen = engine.model_runner.launch, []
 
-        def launched(rows: Any, after: Any = (), between: Any = None) -> InFlightStep:
+        def launched(rows: Any, started: Any, after: Any = (), between: Any = None) -> InFlightStep:
             seen.append(len(engine._interleaver._step_jobs))
-            return launch(rows, after)
+            return launch(rows, started, after)
 
         monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)
         monkeypatch.setattr(engine.model_runner, "launch", launched)
@@ -392,10 +392,10 @@ def test_prompts_of_batch_rows_are_read_in_pieces_while_interactive_requests_com
     with started_engine(model) as engine:
         launch, reported = engine.model_runner.launch, []
 
-        def launched(rows: Any, after: Any = (), between: Any = None) -> InFlightStep:
+        def launched(rows: Any, started: Any, after: Any = (), between: Any = None) -> InFlightStep:
             if any(row.num_tokens > 1 for row in rows):
                 reported.append((rows[0].sequence.job.is_batch, between is not None))
-            return launch(rows, after)
+            return launch(rows, started, after)
 
         monkeypatch.setattr(shares, "INTERACTIVE_WINDOW_S", math.inf)  # jobs may arrive slowly
         monkeypatch.setattr(type(engine.model_runner), "has_pieces", True)

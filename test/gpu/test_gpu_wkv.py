@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
-from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.step_inputs import CONTINUES, StepInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -97,6 +97,18 @@ def test_ragged_rows(lengths: list[int], dtype: torch.dtype) -> None:
     state[0] = 0
     reads = [0 if i % 3 == 0 else i + 1 for i in range(rows)]
     writes = [i + 1 if i % 3 == 1 else rows + i + 1 for i in range(rows)]
+    parts, first = make_parts(sum(lengths))
+    assert_right(make_layer(), parts, first, state.to(dtype), make_inputs(lengths, reads, writes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("lengths", [[300, 12, 130, 17], [150, 3], [2, 5], [40, 5] * MANY_ROWS, [1, 4] * MANY_ROWS])
+def test_rows_that_continue_others(lengths: list[int], dtype: torch.dtype) -> None:
+    """Every launch form. Each second row continues the one before; both write their slots."""
+    rows = len(lengths)
+    state = 0.3 * torch.randn(2 * rows + 2, WIDTH // 64, 64, 64, device=GPU)
+    reads = [CONTINUES if i % 2 else i + 1 for i in range(rows)]
+    writes = [i + 1 if i % 4 == 0 else rows + i + 1 for i in range(rows)]
     parts, first = make_parts(sum(lengths))
     assert_right(make_layer(), parts, first, state.to(dtype), make_inputs(lengths, reads, writes))
 

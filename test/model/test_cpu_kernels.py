@@ -22,7 +22,7 @@ from rwkv_batch.model.layer import Layer, Linear
 from rwkv_batch.model.loader import LayerLoader, Precision
 from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
-from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.pipeline import Stage
 
@@ -39,6 +39,7 @@ BATCHES = [
     ([5, 1, 33, 1, 2], [0, 3, 4, 5, 6], [2, 3, 7, 5, 9]),
     ([17, 1], [2, 2], [3, 4]),
     ([1] * 12, list(range(2, 14)), list(range(2, 14))),
+    ([4, 2, 6, 1, 3], [2, CONTINUES, 5, CONTINUES, CONTINUES], [3, 4, 5, 6, 7]),
 ]
 STAGES = [(0, 3), (0, 1), (1, 3)]
 """First and last layer; stages after the first need layer 0's values."""
@@ -138,10 +139,29 @@ def test_fp16_states_take_the_plain_path() -> None:
     assert (fast.wkv - naive.wkv).abs().max() < 1e-2 and (fast.shift - naive.shift).abs().max() < 1e-2
 
 
+def test_a_row_that_continues_another() -> None:
+    """As one row with the tokens of both; both write their slots."""
+    x = normal(7, WIDTH, seed=1)
+    whole, cut, first = (
+        run(NaiveOps(), STAGES[0], x[: sum(lengths)], None, random_inputs((lengths, read, write)))
+        for lengths, read, write in (([7], [2], [3]), ([4, 3], [2, CONTINUES], [4, 3]), ([4], [2], [4]))
+    )
+    assert torch.allclose(whole[0], cut[0], atol=1e-5)
+    for i in (2, 3):
+        assert torch.allclose(whole[i][3], cut[i][3], atol=1e-5)
+        assert torch.allclose(first[i][4], cut[i][4], atol=1e-5)
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("lengths", "read", "write"),
-    [([1, 1], [0, 2], [2, SLOTS]), ([1, 1], [-1, 2], [2, 3]), ([1, 2], [0, 0], [2, 3]), ([2, 0], [0, 0], [2, 3])],
+    [
+        ([1, 1], [0, 2], [2, SLOTS]),
+        ([1, 1], [CONTINUES, 2], [2, 3]),
+        ([1, 1], [2, -2], [2, 3]),
+        ([1, 2], [0, 0], [2, 3]),
+        ([2, 0], [0, 0], [2, 3]),
+    ],
 )
 def test_rows_that_do_not_fit_are_refused(lengths: list[int], read: list[int], write: list[int]) -> None:
     inputs, ops, state = random_inputs((lengths, read, write)), CpuOps(), random_state(STAGES[0])

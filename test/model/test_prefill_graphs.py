@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,12 +14,20 @@ from demo.random_weights import random_weights
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.state import ModelShape, StateFormat
-from rwkv_batch.model.step_inputs import StepInputs, step_inputs
+from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces
-from rwkv_batch.runner.graphs.prefill import SIZES, PrefillSize, padded, smallest_fitting, usable_sizes
+from rwkv_batch.runner.graphs.prefill import (
+    SIZES,
+    VERIFY_SIZES,
+    PrefillSize,
+    padded,
+    smallest_fitting,
+    step_of_drafts,
+    usable_sizes,
+)
 from rwkv_batch.runner.pipeline import Stage
-from state_pool.layout import DUMMY_SLOT
+from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 LAYERS, WIDTH, VOCAB, RANKS = 2, 128, 300, (20, 24, 12, 40)
 SLOTS = 34
@@ -131,6 +140,15 @@ def test_a_step_with_a_draft_has_a_size_of_two_rows() -> None:
     size = smallest_fitting(sizes, inputs)
     assert size == (2, 24, 24) and len(padded(inputs, size)["logit_tokens"]) == 24
     assert smallest_fitting(usable_sizes([], 64), inputs) == (32, 64, 0)
+
+
+@pytest.mark.parametrize("size", VERIFY_SIZES, ids=str)
+def test_graphs_of_drafts_are_timed_with_rows_that_continue_others(size: PrefillSize) -> None:
+    inputs = step_of_drafts(size)
+    assert smallest_fitting([size], inputs) == size
+    lengths = np.diff(padded(inputs, size)["cu_seqlens"])
+    assert len(lengths) == size.rows + 1 and 0 < min(lengths) <= max(lengths) <= 1 + size.tokens // size.rows
+    assert (inputs.read_slots[1::2] == CONTINUES).all() and (inputs.read_slots[::2] == ZERO_SLOT).all()
 
 
 def test_an_empty_step_is_all_padding() -> None:

@@ -35,7 +35,7 @@ from rwkv_batch.model.layer import Norm, Prologue
 from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.quant.w8a8 import InputTransform
 from rwkv_batch.model.quant.w8a8 import quantise_rows as quantise_rows_w8a8
-from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.step_inputs import CONTINUES, StepInputs
 from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
@@ -137,6 +137,28 @@ def with_fp16_rows(
     if mixes == 6:
         assert torch.equal(mixed.fp16, halves[2:])
     return Made(x, shift, of, inputs, mixed, halves)
+
+
+@pytest.mark.parametrize("sms", [4, 30], ids=["four tokens at a time", "a processor a token"])
+def test_rows_that_continue_others(ops: CudaOps, libraries: list[ctypes.CDLL], sms: int) -> None:
+    """As one row of all their tokens; each writes its slot."""
+    for library in libraries:
+        library.emulation_set(sms, 227 << 10)
+    ops.workspaces[CPU].num_sms = sms
+    lengths, of = [5, 8, 1, 4, 6], prologue(6)
+    tokens, first = sum(lengths), lengths[0]
+    x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
+    whole, parts = step([first, tokens - first]), step(lengths)
+    parts.read_slots = torch.tensor([2, 3, CONTINUES, CONTINUES, CONTINUES])
+    parts.write_slots = torch.tensor([2, 4, 5, 6, 3])
+    out, mixed, after = run(ops, of, x, shift, parts)
+    expected_out, expected, expected_after = run(ops, of, x, shift, whole)
+    assert torch.equal(out, expected_out)
+    assert torch.equal(mixed.fp16, expected.fp16)
+    assert torch.equal(mixed.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(after[[2, 3]], expected_after[[2, 3]])
+    parts.read_slots = torch.zeros(len(lengths), dtype=torch.int64)
+    assert torch.equal(after, run(ops, of, x, shift, parts)[2])
 
 
 @pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])

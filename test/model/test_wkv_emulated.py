@@ -20,7 +20,7 @@ from rwkv_batch.kernels.cuda.library import LowRankUpArgs, WkvArgs
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.state import pack_int8, unpack_int8
-from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.step_inputs import CONTINUES, StepInputs
 from test.model.emulated.library import call, emulation_of
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
@@ -38,6 +38,10 @@ decode = emulation_of("wkv_decode")
 
 sequence = emulation_of("wkv_sequence")
 """The kernel of prompts that has the bits of `decode`."""
+
+
+chunks = emulation_of("wkv_chunk")
+"""The fast kernel of prompts."""
 
 
 def make_layer() -> Any:
@@ -268,14 +272,14 @@ def test_a_step_in_parts(decode: ctypes.CDLL) -> None:
 @pytest.mark.parametrize(
     ("dtype", "first_layer", "sms"),
     [
-        (torch.float16, False, 4),
+        (torch.float16, False, 8),
         (torch.float16, False, 1),
         (torch.float16, True, 2),
-        (torch.float16, False, 8),
+        (torch.float16, False, 16),
+        (torch.float32, True, 16),
         (torch.float32, True, 8),
-        (torch.float32, True, 4),
         (torch.float32, False, 2),
-        (torch.uint8, False, 4),
+        (torch.uint8, False, 8),
         (torch.uint8, True, 1),
     ],
 )
@@ -284,13 +288,14 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
 ) -> None:
     """Two rows of 19 and 35 tokens, in slots 2 and 1, over several blocks of 16. One CTA per SM has 8 state warps.
 
-    With two SMs for each head a cluster has them.
+    With two SMs for each head a cluster has them. The second row is cut in three: each continues the one before, and
+    writes a slot too.
     """
     sequence["emulation_set"](sms, 227 << 10)
     lengths, tokens = (19, 35), 54
     layer, given = make_layer(), make_inputs(tokens, first_layer)
     given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
-    state = 0.3 * torch.randn(3, HEADS, 64, 64)
+    state = 0.3 * torch.randn(5, HEADS, 64, 64)
     stepped = pack_int8(state) if dtype is torch.uint8 else state.to(dtype)
     wkv, expected = stepped.clone(), torch.empty(tokens, WIDTH).half()
     start = 0
@@ -300,11 +305,42 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
             slots = torch.tensor([slot]), torch.tensor([slot])
             args = make_args(layer, mine, stepped, slots, expected[token : token + 1])
             call(decode, "rwkv_wkv_decode", byref(args), wkv.element_size())
+            if token == 19 + 17:
+                stepped[4] = stepped[1]
         start += length
-    y, slots = torch.full((tokens, WIDTH), torch.nan).half(), torch.tensor([2, 1])
-    args = make_args(layer, given, wkv, (slots, slots), y)
-    ends = torch.tensor([0, lengths[0], tokens])
-    args.rows, args.cu_seqlens = len(lengths), ends.data_ptr()
+    y = torch.full((tokens, WIDTH), torch.nan).half()
+    reads, writes = torch.tensor([2, 1, CONTINUES, CONTINUES]), torch.tensor([2, 3, 4, 0])
+    args = make_args(layer, given, wkv, (reads, writes), y)
+    ends = torch.tensor([0, 19, 19 + 1, 19 + 18, tokens])
+    args.rows, args.cu_seqlens = len(reads), ends.data_ptr()
     call(sequence, "rwkv_wkv_sequence", byref(args), wkv.element_size())
     assert torch.equal(y, expected)
-    assert torch.equal(wkv, stepped)
+    assert torch.equal(wkv[[0, 2, 4]], stepped[[1, 2, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("sms", [1, 30], ids=["2 teams", "4 teams"])
+def test_a_prompt_in_chunks(chunks: ctypes.CDLL, dtype: torch.dtype, sms: int) -> None:
+    """Rows of 3 and 40 tokens; the second is followed by rows of 17 and 2 that continue it, and by one of 5."""
+    chunks["emulation_set"](sms, 227 << 10)
+    lengths = [3, 40, 17, 2, 5]
+    ends, tokens = torch.tensor([0, *lengths]).cumsum(0), sum(lengths)
+    layer, given = make_layer(), make_inputs(tokens, False)
+    layer.k_k, layer.k_a = 0.85 + layer.k_k / 10, 1 + layer.k_a / 10
+    given = given | {n: x.half() for n, x in zip(("v_gate", "w", "a", "g"), exits_of(layer, given), strict=True)}
+    state = 0.3 * torch.randn(9, HEADS, 64, 64)
+    wkv = pack_int8(state) if dtype is torch.uint8 else state.to(dtype)
+    expected = unpack_int8(wkv) if dtype is torch.uint8 else wkv.float().clone()
+    slots = torch.tensor([1, 2, CONTINUES, CONTINUES, 3]), torch.tensor([4, 5, 6, 7, 3])
+    y = torch.full((tokens, WIDTH), torch.nan).half()
+    args = make_args(layer, given, wkv, slots, y)
+    args.rows, args.cu_seqlens = len(lengths), ends.data_ptr()
+    call(chunks, "rwkv_wkv_chunk", byref(args), wkv.element_size(), tokens)
+    p = Projections(*(given[n].float() for n in ("r", "w", "k", "v", "a", "g", "v_gate")))
+    wanted = NaiveOps().time_mix(layer, p, given["first"].float(), expected, StepInputs(ends, ends, *slots, ends, 40))[
+        0
+    ]
+    assert error(y, wanted) < 1e-3
+    states = unpack_int8(wkv) if dtype is torch.uint8 else wkv
+    assert error(states[4:8], expected[4:8]) < (2e-2 if dtype is torch.uint8 else 2e-3)
+    assert torch.equal(states[[1, 2, 8]], expected[[1, 2, 8]].to(states.dtype))

@@ -118,16 +118,16 @@ def wkv_heads(r: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, wkv
     wkv [num_slots, H, N (value), N (key)] is updated. Returns y [T, H, N] fp32.
     """
     y = torch.empty_like(v)
-    order, positions = longest_first(inputs)
-    state = wkv[inputs.read_slots[order]].float()
-    for tokens in positions:
-        s = state[: len(tokens)]
-        kv = v[tokens].unsqueeze(-1) * k[tokens].unsqueeze(-2)
-        # Not a matrix product, whose bits would depend on the number of rows.
-        y[tokens] = ((bonus.unsqueeze(-2) * kv + s) * r[tokens].unsqueeze(-2)).sum(-1)
-        step_decay = decay if len(decay) == 1 else decay[tokens]
-        state[: len(tokens)] = step_decay.unsqueeze(-2) * s + kv
-    wkv[inputs.write_slots[order]] = state.to(wkv.dtype)
+    for reads, writes, positions in longest_first(inputs):
+        state = wkv[reads].float()
+        for tokens in positions:
+            s = state[: len(tokens)]
+            kv = v[tokens].unsqueeze(-1) * k[tokens].unsqueeze(-2)
+            # Not a matrix product, whose bits would depend on the number of rows.
+            y[tokens] = ((bonus.unsqueeze(-2) * kv + s) * r[tokens].unsqueeze(-2)).sum(-1)
+            step_decay = decay if len(decay) == 1 else decay[tokens]
+            state[: len(tokens)] = step_decay.unsqueeze(-2) * s + kv
+        wkv[writes] = state.to(wkv.dtype)
     return y
 
 
@@ -185,19 +185,19 @@ class TimeMix4:
     def _means(self, k: Tensor, v: Tensor, wkv: Tensor, inputs: StepInputs) -> Tensor:
         """Return the weighted mean of values after each token: k, v [T, C] -> [T, C]."""
         means = torch.empty_like(v)
-        order, positions = longest_first(inputs)
-        state = wkv[inputs.read_slots[order]].float()
-        for tokens in positions:
-            values, weights, exponent = state[: len(tokens)].unbind(1)
-            exponent = torch.where(weights == 0, LOWEST, exponent)  # after the first token, weights are at least 1
-            current = self.first + k[tokens]
-            top = torch.maximum(exponent, current)
-            old, new = torch.exp(exponent - top), torch.exp(current - top)
-            means[tokens] = (old * values + new * v[tokens]) / (old * weights + new)
-            top = torch.maximum(exponent + self.decay, k[tokens])
-            old, new = torch.exp(exponent + self.decay - top), torch.exp(k[tokens] - top)
-            state[: len(tokens)] = torch.stack((old * values + new * v[tokens], old * weights + new, top), dim=1)
-        wkv[inputs.write_slots[order]] = state.to(wkv.dtype)
+        for reads, writes, positions in longest_first(inputs):
+            state = wkv[reads].float()
+            for tokens in positions:
+                values, weights, exponent = state[: len(tokens)].unbind(1)
+                exponent = torch.where(weights == 0, LOWEST, exponent)  # after the first token, weights are at least 1
+                current = self.first + k[tokens]
+                top = torch.maximum(exponent, current)
+                old, new = torch.exp(exponent - top), torch.exp(current - top)
+                means[tokens] = (old * values + new * v[tokens]) / (old * weights + new)
+                top = torch.maximum(exponent + self.decay, k[tokens])
+                old, new = torch.exp(exponent + self.decay - top), torch.exp(k[tokens] - top)
+                state[: len(tokens)] = torch.stack((old * values + new * v[tokens], old * weights + new, top), dim=1)
+            wkv[writes] = state.to(wkv.dtype)
         return means
 
     @staticmethod

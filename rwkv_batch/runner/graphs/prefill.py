@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rwkv_batch.core.draft_costs import Shape
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
-from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces, Pieces
 from rwkv_batch.runner.pipeline import Stage
@@ -59,10 +59,12 @@ class PrefillSize(NamedTuple):
 
 NO_SIZE = PrefillSize(0, 0)
 VERIFY_SIZES = (
-    *(PrefillSize(2, tokens, tokens) for tokens in (8, 12, 16, 24, 32, 48)),
+    *(PrefillSize(2, tokens, tokens) for tokens in (8, 16, 24, 32, 48)),
+    *(PrefillSize(4, tokens, tokens) for tokens in (16, 32, 48)),
     *(PrefillSize(8, tokens, tokens) for tokens in (24, 32, 48, 64, 96)),
-    *(PrefillSize(16, tokens, tokens) for tokens in (64, 96, 128, 192, 256)),
-    *(PrefillSize(64, tokens, tokens * 3 // 4) for tokens in (192, 256, 320)),
+    *(PrefillSize(16, tokens, tokens) for tokens in (32, 48, 64, 96, 128, 160)),
+    *(PrefillSize(32, tokens, tokens) for tokens in (64, 96, 128, 192)),
+    *(PrefillSize(64, tokens, tokens * 3 // 4) for tokens in (96, 128, 160, 192, 256, 320)),
 )
 """Of steps that verify drafts: two rows and many logits for each row with a draft."""
 SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize(rows, tokens)).holds(rows, rows))
@@ -80,6 +82,14 @@ def empty_step() -> StepInputs:
     return StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1)
 
 
+def step_of_drafts(size: PrefillSize) -> StepInputs:
+    """Return a step that fills a graph. Each second row continues the one before."""
+    ends = np.arange(size.rows + 1) * (size.tokens - 1) // size.rows
+    rows = [[0] * int(length) for length in np.diff(ends)]
+    reads = [CONTINUES if i % 2 else ZERO_SLOT for i in range(size.rows)]
+    return step_inputs(rows, reads, [DUMMY_SLOT] * size.rows, [])
+
+
 class StagedPrompts:
     """The staged inputs of prefill graphs, on each device."""
 
@@ -95,8 +105,8 @@ class StagedPrompts:
         inputs.place_late_tokens(self.arrays.on_device[0]["tokens"])
 
     def fill_padding(self, size: PrefillSize) -> None:
-        """Stage a step of padding only, for the capture of a graph."""
-        self.fill(empty_step(), size)
+        """Stage a step of padding only, for the capture of a graph. Drafts are rows that continue others, as later."""
+        self.fill(step_of_drafts(size) if size.max_logits else empty_step(), size)
 
     def inputs(self, number: int, size: PrefillSize) -> StepInputs:
         """Inside a graph: return the inputs of a stage."""
@@ -153,7 +163,7 @@ class PrefillGraphs:
         """
         size = self._size_of.get(shape)
         if size is None:
-            size = next((one for one in self.sizes if holds(one, *shape)), NO_SIZE)
+            size = next((one for one in self.sizes if holds(one, *shape[:3])), NO_SIZE)
             if len(self._size_of) > MAX_SHAPES:
                 self._size_of.clear()
             self._size_of[shape] = size

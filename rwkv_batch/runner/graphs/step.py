@@ -167,7 +167,7 @@ class StepGraphs:
         """Return the seconds of a step's graph without adapters. 0: there is none, or it is not captured."""
         if self.decode is None or self.prompts is None:
             return 0.0
-        is_plain = shape.tokens == shape.rows == shape.logits
+        is_plain = shape.tokens == shape.rows == shape.logits and not shape.drafts
         return self.decode.seconds(shape.rows) if is_plain else self.prompts.seconds_of(shape)
 
     def logits_of_prompts(self, inputs: StepInputs, between: Callable[[], None] | None) -> Tensor | None:

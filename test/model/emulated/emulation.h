@@ -112,6 +112,21 @@ inline void meet_blocks(unsigned* counter, int count) {
   ++*counter;
   while (static_cast<int>(*counter - wanted) < 0) yield();
 }
+// Named barriers of a block.
+struct Named {
+  int arrived = 0, phase = 0;
+};
+inline std::map<int, Named> named;
+inline void arrive_named(int barrier, int count) {
+  Named& b = named[barrier];
+  if (++b.arrived == count) b.arrived = 0, ++b.phase;
+}
+inline void meet_named(int barrier, int count) {
+  const Named& b = named[barrier];
+  const int phase = b.phase;
+  arrive_named(barrier, count);
+  while (b.phase == phase) yield();
+}
 inline void meet_warp() { meet(&Thread::waits_for_warp, running / 32 * 32, running / 32 * 32 + 32); }
 
 inline std::function<void()> body;
@@ -157,7 +172,7 @@ void launch_clusters(Kernel kernel, int size, dim3 grid, int number_of_threads, 
   grid_size = grid, block_size = dim3(number_of_threads);
   for (unsigned i = 0; i < grid.x * grid.y * grid.z; i += size) {
     std::fill(dynamic_shared.begin(), dynamic_shared.end(), 0xff);
-    barriers.clear();
+    barriers.clear(), named.clear();
     body = [&] { kernel(args...); };
     run_blocks(number_of_threads, i, size);
   }
@@ -380,6 +395,22 @@ inline void load_pairs(uint32_t (&pairs)[4], uint32_t at) {
   for (int matrix = 0; matrix < 4; ++matrix) {
     const auto row = [&](int i) { return uint32_t(shared<uint16_t>(threads[first + matrix * 8 + i].operands[0] + 2 * g)); };
     pairs[matrix] = row(2 * t) | row(2 * t + 1) << 16;
+  }
+  meet_warp();
+}
+// ldmatrix.x4 of halves, likewise.
+template <bool TRANSPOSED>
+void load_matrices(uint32_t (&words)[4], const __half* row) {
+  const int first = running / 32 * 32, g = running % 32 / 4, t = running % 4;
+  std::memcpy(threads[running].operands, &row, sizeof row);
+  meet_warp();
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const auto at = [&](int i, int column) {
+      const uint16_t* from;
+      std::memcpy(&from, threads[first + matrix * 8 + i].operands, sizeof from);
+      return uint32_t(from[column]);
+    };
+    words[matrix] = TRANSPOSED ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
   }
   meet_warp();
 }

@@ -35,7 +35,8 @@ void layer_norm(const ShiftMix& c, int64_t t) {
 void token_mixes(const ShiftMix& c, const Rows& rows, int64_t t) {
   const int64_t n = c.width, row = std::upper_bound(rows.ends, rows.ends + rows.rows + 1, t) - rows.ends - 1;
   const float* h = c.h + t * n;
-  const float* previous = t == rows.ends[row] ? c.shift + rows.read[row] * c.shift_stride : h - n;
+  const bool has_slot = t == rows.ends[row] && rows.read[row] != CONTINUES;
+  const float* previous = has_slot ? c.shift + rows.read[row] * c.shift_stride : h - n;
   for (int64_t m = 0; m < c.mixes; ++m) {
     const float* mix = c.mix + m * n;
     float* to = c.mixed + (m * rows.tokens + t) * n;
@@ -46,21 +47,25 @@ void token_mixes(const ShiftMix& c, const Rows& rows, int64_t t) {
   }
 }
 
+// With the rows that continue it.
 void head_of_row(const TimeMix& c, const Rows& rows, int64_t row, int64_t head) {
+  if (rows.read[row] == CONTINUES) return;
   const int64_t channel = head * HEAD, width = c.heads * HEAD, matrix = head * HEAD * HEAD;
   const float* from = c.wkv + rows.read[row] * c.slot_stride + matrix;
-  float* to = c.wkv + rows.write[row] * c.slot_stride + matrix;
   Token token;
   float y[HEAD];
-  for (int64_t t = rows.ends[row]; t < rows.ends[row + 1]; ++t, from = to) {
-    const int64_t at = t * width + channel;
-    for (const float* input : {c.r, c.w, c.k, c.v, c.a, c.g, c.v_gate, c.v_first}) {  // the next token's are pages on
-      for (int i = 0; input && i < HEAD; i += 16) __builtin_prefetch(input + at + width + i);
+  do {
+    float* to = c.wkv + rows.write[row] * c.slot_stride + matrix;
+    for (int64_t t = rows.ends[row]; t < rows.ends[row + 1]; ++t, from = to) {
+      const int64_t at = t * width + channel;
+      for (const float* input : {c.r, c.w, c.k, c.v, c.a, c.g, c.v_gate, c.v_first}) {  // the next token's are pages on
+        for (int i = 0; input && i < HEAD; i += 16) __builtin_prefetch(input + at + width + i);
+      }
+      prologue(c, at, channel, token);
+      advance(from, to, token, nullptr, y);
+      epilogue(c, at, channel, token, y);
     }
-    prologue(c, at, channel, token);
-    advance(from, to, token, nullptr, y);
-    epilogue(c, at, channel, token, y);
-  }
+  } while (++row < rows.rows && rows.read[row] == CONTINUES);
 }
 
 }  // namespace
@@ -69,7 +74,8 @@ bool rows_fit(const Rows& r) {
   if (r.ends[0] != 0 || r.ends[r.rows] != r.tokens) return false;
   for (int64_t b = 0; b < r.rows; ++b) {
     if (r.ends[b] >= r.ends[b + 1]) return false;
-    if (r.read[b] < 0 || r.read[b] >= r.slots || r.write[b] < 0 || r.write[b] >= r.slots) return false;
+    if (r.read[b] >= r.slots || (r.read[b] < 0 && (r.read[b] != CONTINUES || b == 0))) return false;
+    if (r.write[b] < 0 || r.write[b] >= r.slots) return false;
   }
   return true;
 }

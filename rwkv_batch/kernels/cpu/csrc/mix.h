@@ -8,9 +8,11 @@ struct Norm {
   const float *weight, *bias;  // [C]
 };
 
+constexpr int64_t CONTINUES = -1;
+
 // Token range of each row, and the slots of its state.
 struct Rows {
-  const int64_t *ends, *read, *write;  // cu_seqlens [B+1], slots [B]
+  const int64_t *ends, *read, *write;  // cu_seqlens [B+1], slots [B]; read: CONTINUES: the state after the row before
   int64_t rows, tokens, slots;
 };
 

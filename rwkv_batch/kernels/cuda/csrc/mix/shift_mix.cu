@@ -23,7 +23,8 @@
 //                              C % 128 == 0; not with partials
 //        to_clear  [8, C / 8]  int64, nullable; one decode row only: fixed-point sums to zero after `sums` was read
 //
-// inout  shift     [slots, C]  fp16; reads read_slots[row], writes write_slots[row]
+// inout  shift     [slots, C]  fp16; reads read_slots[row], writes write_slots[row]; of prompts, a row that continues
+//                              the one before reads no slot
 //
 // Prefill of more tokens than SMs writes last_h [rows, C] instead of shift, and store_rows copies it: another CTA may
 // still read the slot. With fewer tokens the CTA of a row's first token, which reads the slot, writes it too.
@@ -70,8 +71,8 @@ __device__ __forceinline__ Moments moments(
 // Decode: one CTA per token. PRELOADED: norm weights are loaded before the previous kernel ends, mix weights too unless
 // delta is partials, which need the registers. Two-part kernels use few registers, to fit next to a GEMM's
 // CTA.
-// RAGGED: rows of several tokens. Each CTA also computes h of another token: that before its own, or, if its own is the
-// row's first, the row's last, which it stores in the slot.
+// RAGGED: rows of several tokens. Each CTA also computes h of another token: that before its own, or, if its own reads
+// the row's slot, the row's last, which it stores in the slot. The last token of a row that continues another stores its own.
 template <int MIXES, bool PRELOADED, OutputFormat OUT, bool PARTIALS, bool RAGGED = false>
 __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO_PART ? 2 : 1) shift_mix_rows_kernel(const ShiftMixArgs a) {
     __shared__ float2 scratch[MAX_WARPS], scratch_of_other[RAGGED ? MAX_WARPS : 1];
@@ -99,14 +100,17 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
     uint4 packed = make_uint4(0, 0, 0, 0), previous = packed;
     int64_t write_at = 0;
     int other = token;
-    bool has_slot = true;
+    bool has_slot = true, stores = true;
     constexpr bool EARLY_SLOTS = PRELOADED && !RAGGED;  // earlier steps wrote slots and previous h, but not token_rows
     const auto load_slots = [&] {
         int64_t row = token;
         if (RAGGED) {
             row = a.token_rows[token];
-            has_slot = token == a.cu_seqlens[row];
-            other = has_slot ? static_cast<int>(a.cu_seqlens[row + 1]) - 1 : token - 1;
+            const bool continues = a.read_slots[row] == CONTINUES;
+            const int last = static_cast<int>(a.cu_seqlens[row + 1]) - 1;
+            has_slot = !continues && token == a.cu_seqlens[row];
+            stores = continues ? token == last : has_slot;
+            other = has_slot ? last : token - 1;
         }
         write_at = a.write_slots[row] * a.slot_stride + channel;
         if (active && has_slot) previous = load16(a.shift + a.read_slots[row] * a.slot_stride + channel);
@@ -154,7 +158,7 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
     for (int i = 0; i < 8; ++i) change[i] -= h[i];
     if (active) {
         store_evict_first(a.x_out + at, packed);
-        if (has_slot) store_evict_first(a.shift + write_at, RAGGED ? to_store : pack8(h));
+        if (stores) store_evict_first(a.shift + write_at, RAGGED && has_slot ? to_store : pack8(h));
     }
     if (!PRELOADED && MIXES == 1 && active) mix[0] = load16(a.mix + channel);
     write_mixed<MIXES, GROUP, OUT, PRELOADED>(
@@ -236,7 +240,7 @@ __global__ void __launch_bounds__(512, 1) shift_mix_kernel(const ShiftMixArgs a)
     next.find(a, first);
     next.find_slots(a);
     uint4 before = make_uint4(0, 0, 0, 0);  // h of the token before the group
-    if ((next.boundaries() & 1) == 0) {
+    if ((next.boundaries() & 1) == 0 || next.read_slot(0) == CONTINUES) {
         fetch(first - 1, 0);
         __pipeline_commit();
         __pipeline_wait_prior(0);
@@ -261,10 +265,11 @@ __global__ void __launch_bounds__(512, 1) shift_mix_kernel(const ShiftMixArgs a)
         const GroupRows rows = next;
         const uint32_t boundaries = rows.boundaries();  // bit i: token i starts a row, so token i - 1 ended one
         next.find(a, start + GROUP_TOKENS);
-        uint4 previous[GROUP_TOKENS] = {};  // of tokens that start a row
+        const uint32_t starts = rows.starts(boundaries);
+        uint4 previous[GROUP_TOKENS] = {};  // of tokens that start a row and continue none
 #pragma unroll
         for (int i = 0; i < GROUP_TOKENS; ++i) {
-            if ((boundaries >> i & 1) == 0) continue;
+            if ((starts >> i & 1) == 0) continue;
             const int64_t slot = rows.read_slot(i);
             if (is_inside(i)) previous[i] = load16(a.shift + slot * a.slot_stride + channel);
         }
@@ -300,7 +305,7 @@ __global__ void __launch_bounds__(512, 1) shift_mix_kernel(const ShiftMixArgs a)
                 const int lane = i % 2 * 16;
                 const Moments stats = {__shfl_sync(FULL_MASK, merged[i / 2].mean, lane), __shfl_sync(FULL_MASK, merged[i / 2].scale, lane)};
                 normalise(packed[i], stats, weight, bias, h[i]);
-                if ((boundaries >> i & 1) == 0) previous[i] = before;
+                if ((starts >> i & 1) == 0) previous[i] = before;
                 unpack8(previous[i], change[i]);
                 // Rounded as a later step would read it from the slot, so that chunked and whole prefill agree.
                 before = pack8(h[i]);

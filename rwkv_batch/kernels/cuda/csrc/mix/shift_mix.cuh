@@ -2,6 +2,7 @@
 #pragma once
 
 #include "norm_mix.cuh"
+#include "../continues.cuh"
 #include "../rows_fp8.cuh"
 #include "../rows_two_part.cuh"
 #include "../w8a8/w8a8_rows.cuh"

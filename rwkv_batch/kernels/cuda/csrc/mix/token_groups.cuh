@@ -38,6 +38,10 @@ struct GroupRows {
     __device__ __forceinline__ uint32_t boundaries() const {
         return __ballot_sync(FULL_MASK, row_of_lane != __shfl_sync(FULL_MASK, row_of_lane, (threadIdx.x + 1) & 31));
     }
+    // Bit i: token i reads its row's slot.
+    __device__ __forceinline__ uint32_t starts(uint32_t boundaries) const {
+        return boundaries & ~(__ballot_sync(FULL_MASK, read_slot_of_lane == CONTINUES) >> 1);
+    }
     __device__ __forceinline__ int64_t row(int i) const { return __shfl_sync(FULL_MASK, row_of_lane, i + 1); }
     __device__ __forceinline__ int64_t read_slot(int i) const { return __shfl_sync(FULL_MASK, read_slot_of_lane, i + 1); }
     __device__ __forceinline__ int64_t write_slot(int i) const { return __shfl_sync(FULL_MASK, write_slot_of_lane, i + 1); }

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "../common.cuh"
+#include "../continues.cuh"
 #include "../rows_two_part.cuh"
 
 struct WkvArgs {
@@ -36,12 +37,15 @@ struct WkvArgs {
     uint8_t* y_two_part;  // two-part output [T, 2, C] e5m2, decode only; or null
     void* state;  // [slots, H, 64, 64] fp32 or fp16, or Int8State per head; strided over slots
     const int64_t* cu_seqlens;  // [rows + 1]; null: one token per row
-    const int64_t* read_slots;
+    const int64_t* read_slots;  // CONTINUES: the state after the row before, in the kernels of prompts
     const int64_t* write_slots;
     int64_t slot_stride;  // in elements; int8: bytes
     int rows;
     int heads;
 };
+
+// Whether a row continues the row before it. The CTA of the first row runs them all.
+__device__ __forceinline__ bool continues(const WkvArgs& p, int row) { return row < p.rows && p.read_slots[row] == CONTINUES; }
 
 // A lane's two adjacent channels of the constants.
 struct HeadParams {

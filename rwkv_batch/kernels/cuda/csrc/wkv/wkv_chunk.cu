@@ -4,6 +4,7 @@
 //        constants  [C] fp32 (WkvArgs)
 //
 // inout  state      [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
+//                   a row that continues the one before it reads no slot
 //
 // out    y          [T, C] fp16
 //
@@ -45,6 +46,23 @@ struct Tokens {
           count(p.cu_seqlens == nullptr ? 1 : static_cast<int>(p.cu_seqlens[row + 1] - start)) {}
 };
 
+// A chunk of a row or of those that continue it. Each row begins a chunk.
+struct Chunk {
+    Tokens tokens;
+    int row, first;  // first: token of the row
+    bool exists = true;
+
+    __device__ __forceinline__ Chunk(const WkvArgs& p, int row) : tokens(p, row), row(row), first(0) {}
+    __device__ __forceinline__ void skip(const WkvArgs& p, int chunks) {
+        first += chunks * CHUNK;
+        while (exists && first >= tokens.count) {
+            first -= (tokens.count + CHUNK - 1) / CHUNK * CHUNK;
+            exists = continues(p, ++row);
+            if (exists) tokens = Tokens(p, row);
+        }
+    }
+};
+
 // The four state warps.
 template <int TEAMS, bool PAIRED>
 __device__ __forceinline__ void carry_state(
@@ -56,53 +74,61 @@ __device__ __forceinline__ void carry_state(
         return static_cast<char*>(p.state) + state_bytes * (slot * p.slot_stride + head * elements);
     };
     float s[8][4];
-    load_state(head_at(p.read_slots[row]), state_bytes, s, warp, lane);
-    const int count = Tokens(p, row).count;
+    int64_t from = p.read_slots[row];
+    load_state(head_at(from), state_bytes, s, warp, lane);
     barrier_sync(BLOCK_BARRIER, (1 + TEAMS) * TEAM);
     int team = 0;
     uint32_t parity = 0;
-    for (int done = 0; done < count; done += CHUNK) {
-        if (!PAIRED || team < OWN) {
-            barrier_sync(full_barrier<TEAMS>(team), 2 * TEAM);
-            advance_state(smem.stages[team], smem.scratch[team].y, s, warp * 16, lane);
-            barrier_arrive(empty_barrier<TEAMS>(team), 2 * TEAM);
-        } else {
-            RemoteChunk& chunk = smem.remote[team - OWN];
-            cluster::wait(&chunk.full, parity);
-            advance_state(chunk.stage, chunk.y, s, warp * 16, lane);
-            __syncwarp();
-            if (lane == 0) cluster::arrive_remote(&smem.used[team - OWN], 1);
+    do {
+        const int count = Tokens(p, row).count;
+        for (int done = 0; done < count; done += CHUNK) {
+            if (!PAIRED || team < OWN) {
+                barrier_sync(full_barrier<TEAMS>(team), 2 * TEAM);
+                advance_state(smem.stages[team], smem.scratch[team].y, s, warp * 16, lane);
+                barrier_arrive(empty_barrier<TEAMS>(team), 2 * TEAM);
+            } else {
+                RemoteChunk& chunk = smem.remote[team - OWN];
+                cluster::wait(&chunk.full, parity);
+                advance_state(chunk.stage, chunk.y, s, warp * 16, lane);
+                __syncwarp();
+                if (lane == 0) cluster::arrive_remote(&smem.used[team - OWN], 1);
+            }
+            if (++team == ALL) team = 0, parity ^= 1;
         }
-        if (++team == ALL) team = 0, parity ^= 1;
-    }
-    store_state(head_at(p.write_slots[row]), head_at(p.read_slots[row]), state_bytes, s, warp, lane);
+        const int64_t to = p.write_slots[row];
+        store_state(head_at(to), head_at(from), state_bytes, s, warp, lane);
+        __syncwarp();  // the next store reads the scales of int8 states
+        from = to;
+    } while (continues(p, ++row));
 }
 
 // A team. is_remote: the other CTA of the cluster has the state.
 template <int TEAMS, bool PAIRED>
 __device__ __forceinline__ void make_chunks(
     const WkvArgs& p, Smem<TEAMS, PAIRED>& smem, int head, int row, int team, bool is_remote) {
-    constexpr int STEP = CHUNK * (PAIRED ? 2 * TEAMS - 1 : TEAMS);
+    constexpr int STEP = PAIRED ? 2 * TEAMS - 1 : TEAMS;
     const ThreadPosition at(threadIdx.x & (TEAM - 1));
     const int part = (at.warp + team) & 3, barrier = team_barrier(team);  // spreads the warps that compute T over the schedulers
     TeamScratch& scratch = smem.scratch[team];
     ChunkOperands& stage = smem.stages[team];
-    const Tokens tokens(p, row);
     const int width = p.heads * HEAD_SIZE;
-    const int64_t begin = tokens.start * width + head * HEAD_SIZE;
     // For a chunk: tokens left from this thread's first one on, and that token's offset.
-    const auto left_at = [&](int chunk) { return tokens.count - chunk - at.token; };
-    const auto from = [&](int chunk) { return begin + static_cast<int64_t>(chunk + at.token) * width + at.channel; };
-    int chunk = (is_remote ? TEAMS - 1 + team : team) * CHUNK;
+    const auto left_at = [&](const Chunk& chunk) { return chunk.tokens.count - chunk.first - at.token; };
+    const auto offset_of = [&](const Chunk& chunk) { return (chunk.tokens.start + chunk.first + at.token) * width + head * HEAD_SIZE + at.channel; };
+    Chunk next(p, row);
+    next.skip(p, is_remote ? TEAMS - 1 + team : team);
     Inputs in;
-    if (chunk < tokens.count) in.load(p, from(chunk), left_at(chunk));
+    if (next.exists) in.load(p, offset_of(next), left_at(next));
     barrier_sync(BLOCK_BARRIER, (1 + TEAMS) * TEAM);
     uint32_t parity = 0;
-    for (; chunk < tokens.count; chunk += STEP) {
+    while (next.exists) {
+        const int64_t from = offset_of(next);
+        const int left = left_at(next);
+        next.skip(p, STEP);
         PendingBonus kept;
         make_vectors(smem.constants, in, scratch, stage, kept, at, barrier);
         barrier_sync(barrier, TEAM);
-        if (chunk + STEP < tokens.count) in.load(p, from(chunk + STEP), left_at(chunk + STEP));
+        if (next.exists) in.load(p, offset_of(next), left_at(next));
         multiply_vectors(scratch, part, at.lane);
         barrier_sync(barrier, TEAM);
         finish_operands(scratch, stage, at, part == 3);
@@ -117,7 +143,7 @@ __device__ __forceinline__ void make_chunks(
         uint2 gates[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            gates[i] = i < left_at(chunk) ? *reinterpret_cast<const uint2*>(p.g + from(chunk) + i * width) : make_uint2(0u, 0u);
+            gates[i] = i < left ? *reinterpret_cast<const uint2*>(p.g + from + i * width) : make_uint2(0u, 0u);
         }
         if (PAIRED && is_remote) {
             cluster::wait(&smem.used[team], parity);
@@ -126,15 +152,15 @@ __device__ __forceinline__ void make_chunks(
         } else {
             barrier_sync(empty_barrier<TEAMS>(team), 2 * TEAM);
         }
-        finish_tokens(p, smem.constants, y, kept, gates, from(chunk), left_at(chunk), at);
+        finish_tokens(p, smem.constants, y, kept, gates, from, left, at);
     }
 }
 
 // BLOCKS: CTAs per SM.
 template <int TEAMS, int BLOCKS, bool PAIRED>
 __global__ void __launch_bounds__((1 + TEAMS) * TEAM, BLOCKS) wkv_chunk_kernel(const WkvArgs p, int state_bytes) {
-    extern __shared__ __align__(16) unsigned char bytes[];
-    auto& smem = *reinterpret_cast<Smem<TEAMS, PAIRED>*>(bytes);
+    extern __shared__ __align__(16) unsigned char dynamic[];
+    auto& smem = *reinterpret_cast<Smem<TEAMS, PAIRED>*>(dynamic);
     const int rank = PAIRED ? cluster::rank() : 0;
     const int head = PAIRED ? blockIdx.x >> 1 : blockIdx.x, row = blockIdx.y;
     const int team = __shfl_sync(FULL_MASK, static_cast<int>(threadIdx.x / TEAM), 0) - 1;  // so that nvcc knows it is uniform in a warp
@@ -148,7 +174,8 @@ __global__ void __launch_bounds__((1 + TEAMS) * TEAM, BLOCKS) wkv_chunk_kernel(c
     }
     allow_next_kernel();
     wait_for_previous_kernel();
-    if (team < 0) {
+    if (continues(p, row)) {  // the CTA of the row before runs it
+    } else if (team < 0) {
         load_constants(p, head, smem.constants);
         if (rank == 0) {
             carry_state(p, state_bytes, smem, head, row);

@@ -4,7 +4,7 @@
 //        constants  [C] fp32 (WkvArgs)
 //
 // inout  state      [slots, H, 64, 64] fp32, fp16 or Int8State; reads read_slots[row], writes write_slots[row]
-//                   fp16 and int8 states are rounded after each token
+//                   fp16 and int8 states are rounded after each token; a row that continues the one before reads no slot
 //
 // out    y          [T, C] fp16
 //
@@ -149,6 +149,7 @@ struct Carried<Int8State, 1> {
     }
     __device__ __forceinline__ void store(Int8State* state, const Smem<Int8State>& smem, int lane) const {
         for (int i = lane; i < PIECES; i += 32) reinterpret_cast<uint4*>(state)[i] = reinterpret_cast<const uint4*>(&smem.state)[i];
+        __syncwarp();  // before another token's step
     }
 };
 
@@ -168,8 +169,11 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), STAT
     extern __shared__ __align__(16) unsigned char dynamic[];
     auto& smem = *reinterpret_cast<Smem<State>*>(dynamic);
     constexpr int CARRIERS = STATE_WARPS / CTAS, MAKERS = VECTOR_WARPS * CTAS;  // of this CTA; of the head
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = 2 * lane, row = blockIdx.y;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = 2 * lane;
     const int head = blockIdx.x / CTAS, rank = blockIdx.x % CTAS;
+    int row = blockIdx.y, next_row = row + 1;
+    if (continues(p, row)) return;  // the CTA of the row before runs it: their tokens are adjacent
+    while (continues(p, next_row)) ++next_row;
     const bool carries_state = warp < CARRIERS, residual = p.v_first != nullptr;
     const int channel = head * HEAD_SIZE + pair;
     HeadParams params;
@@ -179,7 +183,7 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), STAT
         weight = *reinterpret_cast<const float2*>(p.ln_weight + channel), bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
     }
     const int64_t start = p.cu_seqlens[row];
-    const int count = static_cast<int>(p.cu_seqlens[row + 1] - start), blocks = (count + TOKENS - 1) / TOKENS;
+    const int count = static_cast<int>(p.cu_seqlens[next_row] - start), blocks = (count + TOKENS - 1) / TOKENS;
     const auto state_of = [&](int64_t slot) {
         constexpr int ITEM = IS_INT8<State> ? 1 : sizeof(State), HEAD_ITEMS = IS_INT8<State> ? 1 : HEAD_SIZE * HEAD_SIZE;
         return reinterpret_cast<State*>(static_cast<unsigned char*>(p.state) + slot * p.slot_stride * ITEM) + head * HEAD_ITEMS;
@@ -190,6 +194,7 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), STAT
     wait_for_previous_kernel();
     if constexpr (CTAS == 2) cluster::sync();  // both have begun
     if (carries_state) {
+        int left = static_cast<int>(p.cu_seqlens[row + 1] - start);  // tokens of the row
         sync_head<CTAS>();  // the first block's vectors
         for (int i = 0; i < blocks; ++i) {
             auto& block = smem.blocks[i & 1];
@@ -201,10 +206,12 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), STAT
             for (int t = 0; t < tokens; ++t) {
                 float* const y = (t / VECTOR_WARPS % CTAS == rank ? own_y : peer_y) + t * HEAD_SIZE;
                 carried.step(block.tokens[t], block.tokens[min(t + 1, TOKENS - 1)], y, smem, lane);
+                if (--left > 0) continue;
+                carried.store(state_of(p.write_slots[row]), smem, lane);
+                if (++row < next_row) left = static_cast<int>(p.cu_seqlens[row + 1] - p.cu_seqlens[row]);
             }
             sync_head<CTAS>();
         }
-        carried.store(state_of(p.write_slots[row]), smem, lane);
         return;
     }
     // A warp makes and finishes tokens own, own + MAKERS, ... of a block.

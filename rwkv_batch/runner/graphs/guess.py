@@ -1,0 +1,107 @@
+"""A draft model's guesses as CUDA graphs: one replay per token, and the host stages all tokens of a call at once.
+
+A graph reads its step's slots from a table on the device, at a row that it counts up itself. It reads the token of the
+table, or the one that it chose in the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.runner.graphs.capture import GraphStage, StagedArrays
+from rwkv_batch.runner.graphs.decode import DeviceSampler, padded_sizes
+from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
+
+CHOSEN = -1
+"""Token of a step that reads the one chosen in the step before."""
+READ, WRITE, TOKEN = range(3)
+"""Columns of the table."""
+
+
+class GuessGraphs:
+    """Captures and replays steps over up to `max_rows` rows, of which a call takes up to `max_steps`. Engine thread."""
+
+    def __init__(self, graph_stage: GraphStage, max_rows: int, max_steps: int, sampler: DeviceSampler) -> None:
+        """graph_stage: of all layers"""
+        self._stage, self._sampler = graph_stage, sampler
+        self._sizes, device = padded_sizes(max_rows), graph_stage.device
+        self._rows = rows = self._sizes[-1]
+        self._max_steps = max_steps
+        self._staged = StagedArrays({"table": max_steps * 3 * rows, "step": 1}, [device], depth=2)
+        self._numbers = torch.arange(rows + 1, device=device)
+        self._req_slots = self._numbers.int()
+        self._chosen = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._guesses = torch.zeros(max_steps, rows, dtype=torch.int64, device=device)
+        assert graph_stage.stage.head is not None, "a draft model is on one device"
+        vocab = graph_stage.stage.head.linear.weight.shape[0]
+        self.logits = torch.empty(rows, vocab, dtype=torch.float32, device=device)
+        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self._seconds: dict[int, float] = {}
+
+    def warm_up(self) -> None:
+        """Capture every number of rows, the largest first."""
+        for size in reversed(self._sizes):
+            self._graph(size)
+
+    def seconds(self, num_rows: int) -> float:
+        """Return the seconds of a step. 0: it is not captured."""
+        return self._seconds.get(self._size_for(num_rows), 0.0)
+
+    @torch.inference_mode()
+    def run(self, steps: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> Tensor:
+        """Launch steps: read slots, write slots and tokens of each row; CHOSEN: the token that the step before chose.
+
+        Returns the chosen tokens [steps, B] int64. The next run overwrites them. Does not wait.
+        """
+        num_rows = len(steps[0][READ])
+        size = self._size_for(num_rows)
+        graph = self._graph(size)
+        self._fill(size, steps)
+        for _ in steps:
+            graph.replay()
+        return self._guesses[: len(steps), :num_rows]
+
+    def _size_for(self, num_rows: int) -> int:
+        return next(size for size in self._sizes if size >= num_rows)
+
+    def _fill(self, size: int, steps: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> None:
+        num_rows = len(steps[0][READ]) if steps else 0
+        with self._staged.filling() as host:
+            table = host["table"].reshape(self._max_steps, 3, self._rows)
+            table[: len(steps), :, :num_rows] = np.array(steps, dtype=np.int64).reshape(len(steps), 3, num_rows)
+            unused = table[: len(steps) or None, :, num_rows:size]
+            unused[:, READ], unused[:, WRITE], unused[:, TOKEN] = ZERO_SLOT, DUMMY_SLOT, 0
+            host["step"][0] = 0
+
+    def _graph(self, size: int) -> torch.cuda.CUDAGraph:
+        if size not in self._captured:
+            with self._stage.current():
+                self._fill(size, ())
+                name = f"a graph that guesses for {size} rows on {self._stage.device}"
+                self._captured[size] = self._stage.recorder.record(lambda: self._step(size), name)
+            self._seconds[size] = self._stage.recorder.seconds
+        return self._captured[size]
+
+    def _step(self, size: int) -> None:
+        """Inside a graph: run a step, and count it."""
+        staged, numbers = self._staged.on_device[0], self._numbers
+        step, chosen = staged["step"], self._chosen
+        now = staged["table"].view(self._max_steps, 3, self._rows).index_select(0, step)[0]
+        given = now[TOKEN, :size]
+        inputs = StepInputs(
+            tokens=torch.where(given < 0, chosen[:size], given),
+            cu_seqlens=numbers[: size + 1],
+            read_slots=now[READ, :size],
+            write_slots=now[WRITE, :size],
+            logit_tokens=numbers[:size],
+            max_seqlen=1,
+        )
+        logits = self._stage.stage.logits(self._stage.forward(inputs, inputs.tokens), inputs, self.logits)
+        self._sampler.sample_on_device(logits, self._req_slots[:size], chosen[:size])
+        self._guesses.index_copy_(0, step, chosen.unsqueeze(0))
+        step += 1
