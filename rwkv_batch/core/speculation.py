@@ -198,13 +198,17 @@ class Speculation:
 
     def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float, Launched | None]:
         """Return the best drafts, what probes cost (in steps), and how to measure the step."""
-        num_rows, tokens, logits = len(rows), 0, 0
+        num_rows, tokens, logits, num_drafting, accepted = len(rows), 0, 0, 0, 0
         for row in rows:
             tokens += row.num_tokens
             logits += row.samples_token
+            if _may_draft(row):
+                num_drafting += 1
+                accepted += row.num_tokens - 1
         shape = Shape(num_rows, tokens, logits)
-        times, plain_s = self._times_of(rows, shape)
-        num_guessing = 0 if self.model is None else sum(map(_may_draft, rows))
+        # Accepted tokens are read in any case. Steps after one without drafts have none.
+        times, plain_s = self._times_of(rows, Shape(num_rows, tokens - accepted, logits))
+        num_guessing = 0 if self.model is None else num_drafting
         guess_s = times.guess_s(num_guessing, plain_s, self.model.graph_s) if self.model and num_guessing else 0.0
         guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else ASSUMED_GUESS
         found = [self._propose(row, guess_cost) for row in rows]
