@@ -50,7 +50,7 @@ def test_times_are_medians_without_the_first_step() -> None:
 def test_times_of_graphs_are_known() -> None:
     times = StepTimes(gpu_graph_s)
     assert times.plain_s(Shape(4, 4, 4)) == 0.00217
-    assert times.drafts_s(Shape(2, 5, 4), 0.00197) == 0.00239 + HOST_S + 2 * HOST_ROW_S
+    assert times.drafts_s(Shape(2, 5, 4), 0.00197) == pytest.approx(0.00239 + HOST_S + 2 * HOST_ROW_S)
     assert times.drafts_s(Shape(64, 600, 500), 0.00197) == 0, "it fits no graph"
 
 
@@ -65,7 +65,7 @@ def test_rows_draft_together_or_not_at_all(rates: tuple[float, ...], lengths: se
     ]
     usual, probes = Counter(numbers).most_common()[0], [one for one in numbers if one not in lengths]
     assert {usual[0]} == lengths
-    assert len(probes) <= 10, "each costs a third of a step: 1 % with those of the start"
+    assert len(probes) <= 13, "each costs half a step: 1 % with those of the start"
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
@@ -303,6 +303,22 @@ def test_drafts_cost_little_where_they_do_not_pay(monkeypatch: pytest.MonkeyPatc
     first, *others = [gpu.speed(num_rows) for _ in range(4)]
     assert first > 0.96
     assert min(others) > 0.96 and sum(others) / 3 > (1.2 if num_rows == 1 and rate == 0.7 else 0.98)
+
+
+def test_many_rows_stop_to_draft_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step after one with drafts reads the accepted tokens, and is slow with or without more drafts."""
+    graph_ms = {(32, False): 2.6, (32, True): 5.3}
+    monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: 1.0))
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    times = lambda shape: 0.0064 if shape.drafts else graph_ms[shape.rows, shape.tokens > shape.rows] / 1000  # noqa: E731
+    speculation = Speculation("auto", slots, lambda _: None, graph_s=times)
+    speculation._probe_credit = 0.0
+    rows = [predicted(0.7) for _ in range(32)]
+    behind = [ScheduledRow(row.sequence, 3, samples_token=True) for row in rows]
+    for row in behind:
+        row.sequence.token_ids[:] = [7, 7, 7]
+    drafts = [row.sequence.draft for row in speculation.add_drafts(behind)]
+    assert drafts == [None] * 32
 
 
 @pytest.mark.parametrize(("rate", "least"), [(0.0, 0.985), (0.7, 1.25), (1.0, 3.0)])
