@@ -15,7 +15,7 @@ ENOUGH = 3
 """Steps of a kind below which it is not known."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
-HOST_S, HOST_ROW_S = 0.0004, 0.00001
+HOST_S, HOST_ROW_S = 0.0003, 0.00005
 """Work between the graphs of two steps with drafts, and for each device row, before it is measured."""
 ASSUMED_FACTOR = 1.25
 """Times of a plain step that one with drafts takes without graphs. Low, so that drafts are tried and measured."""

@@ -191,10 +191,15 @@ class Runner:
         return [part for part in (rest, decode, scored) if part]
 
     def launch(
-        self, rows: list[ScheduledRow], after: Iterable[Step] = (), between: Callable[[], None] | None = None
+        self,
+        rows: list[ScheduledRow],
+        started: dict[Sequence, None],
+        after: Iterable[Step] = (),
+        between: Callable[[], None] | None = None,
     ) -> Step:
         """Compute a step: all rows read, then all write. Overtaking steps see states not written yet."""
         self.before_launch(rows)
+        self.step_sampler.admit(rows, started)
         states = [self._computed(row) for row in rows]
         scores = [(row.sequence, self._score(row)) for row in rows if row.scored]
         self._check_slots(rows)

@@ -57,8 +57,6 @@ from rwkv_batch.model.state import HEAD_SIZE
 from rwkv_batch.model.step_inputs import StepInputs
 
 FFN_STEP, MAX_FFN = 64, 16384
-SHORT_TOKENS = 4
-"""Tokens of rows on average up to which the WKV kernel that goes token by token is faster than chunks of 16."""
 
 
 class CudaOps:
@@ -157,8 +155,7 @@ class CudaOps:
         """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32.
 
         wkv may be [num_slots, H, 4224] uint8: int8 states with their scales (model/state.py). One kernel serves rows of
-        one token, which come first. Another serves longer rows: in chunks, or token by token with the first one's bits:
-        short ones, and all if steps are deterministic.
+        one token, which come first. Another serves longer rows: in chunks, or token by token with the first one's bits.
         A mixed step runs both. If all rows have one token, the first kernel may also compute the pending second
         low-rank products (`CudaProjections.low`). y is quantised (two-part) if all rows have one token and the output
         layer `takes_two_part_rows`.
@@ -207,8 +204,7 @@ class CudaOps:
             args.cu_seqlens = cuda_pointer(inputs.cu_seqlens[num_single:], torch.int64)
             args.read_slots = cuda_pointer(inputs.read_slots[num_single:], torch.int64)
             args.write_slots = cuda_pointer(inputs.write_slots[num_single:], torch.int64)
-            are_short = len(p.r) - num_single <= SHORT_TOKENS * args.rows and wkv.dtype is not torch.uint8
-            if self.is_deterministic or are_short:
+            if self.is_deterministic:
                 library().call("rwkv_wkv_sequence", ctypes.byref(args), wkv.element_size())
             else:
                 library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - num_single)
