@@ -288,7 +288,7 @@ class Runner:
         writes = [slot for one in sequences for slot in write_slots(one)]
         writes += [one.draft.slot for one in drafting if one.draft is not None]
         demand(len(set(writes)) == len(writes), f"two rows of a step write to one slot: {writes}")
-        reads = [slot for one in sequences for slot in read_slots(one)] + [one.read_slot for one in drafting]
+        reads = [slot for one in sequences for slot in read_slots(one)]
         for i, target in enumerate(writes):
             demand(target not in (ZERO_SLOT, DUMMY_SLOT, -1), f"a row writes to slot {target}")
             others = [*reads[:i], *reads[i + 1 :]]
