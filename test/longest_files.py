@@ -141,6 +141,16 @@ SHARING = {
         "routes/test_glossaries.py",
         "routes/test_translation_memory.py",
     ),
+    "emulated": (  # they share the compiled form of CUDA's headers
+        "model/test_codes_emulated.py",
+        "model/test_gemm_fp8_emulated.py",
+        "model/test_input_projections_emulated.py",
+        "model/test_shift_mix_emulated.py",
+        "model/test_skinny_emulated.py",
+        "model/test_sparse_emulated.py",
+        "model/test_w8a8_emulated.py",
+        "model/test_wkv_emulated.py",
+    ),
     "one_worker": ("routes/test_constraints.py", "routes/test_constrained_texts.py"),
     "demo": (
         "routes/web/test_chat.py",
@@ -153,7 +163,7 @@ SHARING = {
         "routes/web/test_tune.py",
     ),
 }
-"""Fixture of a service -> files whose tests ask for it: one worker has them all, and it is started once.
+"""Fixture of a service, or a name -> files whose tests ask for it: one worker has them all, and it is started once.
 
 Another start of it takes seconds of processor time, and each that idles a fiftieth of a core.
 """

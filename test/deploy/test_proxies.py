@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,10 @@ def front(request: pytest.FixtureRequest, behind: Service, tmp_path: Path) -> It
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_proxy_says_that_the_service_is_away(name: str, tmp_path: Path) -> None:
     with run_proxy(name, tmp_path, free_port()) as port:
-        for body in (b"{}", b"x" * 100_000):
-            answer = httpx.post(f"http://127.0.0.1:{port}{CHAT}", content=body)
+        url = f"http://127.0.0.1:{port}{CHAT}"
+        with ThreadPoolExecutor() as pool:  # HAProxy tries for seconds
+            answers = list(pool.map(lambda body: httpx.post(url, content=body), (b"{}", b"x" * 100_000)))
+        for answer in answers:
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
             assert "the service does not answer: it is starting" in answer.json()["error"]
 
@@ -140,8 +143,9 @@ def test_only_complete_requests_arrive(front: Front) -> None:
     assert whole.startswith(b"HTTP/1.1 200"), whole
     answer = httpx.post(front.url + CHAT, json={"contents": ["x" * 3_000_000], "max_tokens": 1}, timeout=60)
     assert answer.status_code in (200, 422), answer.text[:300]
-    too_large = front.send((head + f"Content-Length: {1 << 30}\r\n\r\n").encode() + b"{")
-    assert b"choices" not in too_large
+    with socket.create_connection(("127.0.0.1", front.port), timeout=30) as connection:
+        connection.sendall((head + f"Content-Length: {1 << 30}\r\n\r\n").encode() + b"{")
+        assert b"choices" not in connection.recv(65536)  # nginx would wait seconds for more before it closes
     assert front.service.pids() == before
 
 

@@ -10,7 +10,7 @@ import pytest
 from test.fuzzing import headers
 from test.fuzzing.readers import READERS, run
 
-COUNT = 100_000 if "RWKV_LONG_TESTS" in os.environ else 2000
+COUNT = 100_000 if "RWKV_LONG_TESTS" in os.environ else 500
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -58,9 +58,12 @@ def test_a_start_says_what_is_served_where_and_how_to_stop(tiny_model: Path) -> 
     assert (screen.exitstatus, taken.exitstatus) == (0, 1)
 
 
-def test_control_c_says_what_it_finishes_and_twice_cuts_it(tiny_model: Path) -> None:
+def test_control_c_says_what_it_finishes_and_twice_cuts_it_and_no_color_has_no_colours(tiny_model: Path) -> None:
     port = free_port()
-    screen = terminal("--model-path", str(tiny_model), "--port", str(port), "--state-db", "")
+    flags = ("--model-path", str(tiny_model), "--host", "0.0.0.0", "--front", "none", "--state-db", "")
+    screen = terminal(*flags, "--port", str(port), NO_COLOR="1")
+    screen.expect("NO PASSWORD[^\n]*\n")
+    assert "\x1b[33m" not in screen.before + screen.after
     screen.expect("Ctrl-C stops it")
     body = {"contents": ["x"], "max_tokens": 8000, "ignore_eos": True, "stop_tokens": [], "stream": True}
     with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60) as answer:
@@ -73,16 +76,6 @@ def test_control_c_says_what_it_finishes_and_twice_cuts_it(tiny_model: Path) -> 
     screen.expect(pexpect.EOF)
     screen.close()
     assert screen.exitstatus == 0
-
-
-def test_a_log_that_is_no_terminal_has_no_colours(tiny_model: Path) -> None:
-    screen = terminal("--model-path", str(tiny_model), "--host", "0.0.0.0", "--port", str(free_port()), NO_COLOR="1")
-    screen.expect("NO PASSWORD[^\n]*\n")
-    assert "\x1b[33m" not in screen.before + screen.after
-    screen.expect("Ctrl-C stops it")
-    screen.sendintr()
-    screen.expect(pexpect.EOF)
-    screen.close()
 
 
 def test_a_run_over_a_file_has_a_bar(fake: Service, tmp_path: Path) -> None:

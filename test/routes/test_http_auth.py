@@ -16,18 +16,27 @@ from test.serving import Service
 CHAT = "/v1/chat/completions"
 SECRET = "pass wörd"
 BOSS = "the boss"
-STATE = {"name": "x", "file": "x.pth"}
+STATE = {"name": "x"}
+"""Without a file: refused with 422 where the password is right."""
 BODY = {"contents": ["a"], "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
-def locked(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("locked")
     secret = folder / "password"
     secret.write_text(f"{SECRET}\nnot this line\n")
-    arguments = ("--model-path", str(tiny_model), "--password-file", str(secret), "--http-workers", "1")
-    arguments += ("--admin-password", BOSS)
-    running = Service(folder, *arguments, "--log-format", "json", RWKV_MODEL_NAME="locked")
+    arguments = (
+        "--password-file",
+        str(secret),
+        "--http-workers",
+        "1",
+        "--admin-password",
+        BOSS,
+        "--log-format",
+        "json",
+    )
+    running = Service(folder, *arguments, program="test/fake_app.py", PYTHONPATH=".", RWKV_MODEL_NAME="locked")
     try:
         yield running.wait_ready()
     finally:

@@ -41,10 +41,10 @@ Refusal = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def mortal(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose processes may be killed. Every test leaves it ready, except the last one, which ends it."""
-    flags = ("--model-path", str(tiny_model), "--resubmit", "0", "--drain-timeout-s", "150")
-    running = Service(tmp_path_factory.mktemp("mortal"), *flags)
+    flags = ("--resubmit", "0", "--drain-timeout-s", "150")
+    running = Service(tmp_path_factory.mktemp("mortal"), *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
         yield running.wait_ready()
     finally:
@@ -127,24 +127,17 @@ def test_a_port_in_use_ends_with_1(tiny_model: Path) -> None:
     assert "--port" in one_line(ended)
 
 
-@pytest.mark.parametrize("content", [None, b"not a model"])
-def test_a_model_that_cannot_be_served_ends_with_1(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_model_that_cannot_be_served_ends_with_1(tmp_path: Path, exists: bool) -> None:
+    import torch
+
     path = tmp_path / "model.pth"
-    if content is not None:
-        path.write_bytes(content)
+    if exists:
+        torch.save({"emb.weight": torch.zeros(8, 64), "blocks.0.att.time_maa_x": torch.zeros(1, 1, 64)}, path)
     ended = start("--port", str(free_port()), "--model-path", str(path), RWKV_STATE_DB=str(tmp_path / "s.db"))
     assert ended.returncode == 1
     assert str(path) in one_line(ended)
-
-
-def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    import torch
-
-    path = tmp_path / "six.pth"
-    torch.save({"emb.weight": torch.zeros(8, 64), "blocks.0.att.time_maa_x": torch.zeros(1, 1, 64)}, path)
-    ended = start("--port", str(free_port()), "--model-path", str(path), RWKV_STATE_DB=str(tmp_path / "s.db"))
-    assert ended.returncode == 1
-    assert "RWKV-6" in one_line(ended)
+    assert "RWKV-6" in one_line(ended) or not exists, "an incomplete model of another architecture"
 
 
 class Reader(threading.Thread):
