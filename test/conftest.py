@@ -161,9 +161,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze imported objects. Full collections are then fast and free ended engines soon."""
-    gc.collect()
+    """Freeze what was imported and collected. Full collections are then fast and free ended engines soon."""
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)  # by default a test of 100,000 objects walks all those of earlier tests 20 times
     gc.enable()
 
 
