@@ -172,7 +172,9 @@ def _release_memory() -> Iterator[None]:
     """Free ended engines: their callbacks form reference cycles of 0.3 GB each."""
     yield
     if _resident_mb() > _memory["most"]:
+        gc.unfreeze()  # `started_engine` freezes what is there
         gc.collect()
+        gc.freeze()
         with contextlib.suppress(AttributeError):
             LIBC.malloc_trim(0)
         _memory["most"] = _resident_mb() + MEMORY_GROWTH_MB

@@ -156,6 +156,10 @@ def tiny_model(folder: Path, **fields: Any) -> Path:
     return write_random_model(folder / "tiny.safetensors", **{"layers": 3, "width": 64, **fields})
 
 
+_running: set[int] = set()
+"""Engines that `started_engine` started, by id."""
+
+
 @contextmanager
 def started_engine(model: Path, pool: PoolConfig | None = None, **fields: Any) -> Iterator[Engine]:
     """Start an engine (on the CPU by default). On exit, stop it and check that nothing leaks."""
@@ -164,12 +168,16 @@ def started_engine(model: Path, pool: PoolConfig | None = None, **fields: Any) -
         pool=pool or PoolConfig(state_db=""),
         **{"devices": ("cpu",), "max_running": 64, "prefill_tokens_per_step": 128, "prefill_chunk": 32, **fields},
     )
+    if not _running:
+        gc.freeze()  # so that the collection below walks this engine's objects, not those of all earlier tests
     engine = Engine(config)
+    _running.add(id(engine))
     engine.start()
     try:
         yield engine
     finally:
         engine.stop()
+        _running.discard(id(engine))
     assert engine.jobs.check_integrity() == []
     del engine
     gc.collect()  # an engine has reference cycles and hundreds of megabytes

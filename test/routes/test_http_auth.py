@@ -16,8 +16,8 @@ from test.serving import Service
 CHAT = "/v1/chat/completions"
 SECRET = "pass wörd"
 BOSS = "the boss"
-STATE = {"name": "x"}
-"""Without a file: refused with 422 where the password is right."""
+STATE = {"file": "x.pth"}
+"""Without a name: refused with 422 where the password is right."""
 BODY = {"contents": ["a"], "max_tokens": 1}
 
 
