@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -34,7 +35,6 @@ from routes.request import prompts
 from routes.request.bodies import PromptBody
 from routes.request.jobs import prompts_and_stops
 from routes.request.json_body import validate
-from routes.table import ROUTES
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
 from rwkv_batch.tokenizer import Tokenizer
@@ -45,6 +45,8 @@ from rwkv_batch.translation.prompts import translation_prompt
 
 __all__ = ["Selection", "main"]
 
+_ROUTES_OF = {TRANSLATE: "routes.translation.batch_translate", SCORE: "routes.score"}
+"""Modules of the paths' routes. All routes would take half a second."""
 SAMPLE = 64
 """Lines that are answered, spread over the input."""
 
@@ -164,7 +166,8 @@ def check_body(options: Options) -> None:
     """Checks that the flags make a valid request body. Raises SettingsError."""
     task_options = options.task_options
     request = make_task(task_options).request(Record(0, 1, _AnyFields()))
-    route = next(route for route in ROUTES if route.path == request.path)
+    module = importlib.import_module(_ROUTES_OF.get(request.path, "routes.native_completions"))
+    route = next(route for route in module.ROUTES if route.path == request.path)
     assert route.body is not None
     try:
         validate(route.body, request.body)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from programs.backends.backend import Backend
-from programs.backends.local_engine import LocalEngine
 from programs.backends.remote_service import RemoteService
 from programs.batch.exit_codes import ALL_ANSWERED, SOME_FAILED, run_command
 from programs.batch.files import RunFiles, error_line
@@ -97,7 +96,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def make_backend(url: str, settings: Settings) -> Backend:
     """Return the service at a URL, or an engine of the settings. Raises SettingsError."""
-    return RemoteService(url, settings.http.password) if url else LocalEngine(with_default_model(settings))
+    if url:
+        return RemoteService(url, settings.http.password)
+    from programs.backends.local_engine import LocalEngine  # and all routes: half a second
+
+    return LocalEngine(with_default_model(settings))
 
 
 class DocumentJob:

@@ -1,21 +1,15 @@
-"""Streamed answers of the native chat route: from a service, or from an engine in this process."""
+"""Streamed answers of the native chat route: from a service. local_answers.py has those of an engine."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 import aiohttp
 
-from programs.backends.local_engine import LocalEngine
+from programs.batch.tasks import CHAT
 from programs.chat.conversation import ConsoleError, Piece
-from routes.native_completions import ROUTES, V1_PATH
-from routes.request.json_body import validate
-from routes.request_context import RequestContext, set_current_request
-from routes.response.http_response import HandlerResponse, HttpResponse
-from routes.route import response_or_error
 
 _DATA, _DONE = b"data: ", b"[DONE]"
 _MODELS_PATH = "/v1/models"
@@ -44,7 +38,7 @@ class RemoteAnswers:
 
     def __init__(self, url: str, password: str) -> None:
         self._service = (url if "://" in url else f"http://{url}").rstrip("/")
-        self._url = self._service + V1_PATH
+        self._url = self._service + CHAT
         self._headers = {"Authorization": f"Bearer {password}"} if password else {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -68,7 +62,7 @@ class RemoteAnswers:
             async with self._session.post(self._url, json=body) as answer:
                 if answer.status != 200:
                     remedy = "; give the right --password" if answer.status == _UNAUTHORIZED else ""
-                    raise ConsoleError(_reason(await answer.read(), answer.status) + remedy)
+                    raise ConsoleError(reason_of(await answer.read(), answer.status) + remedy)
                 buffer = b""
                 async for piece in answer.content.iter_any():
                     *events, buffer = (buffer + piece).split(b"\n\n")
@@ -82,45 +76,6 @@ class RemoteAnswers:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-
-
-class LocalAnswers:
-    """An AnswerSource: an engine in this process, called through the service's handler."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
-
-    async def open(self) -> None:
-        await self._engine.open()
-
-    async def models(self) -> tuple[str, ...]:
-        """See AnswerSource."""
-        return (self._engine.context.config.model_name,)
-
-    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
-        """See AnswerSource."""
-        route = ROUTES[0]
-        assert route.body is not None
-        set_current_request(RequestContext(method="POST", route=route.path, client="console"))
-        reply = await response_or_error(route, self._handle(body))
-        if isinstance(reply, HttpResponse):
-            raise ConsoleError(_reason(reply.body, reply.status))
-        chunks = reply.chunks
-        try:
-            while not chunks.ended:
-                for event in (await asyncio.to_thread(chunks.__next__)).split(b"\n\n"):
-                    for piece in pieces_of(event):
-                        yield piece
-        finally:
-            chunks.close()
-
-    async def _handle(self, body: dict[str, Any]) -> HandlerResponse:
-        route = ROUTES[0]
-        assert route.body is not None
-        return await route.respond(self._engine.context, validate(route.body, body))
-
-    async def close(self) -> None:
-        await self._engine.close()
 
 
 def pieces_of(event: bytes) -> list[Piece]:
@@ -143,7 +98,8 @@ def _message(error: object) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-def _reason(body: bytes, status: int) -> str:
+def reason_of(body: bytes, status: int) -> str:
+    """Returns the error message of an answer."""
     try:
         return _message(json.loads(body)["error"])
     except (ValueError, RecursionError, KeyError, TypeError):

@@ -9,15 +9,14 @@ import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
 
-from programs.backends.local_engine import LocalEngine
 from programs.batch.options import check_settings
-from programs.chat.answer_sources import AnswerSource, LocalAnswers, RemoteAnswers
+from programs.chat.answer_sources import AnswerSource, RemoteAnswers
 from programs.chat.commands import NAMES, SETTABLE, Console
 from programs.chat.conversation import ConsoleError, Piece
 from programs.chat.options import build_parser
 from programs.chat.terminal import Output, ReadLine, open_terminal, printable
 from programs.record import RunError
-from programs.settings import SettingsError, parse_settings
+from programs.settings import Settings, SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
@@ -37,12 +36,7 @@ def main(arguments: Sequence[str]) -> int:
             console.handle_command(f"/set {name} {value}")
         if given.load:
             console.handle_command(f"/load {given.load}")
-        answers: AnswerSource = (
-            RemoteAnswers(given.url, settings.http.password)
-            if given.url
-            else LocalAnswers(LocalEngine(with_default_model(settings)))
-        )
-        is_well = asyncio.run(_chat(console, answers, given.history))
+        is_well = asyncio.run(_chat(console, _answer_source(given.url, settings), given.history))
     except SettingsError as error:
         sys.stderr.write(f"error: {error}\n")
         return BAD_FLAG
@@ -53,6 +47,15 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write("\n")
         return INTERRUPTED
     return OK if is_well or sys.stdin.isatty() else CANNOT_RUN
+
+
+def _answer_source(url: str, settings: Settings) -> AnswerSource:
+    if url:
+        return RemoteAnswers(url, settings.http.password)
+    from programs.backends.local_engine import LocalEngine
+    from programs.chat.local_answers import LocalAnswers
+
+    return LocalAnswers(LocalEngine(with_default_model(settings)))
 
 
 async def _chat(console: Console, answers: AnswerSource, history: str) -> bool:

@@ -245,18 +245,18 @@ def test_a_batch_resumes_after_its_process_or_the_service_ended(tmp_path: Path) 
     service = fake_service(tmp_path)
     try:
         client = client_of(service)
-        batch = begun(client, [native_line(i, 3 if i < 300 else 200) for i in range(700)])
-        wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 300, 30, "some are done")
+        batch = begun(client, [native_line(i, 3 if i < 100 else 200) for i in range(300)])
+        wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 100, 30, "some are done")
         kill_runner(service)
-        wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed > 400, 60, "it goes on")
+        wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed > 150, 60, "it goes on")
         assert service.terminate() == 0
         database = service.state_db
         service = fake_service(tmp_path, state_db=database)
         client = client_of(service)
         done = ended(client, batch.id)
-        assert done.request_counts.model_dump() == {"total": 700, "completed": 700, "failed": 0}
+        assert done.request_counts.model_dump() == {"total": 300, "completed": 300, "failed": 0}
         answers = lines_of(client, done.output_file_id)
-        assert set(answers) == {f"c{i}" for i in range(700)}
+        assert set(answers) == {f"c{i}" for i in range(300)}
         text = answers["c7"]["response"]["body"]["choices"][0]["message"]["content"]
         assert text == "n7" * 3
     finally:

@@ -23,10 +23,11 @@ from rich.console import Console as Screen
 
 from app import main
 from programs.backends.local_engine import LocalEngine
-from programs.chat.answer_sources import LocalAnswers, RemoteAnswers, pieces_of
+from programs.chat.answer_sources import RemoteAnswers, pieces_of
 from programs.chat.command import chat_loop
 from programs.chat.commands import Console
 from programs.chat.conversation import ConsoleError
+from programs.chat.local_answers import LocalAnswers
 from programs.chat.options import build_parser
 from programs.chat.terminal import CommandCompleter, MarkdownOutput, PlainOutput, open_history, printable, split_blocks
 from programs.settings import parse_settings

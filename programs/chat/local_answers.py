@@ -1,0 +1,58 @@
+"""Streamed answers of an engine in this process, by the service's handler of the native chat route.
+
+A module of its own: it imports all routes, which takes half a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from programs.backends.local_engine import LocalEngine
+from programs.chat.answer_sources import pieces_of, reason_of
+from programs.chat.conversation import ConsoleError, Piece
+from routes.native_completions import ROUTES
+from routes.request.json_body import validate
+from routes.request_context import RequestContext, set_current_request
+from routes.response.http_response import HandlerResponse, HttpResponse
+from routes.route import response_or_error
+
+
+class LocalAnswers:
+    """An AnswerSource: an engine in this process, called through the service's handler."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+
+    async def open(self) -> None:
+        await self._engine.open()
+
+    async def models(self) -> tuple[str, ...]:
+        """See AnswerSource."""
+        return (self._engine.context.config.model_name,)
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
+        """See AnswerSource."""
+        route = ROUTES[0]
+        assert route.body is not None
+        set_current_request(RequestContext(method="POST", route=route.path, client="console"))
+        reply = await response_or_error(route, self._handle(body))
+        if isinstance(reply, HttpResponse):
+            raise ConsoleError(reason_of(reply.body, reply.status))
+        chunks = reply.chunks
+        try:
+            while not chunks.ended:
+                for event in (await asyncio.to_thread(chunks.__next__)).split(b"\n\n"):
+                    for piece in pieces_of(event):
+                        yield piece
+        finally:
+            chunks.close()
+
+    async def _handle(self, body: dict[str, Any]) -> HandlerResponse:
+        route = ROUTES[0]
+        assert route.body is not None
+        return await route.respond(self._engine.context, validate(route.body, body))
+
+    async def close(self) -> None:
+        await self._engine.close()
