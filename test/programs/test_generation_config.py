@@ -17,7 +17,7 @@ from routes.request.decode_defaults import DefaultsFields, as_defaults, with_def
 from routes.request.json_body import validate
 from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.errors import StartupError
-from test.programs.batch.runs import fake_service
+from test.serving import Service
 
 GIVEN: dict[str, Any] = {
     "temperature": 0.6,
@@ -112,11 +112,11 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         read_defaults(str(tmp_path / "none.json"), "m.pth")
 
 
-def test_a_service_shows_them(tmp_path: Path) -> None:
+def test_a_service_shows_them(tmp_path: Path, tiny_model: Path) -> None:
     file = str(written(tmp_path / "g.json"))
-    service = fake_service(tmp_path, "--generation-config", file, "--http-workers", "1")
+    service = Service(tmp_path, "--model-path", str(tiny_model), "--generation-config", file, "--http-workers", "1")
     try:
-        shown = service.get("/props").json()["default_generation_settings"]["params"]
+        shown = service.wait_ready().get("/props").json()["default_generation_settings"]["params"]
     finally:
         service.close()
     assert (shown["temperature"], shown["top_k"], shown["n_predict"]) == (0.6, 40, 99)

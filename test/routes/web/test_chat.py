@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from programs.chat.commands import Console
-from test.routes.web.conftest import WAIT_MS, Opener, both_widths
+from test.routes.web.conftest import DESK, PHONE, WAIT_MS, Opener, at_width, both_widths
 from test.serving import ROOT, Service
 
 pytestmark = pytest.mark.browser
@@ -108,7 +108,7 @@ def show_sides(page: Page) -> None:
             page.click(f".side.{side} > summary")
 
 
-@both_widths
+@at_width(DESK)
 def test_sessions_are_exported_imported_and_deleted(
     demo: Service, open_page: Opener, tmp_path: Path, width: int
 ) -> None:
@@ -154,7 +154,7 @@ def test_sessions_are_exported_imported_and_deleted(
         expect(page.get_by_role("alert")).to_contain_text(said)
 
 
-@both_widths
+@at_width(PHONE)
 def test_a_session_of_another_browser_outlives_the_engine(demo: Service, open_page: Opener, width: int) -> None:
     turn = {"contents": ["User: My name is Anna.\n\nAssistant:"], "temperature": 0, "max_tokens": 30}
     assert demo.post("/multi_state/chat/completions", {**turn, "session_id": f"elsewhere-{width}"}).status_code == 200
