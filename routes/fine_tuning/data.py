@@ -119,10 +119,6 @@ class Data:
         return sum(len(example.ids) for example in self.examples)
 
     @property
-    def num_answer_tokens(self) -> int:
-        return sum(int(sum(example.weights)) for example in self.examples)
-
-    @property
     def repeats(self) -> list[str]:
         """A warning about repeated lines, if there are some."""
         return [f"{self.num_repeated} of {len(self.examples)} lines repeat another one"] * bool(self.num_repeated)
