@@ -66,7 +66,7 @@ def chat(asked: str, answer: str) -> dict[str, object]:
 
 
 SHORT = [chat(f"Say {word}", "yes yes") for word in "one two three four five six seven eight nine ten".split()]
-LONG = [chat(f"Number {i}", f"It is {i * 7919 % 1000}") for i in range(60)]
+LONG = [chat(f"Number {i}", f"It is {i * 7919 % 1000}") for i in range(300)]
 
 
 HASTE: Any = {"n_epochs": 12, "batch_size": "auto", "learning_rate_multiplier": 4}
