@@ -119,9 +119,18 @@ def _path_parameters(request: Request) -> dict[str, str]:
     return {name: unquote(value) for name, value in request.path_params.items()}
 
 
+def _early_grant(context: Context, route: Route, request: Request) -> Grant | None:
+    """Return what a client may do by its headers and query, before the body is read."""
+    access = header_grant(context, request.headers.get) or anonymous_grant(context)
+    if access is None and route.secret_field in route.ignored_query:
+        given = _query(request).get(route.secret_field)
+        access = grant(context, given) if given else None
+    return access
+
+
 async def _request_data(context: Context, route: Route, request: Request) -> object:
     """Authenticate the request and return its data. Raises ServiceError."""
-    access = Grant() if route.is_public else header_grant(context, request.headers.get) or anonymous_grant(context)
+    access = Grant() if route.is_public else _early_grant(context, route, request)
     is_authorized = access is not None and (access.is_admin or not route.is_admin)
     data = None
     is_large = _length(request) > MAX_ANONYMOUS_BYTES
@@ -131,8 +140,6 @@ async def _request_data(context: Context, route: Route, request: Request) -> obj
         data = await _body_data(context, route, request, access, is_authorized)
     if not is_authorized:
         given = data.get(route.secret_field) if isinstance(data, dict) else None
-        if given is None and route.secret_field in route.ignored_query:
-            given = _query(request).get(route.secret_field)
         access = (grant(context, given) if isinstance(given, str) else None) or access
     if access is None or (route.is_admin and not access.is_admin):
         raise unauthorized(access)

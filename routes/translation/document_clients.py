@@ -161,6 +161,7 @@ class LibreFile(BaseModel):
     takes_form=True,
     allows_any_origin=True,
     secret_field="api_key",  # noqa: S106 - a name
+    ignored_query=("api_key",),
     answer=LibreFile,
     error_format=LIBRE_ERRORS,
     errors=(ErrorKind.OVERLOADED,),

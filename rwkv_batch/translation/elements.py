@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-TAG = r"""</?[A-Za-z0-9][^\s<>/"']{0,63}(?:[^<>"']|"[^"]*"|'[^']*')*+>"""
+TAG = r"""</?[A-Za-z0-9](?:[^<>"']|"[^"]*"|'[^']*')*+>"""
 """Pattern of a tag. Translators' files have names that begin with a digit."""
 XML_TAG = TAG.replace("[A-Za-z0-9]", r"[\w:]", 1)
 """The same in XML, whose names begin with letters of any script, `_` or `:`."""

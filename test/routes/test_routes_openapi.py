@@ -75,9 +75,11 @@ def made_short(body: Any) -> Any:
         return body
     short = {name: value for name, value in body.items() if name != "timeout_s"}
     short.setdefault("n_predict", MOST_TOKENS)  # llama.cpp's
+    if short["n_predict"] is None or short["n_predict"] in NO_LIMIT:
+        short["n_predict"] = MOST_TOKENS
     for name in ("max_tokens", "max_completion_tokens", "n_predict"):
-        value = short.get(name, MOST_TOKENS)
-        if value is None or (isinstance(value, (int, float)) and (value > MOST_TOKENS or value in NO_LIMIT)):
+        value = short.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > MOST_TOKENS:
             short[name] = MOST_TOKENS
     rows = short.get("n")
     if isinstance(rows, int) and not isinstance(rows, bool) and rows > MOST_ROWS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 
 import pytest
 
@@ -34,6 +35,13 @@ def test_names_of_xml_begin_with_any_letter(name: str) -> None:
     found = [one.raw for one in parse(text, MarkerOptions(Format.XML))[1]]
     assert found == [f"<{name} x='1'>", f"<{name}/>", f"</{name}>"]
     assert parse(text, MarkerOptions(Format.HTML)) == (text, []), "HTML has no such tags"
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_a_tag_without_an_end_is_read_once(form: Format) -> None:
+    began, text = time.thread_time(), f"<{'é' if form is Format.XML else 'a'}" + "a" * 300_000
+    assert parse(text, MarkerOptions(form)) == (text, [])
+    assert time.thread_time() - began < 0.1, "each beginning of its name was tried: 5 s"
 
 
 def test_terms_that_are_not_translated_are_markers() -> None:
