@@ -19,6 +19,7 @@ from native.priority import cores, die_with_parent, lower_process_priority
 from programs.settings import CommandParser, parse_settings, reports_errors
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
+from rwkv_batch.ipc.process import set_compute_environment
 from rwkv_batch.tuning import COMPACT_DTYPES, Document, paced_path
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class _Command:
 
     def run(self) -> int:
         """Tune, and return the exit code. Raises StartupError, OSError."""
+        set_compute_environment()
         from rwkv_batch.runner.calibration import MeasuredInputs
         from rwkv_batch.tuning.pacing import Pacer
         from rwkv_batch.tuning.run import choose_place, measure_step_s, open_model, prepare

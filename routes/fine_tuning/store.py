@@ -54,6 +54,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     multiplier: float
     seed: int
+    dtype: str = ""
+    """type of the weights, as when it first ran: its checkpoint belongs to it"""
     chosen: dict[str, float] = {}
     """numbers of the run, under OpenAI's names"""
     suffix: str = ""

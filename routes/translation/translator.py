@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 import msgspec
+from pydantic import Field
 
 from routes.context import Context
 from routes.openai.files import call_store, get_store
@@ -63,6 +64,12 @@ OnText = Callable[[int, Translation], None]
 
 class TranslationFields(PriorityFields, ModelFields):
     """Fields of every translation body, for the job."""
+
+    model: str = Field(
+        "rwkv7",
+        max_length=256,
+        description="`<model>:<state>` names a tuned state, `<model>+<adapter>` an adapter, `ft:...` what a job tuned.",
+    )
 
 
 async def translate(

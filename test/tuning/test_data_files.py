@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from programs import tune
-from routes.fine_tuning.data import read_data, validation_warnings
+from routes.fine_tuning.data import read_data, split, validation_warnings
 from routes.request.ignored import MAX_WARNINGS
 from rwkv_batch.translation.tmx import TmxError, read_pairs
 
@@ -53,6 +54,24 @@ def test_the_command_warns_of_unknown_fields_and_of_a_validation_file_that_was_t
     ]
     data = read_data(as_content([line(1)]), "d.jsonl")
     assert validation_warnings(data, read_data(as_content([line(2)]), "d.jsonl")) == []
+
+
+def test_a_validation_file_is_compared_in_little_memory() -> None:
+    """The training lines' numbers were copied: 36 bytes a token."""
+    lines = [{"prompt": f"{i} " * 400, "completion": "x"} for i in range(300)]
+    data = read_data(as_content(lines), "d.jsonl")
+    tracemalloc.start()
+    try:
+        assert "300 of 300 lines" in validation_warnings(data, data)[0]
+        assert tracemalloc.get_traced_memory()[1] < data.num_tokens
+    finally:
+        tracemalloc.stop()
+
+
+def test_held_out_lines_are_not_trained_on() -> None:
+    examples = read_data(as_content([line(i) for i in (*range(24), *range(24))]), "d.jsonl").examples
+    train, held = split(examples, 0.1)
+    assert len(held) == 2 and not {tuple(one.ids) for one in held} & {tuple(one.ids) for one in train}
 
 
 def tmx(declared: str, text: str) -> bytes:

@@ -178,7 +178,8 @@ class TuningRunner:
                 return
             command += [option, str(path)] if option else [str(path)]
         command += self._options(job)
-        job = await self._update(job, make_event("The job is running"), status=JobStatus.RUNNING)
+        running = make_event("The job is running")
+        job = await self._update(job, running, status=JobStatus.RUNNING, dtype=self._dtype(job))
         if job.status is not JobStatus.RUNNING:
             return
         process = await asyncio.create_subprocess_exec(
@@ -202,11 +203,15 @@ class TuningRunner:
         options = ["-o", str(self._folder(job) / "result"), "--model-path", self._engine.model_path]
         options += ["--method", job.tuning, "--rank", str(job.rank), "--seed", str(job.seed)]
         options += ["--device", self._context.config.tune_device, "--background", "--json"]
-        options += ["--dtype", self._engine.dtype if self._engine.dtype in COMPACT_DTYPES else "auto"]
+        options += ["--dtype", self._dtype(job)]
         options += ["--epochs", str(job.epochs)] if job.epochs else []
         options += ["--batch-lines", str(job.batch_size)] if job.batch_size else []
         options += ["--rate-multiplier", str(job.multiplier)] if job.multiplier else []
         return [*options, *(part for adapter in self._engine.adapters for part in ("--adapter", adapter))]
+
+    def _dtype(self, job: Job) -> str:
+        """Return the type of the weights: the service's, and after a restart with another type still that one."""
+        return job.dtype or (self._engine.dtype if self._engine.dtype in COMPACT_DTYPES else "auto")
 
     def _as_named_file(self, job: Job, file_id: str) -> Path | None:
         """Return a link to a file's content. None if it was deleted.

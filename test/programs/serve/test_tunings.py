@@ -327,3 +327,20 @@ def test_progress_names_all_steps_and_the_end_without_the_time_of_loading(
 def test_a_job_keeps_the_type_of_the_served_weights(store: Store, served: str, tuned: str) -> None:
     options = TuningRunner(store, context_of(store), EngineConfig(model_path="", dtype=served))._options(job(1))
     assert options[options.index("--dtype") + 1] == tuned
+
+
+def test_a_job_that_began_with_other_weights_keeps_their_type(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart with another --dtype it failed: its checkpoint has the type."""
+    jobs, seen = JobStore(store), []
+    jobs.add(job(1))
+
+    async def started(*command: str, **_: object) -> None:
+        seen.append(command[command.index("--dtype") + 1])
+        raise OSError("no process")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    for dtype in ("int8", "fp8", "auto"):
+        runner = TuningRunner(store, context_of(store), EngineConfig(model_path="", dtype=dtype))
+        (one,) = jobs.active()
+        asyncio.run(runner._run_or_fail(one, asyncio.Event()))
+    assert seen == ["int8"] * 3
