@@ -168,7 +168,8 @@ def test_from_upload_to_answer(served: Service) -> None:
     with pytest.raises(openai.NotFoundError, match="'ft:rwkv7:alice::s0' not found") as unknown:
         said(client, "ft:rwkv7:alice::s0")
     assert unknown.value.param == "model"
-    assert client.files.retrieve(done.result_files[1]).model_dump()["expires_at"] is None
+    result = done.result_files[1]
+    wait_for(lambda: client.files.retrieve(result).model_dump()["expires_at"] is None, 30, "it stays with the model")
     admin: Any = {"headers": {"Authorization": "Bearer the boss"}}
     for fields in ({"job": job.id, "file": "a.pth"}, {"job": "ftjob-none"}, {}):
         assert served.request("POST", "/v1/adapters", json={"name": "all", **fields}, **admin).status_code == 422

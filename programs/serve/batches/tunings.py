@@ -94,7 +94,7 @@ class TuningRunner:
                 await asyncio.wait_for(stop.wait(), wait_s)
 
     async def _remove_ended(self) -> None:
-        """Remove the folders of ended jobs, and what a cancelled one has loaded."""
+        """Remove the folders of ended jobs, and what a cancelled one has loaded. Results stay with their model."""
         for folder in await asyncio.to_thread(lambda: [*self._store.runs.glob("ftjob-*")]):
             job = await asyncio.to_thread(self._jobs.job, "", folder.name)
             if job is not None and job.status not in ENDED:
@@ -106,6 +106,8 @@ class TuningRunner:
                     await unload_model(self._context, tuned)
                 except ServiceError:  # the engine is away: again at the next poll
                     continue
+            if job is not None and job.status is JobStatus.SUCCEEDED and not job.is_deleted:
+                await asyncio.to_thread(self._jobs.expire_results, job, None)
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _active_jobs(self) -> list[Job]:
@@ -365,8 +367,6 @@ class TuningRunner:
             for file_id in files:
                 await asyncio.to_thread(self._store.delete_file, job.owner, file_id)
             await unload_model(self._context, tuned)
-        else:  # the model can be published from them
-            await asyncio.to_thread(self._jobs.expire_results, ended, None)
 
     async def _load(self, call: EngineCall[Any]) -> None:
         """Load a result into the engine, if it is not there. Raises ServiceError."""

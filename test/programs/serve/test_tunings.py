@@ -272,6 +272,20 @@ def test_what_a_cancelled_job_loaded_is_removed_when_the_engine_is_back(
     assert calls == ["RemoveState", "RemoveState"]
 
 
+def test_result_files_stay_with_their_model_also_if_the_service_ended_before(store: Store) -> None:
+    jobs, runner = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path=""))
+    ended = {"status": JobStatus.SUCCEEDED, "result_files": ["file-1"]}
+    for number, is_deleted, expires_at in ((1, True, 9), (2, False, None)):
+        (store.runs / f"ftjob-{number}").mkdir(parents=True)
+        jobs.add(job(number))
+        change = {**ended, "is_deleted": is_deleted}
+        made = jobs.update(f"ftjob-{number}", lambda one, now=change: msgspec.structs.replace(one, **now))  # type: ignore[misc]
+        jobs.expire_results(made, 9)
+        asyncio.run(runner._remove_ended())
+        file = store.file("", "file-1")
+        assert file is not None and file.expires_at == expires_at and not list(store.runs.glob("ftjob-*"))
+
+
 def test_one_key_cannot_fill_the_places_of_models(store: Store) -> None:
     """A key could have 64 models, as many as the engine has places for adapters."""
     jobs = JobStore(store)
