@@ -16,8 +16,8 @@
   without context, of `cpu` on a CPU. Without the prefix cache only a tenth of the paragraphs run.
 - `page` and `masks` with --size: a random model of that size, for the share of a step that takes as long as a real one.
 - masks: the same --rows sentences with markers or enforced terms, with and without their masks, in turns, with answers
-  of equal lengths. `ratio` is the time of a sampled token with masks over one without, of CPU seconds on a CPU: the
-  median of --mask-rounds pairs.
+  of equal lengths. `ratio` is the time of a token with masks over one without, of CPU seconds on a CPU, after the
+  prefills: the median of --mask-rounds pairs. `steps` is the ratio of the median steps, in wall time.
 
 The last line is JSON.
 """
@@ -52,8 +52,10 @@ from programs.settings.command_line import parse_settings
 from programs.settings.model_file import with_default_model
 from routes.request.ignored import MAX_WARNINGS
 from routes.translation.translator import required_constraint
+from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
+from rwkv_batch.runner.step_sampling import SampledToken
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.plan import Query, TranslationCache, TranslationPlan, TranslationRequest
 from rwkv_batch.translation.prompts import shared_prompt
@@ -63,6 +65,8 @@ T = TypeVar("T")
 PATH = "/translate/v1/batch-translate"
 PARAGRAPHS, CONTEXT_TOKENS, ANSWER_TOKENS = 200, 1500, 60
 PLUGIN_TEXTS = 4
+BLOCK = 500
+"""Sentences between two lines about what the service keeps."""
 _MARKER = re.compile(r"\$?\{+\w+\}+|%\d*\$?s|</?\d+/?>")
 _numbers = itertools.count()
 SKILLS = {skill.__name__: skill for skill in pages.SKILLS}
@@ -100,37 +104,47 @@ async def kept(flags: list[str], cases: int, seed: int) -> dict[str, float]:
     backend = LocalEngine(with_default_model(parse_settings(flags, {})))
     await backend.open()
     rng = Random(f"kept/{seed}")
+    blocks: list[dict[str, float]] = []
+    figures = dict[str, float]()
+    sizes = [min(BLOCK, cases - start) for start in range(0, cases, BLOCK)]
+    try:
+        for size in sizes:
+            blocks.append(await _kept_of(backend, rng, size))
+            done = sizes[: len(blocks)]
+            means = {
+                name: sum(one[name] * n for one, n in zip(blocks, done, strict=True)) / sum(done) for name in blocks[0]
+            }
+            figures = {"cases": sum(done), **{name: round(mean, 4) for name, mean in means.items()}}
+            print("kept", msgspec.json.encode(figures).decode(), flush=True)  # a later block may be ended by its time
+    finally:
+        await backend.close()
+    return figures
+
+
+async def _kept_of(backend: LocalEngine, rng: Random, cases: int) -> dict[str, float]:
     marked = [pages.markers(rng, held=True) for _ in range(cases)]
     lines = ["\n".join(fresh_pair(rng, held=True).en for _ in range(20)) for _ in range(max(cases // 20, 1))]
     termed = [pages.listed_terms(rng, held=True) for _ in range(cases)]
-    found = dict[str, float]()
-    try:
-        english = [case.source for case in marked if case.english]
-        chinese = [case.source for case in marked if not case.english]
-        answers = [*await _translated(backend, english, "en", "zh"), *await _translated(backend, chinese, "zh", "en")]
-        texts = [*english, *chinese]
-        same = [
-            sorted(_MARKER.findall(one)) == sorted(_MARKER.findall(other.text))
-            for one, other in zip(texts, answers, strict=True)
-        ]
-        targets = {case.source: case.target for case in marked}
-        found["markers"] = statistics.mean(same)
-        exact = [targets[one] == other.text for one, other in zip(texts, answers, strict=True)]
-        found["markers_exact"] = statistics.mean(exact)
-        found["markers_split"] = statistics.mean(one.was_split for one in answers)
-        answers = await _translated(backend, lines, "en", "zh")
-        counts = [one.count("\n") == other.text.count("\n") for one, other in zip(lines, answers, strict=True)]
-        found["lines"] = statistics.mean(counts)
-        enforced = [
-            _translated(backend, [case.source], "en", "zh", glossary=dict(case.terms), glossary_mode="enforce")
-            for case in termed
-        ]
-        both = [(case, one) for case, (one,) in zip(termed, await _together(enforced), strict=True)]
-        found["enforced"] = statistics.mean(all(one in answer.text for one in case.expected) for case, answer in both)
-        found["enforced_exact"] = statistics.mean(case.target == answer.text for case, answer in both)
-    finally:
-        await backend.close()
-    return {name: round(value, 4) for name, value in found.items()}
+    english = [case.source for case in marked if case.english]
+    chinese = [case.source for case in marked if not case.english]
+    answers = [*await _translated(backend, english, "en", "zh"), *await _translated(backend, chinese, "zh", "en")]
+    texts, targets = [*english, *chinese], {case.source: case.target for case in marked}
+    pairs = list(zip(texts, answers, strict=True))
+    counts = zip(lines, await _translated(backend, lines, "en", "zh"), strict=True)
+    enforced = [
+        _translated(backend, [case.source], "en", "zh", glossary=dict(case.terms), glossary_mode="enforce")
+        for case in termed
+    ]
+    both = [(case, one) for case, (one,) in zip(termed, await _together(enforced), strict=True)]
+    shares: dict[str, Iterable[bool]] = {
+        "markers": (sorted(_MARKER.findall(one)) == sorted(_MARKER.findall(other.text)) for one, other in pairs),
+        "markers_exact": (targets[one] == other.text for one, other in pairs),
+        "markers_split": (one.was_split for one in answers),
+        "lines": (one.count("\n") == other.text.count("\n") for one, other in counts),
+        "enforced": (all(one in answer.text for one in case.expected) for case, answer in both),
+        "enforced_exact": (case.target == answer.text for case, answer in both),
+    }
+    return {name: statistics.mean(share) for name, share in shares.items()}
 
 
 class _Answer(NamedTuple):
@@ -174,25 +188,18 @@ class _Run(NamedTuple):
     """Seconds of all threads."""
     cached: int
     """Tokens of prompts from the cache."""
-    tokens: int
-    """Sampled tokens after the first output, which has the prefill."""
-    decode: tuple[float, float]
-    """Seconds and seconds of CPU after the first output."""
     lengths: dict[int, int]
     """Tokens of each row of the last job."""
 
 
 def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> _Run:
     """Run jobs that arrive together."""
-    done, counts, first = threading.Semaphore(0), [0, 0], list[tuple[float, float]]()
-    lengths = dict[int, int]()
+    done, cached, lengths = threading.Semaphore(0), 0, dict[int, int]()
 
     def sink(events: JobEvents) -> None:
+        nonlocal cached
         lengths.update({one.row: one.finish.completion_tokens for one in events.deltas if one.finish is not None})
-        counts[0] += sum(delta.finish.cached_tokens for delta in events.deltas if delta.finish is not None)
-        counts[1] += events.num_sampled if first else 0
-        if events.num_sampled and not first:
-            first.append((time.perf_counter(), time.process_time()))
+        cached += sum(delta.finish.cached_tokens for delta in events.deltas if delta.finish is not None)
         if events.done:
             done.release()
 
@@ -201,9 +208,34 @@ def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> _Run:
         engine.submit(Job(job_id=f"bench-{next(_numbers)}", rows=rows), sink, lambda refusal: None)
     for _ in jobs:
         done.acquire()
-    ended, cpu_ended = time.perf_counter(), time.process_time()
-    decode = (ended - first[0][0], cpu_ended - first[0][1])
-    return _Run(ended - started, cpu_ended - cpu_started, counts[0], counts[1], decode, lengths)
+    return _Run(time.perf_counter() - started, time.process_time() - cpu_started, cached, lengths)
+
+
+class _Steps:
+    """Times of an engine's steps, from the one that samples the last row's first token."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._times: list[tuple[float, float]] = []
+        """wall and CPU of all threads"""
+        self._started = dict[int, Any]()
+        """sequences that sampled, by id"""
+        self.rows = 0
+        commit = engine.jobs.commit
+
+        def timed(rows: list[ScheduledRow], sampled: list[SampledToken], number: int) -> None:
+            if len(self._started) < self.rows:
+                self._started |= {id(row.sequence): row.sequence for row in rows if row.samples_token}
+            if len(self._started) >= self.rows:
+                self._times.append((time.perf_counter(), time.process_time()))
+            commit(rows, sampled, number)
+
+        setattr(engine.jobs, "commit", timed)  # noqa: B010 - a method
+
+    def read(self) -> tuple[float, float, float]:
+        """Return seconds, seconds of CPU and the median step since the last call."""
+        times, self._times, self._started = self._times, [], {}
+        walls = [later[0] - one[0] for one, later in itertools.pairwise(times)]
+        return times[-1][0] - times[0][0], times[-1][1] - times[0][1], statistics.median(walls)
 
 
 def _texts(rng: Random, low: int, high: int) -> list[int]:
@@ -283,32 +315,39 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
         )
         requests.append(msgspec.structs.replace(row, constraint=constraint, use_prefix_cache=False))
     unmasked = [msgspec.structs.replace(row, constraint=None) for row in requests]
-    first = msgspec.structs.replace(unmasked[0], max_tokens=1)  # its end is the first output, after the prefill
     # Compiles the automata. Rows without masks get these lengths, else more of them would run at the end.
-    lengths = _run(engine, [[first, *requests]]).lengths
+    lengths = _run(engine, [requests]).lengths
     plain = [
         msgspec.structs.replace(row, max_tokens=lengths[number], ignore_eos=True, stop_strings=[])
-        for number, row in enumerate(unmasked, 1)
+        for number, row in enumerate(unmasked)
     ]
     measure = 1 if engine.model_runner.device.type == "cpu" else 0
-    times: dict[str, list[float]] = {"masks": [], "plain": []}
+    steps, figures, tokens = _Steps(engine), dict[str, Any](), sum(lengths.values()) - rows
+    steps.rows = rows
+    times: dict[str, list[tuple[float, float, float]]] = {"masks": [], "plain": []}
+    masked = sum(row.constraint is not None for row in requests)
     for number in range(-1, rounds):  # the first pair warms up
         pair = [("masks", requests), ("plain", plain)]
         for name, batch in pair[:: -1 if number % 2 else 1]:
-            run = _run(engine, [[first, *batch]])
-            if number >= 0:
-                times[name].append(run.decode[measure] / run.tokens)
-    ratios = [one / other for one, other in zip(times["masks"], times["plain"], strict=True)]
-    figures = {name: round(1e6 * statistics.median(values), 1) for name, values in times.items()}
-    masked = sum(row.constraint is not None for row in requests)
-    spread = [round(one, 3) for one in (min(ratios), max(ratios))]
-    return {
-        "rows": rows,
-        "masked": masked,
-        "us": figures,
-        "ratio": round(statistics.median(ratios), 3),
-        "range": spread,
-    }
+            _run(engine, [batch])
+            times[name].append(steps.read())
+        if number < 0:
+            continue
+        pairs = list(zip(times["masks"][1:], times["plain"][1:], strict=True))
+        ratios = [with_masks[measure] / without[measure] for with_masks, without in pairs]
+        figures = {
+            "rows": rows,
+            "masked": masked,
+            "us": {
+                name: round(1e6 * statistics.median(one[measure] / tokens for one in values[1:]), 1)
+                for name, values in times.items()
+            },
+            "ratio": round(statistics.median(ratios), 3),
+            "range": [round(one, 3) for one in (min(ratios), max(ratios))],
+            "steps": round(statistics.median(with_masks[2] / without[2] for with_masks, without in pairs), 3),
+        }
+        print("masks", msgspec.json.encode(figures).decode(), flush=True)  # later rounds may be ended by their time
+    return figures
 
 
 def main() -> None:
@@ -347,10 +386,8 @@ def measure(model: Path, arguments: argparse.Namespace) -> None:
         if arguments.rounds:
             add("page", page_cost(client.engine, arguments.rounds, arguments.paragraphs))
         if arguments.mask_rounds:
-            add(
-                "masks",
-                mask_cost(client.engine, arguments.rows, arguments.mask_rounds, [] if arguments.size else [b"\n"]),
-            )
+            stops = [] if arguments.size else [b"\n"]
+            add("masks", mask_cost(client.engine, arguments.rows, arguments.mask_rounds, stops))
     if arguments.kept:
         flags = ["--model-path", str(model), "--pp-devices", arguments.device, "--dtype", arguments.dtype]
         add("kept", asyncio.run(kept(flags, arguments.kept, arguments.seed)))
