@@ -7,10 +7,10 @@ import { languageName } from "./languages.js";
 import { contentOf, deleteDocument, followDocument, sendFile } from "./work.js";
 
 const ENDINGS = (
-  "docx pptx xlsx odt epub txt md html srt vtt ass po pot xlf xliff tmx tbx json arb yaml yml xml xcstrings properties strings csv tsv"
+  "docx pptx xlsx odt epub txt md html tex srt vtt ass po pot xlf xliff tmx tbx json arb yaml yml xml xcstrings properties strings csv tsv"
 ).split(" ");
 /** Other endings of the same formats. */
-const ALIASES = "text markdown htm xhtml ssa tab".split(" ");
+const ALIASES = "text markdown htm xhtml latex ltx ssa tab".split(" ");
 const TAKEN = [...ENDINGS, ...ALIASES];
 
 export const ACCEPTED = TAKEN.map((ending) => `.${ending}`).join(",");

@@ -3,6 +3,7 @@
 READERS: dict[str, tuple[str, str, dict[str, str], str]] = {
     "txt": ("lines", "read_text", {}, "txt text"),
     "md": ("markup", "read_markdown", {}, "md markdown"),
+    "latex": ("latex", "read_latex", {}, "tex latex ltx"),
     "html": ("markup", "read_html", {}, "html htm xhtml"),
     "epub": ("office", "read_epub", {}, "epub"),
     "docx": ("office", "read_office", {"kind": "docx"}, "docx"),

@@ -29,7 +29,6 @@ _ADVICE = {
     "ppt": "save it as pptx",
     "mobi": "convert it to epub, for example with Calibre",
     "azw3": "convert it to epub, for example with Calibre",
-    "tex": "LaTeX's macros may mean anything; convert it to md or docx, for example with pandoc",
     "mo": "use the po file that it was made from",
 }
 
