@@ -105,7 +105,7 @@ async def deepl_upload(context: Context, body: DeepLDocumentBody) -> HandlerResp
     fields = DocumentFields.model_validate(
         body.model_dump(include={"target_lang", "source_lang", "glossary_id", "formality"})
     )
-    batch, _ = await create_document(context, body.content, body.filename, fields)
+    batch = await create_document(context, body.content, body.filename, fields)
     return json_response({"document_id": batch.id, "document_key": meta_of(batch)["key"]})
 
 
@@ -170,7 +170,7 @@ class LibreFile(BaseModel):
 async def libre_upload(context: Context, body: LibreFileBody) -> HandlerResponse:
     """Translate a file as LibreTranslate does: the answer comes when it is done."""
     fields = DocumentFields.model_validate({"target_lang": body.target, "source_lang": body.source})
-    batch, _ = await create_document(context, body.content, body.filename, fields)
+    batch = await create_document(context, body.content, body.filename, fields)
     base = current_request().base_url
 
     async def answer() -> HttpResponse:

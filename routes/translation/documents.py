@@ -10,7 +10,7 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -44,9 +44,8 @@ _FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)
 _EXAMPLE = {"document_id": "doc_019eae3d7d1a"}
 _ENDINGS = ", ".join(ENDINGS)
 ROUTES = Routes()
-_CONTENT = "/content"
 _TTL_S = 7 * 86400
-_PREFIX = "doc_"
+_PREFIX, _CONTENT = "doc_", "/content"
 _CANNOT_STORE, _CANNOT_DELETE = "the document cannot be stored", "the document cannot be deleted"
 
 
@@ -152,7 +151,7 @@ def error_of(batch: Batch) -> str:
     return batch.errors[0]["message"] if batch.errors else f"the translation was {batch.status}; send the file again"
 
 
-def document_object(batch: Batch, notes: Iterable[str] = ()) -> dict[str, Any]:
+def document_object(batch: Batch) -> dict[str, Any]:
     return {
         "id": batch.id,
         "filename": meta_of(batch)["result"],
@@ -162,7 +161,7 @@ def document_object(batch: Batch, notes: Iterable[str] = ()) -> dict[str, Any]:
         "failed": batch.counts.failed,
         "created_at": batch.created_at,
         "error": error_of(batch),
-        "notes": list(notes),
+        "notes": meta_of(batch).get("notes", "").splitlines(),
     }
 
 
@@ -217,8 +216,8 @@ async def _sandbox(context: Context) -> AsyncIterator[None]:
 
 async def create_document(
     context: Context, content: bytes, name: str, fields: DocumentFields, terms: Mapping[str, str] | None = None
-) -> tuple[Batch, list[str]]:
-    """Store a file and begin its translation. Returns what was found in it too. Raises ServiceError."""
+) -> Batch:
+    """Store a file and begin its translation. Raises ServiceError."""
     report_unknown_languages(
         {"source_lang": fields.source_lang, "target_lang": fields.target_lang}, context.config.strict_fields
     )
@@ -233,6 +232,7 @@ async def create_document(
         "key": secrets.token_hex(16),
         "result": translated_name(name, fields.target_lang)[:255],
         "characters": str(found.num_characters),
+        "notes": "\n".join(found.notes),
     }
     batch = msgspec.structs.replace(
         new_batch(new_id(_PREFIX), LABEL, requested.id, _TTL_S, metadata), counts=Counts(total=len(found.bodies))
@@ -247,7 +247,7 @@ async def create_document(
         if storing.exception() is None:
             await delete_document(context, batch)
         raise
-    return batch, found.notes
+    return batch
 
 
 def _store_all(store: Store, batch: Batch, files: list[tuple[StoredFile, bytes]]) -> None:
@@ -345,8 +345,8 @@ async def delete_document(context: Context, batch: Batch) -> None:
 )
 async def upload_form(context: Context, body: DocumentBody) -> HandlerResponse:
     """Translate a file, sent as a form. The answer has an id for its status and its result."""
-    batch, notes = await create_document(context, body.content, body.filename, body, body.glossary)
-    return json_response(document_object(batch, notes))
+    batch = await create_document(context, body.content, body.filename, body, body.glossary)
+    return json_response(document_object(batch))
 
 
 @ROUTES.add(
@@ -361,8 +361,8 @@ async def upload_form(context: Context, body: DocumentBody) -> HandlerResponse:
 )
 async def upload_file(context: Context, upload: Upload[DocumentUpload]) -> HandlerResponse:
     """Translate a file in the body, as `curl -T` sends it."""
-    batch, notes = await create_document(context, upload.content, upload.query.filename, upload.query)
-    return json_response(document_object(batch, notes))
+    batch = await create_document(context, upload.content, upload.query.filename, upload.query)
+    return json_response(document_object(batch))
 
 
 @ROUTES.add(

@@ -61,6 +61,7 @@ _BLOCKS: tuple[tuple[int, tuple[str, ...]], ...] = (
 )  # fmt: skip
 """(first code point, languages of the letters from there on), limited to detectable languages."""
 _BLOCK_STARTS = [start for start, _ in _BLOCKS]
+_NO_SPACES = frozenset("bo ja km lo my th zh".split())
 _KANA = re.compile("[\u3040-\u30ff]")
 _LETTER = re.compile(r"[^\W\d_]")
 _NOT_PROSE = re.compile(r"</?[A-Za-z][^<>]*>|\{[^{}]*\}|https?://\S+")
@@ -103,6 +104,11 @@ def language_code(language: str) -> str:
 def base_language(language: str) -> str:
     """Return the language of a code without its region, in lower case."""
     return language_code(language) or language.replace("_", "-").partition("-")[0].lower()
+
+
+def sentence_gap(language: str) -> str:
+    """Return what stands between two sentences: a space, or nothing."""
+    return "" if base_language(language) in _NO_SPACES else " "
 
 
 def letters_in_script(text: str, language: str) -> tuple[int, int]:

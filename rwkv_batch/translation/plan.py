@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.context import CHUNK_SEGMENTS, ContextMode, Example, History, digest, extended
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode, enforced
-from rwkv_batch.translation.languages import Detected, detect_languages, language_code, language_name
+from rwkv_batch.translation.languages import Detected, detect_languages, language_code, language_name, sentence_gap
 from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment
 from rwkv_batch.translation.memory import CacheUse, Key, Memory, Origin
 from rwkv_batch.translation.segments import Split, has_letters, split_text
@@ -296,15 +296,17 @@ class TranslationPlan:
         """Return the translation of a text. None: some of it is missing."""
         texts: list[str] = []
         problems: list[str] = []
-        origins = {Origin.MEMORY}
+        origins, gap = {Origin.MEMORY}, ""
         for piece in self._pieces[index]:
             if isinstance(piece, str):
                 texts.append(piece)
+                gap = ""
                 continue
             translated = self._translated(piece) if piece.is_started else None
             if translated is None:
                 return None
-            texts.append(translated.text)
+            texts.append(gap + translated.text)
+            gap = sentence_gap(self._request.target)
             problems += translated.problems
             origins.add(translated.origin)
         source, origin = self._sources[index], max(origins, key=list(Origin).index)
@@ -350,9 +352,8 @@ class TranslationPlan:
         parts = [self._part(part, whole) for part in segment.parts]
         if None in parts:
             return None
-        count = len(segment.markers)
+        joined, count = segment.join([part for part in parts if part is not None]), len(segment.markers)
         problem_text = f"was split around {count} marker{'s'[: count > 1]} that the model did not keep"
-        joined = segment.join([part for part in parts if part is not None])
         return _Result(joined, joined, [problem_text])
 
     def _part(self, text: str, whole: Query) -> str | None:
@@ -362,8 +363,7 @@ class TranslationPlan:
         """
         if not has_letters(text):
             return text
-        body = text.strip()
-        answer = self._answer(self._with_text(whole, body))
+        answer = self._answer(self._with_text(whole, body := text.strip()))
         return None if answer is None else text.replace(body, answer.text)
 
     def _answer(self, query: Query) -> Answer | None:

@@ -52,7 +52,7 @@ def test_a_file_is_translated_in_the_background(locked_fake: Service) -> None:
     }  # fmt: skip
     result = get(locked_fake, f"{document['id']}/content")
     assert 'filename="film.de.srt"' in result.headers["Content-Disposition"], "curl -OJ takes this name"
-    assert result.text.startswith("1\n00:00:01,000 --> 00:00:02,000\n") and "Hello" in result.text
+    assert result.text.startswith("1\n00:00:01,000 --> 00:00:02,000\n") and "Be short." in result.text
     assert get(locked_fake, f"{document['id']}/content").content == result.content
     assert httpx.delete(f"{locked_fake.url}{PATH}/{document['id']}", headers=locked_fake.headers).json()["deleted"]
     assert (
@@ -118,6 +118,12 @@ def test_wrong_files_are_refused_at_once(
     error = answer.json()
     assert message in str(error) and field in str(error)
     assert "/etc" not in str(error)
+
+
+def test_what_was_found_in_a_file_stays_in_its_status(locked_fake: Service) -> None:
+    document = send(locked_fake, "a.txt", "Hello 4".encode("utf-16")).json()
+    assert "utf-16-le" in document["notes"][0]
+    assert get(locked_fake, document["id"]).json()["notes"] == document["notes"]
 
 
 def test_nobody_without_the_password_sends_or_reads_files(locked_fake: Service) -> None:

@@ -58,6 +58,16 @@ def test_lines_and_white_space_stay() -> None:
     assert result.text == loud(text) and len(asked) == 40 and not result.problems
 
 
+def test_sentences_of_scripts_without_spaces_get_them() -> None:
+    """A Chinese book was one word in English: "Hello.Goodbye."."""
+    text = "早上好。再见！\n好。 是。"
+    options = {"source": "zh", "split": Split.SENTENCES}
+    (one,), _ = translated(lambda query: "Yes.", text, target="en", **options)
+    assert one.text == "Yes. Yes.\nYes. Yes."
+    (same,), _ = translated(lambda query: "はい。", text, target="ja", **options)
+    assert same.text == "はい。はい。\nはい。 はい。"
+
+
 def test_a_text_is_complete_before_the_others() -> None:
     request = TranslationRequest(texts=["One row.\nTwo rows.", "Three rows.", "4"], source="en", target="de")
     plan = TranslationPlan(request, 10, TranslationCache(0))

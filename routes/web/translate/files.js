@@ -85,13 +85,13 @@ export function useFiles() {
 
 function Chip({ one }) {
   const { name, id, state, target, document, problem } = one;
-  const { filename, texts = 0, translated = 0, failed = 0, doubtful = [] } = document;
+  const { filename, texts = 0, translated = 0, failed = 0, notes = [], doubtful = [] } = document;
   const save = () => contentOf(id).then((content) => download(filename, content), (error) => change(one, { problem: error.message || t("notice.offline") }));
   return html`<li class="row chip" data-state=${state}><b>${name}</b>
     ${state === "running" && html`<progress max=${texts || 1} value=${translated + failed} aria-label=${`${t("translate.progress")} ${name}`}></progress>
       ${texts > 0 && html`<small>${t("translate.paragraphs", { done: number(translated + failed), count: number(texts) })}</small>`}`}
     ${state === "waiting" && html`<small>${t("file.waiting")}</small>`}
-    ${state === "done" && html`<small>${languageName(target)}</small>
+    ${state === "done" && html`<small>${[languageName(target), ...notes].join(", ")}</small>
       ${failed > 0 && html`<span class="bad">${t("translate.failed", { count: number(failed) })}</span>`}
       <button onClick=${save} aria-label=${`${t("translate.download")} ${filename}`}>${t("translate.download")}</button>`}
     ${problem && html`<span class="bad" role="alert">${problem.includes(name) ? problem : `${name}: ${problem}`}</span>`}
