@@ -49,6 +49,7 @@ from rwkv_batch.translation.documents.document import (
 from rwkv_batch.translation.documents.formats import check_name, read_document, translated_name
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.plan import AUTO
+from rwkv_batch.translation.prompts import default_style
 
 _REVIEWED = 10
 """Translations that are marked for a person to read, besides those with warnings."""
@@ -87,6 +88,9 @@ def main(arguments: Sequence[str]) -> int:
         options = TranslateOptions(**vars(given))
         settings = parse_settings(rest, os.environ)
         check_settings(options.url, rest)
+        if not options.instruction and options.formality == "default":  # in the bodies, so its change asks again
+            style = default_style(settings.http.translation_style, options.target_lang)
+            options = msgspec.structs.replace(options, instruction=style)
         job = DocumentJob(options)
         set_up_logging("translate", LogConfig(settings.service.log_format, settings.service.log_level))
         return job.run(make_backend(options.url, settings))

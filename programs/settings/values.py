@@ -213,16 +213,20 @@ def named_files(text: str) -> tuple[str, ...]:
 
 
 def language_styles(text: str) -> tuple[str, ...]:
-    """Splits `de=Use the formal Sie.; fr=Use vous.`. Raises SettingsError."""
-    from rwkv_batch.translation.languages import is_known_language  # loads NumPy
+    """Splits `de=Use the formal Sie.; fr=Use vous.`. Languages are unique. Raises SettingsError."""
+    from rwkv_batch.translation.languages import is_known_language, language_name  # loads NumPy
     from rwkv_batch.translation.prompts import MAX_STYLE_CHARACTERS
 
     entries = tuple(entry.strip() for entry in text.split(";") if entry.strip())
+    names = list[str]()
     for entry in entries:
         language, _, style = entry.partition("=")
-        if not is_known_language(language.strip()) or not 0 < len(style) <= MAX_STYLE_CHARACTERS:
-            limit = f"at most {MAX_STYLE_CHARACTERS} characters each"
-            raise SettingsError(f"must be LANGUAGE=INSTRUCTION;... like de=Use Sie., {limit}, got {entry[:80]!r}")
+        names.append(language_name(language.strip()))
+        if not is_known_language(language.strip()) or not 0 < len(style.strip()) <= MAX_STYLE_CHARACTERS:
+            limit = f"; begins the next language; at most {MAX_STYLE_CHARACTERS} characters each"
+            raise SettingsError(f"must be LANGUAGE=INSTRUCTION like de=Use Sie. ({limit}), got {entry[:80]!r}")
+        if names.count(names[-1]) > 1:
+            raise SettingsError(f"has two instructions for {names[-1]}; give one for each language")
     return entries
 
 

@@ -213,6 +213,8 @@ def test_omegats_requests(locked_fake: Service) -> None:
         assert [translation.count(tag) for tag in ("<f0>", "</f0>", "<i1/>")] == [1, 1, 1], translation
     assert one["billed_characters"] == len(text) and one["detected_source_language"] == "EN"
     assert "warnings" not in answer.json() or "api_key" not in str(answer.json()["warnings"])
+    empty = httpx.post(f"{locked_fake.url}/translate?api_key={PASSWORD}", content=f"{libre}&api_key=", headers=java)
+    assert empty.status_code == 200, "clients without a key send an empty field"
     wrong = httpx.post(f"{locked_fake.url}/translate?api_key=wrong", content=libre, headers=java)
     assert wrong.status_code == 403 and isinstance(wrong.json()["error"], str)
 

@@ -107,3 +107,11 @@ def test_declarations_and_own_entities_of_xml_stay(markup: str) -> None:
     """The model translated a DOCTYPE's entities, and a reference to one became text."""
     _, markers = parse(f"a &amp; b{markup}", MarkerOptions(Format.XML))
     assert [one.raw for one in markers] == [markup]
+
+
+@pytest.mark.parametrize("format_", list(Format))
+def test_a_long_word_after_a_less_than_sign_takes_linear_time(format_: Format) -> None:
+    """Each of 64 lengths of the name was tried to the text's end."""
+    started = time.process_time()
+    assert parse("<" + "a" * 300_000, MarkerOptions(format_))[1] == []
+    assert time.process_time() - started < 1

@@ -88,10 +88,12 @@ def test_a_request_without_a_style_has_its_languages(
         asyncio.run(translator.translate(context, request, body, "", "text"))
 
 
-@pytest.mark.parametrize("wrong", ["de", "de=", "Klingon=Shout.", "de=" + "x" * 1001])
+@pytest.mark.parametrize("wrong", ["de", "de=", "de= ", "Klingon=Shout.", "de=" + "x" * 1001])
 def test_a_wrong_default_style_is_refused(wrong: str) -> None:
     with pytest.raises(SettingsError, match="must be LANGUAGE=INSTRUCTION"):
         language_styles(wrong)
+    with pytest.raises(SettingsError, match="two instructions for German"):
+        language_styles("de=Use Sie.; German=Use du.")
 
 
 def test_a_pages_context_is_formatted_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,24 @@ def test_every_text_has_the_style(tmp_path: Path) -> None:
     assert (body.instruction, body.formality) == ("Be short.", "more")
 
 
+def test_a_default_style_is_in_the_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was not in the progress file, so a changed one kept the old translations."""
+    source = tmp_path / "a.txt"
+    source.write_text("One line.\n")
+    bodies: list[Any] = []
+
+    async def run(job: DocumentJob, _backend: Any) -> int:
+        bodies.extend(record.fields["body"] for record in job.records())
+        return 0
+
+    monkeypatch.setattr(DocumentJob, "run", run)
+    monkeypatch.setattr("programs.batch.translate.make_backend", lambda *_: None)
+    flags = ["--translation-style", "de=Use Sie.;fr=Use vous."]
+    assert main(["translate", str(source), "-t", "de-AT", *flags]) == 0
+    assert main(["translate", str(source), "-t", "de", "--formality", "less", *flags]) == 0
+    assert [body["instruction"] for body in bodies] == ["Use Sie.", ""]
+
+
 def test_other_files_are_not_overwritten(fake: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "a.txt"
     source.write_text("Hello you\n")
