@@ -24,7 +24,8 @@ from sampling.req_slots import check_bias, inverse_temperature, uses_penalties
 from sampling.row_filters import RowContext, split
 from sampling.sampler import SamplerOutput, raw_logprobs
 
-LIBRARY = build.Library("sampler-rapid", (Path(__file__).parent / "csrc" / "rapid.cu",))
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = build.Library("sampler-rapid", (SOURCES / "rapid.cu", SOURCES / "rapid_filters.cu"))
 MAX_ENTRIES = 8192
 """Largest number of tokens with a bias or penalty per row; further distinct tokens are ignored."""
 ENTRY_BYTES = 16
@@ -300,13 +301,16 @@ class RapidSampler:
             stream = tensors.stream_pointer(self.device)
             tensors.check_status(self._apply_masks(at, bits, rows, self.vocab, stream), "rapid_apply_masks")
 
-    def _apply_filters(self, logits: Tensor, req_slots: Tensor) -> None:
-        """Filter logits [R, V] fp32 in place. req_slots: [R] int32"""
+    def _apply_filters(self, logits: Tensor, req_slots: Tensor, may_sample: bool) -> None:
+        """Filter logits [R, V] fp32 in place. req_slots: [R] int32
+
+        may_sample: rows with few tokens left are not written. `sample_on_device` gets their tokens.
+        """
         launch = self._launch_of(self._slots, len(logits), req_slots=req_slots.data_ptr())
         at = tensors.pointer(logits, "logits", torch.float32, (len(logits), self.vocab), self.device)
         with torch.cuda.device(self.device):
             stream = tensors.stream_pointer(self.device)
-            tensors.check_status(self._filter(ctypes.byref(launch), at, stream), "rapid_filter")
+            tensors.check_status(self._filter(ctypes.byref(launch), at, may_sample, stream), "rapid_filter")
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Sample and count one token per row of logits [R, V]. Does not wait.
@@ -325,7 +329,7 @@ class RapidSampler:
         params = [self._params[req_slot] for req_slot in req_slots]
         raw = raw_logprobs(logits, [row for row, one in enumerate(params) if one.top_logprobs is not None])
         if any(one.filters is not None for one in params):
-            self._apply_filters(logits, self._req_slots[1])
+            self._apply_filters(logits, self._req_slots[1], may_sample=True)
         tokens = torch.empty(len(req_slots), dtype=torch.int64, device=self.device)
         self.sample_on_device(logits, self._req_slots[1], tokens)
         if raw is None:

@@ -1,4 +1,4 @@
-"""Filters of the sampler for CUDA devices (csrc/rapid_filters.cuh): their state by request slot."""
+"""Filters of the sampler for CUDA devices (csrc/rapid_filters.cu): their state by request slot."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class FilterSlot(ctypes.Structure):
         ("num_steps", ctypes.c_int32),
         ("steps", ctypes.c_int32 * len(STEPS)),
         ("largest", ctypes.c_float),
+        ("chosen", ctypes.c_int32),
     )
 
 

@@ -32,26 +32,10 @@
 #include <cuda_runtime.h>
 
 #include "programmatic_launch.cuh"
-#include "rapid_filters.cuh"
+#include "rapid_launch.cuh"
 #include "rapid_list.cuh"
 
 namespace sampling {
-
-struct Launch {
-  const float* logits;       // [rows, vocab]
-  const int32_t* req_slots;  // [rows]; numbers outside 0 .. max_rows - 1 are padding
-  int64_t* tokens;           // [rows]
-  SlotState* table;               // [max_rows]
-  Entry* entries;            // [max_rows, capacity]
-  const uint8_t* penalty_exempt;  // [vocab]
-  Chunk* chunks;             // [max_rows, kMaxChunks]
-  uint64_t* best;            // [max_rows, kMaxBlocks]
-  uint32_t* arrived;         // [max_rows], zero between launches
-  FilterSlot* filters;       // [max_rows], null while no row has filters
-  int32_t* history;          // [max_rows, kMaxWindow]
-  int32_t rows, vocab, max_rows, capacity, splits, chunk_batches;
-  int32_t clustered;  // the CTAs of a row are a cluster
-};
 
 // The adjusted logit of a token with an entry.
 __device__ __forceinline__ float value_of_entry(const Row& row, const SlotState& slot, const Entry& entry) {
@@ -159,13 +143,6 @@ __device__ inline int sample_row(
   return sample_truncated(row, all, split, slot, chunks, cluster, shared, buffers);
 }
 
-// CTAs per SM, limited by shared memory.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kBlocks = 2;
-#else
-constexpr int kBlocks = 3;
-#endif
-
 __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) {
   extern __shared__ __align__(16) unsigned char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
@@ -192,9 +169,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) 
   row.num_entries = launch.table[number].num_entries;
   Chunk* chunks = launch.chunks + static_cast<int64_t>(number) * kMaxChunks;
   uint64_t* best_of_splits = launch.best + static_cast<int64_t>(number) * kMaxBlocks;
-  scan_row(row, range, ring, launch.table[number], chunks, best_of_splits + split, shared, buffers);
+  const int chosen = launch.table[number].filtered ? launch.filters[number].chosen : -1;
+  if (chosen >= 0) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (split > 0) return;
+  } else {
+    scan_row(row, range, ring, launch.table[number], chunks, best_of_splits + split, shared, buffers);
+  }
   const RowCluster cluster{launch.clustered ? launch.splits : 1};
-  if (launch.clustered) {
+  if (chosen >= 0) {
+    if (row.num_entries && launch.table[number].penalised) take_entries(row, launch.table[number]);
+  } else if (launch.clustered) {
     cluster.sync();
     if (split > 0) {
       const SlotState slot = launch.table[number];
@@ -205,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) 
     return;
   }
   const SlotState slot = launch.table[number];
-  const int token = sample_row(row, all, range, slot, chunks, best_of_splits, launch.splits, cluster, shared, buffers);
+  const int token = chosen >= 0 ? chosen : sample_row(row, all, range, slot, chunks, best_of_splits, launch.splits, cluster, shared, buffers);
   if (slot.penalised)
     count_token(row, launch.table[number], token, launch.penalty_exempt, launch.capacity);
   if (threadIdx.x == 0) {
@@ -214,16 +199,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sample_rows(Launch launch) 
     if (slot.filtered)
       remember(launch.filters[number], launch.history + static_cast<int64_t>(number) * kMaxWindow, token, row.logits[token]);
   }
-}
-
-__global__ void __launch_bounds__(kThreads, kBlocks) filter_rows(Launch launch, float* logits) {
-  __shared__ FilterShared shared;
-  const int number = launch.req_slots[blockIdx.x];
-  if (number < 0 || number >= launch.max_rows || !launch.table[number].filtered) return;
-  const int32_t* const history = launch.history + static_cast<int64_t>(number) * kMaxWindow;
-  FilteredRow row(logits + static_cast<int64_t>(blockIdx.x) * launch.vocab, launch.vocab, launch.chunk_batches,
-                  launch.filters[number], history, shared);
-  row.run(launch.table[number], launch.entries + static_cast<int64_t>(number) * launch.capacity);
 }
 
 size_t smem_bytes(int vocab) {
@@ -315,20 +290,6 @@ __global__ void __launch_bounds__(kThreads) append_tokens_kernel(
 EXPORT int rapid_prepare(int32_t vocab) {
   const int bytes = static_cast<int>(sampling::smem_bytes(vocab));
   return cudaFuncSetAttribute(sampling::sample_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
-static int chunk_batches_of(int vocab) {
-  using namespace sampling;
-  const int batches = ((vocab + 3) / 4 + kBatchQuads - 1) / kBatchQuads;
-  return max(2, (batches + kMaxBlocks - 1) / kMaxBlocks);
-}
-
-// Applies the filters of the rows that have some, in place: logits [rows, vocab] fp32. Returns a CUDA error code.
-EXPORT int rapid_filter(const sampling::Launch* launch, float* logits, void* stream) {
-  sampling::Launch sized = *launch;
-  sized.chunk_batches = chunk_batches_of(sized.vocab);
-  sampling::filter_rows<<<sized.rows, sampling::kThreads, 0, static_cast<cudaStream_t>(stream)>>>(sized, logits);
-  return cudaGetLastError();
 }
 
 // num_sms: SMs of the device. has_pdl: programmatic dependent launch is available. Returns a CUDA error code.

@@ -5,8 +5,8 @@
 // to what is read, and `settle` writes them. Each pass is in the code once; `run` chooses what it does for a step.
 #pragma once
 
-#include "filters.h"
-#include "rapid_row.cuh"
+#include "rapid_launch.cuh"
+#include "rapid_sample.cuh"
 #include "vector_math.h"
 
 namespace sampling {
@@ -15,29 +15,8 @@ constexpr int kSelectBits = 11;
 constexpr int kSelectBins = 1 << kSelectBits;
 constexpr int kOwnBins = kSelectBins / kThreads;
 constexpr int kPairs = kMaxWindow;  // a window has fewer tokens before its newest one
-constexpr uint32_t kFree = 0xffffffffu;
-
-// Filters of one request slot. Mirrored in sampling/rapid_filters.py.
-struct FilterSlot {
-  FilterParameters p;
-  double mu, log_total;
-  const int32_t* lists;     // number of stops, stops; then each bad word: its length, its tokens
-  const uint8_t* breakers;  // [vocab], or null
-  uint32_t num_known;       // tokens so far; the last kMaxWindow are in the history
-  int32_t num_listed;       // numbers in `lists`
-  int32_t num_steps;
-  int32_t steps[12];
-  float largest;
-};
-static_assert(sizeof(FilterSlot) == 272, "sampling/rapid_filters.py writes 272 bytes");
-
-// Appends a token to the history [kMaxWindow], a ring. Mirostat moves its bound by the token's surprise; logit: filtered.
-__device__ __forceinline__ void remember(FilterSlot& filters, int32_t* history, int token, float logit) {
-  history[filters.num_known++ % kMaxWindow] = token;
-  if (filters.num_steps == 0 || filters.steps[filters.num_steps - 1] != kMirostat) return;
-  const double error = (filters.log_total - (logit - filters.largest)) / kLog2 - filters.p.mirostat_tau;
-  if (isfinite(error)) filters.mu -= filters.p.mirostat_eta * error;
-}
+constexpr uint32_t kFree = 0xffffffffu, kBreaker = 0x80000000u;
+constexpr int kFewBlocks = 6;  // a thread's chunks that are left, at most, where the token is sampled from them
 
 struct __align__(16) FilterShared {
   float maxima[kMaxChunks];  // -inf: nothing is left, the logits are not read
@@ -50,19 +29,22 @@ struct __align__(16) FilterShared {
       uint64_t key[kThreads];
       float value[kThreads];
     } list;
-    uint32_t pairs[kPairs];  // a token and a length, by the token's hash
+    struct {
+      uint32_t pairs[kPairs];  // a token and a length, by the token's hash
+      uint32_t last[kMaxWindow];  // the last tokens, the newest first; kBreaker is set in breakers
+    } seen;
   };
   uint32_t touched[kMaxChunks / 32];  // one bit per chunk
   uint64_t half[2][2 * kWarps];
-  double sums[2][3 * kWarps];
+  double sums[2][5 * kWarps];
   uint64_t mass_before;
   uint32_t count_before;
   int32_t size, chosen;
 };
 
-// Sums over the tokens that are left: m(token) and m (s - largest), or (s - largest) and its square; their number.
+// Sums over the tokens that are left: of m(token), m (s - largest), s - largest and its square; their number.
 struct Sums {
-  double first, second, count;
+  double mass, weighted, distance, square, count;
 };
 
 class FilteredRow {
@@ -72,39 +54,45 @@ class FilteredRow {
         blocks_(((vocab + 3) / 4 + kBatchQuads * chunk_batches - 1) / (kBatchQuads * chunk_batches)),
         filters_(filters), p_(filters.p), history_(history), shared_(shared), buffers_{shared.half, 0} {}
 
-  // Adds the bias, cleans, bans, runs the steps, writes the row.
-  __device__ void run(const SlotState& slot, const Entry* entries) {
+  // Adds the bias, cleans, bans, runs the steps. Samples from few tokens if it may; else writes the row.
+  __device__ void run(const SlotState& slot, const Entry* entries, bool may_sample) {
     for (int i = threadIdx.x; i < slot.num_entries; i += kThreads)
       if (entries[i].bias != 0) s_[entries[i].token] = __fadd_rn(s_[entries[i].token], entries[i].bias);
     for (int i = threadIdx.x; i < kMaxChunks / 32; i += kThreads) shared_.touched[i] = 0;
+    if (threadIdx.x == 0) filters_.chosen = -1;
     __syncthreads();
     clean();
     if (filters_.num_listed) ban(slot.step);
     bool is_head = false, is_last = false;  // Mirostat 1 looks at the head first; both measure what is left
     double zipf = 0;
+    Sums moments{0, 0, 0, 0, 0};  // after a dynamic temperature
 #pragma unroll 1
     for (int i = 0;; i += !(is_head || is_last)) {
       const bool is_end = i == filters_.num_steps || largest_ == minus_infinity();
       const int step = is_end ? -1 : filters_.steps[i];
       const bool is_far = distance_ > minus_infinity() && reference_ != largest_;
+      if (is_end && may_sample && slot.kind == kUntruncated && sample(slot)) return;
       if (is_far || is_end || step == kPenalties || step == kDry || step == kTemperature) settle(is_end);
       if (is_end) return;
       if (step == kPenalties || step == kDry) {
         change_seen(step == kDry, slot, entries);
         continue;
       }
-      Sums all{1, 0, 1};
+      Sums all = moments;
+      moments.count = 0;
       const bool is_dynamic = step == kTemperature && p_.dynatemp_range > 0;
       const bool crosses = step == kXtc && to_uniform(words_of_block(slot.seed, slot.step, 0, kDomainXtc).at[0]) < p_.xtc_probability;
       if (step == kXtc && !crosses) continue;
-      if (step != kMinP && step != kTopK && (step != kTemperature || is_dynamic)) all = sums(step == kTopNSigma);
-      const double log_total = log(all.first), entropy = log_total - all.second / all.first;
+      const bool needs_sums = step == kTopNSigma ? all.count == 0 : step != kMinP && step != kTopK && (step != kTemperature || is_dynamic);
+      if (needs_sums) all = sums(), left_ = all.count;
+      const double log_total = log(all.mass), entropy = log_total - all.weighted / all.mass;
       double top_k = INFINITY, enough = INFINITY, distance = -INFINITY;
       bool selects = false;
       if (step == kTemperature) {
         scale(entropy, log(all.count));
+        if (is_dynamic) moments = all, moments.distance *= factor_, moments.square *= static_cast<double>(factor_) * factor_;
       } else if (step == kTopNSigma) {
-        const double mean = all.first / all.count, variance = all.second / all.count - mean * mean;
+        const double mean = all.distance / all.count, variance = all.square / all.count - mean * mean;
         floor_ = fmaxf(floor_, __double2float_ru(largest_ - p_.top_n_sigma * sqrt(fmax(variance, 0.0))));
       } else if (step == kMinP) {
         distance = log(p_.min_p);
@@ -113,13 +101,13 @@ class FilteredRow {
         if (step == kEta) distance = fmin(distance, distance / 2 - entropy);
         distance = fmin(distance + log_total, 0.0);
       } else if (step == kTypP) {
-        selects = true, enough = p_.typical_p * all.first;
+        selects = true, enough = p_.typical_p * all.mass;
       } else if (step == kTopP) {
-        selects = true, enough = p_.top_p * all.first;
+        selects = true, enough = p_.top_p * all.mass;
       } else if (step == kTopK) {
         selects = true, top_k = p_.top_k;
       } else if (step == kXtc) {
-        enough = p_.xtc_threshold * all.first;
+        enough = p_.xtc_threshold * all.mass;
       } else if (is_last) {
         is_last = false;
         if (threadIdx.x == 0) filters_.log_total = log_total, filters_.largest = largest_;
@@ -154,15 +142,25 @@ class FilteredRow {
   }
 
  private:
-  // A thread's share of a batch, as stored.
+  // N quads of a thread's chunk, 256 apart, as stored; -inf beyond the chunk.
+  template <int N>
   struct Part {
-    Quad quad[kBatch];
+    Quad quad[N];
     int first;
 
     __device__ __forceinline__ int token(int j, int i) const { return 4 * (first + kThreads * j) + i; }
-    // Without an index into registers.
+    // The first four, without an index into registers.
     __device__ __forceinline__ Quad at(int j) const { return j & 2 ? (j & 1 ? quad[3] : quad[2]) : (j & 1 ? quad[1] : quad[0]); }
   };
+
+  template <int N>
+  __device__ __forceinline__ Part<N> load_part(int block, int from) const {
+    Part<N> part;
+    part.first = (block * chunk_batches_ * kBatch + from) * kThreads + static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int j = 0; j < N; ++j) part.quad[j] = load(N == kBatch || from + j < chunk_batches_ * kBatch ? part.first + kThreads * j : quads_);
+    return part;
+  }
 
   __device__ __forceinline__ float& maximum(int block) const { return shared_.maxima[block * kThreads + threadIdx.x]; }
 
@@ -192,27 +190,21 @@ class FilteredRow {
 
   __device__ __forceinline__ float mass(float value) const { return exp_nonpositive(__fsub_rn(value, largest_)); }
 
-  // Calls visit(part, block) for the batches of the thread's chunks with a maximum of at least `floor`.
-  template <class Visit>
+  // Calls visit(part, block) for the thread's chunks with a maximum of at least `floor`, N quads at a time.
+  template <int N, class Visit>
   __device__ __forceinline__ void each(float floor, Visit visit) const {
 #pragma unroll 1
     for (int block = 0; block < blocks_; ++block) {
       if (maximum(block) == minus_infinity() || !(maximum(block) >= floor)) continue;
 #pragma unroll 1
-      for (int k = 0; k < chunk_batches_; ++k) {
-        Part part;
-        part.first = (block * chunk_batches_ + k) * kBatchQuads + static_cast<int>(threadIdx.x);
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) part.quad[j] = load(part.first + kThreads * j);
-        visit(part, block);
-      }
+      for (int from = 0; from < chunk_batches_ * kBatch; from += N) visit(load_part<N>(block, from), block);
     }
   }
 
   // Calls visit(value, token) for what is left in these chunks. Its code is there four times only.
   template <class Visit>
   __device__ __forceinline__ void each_left(float floor, Visit visit) const {
-    each(floor, [&](const Part& part, int) {
+    each<kBatch>(floor, [&](const Part<kBatch>& part, int) {
 #pragma unroll 1
       for (int j = 0; j < kBatch; ++j) {
         const Quad quad = part.at(j);
@@ -230,7 +222,7 @@ class FilteredRow {
   __device__ __forceinline__ void rewrite(float floor, Rewritten rewritten) {
     int last = -1;
     float highest = minus_infinity();
-    each(floor, [&](const Part& part, int block) {
+    each<kBatch>(floor, [&](const Part<kBatch>& part, int block) {
       if (block != last) highest = minus_infinity(), last = block;
 #pragma unroll 1
       for (int j = 0; j < kBatch; ++j) {
@@ -251,6 +243,21 @@ class FilteredRow {
   }
 
   __device__ __forceinline__ void clean() {
+    bool is_odd = false;
+#pragma unroll 1
+    for (int block = 0; block < blocks_; ++block) {
+      float highest = minus_infinity();
+#pragma unroll 1
+      for (int from = 0; from < chunk_batches_ * kBatch; from += 8) {
+        const Part<8> part = load_part<8>(block, from);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) highest = fmaxf(highest, part.quad[j].at[i]), is_odd |= !(part.quad[j].at[i] <= kMaxLogit);
+      }
+      maximum(block) = highest;
+    }
+    if (!__syncthreads_or(is_odd)) return find_largest();
     for (int block = 0; block < blocks_; ++block) maximum(block) = INFINITY;
     rewrite(minus_infinity(), [](float raw, int) { return cleaned(raw); });
   }
@@ -277,7 +284,7 @@ class FilteredRow {
       const bool is_empty = maximum(block) == minus_infinity();
       if (is_empty ? !is_end : !is_lazy) continue;
       const int first = block * chunk_batches_ * kBatchQuads + static_cast<int>(threadIdx.x);
-#pragma unroll 4
+#pragma unroll 8
       for (int i = 0; i < chunk_batches_ * kBatch; ++i) {
         Quad quad{{minus_infinity(), minus_infinity(), minus_infinity(), minus_infinity()}};
         if (!is_empty) quad = load(first + kThreads * i);
@@ -290,31 +297,37 @@ class FilteredRow {
     __syncthreads();
   }
 
-  // Changes one logit from any thread; `refresh` then updates its chunk.
-  __device__ __forceinline__ void change(int token, float value) const {
-    s_[token] = fminf(value, kMaxLogit);
+  // Changes one logit from any thread; `refresh` then updates its chunk if the maximum may be another one.
+  __device__ __forceinline__ void change(int token, float before, float value) const {
+    value = fminf(value, kMaxLogit);
+    s_[token] = value;
     const int quad = token / 4, chunk = quad / (kBatchQuads * chunk_batches_) * kThreads + quad % kThreads;
-    atomicOr(&shared_.touched[chunk / 32], 1u << chunk % 32);
+    const float highest = shared_.maxima[chunk];
+    if (value > highest || before >= highest) atomicOr(&shared_.touched[chunk / 32], 1u << chunk % 32);
   }
 
   __device__ __forceinline__ void refresh() {
     __syncthreads();
+    bool is_touched = false;
 #pragma unroll 1
     for (int block = 0; block < blocks_; ++block) {
       const int chunk = block * kThreads + static_cast<int>(threadIdx.x);
       if (!(shared_.touched[chunk / 32] >> chunk % 32 & 1) || maximum(block) == minus_infinity()) continue;
+      is_touched = true;
       float highest = minus_infinity();
-      const int first = block * chunk_batches_ * kBatchQuads + static_cast<int>(threadIdx.x);
-#pragma unroll 4
-      for (int i = 0; i < chunk_batches_ * kBatch; ++i) {
-        const Quad quad = load(first + kThreads * i);
-        highest = fmaxf(highest, fmaxf(fmaxf(quad.at[0], quad.at[1]), fmaxf(quad.at[2], quad.at[3])));
+#pragma unroll 1
+      for (int from = 0; from < chunk_batches_ * kBatch; from += kBatch) {
+        const Part<kBatch> part = load_part<kBatch>(block, from);
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) highest = fmaxf(highest, part.quad[j].at[i]);
       }
       maximum(block) = highest;
     }
-    find_largest();  // with a barrier: all have read `touched`
+    if (!__syncthreads_or(is_touched)) return;
     for (int i = threadIdx.x; i < kMaxChunks / 32; i += kThreads) shared_.touched[i] = 0;
-    __syncthreads();
+    find_largest();  // with a barrier
   }
 
   // The number of last tokens in a window; last_n -1: the largest one.
@@ -326,34 +339,30 @@ class FilteredRow {
   // age 1: the newest token.
   __device__ __forceinline__ int token_at(int age) const { return history_[(filters_.num_known - age) % kMaxWindow]; }
 
-  __device__ __forceinline__ bool is_breaker(int token) const { return filters_.breakers && filters_.breakers[token]; }
-
   __device__ __forceinline__ void ban(uint64_t step) {
     const int* at = filters_.lists;
     const int* const end = at + filters_.num_listed;
     const int num_stops = *at++;
     if (static_cast<double>(step) < p_.min_tokens)
-      for (int i = threadIdx.x; i < num_stops; i += kThreads) change(at[i], minus_infinity());
+      for (int i = threadIdx.x; i < num_stops; i += kThreads) change(at[i], INFINITY, minus_infinity());
     at += num_stops;
     for (int word = 0; at < end; ++word, at += 1 + *at) {
       const int before = *at - 1;
       if (word % kThreads != static_cast<int>(threadIdx.x) || before > window(-1)) continue;
       bool completes = true;
       for (int i = 0; i < before; ++i) completes &= token_at(before - i) == at[1 + i];
-      if (completes) change(at[1 + before], minus_infinity());
+      if (completes) change(at[1 + before], INFINITY, minus_infinity());
     }
     refresh();
   }
 
-  // Enters a token; the longest of its lengths stays. Returns whether it is new.
-  __device__ __forceinline__ bool enter(int token, int length) const {
-    const uint32_t pair = static_cast<uint32_t>(token) << 7 | static_cast<uint32_t>(length);
-    for (uint32_t at = static_cast<uint32_t>(token) * 2654435761u >> 20;; at = (at + 1) % kPairs) {
-      const uint32_t found = atomicCAS(&shared_.pairs[at], kFree, pair);
-      if (found == kFree) return true;
-      if (found >> 7 != static_cast<uint32_t>(token)) continue;
-      atomicMax(&shared_.pairs[at], pair);
-      return false;
+  // Enters a token; the longest of its lengths stays.
+  __device__ __forceinline__ void enter(uint32_t token, int length) const {
+    const uint32_t pair = token << 7 | static_cast<uint32_t>(length);
+    for (uint32_t at = token * 2654435761u >> 20;; at = (at + 1) % kPairs) {
+      const uint32_t found = atomicCAS(&shared_.seen.pairs[at], kFree, pair);
+      if (found == kFree) return;
+      if (found >> 7 == token) return static_cast<void>(atomicMax(&shared_.seen.pairs[at], pair));
     }
   }
 
@@ -361,58 +370,68 @@ class FilteredRow {
   __device__ __forceinline__ void change_seen(bool is_dry, const SlotState& slot, const Entry* entries) {
     int size = window(is_dry ? p_.dry_penalty_last_n : p_.repeat_last_n);
     if (!is_dry && p_.repetition_penalty == 1) size = 0;
-    for (int i = threadIdx.x; i < kPairs; i += kThreads) shared_.pairs[i] = kFree;
+    uint32_t* const last = shared_.seen.last;
+    const uint8_t* const breakers = is_dry ? filters_.breakers : nullptr;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < size; i += kThreads) {
+      const int token = token_at(1 + i);
+      last[i] = static_cast<uint32_t>(token) | (breakers && breakers[token] ? kBreaker : 0u);
+    }
+    for (int i = threadIdx.x; i < kPairs; i += kThreads) shared_.seen.pairs[i] = kFree;
     __syncthreads();
-    const int allowed = static_cast<int>(p_.dry_allowed_length), newest = size ? token_at(1) : 0;
+    const int allowed = static_cast<int>(p_.dry_allowed_length);
     const float by = static_cast<float>(p_.repetition_penalty);
-    for (int age = threadIdx.x + 1; age <= size; age += kThreads) {
-      const int token = token_at(age);
-      if (is_dry) {  // the sequence that ends at this age
-        int length = 0;
-        while (age > 1 && length < kMaxMatch && age + length <= size && token_at(age + length) == token_at(1 + length) &&
-               !is_breaker(token_at(age + length)))
-          ++length;
-        if (age > 1 && length >= allowed && !is_breaker(token_at(age - 1))) enter(token_at(age - 1), length);
-      } else if (enter(token, 0)) {
-        const float value = s_[token];
-        change(token, value > 0 ? __fdiv_rn(value, by) : __fmul_rn(value, by));
+    for (int i = threadIdx.x; i < size; i += kThreads) {
+      if (!is_dry) {
+        enter(last[i], 0);
+        continue;
       }
+      int length = 0;  // of the sequence that ends here
+      while (i > 0 && length < kMaxMatch && i + length < size && last[i + length] == last[length] && last[length] < kBreaker) ++length;
+      if (i > 0 && length >= allowed && last[i - 1] < kBreaker) enter(last[i - 1], length);
     }
     __syncthreads();
-    for (int i = threadIdx.x; is_dry && i < kPairs; i += kThreads) {
-      const uint32_t pair = shared_.pairs[i];
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kPairs; i += kThreads) {
+      const uint32_t pair = shared_.seen.pairs[i];
       if (pair == kFree) continue;
-      const int token = static_cast<int>(pair >> 7), length = static_cast<int>(pair & 127u);
-      const double penalty = p_.dry_multiplier * pow(p_.dry_base, static_cast<double>(length - allowed));
-      change(token, __fsub_rn(s_[token], static_cast<float>(fmin(penalty, static_cast<double>(kMaxLogit)))));
+      const int token = static_cast<int>(pair >> 7);
+      const float before = s_[token];
+      float value = before > 0 ? __fdiv_rn(before, by) : __fmul_rn(before, by);
+      if (is_dry) {
+        const double penalty = p_.dry_multiplier * pow(p_.dry_base, static_cast<double>(static_cast<int>(pair & 127u) - allowed));
+        value = __fsub_rn(before, static_cast<float>(fmin(penalty, static_cast<double>(kMaxLogit))));
+      }
+      change(token, before, value);
     }
+    __syncthreads();
     for (int i = threadIdx.x; !is_dry && slot.penalised && i < slot.num_entries; i += kThreads) {
       const Entry entry = entries[i];
       if (entry.count < 0) continue;
-      change(entry.token, __fsub_rn(s_[entry.token], __fadd_rn(__fmul_rn(entry.count, slot.frequency), slot.presence)));
+      const float before = s_[entry.token];
+      change(entry.token, before, __fsub_rn(before, __fadd_rn(__fmul_rn(entry.count, slot.frequency), slot.presence)));
     }
     refresh();
   }
 
-  // moments: see Sums.
-  __device__ __forceinline__ Sums sums(bool moments) {
-    Sums sums{0, 0, 0};
-    uint32_t count = 0;
-    each(minus_infinity(), [&](const Part& part, int) {
-      float first[4] = {}, second[4] = {};  // fp32 sums of four terms, then fp64
+  __device__ __forceinline__ Sums sums() {
+    Sums sums{0, 0, 0, 0, 0};
+    each<8>(minus_infinity(), [&](const Part<8>& part, int) {
+      float mass[4] = {}, weighted[4] = {}, distances[4] = {}, squares[4] = {};  // fp32 sums of eight terms, then fp64
+      int count = 0;
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j)
+      for (int j = 0; j < 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float value = view(part.quad[j].at[i]);
-          if (value == minus_infinity()) continue;
-          const float distance = __fsub_rn(value, largest_), term = moments ? distance : exp_nonpositive(distance);
-          first[i] += term, second[i] += term * distance, ++count;
+          const bool is_left = value > minus_infinity();
+          const float distance = is_left ? __fsub_rn(value, largest_) : 0.0f, term = is_left ? exp_nonpositive(distance) : 0.0f;
+          mass[i] += term, weighted[i] += term * distance, distances[i] += distance, squares[i] += distance * distance, count += is_left;
         }
-      sums.first += static_cast<double>((first[0] + first[1]) + (first[2] + first[3]));
-      sums.second += static_cast<double>((second[0] + second[1]) + (second[2] + second[3]));
+      const auto sum = [](const float* at) { return static_cast<double>((at[0] + at[1]) + (at[2] + at[3])); };
+      sums.mass += sum(mass), sums.weighted += sum(weighted), sums.distance += sum(distances), sums.square += sum(squares);
+      sums.count += count;
     });
-    sums.count = count;
     return added(sums);
   }
 
@@ -421,18 +440,16 @@ class FilteredRow {
     double* const at = shared_.sums[buffers_.turn++ & 1];
 #pragma unroll 1
     for (int offset = 16; offset; offset /= 2) {
-      sums.first += __shfl_xor_sync(kAll, sums.first, offset);
-      sums.second += __shfl_xor_sync(kAll, sums.second, offset);
+      sums.mass += __shfl_xor_sync(kAll, sums.mass, offset), sums.weighted += __shfl_xor_sync(kAll, sums.weighted, offset);
+      sums.distance += __shfl_xor_sync(kAll, sums.distance, offset), sums.square += __shfl_xor_sync(kAll, sums.square, offset);
       sums.count += __shfl_xor_sync(kAll, sums.count, offset);
     }
-    if (threadIdx.x % 32 == 0) {
-      double* const own = at + threadIdx.x / 32 * 3;
-      own[0] = sums.first, own[1] = sums.second, own[2] = sums.count;
-    }
+    if (threadIdx.x % 32 == 0) *reinterpret_cast<Sums*>(at + threadIdx.x / 32 * 5) = sums;
     __syncthreads();
-    Sums all{0, 0, 0};
+    Sums all{0, 0, 0, 0, 0};
 #pragma unroll 1
-    for (int i = 0; i < kWarps; ++i) all.first += at[3 * i], all.second += at[3 * i + 1], all.count += at[3 * i + 2];
+    for (int i = 0; i < 5 * kWarps; i += 5)
+      all.mass += at[i], all.weighted += at[i + 1], all.distance += at[i + 2], all.square += at[i + 3], all.count += at[i + 4];
     return all;
   }
 
@@ -464,7 +481,7 @@ class FilteredRow {
     int shift = 64, size = 0;
     // Takes 11 bits of the key at a time, until few tokens have the last one's first bits: these are listed.
 #pragma unroll 1
-    for (bool is_listed = false;; is_listed = size <= kThreads || shift == 0) {
+    for (bool is_listed = left_ <= kThreads;; is_listed = size <= kThreads || shift == 0) {
       const int bits = min(shift, kSelectBits), next = shift - bits;
       for (int i = threadIdx.x; i < kSelectBins && !is_listed; i += kThreads) shared_.bins.mass[i] = shared_.bins.count[i] = 0;
       if (threadIdx.x == 0) shared_.chosen = -1, shared_.size = 0;
@@ -550,6 +567,22 @@ class FilteredRow {
     });
   }
 
+  // Samples the token if few chunks are left. Returns whether it has.
+  __device__ __forceinline__ bool sample(const SlotState& slot) {
+    int alive = 0;
+    for (int block = 0; block < blocks_; ++block) alive += maximum(block) > minus_infinity();
+    if (__syncthreads_or(alive > kFewBlocks) || largest_ == minus_infinity()) return false;
+    uint64_t best = 0;
+    float logit = 0;
+    each_left(minus_infinity(), [&](float value, int token) {
+      const uint64_t pair = pair_of(exact_score(slot, token, value), token);
+      if (pair > best) best = pair, logit = value;
+    });
+    const uint64_t winner = max_over_block(best, buffers_);
+    if (best == winner) filters_.chosen = token_of(winner), s_[token_of(winner)] = logit;
+    return true;
+  }
+
   // Mirostat 1: how many tokens Zipf's law gives for the bound, from the head up to `last`.
   __device__ __forceinline__ double zipf_top_k(uint64_t last) {
     if (threadIdx.x == 0) shared_.size = 0;
@@ -568,13 +601,13 @@ class FilteredRow {
       rank += key < mine;
       if (key > mine && (next < 0 || key < shared_.list.key[next])) next = i;
     }
-    Sums sums{0, 0, 0};
+    Sums sums{0, 0, 0, 0, 0};
     if (next >= 0) {
       const double t = log((rank + 2.0) / (rank + 1.0));
-      sums.first = t * (static_cast<double>(shared_.list.value[own]) - shared_.list.value[next]), sums.second = t * t;
+      sums.weighted = t * (static_cast<double>(shared_.list.value[own]) - shared_.list.value[next]), sums.square = t * t;
     }
     sums = added(sums);
-    const double exponent = sums.first / sums.second, excess = exponent - 1;
+    const double exponent = sums.weighted / sums.square, excess = exponent - 1;
     const double k = pow(excess * exp2(filters_.mu) / (1 - pow(static_cast<double>(vocab_), -excess)), 1 / exponent);
     return k >= 1 ? floor(fmin(k, static_cast<double>(vocab_))) : (k < 1 ? 1 : vocab_);
   }
@@ -587,6 +620,7 @@ class FilteredRow {
   FilterShared& shared_;
   ReduceBuffers buffers_;
   float largest_ = minus_infinity();
+  double left_ = INFINITY;  // tokens, at most
   // What `view` applies: a factor, the least logit, the least distance from a reference.
   float factor_ = 1, floor_ = minus_infinity(), reference_ = 0, distance_ = minus_infinity();
 };

@@ -42,7 +42,7 @@ def random_logits(rows: int, vocab: int, seed: int) -> Tensor:
 def filtered(sampler: RapidSampler, logits: Tensor) -> Tensor:
     """Return what the kernel leaves of logits [R, V]."""
     out = logits.clone()
-    sampler._apply_filters(out, torch.arange(len(out), dtype=torch.int32, device=GPU))
+    sampler._apply_filters(out, torch.arange(len(out), dtype=torch.int32, device=GPU), may_sample=False)
     return out
 
 
@@ -88,7 +88,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
     together = filtered(kernel, logits)
     for row in (0, 7, 15, 16, 319):
         alone = logits[row : row + 1].clone()
-        kernel._apply_filters(alone, torch.tensor([row], dtype=torch.int32, device=GPU))
+        kernel._apply_filters(alone, torch.tensor([row], dtype=torch.int32, device=GPU), may_sample=False)
         assert torch.equal(alone[0], together[row])
     single, _ = made(65_536, rows[15:16])
     batch, _ = made(65_536, rows)

@@ -168,4 +168,17 @@ inline float __double2float_ru(double value) {
 }
 inline float4 __ldg(const float4* at) { return *at; }
 inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
-inline int __syncthreads_or(int value) { return value; }
+inline int __ffs(int value) { return __builtin_ffs(value); }
+inline float __logf(float value) { return std::log(value); }
+inline int __any_sync(unsigned, int value) { return emulation::exchange(value, [](const int* all, int) { return std::any_of(all, all + 32, [](int one) { return one != 0; }); }); }
+
+inline int __syncthreads_or(int value) {
+  static int any;
+  any |= value != 0;
+  __syncthreads();
+  const int result = any;
+  __syncthreads();
+  any = 0;
+  __syncthreads();
+  return result;
+}

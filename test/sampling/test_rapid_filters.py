@@ -14,6 +14,7 @@ from torch import Tensor
 
 import sampling
 from native import build, machine
+from sampling.cpu import kind_of
 from sampling.filtered_sampler import FilteredSampler
 from sampling.filters import Group, apply_filters
 from sampling.naive import NaiveSampler
@@ -59,9 +60,10 @@ def emulated(
     row: RowContext,
     seen: list[int],
     entries: list[Entry],
-) -> Tensor:
-    """Return what the kernel leaves of logits [V]."""
-    steps, _ = split(params, len(logits))
+    may_sample: bool = False,
+) -> tuple[Tensor, int]:
+    """Return what the kernel leaves of logits [V]. If it has sampled, also the token, else -1."""
+    steps, last = split(params, len(logits))
     slot = packed(params, steps, len(row.prompt))
     lists = lists_of(params, row)
     numbers = (ctypes.c_int32 * max(len(lists), 1))(*lists)
@@ -79,22 +81,34 @@ def emulated(
         frequency=params.frequency_penalty,
         penalised=penalised,
         num_entries=len(entries),
+        kind=kind_of(last, len(logits)),
+        scale=1.0,
     )
     given = (Entry * max(len(entries), 1))(*entries)
     out = logits.clone()
     address, size = ctypes.c_void_p(out.data_ptr()), ctypes.c_int32(len(out))
-    library.filter_row(address, size, ctypes.byref(state), given, ctypes.byref(slot), history)
-    return out
+    chosen = library.filter_row(address, size, ctypes.byref(state), given, ctypes.byref(slot), history, int(may_sample))
+    return out, chosen
 
 
 def check(
     library: ctypes.CDLL, logits: Tensor, params: SamplingParams, row: RowContext, seen: list[int], name: object
 ) -> None:
     expected, entries = defined(logits, params, row, seen)
-    found = emulated(library, logits, params, row, seen, entries)
+    found, chosen = emulated(library, logits, params, row, seen, entries)
+    assert chosen == -1
     assert torch.equal(found == -math.inf, expected == -math.inf), name
     kept = expected > -math.inf
     torch.testing.assert_close(found[kept], expected[kept], rtol=1e-6, atol=1e-6)
+    partly, chosen = emulated(library, logits, params, row, seen, entries, may_sample=True)
+    if chosen < 0:
+        assert torch.equal(partly, found), name
+        return
+    sampler = NaiveSampler(1, len(logits), CPU, [])
+    sampler.admit(0, split(params, len(logits))[1])
+    sampler.append_tokens([0], [seen]) if seen else None
+    assert int(sampler.sample(found.unsqueeze(0), [0]).token_ids[0]) == chosen, name
+    assert partly[chosen] == found[chosen]  # Mirostat reads it
 
 
 @pytest.mark.parametrize("name", CASES)
