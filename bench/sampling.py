@@ -58,6 +58,8 @@ CASES = {
     ],
     "mixed": [PENALTIES, SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams()],
 }
+REPEATS = 5
+"""Measurements that are not of a graph."""
 HISTORY = 300
 """Steps before the measurement, so that penalties have tokens to act on."""
 
@@ -146,8 +148,9 @@ def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, obje
         seconds = event_seconds(graphed(plain, sets, rows), 20) / len(sets)
     else:
         clock = event_seconds if device.type == "cuda" else host_seconds
-        # Samplers overwrite the logits. A copy would be timed too, and greedy and penalised rows stay so without it.
-        seconds = clock(lambda: [sampler.sample(logits, req_slots) for logits in sets[:2]], 5) / len(sets[:2])
+        # Samplers overwrite the logits: each step gets a copy of its own, made before.
+        fresh = [logits.clone() for _ in range(REPEATS + 1) for logits in sets[:2]]
+        seconds = clock(lambda: [sampler.sample(fresh.pop(), req_slots) for _ in sets[:2]], REPEATS) / len(sets[:2])
     moved = sets[0].nbytes
     floor = moved / setting.bandwidth
     return {
