@@ -1,4 +1,4 @@
-"""W8A8 CPU products have the same bits with older CPUs' instructions."""
+"""CPU products have the same bits with older CPUs' instructions, and in any batch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from native import build, machine
 from native.instruction_sets import INSTRUCTION_SETS, InstructionSet
@@ -42,3 +43,17 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("unsigned", [False, True])
 def test_bits_are_the_same_with_other_instructions(instructions: str, unsigned: bool, bits: int) -> None:
     check_bits(unsigned, bits)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS, indirect=True)
+@pytest.mark.parametrize("inputs", [133, 768])
+def test_a_row_of_a_bf16_product_has_the_same_bits_in_any_batch(instructions: str, inputs: int) -> None:
+    """Many rows take another path than few."""
+    generator = torch.Generator().manual_seed(inputs)
+    weight = torch.randn(70, inputs, generator=generator).bfloat16().float()
+    x = torch.randn(150, inputs, generator=generator)
+    linear = cpu_linear.CpuLinear(weight)
+    together = linear(x)
+    torch.testing.assert_close(together, x @ weight.T, rtol=1e-4, atol=1e-4)
+    for first in (0, 60, 140):
+        assert torch.equal(linear(x[first : first + 10]), together[first : first + 10])

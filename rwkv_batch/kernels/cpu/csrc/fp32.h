@@ -21,24 +21,33 @@ constexpr int64_t AHEAD = 2048;  // prefetch distance in elements; hardware pref
 // Rows of a bf16 tile. A sixth would leave none of 16 registers for the mask, and GCC would spill sums.
 constexpr int BF16_ROWS = TILE_ROWS == 12 ? 12 : TILE_ROWS == 6 ? 5 : 4;
 
+// With more rows than this, bf16 weights are widened once for all of them: a tile then has six rows of 16 registers.
+constexpr int64_t WIDEN_ABOVE = LANES == 8 ? 24 : INT64_MAX;
+constexpr int64_t WIDENED = 128;  // inputs at a time: with 32 outputs they stay in L1
+
 // Vectors of outputs per tile. With one or two rows, more vectors hide the latency of the sums.
 constexpr int bf16_vectors(int rows) { return LANES < 16 && rows <= 2 ? 4 : 2; }
 
-// sums [ROWS, OUTPUTS] = x [ROWS, in] @ panel.
+// sums [ROWS, OUTPUTS] (+)= x [ROWS, in] @ panel; rows of x and of sums are `stride` and `width` apart.
 template <int ROWS>
-void tile(const float* x, const float* w, float* sums, int64_t in) {
-  vf acc[ROWS][2] = {};
+void tile(const float* x, int64_t stride, const float* w, float* sums, int64_t width, int64_t in, bool begins) {
+  vf acc[ROWS][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) acc[r][v] = begins ? vf{} : load(sums + r * width + v * LANES);
+  }
   for (int64_t k = 0; k < in; ++k, w += OUTPUTS) {
     vf w0 = load(w), w1 = load(w + LANES);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      vf a = splat(x[r * in + k]);
+      vf a = splat(x[r * stride + k]);
       acc[r][0] += a * w0;
       acc[r][1] += a * w1;
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r) store(sums + r * OUTPUTS, acc[r][0]), store(sums + r * OUTPUTS + LANES, acc[r][1]);
+  for (int r = 0; r < ROWS; ++r) store(sums + r * width, acc[r][0]), store(sums + r * width + LANES, acc[r][1]);
 }
 
 // Sums of ROWS rows x VECTORS * LANES outputs of a bf16 panel.
@@ -95,7 +104,7 @@ void bf16_tile(const float* x, int64_t stride, const uint16_t* w, float* sums, i
   }
 }
 
-using Tile = void (*)(const float*, const float*, float*, int64_t);
+using Tile = void (*)(const float*, int64_t, const float*, float*, int64_t, int64_t, bool);
 using Bf16Tile = void (*)(const float*, int64_t, const uint16_t*, float*, int64_t, bool);
 
 template <int... R>
@@ -112,13 +121,50 @@ constexpr Bf16Tile bf16_tile_of(int rows, std::integer_sequence<int, R...>) {
 
 // sums [rows, OUTPUTS] = x [rows, in] @ panel, 1 to TILE_ROWS rows.
 inline void panel(int rows, const float* x, const float* w, float* sums, int64_t in) {
-  tile_of(rows, std::make_integer_sequence<int, TILE_ROWS>{})(x, w, sums, in);
+  tile_of(rows, std::make_integer_sequence<int, TILE_ROWS>{})(x, in, w, sums, OUTPUTS, in, true);
+}
+
+// Widens `inputs` inputs of a bf16 panel, from a whole step on: fp32 panels [BF16_OUTPUTS / OUTPUTS][WIDENED][OUTPUTS].
+inline void widen(const uint16_t* w, int64_t inputs, float* to) {
+  for (int64_t k = 0; k < inputs; k += 2) {
+    const uint16_t* pair = w + k / STEP * 2 * TILE + k % STEP / 2 * 32;
+#pragma GCC unroll 8
+    for (int64_t o = 0; o < BF16_OUTPUTS; o += LANES) {
+      vi both;
+      const uint16_t* from = pair + o / 16 * TILE + o % 16 * 2;
+      std::memcpy(&both, from, sizeof both);
+      if (o % 16 == 0) __builtin_prefetch(from + AHEAD);
+      float* at = to + o / OUTPUTS * WIDENED * OUTPUTS + k * OUTPUTS + o % OUTPUTS;
+      store(at, (vf)(both << 16));
+      store(at + OUTPUTS, (vf)(both & int32_t(0xffff0000)));
+    }
+  }
+}
+
+// As bf16_panel, with weights that are widened first.
+template <typename Done>
+void widened_panel(int64_t rows, const float* x, const uint16_t* w, float* sums, int64_t in, Done done) {
+  alignas(64) float wide[WIDENED * BF16_OUTPUTS];
+  const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  for (int64_t begin = 0; begin < in; begin += WIDENED, w += WIDENED * BF16_OUTPUTS) {
+    const int64_t inputs = std::min(WIDENED, in - begin);
+    widen(w, inputs, wide);
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t row = rows * t / tiles, size = rows * (t + 1) / tiles - row;
+      const Tile run = tile_of(int(size), std::make_integer_sequence<int, TILE_ROWS>{});
+      for (int64_t o = 0; o < BF16_OUTPUTS; o += OUTPUTS) {
+        run(x + row * in + begin, in, wide + o * WIDENED, sums + row * BF16_OUTPUTS + o, BF16_OUTPUTS, inputs, !begin);
+      }
+      if (begin + inputs == in) done(row, size);
+    }
+  }
 }
 
 // sums [rows, BF16_OUTPUTS] = x [rows, in] @ bf16 panel, any number of rows, in tiles of nearly equal size. Calls
 // done(row, size) when a tile's sums are complete.
 template <typename Done>
 void bf16_panel(int64_t rows, const float* x, const uint16_t* w, float* sums, int64_t in, Done done) {
+  if (rows > WIDEN_ABOVE) return widened_panel(rows, x, w, sums, in, done);
   const int64_t tiles = (rows + BF16_ROWS - 1) / BF16_ROWS;
   for (int64_t begin = 0; begin < in; begin += INPUTS, w += INPUTS * BF16_OUTPUTS) {
     const int64_t inputs = std::min(INPUTS, in - begin);

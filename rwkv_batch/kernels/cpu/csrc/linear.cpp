@@ -98,7 +98,7 @@ void bf16_panel(const Gemm& gemm, int64_t panel, int64_t first_row, int64_t rows
   const auto* w = static_cast<const uint16_t*>(gemm.w.data) + panel * BF16_PANEL * divide_up(in, STEP) * STEP;
   fp32::bf16_panel(rows, gemm.x + first_row * in, w, sums, in, [&](int64_t row, int64_t size) {
     const int64_t next = row + size;
-    prefetch_outputs(gemm, first_row + next, std::min<int64_t>(fp32::BF16_ROWS, rows - next), first, width);
+    prefetch_outputs(gemm, first_row + next, std::min<int64_t>(TILE_ROWS, rows - next), first, width);
     for (int64_t r = row; r < next; ++r) {
       finish(gemm.y + (first_row + r) * out + first, sums + r * BF16_PANEL, width, gemm.activation);
     }
@@ -240,6 +240,15 @@ void w8a8_panel(const Gemm& gemm, const uint16_t* packed, int64_t panel, int64_t
   run(gemm, packed, panel, first_row, rows);
 }
 
+// Rows at a time, at most CHUNK. With AVX2 the inputs of bf16 products stay in L2: each panel reads them again.
+int64_t chunk_rows(const Gemm* gemms, int64_t count) {
+  if (LANES != 8) return CHUNK;
+  int64_t in = 1;
+  for (int64_t j = 0; j < count; ++j)
+    if (gemms[j].w.packing == BF16) in = std::max(in, gemms[j].w.in);
+  return std::clamp(3 * (int64_t(1) << 17) / in / 60 * 60, int64_t(60), CHUNK);
+}
+
 int64_t row_tiles(const Gemm& gemm, int64_t rows) { return divide_up(rows, 16 / gemm.w.parts); }
 
 bool uses_amx(const Gemm& gemm) { return gemm.w.packing == BF16 && amx_allowed(); }
@@ -321,8 +330,9 @@ int64_t packed_elements(const Gemm* gemms, int64_t count, int64_t rows) {
 }
 
 void linear(Member& me, const Gemm* gemms, int64_t count, int64_t rows, uint16_t* packed) {
-  for (int64_t first = 0; first < rows; first += CHUNK) {
-    run_chunk(me, gemms, count, first, std::min(CHUNK, rows - first), packed);
+  const int64_t chunk = chunk_rows(gemms, count);
+  for (int64_t first = 0; first < rows; first += chunk) {
+    run_chunk(me, gemms, count, first, std::min(chunk, rows - first), packed);
   }
 }
 
