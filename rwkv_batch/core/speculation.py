@@ -52,15 +52,17 @@ MIN_GAIN = 0.06
 """Gain of a step's drafts, in steps, below which they are left out: their cost may be underestimated."""
 PROBE_TOKENS = 3
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
-PROBE_SHARE = 0.01
+PROBE_ROWS = 4
+"""Rows that such a draft is for at most: it costs less, and what it shows counts for all."""
+PROBE_SHARE = 0.008
 """Share of the time for such drafts."""
 MAX_PROBES = 4.0
 """Their cost at most, in steps, after a time without them."""
 EXPIRY_STEPS = 100
 """Steps without drafts after which the slowest one with drafts of each kind is forgotten."""
-FIRST_PROBES = 2.5
+FIRST_PROBES = 1.8
 """Of it, that a service begins with."""
-READ_GUESSES = 2
+READ_GUESSES = 3
 """Guesses in whose time the draft model reads the text since its last guess."""
 
 
@@ -225,7 +227,7 @@ class Speculation:
         best, price = chooser.best(MIN_GAIN), 0.0
         self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE)
         if len(best.lengths) < len(candidates) and self._probe_credit > PROBE_SHARE:
-            probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates}
+            probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates[:PROBE_ROWS]}
             probed = chooser.evaluate(probes | best.lengths)
             reading_s = READ_GUESSES * guess_s if any(one.is_guessed for one in candidates) else 0.0
             cost = min(MAX_PROBES, (probed.seconds + reading_s - best.seconds) / plain_s)
