@@ -84,7 +84,7 @@ def test_the_publishers_code_reads_a_tuned_state_as_the_trainer_means_it(
     given[1::3] = [state.clone() for state in states]
     text = [int(i) for i in np.random.default_rng(0).integers(0, 1000, 32)]
     expected, _ = theirs.forward(text, given, full_output=True)
-    model = load_model(weights, torch.device("cpu"), torch.float32, True, TrainingModel)
+    model = load_model(weights, torch.device("cpu"), torch.float32, True, TrainingModel, {})
     model.tunables = Tunables(states)
     assert (_logits(model, torch.tensor(text)) - expected).abs().max() < 1e-3
     model.tunables = Tunables()

@@ -10,6 +10,7 @@ import pytest
 from routes.file_store import Store, StoreFullError
 from routes.translation import stored
 from routes.translation.memory import MemoryQuery, read_tmx
+from rwkv_batch.errors import ServiceError
 from rwkv_batch.translation.context import Example
 from test.routes.conftest import BERT, request
 from test.serving import Service
@@ -80,10 +81,16 @@ def test_wrong_files_are_refused(two_keys: Service, content: str) -> None:
     assert refused.status_code == 422 and refused.json()["error"].startswith("content"), refused.text
 
 
-@pytest.mark.parametrize(("prefix", "name"), [(BOMB.format("lol" * 9), "c"), (XXE, "a")])
-def test_entities_are_not_expanded(prefix: str, name: str) -> None:
+def test_entities_become_text() -> None:
+    content = BOMB.format("lol") + TU.format("text &c;", DE)
+    assert [pair.source for pair in read_tmx(content.encode(), MemoryQuery())] == ["text " + "lol" * 72]
+
+
+@pytest.mark.parametrize(("prefix", "name"), [(BOMB.format("lol" * 99_999), "c"), (XXE, "a")])
+def test_entities_that_grow_or_are_elsewhere_are_refused(prefix: str, name: str) -> None:
     content = prefix + TU.format(f"text &{name};", DE)
-    assert [pair.source for pair in read_tmx(content.encode(), MemoryQuery())] == [f"text &{name};"]
+    with pytest.raises(ServiceError, match="content: must be a TMX file"):
+        list(read_tmx(content.encode(), MemoryQuery()))
 
 
 def test_the_answer_tells_whether_it_was_cached(two_keys: Service) -> None:

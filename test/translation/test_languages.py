@@ -100,7 +100,9 @@ def test_language_detection_does_not_block_the_loop(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(translator, "make_plan", planned)
     context: Any = SimpleNamespace(
-        config=SimpleNamespace(max_contents=10, share_prefix_cache=False, strict_fields=False),
+        config=SimpleNamespace(
+            max_contents=10, share_prefix_cache=False, strict_fields=False, translation_style=[], model_name="rwkv7"
+        ),
         shared={CACHE_KEY: TranslationCache(0)},
     )
     body = TranslateBody(target_lang="en", text_list=["Home", "42"])
