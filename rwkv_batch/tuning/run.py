@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from native.heap import keep_freed_blocks
 from native.machine import free_memory
 from native.priority import cores
 from rwkv_batch.errors import StartupError
@@ -62,6 +63,8 @@ def choose_place(device: str, threads: int) -> Place:
     torch.set_num_threads(threads or cores())
     if found.type == "cuda":
         torch.set_float32_matmul_precision("high")
+    else:
+        keep_freed_blocks()
     return Place(found, torch.bfloat16 if found.type == "cuda" else torch.float32)
 
 

@@ -73,6 +73,28 @@ def test_free_pages_between_used_blocks_return_to_the_system() -> None:
     assert returned(True) > 24 << 20 > 1 << 20 > returned(False)
 
 
+LARGE = """
+import resource
+from native.heap import keep_freed_blocks
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+if {kept}:
+    keep_freed_blocks()
+bytearray(64 << 20)
+before = faults()
+for _ in range(4):
+    bytearray(64 << 20)
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the heap of glibc")
+def test_large_blocks_use_the_pages_of_freed_ones() -> None:
+    def new_pages(kept: bool) -> int:
+        return run_and_read(LARGE.replace("{kept}", str(kept)))
+
+    assert new_pages(True) < 100 < new_pages(False)
+
+
 THREADS = """
 import ctypes, os, threading
 from rwkv_batch.ipc.process import LogConfig, become_child
