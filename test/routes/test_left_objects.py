@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -77,6 +78,7 @@ STREAM = {"contents": ["a", "b"], "stream": True}
 )
 def test_ended_requests_leave_no_objects(path: str, body: dict[str, Any], is_full: bool, leaves: bool) -> None:
     async def growth() -> int:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # more threads begin on a busy machine
         context = Context(Forgetful(is_full), HttpConfig(access_log=False), RequestLimiter(8), Readiness(0))  # type: ignore[arg-type]
         context.shared[CACHE_KEY] = TranslationCache(9)
         blocks = []
