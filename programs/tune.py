@@ -168,6 +168,8 @@ class _Command:
     def _keep_inputs(self) -> None:
         """Raises StartupError if a result would overwrite an input."""
         given = self._given
+        if given.output.name in ("", ".."):
+            raise StartupError(f"-o {given.output} must end with a name, as in results/mine")
         inputs = [given.data, given.validation, given.model_path, *given.adapter]
         read = {Path(one).resolve() for one in inputs if one}
         for ending in _ENDINGS:

@@ -53,8 +53,9 @@ def read_pairs(content: bytes) -> Iterator[TmxPair]:
             if len(texts) > _MAX_VARIANTS:
                 raise TmxError(f"has an entry of more than {_MAX_VARIANTS} variants; split it")
             element.clear()
-            while element.getprevious() is not None:
-                del element.getparent()[0]
+            parent = element.getparent()
+            while parent is not None and element.getprevious() is not None:
+                del parent[0]
             for (of, text), (to, translation) in itertools.permutations(texts, 2):
                 is_source = own in ("", _ANY) or base_language(of) == base_language(own)
                 if is_source and base_language(of) != base_language(to):

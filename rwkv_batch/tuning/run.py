@@ -60,6 +60,8 @@ def choose_place(device: str, threads: int) -> Place:
         raise StartupError(
             f"--device {device} cannot be used ({str(error).splitlines()[0]}); give cpu or cuda:0"
         ) from error
+    if found.type not in ("cpu", "cuda"):
+        raise StartupError(f"--device {device} cannot be used; give cpu or cuda:0")
     torch.set_num_threads(threads or cores())
     if found.type == "cuda":
         torch.set_float32_matmul_precision("high")

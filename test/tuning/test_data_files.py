@@ -86,6 +86,13 @@ def test_entities_of_a_tmx_file_become_its_text() -> None:
     assert pair.text == "Hello the World & all"
 
 
+def test_an_entry_may_be_the_root_after_a_comment() -> None:
+    """It was a TypeError."""
+    content = b'<?a b?><tu srclang="en"><tuv xml:lang="en"><seg>a</seg></tuv><tuv xml:lang="fr"><seg>b</seg></tuv></tu>'
+    (pair,) = read_pairs(content)
+    assert (pair.text, pair.translation) == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("declared", "text"),
     [

@@ -153,6 +153,9 @@ def test_results_do_not_overwrite_what_was_given(
     assert "pairs would overwrite" in capsys.readouterr().err and data.read_text().startswith("prompt")
     assert run(data, "-o", model.with_suffix(""), "--model-path", model, "--method", "full") == 1
     assert "m.pth; give another name" in capsys.readouterr().err
+    assert run(data, "-o", ".", "--model-path", model) == 1 and "must end with a name" in capsys.readouterr().err
+    assert run(data, "-o", tmp_path / "new", "--device", "meta", "--model-path", model) == 1
+    assert "give cpu or cuda:0" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("handlers")
