@@ -250,7 +250,9 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
     reader = csv.reader((line.decode() for line in _lines(content)), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
-        if header != [_PROMPT, _COMPLETION] and (len(header) != 2 or not all(map(is_known_language, header))):
+        if header != [_PROMPT, _COMPLETION] and (
+            len(header) != 2 or not all(map(is_known_language, header)) or header[0] == header[1]
+        ):
             reason = f"must be prompt,completion or two languages like English,de, got {','.join(header)[:80]!r}"
             yield 1, _LineError("", reason)
             return
@@ -306,6 +308,9 @@ def _segments(row: _Row) -> list[_Segment]:
         raise _LineError("messages", "give `messages`, or `prompt` and `completion`")
     if row.messages:
         return _chat_segments(row)
+    for name, given in (("tools", row.tools), ("template", row.template)):
+        if given:
+            raise _LineError(name, "is for lines with `messages`; leave it out")
     asked = [row.prompt] if isinstance(row.prompt, str) else row.prompt
     answers = [row.completion] if isinstance(row.completion, str) else row.completion
     if len(asked) != len(answers):

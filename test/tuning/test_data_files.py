@@ -86,6 +86,14 @@ def test_entities_of_a_tmx_file_become_its_text() -> None:
     assert pair.text == "Hello the World & all"
 
 
+def test_what_a_line_cannot_use_is_an_error() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    (problem,) = read_data(as_content([{"prompt": "a", "completion": "b", "tools": tools}]), "d.jsonl").problems
+    assert str(problem) == "line 1: tools: is for lines with `messages`; leave it out"
+    (problem,) = read_data(b"en,en\na,b\n", "d.csv").problems
+    assert "two languages" in problem.reason
+
+
 def test_an_entry_may_be_the_root_after_a_comment() -> None:
     """It was a TypeError."""
     content = b'<?a b?><tu srclang="en"><tuv xml:lang="en"><seg>a</seg></tuv><tuv xml:lang="fr"><seg>b</seg></tuv></tu>'
