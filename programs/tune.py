@@ -110,7 +110,7 @@ class _Command:
         from rwkv_batch.runner.calibration import MeasuredInputs
         from rwkv_batch.tuning.pacing import Pacer
         from rwkv_batch.tuning.run import choose_place, measure_step_s, open_model, prepare
-        from rwkv_batch.tuning.trainer import TuneOptions
+        from rwkv_batch.tuning.trainer import DivergedError, TuneOptions
 
         given = self._given
         self._keep_inputs()
@@ -156,7 +156,12 @@ class _Command:
             )
             return OK
         began = time.monotonic()
-        if not tuning.run(self._on_step):
+        try:
+            is_done = tuning.run(self._on_step)
+        except DivergedError:
+            checkpoint.unlink(missing_ok=True)  # a lower rate begins again
+            raise
+        if not is_done:
             self._close_bar()
             self._report("stopped", {"step": len(tuning.trainer.losses), "checkpoint": str(checkpoint)})
             return STOPPED
@@ -253,6 +258,8 @@ class _Command:
             }  # fmt: skip
             if tuning.final.loss >= before:
                 result["warnings"].append("the held-out lines got no better; give more lines or a lower learning rate")
+        else:
+            result["warnings"].append("no lines were held out: what the tuning did was not measured")
         if self._given.json:
             self._report_evaluations(tuning)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,12 @@ def saved(content: object) -> memoryview:
 def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
     """Read a checkpoint. Raises StartupError if it is damaged."""
     try:
-        found: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise StartupError(f"{path} cannot be read as a checkpoint ({error}); delete it to begin anew") from error
+        found = torch.load(path, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, struct.error, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise StartupError(f"{path} cannot be read as a checkpoint ({reason}); delete it to begin anew") from error
+    if not isinstance(found, dict):
+        raise StartupError(f"{path} is no checkpoint; delete it to begin anew")
     return found
 
 

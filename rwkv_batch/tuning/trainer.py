@@ -40,6 +40,10 @@ _CPU_BATCH, _GPU_BATCH = 512, 16384
 """Tokens of a step. On a CPU small steps are as fast, and more steps learn more from the same tokens."""
 
 
+class DivergedError(StartupError):
+    """The learning rate was too high: numbers are not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Learning rates: warm-up, plateau, then cosine decay."""
@@ -75,13 +79,13 @@ class Trainer:
         self.losses: list[float] = []
 
     def step(self, batch: Batch) -> float:
-        """Train on a batch; return its loss. Raises StartupError if that is not finite."""
+        """Train on a batch; return its loss. Raises DivergedError if that is not finite."""
         share = self.schedule.share(len(self.losses))
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * share
         loss = self.backward(batch)
         if not math.isfinite(loss):
-            raise StartupError(f"the loss of step {len(self.losses) + 1} is {loss}; give a lower learning rate")
+            raise DivergedError(f"the loss of step {len(self.losses) + 1} is {loss}; give a lower learning rate")
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -229,7 +233,7 @@ class Tuning:
         return pack(order, self._rows, self._time)
 
     def run(self, on_step: Callable[[Tuning], bool]) -> bool:
-        """Train to the end. Returns whether it was reached. Raises StartupError for numbers that are not finite.
+        """Train to the end. Returns whether it was reached. Raises DivergedError for numbers that are not finite.
 
         `on_step` is called after each step; False stops the training.
         """
@@ -253,7 +257,7 @@ class Tuning:
             state.is_done = state.epoch >= self.epochs or state.stale >= self._options.patience
             self.save()
         if not all(bool(value.isfinite().all()) for value in self._best):
-            raise StartupError("the last step made numbers that are not finite; give a lower learning rate")
+            raise DivergedError("the last step made numbers that are not finite; give a lower learning rate")
         self._set_parameters([value.bfloat16() for value in self._best])  # as they are written
         self.final = self.trainer.evaluate(self._held_out) if self._held_out else None
         return True

@@ -159,6 +159,22 @@ def test_results_do_not_overwrite_what_was_given(
 
 
 @pytest.mark.usefixtures("handlers")
+def test_a_run_that_diverged_leaves_no_checkpoint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same name with a lower rate, as the error advises, was refused."""
+    data, checkpoint = as_file(tmp_path / "d.jsonl", LINES), tmp_path / "new.checkpoint"
+    given = (data, "-o", tmp_path / "new", "--model-path", model, "--epochs", "6", "--learning-rate")
+    backward = trainer.Trainer.backward
+
+    def diverging(self: trainer.Trainer, batch: trainer.Batch) -> float:
+        return math.nan if checkpoint.exists() else backward(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.Trainer, "backward", diverging)
+        assert run(*given, "0.2") == 1 and not checkpoint.exists()
+    assert run(*given, "0.01") == tune.OK
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_full_disk_has_its_own_exit_code(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,8 +391,12 @@ def test_a_checkpoint_of_other_data_or_a_damaged_one_is_refused(model: Path, tmp
         tuning(model, path, LINES[:20])
     again = tuning(model, path)  # a service's job continues after an upgrade, from its beginning
     assert again.has_restarted and not again.trainer.losses
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(StartupError, match="delete it to begin anew"):
+    for damaged in (path.read_bytes()[:5000], b"junk"):
+        path.write_bytes(damaged)
+        with pytest.raises(StartupError, match="delete it to begin anew"):
+            tuning(model, path)
+    torch.save([1, 2], path)
+    with pytest.raises(StartupError, match="is no checkpoint; delete it"):
         tuning(model, path)
 
 

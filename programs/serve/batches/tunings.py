@@ -227,7 +227,7 @@ class TuningRunner:
         if file is None or not self._store.content(file_id).exists():
             return None
         folder.mkdir(exist_ok=True)
-        suffix = Path(file.filename.lower()).suffix
+        suffix = "." + file.filename.lower().rpartition(".")[2]  # as the upload decides
         path = folder / f"{file_id}{suffix if suffix in ('.csv', '.tmx') else '.jsonl'}"
         os.link(self._store.content(file_id), path)
         return path
@@ -332,6 +332,7 @@ class TuningRunner:
             else:
                 await self._update(job, make_event(f"{text}; it continues from its checkpoint", "warn"))
         else:
+            errors = errors.replace(f"{self._folder(job)}/", "")
             is_bad_file = "has errors; correct" in errors
             await self._fail(job, "invalid_training_file" if is_bad_file else "training_failed", errors)
 

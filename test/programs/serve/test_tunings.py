@@ -211,6 +211,24 @@ def test_a_job_keeps_its_data_when_the_file_is_deleted(store: Store) -> None:
     assert runner._as_named_file(job(2), "file-1") is None
 
 
+@pytest.mark.parametrize(("name", "kind"), [(".csv", ".csv"), ("TMX", ".tmx"), ("a.csv.txt", ".jsonl")])
+def test_a_job_reads_a_file_as_its_upload_did(store: Store, name: str, kind: str) -> None:
+    about = {"id": "file-2", "owner": "", "created_at": 1, "filename": name, "purpose": Purpose.FINE_TUNE}
+    store.add_file(StoredFile(bytes=1, **about), b"a")  # type: ignore[arg-type]
+    path = TuningRunner(store, context_of(store), EngineConfig(model_path=""))._as_named_file(job(1), "file-2")
+    assert path is not None and path.suffix == kind
+
+
+def test_an_error_of_a_job_has_no_path_of_the_machine(store: Store) -> None:
+    jobs, runner = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path=""))
+    jobs.add(job(1))
+    asyncio.run(runner._update(job(1), status=JobStatus.RUNNING))
+    asyncio.run(runner._end(job(1), 1, {}, f"{runner._folder(job(1))}/file-1.jsonl has errors; correct these lines"))
+    failed = jobs.job("", "ftjob-1")
+    assert failed is not None and failed.error is not None and failed.error["code"] == "invalid_training_file"
+    assert failed.error["message"] == "file-1.jsonl has errors; correct these lines"
+
+
 def test_a_job_has_the_numbers_and_the_model_that_were_asked_for(store: Store) -> None:
     """A method without numbers dropped the outer ones, and the base was tuned for `rwkv7:pirate`."""
     asked = {"model": "rwkv7", "training_file": "file-1", "hyperparameters": {"n_epochs": 3}}
