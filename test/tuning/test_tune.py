@@ -159,6 +159,18 @@ def test_results_do_not_overwrite_what_was_given(
 
 
 @pytest.mark.usefixtures("handlers")
+def test_a_result_without_held_out_lines_says_so(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = as_file(tmp_path / "d.jsonl", LINES)
+    given = (data, "-o", tmp_path / "new", "--model-path", model, "--epochs", "1")
+    assert (
+        run(*given, "--held-out", "0") == tune.OK and "what the tuning did was not measured" in capsys.readouterr().err
+    )
+    assert run(*given) == tune.OK and "not measured" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("handlers")
 def test_a_run_that_diverged_leaves_no_checkpoint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same name with a lower rate, as the error advises, was refused."""
     data, checkpoint = as_file(tmp_path / "d.jsonl", LINES), tmp_path / "new.checkpoint"
