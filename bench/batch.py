@@ -135,7 +135,6 @@ def run_in_process(options: argparse.Namespace, what: str) -> Any:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all measurements."""
     rounds = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

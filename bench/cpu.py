@@ -230,7 +230,6 @@ def run(seconds: float, has_peer: bool, llama_cpp: Path | None, given_commit: st
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print a table."""
     print(f"{result['cpu']}, {result['threads']} threads, AMX {result['amx']}, load {result['load']}")
     print(f"torch {result['torch']}, rwkv {result['rwkv']}, commit {result['commit']}")
     print(f"{result['rounds']} rounds, OMP_WAIT_POLICY {result['omp_wait_policy']}")

@@ -249,7 +249,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(dtype: str, args: argparse.Namespace, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    """Measure one dtype."""
     before = torch.cuda.memory_allocated(GPU)
     stage = random_stage(args.size, GPU, args.wkv_state, dtype=dtype, deterministic=args.deterministic)
     weights_gb = (torch.cuda.memory_allocated(GPU) - before) / 1e9

@@ -186,7 +186,6 @@ class Bench:
         yield case("ffn value", lambda layer: multiply_transposed(hidden, layer.value_rows), 8 * c * c)
 
     def head(self, rows: int) -> Iterator[Case]:
-        """Yield the head."""
         weights = [self.ops.make_linear(self.normal(VOCAB, self.width)) for _ in range(COPIES)]
         x = self.normal(rows, self.width)
         yield Case("head", rows, lambda i: weights[i].to_fp32(x), 2 * VOCAB * self.width + 4 * rows * VOCAB)

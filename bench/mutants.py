@@ -262,7 +262,6 @@ def try_mutant(
 
 
 def sample(args: argparse.Namespace) -> tuple[dict[str, Mutant], int]:
-    """Return the sampled mutants, and the number of all."""
     with ProcessPoolExecutor(args.workers) as pool:
         names = sorted(name for found in pool.map(mutant_names, scope_files()) for name in found)
         total = len(names)

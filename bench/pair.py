@@ -51,8 +51,6 @@ RATIOS = {"ratio": ("http_2", "http_1"), "total_ratio": ("http_2", "total_1")}
 
 @dataclass
 class Figures:
-    """The runs of one case."""
-
     tokens_per_s: list[float] = field(default_factory=list)
     steady: list[float] = field(default_factory=list)
     ttft_ms_p50: list[float | None] = field(default_factory=list)

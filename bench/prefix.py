@@ -33,8 +33,6 @@ ANSWER_TOKENS = 4
 
 
 class RunningRequest:
-    """One request in flight."""
-
     def __init__(self, engine: Engine, name: str, prompt: list[int], cached: bool) -> None:
         self.first = 0.0
         self.text = b""
@@ -61,7 +59,6 @@ class RunningRequest:
             self._done.set()
 
     def wait(self) -> RunningRequest:
-        """Wait until the request has ended."""
         self._done.wait()
         return self
 

@@ -181,7 +181,6 @@ def main() -> None:
 
 
 def figures(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures that have targets."""
     turns = {(r["durability"], r["sessions"]): r for r in results if r["measure"] == "turns"}
     best_turn = max(r["turns_per_s"] for key, r in turns.items() if key[0] == "turn")
     return {

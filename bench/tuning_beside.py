@@ -51,7 +51,6 @@ def request(url: str, path: str, body: bytes | None = None, kind: str = "applica
 
 
 def data_file(words: int) -> bytes:
-    """Return lines of random words."""
     generator = random.Random(1)
 
     def text(count: int) -> str:

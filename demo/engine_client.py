@@ -76,7 +76,6 @@ class EngineClient:
         return job
 
     def complete(self, prompts: list[str], max_tokens: int) -> list[str]:
-        """The prompts are one batch."""
         return self._submit([self._request(prompt, max_tokens) for prompt in prompts]).texts()
 
     def converse(self, sessions: list[list[str]], max_tokens: int) -> list[list[str]]:

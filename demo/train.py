@@ -30,8 +30,6 @@ WARM_UP, PLATEAU = 100, 0.3
 
 @dataclass(frozen=True, slots=True)
 class TimedSchedule(Schedule):
-    """A schedule by the clock."""
-
     seconds: float = 0.0
     end: float = 0.0
     """of time.monotonic"""

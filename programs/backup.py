@@ -175,7 +175,6 @@ def _sync(path: Path) -> None:
 
 
 def build_parser(name: str) -> CommandParser:
-    """Returns the parser of one of the commands."""
     description, example = _COMMANDS[name]
     parser = CommandParser(name, f"{description} {_EPILOG}", example, takes_settings=True)
     if name == "check":

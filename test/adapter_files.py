@@ -50,6 +50,5 @@ def random_experts(
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor]) -> Path:
-    """The tensors as a .pth file."""
     torch.save(tensors, path)
     return path

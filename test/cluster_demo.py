@@ -67,7 +67,6 @@ class Machine:
         self._service = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=environment)
 
     def engines(self) -> list[dict[str, Any]]:
-        """Return the engines in the machine's /status."""
         return list((fetch(f"{self.url}/status") or {}).get("engines", []))
 
     def chat(self, text: str) -> str:
@@ -82,7 +81,6 @@ class Machine:
         self._nodes.kill(self.ip)
 
     def stop(self) -> None:
-        """Stop the service."""
         self._service.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._service.wait(60)

@@ -61,5 +61,4 @@ class FailingCalls:
 
     @property
     def last(self) -> str:
-        """Name of the last call that failed."""
         return bytes(self._memory[_NUMBERS.size :]).split(b"\0")[0].decode()

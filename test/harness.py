@@ -71,7 +71,6 @@ class RunningJob:
 
     @property
     def all_texts(self) -> list[bytes]:
-        """Texts in the order of rows."""
         return [self.texts[row] for row in range(self.job.num_rows)]
 
 
@@ -89,7 +88,6 @@ def turn(session_id: str, prompt: str, **fields: Any) -> GenerateRequest:
 
 
 def submit(engine: Engine, *rows: GenerateRequest, **fields: Any) -> RunningJob:
-    """Submit a job without waiting for it."""
     running = RunningJob(Job(job_id=f"job{next(_ids)}", rows=list(rows), **fields))
     engine.submit(running.job, running.sink, running.on_admitted)
     return running

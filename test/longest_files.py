@@ -221,7 +221,6 @@ def is_slow(path: Path) -> bool:
 
 
 def missing_files() -> list[str]:
-    """Return listed files that do not exist."""
     return [name for name in (*LONGEST, *DAILY, *GROUPS) if not (HERE / name).exists()]
 
 

@@ -24,8 +24,6 @@ STATE_WORDS = 32
 
 @dataclass
 class FakeHost:
-    """A state in host memory."""
-
     data: dict[str, bytes]
 
     def parts(self) -> dict[str, memoryview]:
@@ -48,7 +46,6 @@ class FakeCopy:
         return self.polls_left < 0
 
     def wait(self) -> None:
-        """Finish the copy."""
         if self.finish is not None:
             self.finish()
             self.finish = None
@@ -135,7 +132,6 @@ class Outcome:
 
     @property
     def known(self) -> bool:
-        """Whether it was called."""
         return bool(self.calls)
 
     @property
@@ -182,7 +178,6 @@ class Driver(PoolDriver):
         return state
 
     def export(self, session_id: str, dialogue: int | None = None) -> SessionFile:
-        """Export a session. Raises its error."""
         found: list[SessionFile | Exception] = []
         self.pool.import_export.export(session_id, found.append, dialogue)
         self.until(lambda: bool(found))
@@ -220,7 +215,6 @@ def get_store(driver: Driver) -> Store:
 
 
 def get_session(driver: Driver, name: str, dialogue: int = -1) -> Session:
-    """A session in memory."""
     found = driver.pool._index.get(SessionKey(name, dialogue))
     assert found is not None
     return found

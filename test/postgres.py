@@ -67,7 +67,6 @@ class Server:
 
     @property
     def runs(self) -> bool:
-        """Whether it is running."""
         return self._process is not None
 
     def kill(self) -> None:

@@ -62,11 +62,9 @@ class RayNodes:
 
     @property
     def address(self) -> str:
-        """The head's address."""
         return f"127.0.1.1:{self.port}"
 
     def start(self, cpus: int = 1, gpus: int = 0) -> str:
-        """Start a node and return its address."""
         ip = f"127.0.1.{len(self._nodes) + 1}"
         place = ["--head", f"--port={self.port}"] if not self._nodes else [f"--address={self.address}"]
         place += [f"--temp-dir={self.folder / 'ray'}", "--include-dashboard=false"] if not self._nodes else []
@@ -85,7 +83,6 @@ class RayNodes:
         return self._started(ip)
 
     def start_again(self, head: str) -> None:
-        """Restart a killed head."""
         (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)  # else Ray believes that the head runs
         self._started(head)
 

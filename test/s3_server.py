@@ -18,8 +18,6 @@ def unavailable_reason() -> str | None:
 
 
 class ObjectServer:
-    """One server and its buckets."""
-
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer
 
@@ -36,7 +34,6 @@ class ObjectServer:
         return f"s3://{name}/some/prefix?endpoint={self.endpoint}"
 
     def close(self) -> None:
-        """Stop the server."""
         self._server.stop()
 
 

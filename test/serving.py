@@ -66,7 +66,6 @@ def sse_data(text: str) -> list[Any]:
 
 
 def row_texts(events: list[Any]) -> dict[int, str]:
-    """Return the text of each row of a native stream."""
     texts: dict[int, str] = {}
     for event in events:
         for choice in event["choices"]:
@@ -75,8 +74,6 @@ def row_texts(events: list[Any]) -> dict[int, str]:
 
 
 class Service:
-    """One running service."""
-
     def __init__(
         self,
         folder: Path,
@@ -123,11 +120,9 @@ class Service:
         return self
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """GET with a generous timeout."""
         return httpx.get(self.url + path, timeout=REQUEST_TIMEOUT_S, headers=self.headers, **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        """POST a JSON body."""
         options.setdefault("timeout", REQUEST_TIMEOUT_S)
         headers = {**self.headers, **options.pop("headers", {})}
         if body is not None:
@@ -140,14 +135,12 @@ class Service:
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
-        """Open a stream."""
         with httpx.stream(
             "POST", self.url + path, json=body, timeout=REQUEST_TIMEOUT_S, headers=self.headers
         ) as response:
             yield response
 
     def status(self) -> dict[str, Any]:
-        """Return the /status document."""
         response = self.request("GET", "/status", headers={**self.headers, **self.admin_headers})
         response.raise_for_status()
         value: dict[str, Any] = response.json()
@@ -217,7 +210,6 @@ def raise_priority(processes: Iterable[int]) -> None:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Whether the process exists and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:

@@ -167,7 +167,6 @@ def gained(before: dict[int, Figures], after: dict[int, Figures], what: str) -> 
 
 
 def wait(seconds: float, findings: Findings) -> None:
-    """Wait, and print the progress."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, PROGRESS_S))
@@ -201,7 +200,6 @@ def slope_record(found: Slope) -> dict[str, float]:
 
 
 def has_violations(result: dict[str, Any]) -> bool:
-    """Whether there was any violation."""
     held = any(count for one in result["held_at_rest"] for count in one.values())
     leaks = bool(result["more_threads"] or result["more_descriptors"] or result["grows"])
     return bool(result["unexplained"] or result["lost_or_different"]) or held or leaks

@@ -68,7 +68,6 @@ def check_files(database: Path) -> str:
 
 
 def run_kills(folder: Path, arguments: argparse.Namespace, service_arguments: list[str]) -> dict[str, Any]:
-    """Run all rounds and return the record."""
     rng = random.Random(arguments.seed)
     database, findings, gate, bad_files = folder / "sessions.db", Findings(), threading.Event(), 0
     gate.set()

@@ -57,7 +57,6 @@ def figures_of(pid: int) -> Figures | None:
 
 
 def name_of(pid: int) -> str:
-    """Return the process name."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip().replace(" ", "-")
     return "?"
@@ -71,7 +70,6 @@ def names_of(url: str) -> dict[int, str]:
 
 
 def all_figures(supervisor: int) -> dict[int, Figures]:
-    """Return the figures of the supervisor and its descendants."""
     found = {pid: figures_of(pid) for pid in [supervisor, *descendants(supervisor)]}
     return {pid: figures for pid, figures in found.items() if figures is not None}
 

@@ -178,7 +178,6 @@ class Run:
             self.kills += 1
 
     def summary(self) -> dict[str, Any]:
-        """Check every history."""
         wrong = {name: found for name, history in self.histories.items() if (found := faults(history))}
         operations = [one for history in self.histories.values() for one in history]
         return {

@@ -74,7 +74,6 @@ def descendants(pid: int) -> list[int]:
 
 
 def logs(folder: Path) -> str:
-    """Return the logs of all services in a folder."""
     return "".join(path.read_text(errors="replace") for path in sorted(folder.glob("service-*.log")))
 
 

@@ -93,8 +93,6 @@ def send_turn(client: httpx.Client, url: str, talk: Conversation, turn: Turn, na
 
 @dataclass
 class Findings:
-    """Results of all clients."""
-
     answers: Counter[str] = field(default_factory=Counter)
     """by request kind and status"""
     unexplained: list[str] = field(default_factory=list)

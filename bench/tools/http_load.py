@@ -21,8 +21,6 @@ WORDS = "the river ran past a small town where people met to talk about weather 
 
 @dataclass
 class Load:
-    """The requests of a load."""
-
     route: str
     concurrency: int
     rounds: int
@@ -105,8 +103,6 @@ MARKERS = {
 
 @dataclass
 class Connection:
-    """One client's connection."""
-
     request: bytes
     connection: socket.socket
     sent: float = 0.0
@@ -193,7 +189,6 @@ def drive(load: Load, host: str, port: int, numbers: list[int], results: Any, ba
 
 
 def fetch(url: str, path: str, password: str) -> str:
-    """GET a path and return its text."""
     request = urllib.request.Request(url + path, headers={"Authorization": f"Bearer {password}"} if password else {})
     with urllib.request.urlopen(request, timeout=30) as response:
         text: str = response.read().decode()

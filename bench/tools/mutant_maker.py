@@ -45,7 +45,6 @@ def original(path: str) -> str:
 
 
 def diff(mutant: Mutant) -> str:
-    """Return the mutant's unified diff."""
     before, after = original(mutant.path).splitlines(True), mutant.text.splitlines(True)
     return "".join(difflib.unified_diff(before, after, f"a/{mutant.path}", f"b/{mutant.path}"))
 
@@ -108,7 +107,6 @@ def _function_names(module: Any) -> dict[Any, str]:
 
 
 def mutant_names(path: str) -> list[str]:
-    """Return the names of a file's mutants."""
     return [name for name, *_ in mutations(path)]
 
 

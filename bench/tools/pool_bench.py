@@ -30,8 +30,6 @@ class HostBytes:
 
 @dataclass
 class DoneCopy:
-    """A finished copy."""
-
     host: HostBytes
 
     def is_done(self) -> bool:

@@ -193,8 +193,6 @@ class Input:
 
 
 class _FileIdentity(NamedTuple):
-    """Recognises an open file."""
-
     device: int
     inode: int
     size: int

@@ -80,7 +80,6 @@ class LineWorker:
         return await self._deduplicated(request, self.answers)
 
     async def _deduplicated(self, request: TaskRequest, answers: Sidecar) -> Outcome:
-        """Returns the answer to this or an equal line."""
         key = _key(request)
         if (waiting := self.in_progress.get(key)) is not None:
             first = await asyncio.shield(waiting)

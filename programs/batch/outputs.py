@@ -78,7 +78,6 @@ class ReorderBuffer:
         self._end_index = max(self._end_index, end)
 
     def end(self, index: int, record: FinishedRecord) -> None:
-        """Finishes a record."""
         if not self._keeps_order:
             self._beyond.add(index)
             self._write(record)

@@ -31,8 +31,6 @@ _MAX_UNCOMMITTED = 32 << 20
 
 
 class Worker(Protocol):
-    """Answers records."""
-
     async def open(self) -> int:
         """Prepares the worker. Returns the number of records in flight. Raises RunError."""
 
@@ -83,7 +81,6 @@ class Run:
         await self._commit(is_last=True)
 
     async def _start_records(self) -> None:
-        """Starts every record and waits for all."""
         while True:
             window, end = await asyncio.to_thread(self._read)
             self._reorder_buffer.begin([record.index for record in window], end)

@@ -29,15 +29,11 @@ _SEEDS = 2**64
 
 
 class TaskRequest(NamedTuple):
-    """A request to a route."""
-
     path: str
     body: dict[str, Any]
 
 
 class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a task for all records."""
-
     task: str
     field: str = "text"
     template: str = ""
@@ -48,8 +44,6 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Task(Protocol):
-    """One kind of task."""
-
     def request(self, record: Record) -> TaskRequest:
         """Returns the request. Raises LineError if the record lacks a field."""
 
@@ -90,14 +84,11 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 
 def with_terms(body: dict[str, Any], glossary: Glossary | None) -> TaskRequest:
-    """Returns the request to translate a text with its terms."""
     terms = glossary.terms_in(body["text_list"][0]) if glossary is not None else {}
     return TaskRequest(TRANSLATE, {**body, "glossary": terms} if terms else body)
 
 
 class _Translate:
-    """A Task: translates a text."""
-
     def __init__(self, task_options: TaskOptions, glossary: Glossary | None) -> None:
         self._plan = task_options
         self._glossary = glossary

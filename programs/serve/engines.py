@@ -354,7 +354,6 @@ class Engines:
                     engine.child.send_command("end")
 
     def _is_initial(self, engine: EngineProcess) -> bool:
-        """Whether the service was started with this engine."""
         return engine.info.is_own and not self.is_up
 
     def _reap(self, name: str, engine: EngineProcess) -> None:

@@ -125,7 +125,6 @@ class CommandParser(argparse.ArgumentParser):
                 self.short_help[action] = argparse.SUPPRESS
 
     def format_help(self) -> str:
-        """Return the help with the common flags."""
         full = {action: action.help for action in self.short_help}
         try:
             for action, text in self.short_help.items():
@@ -136,7 +135,6 @@ class CommandParser(argparse.ArgumentParser):
                 action.help = old
 
     def full_help(self) -> str:
-        """Return the help with all flags."""
         needed = [action for action in self._actions if action.required and action.option_strings]
         names = [str(one.metavar or one.dest).upper() for one in self._get_positional_actions()]
         names += [f"{one.option_strings[0]} {one.metavar or 'X'}" for one in needed]
@@ -190,5 +188,4 @@ class CommandParser(argparse.ArgumentParser):
 
     @staticmethod
     def is_file(action: argparse.Action) -> bool:
-        """Return whether an argument is the path of a file."""
         return action.type is Path or action.metavar in _FILES

@@ -350,7 +350,6 @@ class JobTable:
         return list(dict.fromkeys([*job.live, *self._scheduler.running_of(job)]))
 
     def _abort(self, job: RunningJob, error: ErrorInfo) -> None:
-        """End a job immediately with an error."""
         self._scheduler.remove_waiting(job)
         rows = self._rows_of(job)
         job.live.clear()  # the error is all that is sent

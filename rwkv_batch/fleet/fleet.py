@@ -111,7 +111,6 @@ class Fleet:
 
     @property
     def members(self) -> list[Member]:
-        """All engines, connected or not."""
         with self._lock:
             return list(self._members.values())
 

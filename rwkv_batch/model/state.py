@@ -68,7 +68,6 @@ class StateFormat(enum.StrEnum):
         return (wkv[0], HEAD_BYTES) if self is StateFormat.INT8 else wkv
 
     def num_bytes(self, wkv: tuple[int, ...]) -> int:
-        """Bytes of a layer's state."""
         return math.prod(self.sizes(wkv)) * self.dtype.itemsize
 
     def pack(self, wkv: Tensor) -> Tensor:

@@ -110,7 +110,6 @@ def _states(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> lis
 
 
 def _orientation(path: Path, stored: list[Tensor], requested: str) -> tuple[str, str]:
-    """Returns the orientation and the reason for it."""
     if requested != AUTO:
         return requested, "as requested"
     declared = metadata_of(path).get(ORIENTATION)

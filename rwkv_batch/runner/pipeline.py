@@ -92,7 +92,6 @@ class Stage:
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes of one slot of this stage."""
         shift = self.precision.activations.itemsize
         return self.shape.slot_bytes(len(self.layers), self.precision.wkv_state, shift, int(self.cuts.begins_within))
 
@@ -116,7 +115,6 @@ class Stage:
         return sum(linear.num_bytes for linear in linears) + table
 
     def allocate_slots(self, num_slots: int) -> None:
-        """Allocate all slots, once."""
         self.state = StateArena(
             num_slots,
             len(self.layers),
@@ -251,7 +249,6 @@ class Pipeline:
         return sum(stage.slot_bytes for stage in self.stages if stage.precision.device == device)
 
     def allocate_slots(self, num_slots: int) -> None:
-        """Allocate the slots on every device."""
         for stage in self.stages:
             stage.allocate_slots(num_slots)
 

@@ -97,7 +97,6 @@ class InFlightStep:
 
     @property
     def num_drafted(self) -> int:
-        """Drafted tokens that it verifies."""
         return 0 if self.draft_logits is None else len(self.draft_logits)
 
     @property
@@ -272,7 +271,6 @@ class StepSampler:
         return [(sequence, error) for sequence, error in zip(sequences, errors, strict=True) if error is not None]
 
     def _append_jump_forward_tokens(self, sequences: list[Sequence]) -> None:
-        """Append jump-forward tokens to the samplers' counts."""
         runs: dict[Sampler | FilteredSampler, list[Sequence]] = {}
         for sequence in sequences:
             if sequence.uncounted_ids:

@@ -61,7 +61,6 @@ class _ReadRequest:
     """monotonic time"""
 
     def without(self, state: int, error: Exception) -> _ReadRequest:
-        """Return the request without one more state."""
         logger.error("the stored state of the session with row %d cannot be used: %s", self.row_id, error)
         return replace(self, unusable_states={**self.unusable_states, state: _unavailable_error(error)})
 

@@ -12,7 +12,6 @@ from demo.random_weights import write_random_model
 
 
 def last_line(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the last line of a run that fails."""
     monkeypatch.setattr("sys.argv", ["quality", *arguments])
     with pytest.raises(SystemExit) as ended:
         quality.main()

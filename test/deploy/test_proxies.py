@@ -107,7 +107,6 @@ def run_proxy(name: str, folder: Path, service_port: int) -> Iterator[int]:
 
 @pytest.fixture(params=PROGRAMS)
 def front(request: pytest.FixtureRequest, behind: Service, tmp_path: Path) -> Iterator[Front]:
-    """Each proxy in front of the same service."""
     with run_proxy(request.param, tmp_path, behind.port) as port:
         yield Front(f"http://127.0.0.1:{port}", port, behind)
 

@@ -40,7 +40,6 @@ CLOSING = [i for i, token in enumerate(TOKENIZER.byte_table) if token and not to
 
 
 def constraint_of(schema: Schema) -> Constraint:
-    """A strict constraint."""
     return Constraint(form=Form.JSON_SCHEMA, source=json.dumps(schema), field="json_schema")
 
 

@@ -41,7 +41,6 @@ class Steps:
         return rows
 
     def batch(self, rows: int, prompt_tokens: int = 1) -> list[Sequence]:
-        """Add batch rows."""
         running, sequences = job(rows, prompt_tokens, client="bulk")
         self.plan.add(running, sequences)
         return sequences

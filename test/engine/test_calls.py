@@ -64,7 +64,6 @@ class TableEngine(FakeEngine):
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[EngineClient]:
-    """A client connected to an engine that answers."""
     address = str(tmp_path / "engine.sock")
     EngineServer(TableEngine(EngineConfig(model_path=""))).listen(address)
     client = EngineClient(unix_connector(address))

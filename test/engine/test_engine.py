@@ -49,7 +49,6 @@ def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def bounded(model: Path) -> Iterator[Engine]:
-    """An engine with a short queue."""
     with started_engine(model, max_waiting_rows=10, max_waiting_rows_per_client=5) as engine:
         yield engine
 

@@ -54,7 +54,6 @@ class Scripted:
     before_wait: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, messages: Iterable[Any], refusal: NotSent | None = None) -> None:
-        """refusal: raised by every offer"""
         self._messages = messages
         self._failure: Exception | None = None
         self._refusal = refusal

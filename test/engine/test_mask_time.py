@@ -30,7 +30,6 @@ class Steps:
         self.plan = Scheduler(limits, Slots(500))
 
     def rows(self, count: int, constrained: bool, is_batch: bool = False) -> list[Sequence]:
-        """Add rows of one job."""
         running, sequences = job(count)
         running.is_batch = is_batch
         for sequence in sequences if constrained else ():
@@ -50,7 +49,6 @@ class Steps:
         return rows
 
     def steps_of_rows(self, steps: int, mask_s: float) -> Counter[Sequence]:
-        """Return the number of steps of each row."""
         return Counter(row.sequence for _ in range(steps) for row in self.step(mask_s))
 
 

@@ -73,7 +73,6 @@ def test_threads_do_not_change_the_table_of_futexes() -> None:
 
 @pytest.fixture
 def root_logger() -> Iterator[logging.Logger]:
-    """The root logger, as before afterwards."""
     root = logging.getLogger()
     handlers, level, callbacks = root.handlers[:], root.level, gc.callbacks[:]
     yield root

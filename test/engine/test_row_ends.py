@@ -320,7 +320,6 @@ def test_a_deadline_does_not_apply_to_a_later_job_of_the_same_id(loop: Stepped) 
 
 
 def named(loop: Stepped, job_id: str, *rows: GenerateRequest, **fields: Any) -> RunningJob:
-    """A job with this id."""
     running = RunningJob(Job(job_id=job_id, rows=list(rows), **fields))
     loop.engine.submit(running.job, running.sink, running.on_admitted)
     return running

@@ -151,7 +151,6 @@ class TestDrafter:
         self._kind, self._answer, self._start, self._rng = kind, answer, start, rng
 
     def propose(self, ids: Any, length: int, count: int) -> list[int]:
-        """See Drafter."""
         rng, at = self._rng, length - self._start
         right = self._answer[at : at + rng.randint(0, count)]
         wrong = [rng.randrange(1, 60000) for _ in right]

@@ -31,7 +31,6 @@ def clock() -> Clock:
 
 
 def look(dog: Watchdog, clock: Clock, loop_count: list[int | None], every_s: float = 0.5) -> list[bool]:
-    """The watchdog's result at each check."""
     said = []
     for count in loop_count:
         clock.now += every_s

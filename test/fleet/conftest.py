@@ -25,6 +25,5 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
 
 @pytest.fixture
 def two_engines(monkeypatch: pytest.MonkeyPatch) -> FakeFleet:
-    """A fleet of two connected engines."""
     use_fake_clients(monkeypatch, FakeClient)
     return make_fleet(FleetLimits(resubmit=2, wait_s=0.0))

@@ -119,6 +119,5 @@ def submit(fleet: Fleet, row: Any = None) -> RunningJob:
 
 
 def client_with_job(engines: list[FakeClient]) -> FakeClient:
-    """Return the only client with jobs."""
     (found,) = [engine for engine in engines if engine.jobs]
     return found

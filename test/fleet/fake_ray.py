@@ -97,11 +97,9 @@ class FakeRay:
         """one object replaces all modules"""
 
     def modules(self) -> dict[str, Any]:
-        """Return the entries for sys.modules."""
         return dict.fromkeys(("ray", "ray.util", "ray.util.scheduling_strategies"), self)
 
     def engine(self, name: str, serves: str, status: ModelStatus = ModelStatus.READY) -> FakeActor:
-        """Add an existing engine."""
         self.actors[name] = FakeActor(serves).set_status(status)
         return self.actors[name]
 

@@ -121,8 +121,6 @@ class FakeEngine:
 
 @dataclass
 class Engine:
-    """An engine's process."""
-
     number: int
     started: float
     fake: FakeEngine = field(default_factory=FakeEngine)

@@ -52,7 +52,6 @@ def nodes() -> Iterator[RayNodes]:
 
 
 def joined(nodes: RayNodes, folder: Path, tiny_model: Path, *arguments: str, **environment: str) -> Service:
-    """A service of one machine in the cluster."""
     common = ("--model-path", str(tiny_model), "--cluster", nodes.address, "--threads", "1", "--http-workers", "1")
     more = {**nodes.environment, **environment}
     return Service(folder, *common, *arguments, state_db="", **more)

@@ -111,8 +111,6 @@ def test_a_process_outside_a_cluster_starts_none() -> None:
 
 
 class FakeChild:
-    """The cluster process."""
-
     def __init__(self) -> None:
         self.says: list[tuple[str, Any]] = []
         self.result: list[Any] = []

@@ -111,8 +111,6 @@ def test_an_unshared_session_stays_with_its_engine(two_engines: FakeFleet) -> No
 
 
 class Finding(FakeClient):
-    """Finds the sessions of its engine."""
-
     def call(self, call: Any, reply: Any) -> None:
         known = {"engine-0": {"s"}, "engine-1": {"owner=anna/s"}}[self.name]
         reply(next((name for name in call.session_ids if name in known), None))

@@ -39,7 +39,6 @@ def all_ready(service: Service) -> Service:
 
 
 def engines(service: Service) -> dict[str, dict[str, Any]]:
-    """The engines of /status."""
     return {one["engine"]: one for one in service.status()["engines"]}
 
 

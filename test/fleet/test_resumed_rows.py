@@ -42,7 +42,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def deltas_of(running: RunningJob) -> list[Delta]:
-    """All deltas of a job."""
     return [delta for events in running.events for delta in events.deltas]
 
 

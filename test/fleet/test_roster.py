@@ -337,7 +337,6 @@ def supervisor(make_service: Callable[..., Service], monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def departures(monkeypatch: pytest.MonkeyPatch) -> list[Roster]:
-    """Rosters that have left."""
     left: list[Roster] = []
     monkeypatch.setattr(Roster, "leave", lambda self: left.append(self))
     return left

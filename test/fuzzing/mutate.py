@@ -118,7 +118,6 @@ def _mutate_json(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutate_json(rng: random.Random, data: bytes) -> bytes:
-    """Change a JSON document, or its bytes."""
     return _mutate_json(rng, data)
 
 

@@ -188,7 +188,6 @@ def test_the_fingerprint_covers_scale_and_numbers(tmp_path: Path) -> None:
 
 
 def peft(folder: Path, parts: dict[str, dict[str, Tensor]], config: dict[str, Any]) -> Path:
-    """Write a folder as PEFT saves it."""
     from safetensors.torch import save_file
 
     folder.mkdir()

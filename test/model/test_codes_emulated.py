@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, rea
 
 @pytest.fixture(scope="module", params=WEIGHT_ONLY)
 def format_(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Format:
-    """A format, its kernels ready."""
     found: Format = request.param
     LIBRARIES[found] = emulated(f"weight_only_{found}", tmp_path_factory.mktemp("emulated"), (32, 64), (1,))
     return found

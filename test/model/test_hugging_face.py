@@ -61,7 +61,6 @@ def rwkv_layout() -> dict[str, Tensor]:
 
 
 def sharded(folder: Path, tensors: dict[str, Tensor], count: int = 3) -> Path:
-    """Write a folder with this many shards."""
     folder.mkdir(exist_ok=True)
     names = sorted(tensors)
     places = {name: f"model-{1 + i % count:05}-of-{count:05}.safetensors" for i, name in enumerate(names)}

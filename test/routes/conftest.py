@@ -48,5 +48,4 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def request(service: Service, method: str, path: str, key: str = ANNA, **options: Any) -> httpx.Response:
-    """Send a request with a key."""
     return service.request(method, path, headers=bearer(key), **options)

@@ -170,8 +170,6 @@ def test_a_waiting_writer_is_not_a_stalled_client() -> None:
 
 
 class Request:
-    """Robyn's request."""
-
     ip_addr = None
     body = b'{"contents": ["a"]}'
     headers: dict[str, str] = {}  # noqa: RUF012
@@ -380,8 +378,6 @@ def test_an_engine_lost_while_a_full_answer_waits_is_an_error() -> None:
 
 
 class Refuses(Engine):
-    """Refuses every job and every call."""
-
     def submit(self, job: Job, sink: Any, admitted: Any) -> None:
         admitted(ServiceError.from_info(BUSY))
 

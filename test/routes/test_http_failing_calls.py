@@ -91,7 +91,6 @@ class FailingService:
             self.calls.disarm()
 
     def num_descriptors(self) -> int:
-        """Return the open descriptors of all processes."""
         found, number = [self.service.process.pid], 0
         while found:
             pid = found.pop()

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """A server that is killed and restarted."""
     if (why := unavailable_reason()) is not None:
         pytest.skip(why)
     started = Server()

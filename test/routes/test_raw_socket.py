@@ -46,7 +46,6 @@ def head(dice: random.Random, *lines: bytes) -> bytes:
 
 
 def noise(dice: random.Random, length: int) -> bytes:
-    """Random bytes."""
     return dice.randbytes(dice.randint(1, length))
 
 
@@ -226,13 +225,11 @@ class Neighbours:
     ]
 )
 def front(request: pytest.FixtureRequest) -> str:
-    """The proxy in front of the service."""
     return str(request.param)
 
 
 @pytest.fixture
 def service(front: str, tmp_path: Path) -> Iterator[Service]:
-    """A service without a model."""
     running = Service(tmp_path, "--front", front, program="test/fake_app.py", PYTHONPATH=".")
     try:
         yield running.wait_ready()

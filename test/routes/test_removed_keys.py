@@ -23,8 +23,6 @@ CONVERSATION = {"model": "rwkv7", "messages": [{"role": "user", "content": "Hi"}
 
 
 class KeyedService(Service):
-    """A service with keys that can be changed."""
-
     def set_keys(self, **keys: str) -> None:
         """Write the keys file, and wait until every HTTP worker has it."""
         self.keys_file.write_text(keys_text(keys))

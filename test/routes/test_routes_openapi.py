@@ -146,7 +146,6 @@ def test_the_reference_is_up_to_date() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the examples' files."""
     made = tmp_path_factory.mktemp("examples")
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"contents": ["a"]}}
     (made / "memory.tmx").write_text(TMX, "utf-8")

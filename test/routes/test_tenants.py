@@ -31,8 +31,6 @@ LONG = "A tenant's own instructions, which no other tenant may guess by their ti
 
 
 class Client:
-    """A client of the service with one secret."""
-
     def __init__(self, service: Service, secret: str) -> None:
         self._service = service
         self._headers = {"Authorization": f"Bearer {secret}"}

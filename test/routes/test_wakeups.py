@@ -22,8 +22,6 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class Reading:
-    """A mailbox and a thread that reads it."""
-
     def __init__(self, wakeups: ReaderWakeups, read_before: bool = False, wake_lock: Any = None) -> None:
         self.mailbox: Mailbox[int] = Mailbox()
         self.mailbox.wake_lock = wake_lock or self.mailbox.wake_lock

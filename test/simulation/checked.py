@@ -157,7 +157,6 @@ class Drafts:
         self._world, self._sequence = world, sequence
 
     def propose(self, _: object, length: int, count: int) -> list[int]:
-        """See Drafter."""
         rng = self._world.drafting
         tokens = self._world.runner.next_tokens(self._sequence, length, rng.choice((0, 1, 3, count)))
         return [token if rng.random() < 0.8 else rng.choice(ALPHABET) for token in tokens]

@@ -73,7 +73,6 @@ class Clients:
         self.log.append(line)
 
     def describe(self) -> str:
-        """Describe the open requests."""
         return f"jobs {list(self.open_jobs)}, calls {list(self.open_calls.values())}"
 
     # Requests ------------------------------------------------------------------------------------------------
@@ -347,7 +346,6 @@ class Clients:
 
 
 def _damage(content: bytes, rng: random.Random) -> bytes:
-    """Return a damaged copy of a file."""
     kind = rng.randrange(4)
     if kind == 0:
         return content[: rng.randrange(len(content))]

@@ -111,19 +111,15 @@ def read_slots(sequence: Sequence) -> list[int]:
 
 
 def write_slots(sequence: Sequence) -> list[int]:
-    """The write slots of all members."""
     return [sequence.write_slot, *(member.slot for member in sequence.members)]
 
 
 def shares(sequence: Sequence) -> list[float]:
-    """The members' weights."""
     return [sequence.weight, *(member.weight for member in sequence.members)] if sequence.members else [1.0]
 
 
 @dataclass
 class Step:
-    """A launched step."""
-
     rows: list[ScheduledRow]
     tokens: list[int]
     started: float = 0.0
@@ -301,18 +297,15 @@ class Runner:
         return int(req_slot[3])
 
     def read(self, step: Step) -> list[tuple[int, TokenLogprob | None]]:
-        """Return the sampled tokens of a step."""
         self.before_read(step)
         if self.within is not None:
             self.within()
         return [(token, None) for token in step.tokens]
 
     def read_scores(self, step: Step) -> list[tuple[Sequence, list[TokenLogprob]]]:
-        """Return the scores of a step."""
         return step.scores
 
     def is_device_lost(self) -> bool:
-        """Return False."""
         return False
 
     @staticmethod

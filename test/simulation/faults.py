@@ -69,7 +69,6 @@ class Settings:
 
     @staticmethod
     def random_settings(rng: random.Random, more: random.Random, without: frozenset[str] = frozenset()) -> Settings:
-        """Return a seed's settings."""
         often = rng.random() < 0.5  # half of the worlds have no faults: they must answer all requests
         durability = rng.choice(["log", "log", "log", "turn", "lazy"])
 
@@ -157,7 +156,6 @@ class Faults:
         self.hangs_until = self.tasks.now + seconds
 
     def wait_for_store(self) -> None:
-        """Wait while the store hangs."""
         if self.tasks.runs("state-pool-reader") and self.tasks.now < self.hangs_until:
             self.tasks.wait(lambda: self.quiet, self.hangs_until - self.tasks.now)
 

@@ -146,7 +146,6 @@ class FleetClients:
         self._submit(rows, client=f"key{key}", limits=limits, timeout_s=rng.choice((None, None, 0.5)))
 
     def turn(self, name: str, worker: Worker | None = None) -> None:
-        """Send a turn of a session."""
         session = self._session(name)
         if session.is_unclear:
             return
@@ -312,7 +311,6 @@ class FleetClients:
             self._explain(error, request.at, request.session)
 
     def _explain(self, error: ErrorInfo, at: float, session: str = "") -> None:
-        """Check that an error has a reason."""
         had_fault = self._world.last_fault >= at - FAULT_S
         has_delete = any(request is None for request in self.sessions[session].requests.values()) if session else False
         fine = {

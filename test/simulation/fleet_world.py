@@ -112,7 +112,6 @@ class FleetWorld:
                 worker.fleet.update(engines)
 
     def ended(self, process: EngineProcess) -> None:
-        """An engine has drained and ended."""
         self._ended.append(process)
 
     def kill(self, process: EngineProcess) -> None:

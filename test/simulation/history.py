@@ -43,7 +43,6 @@ class History(list[int]):
         return History(super().__getitem__(at), self.began) if isinstance(at, slice) else super().__getitem__(at)
 
     def __add__(self, more: list[Any]) -> History:
-        """Append tokens."""
         return History([*self, *more], self.began)
 
     @property

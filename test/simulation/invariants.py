@@ -179,7 +179,6 @@ def _check_tiers(pool: Any) -> None:
 
 
 def check_rest(engine: Engine, pool: StatePool) -> None:
-    """Check the invariants of an idle engine."""
     engine.state_manager.parked.clear()
     demand(not pool.adapters.num_refs, f"{pool.adapters.num_refs} adapters are held at rest")
     faults = integrity_faults(pool) + engine.jobs.check_integrity()

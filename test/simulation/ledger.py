@@ -17,8 +17,6 @@ from test.simulation.violation import demand
 
 @dataclass(eq=False)
 class Turn:
-    """A recorded turn."""
-
     session: Session
     before: History
     tokens: list[int]
@@ -75,7 +73,6 @@ class Ledger:
     """largest reported dialogue number by session id"""
 
     def history(self, session: Session | None) -> History:
-        """Return the tokens of a session of the pool."""
         return History() if session is None else self.of.get(session, History())
 
     def began_as(self, session_id: str) -> list[Beginning]:

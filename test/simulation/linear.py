@@ -21,8 +21,6 @@ MAX_OPEN = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """One possible history."""
-
     tokens: tuple[int, ...] = ()
     open: frozenset[int] = frozenset()
     """requests that may still take effect"""
@@ -45,7 +43,6 @@ class LinearSession:
         return any(len(one.open) > MAX_OPEN for one in self.candidates) or len(self.candidates) > 100
 
     def begin(self, number: int, request: GenerateRequest | None) -> None:
-        """A request is sent."""
         self.requests[number] = request
         self.num_waiting += 1
         self.candidates = {Candidate(one.tokens, one.open | {number}, one.outcomes) for one in self.candidates}

@@ -32,8 +32,6 @@ class PowerLost(BaseException):
 
 
 class Task:
-    """A started thread."""
-
     def __init__(self, tasks: Tasks, name: str, run: Callable[[], Any]) -> None:
         self.name = name
         self.process = tasks.process
@@ -77,7 +75,6 @@ class Tasks:
         """the process of the current task; of the main task, the one that it acts for"""
 
     def start(self, name: str, run: Callable[[], Any]) -> Task:
-        """Create a task. It runs later."""
         task = Task(self, name, run)
         self._tasks.append(task)
         return task
@@ -118,7 +115,6 @@ class Tasks:
         self.pause()
 
     def runs(self, name: str) -> bool:
-        """Return whether the current task has this name."""
         return self._current is not None and self._current.name == name
 
     def run_one(self) -> bool:

@@ -13,7 +13,6 @@ from test.s3_server import unavailable_reason as s3_unavailable_reason
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
-    """A PostgreSQL server."""
     if (why := unavailable_reason()) is not None:
         pytest.skip(why)
     server = Server()

@@ -39,7 +39,6 @@ class Prompts:
 
     @property
     def slots(self) -> list[int]:
-        """Slots that rows hold."""
         return [row.slot for row in self.rows]
 
     def read_whole(self, blocks: list[int], tail: int) -> None:
@@ -89,7 +88,6 @@ class Prompts:
         row.hit, row.slot = hit, fresh
 
     def cancel(self, at: int) -> None:
-        """Cancel one of the prompts."""
         if self.rows:
             self.cancel_row(self.rows[at % len(self.rows)])
 
@@ -102,7 +100,6 @@ class Prompts:
         self.rows.remove(row)
 
     def cancel_all(self) -> None:
-        """Cancel every prompt."""
         for row in list(self.rows):
             self.cancel_row(row)
         assert not self.pool.prefixes._in_progress, "a prefix is awaited that nobody computes"

@@ -22,7 +22,6 @@ def open_umask() -> Iterator[None]:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """Return the modes of the files in a folder."""
     return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
 
 

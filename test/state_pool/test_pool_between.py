@@ -24,7 +24,6 @@ def opened(folder: Path, delay: int = 0, **changes: object) -> Driver:
 
 
 def rows_of(folder: Path, table: str = "sessions") -> int:
-    """Return the number of rows in a table."""
     with sqlite3.connect(folder / "sessions.db") as connection:
         return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 

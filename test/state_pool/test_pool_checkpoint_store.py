@@ -29,7 +29,6 @@ IN_A_BUCKET = pytest.param("s3", marks=pytest.mark.cluster)
 
 @pytest.fixture(name="address")
 def _address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the address of an empty store."""
     if getattr(request, "param", "file") == "s3":
         return str(request.getfixturevalue("object_server").bucket())
     (tmp_path / "objects").mkdir()
@@ -63,7 +62,6 @@ def objects_of(driver: Driver) -> CheckpointObjects:
 
 
 def stored_keys(driver: Driver) -> list[str]:
-    """Keys of the objects in the store."""
     return keys_in(objects_of(driver)._store, objects_of(driver)._key_prefix)
 
 
@@ -74,7 +72,6 @@ def has_swept(driver: Driver) -> bool:
 
 
 def named_keys(tmp_path: Path) -> list[str]:
-    """Keys in the database."""
     with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
         assert connection.execute("SELECT count(*) FROM state_chunks").fetchone() == (0,)
         found = connection.execute("SELECT object_key FROM states WHERE object_key IS NOT NULL ORDER BY object_key")

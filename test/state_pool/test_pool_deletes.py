@@ -26,7 +26,6 @@ class Store:
         self.jobs.append((job, done))
 
     def answer(self, error: Exception | None = None, count: int = 0) -> Any:
-        """Answer the oldest job and return it."""
         job, done = self.jobs.pop(0)
         if count:
             job.count, job.last_use = count, 5.0

@@ -47,7 +47,6 @@ class Mount:
 
 @pytest.fixture
 def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
-    """The mount of the folder."""
     mount = Mount(monkeypatch)
     for name in ("put", "get", "delete"):
         monkeypatch.setattr(FolderStore, name, mount.wrap(getattr(FolderStore, name)))

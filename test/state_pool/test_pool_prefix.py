@@ -185,7 +185,6 @@ def head_of(number: int) -> list[int]:
 
 
 def cache(prompts: Prompts, number: int) -> None:
-    """Cache the prefix and release it."""
     for tail in (60_000, 60_001):
         prompts.prefill([*head_of(number), tail])
 

@@ -15,7 +15,6 @@ SHARES = [(8.0,), (3.0, 5.0), (2.5, 3.0, 2.5), (0.5, 7.5), (7.5, 0.5), (1.0, 0.5
 
 
 def layout_of(shares: Sequence[float], wkv: tuple[str, tuple[int, ...]] = WKV) -> Layout:
-    """The layout of these stages."""
     layout: Layout = {}
     for i, one in enumerate(to_layer_ranges(shares)):
         count = one.last - one.first

@@ -18,8 +18,6 @@ Value = str | int | float | Sequence[str] | Sequence[int]
 
 
 class Entry(NamedTuple):
-    """A tensor to write."""
-
     name: str
     dtype: str
     """as in Place"""

@@ -125,7 +125,6 @@ def format_of(dtype: str) -> Format | None:
 
 
 def is_quantised(name: str) -> bool:
-    """Return whether the tensor of this name can be quantised."""
     return QUANTISED_NAMES.search(name) is not None
 
 

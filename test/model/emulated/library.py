@@ -246,8 +246,6 @@ def send_launches_to(
     """
 
     class Kernels:
-        """As library.Kernels."""
-
         def call(self, name: str, *args: object) -> None:
             """Run a launcher."""
             call(library_of(name), name, *args)

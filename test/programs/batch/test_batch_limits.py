@@ -43,7 +43,6 @@ def key_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with three keys."""
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "keys.toml").write_text("".join(f'[[key]]\nname = "{name}"\nkey = "{key_of(name)}"\n' for name in NAMES))
     running = fake_service(folder, "--keys-file", str(folder / "keys.toml"), password=key_of("carla"))

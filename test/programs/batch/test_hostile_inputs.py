@@ -23,7 +23,6 @@ from test.serving import Service
 
 
 def last_error(capsys: Any) -> str:
-    """Return the last error line."""
     message: str = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("error: "), message
     return message

@@ -46,7 +46,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RWKV]:
 
 @pytest.fixture(scope="module")
 def package_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The package's own answers."""
     path = write_ascii_model(tmp_path_factory.mktemp("package") / "ascii.pth")
     command = [sys.executable, "-m", "test.programs.library.pipelines", str(path.with_suffix(""))]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)

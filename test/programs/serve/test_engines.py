@@ -49,7 +49,6 @@ class Processes:
             return not self.ended
 
         def kill(self) -> None:
-            """It ends."""
             self.ended = True
 
     def Pipe(self) -> Any:  # noqa: N802 - as multiprocessing calls it

@@ -45,7 +45,6 @@ def workers(service: Service) -> dict[str, int]:
 
 
 def wait_ready_once(service: Service) -> None:
-    """Wait until one answer is ready."""
     wait_for(lambda: service.get("/readyz").status_code == 200, 60, "ready")
 
 
@@ -198,8 +197,6 @@ def test_after_the_first_ready_no_worker_refuses_work(fake: Service) -> None:
 
 
 class RecordingProcess:
-    """A process that only records messages."""
-
     def __init__(self) -> None:
         self.reported: list[Any] = []
 

@@ -61,7 +61,6 @@ def unload(service: Service, name: str) -> dict[str, Any]:
 
 
 def answering_model(service: Service, model: str, path: str = CHAT) -> str:
-    """Return the name of the model that answers."""
     body = WHO if path == CHAT else {"prompt": "who", "max_tokens": 1}
     answer = service.post(path, {**body, "model": model})
     assert answer.status_code == 200, answer.text

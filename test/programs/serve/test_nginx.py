@@ -52,7 +52,6 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The same with a password."""
     folder = tmp_path_factory.mktemp("locked")
     flags = ("--front", "nginx", "--password", PASSWORD, "--http-workers", "1")
     running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")

@@ -19,7 +19,6 @@ expect.set_options(timeout=WAIT_MS)
 
 
 def say(page: Page, text: str) -> None:
-    """Send a message."""
     page.fill("#question", text)
     page.keyboard.press("Enter")
 

@@ -28,7 +28,6 @@ MAX_BUSY_MS = 500
 
 
 def start_locked(folder: Path, state_db: Path | None = None) -> Service:
-    """Start a service with a password."""
     running = Service(folder, program="test/fake_app.py", state_db=state_db, PYTHONPATH=".", RWKV_PASSWORD=PASSWORD)
     running.headers = {"Authorization": f"Bearer {quote(PASSWORD)}"}
     return running
@@ -36,7 +35,6 @@ def start_locked(folder: Path, state_db: Path | None = None) -> Service:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with a password."""
     running = start_locked(tmp_path_factory.mktemp("locked"))
     try:
         yield running.wait_ready()
@@ -96,7 +94,6 @@ def read_keys(path: Path) -> set[str]:
 
 
 def sign_in(page: Page) -> None:
-    """Give the password."""
     page.fill("#password", PASSWORD)
     page.keyboard.press("Enter")
     expect(page.locator("dialog[open]")).to_have_count(0)

@@ -27,7 +27,6 @@ def translated(page: Page) -> str:
 
 
 def translate(page: Page, text: str) -> str:
-    """Translate a text and return its translation."""
     if page.locator("#translate-edit").count():
         page.click("#translate-edit")
     page.fill("#translate-source", text)

@@ -24,7 +24,6 @@ _DAY_S = 86400.0
 
 
 def export(driver: Driver, name: str) -> bytes:
-    """Return the session as a file."""
     found: list = []
     exporter = getattr(driver.pool, "import_export", driver.pool)
     try:
