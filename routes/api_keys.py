@@ -22,6 +22,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -38,6 +39,9 @@ _Key = Annotated[str, msgspec.Meta(pattern=r"\A[!-~]{8,512}\Z")]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_MAX_ADDRESS_CHARACTERS = 100
+"""A longer text is no address, and is not kept."""
 LIMITS = ("rows", "tokens_per_minute", "requests_per_minute")
 
 
@@ -83,7 +87,7 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
     for number, api_key in enumerate(keys, 1):
         if (api_key.key is None) == (api_key.sha256 is None):
             raise KeysError(f"{path}: key {number} ({api_key.name}) must have either key or sha256")
-        if is_address(api_key.name):
+        if parse_address(api_key.name) is not None:  # these are the names of clients without a key
             message = f"key {number} is named {api_key.name}, the address of clients without a key; choose a name"
             raise KeysError(f"{path}: {message} that is no IP address")
     names, digests = Counter(api_key.name for api_key in keys), Counter(api_key.digest for api_key in keys)
@@ -93,13 +97,17 @@ def load_keys(path: str) -> tuple[ApiKey, ...]:
     return tuple(keys)
 
 
-def is_address(name: str) -> bool:
-    """Return whether a name is an IP address. These are the names of clients without a key."""
+@lru_cache(1024)
+def _parse_address(text: str) -> Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
+
+
+def parse_address(text: str) -> Address | None:
+    """Return an IP address. None: the text is none. Each request has a few, which are usually known."""
+    return _parse_address(text) if len(text) <= _MAX_ADDRESS_CHARACTERS else None
 
 
 class KeysFile:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from routes.api_keys import ApiKey
+from routes.api_keys import Address, ApiKey, parse_address
 from routes.config import HttpConfig
 from routes.context import Context
 from routes.request_context import RequestContext, current_request
@@ -33,7 +33,6 @@ _IPV6_PREFIX = 64
 
 Header = Callable[[str], str | None]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class ClientIdentity:
@@ -78,10 +77,7 @@ class ClientIdentity:
 
 
 def _parse(text: str | None) -> Address | None:
-    try:
-        address = ipaddress.ip_address((text or "").strip().strip("[]"))
-    except ValueError:
-        return None
+    address = parse_address((text or "").strip().strip("[]"))
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
 

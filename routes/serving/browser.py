@@ -7,11 +7,10 @@ page reaches the service under a host name of its own, so the host is checked to
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from routes.api_keys import is_address
+from routes.api_keys import parse_address
 from routes.config import HttpConfig
 from routes.request.form_body import MULTIPART
 from routes.response.http_response import JSON
@@ -59,7 +58,7 @@ class BrowserRules:
         DNS rebinding needs a name, so without --allowed-hosts an address is fine.
         """
         name = _host_name(host)
-        if not (self._checks_host and host) or _is_loopback(name) or (not self._hosts and is_address(name)):
+        if not (self._checks_host and host) or _is_loopback(name) or (not self._hosts and parse_address(name)):
             return
         if not any(fits(name, allowed) for allowed in self._hosts):
             allowed = ", ".join(("localhost", *self._hosts))
@@ -116,7 +115,5 @@ def _host_name(host: str) -> str:
 
 def _is_loopback(name: str) -> bool:
     """Return whether a name or address means this machine in every browser."""
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == _LOCAL_NAME or name.endswith(f".{_LOCAL_NAME}")
+    address = parse_address(name)
+    return name == _LOCAL_NAME or name.endswith(f".{_LOCAL_NAME}") if address is None else address.is_loopback
