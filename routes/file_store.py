@@ -181,8 +181,8 @@ class Store:
 
     # Files ---------------------------------------------------------------------------------------------------
 
-    def add_file(self, file: StoredFile, content: bytes) -> None:
-        """Store a file. Its bytes are reserved before they are written. Raises StoreFullError, OSError."""
+    def add_file(self, file: StoredFile, content: bytes | Path) -> None:
+        """Store a file, or a link to a synced one. Its bytes are reserved first. Raises StoreFullError, OSError."""
         self._reserve(file)
         try:
             self._write(file, content)
@@ -190,8 +190,12 @@ class Store:
             self._discard(file.id)
             raise
 
-    def _write(self, file: StoredFile, content: bytes) -> None:
+    def _write(self, file: StoredFile, content: bytes | Path) -> None:
         path = self.content(file.id)
+        if isinstance(content, Path):
+            os.link(content, path)  # fails if a process was killed here, and then `_discard` makes room
+            self.add_existing_file(file)
+            return
         temporary_path = path.with_suffix(_HALF)
         with temporary_path.open("wb") as out:
             out.write(content)

@@ -169,8 +169,16 @@ class StatePool:
             **pool_stats(self.config, self._index, self.tiers, self.prefixes, self._store),
             "session_ttl_s": self._expiry.ttl,
             "waiting_leases": len(self.turns.lease_queue),
-            "tuned_states": {"loaded": len(self.tuned), "in_slots": len(self.tuned.slots)},
-            "adapters": {"loaded": len(self.adapters), "rows": self.adapters.num_refs},
+            "tuned_states": {
+                "loaded": len(self.tuned),
+                "limit": self.config.max_states,
+                "in_slots": len(self.tuned.slots),
+            },
+            "adapters": {
+                "loaded": len(self.adapters),
+                "limit": self.config.max_adapters,
+                "rows": self.adapters.num_refs,
+            },
         }
 
     def close(self) -> None:

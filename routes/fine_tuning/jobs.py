@@ -22,8 +22,9 @@ from routes.request_context import current_request
 from routes.response.generate import call_engine
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.route import Routes
-from rwkv_batch.calls import EngineCall, RemoveAdapter, RemoveState
+from rwkv_batch.calls import EngineCall, GetStatus, RemoveAdapter, RemoveState
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
 
 ROUTES = Routes(error_format=OPENAI_ERRORS, errors=(ErrorKind.OVERLOADED, ErrorKind.NOT_FOUND))
 
@@ -211,6 +212,7 @@ async def create_job(context: Context, body: JobBody) -> HandlerResponse:
             f"{count} tuned models and jobs {whose} exist, the limit is {limit}; delete models with DELETE "
             "/openai/v1/models/NAME, or cancel jobs",
         )
+    await check_places(context, body.tuning)
     job = Job(
         id=new_id("ftjob-"),
         owner=request_context.owner,
@@ -231,6 +233,26 @@ async def create_job(context: Context, body: JobBody) -> HandlerResponse:
     created = make_event(f"Created fine-tuning job: {job.id}")
     await call_store(jobs.update, _UPDATE_FAILED, job.id, lambda one: one, created)
     return json_response(job_object(job))
+
+
+async def check_places(context: Context, tuning: str) -> None:
+    """Raise ServiceError if the engine has no place for a job's result. An engine that is away is not checked."""
+    try:
+        pool = (await call_engine(context, GetStatus()))["pool"]
+    except ServiceError as error:
+        if error.info.kind not in ENGINE_GONE:
+            raise
+        return
+    for part, name, flag, path in (
+        ("state", "tuned_states", "--max-states", "/v1/states"), ("lora", "adapters", "--max-adapters", "/v1/adapters")
+    ):  # fmt: skip
+        loaded, limit = pool[name]["loaded"], pool[name]["limit"]
+        if part in tuning and loaded >= limit:
+            raise ServiceError(
+                ErrorKind.OVERLOADED,
+                f"{loaded} {name.replace('_', ' ')} are loaded, the limit is {limit}; delete tuned models with DELETE "
+                f"/openai/v1/models/NAME or others with DELETE {path}/NAME, or let the operator raise {flag}",
+            )
 
 
 @ROUTES.add("GET", PATH, "List fine-tuning jobs.", answer=JobList)

@@ -51,8 +51,10 @@ HELP = {
     "pool_waiting_leases": "Turns that wait for their session.",
     "pool_quarantined_count": "Sessions that cannot be used because their data is damaged.",
     "pool_tuned_states_loaded": "Tuned states that requests may name.",
+    "pool_tuned_states_limit": "Maximum tuned states that requests may name.",
     "pool_tuned_states_in_slots": "Tuned states that are on the device.",
     "pool_adapters_loaded": "Adapters that requests may name.",
+    "pool_adapters_limit": "Maximum adapters that requests may name.",
     "pool_adapters_rows": "Rows that use an adapter.",
     # Prefix cache
     "pool_prefix_cache_enabled": "Whether the prefix cache is on: 1 or 0.",

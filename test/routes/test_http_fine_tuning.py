@@ -128,7 +128,8 @@ def test_from_upload_to_answer(served: Service) -> None:
     assert checkpoint.fine_tuned_model_checkpoint == name and checkpoint.step_number == 12
     table = client.files.content(done.result_files[0]).text.splitlines()
     assert table[0].startswith("step,train_loss") and len(table) == 13
-    assert client.files.retrieve(done.result_files[1]).filename == "tuned.state.pth"
+    names = [client.files.retrieve(one).filename for one in done.result_files]
+    assert names == ["step_metrics.csv", "tuned.state.pth", "tuned.lora.pth"]
     assert [one.id for one in client.fine_tuning.jobs.list(limit=1)][:1] == [job.id]
 
     assert said(client, name) == "yes yes" != said(client, "rwkv7")

@@ -25,12 +25,11 @@ from typing import Any
 import msgspec
 
 from native.files import write_private
-from programs.serve.batches.tuning_process import last_lines, move_result
+from programs.serve.batches.tuning_process import delete_results, last_lines, link_result, store_results
 from routes.context import Context
-from routes.file_store import Purpose, Store, StoredFile, StoreFullError
-from routes.fine_tuning.jobs import unload_model
+from routes.file_store import Store, StoreFullError
+from routes.fine_tuning.jobs import check_places, unload_model
 from routes.fine_tuning.store import ENDED, Job, JobStatus, JobStore, make_event
-from routes.openai.files import TTL_S, new_id
 from routes.request.model_names import parse_model_id
 from routes.response.generate import call_engine
 from rwkv_batch.calls import AddAdapter, AddState, EngineCall, GetStatus
@@ -39,9 +38,6 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.tuning import COMPACT_DTYPES, paced_path
 
 logger = logging.getLogger(__name__)
-
-_RESULT_NAMES = {".csv": "step_metrics.csv", ".state.pth": "tuned.state.pth"}
-"""Endings of a tuning's files that become result files, with their names."""
 
 _POLL_S = 0.5
 _PACE_S = 0.1
@@ -94,14 +90,19 @@ class TuningRunner:
                 await asyncio.wait_for(stop.wait(), wait_s)
 
     async def _remove_ended(self) -> None:
-        """Remove the folders of ended jobs, and what a cancelled one has loaded. Results stay with their model."""
+        """Remove the folders of ended jobs, and what failed or cancelled ones have loaded.
+
+        Result files stay with their model, those of a failed job until they expire.
+        """
         for folder in await asyncio.to_thread(lambda: [*self._store.runs.glob("ftjob-*")]):
             job = await asyncio.to_thread(self._jobs.job, "", folder.name)
             if job is not None and job.status not in ENDED:
                 continue
-            if job is not None and job.status is JobStatus.CANCELLED and (folder / _DONE).exists():
+            if job is not None and job.status is not JobStatus.SUCCEEDED and (folder / _DONE).exists():
                 tuned = parse_model_id(job.model_id)
                 assert tuned is not None, "a job's model has a valid name"
+                if job.status is JobStatus.CANCELLED:
+                    await asyncio.to_thread(delete_results, self._store, job)
                 try:
                     await unload_model(self._context, tuned)
                 except ServiceError:  # the engine is away: again at the next poll
@@ -149,13 +150,22 @@ class TuningRunner:
         try:
             await self._run_job(job, stop)
         except (OSError, StoreFullError, ServiceError) as error:
-            is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC  # for as long as it takes
+            # The disk or the store is full: it waits for as long as it takes.
+            is_full = isinstance(error, StoreFullError) or getattr(error, "errno", None) == errno.ENOSPC
             tries = self._tries[job.id] = self._tries.get(job.id, 0) + (not is_full)
             if tries < _MAX_TRIES:
                 logger.error("fine-tuning job %s waits: %s", job.id, error)
                 self._retry_at[job.id] = time.monotonic() + _RETRY_S
+                event = make_event(f"The job waits and is tried again: {error}", "warn")
+                with contextlib.suppress(OSError):
+                    last = await asyncio.to_thread(self._jobs.events, job.id, "", 1)
+                    if not last or last[0]["message"] != event["message"]:
+                        await self._update(job, event)
                 return
-            await self._fail(job, "not_loaded", f"the result could not be loaded and stored: {error}")
+            current = await asyncio.to_thread(self._jobs.job, "", job.id)
+            files = ", ".join(current.result_files) if current is not None else ""
+            kept = f"; it is kept as {files}: POST /v1/states and /v1/adapters load such files" if files else ""
+            await self._fail(job, "not_loaded", f"the result could not be loaded: {error}{kept}")
         except Exception as error:  # a bug: its owner gets the error, other jobs continue
             logger.exception("fine-tuning job %s failed", job.id)
             await self._fail(job, "internal", f"the job failed: {type(error).__name__}: {error}")
@@ -180,6 +190,12 @@ class TuningRunner:
                 return
             command += [option, str(path)] if option else [str(path)]
         command += self._options(job)
+        if not self._folder(job).joinpath("result.checkpoint").exists():
+            try:
+                await check_places(self._context, job.tuning)
+            except ServiceError as error:
+                await self._fail(job, "no_place", str(error))
+                return
         running = make_event("The job is running")
         job = await self._update(job, running, status=JobStatus.RUNNING, dtype=self._dtype(job))
         if job.status is not JobStatus.RUNNING:
@@ -337,21 +353,19 @@ class TuningRunner:
             await self._fail(job, "invalid_training_file" if is_bad_file else "training_failed", errors)
 
     async def _succeed(self, job: Job, result: dict[str, Any]) -> None:
-        """Load the results into the engine, then name the model. Raises OSError, StoreFullError or ServiceError."""
+        """Keep the results as files, load them, name the model. Raises OSError, StoreFullError or ServiceError."""
         tuned = parse_model_id(job.model_id)
         assert tuned is not None, "a job's model has a valid name"
         path = self._folder(job) / "result"
+        if not job.result_files:  # else an earlier try has stored them
+            await self._update(job, result_files=await asyncio.to_thread(store_results, self._store, job, path))
         if tuned.has_state:
             content = await asyncio.to_thread(path.with_name("result.state.pth").read_bytes)
             await self._load(AddState(tuned.name, content=content))
         if tuned.has_adapter:
             adapter = self._store.adapter_path(tuned.name)
-            await asyncio.to_thread(move_result, path.with_name("result.lora.pth"), adapter)
+            await asyncio.to_thread(link_result, path.with_name("result.lora.pth"), adapter)
             await self._load(AddAdapter(tuned.name, str(adapter), 1.0, is_own=True))
-        results = sorted(
-            (Path(one) for one in result["files"]), key=lambda one: one.suffix
-        )  # OpenAI's .csv comes first
-        files = [await self._add_result(job, one) for one in results if one.name.endswith(tuple(_RESULT_NAMES))]
         metrics = {"step": result.get("best_step", result["steps"])}
         for name, when in (("valid_loss_before", "before"), ("valid_loss", "after")):
             metrics |= {name: result[when]["loss"]} if when in result else {}
@@ -360,14 +374,10 @@ class TuningRunner:
             before, after = result["before"]["loss"], result["after"]["loss"]
             events.append(make_event(f"The held-out loss went from {before} to {after}", data=metrics))
         events.append(make_event(f"The job has succeeded; the model is {job.model_id}"))
-        ended = await self._update(
+        await self._update(  # a job that was cancelled meanwhile stays so
             job, *events, status=JobStatus.SUCCEEDED, fine_tuned_model=job.model_id, finished_at=int(time.time()),
-            estimated_finish=None, result_files=files, trained_tokens=result["trained_tokens"], metrics=metrics,
+            estimated_finish=None, trained_tokens=result["trained_tokens"], metrics=metrics,
         )  # fmt: skip
-        if ended.status is JobStatus.CANCELLED:  # meanwhile
-            for file_id in files:
-                await asyncio.to_thread(self._store.delete_file, job.owner, file_id)
-            await unload_model(self._context, tuned)
 
     async def _load(self, call: EngineCall[Any]) -> None:
         """Load a result into the engine, if it is not there. Raises ServiceError."""
@@ -376,17 +386,6 @@ class TuningRunner:
         except ServiceError as error:  # an earlier process may have loaded it, and then ended
             if error.info.kind is not ErrorKind.NAME_TAKEN:
                 raise
-
-    async def _add_result(self, job: Job, path: Path) -> str:
-        content = await asyncio.to_thread(path.read_bytes)
-        created = int(time.time())
-        file = StoredFile(
-            id=new_id("file-"), owner=job.owner, bytes=len(content), created_at=created,
-            filename=next(name for ending, name in _RESULT_NAMES.items() if path.name.endswith(ending)),
-            purpose=Purpose.FINE_TUNE_RESULTS, expires_at=created + TTL_S,
-        )  # fmt: skip
-        await asyncio.to_thread(self._store.add_file, file, content)
-        return file.id
 
 
 async def _restarted(work: Callable[[], Awaitable[None]]) -> None:

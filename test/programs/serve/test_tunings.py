@@ -37,6 +37,18 @@ def store(tmp_path: Path) -> Store:
     return made
 
 
+PLACES = {"tuned_states": {"loaded": 0, "limit": 1}, "adapters": {"loaded": 1, "limit": 1}}
+"""A pool with a place for a state and none for an adapter."""
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def status(*_: object) -> dict[str, object]:
+        return {"pool": PLACES}
+
+    monkeypatch.setattr("routes.fine_tuning.jobs.call_engine", status)
+
+
 def job(number: int, file: str = "file-1", owner: str = "") -> Job:
     return Job(
         id=f"ftjob-{number}", owner=owner, model="rwkv7", training_file=file, tuning="state", rank=4, epochs=1,
@@ -190,6 +202,8 @@ def test_a_job_waits_for_space_on_the_disk(store: Store, monkeypatch: pytest.Mon
     jobs.add(job(1))
 
     async def run_job(one: Job, _: asyncio.Event) -> None:
+        if runner._retry_at:
+            raise StoreFullError("the limit is 1 (--files-max-gb)")
         await runner._end(one, tune.NO_SPACE, {}, "the disk is full")
 
     async def run() -> None:
@@ -260,9 +274,74 @@ def test_a_job_that_is_cancelled_while_it_is_loaded_leaves_nothing(
     monkeypatch.setattr("routes.fine_tuning.jobs.call_engine", call_engine)
     jobs.add(job(1))
     result = {"files": list(map(str, names)), "steps": 1, "warnings": [], "trained_tokens": 1}
-    asyncio.run(runner._succeed(job(1), result))
+    (folder / tunings._DONE).write_bytes(msgspec.json.encode(result))
+    asyncio.run(runner._run_job(job(1), asyncio.Event()))
+    assert len(store.files("", "", "", 9, True)) == 3
+    asyncio.run(runner._remove_ended())
     assert calls == ["AddState", "RemoveState"] and jobs.events("ftjob-1", "", 9) == []
     assert [one.id for one in store.files("", "", "", 9, True)] == ["file-1"]
+
+
+def test_a_job_without_a_place_for_its_result_is_not_trained(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was trained, and then could not be loaded."""
+    jobs, runner = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path=""))
+    set_current_request(RequestContext("id", "POST", "http://x", "/", "127.0.0.1"))
+    fields = {"model": "rwkv7", "training_file": "file-1"}
+    asyncio.run(create_job(context_of(store), validate(JobBody, fields)))
+    full = r"1 adapters are loaded, the limit is 1; delete .* or let the operator raise --max-adapters"
+    for tuning in ("lora", "state+lora"):
+        with pytest.raises(ServiceError, match=full) as refused:
+            asyncio.run(create_job(context_of(store), validate(JobBody, {**fields, "tuning": tuning})))
+        assert refused.value.info.kind is ErrorKind.OVERLOADED
+    one = msgspec.structs.replace(job(1), tuning="lora")  # its place was taken while it waited
+    jobs.add(one)
+
+    async def started(*_: str, **__: object) -> None:
+        raise OSError("a process")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    asyncio.run(runner._run_or_fail(one, asyncio.Event()))
+    failed = jobs.job("", "ftjob-1")
+    assert failed is not None and failed.error is not None and failed.error["code"] == "no_place"
+    assert "the limit is 1" in failed.error["message"]
+
+
+def test_a_trained_result_without_a_place_is_kept_and_nothing_stays_loaded(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was "running" without a reason, then it lost its result, and its state and the LoRA's file stayed."""
+    jobs, runner, loaded = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path="")), set()
+    one = msgspec.structs.replace(job(1), tuning="state+lora")
+    folder = store.runs / one.id
+    folder.mkdir(parents=True)
+    for ending in ("csv", "state.pth", "lora.pth"):
+        (folder / f"result.{ending}").write_text(ending)
+    result = {"steps": 1, "warnings": [], "trained_tokens": 1}
+    (folder / tunings._DONE).write_bytes(msgspec.json.encode(result))
+    jobs.add(one)
+
+    async def call_engine(_: Context, call: object) -> None:
+        kind = type(call).__name__
+        if kind == "AddAdapter":
+            raise ServiceError(ErrorKind.OVERLOADED, "1 adapters are loaded, the limit is 1")
+        if kind == "RemoveAdapter":
+            raise ServiceError(ErrorKind.ADAPTER_NOT_FOUND, "no adapter")
+        (loaded.add if kind == "AddState" else loaded.remove)("state")
+
+    monkeypatch.setattr(tunings, "call_engine", call_engine)
+    monkeypatch.setattr("routes.fine_tuning.jobs.call_engine", call_engine)
+    for _ in range(tunings._MAX_TRIES):
+        (waiting,) = jobs.active()
+        asyncio.run(runner._run_or_fail(waiting, asyncio.Event()))
+    assert loaded
+    asyncio.run(runner._remove_ended())
+    failed, events = jobs.job("", one.id), [event["message"] for event in jobs.events(one.id, "", 99)]
+    assert failed is not None and failed.error is not None and not jobs.active() and not loaded
+    assert failed.error["message"].startswith("the result could not be loaded: 1 adapters are loaded, the limit is 1")
+    assert all(name in failed.error["message"] for name in failed.result_files)
+    assert [store.content(name).read_text() for name in failed.result_files] == ["csv", "state.pth", "lora.pth"]
+    assert not folder.exists() and not list((store.runs.parent / "adapters").iterdir())
+    assert events[1:] == ["The job waits and is tried again: 1 adapters are loaded, the limit is 1"]
 
 
 def test_what_a_cancelled_job_loaded_is_removed_when_the_engine_is_back(
