@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from bench.batch_invariance import count_differences
 from demo.random_weights import write_random_model
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.request import GenerateRequest, SessionTurn
 from rwkv_batch.runner.pipeline import Pipeline
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
+from test.batch_invariance import count_differences
 from test.harness import RunningJob, make_request, paused_engine, run, started_engine, submit, tiny_model
 
 SESSIONS, TURNS = 5, 3

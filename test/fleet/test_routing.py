@@ -8,7 +8,6 @@ from statistics import mean
 
 import pytest
 
-from bench.fleet import Fleet, Traffic, simulate
 from rwkv_batch.fleet.routing import SLACK_ROWS, RoutingHints, choose, load_of
 
 
@@ -100,15 +99,3 @@ def test_a_request_on_its_way_does_not_hide_a_full_engine() -> None:
 
 def test_queued_prompt_tokens_count_as_rows() -> None:
     assert load_of(3, 512) == 5.0
-
-
-def test_the_simulated_fleet_reaches_the_expected_latencies() -> None:
-    """The results are within a tenth of another program's.
-
-    Policy and traffic are the same. The other results are means of six runs of 10 s.
-    """
-    runs = [simulate(Fleet(8, seed), Traffic(load=0.8), seed + 1) for seed in range(4)]
-    assert mean(run.tokens_per_s for run in runs) == pytest.approx(84_960, rel=0.1)
-    assert mean(run.ttft_p50_ms for run in runs) == pytest.approx(16.4, rel=0.1)
-    assert mean(run.ttft_p99_ms for run in runs) == pytest.approx(103.6, rel=0.1)
-    assert all(run.moved < 0.01 and not run.refused for run in runs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.batch_invariance import count_differences
 from bench.tools.gpu_model import random_stage
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.model.state import StateFormat
+from test.batch_invariance import count_differences
 
 GPU = torch.device("cuda", 0)
 pytestmark = [

@@ -251,41 +251,6 @@ def test_names_and_penalties_have_limits(body: dict[str, Any], named: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({"seed": 2**64}, "seed"),
-        ({"seed": -1}, "seed"),
-        ({"stop_tokens": ["x"] * 65}, "stop_tokens"),
-        ({"messages": [MESSAGE]}, "exactly one of contents, messages"),
-    ],
-)
-def test_bodies_have_limits_and_one_prompt_form(body: dict[str, Any], named: str) -> None:
-    from routes.request.bodies import PromptBody
-    from routes.request.json_body import validate
-    from rwkv_batch.errors import ServiceError
-
-    edge = {"contents": ["a"], "seed": 2**64 - 1, "stop_tokens": ["x"] * 64}
-    taken = validate(PromptBody, edge)
-    assert isinstance(taken, PromptBody)
-    assert (taken.seed, taken.wait) == (2**64 - 1, True)
-    with pytest.raises(ServiceError) as refusal:
-        validate(PromptBody, {**edge, **body})
-    assert named in refusal.value.info.message
-
-
-@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-def test_openais_penalties_have_limits(penalty: str) -> None:
-    from routes.openai.request import ChatBody
-    from routes.request.json_body import validate
-    from rwkv_batch.errors import ServiceError
-
-    for value in (-100.1, 100.1, 1e308):
-        with pytest.raises(ServiceError) as refusal:
-            validate(ChatBody, {"messages": [MESSAGE], penalty: value})
-        assert refusal.value.info.field == penalty
-
-
-@pytest.mark.parametrize(
     "body",
     [
         {"model": "m" * 100_000},
@@ -309,25 +274,6 @@ def test_list_offsets_have_limits(service: Service) -> None:
         assert answer.status_code == status, answer.text
     exported = service.get("/state/export", params={"session_id": "none", "dialogue_idx": 2**63 - 1})
     assert exported.status_code == 404
-
-
-def test_a_byte_order_mark_is_skipped(service: Service) -> None:
-    body = json.dumps({"contents": ["a"], "max_tokens": 1}).encode()
-    assert service.post("/v1/chat/completions", content=b"\xef\xbb\xbf" + body).status_code == 200
-    assert service.post("/v1/chat/completions", content=b"\xef\xbb\xbf").status_code == 400
-
-
-@pytest.mark.parametrize(
-    ("body", "kind", "named"),
-    [
-        (rb'{"": "\ud800"}', WRONG, '""'),
-        (rb'{"\ud800": 1}', WRONG, "\\ud800"),
-        (rb'["\ud800"]', WRONG, "body"),
-        (rb'{"x": "\u00e9", "y": ' + b"[" * 300 + b"]" * 300 + b"}", TORN, None),
-    ],
-)
-def test_lone_surrogates_and_invalid_json_have_different_errors(body: bytes, kind: str, named: str | None) -> None:
-    assert refused("PromptBody", body)[:2] == (kind, named)
 
 
 def test_text_may_have_any_number_of_commas() -> None:

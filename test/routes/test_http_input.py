@@ -33,21 +33,16 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
     ({"chunk_size": 0}, "chunk_size", 0),
     ({"stream": "yes"}, "stream", "yes"),
     ({"timeout_s": 0}, "timeout_s", 0),
-    ({"session_id": "x" * 257}, "session_id", None),
     ({"stop_tokens": [0, 65536]}, "stop_tokens[1]", 65536),
-    ({"stop_tokens": [-1]}, "stop_tokens[0]", -1),
     ({"stop_tokens": [True]}, "stop_tokens[0]", True),
-    ({"stop_tokens": [""]}, "stop_tokens[0]", ""),
     ({"stop_tokens": ["x" * 300]}, "stop_tokens[0]", None),
     ({"stop_tokens": list(range(65))}, "stop_tokens", None),
     ({"stop_tokens": "User"}, "stop_tokens", "User"),
     ({"contents": []}, "contents", None),
     ({"contents": "a"}, "contents", "a"),
-    ({"contents": ["a", 7]}, "contents[1]", 7),
     ({"contents": ["a", ""]}, "contents[1]", ""),
     ({"contents": ["a"] * 10_000}, "contents", 10_000),
     ({"contents": None, "messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role", "wizard"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "contents", None),
     ({"contents": None, "prefix": ["a"], "suffix": []}, "prefix", None),
 ]
 
@@ -85,13 +80,6 @@ def test_json_that_is_not_an_object_is_422(service: Service, body: Any) -> None:
     answer = service.post(CHAT, content=json.dumps(body))
     assert answer.status_code == 422
     assert answer.json()["field"] == "body"
-
-
-def test_lone_surrogates_are_422_with_the_field(service: Service) -> None:
-    answer = service.post(CHAT, content=rb'{"model": "\ud83d\ude00", "contents": ["fine", "\ud800 not"]}')
-    assert answer.status_code == 422
-    assert answer.json()["field"] == "contents"
-    assert "surrogate" in answer.json()["error"]
 
 
 def test_a_prompt_with_too_many_tokens_is_refused(service: Service) -> None:
@@ -169,10 +157,7 @@ def test_the_broken_form_of_a_client_that_left_harms_no_other(service: Service) 
             other.recv(1)
 
 
-def test_empty_and_compressed_bodies_have_clear_errors(service: Service) -> None:
-    for empty in (b"", b" \n"):
-        answer = service.post(CHAT, content=empty)
-        assert answer.status_code == 400 and answer.json()["error"].startswith("the body is empty; send a JSON object")
+def test_compressed_bodies_have_a_clear_error(service: Service) -> None:
     packed = gzip.compress(json.dumps(OK).encode())
     answer = service.post(CHAT, content=packed, headers={"Content-Encoding": "gzip"})
     assert answer.status_code == 400

@@ -86,7 +86,8 @@ def test_a_body_is_json_with_or_without_a_byte_order_mark() -> None:
     [
         (rb'{"a": "ok", "b": ["\ud800"]}', "b", '["\\ud800"]'),
         (rb'{"\ud800": 1}', "\\ud800", 1),
-        (rb'{"contents": ["a"], "session_id": "a\ud800"}', "session_id", "a\\ud800"),
+        (rb'{"model": "\ud83d\ude00", "session_id": "a\ud800"}', "session_id", "a\\ud800"),
+        (rb'{"": "\ud800"}', '""', "\\ud800"),
         (rb'["\ud800"]', "body", '["\\ud800"]'),
     ],
 )
@@ -151,6 +152,14 @@ def test_errors_repeat_at_most_200_characters() -> None:
          "devices[0]: must be a device like cuda:0, a GPU's number, …", "cuda:0\n"),
         (PromptBody, {**TALK, "template": {"user": "a:b"}}, "template.user",
          "template.user: must be a label of one line without…", "a:b"),
+        (ChatBody, {**TALK, "presence_penalty": 100.1}, "presence_penalty",
+         "presence_penalty: must be less than or equal to 100, got 100.1", 100.1),
+        (ChatBody, {**TALK, "frequency_penalty": -100.1}, "frequency_penalty",
+         "frequency_penalty: must be greater than or equal to -100, got -100.1", -100.1),
+        (PromptBody, {"contents": ["a"], "stop_tokens": ["x"] * 65}, "stop_tokens",
+         "stop_tokens: must have at most 64 items…", ANY),
+        (PromptBody, {"contents": ["a"], **TALK}, "contents",
+         "exactly one of contents, messages and prefix/suffix…", '["a"]'),
         (ChatBody, {**TALK, "logit_bias": {"1": "a"}}, "logit_bias.1",
          "logit_bias.1: must be a valid number, got a", "a"),
         (ChatBody, {**TALK, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name",
@@ -184,6 +193,8 @@ def test_an_invalid_field_is_named_with_its_limit_and_value(
 def test_null_is_the_default_and_unknown_fields_are_ignored() -> None:
     body = validate(PromptBody, {"contents": ["a"], "top_k": None, "seed": None, "unknown": 1})
     assert (body.top_k, body.seed) == (50, None) and "top_k" not in body.model_fields_set
+    edge = validate(PromptBody, {"contents": ["a"], "seed": 2**64 - 1, "stop_tokens": ["x"] * 64})
+    assert (edge.seed, edge.wait) == (2**64 - 1, True)
 
 
 def test_an_empty_file_name_is_refused() -> None:

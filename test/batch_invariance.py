@@ -1,16 +1,11 @@
 """Counts random loads that change a text's bits.
 
-    python -m bench.batch_invariance --dtype int8 --cases 300   # the demo model on a CPU
-    python -m bench.batch_invariance --device cuda:0 --size 7.2b --layers 2 --dtype int8 fp16 --out FILE
-
 A case reads a text in random pieces, next to random other rows, in random slots. Compared with the same text alone, one
-token per step: the logits after the last token and the state, bit for bit. Nothing is timed. The last line is JSON.
+token per step: the logits after the last token and the state, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,13 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.tools.record import Arguments, finish, save
-from demo.files import ensure_model
-from rwkv_batch.config import DTYPES
-from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.model.weights import open_weights
-from rwkv_batch.runner.pipeline import Pipeline, Stage
+from rwkv_batch.runner.pipeline import Stage
 
 FIRST_SLOT = 2
 LOADS_PER_TEXT = 8
@@ -163,49 +153,3 @@ def count_differences(stage: Stage, number: int, most_rows: int, vocab: int, see
         "largest_logit_difference": largest,
         "examples": examples,
     }
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = Arguments(__doc__)
-    parser.add_argument("--device", default="cpu", help="cpu: the demo model; a GPU: random weights of --size")
-    parser.add_argument("--size", default="7.2b")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["int8"])
-    parser.add_argument(
-        "--wkv-state", nargs="+", type=StateFormat, choices=list(StateFormat), default=[StateFormat.FP32]
-    )
-    parser.add_argument("--cases", type=int, default=2000, help="per dtype and state format")
-    parser.add_argument("--rows", type=int, default=0, help="most rows of a step; default: 24 on a CPU, 960 on a GPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--deterministic", action="store_true", help="as the service with --deterministic, on a GPU")
-    return parser.parse_args()
-
-
-def make_stage(args: argparse.Namespace, dtype: str, state_format: StateFormat) -> Stage:
-    """Return a whole model on one device."""
-    if args.device == "cpu":
-        return Pipeline(open_weights(ensure_model()), ("cpu",), dtype, "auto", state_format.value).stages[0]
-    from bench.tools.gpu_model import random_stage
-
-    return random_stage(
-        args.size, torch.device(args.device), state_format, True, dtype, args.layers, args.deterministic
-    )
-
-
-def main() -> None:
-    args = parse_arguments()
-    most_rows = args.rows or (24 if args.device == "cpu" else 960)
-    results: list[dict[str, Any]] = []
-    for dtype in args.dtype:
-        for state_format in args.wkv_state:
-            stage = make_stage(args, dtype, state_format)
-            counted = count_differences(stage, args.cases, most_rows, 65536, args.seed)
-            results.append({"dtype": dtype, "wkv_state": state_format.value, **counted})
-            print(json.dumps(results[-1]), flush=True)
-            del stage
-            save(results, args.out)
-    finish(results, args.out)
-
-
-if __name__ == "__main__":
-    main()
