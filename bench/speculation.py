@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,20 +40,20 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core import speculation as core_speculation
 from rwkv_batch.core.drafters import Drafter, DraftModel, ModelDrafter, Wanted
 from rwkv_batch.core.sequence import Sequence
-from rwkv_batch.core.speculation import make_drafters
+from rwkv_batch.core.speculation import MAX_ROWS, make_drafters
 from rwkv_batch.engine import Engine
-from rwkv_batch.model.step_inputs import CONTINUES, step_inputs
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
+from rwkv_batch.runner.draft_steps import DraftSteps
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
-from state_pool.layout import DUMMY_SLOT
 
+TIMELINE_ROWS = 8
+"""Rows at most of a timeline."""
 FORCED, OTHER = 300, 301
 """Token of the text with random weights, and a wrong one."""
-RATES = (0.0, 0.5, 0.7, 0.9, 1.0)
 PERSON = {
     "type": "object",
     "properties": {
@@ -154,37 +153,46 @@ def measure_random(path: Path, draft: Path, dtype: str, args: argparse.Namespace
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=1, logit_bias={FORCED: 1000.0})
     row = GenerateRequest(prompt=[7] * 24, max_tokens=tokens, sampling=sampling, chunk_size=1, speculation="off")
     results = []
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    fields: dict[str, Any] = {"dtype": dtype, "devices": (device,), "max_running": 64, "draft_model": str(draft)}
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    fields: dict[str, Any] = {"dtype": dtype, "devices": (str(device),), "max_running": 64, "draft_model": str(draft)}
     with started(path, **fields) as engine:
-        model = engine.speculation.model
-        on = msgspec.structs.replace(row, speculation="")
-        predicted = msgspec.structs.replace(on, prediction=[FORCED] * tokens)
-        for rows in map(int, args.rows.split(",")):
-            cases: dict[str, tuple[GenerateRequest, float | None]] = {"off": (row, None)}
-            cases |= {f"p {rate}": (on, rate) for rate in RATES}
-            cases["prediction"] = (predicted, None)
-            speeds: dict[str, list[float]] = {}
-            for number in range(args.rounds + 1):
-                for name, (request, rate) in cases.items():
-                    use_oracle(engine, model, rate)
-                    answer = Answer(engine, [request] * rows, f"{rows}-{name}-{number}")
-                    assert answer.ids == [[FORCED] * tokens] * rows, "the text is forced"
-                    if number:
-                        speeds.setdefault(name, []).append(answer.tokens_per_s)
-            for name, values in speeds.items():
-                ratio = statistics.median(on / off for on, off in zip(values, speeds["off"], strict=True))
-                speed = round(statistics.median(values), 1)
-                results.append(
-                    {"dtype": dtype, "rows": rows, "case": name, "tokens_per_s": speed, "ratio": round(ratio, 3)}
-                )
-                print(json.dumps(results[-1]), flush=True)
-            print(json.dumps({"rows": rows, **costs(engine)}), flush=True)
-        print(json.dumps({"dtype": dtype, "graph_ms": graph_times(engine)}), flush=True)
-        for rows in (1, 8) if args.timeline else ():
-            use_oracle(engine, model, 0.7)
-            print(json.dumps({"dtype": dtype, "rows": rows, **timeline(engine, [on] * rows)}), flush=True)
+        for draft_dtype in args.draft_dtypes.split(","):
+            if draft_dtype != "auto":
+                engine.model_runner.draft_model = DraftSteps(engine.config, device, draft_dtype)
+            kinds = {"dtype": dtype, "draft": draft_dtype}
+            print(json.dumps({**kinds, "graph_ms": graph_times(engine)}), flush=True)
+            for rows in map(int, args.rows.split(",")):
+                for result in measure_rows(engine, [row] * rows, args):
+                    results.append({**kinds, "rows": rows, **result})
+                    print(json.dumps(results[-1]), flush=True)
+                print(json.dumps({**kinds, "rows": rows, **costs(engine)}), flush=True)
+                if args.timeline and rows <= TIMELINE_ROWS:
+                    use_oracle(engine, engine.model_runner.draft_model, 0.7)
+                    on = msgspec.structs.replace(row, speculation="")
+                    print(json.dumps({**kinds, "rows": rows, **timeline(engine, [on] * rows)}), flush=True)
     return results
+
+
+def measure_rows(
+    engine: Engine, rows: list[GenerateRequest], args: argparse.Namespace
+) -> Iterator[dict[str, str | float]]:
+    """Yield the speed without drafts, with guesses of each rate, and with a prediction that is right."""
+    on = [msgspec.structs.replace(row, speculation="") for row in rows]
+    predicted = [msgspec.structs.replace(row, prediction=[FORCED] * row.max_tokens) for row in on]
+    cases: dict[str, tuple[list[GenerateRequest], float | None]] = {"off": (rows, None)}
+    cases |= {f"p {rate}": (on, rate) for rate in map(float, args.rates.split(","))}
+    cases["prediction"] = (predicted, None)
+    speeds: dict[str, list[float]] = {}
+    for number in range(args.rounds + 1):
+        for name, (requests, rate) in cases.items():
+            use_oracle(engine, engine.model_runner.draft_model, rate)
+            answer = Answer(engine, requests, f"{len(rows)}-{name}-{number}")
+            assert answer.ids == [[FORCED] * row.max_tokens for row in rows], "the text is forced"
+            if number:
+                speeds.setdefault(name, []).append(answer.tokens_per_s)
+    for name, values in speeds.items():
+        ratio = statistics.median(on / off for on, off in zip(values, speeds["off"], strict=True))
+        yield {"case": name, "tokens_per_s": round(statistics.median(values), 1), "ratio": round(ratio, 3)}
 
 
 def use_oracle(engine: Engine, model: DraftModel | None, rate: float | None) -> None:
@@ -199,33 +207,19 @@ def use_oracle(engine: Engine, model: DraftModel | None, rate: float | None) -> 
     engine.speculation.make_drafters = drafters if rate is not None else make_drafters
 
 
-@torch.inference_mode()
-def graph_times(engine: Engine) -> dict[str, float]:
-    """Return the milliseconds of graphs, one after the other: decode, verification by tokens, the draft model's."""
+def graph_times(engine: Engine) -> dict[str, dict[str, float]]:
+    """Return milliseconds of graphs when they were captured: decode by rows, others by size, guesses by rows."""
     runner = engine.model_runner
-    if runner.graphs.decode is None or runner.graphs.prompts is None:
+    decode, prompts = runner.graphs.decode, runner.graphs.prompts
+    if decode is None or prompts is None:
         return {}
-    graphs: dict[str, Callable[[], object]] = {
-        "decode": partial(runner.graphs.decode.run, [0], [DUMMY_SLOT], [DUMMY_SLOT])
+    draft = runner.draft_model
+    seconds: dict[str, dict[str, float]] = {
+        "decode": {str(rows): decode.seconds(rows) for rows in decode.sizes if rows <= MAX_ROWS},
+        "verify": {str(tuple(size)): prompts.seconds.get(size, 0.0) for size in prompts.sizes if size.max_logits},
+        "guess": {str(rows): draft.graph_s(rows) for rows in (1, 4, 8, MAX_ROWS) if draft is not None},
     }
-    for tokens in (6, 12, 18, 30):
-        inputs = step_inputs([[5], [5] * (tokens - 1)], [0, CONTINUES], [DUMMY_SLOT, DUMMY_SLOT], [0])
-        inputs.logit_tokens = torch.arange(1, max(2, tokens // 2))
-        if (size := runner.graphs.prompts.size_for(inputs)) is not None:
-            graphs[f"{tokens} tokens in a graph of {size.tokens}"] = partial(runner.graphs.prompts.run, inputs, size)
-    draft = None if runner.draft_model is None else runner.draft_model._graphs
-    if draft is not None:
-        graphs["draft"] = partial(draft.run, [([DUMMY_SLOT], [DUMMY_SLOT], [0])])
-    times = {}
-    for name, run in graphs.items():
-        for repeats in (3, 50):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                run()
-            torch.cuda.synchronize()
-            times[name] = round(1e3 * (time.perf_counter() - begin) / repeats, 4)
-    return times
+    return {kind: {name: round(1e3 * one, 4) for name, one in times.items()} for kind, times in seconds.items()}
 
 
 def costs(engine: Engine) -> dict[str, Any]:
@@ -336,6 +330,8 @@ def main() -> None:
     parser.add_argument("--model-path", type=Path, help="file of `write_random_file`; else one is written")
     parser.add_argument("--draft-model", type=Path, help="file of the draft model; else one of 0.1B is written")
     parser.add_argument("--dtypes", default="auto")
+    parser.add_argument("--draft-dtypes", default="auto", help="of the draft model")
+    parser.add_argument("--rates", default="0,0.5,0.7,0.9,1", help="chances that a guess is right")
     parser.add_argument("--rows", default="1,4,8,32")
     parser.add_argument("--timeline", action="store_true", help="a step's work on the GPU")
     parser.add_argument("--tokens", type=int, default=257)

@@ -55,14 +55,13 @@ class Engine:
         self._wake = threading.Event()
         self._inbox = Inbox(self._wake)
         self._stopping = self._draining = False
-        self._loop_count = 0
+        self._loop_count = self._next_step = 0
         self._fatal_error: ErrorInfo | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loaded = threading.Event()
         self._failure: BaseException | None = None
         self.throughput = Throughput()
         self._in_flight: deque[Step] = deque()
-        self._next_step = 0
         self._interleaver: PrefillInterleaver[Step] = PrefillInterleaver(
             self._inbox.run_arrivals,
             lambda jobs: self.scheduler.schedule_interactive_prefill(jobs),  # noqa: PLW0108 - there is none yet
@@ -362,6 +361,7 @@ class Engine:
         for step in finished_step.parts:
             try:
                 sampled, scores = self.model_runner.read(step), self.model_runner.read_scores(step)
+                self.model_runner.drafts.guess_next(step, sampled, self.speculation.model)
             except Exception as error:  # noqa: BLE001 - as in `_launch`
                 self._fail_step(step.rows, error)
                 continue

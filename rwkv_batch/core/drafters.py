@@ -309,6 +309,8 @@ class Draft:
     """index of the first drafted token in `Sequence.token_ids`"""
     num_wanted: int = 0
     """tokens that a draft model has to guess; 0: `tokens` are known"""
+    num_next: int = 0
+    """tokens to guess for the next step as soon as this one's are known. 0: the next step probably has no draft"""
     slot: int = -1
     """the state after all drafted tokens"""
     first_logit: int = 0
@@ -344,3 +346,10 @@ class Draft:
             tokens.append(token)
             last = token
         return tokens
+
+
+class DraftTotals(NamedTuple):
+    """A drafter's tokens since the start."""
+
+    drafted: int = 0
+    accepted: int = 0

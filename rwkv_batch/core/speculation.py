@@ -31,6 +31,7 @@ from rwkv_batch.core.drafters import (
     Draft,
     Drafter,
     DraftModel,
+    DraftTotals,
     Guesses,
     LookupDrafter,
     ModelDrafter,
@@ -102,13 +103,6 @@ class Launched(NamedTuple):
     begun: float
 
 
-class DraftTotals(NamedTuple):
-    """A drafter's tokens since the start."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
 class Proposal(NamedTuple):
     """What a row can draft."""
 
@@ -123,11 +117,11 @@ class Proposal(NamedTuple):
     gain: float
     """in tokens, without the cost that rows share"""
 
-    def draft(self, length: int) -> Draft:
+    def draft(self, length: int, is_probe: bool = False) -> Draft:
         """Return a draft of at most this many tokens."""
         length = min(length, self.max_tokens)
         if self.tokens is None:
-            return Draft(self.drafter, [], self.start, length)
+            return Draft(self.drafter, [], self.start, length, 0 if is_probe else length)
         return Draft(self.drafter, self.tokens[:length], self.start)
 
 
@@ -236,7 +230,7 @@ class Speculation:
         drafts: list[Draft | None] = [None] * num_rows
         for i, length in best.lengths.items():
             if (one := found[i]) is not None:
-                drafts[i] = one.draft(length)
+                drafts[i] = one.draft(length, is_probe=price > 0)
         return drafts, price, Launched(times, best.size, plain_s, guess_s, rows[0].sequence, self._begun)
 
     def _times_of(self, rows: list[ScheduledRow], shape: Shape) -> tuple[StepTimes, float]:
@@ -289,11 +283,16 @@ class Speculation:
         ]
         if not wanted or self.model is None:
             return
-        # After a draft, unread are its accepted tokens and the next one.
-        is_next = all(row.length - row.drafter.num_read <= len(row.drafter.guesses) + 1 for _, row in wanted)
-        self._guesses = self.model.guess([row for _, row in wanted])
-        # A call that reads more does not show what a guess takes.
-        self._num_guesses = max(row.num_tokens for _, row in wanted) if is_next else 0
+        missing = [row for _, row in wanted if row.drafter.num_read != row.length]
+        if missing:
+            # After a draft, unread are its accepted tokens and the next one. A call that reads more, or is the second
+            # one of the step, does not show what a guess takes.
+            is_next = all(row.length - row.drafter.num_read <= len(row.drafter.guesses) + 1 for row in missing)
+            self._guesses = self.model.guess(missing)
+            self._num_guesses = max(row.num_tokens for row in missing) if is_next and len(missing) == len(wanted) else 0
+        else:
+            self._guesses = wanted[0][1].drafter.pending
+            self._num_guesses = max(len(row.drafter.guesses) for _, row in wanted)
         for draft, row in wanted:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
 

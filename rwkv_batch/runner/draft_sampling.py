@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from rwkv_batch.core.drafters import Draft
+from rwkv_batch.core.drafters import Draft, DraftModel, Joined, ModelDrafter, Wanted
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.core.speculation import Speculation
@@ -75,6 +75,39 @@ class DraftSampler:
             pairs = [(row.sequence, one) for row, one in zip(rows, drafts, strict=True)]
             step.ahead.append((pairs, HostCopy(tokens)))
 
+    def guess_next(self, step: InFlightStep, sampled: list[SampledToken], model: DraftModel | None) -> None:
+        """Let the draft model guess for the next step. Waits for this step.
+
+        The device would wait while the host processes the step's tokens, so this comes first. One call guesses for all
+        rows: if a draft of the step was not sampled ahead, or was a trial, nothing is guessed yet.
+
+        sampled: the tokens of `step.sampling_rows`
+        """
+        if not step.num_drafted:
+            return
+        wanted = list[Wanted]()
+        for rows, copy in step.ahead:
+            tokens = iter(copy.tokens())
+            for _, draft in rows:
+                draft.sampled = list(islice(tokens, len(draft.tokens)))
+        for row, (token, _) in zip(step.sampling_rows, sampled, strict=True):
+            sequence, draft = row.sequence, row.sequence.draft
+            if draft is None:
+                continue
+            if model is None or not (draft.num_next and draft.sampled):
+                return
+            drafter = draft.drafter.drafter
+            if not isinstance(drafter, ModelDrafter):
+                return
+            if sequence.phase is Phase.RUNNING:
+                sequence.token_ids[draft.start] = token
+                text = Joined(sequence.token_ids, draft.accepted_ahead(sequence.token_ids))
+                room = sequence.request.max_tokens - (len(text) - sequence.prompt_end) - 1
+                if room > 0:
+                    wanted.append(Wanted(drafter, text, len(text), min(room, draft.num_next)))
+        if model is not None and wanted:
+            model.guess(wanted)
+
     def verify(
         self,
         step: InFlightStep,
@@ -87,10 +120,8 @@ class DraftSampler:
         sample_constrained: samples the rows of a part that await masks
         """
         num_accepted = 0
-        for rows, copy in step.ahead:
-            tokens = iter(copy.tokens())
+        for rows, _ in step.ahead:
             for sequence, draft in rows:
-                draft.sampled = list(islice(tokens, len(draft.tokens)))
                 num_accepted += jobs.commit_ahead(sequence, draft)
                 if draft.num_accepted:
                     self._uncounted.append((sequence, draft.sampled[: draft.num_accepted]))

@@ -70,9 +70,9 @@ class DraftSteps:
             )
         return cls(config, device) if config.draft_model and config.speculate not in ("off", "ngram") else None
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device, dtype: str = "auto") -> None:
         """Load the model. Raises StartupError."""
-        fields = {"model_path": config.draft_model, "devices": (str(device),), "dtype": "auto", "wkv_state": "auto"}
+        fields = {"model_path": config.draft_model, "devices": (str(device),), "dtype": dtype, "wkv_state": "auto"}
         own = {"activation_bits": 8, "adapters": (), "layers": (), "resident": ()}
         own["auto_fallback_fields"] = ("wkv_state", "kernels")
         _, self._pipeline = load_pipeline(msgspec.structs.replace(config, **fields, **own, deterministic=False))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_batch.core.drafters import Wanted
+from rwkv_batch.core.drafters import Joined, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
@@ -71,11 +71,12 @@ def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) ->
         steps._reading = reading = FakeReadingGraphs(steps)  # type: ignore[assignment]
         engine.model_runner.drafts.may_sample_ahead = True
     for share in (1.0, 0.7):
-        engine.speculation.model = Faulty(steps, share)
+        engine.speculation.model = faulty = Faulty(steps, share)
         before = engine.speculation.totals["model"]
         assert rows_of(run(engine, *rows, return_token_ids=True)) == expected
         drafted, accepted = map(operator.sub, engine.speculation.totals["model"], before)
         assert accepted == drafted > 60 if share == 1.0 else 20 < accepted < drafted
+        assert (faulty.num_early > 0) == has_graphs, "guesses come before the text is processed"
     assert reading is None or reading.lengths, "prompts are read by graphs"
     assert eventually_holds(engine, lambda: len(steps._free) == MAX_ROWS), "rows that ended free their rings"
 
@@ -100,8 +101,10 @@ class Faulty:
 
     def __init__(self, model: DraftSteps, share: float) -> None:
         self._model, self._share, self._rng = model, share, random.Random(0)
+        self.num_early = 0
 
     def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
+        self.num_early += sum(isinstance(one.ids, Joined) for one in wanted)
         guesses = self._model.guess(wanted)
         if guesses is not None and self._share < 1:
             guesses.read()

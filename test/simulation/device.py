@@ -230,6 +230,9 @@ class Runner:
         """This runner: see `verify`."""
         return self
 
+    def guess_next(self, *_: object) -> None:
+        """See `DraftSampler.guess_next`: there is no draft model."""
+
     def verify(self, step: Step, speculation: Speculation, jobs: JobTable, _: object) -> int:
         """See `DraftSampler.verify`."""
         num_accepted = 0
