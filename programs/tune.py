@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +31,8 @@ if TYPE_CHECKING:
 OK, NO_SPACE, STOPPED = 0, 75, 130
 """Exit codes. NO_SPACE: the disk is full. STOPPED: by a signal. The same command continues after both."""
 METHODS = ("state", "lora", "state+lora", "full")
-_ENDINGS = (".csv", ".png", ".state.pth", ".lora.pth", ".pth", ".checkpoint")
+_ENDINGS = (".csv", ".png", ".state.pth", ".lora.pth", ".pth", ".checkpoint", ".lock")
 """Of the files that a run writes."""
-_MAX_HELD_OUT = 1000
 _PADDING = 8
 """Tokens that align a line, about."""
 
@@ -65,12 +66,15 @@ def build_parser() -> CommandParser:
         "--dtype", choices=("auto", *COMPACT_DTYPES), default="auto", help="int8, fp8: weights stay so (default: auto)"
     )
     parser.add_argument("--epochs", type=number(1, 1000), default=0, help="passes over the data (default: by its size)")
-    parser.add_argument("--batch-tokens", type=number(256, 1 << 20), default=0, help="tokens of a step")
-    parser.add_argument("--batch-lines", type=number(1, 4096), default=0, help="lines of a step, instead of tokens")
+    step, evaluation = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    step.add_argument("--batch-tokens", type=number(256, 1 << 20), default=0, help="tokens of a step")
+    step.add_argument("--batch-lines", type=number(1, 4096), default=0, help="lines of a step, instead of tokens")
     parser.add_argument("--learning-rate", type=number(1e-7, 10, float), default=0.0, help="peak (default: by method)")
     parser.add_argument("--rate-multiplier", type=number(1e-3, 1e3, float), default=1.0, help=argparse.SUPPRESS)
-    parser.add_argument("--held-out", type=share, default=0.1, help="share of lines to evaluate with (default: 0.1)")
-    parser.add_argument("--validation", type=Path, metavar="DATA", help="a file of lines to evaluate with instead")
+    evaluation.add_argument(
+        "--held-out", type=share, default=0.1, help="share of lines to evaluate with (default: 0.1)"
+    )
+    evaluation.add_argument("--validation", type=Path, metavar="DATA", help="a file of lines to evaluate with instead")
     parser.add_argument("--max-tokens", type=number(16, 1 << 17), default=0, help="of a line (default: 4096)")
     parser.add_argument("--seed", type=number(0, 2**31 - 1), default=0, help="of the order and the LoRA's start")
     parser.add_argument("--device", default="auto", help="cpu, cuda:0 ... (default: auto)")
@@ -106,21 +110,49 @@ class _Command:
 
     def run(self) -> int:
         """Tune, and return the exit code. Raises StartupError, OSError."""
-        set_compute_environment()
-        from rwkv_batch.runner.calibration import MeasuredInputs
-        from rwkv_batch.tuning.pacing import Pacer
-        from rwkv_batch.tuning.run import choose_place, measure_step_s, open_model, prepare
-        from rwkv_batch.tuning.trainer import DivergedError, TuneOptions
-
         given = self._given
-        self._keep_inputs()
-        documents, held_out, warnings = self._documents()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
         if given.background:
             die_with_parent()
             lower_process_priority()
-        place = choose_place(given.device, given.threads or (max(1, cores() // 2) if given.background else 0))
+        self._keep_inputs()
+        if given.dry_run:
+            return self._run()
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            return self._run()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other runs from these files. A job waits: its process before is ending. Raises StartupError."""
+        path = self._given.output.with_name(f"{self._given.output.name}.lock")
+        while True:
+            with path.open("a") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | (0 if self._given.background else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    message = f"-o {self._given.output} is used by another run; wait for it, or give another name"
+                    raise StartupError(message) from None
+                if not os.fstat(file.fileno()).st_nlink:  # the other run has just ended
+                    continue
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+
+    def _run(self) -> int:
+        set_compute_environment()
+        from rwkv_batch.runner.calibration import MeasuredInputs
+        from rwkv_batch.tuning.pacing import Pacer
+        from rwkv_batch.tuning.run import choose_place, configure_process, measure_step_s, open_model, prepare
+        from rwkv_batch.tuning.trainer import DivergedError, TuneOptions
+
+        given = self._given
+        documents, held_out, warnings = self._documents()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        place = choose_place(given.device)
+        configure_process(place, given.threads or (max(1, cores() // 2) if given.background else 0))
         weights = open_model(self._model_path(), given.adapter)
         batch_tokens = given.batch_tokens
         if given.batch_lines:
@@ -130,7 +162,6 @@ class _Command:
             given.seed, dtype=given.dtype,
         )  # fmt: skip
         checkpoint = given.output.with_name(f"{given.output.name}.checkpoint")
-        given.output.parent.mkdir(parents=True, exist_ok=True)
         is_paced = given.background and place.device.type == "cuda"
         pacer = Pacer(paced_path(given.output), place.device) if is_paced else None
         tuning = prepare(
@@ -191,14 +222,13 @@ class _Command:
 
     def _documents(self) -> tuple[list[Document], list[Document], list[str]]:
         """Return the lines to train on, the held-out ones, and warnings. Raises StartupError for a bad file."""
-        from routes.fine_tuning.data import split, validation_warnings
+        from routes.fine_tuning.data import MAX_HELD_OUT, split, validation_warnings
 
         data = self._read(self._given.data)
         if self._given.validation is not None:
             held = self._read(self._given.validation)
-            return data.examples, held.examples[:_MAX_HELD_OUT], data.warnings + validation_warnings(data, held)
-        documents, held_out = split(data.examples, self._given.held_out)
-        return documents, held_out[:_MAX_HELD_OUT], data.warnings
+            return data.examples, held.examples[:MAX_HELD_OUT], data.warnings + validation_warnings(data, held)
+        return *split(data.examples, self._given.held_out), data.warnings
 
     def _read(self, path: Path) -> Data:
         from routes.fine_tuning.data import MAX_TOKENS, read_data

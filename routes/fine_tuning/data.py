@@ -36,6 +36,8 @@ MAX_ERRORS = 100
 MAX_LINES = 1_000_000
 MAX_TOKENS = 4096
 """Default of a line's maximum."""
+MAX_HELD_OUT = 1000
+"""Lines that are evaluated. More take longer and tell little more."""
 MIN_DIFFERENT = 20
 """Fewer different lines are worth a warning."""
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
@@ -151,6 +153,8 @@ def validation_warnings(data: Data, held_out: Data) -> list[str]:
     trained = {hash(tuple(example.ids)) for example in data.examples}  # the lines themselves take 36 bytes a token
     known = sum(hash(tuple(example.ids)) in trained for example in held_out.examples)
     found = held_out.unknown.warnings + held_out.repeats
+    if (count := len(held_out.examples)) > MAX_HELD_OUT:
+        found.append(f"the first {MAX_HELD_OUT} of {count} lines are evaluated")
     if known:
         found.append(f"{known} of {len(held_out.examples)} lines are in the training file too; give others")
     return [f"validation file: {text}" for text in found]
@@ -192,10 +196,10 @@ def _examples(content: bytes, name: str, max_tokens: int, unknown: UnknownFields
 def split(examples: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
     """Return the examples to train on and the held-out ones.
 
-    About `share` of the different examples are held out.
+    About `share` of the different examples are held out, at most MAX_HELD_OUT.
     """
     different = {tuple(example.ids): example for example in examples}
-    every = max(2, round(1 / share)) if share else len(different) + 1
+    every = max(2, round(1 / share), -(-len(different) // MAX_HELD_OUT)) if share else len(different) + 1
     held = dict(itertools.islice(different.items(), every - 1, None, every))
     return [example for example in examples if tuple(example.ids) not in held], list(held.values())
 

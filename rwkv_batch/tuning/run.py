@@ -50,24 +50,28 @@ class Place:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else free_memory()
 
 
-def choose_place(device: str, threads: int) -> Place:
-    """Return the device (auto: the first GPU, else the CPU) and its dtype; set its threads. Raises StartupError."""
+def choose_place(device: str) -> Place:
+    """Return the device (auto: the first GPU, else the CPU) and its dtype. Raises StartupError."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         found = torch.device(name)
+        if found.type not in ("cpu", "cuda"):
+            raise RuntimeError("a model is tuned on a CPU or an NVIDIA GPU")
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         raise StartupError(
             f"--device {device} cannot be used ({str(error).splitlines()[0]}); give cpu or cuda:0"
         ) from error
-    if found.type not in ("cpu", "cuda"):
-        raise StartupError(f"--device {device} cannot be used; give cpu or cuda:0")
+    return Place(found, torch.bfloat16 if found.type == "cuda" else torch.float32)
+
+
+def configure_process(place: Place, threads: int) -> None:
+    """Set the process's CPU threads (0: all cores), and for a CPU its heap, for a GPU its fp32 products."""
     torch.set_num_threads(threads or cores())
-    if found.type == "cuda":
+    if place.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     else:
         keep_freed_blocks()
-    return Place(found, torch.bfloat16 if found.type == "cuda" else torch.float32)
 
 
 def open_model(path: str, adapters: Sequence[str]) -> Weights:

@@ -33,7 +33,7 @@ _FLOOR = 0.005
 """Last learning rate as a share of the peak."""
 _AUTO_BATCHES, _MAX_AUTO_EPOCHS = 150, 25
 _CHECKPOINT_S = 30.0
-_VERSION = 2
+_VERSION = 3
 """of checkpoints and of what a step computes. The first one had no number."""
 _ROW_TOKENS = 256
 _CPU_BATCH, _GPU_BATCH = 512, 16384
@@ -319,11 +319,13 @@ class Tuning:
 def batch_shape(
     documents: Sequence[Document], held_out: Sequence[Document], options: TuneOptions, device: torch.device
 ) -> tuple[int, int]:
-    """Return the rows of a batch and the tokens of a row."""
+    """Return the rows of a batch and the tokens of a row. No more rows than the documents can fill."""
     longest = max(len(document) for document in [*documents, *held_out])
     row_tokens = max(_ROW_TOKENS, aligned(longest))
     batch_tokens = options.batch_tokens or (_CPU_BATCH if device.type == "cpu" else _GPU_BATCH)
-    return max(1, batch_tokens // row_tokens), row_tokens
+    # A row ends where the next row's first document did not fit: any two have more than `row_tokens`.
+    whole_rows = -(-sum(aligned(len(document)) for document in documents) // row_tokens)
+    return max(1, min(batch_tokens // row_tokens, len(documents), 2 * whole_rows - 1)), row_tokens
 
 
 def auto_epochs(batches: int) -> int:

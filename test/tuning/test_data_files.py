@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from programs import tune
-from routes.fine_tuning.data import read_data, split, validation_warnings
+from routes.fine_tuning.data import Data, read_data, split, validation_warnings
 from routes.request.ignored import MAX_WARNINGS
 from rwkv_batch.translation.tmx import TmxError, read_pairs
+from rwkv_batch.tuning import Document
 
 
 def line(number: int, **fields: object) -> dict[str, object]:
@@ -53,6 +54,8 @@ def test_the_command_warns_of_unknown_fields_and_of_a_validation_file_that_was_t
         "validation file: 3 of 4 lines are in the training file too; give others",
     ]
     data = read_data(as_content([line(1)]), "d.jsonl")
+    many = Data([Document([n], [1.0]) for n in range(1001)])
+    assert validation_warnings(data, many) == ["validation file: the first 1000 of 1001 lines are evaluated"]
     assert validation_warnings(data, read_data(as_content([line(2)]), "d.jsonl")) == []
 
 
@@ -71,6 +74,10 @@ def test_a_validation_file_is_compared_in_little_memory() -> None:
 def test_held_out_lines_are_not_trained_on() -> None:
     examples = read_data(as_content([line(i) for i in (*range(24), *range(24))]), "d.jsonl").examples
     train, held = split(examples, 0.1)
+    many = [Document([n], [1.0]) for n in range(15_000)]
+    for share in (0.1, 0.5):  # 500 of 15,000 were in neither
+        train_many, held_many = split(many, share)
+        assert len(held_many) == 1000 and len(train_many) == 14_000
     assert len(held) == 2 and not {tuple(one.ids) for one in held} & {tuple(one.ids) for one in train}
 
 

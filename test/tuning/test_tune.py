@@ -30,6 +30,7 @@ from rwkv_batch.tuning import run as tuning_run
 from rwkv_batch.tuning import trainer
 from rwkv_batch.tuning.curve import _DIGITS, _label, loss_curve
 from rwkv_batch.tuning.model import MemoryPlan
+from rwkv_batch.tuning.packing import pack
 from rwkv_batch.tuning.run import Place, open_model, plan_memory, prepare
 from rwkv_batch.tuning.trainer import TuneOptions, Tuning
 
@@ -141,6 +142,41 @@ def test_too_little_memory_and_wrong_flags_are_refused(
     assert "GiB are free; lower --batch-tokens" in capsys.readouterr().err
     assert run(data, "-o", tmp_path / "x", "--rank", 0) == 2
     assert "must be 1 to 128, got 0" in capsys.readouterr().err
+    for pair in (("--batch-lines", 4), ("--held-out", 0.1, "--validation", data)):  # `run` gives --batch-tokens
+        assert run(data, "-o", tmp_path / "x", *pair) == 2 and "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("handlers")
+def test_memory_is_planned_for_rows_that_the_data_fills(model: Path, tmp_path: Path) -> None:
+    """A step of 1,048,576 tokens was refused for 24 lines."""
+    data = as_file(tmp_path / "d.jsonl", LINES)
+    documents = read_data(data.read_bytes(), data.name).examples * 40
+    place, options = Place(torch.device("cpu"), torch.float32), TuneOptions(batch_tokens=1 << 20)
+    rows, time = trainer.batch_shape(documents, [], options, place.device)
+    for seed in range(20):
+        Random(seed).shuffle(documents)
+        every = list(pack(documents, 4096, time))
+        assert len(every) == 1 and rows / 2 < len(every[0].inputs) <= rows
+    assert trainer.batch_shape(documents[:1], [], options, place.device) == (1, time)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_run_with_the_same_output_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both wrote one checkpoint."""
+    data, errors = as_file(tmp_path / "d.jsonl", LINES), []
+
+    def second(*_: object) -> bool:
+        monkeypatch.undo()
+        assert run(data, "-o", tmp_path / "x", "--model-path", model) == 1
+        errors.append(capsys.readouterr().err)
+        return True
+
+    monkeypatch.setattr(tune._Command, "_on_step", second)
+    given = data, "-o", tmp_path / "x", "--model-path", model, "--epochs", 1
+    assert run(*given) == tune.OK and "x is used by another run; wait for it, or give another name" in errors[0]
+    assert run(*given) == tune.OK and not (tmp_path / "x.lock").exists()
 
 
 def test_results_do_not_overwrite_what_was_given(
@@ -156,6 +192,8 @@ def test_results_do_not_overwrite_what_was_given(
     assert run(data, "-o", ".", "--model-path", model) == 1 and "must end with a name" in capsys.readouterr().err
     assert run(data, "-o", tmp_path / "new", "--device", "meta", "--model-path", model) == 1
     assert "give cpu or cuda:0" in capsys.readouterr().err
+    assert run(data, "-o", tmp_path / "new", "--device", "mps", "--model-path", model) == 1  # named a PyTorch operator
+    assert "--device mps cannot be used (a model is tuned on a CPU or an NVIDIA GPU)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("handlers")
