@@ -33,6 +33,8 @@ _SOCKADDR_IN6 = struct.Struct("=HHI16sI")
 _TCP_INFO_BYTES = 136
 _RECEIVED = struct.Struct("=Q")
 _RECEIVED_OFFSET = 128
+_IDLE = struct.Struct("=I")
+_IDLE_OFFSET = 52
 _MAX_HEAD_BYTES = 1 << 14
 _HAS_LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
@@ -49,16 +51,22 @@ class Connection:
     """Whether its client may send large bodies: it has shown a secret, if the service has one."""
     handled_bytes: int = 0
     """Bytes that were received with its complete requests."""
-    stuck_checks: int = 0
-    """How often it was open although its client had left, and its request was never handled."""
 
     def received_bytes(self) -> int:
         """Return the bytes that the client has sent."""
+        (received,) = _RECEIVED.unpack_from(self._tcp_info(), _RECEIVED_OFFSET)
+        return int(received)
+
+    def idle_s(self) -> float:
+        """Return the seconds since the client's last bytes."""
+        (idle_ms,) = _IDLE.unpack_from(self._tcp_info(), _IDLE_OFFSET)
+        return float(idle_ms) / 1e3
+
+    def _tcp_info(self) -> ctypes.Array[ctypes.c_char]:
         info = ctypes.create_string_buffer(_TCP_INFO_BYTES)
         length = ctypes.c_uint32(_TCP_INFO_BYTES)
         _libc.getsockopt(self.descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length))
-        (received,) = _RECEIVED.unpack_from(info, _RECEIVED_OFFSET)
-        return int(received)
+        return info
 
     def is_open(self) -> bool:
         """Return whether the client is connected. One that has shut down its sending side counts as gone."""

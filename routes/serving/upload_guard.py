@@ -41,6 +41,8 @@ MAX_STUCK = 256
 """Stuck connections after which a worker ends as soon as it neither answers nor reads a request."""
 MAX_STUCK_CHECKS = 100
 """Checks in a row with too many: connections that are just being closed look stuck, and last bytes are being sent."""
+MAX_IDLE_S = 10.0
+"""Seconds after a client's last bytes within which Robyn finds that its form is broken."""
 _GROWTH_BYTES = 16 << 20
 """Growth of the process after which its connections are checked."""
 
@@ -65,11 +67,9 @@ class UploadGuard:
         opened, closed = list[Connection](), list[Connection]()
         for one in connections:
             (opened if one.is_open() else closed).append(one)
-        stuck = list(filter(_is_stuck, closed))
-        for one in stuck:
-            one.stuck_checks += 1
+        num_stuck = sum(map(_is_stuck, closed))
         is_idle = not self._limiter.num_active and not any(_unanswered(opened).values())
-        too_many = len(stuck) >= (min(MAX_STUCK, self._max_stuck) if is_idle else self._max_stuck)
+        too_many = num_stuck >= (min(MAX_STUCK, self._max_stuck) if is_idle else self._max_stuck)
         self._stuck_checks = self._stuck_checks + 1 if too_many else 0
         _close_largest(_unanswered(one for one in opened if not one.is_trusted), _MAX_STRANGER_BYTES, _refusal())
         resident = self._resident_bytes()
@@ -98,7 +98,7 @@ class BrokenForms(logging.Filter):
     """Answers 400 with the reason in place of Robyn's 500. A filter of the logger ROBYN_SERVER.
 
     The log does not name the connection. So Robyn's answer remains if several connections have an unanswered request.
-    Those that have long been stuck do not count: Robyn will never log theirs.
+    Those that have long been idle do not count: Robyn parses bytes when they arrive.
     """
 
     def __init__(self, formats: Mapping[str, ErrorFormat]) -> None:
@@ -112,8 +112,7 @@ class BrokenForms(logging.Filter):
             return True
         path, reason = failure.groups()
         there = [one for one in known_connections() if one.has_descriptor()]  # also a client that has left meanwhile
-        unsettled = [one for one in there if one.stuck_checks < MAX_STUCK_CHECKS]
-        waiting = [one for one in unsettled if one.received_bytes() > one.handled_bytes]
+        waiting = [one for one in there if one.received_bytes() > one.handled_bytes and one.idle_s() < MAX_IDLE_S]
         if len(waiting) == 1 and waiting[0].is_open():
             message = f"the body is not a form (multipart/form-data) as its headers say: {reason}; check its boundary"
             error = ErrorInfo(kind=ErrorKind.NOT_JSON, message=message)
