@@ -17,7 +17,8 @@
 - `page` and `masks` with --size: a random model of that size, for the share of a step that takes as long as a real one.
 - masks: the same --rows sentences with markers or enforced terms, with and without their masks, in turns, with answers
   of equal lengths. `ratio` is the time of a token with masks over one without, of CPU seconds on a CPU, after the
-  prefills: the median of --mask-rounds pairs. `steps` is the ratio of the median steps, in wall time.
+  prefills: the median of --mask-rounds pairs. `steps` is the ratio of the median steps, in wall time. `step_ms` and
+  `host_ms` are the median and the longest step, and the engine thread's part for tokens and masks, of the last pair.
 
 The last line is JSON.
 """
@@ -28,14 +29,14 @@ import argparse
 import asyncio
 import itertools
 import re
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from statistics import mean, median
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -114,7 +115,7 @@ async def kept(flags: list[str], cases: int, seed: int) -> dict[str, float]:
             means = {
                 name: sum(one[name] * n for one, n in zip(blocks, done, strict=True)) / sum(done) for name in blocks[0]
             }
-            figures = {"cases": sum(done), **{name: round(mean, 4) for name, mean in means.items()}}
+            figures = {"cases": sum(done), **{name: round(share, 4) for name, share in means.items()}}
             print("kept", msgspec.json.encode(figures).decode(), flush=True)  # a later block may be ended by its time
     finally:
         await backend.close()
@@ -144,7 +145,7 @@ async def _kept_of(backend: LocalEngine, rng: Random, cases: int) -> dict[str, f
         "enforced": (all(one in answer.text for one in case.expected) for case, answer in both),
         "enforced_exact": (case.target == answer.text for case, answer in both),
     }
-    return {name: statistics.mean(share) for name, share in shares.items()}
+    return {name: mean(share) for name, share in shares.items()}
 
 
 class _Answer(NamedTuple):
@@ -215,27 +216,51 @@ class _Steps:
     """Times of an engine's steps, from the one that samples the last row's first token."""
 
     def __init__(self, engine: Engine) -> None:
-        self._times: list[tuple[float, float]] = []
-        """wall and CPU of all threads"""
+        self._times: list[tuple[float, float, float]] = []
+        """wall, CPU of all threads, CPU of the engine's thread for tokens and masks"""
+        self._host_s = 0.0
         self._started = dict[int, Any]()
         """sequences that sampled, by id"""
         self.rows = 0
-        commit = engine.jobs.commit
+        commit = self._counted(engine.jobs.commit)
 
         def timed(rows: list[ScheduledRow], sampled: list[SampledToken], number: int) -> None:
             if len(self._started) < self.rows:
                 self._started |= {id(row.sequence): row.sequence for row in rows if row.samples_token}
             if len(self._started) >= self.rows:
-                self._times.append((time.perf_counter(), time.process_time()))
+                self._times.append((time.perf_counter(), time.process_time(), self._host_s))
             commit(rows, sampled, number)
 
         setattr(engine.jobs, "commit", timed)  # noqa: B010 - a method
+        sample = self._counted(engine.model_runner.sample_constrained)
+        setattr(engine.model_runner, "sample_constrained", sample)  # noqa: B010
 
-    def read(self) -> tuple[float, float, float]:
-        """Return seconds, seconds of CPU and the median step since the last call."""
+    def _counted(self, call: Callable[..., T]) -> Callable[..., T]:
+        def counted(*values: Any) -> T:
+            started = time.thread_time()
+            try:
+                return call(*values)
+            finally:
+                self._host_s += time.thread_time() - started
+
+        return counted
+
+    def read(self) -> _Times:
+        """Return the times since the last call."""
         times, self._times, self._started = self._times, [], {}
-        walls = [later[0] - one[0] for one, later in itertools.pairwise(times)]
-        return times[-1][0] - times[0][0], times[-1][1] - times[0][1], statistics.median(walls)
+        steps, _, host = zip(
+            *([b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(times)), strict=True
+        )
+        return _Times(times[-1][0] - times[0][0], times[-1][1] - times[0][1], steps, host)
+
+
+class _Times(NamedTuple):
+    wall: float
+    cpu: float
+    steps: tuple[float, ...]
+    """seconds of each step"""
+    host: tuple[float, ...]
+    """the engine thread's seconds of CPU for each step's tokens and masks"""
 
 
 def _texts(rng: Random, low: int, high: int) -> list[int]:
@@ -282,7 +307,7 @@ def page_cost(engine: Engine, rounds: int, paragraphs: int) -> dict[str, Any]:
     on_cpu = engine.model_runner.device.type == "cpu"
     figures = {}
     for way, runs in found.items():
-        wall, cpu, cached = (statistics.median(values) for values in zip(*(run[:3] for run in runs), strict=True))
+        wall, cpu, cached = (median(values) for values in zip(*(run[:3] for run in runs), strict=True))
         figures[way] = {"wall": round(wall, 2), "cpu": round(cpu, 2), "cached_tokens": int(cached)}
     measure = "cpu" if on_cpu else "wall"
     for way, values in figures.items():
@@ -299,8 +324,9 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
     """
     rng = Random(3)
     cases = [pages.markers(rng) if index % 2 else pages.listed_terms(rng) for index in range(rows)]
+    limits = [rng.randint(32, 96) for _ in cases]  # a random model ends no answer, and real ones end one by one
     requests = list[GenerateRequest]()
-    for case in cases:
+    for case, limit in zip(cases, limits, strict=True):
         glossary = Glossary(dict(case.terms))
         source, target = ("en", "zh") if case.english else ("zh", "en")
         asked = TranslationRequest(
@@ -311,7 +337,7 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
         constraint = None if required is None else required_constraint(required, ["\n"])
         prompt = vocabulary.encode(shared_prompt(query) + pages.prompt_of(query))
         row = GenerateRequest(
-            prompt=prompt, max_tokens=64, sampling=SamplingParams(temperature=0.0), stop_strings=stops, chunk_size=0
+            prompt=prompt, max_tokens=limit, sampling=SamplingParams(temperature=0.0), stop_strings=stops, chunk_size=0
         )
         requests.append(msgspec.structs.replace(row, constraint=constraint, use_prefix_cache=False))
     unmasked = [msgspec.structs.replace(row, constraint=None) for row in requests]
@@ -324,7 +350,7 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
     measure = 1 if engine.model_runner.device.type == "cpu" else 0
     steps, figures, tokens = _Steps(engine), dict[str, Any](), sum(lengths.values()) - rows
     steps.rows = rows
-    times: dict[str, list[tuple[float, float, float]]] = {"masks": [], "plain": []}
+    times: dict[str, list[_Times]] = {"masks": [], "plain": []}
     masked = sum(row.constraint is not None for row in requests)
     for number in range(-1, rounds):  # the first pair warms up
         pair = [("masks", requests), ("plain", plain)]
@@ -339,15 +365,21 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
             "rows": rows,
             "masked": masked,
             "us": {
-                name: round(1e6 * statistics.median(one[measure] / tokens for one in values[1:]), 1)
+                name: round(1e6 * median(one[measure] / tokens for one in values[1:]), 1)
                 for name, values in times.items()
             },
-            "ratio": round(statistics.median(ratios), 3),
+            "ratio": round(median(ratios), 3),
             "range": [round(one, 3) for one in (min(ratios), max(ratios))],
-            "steps": round(statistics.median(with_masks[2] / without[2] for with_masks, without in pairs), 3),
+            "steps": round(median(median(one.steps) / median(other.steps) for one, other in pairs), 3),
+            "step_ms": {name: _median_and_longest(values[-1].steps) for name, values in times.items()},
+            "host_ms": {name: _median_and_longest(values[-1].host) for name, values in times.items()},
         }
         print("masks", msgspec.json.encode(figures).decode(), flush=True)  # later rounds may be ended by their time
     return figures
+
+
+def _median_and_longest(seconds: Collection[float]) -> list[float]:
+    return [round(1e3 * one, 2) for one in (median(seconds), max(seconds))]
 
 
 def main() -> None:
