@@ -10,6 +10,7 @@ import struct
 import tomllib
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
 from typing import Any
 
@@ -158,6 +159,27 @@ def mutate_gguf(rng: random.Random, data: bytes) -> bytes:
     number = rng.choice((*NUMBERS, rng.randrange(40))) % (1 << bits)
     struct.pack_into(form, out, min(at, len(out) - 8), number)
     return bytes(out)
+
+
+def mutate_named(rng: random.Random, data: bytes) -> bytes:
+    """Change a file whose name is its first line: a part of an archive, JSON, or its bytes."""
+    name, _, content = data.partition(b"\n")
+    with suppress(zipfile.BadZipFile):
+        if rng.random() < 0.8:
+            return name + b"\n" + _mutate_part(rng, content)
+    if name.endswith((b"json", b"jsonl", b"arb", b"xcstrings")) and rng.random() < 0.7:
+        return name + b"\n" + _mutate_json(rng, content)
+    return name + b"\n" + mutate_bytes(rng, content)
+
+
+def _mutate_part(rng: random.Random, data: bytes) -> bytes:
+    """Change the bytes of one file in an archive. Raises BadZipFile."""
+    out = BytesIO()
+    with zipfile.ZipFile(BytesIO(data)) as source, zipfile.ZipFile(out, "w") as target:
+        changed = rng.choice(source.namelist())
+        for name in source.namelist():
+            target.writestr(name, mutate_bytes(rng, source.read(name)) if name == changed else source.read(name))
+    return out.getvalue()
 
 
 def mutate_pth(rng: random.Random, data: bytes) -> bytes:

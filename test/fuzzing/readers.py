@@ -31,11 +31,14 @@ from programs.batch.glossary import load_glossary
 from programs.batch.inputs import Input
 from programs.record import RunError
 from routes.api_keys import KeysError, load_keys
+from routes.fine_tuning.data import UnknownFields, check_data
 from rwkv_batch.model.adapters.files import read_adapter
 from rwkv_batch.model.files.gguf_writer import Entry, Value, write_gguf
 from rwkv_batch.model.files.place import BLOCKS
 from rwkv_batch.model.gguf_names import names_of_pth
 from rwkv_batch.model.tensor_files import FileError, metadata_of, read_tensors
+from rwkv_batch.translation.documents.document import DocumentError, DocumentOptions, requests
+from rwkv_batch.translation.documents.formats import read_document
 from state_pool.layout import Layout
 from state_pool.session_file import _CHECKSUMS, InvalidSessionFile, SessionFile, decode
 from test.fuzzing.mutate import (
@@ -44,6 +47,7 @@ from test.fuzzing.mutate import (
     mutate_gguf,
     mutate_json,
     mutate_keys,
+    mutate_named,
     mutate_pth,
     mutate_safetensors,
 )
@@ -59,6 +63,10 @@ STATE: Layout = {"a": ("float32", (2, 2)), "b": ("int8", (4,))}
 GLOSSARY = '{"pool": "状态", "Straße": "street"}'.encode()
 _DIGEST = b"0" * 64
 KEYS = b'[[key]]\nname = "a"\nkey = "secret-of-a"\nrows = 16\n\n[[key]]\nname = "b"\nsha256 = "%s"\n' % _DIGEST
+
+
+class InvalidDataError(Exception):
+    """A tuning's data file has problems."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,22 @@ def _read_lines(path: Path) -> None:
 
 def _read_glossary(path: Path) -> None:
     load_glossary(str(path)).apply("the state pool keeps 状态池 and Straße")
+
+
+def _read_data(path: Path) -> None:
+    """Read a tuning's data file, whose name is its first line. Problems are no errors, but lines."""
+    name, _, content = path.read_bytes().partition(b"\n")
+    problems, _, _ = check_data(content, name.decode("latin-1"), UnknownFields())
+    if problems:
+        raise InvalidDataError("\n".join(map(str, problems[:5])))
+
+
+def _read_document(path: Path) -> None:
+    """Read a document, whose name is its first line, and write it with each text doubled."""
+    name, _, content = path.read_bytes().partition(b"\n")
+    document = read_document(content, name.decode("latin-1"), DocumentOptions(target="de"))
+    dict(requests(document, "en", {}))
+    document.write([unit.text * 2 for unit in document.units])
 
 
 def _tensors_as(suffix: str) -> Callable[[Path], list[bytes]]:
@@ -167,6 +191,45 @@ def _lines(_: Path) -> list[bytes]:
     return [plain, b"\xef\xbb\xbf" + plain, gzip.compress(plain, mtime=0), plain * 3]
 
 
+def _data_files(_: Path) -> list[bytes]:
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    lines: list[dict[str, Any]] = [
+        {"messages": chat, "template": {"user": "U"}},
+        {"prompt": ["a", "b"], "completion": ["c", "d"]},
+    ]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    called = [
+        *chat[:2],
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "1"},
+    ]
+    lines.append({"messages": [*called, {**chat[2], "weight": 1}], "tools": tools})
+    table = 'en,de\n"one, two",eins\nthree,drei\n'
+    entry = '<tu><tuv xml:lang="en"><seg>one</seg></tuv><tuv xml:lang="de"><seg>eins<ph/></seg></tuv></tu>'
+    tmx = f'<?xml version="1.0"?><tmx version="1.4"><header srclang="en"/><body>{entry * 2}</body></tmx>'
+    return [
+        *(f"a.jsonl\n{json.dumps(line)}".encode() for line in lines),
+        "a.jsonl\n{}\n".format("\n".join(map(json.dumps, lines))).encode(),
+        f"a.csv\n{table}".encode(),
+        f"a.tmx\n{tmx}".encode(),
+    ]
+
+
+def _documents(_: Path) -> list[bytes]:
+    """Return the documents of the tests of each format."""
+    from test.translation import test_documents as tests
+    from test.translation.documents import archive, docx, epub
+
+    tested = tests.test_only_the_texts_of_a_file_change, tests.test_translators_xml_gets_translations_and_keeps_the_rest
+    cases = [case for test in tested for mark in vars(test)["pytestmark"] for case in mark.args[1]]
+    files = [(name, source.encode()) for name, source, _ in cases]
+    files += [("a.po", tests.PO.encode()), ("a.xml", tests.ANDROID.encode())]
+    files += [("a.docx", docx(tests.RUNS)), ("a.epub", epub(tests.PAGE))]
+    files += [("a.xlsx", archive({"xl/sharedStrings.xml": "<sst><si><t>one</t></si><si><r><t>b</t></r></si></sst>"}))]
+    return [name.encode() + b"\n" + content for name, content in files]
+
+
 READERS: dict[str, Reader] = {
     "pth": Reader("m.pth", _read_tensors, FileError, mutate_pth, _tensors_as(".pth")),
     "safetensors": Reader("m.safetensors", _read_tensors, FileError, mutate_safetensors, _tensors_as(".safetensors")),
@@ -175,6 +238,8 @@ READERS: dict[str, Reader] = {
     "adapter config": Reader("adapter_config.json", _read_adapter, FileError, mutate_json, _adapters),
     "jsonl": Reader("in.jsonl", _read_lines, RunError, mutate_bytes, _lines),
     "glossary": Reader("g.json", _read_glossary, RunError, mutate_json, lambda _: [GLOSSARY]),
+    "data": Reader("data", _read_data, InvalidDataError, mutate_named, _data_files),
+    "document": Reader("document", _read_document, DocumentError, mutate_named, _documents),
     "keys": Reader("keys.toml", lambda path: load_keys(str(path)), KeysError, mutate_keys, lambda _: [KEYS]),
 }
 
