@@ -115,6 +115,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pool: PoolConfig = PoolConfig()
 
     @property
+    def uses_draft_model(self) -> bool:
+        return bool(self.draft_model) and self.speculate not in ("off", "ngram")
+
+    @property
     def pool_of_model(self) -> PoolConfig:
         """The pool's settings with the name of the weights' file.
 

@@ -16,8 +16,8 @@ from rwkv_batch.translation.prompt_forms import prompt_form
 def with_default_model(settings: Settings) -> Settings:
     """Fills in the model's file, its default parameters and its form of prompts. Without a file: the demo model.
 
-    Also fills in the draft model's file. Names and URLs: see `model_source`. Raises StartupError if a file cannot be
-    downloaded, read or written.
+    Also fills in the draft model's file, if it is used. Names and URLs: see `model_source`. Raises StartupError if a
+    file cannot be downloaded, read or written.
     """
     path = resolve(settings.engine.model_path or DEMO)
     try:
@@ -26,12 +26,11 @@ def with_default_model(settings: Settings) -> Settings:
                 pass
     except OSError as error:
         raise StartupError(f"model file {path} cannot be read ({error.strerror}); check --model-path") from None
-    http = settings.http
+    http, engine = settings.http, settings.engine
+    draft = resolve(engine.draft_model) if engine.uses_draft_model else engine.draft_model
     return msgspec.structs.replace(
         settings,
-        engine=msgspec.structs.replace(
-            settings.engine, model_path=path, draft_model=resolve(settings.engine.draft_model)
-        ),
+        engine=msgspec.structs.replace(engine, model_path=path, draft_model=draft),
         http=msgspec.structs.replace(
             http,
             defaults=msgspec.to_builtins(read_defaults(http.generation_config, path)),

@@ -252,6 +252,7 @@ def _json_rows(content: bytes, max_tokens: int, unknown: UnknownFields) -> Itera
 def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
     """Yield a CSV's pairs. Its first row names the columns: prompt and completion, or two languages."""
     reader = csv.reader((line.decode() for line in _lines(content)), strict=True)
+    number = 1
     try:
         header = [name.strip() for name in next(reader, [])]
         if header != [_PROMPT, _COMPLETION] and (
@@ -260,19 +261,34 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
             reason = f"must be prompt,completion or two languages like English,de, got {','.join(header)[:80]!r}"
             yield 1, _LineError("", reason)
             return
+        number = reader.line_num + 1
         for cells in reader:
             if not any(cells):
-                continue
-            if len(cells) != 2:
-                yield reader.line_num, _LineError("", f"has {len(cells)} cells, the header has 2")
+                pass
+            elif len(cells) != 2:
+                yield number, _LineError("", f"has {len(cells)} cells, the header has 2")
             elif header == [_PROMPT, _COMPLETION]:
-                yield reader.line_num, validate(DataLine, {_PROMPT: cells[0], _COMPLETION: cells[1]})
+                yield number, validate(DataLine, {_PROMPT: cells[0], _COMPLETION: cells[1]})
             else:
-                yield reader.line_num, _translation(header[0], header[1], cells[0], cells[1])
+                yield number, _translation(header[0], header[1], cells[0], cells[1])
+            number = reader.line_num + 1
     except csv.Error as error:
-        yield reader.line_num, _LineError("", f"is not CSV: {error}")
+        opened = _open_quote(itertools.islice(_lines(content), number - 1, reader.line_num))
+        if opened is None or "expected after" in str(error):  # a quote within a cell
+            yield reader.line_num, _LineError("", f"is not CSV: {error}")
+        else:
+            yield number + opened, _LineError("", 'is not CSV: a cell begins with a quote (") and never ends')
     except UnicodeDecodeError as error:
         yield reader.line_num + 1, _not_utf8(error)
+
+
+def _open_quote(lines: Iterator[bytes]) -> int | None:
+    """Return the index of the line where a cell's quotes open and do not close; None if they close."""
+    opened = None
+    for index, line in enumerate(lines):
+        if quotes := line.replace(b'""', b"").count(b'"'):
+            opened = index if (opened is None) == bool(quotes % 2) else None
+    return opened
 
 
 def _tmx_rows(content: bytes) -> Iterator[tuple[int, _Row]]:

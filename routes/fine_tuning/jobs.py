@@ -5,12 +5,13 @@ These routes only store and show jobs. `programs/serve/batches/tunings.py` runs 
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from routes.context import Context
 from routes.fine_tuning.store import ENDED, MAX_MODELS, MAX_MODELS_PER_KEY, Job, JobStatus, JobStore, make_event
@@ -37,6 +38,7 @@ _ACTION = r"^.+/(cancel|pause|resume)$"
 _AUTO = "auto"
 _Auto = Literal["auto"]
 _NO_JOBS = "none"
+_ENTRY = re.compile(r"metadata\[(.*)\]", re.DOTALL)
 _Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -87,13 +89,34 @@ class JobBody(Body):
     rank: int = Field(16, ge=1, le=128, description="Rank of a LoRA. Not in OpenAI's API.")
 
 
-class JobsQuery(ListQuery):
-    """A page of jobs."""
+class JobPageQuery(ListQuery):
+    """A page of jobs, or of something of a job."""
 
     limit: int = Field(20, ge=1, le=1000, description="Maximum number of entries.")
 
 
-class JobQuery(JobsQuery):
+class JobsQuery(JobPageQuery):
+    """A page of jobs."""
+
+    metadata: _Metadata | Literal["null"] | None = Field(
+        None, description="Only jobs with this entry: `metadata[KEY]=VALUE`, or `null` for those without metadata."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join_entries(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Join `metadata[KEY]` in place: names that are left there are reported as unknown."""
+        entries = {found[1]: given.pop(name) for name in [*given] if (found := _ENTRY.fullmatch(name))}
+        return given | {"metadata": entries} if entries else given
+
+    def includes(self, job: Job) -> bool:
+        """Return whether a job has the metadata."""
+        if self.metadata == "null":
+            return job.metadata is None
+        return (self.metadata or {}).items() <= (job.metadata or {}).items()
+
+
+class JobQuery(JobPageQuery):
     """The job to return."""
 
     job_id: str = Field(
@@ -259,8 +282,9 @@ async def check_places(context: Context, tuning: str) -> None:
 async def list_jobs(context: Context, query: JobsQuery) -> HandlerResponse:
     """List this key's jobs, newest first."""
     jobs = JobStore(get_store(context)).jobs
-    found = await call_store(jobs, _READ_FAILED, current_request().owner, query.after, query.limit + 1)
-    return _page([job_object(job) for job in found], query.limit)
+    most = {"limit": query.limit + 1} if query.metadata is None else {}
+    found = await call_store(jobs, _READ_FAILED, current_request().owner, query.after, **most)
+    return _page([job_object(job) for job in found if query.includes(job)], query.limit)
 
 
 async def _job(context: Context, job_id: str) -> Job:

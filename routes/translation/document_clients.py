@@ -40,6 +40,7 @@ from routes.translation.languages import (
     LibreBody,
     TargetLanguage,
 )
+from routes.translation.translator import ModelName
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.plan import AUTO
 
@@ -67,6 +68,7 @@ class DeepLDocumentBody(Body):
     formality: DeepLFormality = Field(
         "default", description="prefer_more and prefer_less are instructions. more and less are refused."
     )
+    model: ModelName = Field("rwkv7")
 
 
 class DeepLDocumentKey(Body):
@@ -103,7 +105,7 @@ async def deepl_upload(context: Context, body: DeepLDocumentBody) -> HandlerResp
         message = f"must be {ending!r} or left out: the output has the file's format, got {body.output_format!r}"
         raise invalid("output_format", message, body.output_format)
     fields = DocumentFields.model_validate(
-        body.model_dump(include={"target_lang", "source_lang", "glossary_id", "formality"})
+        body.model_dump(include={"target_lang", "source_lang", "glossary_id", "formality", "model"})
     )
     batch = await create_document(context, body.content, body.filename, fields)
     return json_response({"document_id": batch.id, "document_key": meta_of(batch)["key"]})
@@ -145,6 +147,7 @@ class LibreFileBody(LibreBody):
     filename: FileName = Field("", description="The file's name, from the same part.")
     source: Annotated[Language, LANGUAGE_CODE] = Field(AUTO, description="Code of the language, or auto.")
     target: Annotated[TargetLanguage, LANGUAGE_CODE] = Field(description="Code of the language to translate into.")
+    model: ModelName = Field("rwkv7")
 
 
 class LibreFile(BaseModel):
@@ -169,7 +172,8 @@ class LibreFile(BaseModel):
 )
 async def libre_upload(context: Context, body: LibreFileBody) -> HandlerResponse:
     """Translate a file as LibreTranslate does: the answer comes when it is done."""
-    fields = DocumentFields.model_validate({"target_lang": body.target, "source_lang": body.source})
+    given = {"target_lang": body.target, "source_lang": body.source, "model": body.model}
+    fields = DocumentFields.model_validate(given)
     batch = await create_document(context, body.content, body.filename, fields)
     base = current_request().base_url
 

@@ -24,13 +24,14 @@ from routes.openai.batches import new_batch
 from routes.openai.files import READ_FAILED, call_store, get_store, new_id, not_found
 from routes.request.bodies import Body
 from routes.request.fields import Fields
+from routes.request.model_names import means_model
 from routes.request_context import current_request
 from routes.response.http_response import FILE, HandlerResponse, HttpResponse, json_response
 from routes.route import Routes, Upload
 from routes.translation import stored
 from routes.translation.glossaries import GlossaryId
 from routes.translation.languages import LABEL, Formality, GlossaryText, Language, StyleText, TargetLanguage
-from routes.translation.translator import report_unknown_languages
+from routes.translation.translator import ModelName, check_model, report_unknown_languages
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.documents.document import ColumnError, DocumentError, DocumentOptions
 from rwkv_batch.translation.documents.formats import ENDINGS, check_name, translated_name
@@ -47,8 +48,6 @@ ROUTES = Routes()
 _TTL_S = 7 * 86400
 _PREFIX, _CONTENT = "doc_", "/content"
 _CANNOT_STORE, _CANNOT_DELETE = "the document cannot be stored", "the document cannot be deleted"
-
-
 FileName = Annotated[
     str, Field(max_length=255), AfterValidator(lambda name: PurePath(name.replace("\\", "/")).name or "document")
 ]
@@ -70,6 +69,7 @@ class DocumentFields(Fields):
     instruction: StyleText = Field("", description='Instruction in plain words, like "Use short sentences."')
     formality: Formality = Field("default", description="more or less formal, as for texts.")
     memory: bool = Field(False, description="Use the key's approved translations, as for texts.")
+    model: ModelName = Field("rwkv7")
 
 
 class DocumentBody(DocumentFields, Body):
@@ -179,12 +179,9 @@ def _lines(found: DocumentRequests, all_terms: Mapping[str, str]) -> bytes:
 
 def _options(fields: DocumentFields) -> DocumentOptions:
     return DocumentOptions(
-        target=fields.target_lang,
-        source=fields.source_lang,
-        column=fields.column,
-        encoding=fields.encoding,
+        target=fields.target_lang, source=fields.source_lang, column=fields.column, encoding=fields.encoding,
         is_bilingual=fields.bilingual,
-    )
+    )  # fmt: skip
 
 
 async def _read(
@@ -192,6 +189,8 @@ async def _read(
 ) -> tuple[DocumentRequests, bytes]:
     """Read a file: its requests, and the lines of its batch. Raises ServiceError."""
     named = {"target_lang", "glossary_id", "glossary_mode", "instruction", "formality", "memory"}
+    if means_model(fields.model, context.config.model_name):  # for another one, `model_context` has warned
+        named.add("model")
     more = fields.model_dump(mode="json", include=named, exclude_defaults=True)
     try:
         check_name(name)
@@ -223,6 +222,7 @@ async def create_document(
     )
     if not content:
         raise invalid("file", "must be a part of a form (multipart/form-data), and must not be empty", "")
+    await check_model(context, fields.model)
     store, request_context = get_store(context), current_request()
     found, lines = await _read(context, content, name, fields, terms or {})
     original, requested = (_stored(request_context.owner, name, len(data)) for data in (content, lines))

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field
@@ -21,11 +22,12 @@ from routes.openai.files import call_store, get_store
 from routes.request.bodies import ModelFields, PriorityFields
 from routes.request.ignored import MAX_WARNINGS, nearest_name, report_unknown
 from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
-from routes.request.model_names import requested_origin
+from routes.request.model_names import model_not_found, requested_origin
 from routes.request_context import cache_tenant, current_request, warn
 from routes.response.event_stream import OutputDecoder
-from routes.response.generate import RowResult, finished_rows, rows_as_they_finish
+from routes.response.generate import RowResult, call_engine, finished_rows, rows_as_they_finish
 from routes.translation import stored
+from rwkv_batch.calls import EngineCall, ListAdapters, ListStates
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.request import FinishReason, GenerateRequest, Job
 from rwkv_batch.translation.context import ContextMode, History
@@ -59,17 +61,29 @@ _CHECKS_SHARE = 0.1
 _UNFINISHED = (FinishReason.TIMEOUT, FinishReason.CANCELLED, FinishReason.ERROR)
 
 
+ModelName = Annotated[
+    str,
+    Field(
+        max_length=256,
+        description="`<model>:<state>` names a tuned state, `<model>+<adapter>` an adapter, `ft:...` what a job tuned.",
+    ),
+]
 OnText = Callable[[int, Translation], None]
 
 
 class TranslationFields(PriorityFields, ModelFields):
     """Fields of every translation body, for the job."""
 
-    model: str = Field(
-        "rwkv7",
-        max_length=256,
-        description="`<model>:<state>` names a tuned state, `<model>+<adapter>` an adapter, `ft:...` what a job tuned.",
-    )
+    model: ModelName = Field("rwkv7")
+
+
+async def check_model(context: Context, model: str) -> None:
+    """Raise ServiceError if a model's name has a tuned state or an adapter that is not loaded, or is another key's."""
+    state, adapter = requested_origin(TranslationFields.model_validate({"model": model}), context.config)
+    calls: tuple[tuple[str, EngineCall[Any]], ...] = ((state, ListStates()), (adapter, ListAdapters()))
+    for name, call in calls:
+        if name and not any(one.name == name and not one.error for one in await call_engine(context, call)):
+            raise model_not_found(model, [context.config.model_name], "; GET /v1/models lists all names")
 
 
 async def translate(

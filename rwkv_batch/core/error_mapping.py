@@ -89,12 +89,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def error_translator(
-    failure: str, fields: Mapping[type[Exception], str] | None = None
+    failure: str, fields: Mapping[type[Exception], str] | None = None, pool_field: str = "session_id"
 ) -> Callable[[BaseException], ServiceError]:
     """Return a function that translates exceptions into ServiceError.
 
     failure: message for an unexpected exception, which is logged and becomes an internal error.
     fields: exceptions that a request causes, with the field at fault.
+    pool_field: the field at fault for errors of the pool that name none.
     """
     fields_by_error = dict(fields or {})
 
@@ -105,7 +106,7 @@ def error_translator(
         if field is not None:
             return invalid(field, str(error), getattr(error, "given", None))
         if isinstance(error, PoolError):
-            return as_service_error(error)
+            return as_service_error(error, pool_field)
         logger.error("%s", failure, exc_info=error)
         reason = error.strerror if isinstance(error, OSError) else None  # its text has the server's path
         return ServiceError(ErrorKind.INTERNAL, f"{failure}: {type(error).__name__}: {reason or error}")

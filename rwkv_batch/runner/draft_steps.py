@@ -68,7 +68,7 @@ class DraftSteps:
             raise StartupError(
                 "--speculate model needs a small model that guesses tokens; give its file: --draft-model FILE"
             )
-        return cls(config, device) if config.draft_model and config.speculate not in ("off", "ngram") else None
+        return cls(config, device) if config.uses_draft_model else None
 
     def __init__(self, config: EngineConfig, device: torch.device, dtype: str = "auto") -> None:
         """Load the model. Raises StartupError."""

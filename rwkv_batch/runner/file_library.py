@@ -35,7 +35,9 @@ class FileLibrary(Generic[Info]):
         self._config = config
         self._put = put
         self._refusal = refusal
-        self._to_service_error = error_translator(f"the {kind} could not be loaded or removed", {FileError: "file"})
+        self._to_service_error = error_translator(
+            f"the {kind} could not be loaded or removed", {FileError: "file"}, "name"
+        )
         self._thread = FileThread(f"{kind}-files", refusal, self._to_service_error)
         self._infos: dict[str, Info] = {}
 

@@ -309,8 +309,9 @@ def test_invalid_requests(engine: Engine, arguments: dict[str, Any], kind: Error
 
 def test_their_number_is_limited(model: Path) -> None:
     with engine_with_adapters(model, names=ADAPTERS[:2], pool={"max_adapters": 2}) as engine:
-        with pytest.raises(ServiceError, match=r"the limit is 2 \(--max-adapters\)"):
+        with pytest.raises(ServiceError, match=r"the limit is 2 \(--max-adapters\)") as refused:
             call(engine, "adapter_add", name="more", file="lora2.pth", scale=2.0)
+        assert refused.value.info.field == "name", "it named session_id, which the route does not have"
         call(engine, "adapter_remove", name="lora0")
         call(engine, "adapter_add", name="more", file="lora2.pth", scale=2.0)
     wrong = pytest.raises(StartupError, match=r"--adapter-serve lora1=.*the limit is 1")

@@ -67,7 +67,9 @@ def test_a_draft_model_has_a_name_like_the_model(tmp_path: Path) -> None:
     model.write_bytes(b"")
     flags = ["--model-path", str(model), "--draft-model", "ollama:nowhere"]
     with pytest.raises(StartupError, match="nowhere"):
-        with_default_model(parse_settings(flags, {}))
+        with_default_model(parse_settings([*flags, "--speculate", "auto"], {}))
+    for mode in ("off", "ngram"):  # it was downloaded
+        with_default_model(parse_settings([*flags, "--speculate", mode], {}))
 
 
 def test_requests_use_it_unless_they_give_a_field() -> None:

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from routes.request.model_names import parse_model_id
+from routes.translation.languages import LABEL
 from test.serving import Service, raise_priority, wait_for
 
 ALICE, BOB = "key-of-alice", "key-of-bob"
@@ -69,6 +70,7 @@ SHORT = [chat(f"Say {word}", "yes yes") for word in "one two three four five six
 LONG = [chat(f"Number {i}", f"It is {i * 7919 % 1000}") for i in range(300)]
 
 
+MARK = {"for": "a [test]&", "in[it]": ""}
 HASTE: Any = {"n_epochs": 12, "batch_size": "auto", "learning_rate_multiplier": 4}
 """Teaches the answer of SHORT."""
 
@@ -109,14 +111,18 @@ def training_processes(service: Service) -> list[int]:
     return found
 
 
+def files_of(service: Service) -> list[Path]:
+    return [one for one in Path(f"{service.state_db}.files/content").iterdir() if one.is_file()]
+
+
 def test_from_upload_to_answer(served: Service) -> None:
     client, other = client_of(served), client_of(served, BOB)
     method: Any = {"type": "supervised", "supervised": {"hyperparameters": HASTE}}
     job = client.fine_tuning.jobs.create(
         model="rwkv7", training_file=uploaded(client, SHORT), validation_file=uploaded(client, SHORT), method=method,
-        suffix="yes", seed=3, metadata={"for": "a test"}, extra_body={"tuning": "state+lora"},
+        suffix="yes", seed=3, metadata=MARK, extra_body={"tuning": "state+lora"},
     )  # fmt: skip
-    assert job.status in ("queued", "running") and job.fine_tuned_model is None and job.metadata == {"for": "a test"}
+    assert job.status in ("queued", "running") and job.fine_tuned_model is None and job.metadata == MARK
     done = wait_for_status(served, job.id, "succeeded")
     name = done.fine_tuned_model
     assert name.startswith("ft:rwkv7:alice:yes:") and done.seed == 3 and done.trained_tokens > 100
@@ -130,7 +136,11 @@ def test_from_upload_to_answer(served: Service) -> None:
     assert table[0].startswith("step,train_loss") and len(table) == 13
     names = [client.files.retrieve(one).filename for one in done.result_files]
     assert names == ["step_metrics.csv", "tuned.state.pth", "tuned.lora.pth"]
-    assert [one.id for one in client.fine_tuning.jobs.list(limit=1)][:1] == [job.id]
+    jobs = client.fine_tuning.jobs
+    assert [one.id for one in jobs.list(limit=1)][:1] == [job.id] == [one.id for one in jobs.list(metadata=MARK)]
+    assert not jobs.list(metadata={"for": "another"}).data and not jobs.list(extra_query={"metadata": "null"}).data
+    with pytest.raises(openai.BadRequestError, match="metadata"):
+        jobs.list(extra_query={"metadata": "for"})
 
     assert said(client, name) == "yes yes" != said(client, "rwkv7")
     assert client.completions.create(model=name, prompt="User: Say four\n\nAssistant:", max_tokens=3).model == name
@@ -166,6 +176,18 @@ def test_from_upload_to_answer(served: Service) -> None:
             headers={"Authorization": f"Bearer {key}"},
         )  # fmt: skip
         assert answer.status_code == status, (fields, answer.text)
+    upload = {"files": {"file": ("a.txt", b"Good morning")}}
+    for path, languages in (
+        ("/translate/v1/documents", {"target_lang": "de"}), ("/v2/document", {"target_lang": "de"}),
+        ("/translate_file", {"target": "de", "source": "en"}),
+    ):  # fmt: skip
+        for key, model, status in ((ALICE, name, 200), (BOB, name, 404), (ALICE, "ft:rwkv7:alice::s0", 404)):
+            form: Any = {"data": {**languages, "model": model}, **upload}
+            answer = served.request("POST", path, headers={"Authorization": f"Bearer {key}"}, **form)
+            assert answer.status_code == status and (status == 200 or model in answer.text), (path, answer.text)
+    lines = [one for file in files_of(served) if LABEL.encode() in (one := file.read_bytes())]
+    lines = [one for one in lines if b"Good morning" in one and b"text_list" in one]
+    assert len(lines) == 3 and all(f'"model":"{name}"'.encode() in one for one in lines), "the base translated them"
     with pytest.raises(openai.NotFoundError, match="'ft:rwkv7:alice::s0' not found") as unknown:
         said(client, "ft:rwkv7:alice::s0")
     assert unknown.value.param == "model"

@@ -328,6 +328,14 @@ def test_translations_of_csv_and_tmx_become_the_prompts_of_serving() -> None:
             "x.jsonl",
             "line 1: is not UTF-8 (invalid continuation byte",
         ),
+        # The line after the last one was named, and of a row the last one.
+        (
+            'prompt,completion\n"a\n""b""",c\nd,"\ne"\nf,"\ng","h ""i\n""j\nk,l\n',
+            "x.csv",
+            "line 7: is not CSV: a cell begins",
+        ),
+        ('prompt,completion\n"a"b",c\n', "x.csv", "line 2: is not CSV: ',' expected after"),
+        ('prompt,completion\n"a\nb",c,d\n', "x.csv", "line 2: has 3 cells"),
         ("question,answer\na,b\n", "x.csv", "line 1: must be prompt,completion or two languages"),
         ("no xml", "x.tmx", "the file: must be a TMX file"),
         (TMX.replace("</body>", ""), "x.tmx", "the file: must be a TMX file"),
