@@ -41,7 +41,6 @@ LONGEST = (
     "engine/test_engine_sessions.py",
     "state_pool/test_pool_crash.py",
     "programs/serve/test_model_engines.py",
-    "state_pool/test_pool_service.py",
     "model/test_older_versions.py",
     "model/test_gguf_quality.py",
     "deploy/test_wheel.py",

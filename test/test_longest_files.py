@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -35,3 +36,9 @@ def test_a_run_ends_after_a_worker_was_killed(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode == 1, run.stdout
     assert "crashed while running 'test_6.py::test_killed_once'" in run.stdout and "1 failed, 9 passed" in run.stdout
+
+
+def test_a_logger_may_be_made_while_they_are_walked() -> None:
+    logging.getLogger("walked")
+    for _ in logging.Logger.manager.loggerDict.values():
+        logging.getLogger("made while they are walked")

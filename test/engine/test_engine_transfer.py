@@ -1,4 +1,4 @@
-"""Sessions as files through the engine: every call gets a reply."""
+"""Transfers of sessions off the engine's thread: internal errors, shutdown, and the thread of their tasks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rwkv_batch.core.file_thread import FileThread
 from rwkv_batch.core.session_transfer import SessionTransfer
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.runner.state_copy import PipelineArena
@@ -103,3 +104,37 @@ def test_the_engine_ends_when_a_thread_of_its_pool_dies(
         assert not engine.is_alive
         with pytest.raises(ServiceError, match="state-pool-writer has died"):
             call(engine, "session_status", limit=1, offset=0)
+
+
+CLOSED = ServiceError(ErrorKind.DRAINING, "closed")
+TASK_WAIT_S = 60
+
+
+def make() -> FileThread:
+    return FileThread("files", lambda: CLOSED, lambda error: ServiceError(ErrorKind.INTERNAL, str(error)))
+
+
+def test_tasks_run_one_after_another() -> None:
+    thread, done, replies = make(), threading.Event(), []
+    seen: list[Any] = []
+    thread.run(replies.append, lambda: seen.append("first") or 1, seen.append)  # type: ignore[func-returns-value]
+    thread.run(replies.append, lambda: 1 // 0, seen.append)
+    thread.run(replies.append, lambda: threading.current_thread().name, lambda name: (seen.append(name), done.set()))
+    assert done.wait(TASK_WAIT_S)
+    assert seen[:2] == ["first", 1] and seen[2].startswith("files")
+    assert [str(reply) for reply in replies] == ["integer division or modulo by zero"]
+    thread.close()
+
+
+def test_tasks_that_do_not_start_are_refused() -> None:
+    thread, begun, may_end, replies = make(), threading.Event(), threading.Event(), []
+    ended = threading.Event()
+    thread.run(replies.append, lambda: (begun.set(), may_end.wait(TASK_WAIT_S)), lambda _: ended.set())
+    assert begun.wait(TASK_WAIT_S)
+    for _ in range(2):
+        thread.run(replies.append, lambda: replies.append("ran"), replies.append)
+    thread.close()
+    thread.run(replies.append, lambda: replies.append("ran"), replies.append)
+    assert replies == [CLOSED] * 3
+    may_end.set()
+    assert ended.wait(TASK_WAIT_S) and replies == [CLOSED] * 3, "a task that runs ends"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sqlite3
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from demo.random_weights import write_random_model
 from test.pool_fakes import Driver, FakeArena, config_in, expected_state, fold
 from test.pool_integrity import integrity_faults
 
@@ -128,3 +130,20 @@ def test_engines_killed_at_any_point_of_a_commit(request: pytest.FixtureRequest,
         for child in children:
             child.close()
         here.pool.close()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(900)
+def test_acknowledged_turns_survive_kills_of_the_service(tmp_path: Path) -> None:
+    """Kills all processes at random times under load. Each turn is compared with an uninterrupted run."""
+    model = write_random_model(tmp_path / "tiny.pth", 2, 128)
+    command = [sys.executable, "-m", "bench.chaos.crash", "--kills", "1"]
+    command += ["--model", str(model), "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, found
+    assert found["acknowledged"] > 10
+    assert (found["different"], found["bad_files"]) == (0, 0), found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from state_pool.errors import (
 )
 from state_pool.session_file import decode
 from state_pool.sessions import LeaseState
-from test.database_link import linked
+from test.database_link import _SOCKET, DatabaseLink, linked
 from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state, fold, get_store
 from test.postgres import Server
 from test.serving import wait_for
@@ -399,3 +400,25 @@ def test_id_that_postgres_cannot_store_is_refused(tmp_path: Path, postgres: Serv
     one.settle()
     assert answers == []
     end(one)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_data_sent_over_a_cut_link_arrives_later(tmp_path: Path, is_ours: bool) -> None:
+    client_folder, server_folder = tmp_path / "ours", tmp_path / "server"
+    client_folder.mkdir()
+    server_folder.mkdir()
+    with socket.create_server(str(server_folder / _SOCKET), family=socket.AF_UNIX) as listener:
+        link = DatabaseLink(client_folder, server_folder)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(client_folder / _SOCKET))
+            server, _ = listener.accept()
+            with server:
+                client.sendall(b"a")
+                assert server.recv(1) == b"a" and link.held == 0
+                link.cut(os.getpid() if is_ours else 1)
+                client.sendall(b"b")
+                if is_ours:
+                    wait_for(lambda: link.held == 1, 10, "it is held back")
+                    link.mend()
+                assert server.recv(1) == b"b" and link.held == is_ours
+        link.close()
