@@ -347,7 +347,7 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
         msgspec.structs.replace(row, max_tokens=lengths[number], ignore_eos=True, stop_strings=[])
         for number, row in enumerate(unmasked)
     ]
-    measure = 1 if engine.model_runner.device.type == "cpu" else 0
+    on_cpu = engine.model_runner.device.type == "cpu"
     steps, figures, tokens = _Steps(engine), dict[str, Any](), sum(lengths.values()) - rows
     steps.rows = rows
     times: dict[str, list[_Times]] = {"masks": [], "plain": []}
@@ -360,12 +360,12 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
         if number < 0:
             continue
         pairs = list(zip(times["masks"][1:], times["plain"][1:], strict=True))
-        ratios = [with_masks[measure] / without[measure] for with_masks, without in pairs]
+        ratios = [one.cpu / other.cpu if on_cpu else one.wall / other.wall for one, other in pairs]
         figures = {
             "rows": rows,
             "masked": masked,
             "us": {
-                name: round(1e6 * median(one[measure] / tokens for one in values[1:]), 1)
+                name: round(1e6 * median(one.cpu if on_cpu else one.wall for one in values[1:]) / tokens, 1)
                 for name, values in times.items()
             },
             "ratio": round(median(ratios), 3),

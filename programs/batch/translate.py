@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import heapq
 import io
 import json
 import os
@@ -38,6 +37,7 @@ from programs.settings import Settings, SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
 from routes.translation.translator import UNCHANGED, unknown_language
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
+from rwkv_batch.translation.checks import least_certain
 from rwkv_batch.translation.documents.document import (
     MAX_BYTES,
     Document,
@@ -50,9 +50,6 @@ from rwkv_batch.translation.documents.formats import check_name, read_document, 
 from rwkv_batch.translation.glossary import Glossary
 from rwkv_batch.translation.plan import AUTO
 from rwkv_batch.translation.prompts import default_style
-
-_REVIEWED = 10
-"""Translations that are marked for a person to read, besides those with warnings."""
 
 
 class TranslateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,8 +276,7 @@ def review(document: Document, results: Sequence[Result | None]) -> bytes:
     out = io.StringIO(newline="")
     table = csv.writer(out)
     table.writerow(["source", "translation", "warnings", "note", "score", "confidence", "review"])
-    scored = [(one.confidence, index) for index, one in enumerate(results) if one and one.confidence is not None]
-    lowest = {index for _, index in heapq.nsmallest(_REVIEWED, scored)}
+    lowest = least_certain(one and one.confidence for one in results)
     for index, (unit, result) in enumerate(zip(document.units, results, strict=True)):
         text, warnings, score, confidence = result or Result("", ["was not translated"])
         mark = "yes" if index in lowest or warnings else ""

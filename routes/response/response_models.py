@@ -187,7 +187,9 @@ class Translation(BaseModel):
     source: str = Field("", description="memory, cache or model, if the request has `memory` or `cache`.")
     score: float = Field(0.0, description="Mean log-probability per token, with `scores`.")
     confidence: float = Field(0.0, description="The same of the text after its translation, with `scores`.")
-    review: bool = Field(False, description="Whether the confidence is one of the ten lowest, with `scores`.")
+    review: bool = Field(
+        False, description="Whether the confidence is one of the ten lowest, at most a third, with `scores`."
+    )
     alternatives: list[dict[str, Any]] = Field([], description="`text` and `score` of others, with `alternatives`.")
 
 

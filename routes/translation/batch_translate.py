@@ -19,9 +19,10 @@ from routes.response.task_stream import stream_events
 from routes.route import Routes
 from routes.translation.glossaries import named_glossaries
 from routes.translation.languages import LABEL, Formality, GlossaryTerms, Language, StyleText, TargetLanguage
-from routes.translation.scores import Scored, mark_for_review, mean_logprobs
+from routes.translation.scores import Scored, mean_logprobs
 from routes.translation.translator import TranslationFields, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
+from rwkv_batch.translation.checks import least_certain
 from rwkv_batch.translation.context import ContextMode, page_context
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.markers import Format, MarkerOptions
@@ -117,7 +118,8 @@ class TranslateBody(FixedSamplingFields, TranslationFields):
     scores: bool = Field(
         False,
         description="Add `score` and `confidence` to each text: mean log-probabilities per token of the translation "
-        "after the text, and of the text after the translation. The ten lowest confidences have `review`.",
+        "after the text, and of the text after the translation. The ten lowest confidences, at most a third, have "
+        "`review`.",
     )
     stream: bool = Field(
         False,
@@ -235,7 +237,8 @@ async def _add_scores(context: Context, body: TranslateBody, entries: list[dict[
     found = await mean_logprobs(context, [*forward, *reverse], body, origin, LABEL, "text_list")
     for entry, score, confidence in zip(entries, found, found[len(entries) :], strict=False):
         entry |= {"score": score, "confidence": confidence}
-    mark_for_review(entries)
+    for index in least_certain(entry["confidence"] for entry in entries):
+        entries[index]["review"] = True
 
 
 async def _add_alternatives(

@@ -86,11 +86,11 @@ class DeepLBody(TranslationFields):
     preserve_formatting: Any = Field(None, description="Formatting is always kept.")
     tag_handling_version: Literal["v1", "v2"] | None = Field(None, description="v2 refuses malformed XML.")
     enable_beta_languages: Any = Field(None, description="Changes nothing.")
-    style_id: IgnoredValue = Field(None, description="Accepted and ignored.")
+    style_id: Any = Field(None, description="Refused: there are no stored styles. Use custom_instructions.")
     custom_instructions: Annotated[list[Annotated[str, Field(max_length=300)]], Field(max_length=10)] = Field(
         [], description='Instructions in plain words, like "Use short sentences." A model may ignore them.'
     )
-    translation_memory_id: IgnoredValue = Field(None, description="Accepted and ignored.")
+    translation_memory_id: Any = Field(None, description="Refused: DeepL's translation memories are not served.")
     translation_memory_threshold: IgnoredValue = Field(None, description="Accepted and ignored.")
 
 
@@ -144,6 +144,11 @@ async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
     report_unknown_languages(
         {"source_lang": body.source_lang, "target_lang": body.target_lang}, context.config.strict_fields
     )
+    if body.style_id:
+        raise invalid("style_id", "there are no stored styles; leave it out, or use custom_instructions", body.style_id)
+    if body.translation_memory_id:
+        message = "DeepL's translation memories are not served; leave it out, or use memory of /translate/v1"
+        raise invalid("translation_memory_id", message, body.translation_memory_id)
     form = Format(body.tag_handling or Format.TEXT)
     if form is Format.XML and body.tag_handling_version == "v2":
         await offload_if_large(sum(map(len, body.text)), _check_xml, body.text)

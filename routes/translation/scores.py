@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,8 +16,6 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs
 
 MIN_LOGPROB = -9999.0
-REVIEWED = 10
-"""Translations of a request that are marked for review: those with the lowest confidence."""
 _DECIMALS = 4
 
 
@@ -68,9 +65,3 @@ def _mean(result: RowResult) -> float:
         raise ServiceError(ErrorKind.TIMEOUT, message)
     values = [max(token.logprob, MIN_LOGPROB) for token in result.prompt_logprobs]
     return round(sum(values) / max(len(values), 1), _DECIMALS)
-
-
-def mark_for_review(entries: Sequence[dict[str, Any]]) -> None:
-    """Mark the entries with the lowest confidence."""
-    for entry in heapq.nsmallest(REVIEWED, entries, key=lambda entry: float(entry["confidence"])):
-        entry["review"] = True

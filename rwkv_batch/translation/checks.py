@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import re
+from collections.abc import Iterable
 
 from rwkv_batch.translation.languages import language_name, letters_in_script
 
+_REVIEWED = 10
+"""Translations that a person should read, at most."""
 _MIN_WORDS, _MIN_LETTERS = 3, 8
 """Shorter texts may be names, which many languages copy. Letters are of scripts without spaces between words."""
 _MAX_GROWTH, _MAX_SHORT = 8, 200
@@ -15,6 +19,12 @@ _REPETITION = re.compile(r"(?=(\S.{0,59}?)\1{5})", re.DOTALL)
 _NUMBER = re.compile(r"\d(?:[\d.,'\u00a0\u202f]*\d)?")
 _MIN_DIGITS = 3
 _MAX_CHECKED = 4000
+
+
+def least_certain(confidences: Iterable[float | None]) -> set[int]:
+    """Return the indices of the ten lowest confidences, at most a third of all. None: not known."""
+    known = [(confidence, index) for index, confidence in enumerate(confidences) if confidence is not None]
+    return {index for _, index in heapq.nsmallest(min(_REVIEWED, len(known) // 3), known)}
 
 
 def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_cut: bool = False) -> str:

@@ -7,7 +7,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
@@ -61,6 +61,8 @@ _BLOCKS: tuple[tuple[int, tuple[str, ...]], ...] = (
 )  # fmt: skip
 """(first code point, languages of the letters from there on), limited to detectable languages."""
 _BLOCK_STARTS = [start for start, _ in _BLOCKS]
+_WIDE_ENDS = tuple("。！？…」』”）")
+"""Ends of Chinese and Japanese sentences. No space follows them."""
 _NO_SPACES = frozenset("bo ja km lo my th zh".split())
 _KANA = re.compile("[\u3040-\u30ff]")
 _LETTER = re.compile(r"[^\W\d_]")
@@ -106,9 +108,24 @@ def base_language(language: str) -> str:
     return language_code(language) or language.replace("_", "-").partition("-")[0].lower()
 
 
-def sentence_gap(language: str) -> str:
-    """Return what stands between two sentences: a space, or nothing."""
-    return "" if base_language(language) in _NO_SPACES else " "
+def join_sentences(pieces: Iterable[tuple[str, bool]], language: str) -> str:
+    """Join sentences and the text between them, which is white space in most cases.
+
+    Sentences without a space get one in a language that has them. In Chinese and Japanese, spaces after a full stop go.
+    pieces: texts, each with whether it is a sentence
+    """
+    has_spaces, out, between = base_language(language) not in _NO_SPACES, [""], ""
+    for text, is_sentence in pieces:
+        if not is_sentence:
+            between += text
+            continue
+        if len(out) > 1 and has_spaces:
+            between = between or " "
+        elif not between.strip(" ") and out[-1].endswith(_WIDE_ENDS):
+            between = ""
+        out += between, text
+        between = ""
+    return "".join((*out, between))
 
 
 def letters_in_script(text: str, language: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.context import CHUNK_SEGMENTS, ContextMode, Example, History, digest, extended
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode, enforced
-from rwkv_batch.translation.languages import Detected, detect_languages, language_code, language_name, sentence_gap
+from rwkv_batch.translation.languages import Detected, detect_languages, language_code, language_name, join_sentences
 from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment
 from rwkv_batch.translation.memory import CacheUse, Key, Memory, Origin
 from rwkv_batch.translation.segments import Split, has_letters, split_text
@@ -294,23 +294,22 @@ class TranslationPlan:
 
     def result(self, index: int) -> Translation | None:
         """Return the translation of a text. None: some of it is missing."""
-        texts: list[str] = []
+        pieces: list[tuple[str, bool]] = []
         problems: list[str] = []
-        origins, gap = {Origin.MEMORY}, ""
+        origins = {Origin.MEMORY}
         for piece in self._pieces[index]:
             if isinstance(piece, str):
-                texts.append(piece)
-                gap = ""
+                pieces.append((piece, False))
                 continue
             translated = self._translated(piece) if piece.is_started else None
             if translated is None:
                 return None
-            texts.append(gap + translated.text)
-            gap = sentence_gap(self._request.target)
+            pieces.append((translated.text, True))
             problems += translated.problems
             origins.add(translated.origin)
         source, origin = self._sources[index], max(origins, key=list(Origin).index)
-        return Translation("".join(texts), source, self._probabilities[index], problems, origin)
+        text = join_sentences(pieces, self._request.target)
+        return Translation(text, source, self._probabilities[index], problems, origin)
 
     def _translated(self, unit: _Unit) -> _Result | None:
         """Return a segment's translation. None: texts were added to `_missing`."""

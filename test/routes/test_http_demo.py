@@ -210,7 +210,7 @@ def test_translations_have_scores_and_alternatives(demo: Service) -> None:
     answer = demo.post(PATH, body).json()
     good, odd, *others = answer["translations"]
     assert odd["score"] < good["score"] <= 0 and odd["confidence"] < good["confidence"] <= 0 and odd["review"]
-    assert sum(one.get("review", False) for one in (good, odd, *others)) == 10
+    assert sum(one.get("review", False) for one in (good, odd, *others)) == 4, "a third"
     for one in (good, odd, *others):
         scores = [other["score"] for other in one["alternatives"]]
         assert len(scores) <= 2 and scores == sorted(scores, reverse=True)

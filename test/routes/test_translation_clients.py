@@ -82,6 +82,9 @@ def test_deepl_errors(translator: deepl.DeepLClient, locked_fake: Service) -> No
     for wrong_list in ([1], ["x" * 301], ["x"] * 11):
         with pytest.raises(deepl.DeepLException, match="custom_instructions"):
             translator.translate_text("42", target_lang="de", custom_instructions=wrong_list)
+    for stored in ("style_id", "translation_memory_id"):
+        with pytest.raises(deepl.DeepLException, match=f"{stored}: .*leave it out"):
+            translator.translate_text("42", target_lang="de", extra_body_parameters={stored: "an-id"})
     with pytest.raises(deepl.DeepLException, match="no such path: /v2/write/rephrase"):
         translator.rephrase_text("Hello", target_lang="DE")
     for method, path, status in (

@@ -333,6 +333,7 @@ def test_a_string_catalogue_gets_the_language() -> None:
     assert result["n"]["localizations"]["en"] == strings["n"]["localizations"]["en"]  # type: ignore[index]
 
 
+TITLE = '<p xmlns:d="http://purl.org/dc/elements/1.1/"><d:title>A report</d:title><d:creator>Ann</d:creator></p>'
 RUNS = (
     '<w:p><w:pPr><w:jc w:val="left"/></w:pPr><w:r w:rsidR="1"><w:t>Hel</w:t></w:r><w:r w:rsidR="2"><w:rPr>'
     '<w:lang w:val="en"/></w:rPr><w:t xml:space="preserve">lo </w:t></w:r><w:proofErr w:type="x"/><w:r><w:rPr><w:b/>'
@@ -376,7 +377,12 @@ def test_slides_cells_and_odt() -> None:
     assert "<si><t>üOne ücell</t></si><si><t>12</t></si>" in text
     office = "urn:oasis:names:tc:opendocument:xmlns:text:1.0"
     paragraph = '<t:p>Some <t:span t:style-name="b">bold</t:span><t:s/><t:note><t:p>A note</t:p></t:note> text</t:p>'
-    result = round_trip(archive({"content.xml": f'<d xmlns:t="{office}">{paragraph}</d>'}), "a.odt")
+    parts = {"content.xml": f'<d xmlns:t="{office}">{paragraph}</d>', "meta.xml": f"<m>{TITLE}</m>"}
+    result = round_trip(archive(parts), "a.odt")
+    assert (
+        "<d:title>üA üreport</d:title><d:creator>Ann</d:creator>"
+        in zipfile.ZipFile(io.BytesIO(result)).read("meta.xml").decode()
+    )
     text = zipfile.ZipFile(io.BytesIO(result)).read("content.xml").decode()
     assert 'üSome <t:span t:style-name="b">übold</t:span><t:s/><t:note><t:p>üA ünote</t:p></t:note> ütext</t:p>' in text
 
@@ -413,8 +419,14 @@ def test_bilingual_files_have_both(name: str, source: str, result: str) -> None:
 
 
 def test_bilingual_word_files_have_a_line_break() -> None:
-    file = python_docx.Document(io.BytesIO(round_trip(docx(RUNS), "a.docx", is_bilingual=True)))
-    assert file.paragraphs[0].text == "Hello bold world \ttablink\nüHello übold üworld \tütabülink"
+    result = round_trip(docx(RUNS, **{"docProps/core.xml": TITLE}), "a.docx", is_bilingual=True)
+    assert b"<d:title>A report / \xc3\xbcA \xc3\xbcreport<" in zipfile.ZipFile(io.BytesIO(result)).read(
+        "docProps/core.xml"
+    )
+    assert (
+        python_docx.Document(io.BytesIO(result)).paragraphs[0].text
+        == "Hello bold world \ttablink\nüHello übold üworld \tütabülink"
+    )
 
 
 def test_the_formats_own_libraries_read_the_results() -> None:

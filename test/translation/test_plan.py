@@ -65,7 +65,14 @@ def test_sentences_of_scripts_without_spaces_get_them() -> None:
     (one,), _ = translated(lambda query: "Yes.", text, target="en", **options)
     assert one.text == "Yes. Yes.\nYes. Yes."
     (same,), _ = translated(lambda query: "はい。", text, target="ja", **options)
-    assert same.text == "はい。はい。\nはい。 はい。"
+    assert same.text == "はい。はい。\nはい。はい。"
+
+
+def test_no_space_follows_a_chinese_full_stop() -> None:
+    text, options = "One is. Two are?  Three.\n Four <b>is.</b> Five", {"split": Split.SENTENCES, "target": "zh"}
+    answers = iter(["一。", "二？", "三", "四<0>。</0>", "五"])
+    (one,), _ = translated(lambda query: next(answers), text, source="en", **options)
+    assert one.text == "一。二？三\n 四<b>。</b> 五"
 
 
 def test_a_text_is_complete_before_the_others() -> None:

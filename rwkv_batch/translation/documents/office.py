@@ -42,6 +42,8 @@ _WORD = re.compile(r"word/(?:document|header\d*|footer\d*|footnotes|endnotes|com
 _SLIDES = re.compile(r"ppt/(?:slides/slide|notesSlides/notesSlide)\d+\.xml")
 _SHEETS = re.compile(r"xl/(?:sharedStrings|worksheets/sheet\d+)\.xml")
 _PARTS = {"docx": _WORD, "pptx": _SLIDES, "xlsx": _SHEETS, "odt": re.compile(r"content\.xml|styles\.xml")}
+_PROPERTIES = frozenset(("docProps/core.xml", "meta.xml"))
+"""Parts with the file's title."""
 _CONTAINERS = frozenset("hyperlink ins smartTag sdt sdtContent moveTo".split())
 """Elements with runs in them. In a text they are a pair of tags."""
 _DROPPED = frozenset("proofErr lastRenderedPageBreak".split())
@@ -57,6 +59,9 @@ def read_office(data: bytes, options: DocumentOptions, kind: str) -> Document:
     if not names:
         raise DocumentError(f"has none of the parts of a {kind} file; save it again with an office program")
     slots: list[Slot] = []
+    for name in _PROPERTIES.intersection(archive.names):
+        for title in archive.tree(name).getroot().iter(f"{_DC}title"):
+            _add_element(slots, title)
     for name in names:
         if _has_no_text(archive, name):
             continue
@@ -270,8 +275,7 @@ class _Paragraph:
 
 
 _BREAK = 999_999
-
-
+_LINE_BREAK = re.compile("<br/>|<t999999/>")
 _DC = "{http://purl.org/dc/elements/1.1/}"
 
 
@@ -304,7 +308,7 @@ def read_epub(data: bytes, options: DocumentOptions) -> Document:
 def _add_element(slots: list[Slot], element: Any) -> None:
     text, codes = inline_text(element, lambda _: True)
     if has_text(text):
-        slots.append(slot(inline_unit(text), lambda new: fill(element, new.replace("<br/>", " / "), codes)))
+        slots.append(slot(inline_unit(text), lambda new: fill(element, _LINE_BREAK.sub(" / ", new), codes)))
 
 
 def _add_page(archive: Archive, name: str, options: DocumentOptions, slots: list[Slot]) -> None:

@@ -129,7 +129,7 @@ def test_a_review_has_scores_and_marks_the_least_certain(fake: Service, tmp_path
     document = read_document("\n".join(lines).encode(), "a.txt", DocumentOptions(target="de"))
     results = [Result(one.upper(), ["repeats itself"] * (at == 13), -0.1, -at / 10) for at, one in enumerate(lines)]
     table = list(csv.DictReader(io.StringIO(review(document, [*results[:12], None, results[13]]).decode("utf-8-sig"))))
-    assert [one["source"] for one in table if not one["review"]] == lines[:3], "ten of thirteen, and a warning"
+    assert [one["source"] for one in table if not one["review"]] == lines[:9], "a third of thirteen, and warnings"
     assert (table[3]["score"], table[3]["confidence"], table[12]["confidence"]) == ("-0.1", "-0.3", "")
     assert table[12]["warnings"] == "was not translated" and table[12]["review"] == "yes"
     source, found = tmp_path / "a.txt", tmp_path / "review.csv"

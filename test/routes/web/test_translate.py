@@ -140,6 +140,10 @@ FILES = {
         "# Good morning\n\n- How are you?\n\n```\nHow are you?\n```\n",
         "# 早上好\n\n- 你好吗？\n\n```\nHow are you?\n```\n",
     ),
+    "paper.tex": (
+        "\\section{Good morning}\n\nHow are you? % a comment\n",
+        "\\section{早上好}\n\n你好吗？ % a comment\n",
+    ),
     "film.srt": (
         "1\n00:00:01,000 --> 00:00:02,000\nGood morning\n\n2\n00:00:03,000 --> 00:00:04,000\nHow are you?\n",
         "1\n00:00:01,000 --> 00:00:02,000\n早上好\n\n2\n00:00:03,000 --> 00:00:04,000\n你好吗？\n",
