@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.context import CHUNK_SEGMENTS, ContextMode, Example, History, digest, extended
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode, enforced
-from rwkv_batch.translation.languages import Detected, detect_languages, language_code, language_name, join_sentences
+from rwkv_batch.translation.languages import Detected, detect_languages, join_sentences, language_code, language_name
 from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment
 from rwkv_batch.translation.memory import CacheUse, Key, Memory, Origin
 from rwkv_batch.translation.segments import Split, has_letters, split_text
