@@ -157,8 +157,8 @@ def measure_random(path: Path, draft: Path, dtype: str, args: argparse.Namespace
     fields: dict[str, Any] = {"dtype": dtype, "devices": (str(device),), "max_running": 64, "draft_model": str(draft)}
     with started(path, **fields) as engine:
         for draft_dtype in args.draft_dtypes.split(","):
-            if draft_dtype != "auto":
-                engine.model_runner.draft_model = DraftSteps(engine.config, device, draft_dtype)
+            if draft_dtype:
+                engine.model_runner.draft_model = DraftSteps(engine.config, device, (draft_dtype,))
             kinds = {"dtype": dtype, "draft": draft_dtype}
             print(json.dumps({**kinds, "graph_ms": graph_times(engine)}), flush=True)
             for rows in map(int, args.rows.split(",")):
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--model-path", type=Path, help="file of `write_random_file`; else one is written")
     parser.add_argument("--draft-model", type=Path, help="file of the draft model; else one of 0.1B is written")
     parser.add_argument("--dtypes", default="auto")
-    parser.add_argument("--draft-dtypes", default="auto", help="of the draft model")
+    parser.add_argument("--draft-dtypes", default="", help="of the draft model, instead of the fastest")
     parser.add_argument("--rates", default="0,0.5,0.7,0.9,1", help="chances that a guess is right")
     parser.add_argument("--rows", default="1,4,8,32")
     parser.add_argument("--timeline", action="store_true", help="a step's work on the GPU")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import NamedTuple
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -25,6 +27,7 @@ from rwkv_batch.runner.graphs.guess import CHOSEN, GuessGraphs
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PrefillSize
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.runner.model_files import load_pipeline
+from rwkv_batch.runner.pipeline import Pipeline
 from sampling.rapid import RapidSampler
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 
@@ -32,6 +35,26 @@ READ_SIZES = (PrefillSize(1, 32), PrefillSize(1, CHUNK + 32), PrefillSize(8, 256
 """Of graphs that read texts."""
 FEW_TOKENS = 1
 """Up to this many known tokens are read one by one with graphs: a graph that reads more takes longer."""
+
+
+def fastest_dtypes(dtype: str, device: torch.device) -> tuple[str, ...]:
+    """Return the types of a draft model's weights to try. dtype: of the large model's
+
+    The kernels of fp8 take fewer launches per layer, which are most of a guess's time.
+    """
+    return ("fp8", "auto") if device.type == "cuda" and dtype in ("fp8", "int8", "int4") else ("auto",)
+
+
+def _load(config: EngineConfig, device: torch.device, dtypes: Sequence[str]) -> Pipeline:
+    """Load the draft model in the first type that it has kernels for. Raises StartupError."""
+    own: dict[str, Any] = {"model_path": config.draft_model, "devices": (str(device),), "wkv_state": "auto"}
+    own |= {"activation_bits": 8, "adapters": (), "layers": (), "resident": (), "deterministic": False}
+    own["auto_fallback_fields"] = ("wkv_state", "kernels")
+    configs = [msgspec.structs.replace(config, **own, dtype=dtype) for dtype in dtypes]
+    for one in configs[:-1]:
+        with suppress(StartupError):
+            return load_pipeline(one)[1]
+    return load_pipeline(configs[-1])[1]
 
 
 class _Row(NamedTuple):
@@ -70,12 +93,9 @@ class DraftSteps:
             )
         return cls(config, device) if config.uses_draft_model else None
 
-    def __init__(self, config: EngineConfig, device: torch.device, dtype: str = "auto") -> None:
-        """Load the model. Raises StartupError."""
-        fields = {"model_path": config.draft_model, "devices": (str(device),), "dtype": dtype, "wkv_state": "auto"}
-        own = {"activation_bits": 8, "adapters": (), "layers": (), "resident": ()}
-        own["auto_fallback_fields"] = ("wkv_state", "kernels")
-        _, self._pipeline = load_pipeline(msgspec.structs.replace(config, **fields, **own, deterministic=False))
+    def __init__(self, config: EngineConfig, device: torch.device, dtypes: Sequence[str] = ()) -> None:
+        """Load the model. dtypes: types of its weights to try, default `fastest_dtypes`. Raises StartupError."""
+        self._pipeline = _load(config, device, dtypes or fastest_dtypes(config.dtype, device))
         slots = FIRST_FREE_SLOT + MAX_ROWS * RING
         try:
             self._pipeline.allocate_slots(slots)

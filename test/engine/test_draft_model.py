@@ -6,21 +6,24 @@ import operator
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.drafters import Joined, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps
+from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps, fastest_dtypes
 from rwkv_batch.runner.graphs.guess import CHOSEN
 from rwkv_batch.runner.graphs.prefill import PrefillSize, smallest_fitting
 from rwkv_batch.runner.links import DeviceGuesses
+from rwkv_batch.runner.model_files import load_pipeline
 from sampling.params import SamplingParams
 from test.engine.test_speculation import rows_of
 from test.harness import eventually_holds, make_request, run, started_engine, tiny_model
@@ -118,6 +121,24 @@ class Faulty:
 
     def graph_s(self, num_rows: int) -> float:
         return self._model.graph_s(num_rows)
+
+
+def test_a_draft_model_takes_the_fastest_type_with_kernels(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert fastest_dtypes("int8", gpu) == ("fp8", "auto")
+    assert fastest_dtypes("fp16", gpu) == fastest_dtypes("int8", cpu) == ("auto",)
+
+    def load(config: EngineConfig) -> Any:
+        if config.dtype == "fp8":
+            raise StartupError("fp8 needs other sizes")
+        return load_pipeline(config)
+
+    monkeypatch.setattr("rwkv_batch.runner.draft_steps.load_pipeline", load)
+    config = EngineConfig(model_path=str(model), draft_model=str(model), speculate="model")
+    steps = DraftSteps(config, cpu, ("fp8", "auto"))
+    assert steps._pipeline.stages[0].precision.weights_name == "float32"
+    with pytest.raises(StartupError, match="other sizes"):
+        DraftSteps(config, cpu, ("fp8",))
 
 
 def test_speculation_by_a_model_needs_one(model: Path) -> None:
