@@ -144,16 +144,6 @@ def test_many_shared_prompts_over_few_slots(model: Path) -> None:
         assert all(len(job.wait().finishes) == 2 for job in jobs)
 
 
-def test_batch_work_does_not_starve_an_interactive_request(engine: Engine) -> None:
-    bulk = submit(engine, *[make_request("bulk row " * 20, max_tokens=10**4, ignore_eos=True) for _ in range(1000)])
-    assert bulk.answered.wait(60) and bulk.refusal is None
-    quick = run(engine, make_request("hi", max_tokens=4))
-    assert quick.finishes[0].completion_tokens == 4
-    assert not bulk.done.is_set(), "the interactive request waited for the batch job"
-    engine.cancel(bulk.job.job_id)
-    bulk.wait()
-
-
 @pytest.mark.parametrize(
     ("client", "limit"), [("", "limit of 10 (max_waiting_rows)"), ("key", "limit of 5 for one client")]
 )

@@ -118,23 +118,6 @@ def test_a_single_member_equals_its_state(engine: Engine) -> None:
     assert run(engine, make_request("hello", mixture=[("poet", 1.0), ("pirate", 0.0)], **GREEDY)).texts == alone
 
 
-def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
-    """Mixtures, tuned states, plain rows and sessions run in the same steps. The prompts have all lengths."""
-    rows: list[GenerateRequest] = []
-    for i in range(56):
-        prompt = f"row {i} " + "and more of it " * (i % 7) * 3
-        kind: dict[str, Any] = {"mixture": MIXES[i % 5]} if i % 3 == 0 else {"state": (*NAMES, "")[i % 4]}
-        rows.append(make_request(prompt, max_tokens=4 + i % 9, ignore_eos=True, **kind))
-    turns = [turn(f"mix-{engine.loop_count}-{i}", f"turn {i}", state=NAMES[i % 3], **GREEDY) for i in range(8)]
-    jobs = [submit(engine, *rows[start : start + 7]) for start in range(0, 56, 7)] + [
-        submit(engine, one) for one in turns
-    ]
-    texts = [text for job in jobs for text in job.wait().all_texts]
-    alone = [run(engine, row).texts[0] for row in rows]
-    assert texts[:56] == alone
-    assert all(job.finishes[0].error is None for job in jobs)
-
-
 def test_continuations_and_max_tokens(engine: Engine) -> None:
     mix = [("poet", 1.0), ("", 1.0)]
     three = run(engine, make_request("Tell me", mixture=mix, n=3, **GREEDY))

@@ -77,15 +77,6 @@ def test_jobs_share_free_running_slots_evenly() -> None:
     assert sorted(per_job(plan.schedule()).values()) == [5, 5, 5]  # one running slot stays reserved
 
 
-def test_an_interactive_row_starts_next_to_a_batch_job() -> None:
-    plan, _ = scheduler(req_slots=16)
-    plan.add(*job(1000))
-    assert len(plan.schedule()) == 15
-    newcomer, rows = job(1)
-    plan.add(newcomer, rows)
-    assert per_job(plan.schedule())[newcomer] == 1
-
-
 def test_running_slots_and_state_slots_are_limits() -> None:
     plan, _ = scheduler(req_slots=8, slots=3)
     plan.add(*job(10))

@@ -87,29 +87,6 @@ def mixed_rows(prefix: str, count: int) -> list[GenerateRequest]:
     return rows
 
 
-def test_64_rows_of_all_kinds_answer_as_alone(engine: Engine) -> None:
-    rows = mixed_rows("row", 48)
-    turns = [
-        turn(f"many-{i}", f"turn {i}", state=(*NAMES, "")[i % 4], max_tokens=6, ignore_eos=True) for i in range(16)
-    ]
-    together = [submit(engine, row) for row in turns] + [
-        submit(engine, *rows[start : start + 12]) for start in range(0, 48, 12)
-    ]
-    texts = [text for job in together for text in job.wait().all_texts]
-    assert all(job.refusal is None for job in together)
-    alone = [
-        run(
-            engine,
-            make_request(
-                row.prompt, state=row.state, max_tokens=row.max_tokens, ignore_eos=True, use_prefix_cache=False
-            ),
-        )
-        for row in [*turns, *rows]
-    ]
-    assert texts == [job.texts[0] for job in alone]
-    assert len(set(texts)) > 40
-
-
 def test_continuations_share_one_prefill(engine: Engine) -> None:
     several = run(engine, make_request("Tell me", state="poet", n=3, max_tokens=6, ignore_eos=True))
     one_token = run(engine, make_request("a", state="poet", n=3, max_tokens=6, ignore_eos=True))

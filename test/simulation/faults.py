@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rwkv_batch.core.shares import Limits
+from state_pool.config import PoolConfig
 from test.simulation.disk import Disk
 from test.simulation.tasks import Tasks
 
@@ -66,6 +68,23 @@ class Settings:
     session_ttl: float | None
     is_crowded: bool
     """whether many sessions talk at once"""
+
+    def limits(self, **others: int) -> Limits:
+        return Limits(
+            max_running=self.max_running,
+            max_waiting_rows=self.max_waiting_rows,
+            prefill_tokens_per_step=self.prefill_tokens,
+            prefill_chunk=self.prefill_chunk,
+            max_prefill_tokens_with_decode=max(4, self.prefill_tokens // 2),
+            groups=self.groups,
+            **others,
+        )
+
+    def pool_config(self, **others: Any) -> PoolConfig:
+        """Return a pool's configuration. `others` take precedence."""
+        names = "l1_sessions l2_sessions durability synchronous session_ttl checkpoint_tokens checkpoint_idle_s "
+        names += "prefix_cache_slots prefix_cache_l2 retain_tokens transfer_states"
+        return PoolConfig(**{name: getattr(self, name) for name in names.split()} | others)
 
     @staticmethod
     def random_settings(rng: random.Random, more: random.Random, without: frozenset[str] = frozenset()) -> Settings:

@@ -10,7 +10,6 @@ from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import Scheduler
-from rwkv_batch.core.shares import Limits
 from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
@@ -19,7 +18,6 @@ from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
 from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.runner.state_library import StateLibrary
-from state_pool.config import PoolConfig
 from state_pool.layout import FIRST_FREE_SLOT
 from state_pool.origins import Origin
 from state_pool.pool import StatePool
@@ -127,14 +125,7 @@ class FleetEngine(Engine):
     def _load(self) -> None:
         world, config = self.world, self.config
         settings = world.settings
-        limits = Limits(
-            max_running=settings.max_running,
-            max_waiting_rows=settings.max_waiting_rows,
-            prefill_tokens_per_step=settings.prefill_tokens,
-            prefill_chunk=settings.prefill_chunk,
-            max_prefill_tokens_with_decode=max(4, settings.prefill_tokens // 2),
-            groups=settings.groups,
-        )
+        limits = settings.limits()
         pool_config = config.pool
         slots = settings.max_running * (1 + settings.session_slots) + 4 + pool_config.l1_sessions
         slots += settings.prefix_cache_slots + pool_config.state_slots + FIRST_FREE_SLOT
@@ -176,17 +167,10 @@ class EngineProcess:
         """Main function, as `run_engine`."""
         world, settings = self.world, self.world.settings
         world.tasks.wait(lambda: False, world.rng.choice((0.3, 0.6)))  # reads the weights
-        pool = PoolConfig(
-            l1_sessions=settings.l1_sessions,
-            l2_sessions=settings.l2_sessions,
+        pool = settings.pool_config(
             state_db=str(world.database),
             durability="log" if settings.durability == "lazy" else settings.durability,
-            checkpoint_tokens=settings.checkpoint_tokens,
-            checkpoint_idle_s=settings.checkpoint_idle_s,
-            prefix_cache_slots=settings.prefix_cache_slots,
-            prefix_cache_l2=settings.prefix_cache_l2,
-            retain_tokens=settings.retain_tokens,
-            transfer_states=settings.transfer_states,
+            synchronous="NORMAL",
             session_ttl=settings.session_ttl and max(3600.0, settings.session_ttl),
             state_slots=2,
             engine=self.name,

@@ -199,43 +199,20 @@ class Primitives:
     """Replacements of `threading`, `queue`, `time` and `concurrent.futures` by tasks."""
 
     def __init__(self, tasks: Tasks) -> None:
-        class Lock(_Lock):
-            hub = tasks
+        def of(kind: type) -> Any:
+            return type(kind.__name__.lstrip("_"), (kind,), {"hub": tasks})
 
-        class Condition(_Condition):
-            hub = tasks
-
-        class Semaphore(_Semaphore):
-            hub = tasks
-
-        class Event(_Event):
-            hub = tasks
-
-        class SimpleQueue(_SimpleQueue):
-            hub = tasks
-
-        class Thread(_Thread):
-            hub = tasks
-
-        class Executor(_Executor):
-            hub = tasks
-
-        self.threading = {
-            "Lock": Lock,
-            "RLock": Lock,
-            "Condition": Condition,
-            "Semaphore": Semaphore,
-            "Event": Event,
-            "Thread": Thread,
-        }
-        self.queue = {"SimpleQueue": SimpleQueue, "Queue": SimpleQueue}
+        lock, simple_queue = of(_Lock), of(_SimpleQueue)
+        kinds = (_Condition, _Semaphore, _Event, _Thread)
+        self.threading = {"Lock": lock, "RLock": lock} | {kind.__name__.lstrip("_"): of(kind) for kind in kinds}
+        self.queue = {"SimpleQueue": simple_queue, "Queue": simple_queue}
         self.time = {
             "monotonic": lambda: tasks.now,
             "perf_counter": lambda: tasks.now,
             "time": lambda: EPOCH + tasks.now + tasks.skew,
             "sleep": lambda seconds: tasks.wait(lambda: False, seconds),
         }
-        self.executor = Executor
+        self.executor = of(_Executor)
 
 
 class _Lock:

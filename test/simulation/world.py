@@ -10,9 +10,7 @@ from typing import Any
 
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.sequence import Sequence
-from rwkv_batch.core.shares import Limits
 from rwkv_batch.request import GenerateRequest
-from state_pool.config import PoolConfig
 from state_pool.errors import PoolLost
 from state_pool.layout import FIRST_FREE_SLOT
 from state_pool.origins import is_mixture
@@ -95,30 +93,12 @@ class World:
     def open(self) -> None:
         """Start a new process on the same database."""
         settings, own = self.settings, self.own
-        pool_config = PoolConfig(
+        pool_config = settings.pool_config(
             l1_sessions=settings.l1_sessions + (own.more_sessions if own is not None else 0),
-            l2_sessions=settings.l2_sessions,
             state_db=str(self.database),
-            durability=settings.durability,
-            synchronous=settings.synchronous,
-            session_ttl=settings.session_ttl,
-            checkpoint_tokens=settings.checkpoint_tokens,
-            checkpoint_idle_s=settings.checkpoint_idle_s,
-            prefix_cache_slots=settings.prefix_cache_slots,
-            prefix_cache_l2=settings.prefix_cache_l2,
-            retain_tokens=settings.retain_tokens,
-            transfer_states=settings.transfer_states,
             state_slots=own.state_slots if own is not None else 0,
         )
-        limits = Limits(
-            max_running=settings.max_running,
-            max_waiting_rows=settings.max_waiting_rows,
-            prefill_tokens_per_step=settings.prefill_tokens,
-            prefill_chunk=settings.prefill_chunk,
-            max_prefill_tokens_with_decode=max(4, settings.prefill_tokens // 2),
-            groups=settings.groups,
-            max_batch_rows_with_interactive=int(self.seed % 4 == 3),
-        )
+        limits = settings.limits(max_batch_rows_with_interactive=int(self.seed % 4 == 3))
         parked = pool_config.l1_sessions + settings.prefix_cache_slots + FIRST_FREE_SLOT
         slots = settings.max_running + max(4, settings.max_running // 8) + parked
         slots += settings.session_slots * settings.max_running + pool_config.state_slots
