@@ -7,8 +7,8 @@ answer.
 from __future__ import annotations
 
 import re
+import secrets
 import time
-import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -128,7 +128,7 @@ def warn(field: str, message: str, *, is_ignored: bool = True) -> None:
 
 def request_id(given: str | None) -> str:
     """Return the client's request id if valid, else a new one."""
-    return given if given is not None and _VALID_REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if given is not None and _VALID_REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
 
 def own_id(session_id: str) -> str:

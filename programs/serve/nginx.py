@@ -145,9 +145,10 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _nginx_errors(self) -> list[tuple[int, str, str, int]]:
         """Returns nginx's own error answers: status, OpenAI error type, message, Retry-After in seconds."""
         limit = f"{self.connections_per_client} (--max-streams-per-client)"
-        large = "Unauthorized: invalid or missing password or key; a body above 65536 bytes needs it as a header"
+        refused = "Unauthorized: invalid or missing password or key"
+        large = f"{refused}; a body above 65536 bytes or in chunks needs it as a header, Authorization: Bearer"
         return [
-            (401, "authentication_error", f"{large}, Authorization: Bearer", 0),
+            (401, "authentication_error", large, 0),
             (413, "invalid_request_error", f"the body is larger than {self.body_mb:g} MiB (--max-body-mb)", 0),
             (429, "rate_limit_error", f"too many requests of one client at a time, the limit is {limit}", 1),
             (500, "server_error", "the password could not be checked; retry the request", 1),

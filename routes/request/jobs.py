@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -316,7 +315,7 @@ def without_padding(ids: list[int]) -> list[int]:
 def make_job(rows: list[GenerateRequest], body: PriorityFields, label: str, sampler: str = "") -> Job:
     """Build a job of these rows, with the body's priority. Its id is unique among all HTTP workers."""
     return Job(
-        job_id=uuid.uuid4().hex,
+        job_id=secrets.token_hex(16),
         rows=rows,
         sampler=sampler,
         timeout_s=body.timeout_s,
