@@ -40,12 +40,7 @@ BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)
 PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))
 MAX_STEP_TOKENS = 16384
 SECONDS = 0.6
-BYTES: dict[Format | None, float] = {
-    None: 2,
-    Format.FP8: 1,
-    Format.INT4: 0.5 + 4 / 128,
-    Format.W8A8: 1,
-}
+BYTES: dict[Format | None, float] = {None: 2, Format.FP8: 1, Format.INT4: 0.5 + 4 / 128, Format.W8A8: 1}
 """Bytes per element of a large matrix."""
 GPU = torch.device("cuda", 0)
 

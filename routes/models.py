@@ -150,9 +150,7 @@ class LoadBody(Body):
     file: str = Field(min_length=1, max_length=4096, description="Path of the weights within --models-dir.")
     name: str = Field("", max_length=64, description="The model's name in requests. Default: the file's name.")
     adapters: list[Annotated[str, Field(max_length=4096)]] = Field(
-        [],
-        max_length=16,
-        description="Adapters to merge into the weights: path within --models-dir, or path:scale.",
+        [], max_length=16, description="Adapters to merge into the weights: path within --models-dir, or path:scale."
     )
     dtype: Annotated[str, OneOf(DTYPES)] = Field("", description="Like --dtype, which is the default.")
     wkv_state: Annotated[str, OneOf(WKV_STATES)] = Field(

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from routes import (
-    engines,
-    loaded,
-    models,
-    native_completions,
-    rwkv_infer,
-    score,
-    state,
-    system,
-    web_page,
-)
+from routes import engines, loaded, models, native_completions, rwkv_infer, score, state, system, web_page
 from routes.anthropic import messages
 from routes.fine_tuning import jobs
 from routes.llama_cpp import completion, tokens

@@ -18,15 +18,7 @@ from statistics import median
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = {
-    "native": 0,
-    "sampling": 1,
-    "state_pool": 1,
-    "rwkv_batch": 2,
-    "routes": 3,
-    "programs": 4,
-    "app": 5,
-}
+FLOORS = {"native": 0, "sampling": 1, "state_pool": 1, "rwkv_batch": 2, "routes": 3, "programs": 4, "app": 5}
 OWN = [*FLOORS, "demo", "bench", "test"]
 UPWARDS = {("programs.settings.model_source", "demo"), ("rwkv_batch", "programs")}
 """The two exceptions: the demo model is the default; `from rwkv_batch import LLM` comes from the library."""

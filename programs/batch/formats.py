@@ -13,14 +13,7 @@ from programs.batch.inputs import MAX_LINE_BYTES, Line
 from programs.record import Record, RunError, json_line
 
 COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
-_SUFFIXES = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".txt": "text",
-    ".text": "text",
-}
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".txt": "text", ".text": "text"}
 FORMAT_NAMES = ("jsonl", "csv", "tsv", "text")
 
 

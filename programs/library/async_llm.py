@@ -11,14 +11,7 @@ from programs.library import calls
 from programs.library.llm import LLM
 from programs.library.outputs import Piece, RequestOutput, Score, State
 from programs.library.params import SamplingParams, merge_params
-from programs.library.prompt_requests import (
-    GenerateInput,
-    Message,
-    Prompt,
-    as_conversations,
-    as_prompts,
-    as_texts,
-)
+from programs.library.prompt_requests import GenerateInput, Message, Prompt, as_conversations, as_prompts, as_texts
 
 Result = TypeVar("Result")
 

@@ -17,14 +17,7 @@ from programs.library.arguments import command_line_of, library_message
 from programs.library.engine_thread import EngineThread
 from programs.library.outputs import Piece, RequestOutput, Score, State
 from programs.library.params import LLMError, SamplingParams, merge_params
-from programs.library.prompt_requests import (
-    GenerateInput,
-    Message,
-    Prompt,
-    as_conversations,
-    as_prompts,
-    as_texts,
-)
+from programs.library.prompt_requests import GenerateInput, Message, Prompt, as_conversations, as_prompts, as_texts
 from programs.settings import Settings, SettingsError, parse_settings
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError

@@ -312,12 +312,7 @@ class Engines:
         address = os.path.join(self._folder, name)
         arguments = (config, address, self._factory, self._log_config)
         info = ServedModel(
-            spec=spec,
-            status=ModelStatus.LOADING,
-            address=address,
-            since=int(time.time()),
-            engine=name,
-            is_own=is_own,
+            spec=spec, status=ModelStatus.LOADING, address=address, since=int(time.time()), engine=name, is_own=is_own
         )
         child = Child(process, self._context if is_own else self._forks, self._target, arguments)
         self._engines[name] = EngineProcess(info, child, time.monotonic())

@@ -155,9 +155,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
             "hides it from the process list",
         ),
         Flag(
-            "admin_password",
-            str,
-            "password for changes to models, engines, states and adapters; default: the password",
+            "admin_password", str, "password for changes to models, engines, states and adapters; default: the password"
         ),
         Flag("keys_file", keys_file, "TOML file of API keys with names and limits; SIGHUP reloads it"),
         Flag("share_prefix_cache", boolean, "keys share cached prompt prefixes, grammars and translations"),

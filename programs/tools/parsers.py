@@ -10,14 +10,7 @@ from pathlib import Path
 from programs.settings import CommandParser
 from rwkv_batch.model.files import WRITTEN_DTYPES, WRITTEN_SUFFIXES
 
-BYTES_PER_NUMBER: Mapping[str, float] = {
-    "fp16": 2,
-    "bf16": 2,
-    "fp32": 4,
-    "fp8": 1.1,
-    "int8": 1.3,
-    "int4": 0.6,
-}
+BYTES_PER_NUMBER: Mapping[str, float] = {"fp16": 2, "bf16": 2, "fp32": 4, "fp8": 1.1, "int8": 1.3, "int4": 0.6}
 """Bytes per number of a large matrix on a GPU, with scales. int8 stores ffn.value twice on Hopper."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)?", re.IGNORECASE)
 _MAX_GB, _MAX_ROWS = 10_000, 1_000_000
@@ -59,9 +52,7 @@ def plan_parser() -> CommandParser:
 def convert_parser() -> CommandParser:
     """Returns the parser of `convert`."""
     parser = CommandParser(
-        "convert",
-        "Writes a model in the format of the new file's name.",
-        "model.pth model.gguf --dtype q8_0",
+        "convert", "Writes a model in the format of the new file's name.", "model.pth model.gguf --dtype q8_0"
     )
     parser.add_argument("source", metavar="IN", help="a model, as --model-path of serve; demo: the demo model")
     suffixes = ", ".join(WRITTEN_SUFFIXES)

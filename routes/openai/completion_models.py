@@ -22,8 +22,7 @@ class UnusualEnd(BaseModel):
     """Reasons to end that OpenAI does not have."""
 
     end_reason: Literal["timeout", "cancelled", "error"] | None = Field(
-        None,
-        description="Why the answer was cut. `finish_reason` is `length` then, for OpenAI's clients.",
+        None, description="Why the answer was cut. `finish_reason` is `length` then, for OpenAI's clients."
     )
 
 

@@ -288,14 +288,7 @@ async def get_file(context: Context, query: FileQuery) -> HandlerResponse:
     return StreamedResponse(FileChunks(content, release), FILE)
 
 
-@ROUTES.add(
-    "DELETE",
-    _FILE_PATH,
-    "Delete a file.",
-    answer=DeletedFile,
-    errors=(ErrorKind.NOT_FOUND,),
-    example=_EXAMPLE,
-)
+@ROUTES.add("DELETE", _FILE_PATH, "Delete a file.", answer=DeletedFile, errors=(ErrorKind.NOT_FOUND,), example=_EXAMPLE)
 async def delete_file(context: Context, query: FileQuery) -> HandlerResponse:
     """Delete a file. A batch that is already reading it continues."""
     name: str = query.file_id

@@ -47,11 +47,7 @@ async def fingerprint(context: Context, body: OpenAIBody) -> str:
 
 
 async def openai_rows(
-    context: Context,
-    body: OpenAIBody,
-    prompts: Sequence[str | list[int]],
-    stops: Sequence[int | str],
-    field: str,
+    context: Context, body: OpenAIBody, prompts: Sequence[str | list[int]], stops: Sequence[int | str], field: str
 ) -> list[GenerateRequest]:
     """Return one row per prompt, with `samples_per_prompt` continuations. Raises ServiceError."""
     n = body.samples_per_prompt

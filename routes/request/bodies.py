@@ -48,8 +48,7 @@ class Body(Fields):
     """Fields of every request body."""
 
     password: str = Field(
-        "",
-        description="The service's password or an API key, if the service requires one and no Bearer token is sent.",
+        "", description="The service's password or an API key, if the service requires one and no Bearer token is sent."
     )
 
 

@@ -10,9 +10,7 @@ from pydantic_core import from_json
 
 from routes.config import HttpConfig
 from routes.request.bodies import GenerationBody, StopTokens, Template
-from routes.request.fields import (
-    Fields,
-)
+from routes.request.fields import Fields
 from routes.request.sampler_fields import number_fields
 from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.errors import invalid

@@ -10,12 +10,7 @@ from typing import Any
 import pydantic
 import pydantic_core
 
-from routes.request.fields import (
-    Fields,
-    describe_value,
-    error_field_name,
-    error_value,
-)
+from routes.request.fields import Fields, describe_value, error_field_name, error_value
 from rwkv_batch.errors import ErrorKind, ServiceError
 
 OTHER_VALUES = 1 << 16

@@ -13,14 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.request.fields import Fields, list_default
 from rwkv_batch.errors import invalid
-from sampling.params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BREAKER_BYTES,
-    MAX_BREAKERS,
-    Filters,
-    SamplingParams,
-)
+from sampling.params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BREAKER_BYTES, MAX_BREAKERS, Filters, SamplingParams
 
 _LETTERS = {
     "e": "penalties", "d": "dry", "t": "temperature", "s": "top_n_sigma", "m": "min_p", "y": "typ_p", "p": "top_p",

@@ -298,10 +298,7 @@ async def rows_as_they_finish(
 
 
 async def run_full(
-    context: Context,
-    job: Job,
-    output_decoder: OutputDecoder,
-    full_body: Callable[[list[RowResult]], Any],
+    context: Context, job: Job, output_decoder: OutputDecoder, full_body: Callable[[list[RowResult]], Any]
 ) -> HandlerResponse:
     """Run a job and answer with one JSON value. `full_body` builds it from the job's rows."""
     rows = await finished_rows(context, job, output_decoder)

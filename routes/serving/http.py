@@ -26,14 +26,7 @@ from routes.response.http_response import (
     error_response,
     in_accepted_coding,
 )
-from routes.route import (
-    Route,
-    Upload,
-    model_context,
-    response_or_error,
-    validated_body,
-    with_defaults_applied,
-)
+from routes.route import Route, Upload, model_context, response_or_error, validated_body, with_defaults_applied
 from routes.serving.access import (
     CLIENT_CLOSED_REQUEST,
     CLIENT_DISCONNECTED,
@@ -77,15 +70,9 @@ def _full_response(request_context: RequestContext, answer: HttpResponse) -> Res
 
 
 def _streaming_response(
-    stream: StreamedResponse,
-    active_request: ActiveRequest,
-    connection: Connection | None,
-    error_format: ErrorFormat,
+    stream: StreamedResponse, active_request: ActiveRequest, connection: Connection | None, error_format: ErrorFormat
 ) -> StreamingResponse:
-    headers = _headers(active_request.request_context) | {
-        "Content-Type": stream.content_type,
-        **stream.headers,
-    }
+    headers = _headers(active_request.request_context) | {"Content-Type": stream.content_type, **stream.headers}
     chunks: Any = RobynChunks(stream, active_request, connection, error_format)  # Robyn iterates any iterator
     return StreamingResponse(chunks, headers=Headers(headers), media_type=stream.content_type)
 

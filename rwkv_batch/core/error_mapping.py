@@ -139,9 +139,7 @@ SHUTDOWN_ERROR = ErrorInfo(
 
 def draining_error() -> ServiceError:
     return ServiceError(
-        ErrorKind.DRAINING,
-        "the service is shutting down and accepts no new requests; retry in 5 s",
-        retry_after_s=5,
+        ErrorKind.DRAINING, "the service is shutting down and accepts no new requests; retry in 5 s", retry_after_s=5
     )
 
 

@@ -254,7 +254,5 @@ def _given(constraint: Constraint, error: GrammarError) -> str | None:
 
 def _overloaded_error(waiting: str) -> ServiceError:
     return ServiceError(
-        ErrorKind.OVERLOADED,
-        f"{waiting} wait for their grammars to be compiled; retry in 1 s",
-        retry_after_s=1,
+        ErrorKind.OVERLOADED, f"{waiting} wait for their grammars to be compiled; retry in 1 s", retry_after_s=1
     )

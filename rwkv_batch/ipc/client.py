@@ -51,9 +51,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
 LOADING = ErrorInfo(
-    kind=ErrorKind.ENGINE_LOST,
-    message="the engine is still loading the model; retry in 2 s",
-    retry_after_s=2.0,
+    kind=ErrorKind.ENGINE_LOST, message="the engine is still loading the model; retry in 2 s", retry_after_s=2.0
 )
 _LOST = ErrorInfo(
     kind=ErrorKind.ENGINE_LOST,

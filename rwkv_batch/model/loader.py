@@ -17,14 +17,7 @@ from tqdm import tqdm
 
 from rwkv_batch import load_progress
 from rwkv_batch.model.files.gguf_blocks import BlockTensor
-from rwkv_batch.model.layer import (
-    MIX_ORDER,
-    Layer,
-    LayerBase,
-    Linear,
-    Norm,
-    ValueResidual,
-)
+from rwkv_batch.model.layer import MIX_ORDER, Layer, LayerBase, Linear, Norm, ValueResidual
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.older.files import make_layer
 from rwkv_batch.model.older.layer import OlderLayer, square_maps

@@ -8,14 +8,7 @@ import json
 import time
 from typing import Any
 
-from state_pool.disk.operations import (
-    Acquire,
-    DeleteNamed,
-    DeleteOldest,
-    Release,
-    SessionRow,
-    StoredSession,
-)
+from state_pool.disk.operations import Acquire, DeleteNamed, DeleteOldest, Release, SessionRow, StoredSession
 from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.expiry import Gap, UsageTimes

@@ -268,8 +268,7 @@ def sweep_hidden(connection: Connection, candidates: Iterable[int] | None = None
 def _remove_if_unneeded(connection: Connection, row: int, garbage: list[GarbageState]) -> bool:
     """Delete a hidden session that no child needs. Returns whether it did. Adds its state to the garbage."""
     needed = connection.execute(
-        "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)",
-        (row,),
+        "SELECT 1 FROM sessions c WHERE c.parent = ? AND NOT EXISTS (SELECT 1 FROM states WHERE session = c.id)", (row,)
     ).fetchone()
     if needed is not None:
         return False

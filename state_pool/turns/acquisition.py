@@ -13,13 +13,7 @@ from dataclasses import dataclass, replace
 from state_pool.cache.tiers import Tiers
 from state_pool.disk.operations import Acquire, Release, StoredSession
 from state_pool.disk.store import Store, build_session
-from state_pool.errors import (
-    DialogueNotFound,
-    DirectoryUnreachable,
-    PoolError,
-    SessionBusy,
-    SessionUnusable,
-)
+from state_pool.errors import DialogueNotFound, DirectoryUnreachable, PoolError, SessionBusy, SessionUnusable
 from state_pool.session_key import ROOT, Fence, SessionKey
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 

@@ -234,13 +234,7 @@ class ImportExport:
         else:
             store.submit_state(Checkpoint(state, file.host, fence=session.fence, shared=store.shared), stored)
 
-    def _imported(
-        self,
-        session: Session,
-        file: FittedFile,
-        error: Exception | None,
-        on_durable: OnDurable,
-    ) -> None:
+    def _imported(self, session: Session, file: FittedFile, error: Exception | None, on_durable: OnDurable) -> None:
         self._tiers.num_loading -= file.host is not None
         self._num_active -= 1
         session.pending = None

@@ -53,8 +53,7 @@ def test_a_session_is_not_continued_under_another_adapter(model: Path, adapter: 
 
 
 @pytest.mark.parametrize(
-    ("entry", "why"),
-    [("{}", "has no scale"), ("none.pth:2", "none.pth does not exist"), ("{}x", "not exist")],
+    ("entry", "why"), [("{}", "has no scale"), ("none.pth:2", "none.pth does not exist"), ("{}x", "not exist")]
 )
 def test_an_unsupported_adapter_ends_the_start(model: Path, adapter: Path, entry: str, why: str) -> None:
     with pytest.raises(StartupError, match=why), started_engine(model, adapters=(entry.format(adapter),)):

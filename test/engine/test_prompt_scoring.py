@@ -25,10 +25,9 @@ WHOLE_PROMPT = PromptLogprobs(top=3)
 
 @pytest.fixture(scope="module", params=["plain", "two stages"])
 def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    settings: dict[str, Any] = {
-        "plain": {},
-        "two stages": {"devices": ("cpu", "cpu"), "overlap_on_cpu": True},
-    }[request.param]
+    settings: dict[str, Any] = {"plain": {}, "two stages": {"devices": ("cpu", "cpu"), "overlap_on_cpu": True}}[
+        request.param
+    ]
     with started_engine(model, **settings) as engine:
         yield engine
 

@@ -288,16 +288,8 @@ def test_a_failed_load_is_reported_and_the_engine_continues(engine: Engine, monk
         ({"name": "a+b", "file": "lora0.pth"}, ErrorKind.INVALID_FIELD, "name: must be"),
         ({"name": "new", "file": "../lora0.pth"}, ErrorKind.INVALID_FIELD, "within --models-dir"),
         ({"name": "new", "file": "a" * 300}, ErrorKind.INVALID_FIELD, "within --models-dir"),
-        (
-            {"name": "new", "file": "nothing.pth"},
-            ErrorKind.INVALID_FIELD,
-            "file nothing.pth does not exist; give a",
-        ),
-        (
-            {"name": "new", "file": "lora0.pth"},
-            ErrorKind.INVALID_FIELD,
-            "has no scale .* `scale` in a request",
-        ),
+        ({"name": "new", "file": "nothing.pth"}, ErrorKind.INVALID_FIELD, "file nothing.pth does not exist; give a"),
+        ({"name": "new", "file": "lora0.pth"}, ErrorKind.INVALID_FIELD, "has no scale .* `scale` in a request"),
     ],
 )
 def test_invalid_requests(engine: Engine, arguments: dict[str, Any], kind: ErrorKind, why: str) -> None:

@@ -291,10 +291,7 @@ HINT = "; --verbose shows the traceback"
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (
-            "no.module:Engine",
-            "the engine did not start: ModuleNotFoundError: No module named 'no'" + HINT,
-        ),
+        ("no.module:Engine", "the engine did not start: ModuleNotFoundError: No module named 'no'" + HINT),
         (f"{__name__}:Refused", "the model file is damaged"),
         (f"{__name__}:Empty", "MemoryError"),
         (f"{__name__}:Broken", "the engine did not start: KeyError: 'odd'" + HINT),

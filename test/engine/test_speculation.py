@@ -14,14 +14,7 @@ import msgspec
 import pytest
 
 from demo.random_weights import write_random_model
-from rwkv_batch.core.drafters import (
-    MATCHES,
-    MAX_LOOKUP_TOKENS,
-    TOKENS_PER_CALL,
-    Drafter,
-    LookupDrafter,
-    ModelDrafter,
-)
+from rwkv_batch.core.drafters import MATCHES, MAX_LOOKUP_TOKENS, TOKENS_PER_CALL, Drafter, LookupDrafter, ModelDrafter
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.speculation import make_drafters
 from rwkv_batch.engine import Engine

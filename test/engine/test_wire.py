@@ -126,11 +126,7 @@ def test_frames_to_a_slow_peer_keep_their_order(
 
 @pytest.mark.parametrize(("bound", "maximum"), [("MAX_WAITING_FRAMES", 3), ("MAX_WAITING_BYTES", 400_000)])
 def test_a_peer_that_reads_nothing_is_cut_off(
-    links: Ends,
-    held: list[threading.Thread],
-    monkeypatch: pytest.MonkeyPatch,
-    bound: str,
-    maximum: int,
+    links: Ends, held: list[threading.Thread], monkeypatch: pytest.MonkeyPatch, bound: str, maximum: int
 ) -> None:
     monkeypatch.setattr(wire, bound, maximum)
     sender, receiver = links

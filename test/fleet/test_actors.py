@@ -20,15 +20,7 @@ import httpx
 import pytest
 
 from bench.tools.cpu_time import cpu_s
-from test.fleet.test_replicas import (
-    CHAT,
-    Meanwhile,
-    all_ready,
-    body,
-    engines,
-    pid_of,
-    texts,
-)
+from test.fleet.test_replicas import CHAT, Meanwhile, all_ready, body, engines, pid_of, texts
 from test.ray_nodes import RayNodes, descendants
 from test.serving import ROOT, Service, wait_for
 

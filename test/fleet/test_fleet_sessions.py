@@ -12,14 +12,7 @@ from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.request import Delta, JobEvents
 from state_pool.session_key import SessionEntry, SessionPage, Tier
-from test.fleet.fake_clients import (
-    FakeClient,
-    FakeFleet,
-    client_with_job,
-    make_fleet,
-    submit,
-    use_fake_clients,
-)
+from test.fleet.fake_clients import FakeClient, FakeFleet, client_with_job, make_fleet, submit, use_fake_clients
 from test.harness import turn
 
 

@@ -103,8 +103,7 @@ def cases(engine: Engine) -> dict[str, list[GenerateRequest]]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["greedy", "penalties", "stops", "logprobs", "several", "scored", "candidates", "constrained", "chunks"],
+    "name", ["greedy", "penalties", "stops", "logprobs", "several", "scored", "candidates", "constrained", "chunks"]
 )
 def test_a_cut_row_continues_with_the_same_text(engine: Engine, name: str) -> None:
     rows = cases(engine)[name]

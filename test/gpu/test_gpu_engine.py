@@ -21,10 +21,7 @@ from state_pool.config import PoolConfig
 from test.engine.test_state_forms import NAMES, talk
 from test.harness import TOKENIZER, call, free_slots, make_request, run, started_engine, submit, turn
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ON_GPU: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 256, "prefill_tokens_per_step": 4096}
 PAIRS = 400
 

@@ -23,10 +23,7 @@ from rwkv_batch.runner.pipeline import Pipeline
 from test.gpu.test_gpu_engine import same, translations
 from test.harness import RunningJob, call, make_request, run, started_engine, submit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ON_GPU: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 128, "prefill_tokens_per_step": 2048}
 
 

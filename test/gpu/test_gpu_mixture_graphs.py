@@ -21,10 +21,7 @@ from test.harness import make_request, run, started_engine, turn
 from test.model.random_older_weights import random_older_weights
 from test.pool_integrity import integrity_faults
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TUNED = Path(__file__).resolve().parents[2] / "demo" / "tuned"
 STATES = (f"json={TUNED / 'json.pth'}", f"chinese={TUNED / 'chinese.pth'}")
 MIXES: list[list[tuple[str, float]]] = [

@@ -21,10 +21,7 @@ from test.engine.test_constraints import PERSON, schema
 from test.engine.test_speculation import Row, TestDrafter, rows_of
 from test.harness import free_slots, make_request, run, started_engine, turn
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ON_GPU: dict[str, Any] = {"devices": ("cuda:0",), "max_running": 64, "prefill_tokens_per_step": 1024, "warmup": False}
 MAX_DIFFERENT = 0.15
 """Share of rows with another text: near-ties that other kernels round differently."""

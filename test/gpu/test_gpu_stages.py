@@ -148,10 +148,7 @@ def test_delayed_stages_sample_the_tokens_of_one_stage(
 @pytest.mark.usefixtures("lags")
 def test_four_delayed_stages_give_the_text_of_one(model: Path) -> None:
     """New rows during decoding, long prompts, and cancels in flight. The prompts are longer than a graph holds."""
-    rows = [
-        *translations(20),
-        *[make_request("English: hello\n\nChinese:" * 60, max_tokens=6)] * 3,
-    ]
+    rows = [*translations(20), *[make_request("English: hello\n\nChinese:" * 60, max_tokens=6)] * 3]
     rows = [msgspec.structs.replace(row, use_prefix_cache=False) for row in rows]  # a cached prefix keeps its slot
     chunks = {**ON_GPU, "prefill_chunk": 512}
     with started_engine(model, devices=("cuda:0",), **chunks) as one:

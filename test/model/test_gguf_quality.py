@@ -103,13 +103,7 @@ def texts() -> list[str]:
     return greedy_texts(Path(ensure_model()))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "share"),
-    [
-        ("a.gguf", "fp16", 1.0),
-        ("a.gguf", "q8_0", 0.94),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype", "share"), [("a.gguf", "fp16", 1.0), ("a.gguf", "q8_0", 0.94)])
 def test_the_greedy_text_of_held_out_prompts(
     tmp_path: Path, source: Weights, texts: list[str], name: str, dtype: str, share: float
 ) -> None:

@@ -51,10 +51,7 @@ def test_free_memory_is_the_smallest_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "limit", "used", "prefix"),
-    [
-        (".", "memory.max", "memory.current", ""),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ],
+    [(".", "memory.max", "memory.current", ""), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")],
 )
 def test_a_cgroups_file_cache_is_free(tmp_path: Path, folder: str, limit: str, used: str, prefix: str) -> None:
     group = tmp_path / folder

@@ -57,10 +57,7 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
     """Its kernels on the CPU, of a GPU that multiplies fp8 codes."""
 
     def library_of(name: str) -> ctypes.CDLL:
-        known = {
-            "rwkv_two_part_rows": "quantise",
-            "rwkv_add_partials": "shift_mix",
-        }
+        known = {"rwkv_two_part_rows": "quantise", "rwkv_add_partials": "shift_mix"}
         source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
         return libraries[SOURCES.index(source)]
 

@@ -24,14 +24,7 @@ from rwkv_batch.model.export import write_model
 from rwkv_batch.model.loader import FOLD_ROWS, LayerLoader, Precision
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.state import ModelShape, StateFormat
-from rwkv_batch.model.weights import (
-    SAMPLE_RUN,
-    Weights,
-    WeightsError,
-    expected_shapes,
-    open_weights,
-    weights_from,
-)
+from rwkv_batch.model.weights import SAMPLE_RUN, Weights, WeightsError, expected_shapes, open_weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline, resolve_device
 
 Tensors = dict[str, Tensor]
@@ -337,10 +330,7 @@ print(opened - before, status("VmHWM") - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(
-    ("suffix", "kernels"),
-    [(".pth", "naive"), (".safetensors", "cpu"), (".gguf", "naive")],
-)
+@pytest.mark.parametrize(("suffix", "kernels"), [(".pth", "naive"), (".safetensors", "cpu"), (".gguf", "naive")])
 def test_loading_takes_about_the_weights_memory(tmp_path: Path, suffix: str, kernels: str) -> None:
     tensors = random_weights(6, 768, vocab=1024)
     path = written(tmp_path / f"model{suffix}", tensors)

@@ -190,8 +190,7 @@ def assert_codes(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "rows", "first_layer"),
-    [("few", 1, True), ("few", 4, False), ("decode", 2, True), ("decode", 30, False)],
+    ("kernel", "rows", "first_layer"), [("few", 1, True), ("few", 4, False), ("decode", 2, True), ("decode", 30, False)]
 )
 def test_a_step_of_codes(library: ctypes.CDLL, decode: ctypes.CDLL, kernel: str, rows: int, first_layer: bool) -> None:
     """30 rows are several items for each warp of the one processor. The first row starts in slot 0."""

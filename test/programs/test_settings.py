@@ -200,9 +200,7 @@ def test_an_unknown_command_names_the_nearest_or_all(capsys: pytest.CaptureFixtu
     assert f"the commands are {', '.join(COMMANDS)}\n" in capsys.readouterr().err
 
 
-def test_the_bench_command_lists_programs_only(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_bench_command_lists_programs_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "nothing"]) == 2
     names = capsys.readouterr().err.removeprefix("error: bench needs the name of a program: ").strip()
     assert {"cpu", "gpu", "serve", "batch", "chaos", "quality"} <= set(names.split(", "))

@@ -54,11 +54,7 @@ def test_prompts_in_every_form(client: OpenAI, oracle: LogprobOracle, prompt: An
         text = TOKENIZER.decode_bytes(tokens).decode()
         logprobs = choice.logprobs
         assert (choice.text, choice.finish_reason) == (text, "length")
-        assert (
-            logprobs.token_logprobs[0],
-            logprobs.top_logprobs[0],
-            logprobs.text_offset[0],
-        ) == (None, None, 0)
+        assert (logprobs.token_logprobs[0], logprobs.top_logprobs[0], logprobs.text_offset[0]) == (None, None, 0)
         assert logprobs.token_logprobs[1:] == pytest.approx(oracle.token_logprobs(tokens), abs=TOLERANCE)
         for token, likeliest in zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True):
             assert len(likeliest) == 1 and token <= max(likeliest.values())

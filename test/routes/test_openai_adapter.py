@@ -160,8 +160,7 @@ def test_harmless_values_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])],
+    ("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])]
 )
 def test_the_forms_of_a_raw_prompt(prompt: Any, prompts: Any) -> None:
     assert validate(CompletionBody, {"prompt": prompt}).prompts == prompts

@@ -386,10 +386,7 @@ def test_log_probabilities_of_raw_prompts(client: OpenAI) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [
-        ({"n": 2, "extra_body": {"session_id": "s"}}, "session_id"),
-        ({"max_tokens": 10**9}, "max_tokens"),
-    ],
+    [({"n": 2, "extra_body": {"session_id": "s"}}, "session_id"), ({"max_tokens": 10**9}, "max_tokens")],
 )
 def test_a_bad_field_is_a_bad_request(client: OpenAI, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequestError) as refusal:

@@ -219,8 +219,7 @@ class Neighbours:
     params=[
         "none",
         pytest.param(
-            "nginx",
-            marks=[pytest.mark.proxy, pytest.mark.skipif(NGINX is None, reason="nginx is not installed")],
+            "nginx", marks=[pytest.mark.proxy, pytest.mark.skipif(NGINX is None, reason="nginx is not installed")]
         ),
     ]
 )

@@ -167,11 +167,7 @@ def test_a_mixtures_weights(infer: Service) -> None:
     [
         ("loadmodel", {"model_filename": "../x.pth"}, "model_filename"),
         ("loadmodel", {"model_filename": MIX[0], "model_viewname": "broken"}, "model_filename"),
-        (
-            "loadmodel",
-            {"model_filename": FILE, "adapter_filename": MIX[0], "adapter_mode": "bone"},
-            "adapter_filename",
-        ),
+        ("loadmodel", {"model_filename": FILE, "adapter_filename": MIX[0], "adapter_mode": "bone"}, "adapter_filename"),
         ("loadmodel", {"model_filename": "x.pth", "model_strategy": "fp6"}, "model_strategy"),
         ("loadmodel", {"model_filename": "x.pth", "template": "qwen"}, "template"),
         ("loadmodel", {"model_filename": "x.pth", "endtoken": r"\ud800"}, "endtoken"),

@@ -207,9 +207,7 @@ def test_omegats_requests(locked_fake: Service) -> None:
     agent = {"User-Agent": "deepl-java/1.16.0 (Linux-6.1-amd64) java/17.0.9"}
     headers = java | agent | {"Authorization": f"DeepL-Auth-Key {PASSWORD}"}
     deepls = httpx.post(
-        f"{locked_fake.url}/v2/translate",
-        content=urlencode({**fields, "split_sentences": "1"}),
-        headers=headers,
+        f"{locked_fake.url}/v2/translate", content=urlencode({**fields, "split_sentences": "1"}), headers=headers
     )
     (one,) = deepls.json()["translations"]
     for translation in (answer.json()["translatedText"], one["text"]):

@@ -12,15 +12,7 @@ import msgspec
 
 from rwkv_batch.calls import DeleteSessions, EngineCall, ExportSession, ImportSession
 from rwkv_batch.errors import ServiceError
-from rwkv_batch.request import (
-    Delta,
-    GenerateRequest,
-    Job,
-    JobEvents,
-    Priority,
-    PromptLogprobs,
-    SessionTurn,
-)
+from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, Priority, PromptLogprobs, SessionTurn
 from sampling.params import SamplingParams
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_key import LINEAR, SessionKey
@@ -144,10 +136,7 @@ class Clients:
             known = [key.dialogue for key in self._world.ledger.by_key if key.session_id == name and key.dialogue > 0]
             parent = self._rng.choice([0, *known, self._rng.randrange(6)])
         session = SessionTurn(
-            session_id=name,
-            resume_prompt=self._tokens(1, 12),
-            branch_from=parent,
-            wait=self._rng.random() < 0.7,
+            session_id=name, resume_prompt=self._tokens(1, 12), branch_from=parent, wait=self._rng.random() < 0.7
         )
         request = self._request(self._tokens(1, 12), session)
         self._submit([request if self._world.own is None else self._world.own.add_weights(request, name)])

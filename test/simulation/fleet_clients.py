@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rwkv_batch.calls import AddState, DeleteSessions
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.request import (
-    ClientLimits,
-    FinishReason,
-    GenerateRequest,
-    Job,
-    JobEvents,
-    SessionTurn,
-)
+from rwkv_batch.request import ClientLimits, FinishReason, GenerateRequest, Job, JobEvents, SessionTurn
 from sampling.params import SamplingParams
 from test.simulation.device import ALPHABET
 from test.simulation.history import Beginning, History

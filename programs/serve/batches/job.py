@@ -25,16 +25,7 @@ from programs.batch.sidecar import Sidecar
 from programs.record import Record, RunError
 from programs.serve.batches.batch_format import MAX_LINES, BatchFormat, BatchTask, validate_lines
 from routes.context import Context
-from routes.file_store import (
-    ACTIVE_STATUSES,
-    Batch,
-    Counts,
-    Purpose,
-    Result,
-    Status,
-    Store,
-    StoredFile,
-)
+from routes.file_store import ACTIVE_STATUSES, Batch, Counts, Purpose, Result, Status, Store, StoredFile
 from routes.translation import stored
 from rwkv_batch.request import ClientLimits
 

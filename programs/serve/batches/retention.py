@@ -33,8 +33,7 @@ def delete_ended(store: Store, now: float) -> int:
             )
             old = f"SELECT id FROM ({ranked}) WHERE created < ? OR number > ?"
             count += database.execute(
-                f"DELETE FROM {table} WHERE id IN ({old})",
-                (int(now) - RETENTION_S, limit),
+                f"DELETE FROM {table} WHERE id IN ({old})", (int(now) - RETENTION_S, limit)
             ).rowcount
         database.execute("DELETE FROM tuning_events WHERE job NOT IN (SELECT id FROM tunings)")
     return count

@@ -25,12 +25,7 @@ from rwkv_batch.model.weights import FLOATS
 from rwkv_batch.models_folder import ADAPTER_CONFIG
 
 ADAPTER_FILE = FileKind(
-    "adapter file",
-    "adapter file",
-    "adapters",
-    "give",
-    ".pth or .safetensors",
-    (".pth", ".pt", ".bin", ".safetensors"),
+    "adapter file", "adapter file", "adapters", "give", ".pth or .safetensors", (".pth", ".pt", ".bin", ".safetensors")
 )
 ADAPTER_MODEL = "adapter_model"
 _NAME = re.compile(

@@ -68,12 +68,7 @@ class DecodeSteps(Protocol):
 
 
 class Pieces(Generic[Piece]):
-    def __init__(
-        self,
-        size: int,
-        pieces: Sequence[Piece],
-        launch: Callable[[Piece], Callable[[], None]],
-    ) -> None:
+    def __init__(self, size: int, pieces: Sequence[Piece], launch: Callable[[Piece], Callable[[], None]]) -> None:
         """size: rows or tokens, including padding
         launch: launches a piece; returns a function that waits until the piece is done.
         """

@@ -169,14 +169,7 @@ struct WgmmaInt8 {
 """
 
 
-NOT_OPTIMISED = (
-    "shift_mix",
-    "quantise",
-    "skinny",
-    "skinny_quant",
-    "weight_only_fp8",
-    "weight_only_int4",
-)
+NOT_OPTIMISED = ("shift_mix", "quantise", "skinny", "skinny_quant", "weight_only_fp8", "weight_only_int4")
 """Sources that take a compiler longer to optimise than their tests to run without it."""
 
 

@@ -31,10 +31,7 @@ def bomb(content: bytes, repeats: int = 64) -> bytes:
     return gzip.compress(content * ((16 << 20) // len(content))) * repeats
 
 
-BOMBS = {
-    "blank lines": (bomb(b"\n"), "lines"),
-    "one long line": (bomb(b"x"), "bytes when decompressed"),
-}
+BOMBS = {"blank lines": (bomb(b"\n"), "lines"), "one long line": (bomb(b"x"), "bytes when decompressed")}
 
 
 def key_of(name: str) -> str:

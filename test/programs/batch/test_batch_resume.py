@@ -16,14 +16,7 @@ import pytest
 
 from programs.batch.outputs import OutputFile
 from programs.batch.sidecar import Sidecar
-from test.programs.batch.runs import (
-    batch,
-    errors_of,
-    fake_service,
-    read_jsonl,
-    started,
-    write_jsonl,
-)
+from test.programs.batch.runs import batch, errors_of, fake_service, read_jsonl, started, write_jsonl
 from test.serving import Service
 
 BAD = {"text": ["no text"]}

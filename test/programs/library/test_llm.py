@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 
-from programs.library import (
-    LLM,
-    AsyncLLM,
-    LLMError,
-    Piece,
-    SamplingParams,
-    engine_thread,
-)
+from programs.library import LLM, AsyncLLM, LLMError, Piece, SamplingParams, engine_thread
 from programs.library.arguments import library_message
 from routes.response.generate import call_engine
 from rwkv_batch.calls import CountJobs

@@ -22,14 +22,7 @@ from programs.library.pipeline import PIPELINE, PIPELINE_ARGS, RWKV
 from routes.response.generate import call_engine
 from rwkv_batch.calls import GetStatus
 from state_pool.sessions import Session
-from test.programs.library.pipelines import (
-    CTX,
-    IDS,
-    PLAIN,
-    forward_results,
-    script_results,
-    write_ascii_model,
-)
+from test.programs.library.pipelines import CTX, IDS, PLAIN, forward_results, script_results, write_ascii_model
 from test.serving import ROOT, wait_for
 
 _MANY = 64

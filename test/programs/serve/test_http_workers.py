@@ -255,9 +255,7 @@ def test_other_workers_hear_of_a_lost_worker_first() -> None:
     assert [worker.child for worker in workers.workers] == [other]
 
 
-def test_pending_forks_of_a_lost_process_are_one_failed_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pending_forks_of_a_lost_process_are_one_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
     now = [0.0]
     monkeypatch.setattr("programs.serve.http_workers.time", SimpleNamespace(monotonic=lambda: now[0]))
