@@ -11,7 +11,6 @@ import pytest
 
 from state_pool.errors import SessionNotFound, TurnNotStored
 from state_pool.session_file import SessionFile, decode
-from state_pool.session_key import SessionKey
 from state_pool.sessions import Lease, LeaseState
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_session, get_store
 from test.pool_integrity import integrity_faults
@@ -106,6 +105,7 @@ def test_prompt_does_not_wait_for_prefix_of_its_own_length(tmp_path: Path) -> No
     assert prompts.pool.prefixes.should_wait([*head, 3])
     assert not prompts.pool.prefixes.should_wait(head)
     prompts.pool.prefixes.abandon(head)
+    assert not prompts.pool.prefixes.should_wait([*head, 3])
     prompts.close()
 
 
@@ -204,14 +204,6 @@ def test_a_delete_between_the_log_and_the_state_wins(tmp_path: Path, how: str) -
     assert len(outcome.calls) == 1
     assert rows_of(tmp_path) == 0
     assert integrity_faults(driver.pool) == []
-    driver.pool.close()
-
-
-def test_session_without_a_committed_turn_is_removed(tmp_path: Path) -> None:
-    driver = opened(tmp_path)
-    driver.pool.turns.release(driver.ready(driver.pool.turns.checkout("s")))
-    assert driver.pool._index.get(SessionKey("s")) is None
-    assert list(driver.pool._index) == []
     driver.pool.close()
 
 

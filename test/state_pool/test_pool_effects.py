@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from state_pool.disk.operations import Append, SessionRow
-from state_pool.errors import PoolFull, SessionBusy, SessionNotFound, SessionUnusable
+from state_pool.errors import SessionBusy, SessionNotFound
 from state_pool.session_key import SessionKey
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, get_session, get_store
 from test.state_pool.test_pool_prefix import Prompts
@@ -107,38 +107,6 @@ def test_session_is_busy_while_its_turn_is_stored(tmp_path: Path) -> None:
         with pytest.raises(SessionBusy):
             driver.pool.turns.checkout("s", wait=False)
     end(driver)
-
-
-def test_checkout_waits_by_default(tmp_path: Path) -> None:
-    driver = opened(tmp_path)
-    first, second = driver.pool.turns.checkout("s"), driver.pool.turns.checkout("s")
-    driver.pool.turns.release(first)
-    assert driver.ready(second).error is None
-    driver.pool.turns.release(second)
-    driver.pool.close()
-
-
-def test_no_branch_from_an_unusable_or_deleted_dialogue(tmp_path: Path) -> None:
-    driver = opened(tmp_path)
-    for _ in range(2):
-        driver.turn("s", [1], branch_from=0)
-    driver.pool._index.mark_unusable(get_session(driver, "s", 1), "its rows are damaged")
-    with pytest.raises(SessionUnusable, match="damaged"):
-        driver.pool.turns.checkout("s", 1)
-    driver.delete("s:2")
-    with pytest.raises(SessionNotFound, match="no dialogue 2"):
-        driver.pool.turns.checkout("s", 2)
-    end(driver)
-
-
-def test_branch_at_the_size_limit_is_refused(tmp_path: Path) -> None:
-    driver = opened(tmp_path, state_db_max_gb=0.00015, state_db_full="refuse", durability="turn")
-    driver.turn("s", [1], branch_from=0)
-    driver.until(lambda: get_store(driver).over_limit or bool(driver.turn("s", [1])))
-    for parent in (0, 1):
-        with pytest.raises(PoolFull, match="takes no new session"):
-            driver.pool.turns.checkout("s", parent)
-    driver.pool.close()
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])

@@ -105,16 +105,6 @@ def test_prompts_that_wait_together_share_a_prefill(tmp_path: Path) -> None:
     prompts.close()
 
 
-def test_abandoned_cache_point_blocks_nobody(tmp_path: Path) -> None:
-    prompts = Prompts(tmp_path)
-    prompts.pool.prefixes.observe([*SYSTEM, 1])
-    assert prompts.pool.prefixes.cache_points([*SYSTEM, 2]) == [2000]
-    assert prompts.pool.prefixes.should_wait([*SYSTEM, 3])
-    prompts.pool.prefixes.abandon(SYSTEM)
-    assert not prompts.pool.prefixes.should_wait([*SYSTEM, 3])
-    prompts.close()
-
-
 def test_prompts_without_a_shared_prefix_are_not_cached(tmp_path: Path) -> None:
     prompts = Prompts(tmp_path)
     rng = random.Random(2)
@@ -162,20 +152,6 @@ def test_the_cache_is_bounded_on_both_tiers(tmp_path: Path, l2: int) -> None:
     cache = prompts.pool.stats()["prefix_cache"]
     assert cache["l1"] <= 3
     assert cache["l2"] <= l2
-    prompts.close()
-
-
-def test_a_prefix_in_host_memory_comes_back(tmp_path: Path) -> None:
-    prompts = Prompts(tmp_path, prefix_cache_slots=1)
-    rng = random.Random(5)
-    heads = [[rng.randrange(65536) for _ in range(64)] for _ in range(3)]
-    for _ in range(3):
-        for i, head in enumerate(heads):
-            tokens = [*head, i, 5]
-            assert np.array_equal(prompts.prefill(tokens), expected_state(tokens))
-            prompts.pool._do_housekeeping(0.0)
-            prompts.driver.settle()
-    assert prompts.driver.arena.loads > 0
     prompts.close()
 
 

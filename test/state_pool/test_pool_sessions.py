@@ -11,7 +11,7 @@ import pytest
 
 from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
-from state_pool.errors import DialogueNotFound, InvalidSessionId, SessionBusy, SessionNotFound
+from state_pool.errors import DialogueNotFound, InvalidSessionId
 from state_pool.session_key import SessionKey, Tier
 from state_pool.sessions import LeaseState, Session, SessionIndex
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, fold
@@ -48,14 +48,6 @@ def test_turns_of_one_session_run_in_order(driver: Driver) -> None:
     assert np.array_equal(driver.state("s"), expected_state([0, 1, 2, 3]))
 
 
-def test_checkout_without_wait_raises_session_busy(driver: Driver) -> None:
-    lease = driver.pool.turns.checkout("s")
-    with pytest.raises(SessionBusy, match="'s' is busy"):
-        driver.pool.turns.checkout("s", wait=False)
-    driver.pool.turns.release(lease)
-    driver.pool.turns.release(driver.pool.turns.checkout("s", wait=False))
-
-
 def test_released_turn_changes_nothing(driver: Driver) -> None:
     driver.pool.turns.release(driver.ready(driver.pool.turns.checkout("never")))
     assert driver.list_sessions().total == 0
@@ -90,26 +82,6 @@ def test_forks_of_one_parent_run_at_once(driver: Driver) -> None:
     driver.settle()
     for i, lease in enumerate(leases):
         assert np.array_equal(driver.state("s", lease.dialogue_idx), expected_state([1, 10 + i]))
-
-
-def test_delete_wins_over_a_running_turn(driver: Driver) -> None:
-    driver.turn("s", [1])
-    running = driver.ready(driver.pool.turns.checkout("s"))
-    waiting = driver.pool.turns.checkout("s")
-    branch = driver.ready(driver.pool.turns.checkout("s", 0))
-    assert driver.delete("s") == 1
-    for lease in (running, waiting, branch):
-        assert lease.deleted or lease is waiting
-        assert lease.poll() is LeaseState.FAILED
-        assert isinstance(lease.error, SessionNotFound)
-    outcome = driver.finish_turn(running, [2])
-    driver.until(lambda: outcome.known)
-    assert isinstance(outcome.calls[0], SessionNotFound)
-    driver.pool.turns.release(waiting)
-    driver.pool.turns.release(branch)
-    assert driver.list_sessions().total == 0
-    assert not driver.turn("s", [3]).exists
-    assert np.array_equal(driver.state("s"), expected_state([3]))
 
 
 def test_delete_wins_over_a_turn_that_is_being_stored(driver: Driver) -> None:

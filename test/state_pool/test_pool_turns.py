@@ -73,6 +73,8 @@ def test_a_branch_needs_a_finished_dialogue(driver: Driver) -> None:
     driver.pool._index.mark_unusable(source, "its file is damaged")
     assert refusal(SessionUnusable, lambda: turns.checkout("s", 1)) == ("session 's:1': its file is damaged", None)
     driver.pool._index.mark_usable(source)
+    assert driver.delete("s:2") == 1
+    assert refusal(DialogueNotFound, lambda: turns.checkout("s", 2))[1] == 2
 
 
 def test_a_turn_is_recorded_once(driver: Driver) -> None:
@@ -116,7 +118,10 @@ def test_a_delete_ends_running_and_waiting_turns(driver: Driver) -> None:
             "was deleted while its turn ran or waited"
         )
     assert kept.state is LeaseState.READY
-    for lease in (running, waiting, branch, kept):
+    outcome = driver.finish_turn(running, [2])
+    driver.until(lambda: outcome.known)
+    assert isinstance(outcome.calls[0], SessionNotFound)
+    for lease in (waiting, branch, kept):
         turns.release(lease)
     assert [entry.session_id for entry in driver.list_sessions().sessions] == ["other"]
     assert driver.delete("nobody") == 0
