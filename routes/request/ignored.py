@@ -90,12 +90,15 @@ def find_ignored(
     for name, given in data.items():
         if given is None or name in others:
             continue
+        attribute, ignored = names.get(name, ("", None))
+        is_ignored = ignored is not None and ignored.is_request(given)
+        if attribute and not is_ignored and not isinstance(given, dict | list):
+            continue  # as most fields
         field = f"{place}.{error_field_name(name)}".lstrip(".")
-        if name not in names:
+        if not attribute:
             yield IgnoredField(field, given, names.keys() | set(others))
             continue
-        attribute, ignored = names[name]
-        if ignored is not None and ignored.is_request(given):
+        if is_ignored:
             yield IgnoredField(field, given)
         yield from _find_nested(getattr(body, attribute), given, field)
 
