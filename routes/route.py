@@ -115,7 +115,7 @@ class Route:
     """Any web page and browser extension may use it, also without a password."""
     error_format: ErrorFormat = NATIVE_ERRORS
     conversation_route: Route | None = None
-    """Serves bodies with `messages` and fields that only OpenAI's chat route has, like tools."""
+    """Serves bodies with `messages`: all if this route has no such field, else those with fields like tools."""
     conversation_error_format: ErrorFormat | None = None
     """Error format for a body with `messages` and without `contents`. None: as for others."""
     errors: tuple[ErrorKind, ...] = ()
@@ -136,7 +136,8 @@ class Route:
         other = self.conversation_route
         if other is None or not isinstance(data, dict) or {name for name in _PROMPT_FORMS if data.get(name)} != _CHAT:
             return self
-        return other if has_chat_only_fields(data) else self
+        takes_messages = self.body is not None and "messages" in self.body.model_fields
+        return self if takes_messages and not has_chat_only_fields(data) else other
 
     async def respond(self, context: Context, argument: Any) -> HandlerResponse:
         """Call the handler, or generate and format the answer. Raises ServiceError."""

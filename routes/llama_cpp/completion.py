@@ -32,6 +32,7 @@ from routes.response.http_response import (
     StreamFormat,
     json_response,
     sse,
+    with_warnings,
 )
 from routes.response.response_models import WithWarnings
 from routes.route import Routes, with_defaults_applied
@@ -134,7 +135,16 @@ class LlamaFields(SamplerFields, Body):
 class CompletionPrompt(LlamaFields):
     """A raw prompt to continue."""
 
-    prompt: str | TokenIds = Field(description="A text or token ids.")
+    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)] = Field(
+        description="A text or token ids, or a list of these. Two prompts and more have a list of answers."
+    )
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: a list of integers is one."""
+        if isinstance(self.prompt, str) or all(isinstance(one, int) for one in self.prompt):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
 
 
 class InfillPrompt(LlamaFields):
@@ -149,7 +159,7 @@ class InfillPrompt(LlamaFields):
 class Completion(WithWarnings):
     """Continued text: new output of a stream, or the whole answer."""
 
-    index: int = Field(description="Always 0.")
+    index: int = Field(description="The prompt's position in the request.")
     content: str
     tokens: list[int] = Field(description="Ids of the new tokens, with `return_tokens`.")
     id_slot: int = Field(description="Always -1.")
@@ -180,49 +190,54 @@ class Props(BaseModel):
 
 
 class LlamaFormatter(BaseFormatter):
-    """A ResponseFormatter of one row."""
+    """A ResponseFormatter of one row per prompt."""
 
     error_format = LLAMA_ERRORS
 
     def __init__(
-        self, body: LlamaFields, prompt: str | list[int], prompt_tokens: int, ids: Mapping[bytes, int]
+        self, body: LlamaFields, prompts: list[str | list[int]], prompt_tokens: list[int], ids: Mapping[bytes, int]
     ) -> None:
-        """ids: of the tokens' bytes"""
-        self._model, self._prompt, self._prompt_tokens = body.model, prompt, prompt_tokens
+        """prompt_tokens: number of tokens of each prompt; ids: of the tokens' bytes"""
+        self._model, self._prompts, self._prompt_tokens = body.model, prompts, prompt_tokens
         self._returns_probs, self._ids = body.n_probs > 0, ids if body.return_tokens else None
-        self._started = self._first = time.monotonic()
-        self._num_tokens = 0
+        self._started = time.monotonic()
+        self._first = [self._started] * len(prompts)
+        self._num_tokens = [0] * len(prompts)
 
     def chunk(self, updates: list[RowUpdate]) -> bytes:
         events = []
         for update in updates:
-            if not self._num_tokens:
-                self._first = time.monotonic()
-            self._num_tokens += update.num_tokens
+            row = update.row
+            if not self._num_tokens[row]:
+                self._first[row] = time.monotonic()
+            self._num_tokens[row] += update.num_tokens
             if update.text or update.logprobs:
-                events.append(self._part(update.text, update.logprobs))
+                events.append(self._part(row, update.text, update.logprobs))
             if update.finish is not None and update.finish.error is None:
-                events.append({**self._part("", []), **self._end(update.finish)})
+                events.append({**self._part(row, "", []), **self._end(row, update.finish)})
         return b"".join(sse(self.first_with_warnings(event)) for event in events)
 
     def full_body(self, rows: list[RowResult]) -> Any:
-        (row,) = rows
-        return {**self._part(row.text, row.logprobs), **({} if row.finish is None else self._end(row.finish))}
+        bodies = [
+            {**self._part(i, row.text, row.logprobs), **({} if row.finish is None else self._end(i, row.finish))}
+            for i, row in enumerate(rows)
+        ]
+        return bodies[0] if len(bodies) == 1 else [with_warnings(bodies[0]), *bodies[1:]]
 
-    def _part(self, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-        counts = {"tokens_predicted": self._num_tokens, "tokens_evaluated": self._prompt_tokens}
+    def _part(self, row: int, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        counts = {"tokens_predicted": self._num_tokens[row], "tokens_evaluated": self._prompt_tokens[row]}
         tokens = [] if self._ids is None else [self._ids[one.token] for one in logprobs if one.token in self._ids]
-        part = {"index": 0, "content": text, "tokens": tokens, "id_slot": -1, "stop": False, **counts}
+        part = {"index": row, "content": text, "tokens": tokens, "id_slot": -1, "stop": False, **counts}
         return part | ({"completion_probabilities": logprob_entries(logprobs)} if self._returns_probs else {})
 
-    def _end(self, finish: Finish) -> dict[str, Any]:
+    def _end(self, row: int, finish: Finish) -> dict[str, Any]:
         word = finish.stop_string.decode()
         kind = "word" if word else "eos" if finish.reason == FinishReason.STOP else "limit"
-        prompt_s, predicted_s = self._first - self._started, time.monotonic() - self._first
+        prompt_s, predicted_s = self._first[row] - self._started, time.monotonic() - self._first[row]
         return {
             "stop": True,
             "model": self._model,
-            "prompt": self._prompt,
+            "prompt": self._prompts[row],
             "stop_type": kind,
             "stopping_word": word,
             "truncated": False,
@@ -255,21 +270,21 @@ _GENERATION: dict[str, Any] = {
 
 
 async def _complete(
-    context: Context, body: LlamaFields, prompt: str | list[int], stops: tuple[str, ...], path: str, field: str
+    context: Context, body: LlamaFields, prompts: list[str | list[int]], stops: tuple[str, ...], path: str, field: str
 ) -> HandlerResponse:
-    raw: LlamaRaw = await with_defaults_applied(context, await offload_if_large(len(prompt), body.raw, prompt))
+    raw: LlamaRaw = await with_defaults_applied(context, await offload_if_large(len(prompts[0]), body.raw, prompts[0]))
     with rename_fields(**_RENAMED):
-        rows = await openai_rows(context, raw, [prompt], row_stops(raw, built_in=stops), field)
-    formatter = LlamaFormatter(body, prompt, len(rows[0].prompt), context.tokenizer.id_by_bytes)
-    return await run(context, make_job(rows, raw, path), formatter, OutputDecoder(1), body.stream)
+        rows = await openai_rows(context, raw, prompts, row_stops(raw, built_in=stops), field)
+    formatter = LlamaFormatter(body, prompts, [len(row.prompt) for row in rows], context.tokenizer.id_by_bytes)
+    return await run(context, make_job(rows, raw, path), formatter, OutputDecoder(len(rows)), body.stream)
 
 
 @ROUTES.add(
     "POST", "/completion", "llama.cpp: continue a prompt.", example={"prompt": "Once", "n_predict": 32}, **_GENERATION
 )
 async def completion(context: Context, body: CompletionPrompt) -> HandlerResponse:
-    """Continue a raw prompt in llama.cpp's format."""
-    return await _complete(context, body, body.prompt, (), "/completion", "prompt")
+    """Continue raw prompts in llama.cpp's format."""
+    return await _complete(context, body, body.prompts, (), "/completion", "prompt")
 
 
 @ROUTES.add(
@@ -282,7 +297,7 @@ async def completion(context: Context, body: CompletionPrompt) -> HandlerRespons
 async def infill(context: Context, body: InfillPrompt) -> HandlerResponse:
     """Fill in the middle in llama.cpp's format."""
     prompt = prompts.fill_in_the_middle(body.input_prefix + body.prompt, body.input_suffix)
-    return await _complete(context, body, prompt, (prompts.FIM_STOP,), "/infill", "input_prefix")
+    return await _complete(context, body, [prompt], (prompts.FIM_STOP,), "/infill", "input_prefix")
 
 
 @ROUTES.add("GET", "/props", "llama.cpp: the model and its defaults.", answer=Props, errors=(ErrorKind.ENGINE_LOST,))

@@ -10,6 +10,7 @@ import msgspec
 
 from routes import models
 from routes.context import Context
+from routes.openai import chat
 from routes.openai.completion_models import CompletionAnswer, CompletionChunk
 from routes.openai.formatter import (
     OpenAIFormatter,
@@ -158,6 +159,14 @@ def _echoed_prompts(context: Context, body: CompletionBody) -> list[bytes]:
 
 
 ROUTES.append(ROUTES[-1].at("/v1/completions"))
+ROUTES.append(
+    ROUTES[-1].at(
+        "/invocations",
+        summary="vLLM's route for SageMaker.",
+        description="With `messages` like /openai/v1/chat/completions, otherwise like /openai/v1/completions.",
+        conversation_route=chat.ROUTES[0],
+    )
+)
 ROUTES += [models.ROUTES[0].at("/openai/v1/models"), models.ROUTES[1].at("/openai/v1/models/{model}")]
 
 

@@ -67,6 +67,35 @@ def test_stops_seeds_ids_and_probabilities(service: Service) -> None:
     assert service.post("/completion", {"prompt": "Hello", "n_predict": 0}).json()["content"] == ""
 
 
+def test_a_list_of_prompts(fake: Service) -> None:
+    """Its answer is a list, a stream's events have the prompt's index. One prompt in a list gets one object."""
+    ids = Tokenizer().encode("say Three.")
+    body = {"prompt": ["say One.", ids], "min_pe": 1}
+    first, second = fake.post("/completion", body).json()
+    assert [(one["index"], one["content"], one["prompt"]) for one in (first, second)] == [
+        (0, "One.", "say One."),
+        (1, "Three.", ids),
+    ]
+    assert second["tokens_evaluated"] == len(ids) and "warnings" in first
+    parts = events(fake.post("/completion", {**body, "stream": True}).text)
+    for one in (first, second):
+        own = [part for part in parts if part["index"] == one["index"]]
+        assert "".join(part["content"] for part in own) == one["content"] and own[-1]["stop"]
+        assert own[-1]["tokens_predicted"] == one["tokens_predicted"]
+    assert fake.post("/completion", {"prompt": ["say One."]}).json()["content"] == "One."
+    for wrong in (["a", 1], [["a"]]):
+        assert fake.post("/completion", {"prompt": wrong}).json()["error"]["param"].startswith("prompt")
+
+
+def test_invocations_take_a_conversation_or_a_prompt(fake: Service) -> None:
+    """vLLM's route for SageMaker."""
+    chat = fake.post("/invocations", {"messages": [{"role": "user", "content": "say One."}]}).json()
+    assert chat["object"] == "chat.completion" and chat["choices"][0]["message"]["content"] == "One."
+    raw = fake.post("/invocations", {"prompt": "say One."}).json()
+    assert raw["object"] == "text_completion" and raw["choices"][0]["text"] == "One."
+    assert fake.post("/invocations", {}).json()["error"]["param"] == "prompt"
+
+
 def test_infill(fake: Service) -> None:
     answer = fake.post("/infill", {"input_prefix": "a", "prompt": "(", "input_suffix": ")", "n_predict": 1}).json()
     assert answer["prompt"] == "✿prefix✿✿suffix✿)✿middle✿a("
@@ -84,7 +113,7 @@ def test_infill(fake: Service) -> None:
         ({"logit_bias": [["33155", 1.0]]}, "logit_bias"),
         ({"logit_bias": [[-5, 1.0]]}, "logit_bias"),
         ({"n_probs": 20, "n_predict": 1_000_000}, "n_probs"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", ["b"]]}, "prompt"),
         ({"model": "ft:a"}, "model"),
     ],
 )

@@ -78,22 +78,31 @@ inline void advance(const float* from, float* to, const Token& o, float* removed
   }
 }
 
-// Group norm, bonus and gate of one head.
-inline void epilogue(const TimeMix& c, int64_t at, int64_t channel, const Token& o, const float* y) {
+// One head's output y: its mean and 1 / deviation for the group norm, and the bonus r . (k r_k).
+struct HeadNorm {
+  vf mean, scale, bonus;
+};
+
+inline HeadNorm head_norm(const TimeMix& c, int64_t channel, const Token& o, const float* y) {
   vf total = {}, squares = {}, bonus = {};
   for (int i = 0; i < HEAD; i += LANES) {
     total += load(y + i);
     bonus += load(o.r + i) * load(o.k + i) * load(c.r_k + channel + i);
   }
-  const vf mean = splat(hsum(total) / HEAD), extra = splat(hsum(bonus));
+  const vf mean = splat(hsum(total) / HEAD);
   for (int i = 0; i < HEAD; i += LANES) {
     vf d = load(y + i) - mean;
     squares += d * d;
   }
-  const vf scale = splat(1.f / std::sqrt(hsum(squares) / HEAD + 64e-5f));
+  return {mean, splat(1.f / std::sqrt(hsum(squares) / HEAD + 64e-5f)), splat(hsum(bonus))};
+}
+
+// Group norm, bonus and gate of one head.
+inline void epilogue(const TimeMix& c, int64_t at, int64_t channel, const Token& o, const float* y) {
+  const HeadNorm norm = head_norm(c, channel, o, y);
   for (int i = 0; i < HEAD; i += LANES) {
-    vf n = (load(y + i) - mean) * scale * load(c.ln_x.weight + channel + i) + load(c.ln_x.bias + channel + i);
-    store(c.y + at + i, (n + extra * load(o.v + i)) * load(c.g + at + i));
+    vf n = (load(y + i) - norm.mean) * norm.scale * load(c.ln_x.weight + channel + i) + load(c.ln_x.bias + channel + i);
+    store(c.y + at + i, (n + norm.bonus * load(o.v + i)) * load(c.g + at + i));
   }
 }
 

@@ -114,17 +114,7 @@ void retreat(const float* before, const float* after, float* s, const Token& o, 
 void epilogue_gradient(const Core& c, const TimeMix& mix, int64_t at, int64_t channel, const Token& o, float* dy,
                        float* dbonus) {
   const float* y = c.y + at;
-  vf total = {}, squares = {}, bonus = {};
-  for (int i = 0; i < HEAD; i += LANES) {
-    total += load(y + i);
-    bonus += load(o.r + i) * load(o.k + i) * load(mix.r_k + channel + i);
-  }
-  const vf mean = splat(hsum(total) / HEAD), extra = splat(hsum(bonus));
-  for (int i = 0; i < HEAD; i += LANES) {
-    vf d = load(y + i) - mean;
-    squares += d * d;
-  }
-  const vf scale = splat(1.f / std::sqrt(hsum(squares) / HEAD + 64e-5f));
+  const auto [mean, scale, extra] = head_norm(mix, channel, o, y);
   vf sum = {}, product = {}, of_bonus = {};
   for (int i = 0; i < HEAD; i += LANES) {
     const vf hat = (load(y + i) - mean) * scale, grad = load(c.grad + at + i), v = load(o.v + i);
