@@ -136,14 +136,6 @@ def test_n_continuations_equal_rows_of_their_own(engine: Engine) -> None:
     assert len(one_token.finishes) == 3
 
 
-def test_many_shared_prompts_over_few_slots(model: Path) -> None:
-    """Shared prompts hold slots, but must never hold all of them."""
-    pool = PoolConfig(state_db="", l1_sessions=1, prefix_cache_slots=1)
-    with started_engine(model, pool, max_running=4) as engine:
-        jobs = [submit(engine, make_request(f"hello there number {i}", n=2, max_tokens=4)) for i in range(60)]
-        assert all(len(job.wait().finishes) == 2 for job in jobs)
-
-
 @pytest.mark.parametrize(
     ("client", "limit"), [("", "limit of 10 (max_waiting_rows)"), ("key", "limit of 5 for one client")]
 )

@@ -148,15 +148,6 @@ def test_files_that_cannot_be_loaded(served: Service, body: dict[str, Any], stat
     assert texts(served, adapter="french") == ["Merci beaucoup."]
 
 
-def test_a_session_under_another_adapter_is_refused(served: Service) -> None:
-    turn = {"session_id": "mine", "contents": [TO_FRENCH]}
-    assert texts(served, "/state/chat/completions", adapter="french", **turn) == ["Merci beaucoup."]
-    answer = served.post("/state/chat/completions", {**GREEDY, "adapter": "spanish", **turn})
-    assert answer.status_code == 422 and "begun with the adapter 'french'" in answer.json()["error"]
-    assert (answer.json()["field"], answer.json()["given"]) == ("adapter", "spanish")
-    assert texts(served, "/state/chat/completions", **turn) == ["Merci beaucoup."]
-
-
 def test_an_adapter_is_uploaded_in_a_form(served: Service) -> None:
     """Its file is kept under the session database, and removed with it."""
     folder = served.state_db.with_name(f"{served.state_db.name}.files") / "adapters"

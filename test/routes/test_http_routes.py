@@ -50,17 +50,6 @@ def test_a_stream_has_the_same_text(service: Service, chunk_size: int) -> None:
     assert all(end["delta"] == {} and end["finish_reason"] == "length" for end in ends)
 
 
-def test_a_seed_gives_the_same_text_in_any_batch(service: Service) -> None:
-    body = {"contents": ["Once upon a time"], "seed": 7, "max_tokens": 24, "temperature": 1.2}
-    alone = service.post(CHAT, body).json()["choices"][0]["message"]["content"]
-    company = {**body, "contents": ["Once upon a time", *(f"row {number}" for number in range(20))]}
-    with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(service.post, CHAT, company) for _ in range(4)]
-        assert {future.result().json()["choices"][0]["message"]["content"] for future in futures} == {alone}
-    other = service.post(CHAT, {**body, "seed": 8}).json()["choices"][0]["message"]["content"]
-    assert other != alone
-
-
 def test_stops_are_strings_or_ids_and_are_not_returned(service: Service) -> None:
     text = service.post(CHAT, {**GREEDY, "contents": ["Hello"]}).json()["choices"][0]["message"]["content"]
     cut = text[3:6]
@@ -99,19 +88,6 @@ def test_messages_become_a_prompt(service: Service) -> None:
     assert thinking["choices"][0]["message"]["content"].startswith("<think")
     counted = service.post("/v1/tokens/count", {"messages": turns}).json()["tokens"]
     assert counted == as_messages["usage"]["prompt_tokens"]
-
-
-def test_fill_in_the_middle(service: Service) -> None:
-    body = {**GREEDY, "prefix": ["def f(", "a = "], "suffix": [":", "\n"]}
-    answer = service.post(CHAT, body).json()
-    raw = [f"✿prefix✿✿suffix✿{suffix}✿middle✿{prefix}" for prefix, suffix in (("def f(", ":"), ("a = ", "\n"))]
-    same = service.post(CHAT, {**GREEDY, "contents": raw, "stop_tokens": ["✿"]}).json()
-    assert answer["choices"] == same["choices"]
-
-
-def test_null_is_the_default_and_unknown_fields_are_ignored(service: Service) -> None:
-    body = {"contents": ["a"], "max_tokens": 2, "top_p": None, "stop_tokens": None, "password": None, "nonsense": {}}
-    assert service.post(CHAT, body).status_code == 200
 
 
 def test_a_timeout_ends_rows_with_partial_text(service: Service) -> None:

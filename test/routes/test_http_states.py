@@ -95,12 +95,6 @@ def test_every_route_takes_a_state(tuned: Service) -> None:
     assert plain == generate(tuned)
 
 
-def test_rows_of_a_stream_start_from_the_state(tuned: Service) -> None:
-    body = {**PLAIN, "contents": [PROMPT, "b"], "state": "poet", "stream": True}
-    texts = row_texts(sse_data(tuned.post("/v1/chat/completions", body).text))
-    assert texts == {0: generate(tuned, state="poet"), 1: generate(tuned, state="poet", contents=["b"])}
-
-
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -114,18 +108,6 @@ def test_an_unknown_state_is_404(tuned: Service, path: str, fields: dict[str, st
     assert answer.status_code == 404
     assert (answer.json()["field"], answer.json()["given"]) == ("state", "nobody")
     assert "'poet'" in answer.json()["error"]
-
-
-def test_two_states_in_one_request(tuned: Service) -> None:
-    answer = tuned.post("/v1/chat/completions", {**PLAIN, "contents": ["a"], "model": "rwkv7:poet", "state": "clerk"})
-    assert answer.status_code == 422 and answer.json()["field"] == "state"
-
-
-def test_a_session_with_another_state_is_refused(tuned: Service) -> None:
-    generate(tuned, "/state/chat/completions", session_id="plain one")
-    body = {**PLAIN, "contents": [PROMPT], "session_id": "plain one", "state": "poet"}
-    answer = tuned.post("/state/chat/completions", body)
-    assert answer.status_code == 422 and "the empty state" in answer.json()["error"]
 
 
 def test_loaded_by_path_and_removed(tuned: Service) -> None:

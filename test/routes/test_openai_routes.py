@@ -242,14 +242,6 @@ def test_n_answers_are_those_of_n_seeds_for_one_prefill(client: OpenAI) -> None:
     assert parallel_calls.usage.completion_tokens == 36
 
 
-def test_stops_as_text_and_as_list(client: OpenAI) -> None:
-    text = chat(client, seed=3, max_tokens=24).choices[0].message.content
-    cut = text[len(text) // 2 : len(text) // 2 + 2]
-    for stop in (cut, ["never to be seen", cut]):
-        choice = chat(client, seed=3, max_tokens=24, stop=stop).choices[0]
-        assert (choice.message.content, choice.finish_reason) == (text[: text.index(cut)], "stop")
-
-
 def test_log_probabilities_are_of_the_distribution_before_truncation(client: OpenAI) -> None:
     narrow = chat(client, seed=1, logprobs=True, top_logprobs=5, extra_body={**FREE, "top_k": 1}).choices[0]
     greedy = chat(client, temperature=0, logprobs=True, top_logprobs=5, extra_body=FREE).choices[0]
@@ -302,29 +294,6 @@ def test_log_probabilities_are_of_the_content(client: OpenAI, extra: dict[str, A
         assert shorter == content[: content.index(token[1:])] and len(shown) <= len(tokens)
 
 
-def test_logit_bias_forces_and_bans(client: OpenAI) -> None:
-    forced = client.completions.create(
-        model=MODEL, prompt="a", max_tokens=3, temperature=0, logit_bias={"11": 100}, extra_body=FREE
-    )
-    assert forced.choices[0].text == "\n\n\n"
-    banned = client.completions.create(
-        model=MODEL, prompt="a", max_tokens=3, temperature=0, logit_bias={"11": -100}, logprobs=0, extra_body=FREE
-    )
-    assert "\n" not in banned.choices[0].logprobs.tokens  # a longer token of line breaks is another token
-
-
-def test_a_high_presence_penalty_never_repeats_a_token(client: OpenAI) -> None:
-    fields = {"temperature": 0, "logprobs": True, "max_tokens": 30, "logit_bias": {str(n): 30 for n in range(60, 90)}}
-    plain = {**EXACT, "top_k": 0}
-
-    def tokens(penalty: float) -> list[str]:
-        answer = chat(client, presence_penalty=penalty, frequency_penalty=0, extra_body=plain, **fields)
-        return [entry.token for entry in answer.choices[0].logprobs.content]
-
-    assert len(set(tokens(100))) == 30
-    assert len(set(tokens(0))) < 30
-
-
 def test_reasoning_is_separate(client: OpenAI) -> None:
     for extra in ({"enable_think": True}, {"reasoning_effort": "high"}):
         fields = {"seed": 2, "max_tokens": 24, "extra_body": extra}
@@ -375,15 +344,6 @@ def test_sixteen_tokens_are_the_default_of_raw_prompts(client: OpenAI) -> None:
     assert client.completions.create(model=MODEL, prompt="a", extra_body=EXACT).usage.completion_tokens == 16
 
 
-def test_log_probabilities_of_raw_prompts(client: OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="The", max_tokens=8, logprobs=3, seed=1, extra_body=EXACT)
-    logprobs = answer.choices[0].logprobs
-    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 8
-    assert all(value <= 0 for value in logprobs.token_logprobs)
-    assert logprobs.text_offset == sorted(logprobs.text_offset)
-    assert logprobs.text_offset[0] == 0
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({"n": 2, "extra_body": {"session_id": "s"}}, "session_id"), ({"max_tokens": 10**9}, "max_tokens")],
@@ -394,14 +354,6 @@ def test_a_bad_field_is_a_bad_request(client: OpenAI, fields: dict[str, Any], pa
     assert refusal.value.param == param
     assert refusal.value.type == "invalid_request_error"
     assert refusal.value.body["message"] in str(refusal.value)
-
-
-def test_not_json_and_unknown_paths(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as refusal:
-        client.post("/chat/completions", cast_to=object, content=b"{")
-    assert refusal.value.code == "not_json"
-    with pytest.raises(openai.NotFoundError):
-        client.post("/nothing", cast_to=object)
 
 
 def test_embeddings_are_refused_by_name(client: OpenAI) -> None:
