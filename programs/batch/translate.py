@@ -276,8 +276,10 @@ def review(document: Document, results: Sequence[Result | None]) -> bytes:
     out = io.StringIO(newline="")
     table = csv.writer(out)
     table.writerow(["source", "translation", "warnings", "note", "score", "confidence", "review"])
-    lowest = least_certain(one and one.confidence for one in results)
-    for index, (unit, result) in enumerate(zip(document.units, results, strict=True)):
+    pairs = zip(document.units, results, strict=True)
+    rows = {(unit_key(unit), unit.note): (unit, result) for unit, result in pairs}.values()  # a plural has equal forms
+    lowest = least_certain(result and result.confidence for _, result in rows)
+    for index, (unit, result) in enumerate(rows):
         text, warnings, score, confidence = result or Result("", ["was not translated"])
         mark = "yes" if index in lowest or warnings else ""
         table.writerow([unit.text, text, "; ".join(warnings), unit.note, score, confidence, mark])

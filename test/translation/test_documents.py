@@ -393,6 +393,12 @@ PAGE = """<?xml version="1.0"?>
 <hr/><p id="x">More &#8212; text</p></body></html>"""
 
 
+def test_code_and_addresses_alone_are_no_texts() -> None:
+    """They were asked for, and had a line in a review."""
+    page = '<pre>code</pre><p><code>ls</code>&nbsp;</p><p translate="no">RWKV</p><p>https://a.example/b</p><p>A <b>b</b></p>'
+    assert [unit.text for unit in read(page, "a.html").units] == ["A <b>b</b>"]
+
+
 def test_books_keep_their_order_and_their_pages() -> None:
     file = zipfile.ZipFile(io.BytesIO(round_trip(epub(PAGE), "a.epub")))
     assert file.infolist()[0].filename == "mimetype" and file.infolist()[0].compress_type == zipfile.ZIP_STORED

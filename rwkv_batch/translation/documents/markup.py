@@ -51,7 +51,7 @@ def add_html(edits: TextEdits, target: str, start: int = 0, end: int | None = No
     except TooManyMarkersError:
         raise DocumentError(f"has more than {MAX_MARKERS} tags; split it") from None
     at = begin = start
-    written = 0
+    written = flat_begin = 0
     inline: list[_Attribute] = []
     used = iter(markers)
     for found in re.finditer(f"[{MARK}{BREAK}]", flat):
@@ -60,14 +60,14 @@ def add_html(edits: TextEdits, target: str, start: int = 0, end: int | None = No
         raw = next(used).raw
         attributes = _attributes(edits, at, raw, target) if _ONE_TAG.fullmatch(raw) else []
         if found.group() == BREAK:
-            _add_block(edits, begin, at, inline)
-            begin, inline = at + len(raw), []
+            _add_block(edits, begin, at, inline, flat[flat_begin : found.start()])
+            begin, flat_begin, inline = at + len(raw), found.end(), []
             for attribute in attributes:
                 attribute.add(edits)
         else:
             inline += attributes
         at += len(raw)
-    _add_block(edits, begin, start + len(text), inline)
+    _add_block(edits, begin, start + len(text), inline, flat[flat_begin:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ def _escaped(text: str) -> str:
     return html.escape(xml_text(text))
 
 
-def _add_block(edits: TextEdits, start: int, end: int, attributes: list[_Attribute]) -> None:
-    """Add the text between two block tags, and its tags' texts."""
+def _add_block(edits: TextEdits, start: int, end: int, attributes: list[_Attribute], text: str) -> None:
+    """Add the text between two block tags, and its tags' texts. `text`: without tags and code."""
     raw = edits.text[start:end]
-    if not has_letters(html.unescape(_ONE_TAG.sub("", raw))):
+    if not has_letters(html.unescape(text)):
         for attribute in attributes:
             attribute.add(edits)
         return

@@ -132,6 +132,9 @@ def test_a_review_has_scores_and_marks_the_least_certain(fake: Service, tmp_path
     assert [one["source"] for one in table if not one["review"]] == lines[:9], "a third of thirteen, and warnings"
     assert (table[3]["score"], table[3]["confidence"], table[12]["confidence"]) == ("-0.1", "-0.3", "")
     assert table[12]["warnings"] == "was not translated" and table[12]["review"] == "yes"
+    plural = b'msgid "a book"\nmsgid_plural "books"\nmsgstr[0] ""\n'
+    forms = read_document(plural, "a.po", DocumentOptions(target="zh"))
+    assert review(forms, [Result("书", [])] * 2).count(b"books") == 1, "Chinese has one form"
     source, found = tmp_path / "a.txt", tmp_path / "review.csv"
     source.write_text("One line.\nTwo lines.\n")
     assert translate(fake, source) == 0
