@@ -42,6 +42,7 @@ from routes.translation.languages import (
 )
 from routes.translation.translator import ModelName
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from rwkv_batch.translation.documents.formats import ENDINGS
 from rwkv_batch.translation.plan import AUTO
 
 _FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)
@@ -101,7 +102,7 @@ class DeepLDocument(BaseModel):
 async def deepl_upload(context: Context, body: DeepLDocumentBody) -> HandlerResponse:
     """Translate a file as DeepL does."""
     ending = PurePath(body.filename).suffix.lstrip(".").lower()
-    if body.output_format and body.output_format.lower() != ending:
+    if ending in ENDINGS and body.output_format and body.output_format.lower() != ending:
         message = f"must be {ending!r} or left out: the output has the file's format, got {body.output_format!r}"
         raise invalid("output_format", message, body.output_format)
     fields = DocumentFields.model_validate(

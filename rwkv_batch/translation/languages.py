@@ -103,6 +103,17 @@ def language_code(language: str) -> str:
     return _CODES.get(language_name(language), "")
 
 
+def language_tag(language: str) -> str:
+    """Return the tag that files have for a language's code or name: zh-CN for ZH_cn, de for German."""
+    if language.lower() in _NAMES:
+        return "zh-Hant" if language.lower() == "traditional chinese" else language_code(language)
+    if not is_known_language(language):
+        return language
+    first, *rest = language.replace("_", "-").split("-")
+    parts = (part.upper() if len(part) == 2 else part.title() if len(part) == 4 else part for part in rest)
+    return "-".join((first.lower(), *parts))
+
+
 def base_language(language: str) -> str:
     """Return the language of a code without its region, in lower case."""
     return language_code(language) or language.replace("_", "-").partition("-")[0].lower()

@@ -171,8 +171,8 @@ def test_deepls_client_translates_a_document(locked_fake: Service, monkeypatch: 
         client.translate_document_get_status(wrong)
     with pytest.raises(deepl.DeepLException, match="output_format"):
         client.translate_document_upload(b"Hello", target_lang="DE", filename="a.txt", output_format="docx")
-    with pytest.raises(deepl.DeepLException, match="Bad request"):
-        client.translate_document_upload(b"%PDF-1.7", target_lang="DE", filename="a.pdf")
+    with pytest.raises(deepl.DeepLException, match="is a pdf file, which is not translated"):
+        client.translate_document_upload(b"%PDF-1.7", target_lang="DE", filename="a.pdf", output_format="docx")
 
 
 def test_libretranslates_files(locked_fake: Service) -> None:

@@ -12,8 +12,9 @@ import pytest
 from routes.translation import translator
 from routes.translation.batch_translate import TranslateBody, batch_translate
 from routes.translation.translator import clean_answer, make_plan
-from rwkv_batch.translation.languages import detect_languages, language_probabilities
+from rwkv_batch.translation.languages import detect_languages, language_probabilities, language_tag
 from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache, TranslationPlan, TranslationRequest
+from test.translation.documents import read
 
 LABELS = {
     "en": "Home|Settings|Contact|Privacy Policy|Comments|News|Sports|Technology|Menu|Latest|Popular|Next|Issues|Code|"
@@ -108,3 +109,10 @@ def test_language_detection_does_not_block_the_loop(monkeypatch: pytest.MonkeyPa
     body = TranslateBody(target_lang="en", text_list=["Home", "42"])
     reply: Any = asyncio.run(batch_translate(context, body))
     assert b'"Home"' in reply.body and threads[0] is not threading.main_thread()
+
+
+def test_files_get_the_tag_of_a_language() -> None:
+    given = ["ZH", "zh_cn", "ZH-HANT", "PT-BR", "es-419", "German", "traditional chinese", "Klingon", "ca-valencia"]
+    expected = ["zh", "zh-CN", "zh-Hant", "pt-BR", "es-419", "de", "zh-Hant", "Klingon", "ca-valencia"]
+    assert [language_tag(one) for one in given] == expected
+    assert read("<html lang='en'><p>Hi", "a.html", target="German").write([None]) == b"<html lang='de'><p>Hi"

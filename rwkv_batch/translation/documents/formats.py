@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -17,6 +18,7 @@ from rwkv_batch.translation.documents.document import (
     DocumentError,
     DocumentOptions,
 )
+from rwkv_batch.translation.languages import language_tag
 from rwkv_batch.translation.markers import TooManyMarkersError
 
 ENDINGS = {ending: name for name, (*_, endings) in READERS.items() for ending in endings.split()}
@@ -67,7 +69,7 @@ def read_document(data: bytes, name: str, options: DocumentOptions) -> Document:
     package = importlib.import_module(f"{__package__}.{module}")  # lxml and others load with the first file
     reader: Any = partial(getattr(package, function), **arguments)
     try:
-        document: Document = reader(data, options)
+        document: Document = reader(data, replace(options, target=language_tag(options.target)))
     except TooManyMarkersError:
         raise DocumentError("has too many tags in a text; split it") from None
     except RecursionError:
