@@ -12,7 +12,6 @@ from native import build
 from rwkv_batch.kernels.cpu import training
 from rwkv_batch.model.state import HEAD_SIZE
 from rwkv_batch.tuning.fused import FusedTrainingModel, Kernels
-from rwkv_batch.tuning.pacing import Pacer
 
 _RAW = ("r", "k", "v", "w", "a", "g", "gate", "first_v")
 _SINGLE = ("first", "vectors", "output_vectors", "keep", "y")
@@ -40,17 +39,11 @@ class TimeCore(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, r: Tensor, k: Tensor, v: Tensor, w: Tensor, a: Tensor, g: Tensor, gate: Tensor | None,
-        first_v: Tensor | None, first: Tensor | None, vectors: Tensor, output_vectors: Tensor, keep: Tensor,
-        pacer: Pacer | None = None,
-    ) -> Tensor:  # fmt: skip
-        """r, k, v, w, a, g, gate: products [tokens, C]; first_v: layer 0's v.
-
-        first [heads, 64, 64] or None. vectors [5, C]: w0, a0, v0, k_k, k_a. output_vectors [3, C]: ln_x's and r_k.
-        keep [rows, chunks] is False where a document begins.
-        """
-        raw = [None if one is None else one.contiguous() for one in (r, k, v, w, a, g, gate, first_v)]
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """given: as of `tuning.gpu.wkv.TimeCore`, all in fp32: tensors [tokens, C] of _RAW, then the single ones."""
+        raw = [None if one is None else one.contiguous() for one in given[: len(_RAW)]]
+        first, vectors, output_vectors, keep = given[len(_RAW) : len(_RAW) + 4]  # a CPU needs no pacer
+        r = given[0]
         heads, (rows, chunks) = r.shape[1] // HEAD_SIZE, keep.shape
         y, out = torch.empty_like(r), torch.empty_like(r)
         states = r.new_empty(rows, heads, chunks, HEAD_SIZE, HEAD_SIZE)
