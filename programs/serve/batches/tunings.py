@@ -164,7 +164,7 @@ class TuningRunner:
                 return
             current = await asyncio.to_thread(self._jobs.job, "", job.id)
             files = ", ".join(current.result_files) if current is not None else ""
-            kept = f"; it is kept as {files}: POST /v1/states and /v1/adapters load such files" if files else ""
+            kept = f"; it is kept as {files}: POST /v1/states and /v1/adapters (scale 1) load them" if files else ""
             await self._fail(job, "not_loaded", f"the result could not be loaded: {error}{kept}")
         except Exception as error:  # a bug: its owner gets the error, other jobs continue
             logger.exception("fine-tuning job %s failed", job.id)
