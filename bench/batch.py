@@ -59,7 +59,6 @@ def demo_as_pth(path: Path) -> None:
 
 
 def measure_cli(options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Measure the command as its user runs it."""
     target = folder / "out.jsonl"
     command = [sys.executable, "-m", "app", "batch", str(options.input), "-o", str(target)]
     command += ["--fresh", "--task", "complete"]
@@ -127,7 +126,6 @@ def measure_peer(options: argparse.Namespace) -> dict[str, float]:
 
 
 def run_in_process(options: argparse.Namespace, what: str) -> Any:
-    """Run one measurement in its own process."""
     command = [sys.executable, "-m", "bench.batch", "--only", what, "--input", str(options.input)]
     command += ["--rows", str(options.rows), *(["--model-path", options.model_path] if options.model_path else [])]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

@@ -165,7 +165,6 @@ def limit_to(name: str) -> None:
 
 
 def machine(given_commit: str) -> dict[str, Any]:
-    """Return the machine and the versions for the record."""
     return {
         **origin(given_commit),
         "threads": torch.get_num_threads(),
@@ -184,7 +183,6 @@ def ratios_of_bests(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def median_by_name(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each name over the rounds."""
     return {name: float(f"{statistics.median(row[name] for row in rows):.4g}") for name in rows[0]}
 
 

@@ -265,7 +265,6 @@ def measure(dtype: str, args: argparse.Namespace, ceilings: Ceilings) -> Iterato
 
 
 def release_memory() -> None:
-    """Free the memory of the last measurement."""
     gc.collect()
     torch.cuda.empty_cache()
 

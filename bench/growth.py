@@ -55,7 +55,6 @@ def _row(n: int, **fields: object) -> dict[str, object]:
 
 
 def _disconnect(client: httpx.Client, n: int) -> None:
-    """Disconnect in the middle of an answer."""
     with client.stream("POST", CHAT, json=_row(n, max_tokens=400, stream=True, ignore_eos=True)) as response:
         next(response.iter_raw())
 

@@ -100,7 +100,6 @@ def tokens_by_engine(url: str) -> dict[str, float]:
 
 
 def run(url: str, streams: int, options: argparse.Namespace, figures: Figures) -> None:
-    """One run over HTTP; adds to the figures."""
     load = Load(ROUTE, streams, 1, 1, options.max_tokens, PROMPT_WORDS, options.chunk_size, True, "")
     before, tokens, begun = processes(url), tokens_by_engine(url), time.perf_counter()
     ran = over_http(load, url, options.client_processes)
@@ -137,7 +136,6 @@ def measure(urls: dict[int, str], options: argparse.Namespace) -> dict[str, Any]
 
 
 def compared(cases: dict[str, Figures]) -> dict[str, Any]:
-    """The figures with one number of streams, and their ratios."""
     ratios = {}
     for name, (one, other) in RATIOS.items():
         if one in cases and other in cases:

@@ -64,7 +64,6 @@ class RunningRequest:
 
 
 def run_round(engine: Engine, name: str, prompts: list[list[int]], cached: bool) -> dict[str, Any]:
-    """Run all prompts at once."""
     started = time.perf_counter()
     requests_in_flight = [RunningRequest(engine, f"{name}-{i}", prompt, cached) for i, prompt in enumerate(prompts)]
     done = [one.wait() for one in requests_in_flight]

@@ -53,7 +53,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def loads(options: argparse.Namespace) -> tuple[Load, Load]:
-    """Return the bulk load and the single request."""
     route = "/v1/chat/completions"
     bulk = Load(route, options.concurrency, 1, 1, options.max_tokens, options.bulk_words, options.chunk_size, True, "")
     return bulk, Load(route, 1, 1, 1, 8, options.words, 1, True, "")

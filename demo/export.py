@@ -61,7 +61,6 @@ def training_model(
 
 
 def save_compact(path: Path, weights: dict[str, Tensor], ids: NDArray[np.int64]) -> None:
-    """Write weights in bf16 as a compact file."""
     halves = {name: tensor.detach().cpu().to(torch.bfloat16).contiguous() for name, tensor in weights.items()}
     bits = {name: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in halves.items()}
     path.write_bytes(compress(bits, ids))

@@ -35,7 +35,6 @@ class TimedSchedule(Schedule):
     """of time.monotonic"""
 
     def progress(self, step: int) -> float:
-        """Return the share of the seconds that is over."""
         return 1 - (self.end - time.monotonic()) / self.seconds
 
 

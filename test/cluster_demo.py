@@ -31,7 +31,6 @@ _BEGUN = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Print a line with the time."""
     sys.stdout.write(f"[{time.monotonic() - _BEGUN:5.1f} s] {text}\n")
     sys.stdout.flush()
 
@@ -45,7 +44,6 @@ def fetch(url: str, body: Any = None) -> Any:
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait for a true value of `condition` and return it."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         if value := condition():
@@ -76,7 +74,6 @@ class Machine:
         return str(answer["choices"][0]["message"]["content"]).strip() if answer else ""
 
     def kill(self) -> None:
-        """Kill all processes of the machine."""
         self._service.kill()
         self._nodes.kill(self.ip)
 
@@ -112,7 +109,6 @@ class Stream(threading.Thread):
                     self.pause_s, last = max(self.pause_s, now - last), now
 
     def result(self) -> str:
-        """Wait for the end and return the text."""
         self.join()
         if self.error:
             raise SystemExit(f"error: the stream failed: {self.error}")
@@ -149,7 +145,6 @@ def kill_during_stream(front: Machine, others: list[Machine]) -> Machine:
 
 
 def show(nodes: RayNodes, flags: list[str], state_db: str) -> None:
-    """Run the whole demonstration."""
     machines: list[Machine] = []
     try:
         ips = [nodes.start(cpus) for cpus in (0, 1, 1)]

@@ -41,7 +41,6 @@ class DatabaseLink:
         self._whole.set()
 
     def close(self) -> None:
-        """Accept no more connections."""
         self._listener.close()
 
     def _accept(self) -> None:

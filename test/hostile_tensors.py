@@ -19,7 +19,6 @@ _NAME = b"X\x01\x00\x00\x00w"
 
 
 def write_pth(path: Path, code: bytes, storages: dict[str, bytes] | None = None, **more: bytes) -> Path:
-    """Write a .pth whose pickle is `code`."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", code)
         archive.writestr("archive/version", "3\n")  # torch.load opens no archive without it
@@ -129,7 +128,6 @@ def gguf_files() -> Iterator[tuple[str, bytes]]:
 
 
 def valid_files(folder: Path) -> Iterator[Path]:
-    """Write small valid files of each kind."""
     from safetensors.torch import save_file
 
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4).to(torch.int64), "c": torch.ones(1).half()}

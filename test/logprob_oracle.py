@@ -27,6 +27,5 @@ class LogprobOracle:
         return self._pipeline.forward(inputs).double().log_softmax(dim=1)
 
     def token_logprobs(self, ids: list[int], start: int = 1) -> list[float]:
-        """Return the log-probability of each token from index `start` on."""
         rows = self.logprobs(ids)
         return [float(rows[i - 1, ids[i]]) for i in range(start, len(ids))]

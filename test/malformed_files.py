@@ -11,7 +11,6 @@ from state_pool.session_file import SessionFile, _checksum_1, decode
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """Split a file into header and body."""
     (length,) = struct.unpack_from("<Q", data)
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 

@@ -98,7 +98,6 @@ class Worker:
         self.pool.turns.checkin(lease, slot)
 
     def delete(self, name: str) -> None:
-        """Delete durably."""
         self.driver.settle()
         self.write_journal("deleting", name)
         self.driver.delete(name)

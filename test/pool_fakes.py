@@ -94,7 +94,6 @@ class FakeArena:
         return FakeCopy(host, self.delay)
 
     def host_state(self, parts: Mapping[str, bytes | memoryview]) -> FakeHost:
-        """Build a host state from stored bytes."""
         for name, (_, shape) in self.layout.items():
             if len(parts.get(name, b"")) != 4 * int(np.prod(shape)):
                 raise ValueError(f"part {name} has {len(parts.get(name, b''))} bytes")
@@ -186,7 +185,6 @@ class Driver(PoolDriver):
         return found[0]
 
     def import_session(self, session_id: str, file: SessionFile) -> None:
-        """Import a session durably. Raises its error."""
         outcome = Outcome()
         self.pool.import_export.import_session(session_id, self.pool.import_export.fit(file), outcome)
         self.until(lambda: outcome.known)
@@ -194,7 +192,6 @@ class Driver(PoolDriver):
             raise outcome.calls[0]
 
     def delete(self, session_id: str, prefix: bool = False) -> int:
-        """Delete durably."""
         outcome = Outcome()
         count = self.pool.turns.delete(session_id, prefix, outcome)
         self.until(lambda: outcome.known)

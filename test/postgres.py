@@ -82,6 +82,5 @@ class Server:
         return f"postgresql://rwkv:secret@/postgres?host={self.folder}#test{self._number}"
 
     def close(self) -> None:
-        """Stop the server and remove its data."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)

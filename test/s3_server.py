@@ -27,7 +27,6 @@ class ObjectServer:
         self._number = 0
 
     def bucket(self) -> str:
-        """Return the address of a new, empty bucket."""
         self._number += 1
         name = f"states{self._number}"
         urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT"), timeout=60).close()

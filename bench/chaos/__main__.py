@@ -193,7 +193,6 @@ def kib_of_blocks(samples: list[tuple[float, int]]) -> list[tuple[int, int]]:
 
 
 def slope_record(found: Slope) -> dict[str, float]:
-    """Return a slope for the record."""
     return {name: round(getattr(found, name), 4) for name in ("an_hour", "low", "high")} | {
         "seconds": round(found.seconds)
     }

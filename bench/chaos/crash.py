@@ -154,7 +154,6 @@ def differences(client: httpx.Client, url: str, talk: Conversation, number: int)
 
 
 def check_all(folder: Path, talks: list[Conversation], service_arguments: list[str]) -> list[str]:
-    """Compare every conversation with an uninterrupted run."""
     service = Service(folder, *service_arguments, "--l1-sessions", "64", "--l2-sessions", "256")
     whole = [(i, talk) for i, talk in enumerate(talks) if not talk.deleted and talk.unanswered <= MAX_UNANSWERED]
     with httpx.Client(timeout=120, verify=False) as client, ThreadPoolExecutor(2 * CLIENTS) as pool:

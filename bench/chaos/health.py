@@ -36,8 +36,6 @@ _SIGMAS = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One process at one moment."""
-
     rss: int
     anonymous: int
     """Resident bytes without a file behind them. File pages come and go with memory pressure."""

@@ -170,7 +170,6 @@ class Run:
         return (place if rest == 0 else -1), True
 
     def kill_one(self, rng: random.Random) -> None:
-        """Kill an engine or an HTTP worker."""
         with contextlib.suppress(httpx.HTTPError, KeyError, ProcessLookupError, AssertionError):
             engines = [one["pid"] for one in self.service.status()["engines"] if one.get("pid")]
             workers = [one["pid"] for one in self.service.processes()["http_workers"]]

@@ -57,7 +57,6 @@ class Service(serving.Service):
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """Shut the service down in order."""
         try:
             self.terminate(60)
         except subprocess.TimeoutExpired:
@@ -65,7 +64,6 @@ class Service(serving.Service):
 
 
 def descendants(pid: int) -> list[int]:
-    """Return all child processes, recursively."""
     try:
         found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):  # the process has ended
@@ -79,8 +77,6 @@ def logs(folder: Path) -> str:
 
 @dataclass
 class Disturbances:
-    """Injected faults and their times."""
-
     url: str
     counts: dict[str, int] = field(default_factory=dict)
     _times: list[tuple[float, float]] = field(default_factory=list)
@@ -127,7 +123,6 @@ class Disturbances:
         raise RuntimeError(f"the service did not come back within {RECOVERY_S:g} s")
 
     def send_malformed(self, rng: random.Random) -> None:
-        """Send a packet that is not a valid request."""
         port = int(self.url.rpartition(":")[2])
         with (
             self._disturbing("malformed packets"),

@@ -100,7 +100,6 @@ class Findings:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, what: str, status: object, excuse: bool, detail: str) -> None:
-        """Record a finished request."""
         with self.lock:
             self.answers[f"{what} {status}"] += 1
             if not excuse:
@@ -267,7 +266,6 @@ class Client(threading.Thread):
         self._post(client, "/v1/tokens/count", {"text": self._words(20)})
 
     def _disconnect(self, client: httpx.Client) -> None:
-        """Disconnect in the middle of an answer."""
         body = {"contents": [self._words(12)], "max_tokens": 400, "stream": True, "ignore_eos": True, "timeout_s": 60}
         began = time.monotonic()
         try:

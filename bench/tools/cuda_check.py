@@ -50,7 +50,6 @@ def unavailable_reason() -> str | None:
 
 
 def compile_source(source: Path, archs: Iterable[str] = CHECKED_ARCHS) -> dict[str, Compiled]:
-    """Compile one source for each architecture, with one process per core."""
     with ThreadPoolExecutor(cores()) as pool:
         return results_of(begin(source, archs, pool))
 

@@ -38,7 +38,6 @@ class Load:
 
 
 def native_body(load: Load, client: int) -> dict[str, Any]:
-    """Return the body for routes that take `contents`."""
     return {
         "contents": load.prompts(client),
         "max_tokens": load.max_tokens,
@@ -51,7 +50,6 @@ def native_body(load: Load, client: int) -> dict[str, Any]:
 
 
 def fim_body(load: Load, client: int) -> dict[str, Any]:
-    """Return the body for the fill-in-the-middle route."""
     body = native_body(load, client)
     prompts = body.pop("contents")
     return {**body, "prefix": prompts, "suffix": ["end"] * len(prompts)}
@@ -73,7 +71,6 @@ def openai_chat_body(load: Load, client: int) -> dict[str, Any]:
 
 
 def openai_completion_body(load: Load, client: int) -> dict[str, Any]:
-    """Return the body for OpenAI's completions route."""
     body = native_body(load, client)
     return {**body, "prompt": body.pop("contents")}
 
@@ -119,7 +116,6 @@ class Connection:
         self.sent = time.perf_counter()
 
     def on_data(self, piece: bytes, marker: bytes) -> None:
-        """Record the arrival of a piece of the answer."""
         now = time.perf_counter()
         if not self.head_seen:
             self.head_seen = True

@@ -111,7 +111,6 @@ def mutant_names(path: str) -> list[str]:
 
 
 def make_mutants(path: str, names: set[str]) -> list[Mutant]:
-    """Return a file's mutants of these names."""
     from mutmut.mutation import file_mutation as maker
 
     return [

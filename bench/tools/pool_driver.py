@@ -25,7 +25,6 @@ class PoolDriver:
         self.pool = StatePool(arena, config, self._woken.set)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Poll until the condition holds."""
         deadline = time.monotonic() + self.timeout_s
         while not condition():
             assert time.monotonic() < deadline, "the pool did not get there"

@@ -74,7 +74,6 @@ def percentile(values: Sequence[float], part: float) -> float | None:
 
 
 def summary(load: Load, run: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of one run over HTTP."""
     first = [figure[0] for figure in run["figures"] if figure[0]]
     gaps = [gap for figure in run["figures"] for gap in figure[1]]
     errors = [figure[2] for figure in run["figures"] if figure[2]]
@@ -94,5 +93,4 @@ def summary(load: Load, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def machine(given_commit: str) -> dict[str, Any]:
-    """Return machine and versions for the record."""
     return origin(given_commit, "torch", "robyn", "msgspec")

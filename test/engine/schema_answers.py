@@ -146,7 +146,6 @@ class Answers:
             self.wrong.append(f"schema {number}: {text!r}: {why}: {json.dumps(schema)}")
 
     def wait(self, rows: int) -> None:
-        """Wait until all jobs have ended."""
         for _ in range(rows):
             assert self._places.acquire(timeout=WAIT_S)
 

@@ -46,7 +46,6 @@ class Steps:
         return sequences
 
     def chat(self, prompt_tokens: int = 1) -> Sequence:
-        """Add an interactive row."""
         running, (sequence,) = job(1, prompt_tokens, client="chat")
         self.plan.add(running, [sequence])
         return sequence

@@ -50,7 +50,6 @@ def engine(model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest
 
 @pytest.fixture
 def jump_forward_disabled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that disables jump-forward decoding."""
     return lambda: monkeypatch.setattr(engine.jobs.jump_forward, "max_rows", -1)
 
 

@@ -74,7 +74,6 @@ class Engine:
 
 
 def serve(engine: Engine, messages: Any, **options: Any) -> list[Any]:
-    """Serve one worker and return what it received."""
     link = Scripted(messages, **options)
     EngineServer(engine).serve(link)  # type: ignore[arg-type]
     link.check()

@@ -188,7 +188,6 @@ def submit_bulk(engine: Engine, max_tokens: int) -> list[RunningJob]:
 
 
 def cancel(engine: Engine, jobs: list[RunningJob]) -> None:
-    """Cancel the jobs and wait for their ends."""
     for job in jobs:
         engine.cancel(job.job.job_id)
         job.wait()

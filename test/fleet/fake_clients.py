@@ -81,7 +81,6 @@ class FakeClient:
         sink(JobEvents(job_id=spec.job_id, deltas=[Delta(0, text, len(ids), finish, token_ids=ids)], done=ends))
 
     def lose(self, error: ErrorInfo = LOST) -> None:
-        """Disconnect and end its jobs with an error."""
         self.connect(False)
         jobs, self.jobs = self.jobs, []
         for job, sink in jobs:

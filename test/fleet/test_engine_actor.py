@@ -37,8 +37,6 @@ class FakeEngine:
 
 
 class Ended:
-    """Records the ends of the process and the actor."""
-
     def __init__(self) -> None:
         self.process = threading.Event()
         self.has_left = threading.Event()

@@ -322,7 +322,6 @@ class Supervisor:
         self.pipe.send(("begin", False))
 
     def runs(self) -> None:
-        """Run the process until it ends."""
         process.run_cluster(PLAN, STYLE, "cluster", self._theirs)
 
 

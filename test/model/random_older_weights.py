@@ -7,8 +7,6 @@ from torch import Tensor
 
 
 class _Random:
-    """Seeded random tensors of one dtype."""
-
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._g = torch.Generator().manual_seed(seed)
         self._dtype = dtype

@@ -13,7 +13,6 @@ from native.priority import NICENESS, at_low_priority, lower_process_priority
 
 
 def niceness() -> int:
-    """Return the calling thread's niceness."""
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 

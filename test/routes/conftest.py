@@ -27,7 +27,6 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def locked_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with a password and one HTTP worker."""
     folder = tmp_path_factory.mktemp("locked")
     with closing(fake_service(folder, "--password", PASSWORD, "--http-workers", "1", password=PASSWORD)) as running:
         yield running

@@ -20,7 +20,6 @@ SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello\n\n2\n00:00:03,000 --> 00:00:04,5
 
 
 def send(service: Service, name: str, content: bytes, **fields: str) -> httpx.Response:
-    """Upload a file as a form."""
     form = {"target_lang": "de", "source_lang": "en", **fields}
     return httpx.post(service.url + PATH, headers=service.headers, data=form, files={"file": (name, content)})
 
@@ -30,8 +29,6 @@ def get(service: Service, path: str) -> httpx.Response:
 
 
 def finished(service: Service, document: dict[str, Any]) -> dict[str, Any]:
-    """Wait until a document is translated."""
-
     def ended() -> Any:
         found = get(service, document["id"]).json()
         return found if found["status"] in ("done", "error") else None

@@ -107,7 +107,6 @@ class Chunks:
 
 @pytest.fixture
 def active_request(monkeypatch: pytest.MonkeyPatch) -> http.ActiveRequest:
-    """A request that started a second ago."""
     monkeypatch.setattr(active_requests, "keep_state", lambda: None)  # this thread belongs to Python
     request_context = RequestContext(client="somebody")
     request_context.started -= 1
@@ -197,8 +196,6 @@ def test_requests_that_wait_for_the_engine_are_refused_at_shutdown() -> None:
 
 
 class Failing(Engine):
-    """The first rows fail."""
-
     def __init__(self, count: int) -> None:
         super().__init__()
         self._count = count
@@ -254,8 +251,6 @@ class FakeStream:
 
 
 class Silent(BaseFormatter):
-    """Writes nothing of its own."""
-
     def chunk(self, updates: list[RowUpdate]) -> bytes:
         return b""
 

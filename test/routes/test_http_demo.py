@@ -27,7 +27,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def examples(readme: str) -> list[str]:
-    """Return the README's bash blocks."""
     return re.findall(r"```bash\n(.*?)```", (ROOT / readme).read_text(encoding="utf-8"), re.DOTALL)
 
 

@@ -36,8 +36,6 @@ def numbers(sample: tuple[int, ...], end: int, step: int = 1) -> tuple[int, ...]
 
 
 class FailingService:
-    """A service whose calls can fail."""
-
     def __init__(self, service: Service, calls: FailingCalls, data: Path) -> None:
         self.service = service
         self.calls = calls
@@ -76,7 +74,6 @@ class FailingService:
         return self.succeeds(lambda: self.service.get("/state/export", params={"session_id": session}), 404)
 
     def generate(self, **fields: Any) -> None:
-        """Generate; it has to work."""
         answer = self.service.post(CHAT, {**PROMPT, **fields})
         assert answer.status_code == 200, answer.text
 

@@ -98,7 +98,6 @@ def messages_of(client: openai.OpenAI, job_id: str) -> list[str]:
 
 
 def training_processes(service: Service) -> list[int]:
-    """The processes of `tune` below a service."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():

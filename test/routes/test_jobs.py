@@ -280,8 +280,6 @@ LONG = "The river ran past the mill. " * 40
 
 
 class Counting(Tokenizer):
-    """Records the length of each text."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lengths: list[int] = []

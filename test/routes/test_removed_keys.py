@@ -62,7 +62,6 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedService]:
 
 
 def begun(service: Service, path: str, body: dict[str, Any], key: str) -> socket.socket:
-    """Begin a stream and return its connection."""
     connection = service.connect()
     extra = f"Authorization: Bearer {key}\r\n"
     connection.sendall(raw_request(path, json.dumps({**body, "stream": True}).encode(), extra=extra))
@@ -129,7 +128,6 @@ def test_a_batch_of_a_removed_key_fails_with_the_reason(keyed: KeyedService, nam
 
 
 def endless_batch(service: Service, key: str) -> str:
-    """Begin a batch of a short and an endless line."""
     client = openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key=key, max_retries=0)
     bodies = [{"contents": ["n"], "max_tokens": 1}, ENDLESS]
     lines = [{"custom_id": str(i), "method": "POST", "url": NATIVE, "body": body} for i, body in enumerate(bodies)]

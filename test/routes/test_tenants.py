@@ -63,7 +63,6 @@ class Client:
         return sorted(listed, key=str)
 
     def clear(self) -> None:
-        """Delete every session that the client lists."""
         for name, _, _ in self.sessions():
             self.delete(name)
 

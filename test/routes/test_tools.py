@@ -36,7 +36,6 @@ TOOLS: list[Any] = [
 def parse_answer(
     pieces: list[str], opens_with_call: bool = False, is_calls_or_constrained: bool = False
 ) -> tuple[str, list[tuple[str, str]]]:
-    """Return content and calls of an answer in these pieces."""
     parser = AnswerParser(
         AnswerFormat(
             names=NAMES,

@@ -21,8 +21,6 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector:
-    """Keeps the spans that it receives."""
-
     def __init__(self) -> None:
         self.spans: list[Any] = []
         self.paths: set[str] = set()

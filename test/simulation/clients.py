@@ -76,7 +76,6 @@ class Clients:
         self._world.drain()
 
     def act(self) -> None:
-        """Perhaps send a request."""
         rng = self._rng
         if self._world.settings.is_crowded:
             self._crowd()

@@ -132,7 +132,6 @@ class Step:
 
     @property
     def num_drafted(self) -> int:
-        """See `InFlightStep.num_drafted`."""
         return sum(map(len, self.draft_states.values()))
 
 
@@ -162,7 +161,6 @@ class Runner:
         return self
 
     def admit(self, rows: list[ScheduledRow], started: dict[Sequence, None]) -> None:
-        """See `StepSampler.admit`."""
         for sequence in [row.sequence for row in rows if row.sequence in started]:
             del started[sequence]
             step, end = sequence.sampled_start - sequence.prompt_end, bans_end(sequence.request)
@@ -234,7 +232,6 @@ class Runner:
         """See `DraftSampler.guess_next`: there is no draft model."""
 
     def verify(self, step: Step, speculation: Speculation, jobs: JobTable, _: object) -> int:
-        """See `DraftSampler.verify`."""
         num_accepted = 0
         while rows := speculation.accepted_rows(step.rows):
             num_accepted += len(rows)
@@ -313,7 +310,6 @@ class Runner:
 
     @staticmethod
     def is_out_of_memory(error: Exception) -> bool:
-        """Return whether a step failed for lack of memory."""
         return isinstance(error, MemoryError)
 
     def status(self) -> dict[str, Any]:

@@ -188,7 +188,6 @@ class Faults:
             self.on_sync()
 
     def met(self, kind: str) -> None:
-        """Record that a fault was injected."""
         self.last[kind] = self.tasks.now
 
     def since(self, time: float, *kinds: str) -> bool:

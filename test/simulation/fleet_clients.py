@@ -90,7 +90,6 @@ class FleetClients:
     # Requests ------------------------------------------------------------------------------------------------
 
     def act(self) -> None:
-        """Perhaps send a request."""
         rng = self._rng
         if self._world.has_unknown_engine and len(self.open) < MAX_OPEN:  # what keys use now must count for all engines
             for key in range(KEYS):

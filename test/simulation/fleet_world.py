@@ -86,7 +86,6 @@ class FleetWorld:
     # The supervisor ------------------------------------------------------------------------------------------
 
     def start(self, number: int) -> None:
-        """Start an engine's process."""
         process = self.engines[number] = EngineProcess(self, number)
         self.clients.log_event(f"{process.name} starts")
         self.announce(process, ModelStatus.LOADING)

@@ -18,7 +18,6 @@ MAX_READY_STEPS = 10
 
 
 def check_step(engine: Engine) -> None:
-    """Check all invariants. Raises Violation."""
     pool: Any = engine.model_runner.pool
     clients = _clients(engine)
     paused = [row for rows in clients for row in rows.paused]

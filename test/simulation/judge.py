@@ -71,7 +71,6 @@ class Judge:
         return any(began.is_mixture for began in self._world.ledger.began_as(name))
 
     def check_refusal(self, submission: Submission, error: ErrorInfo) -> None:
-        """Check that a refused job has a reason."""
         world, turn = self._world, submission.rows[0][0].session
         branches = turn is not None and turn.branch_from not in (None, 0)
         admission, limits = world.engine.scheduler.admission, world.engine.scheduler.limits
@@ -111,7 +110,6 @@ class Judge:
         return name in ledger.arrived or own.is_other(request, ledger.began_as(name))
 
     def check_finish(self, submission: Submission, row: int, finish: Finish) -> None:
-        """Check the end of a row and its whole text."""
         request, i = submission.rows[row]
         name = f"{submission.job.job_id} row {row}"
         demand(
@@ -183,7 +181,6 @@ class Judge:
             demand(finish.dialogue_idx == turn.session.key.dialogue, f"{name}: dialogue {finish.dialogue_idx}")
 
     def explain(self, submission: Submission, request: GenerateRequest, error: ErrorInfo) -> None:
-        """Check that every error has a known reason."""
         faults, turn = self._world.faults, request.session
         fine = {
             ErrorKind.INTERNAL: faults.since(submission.at, "step", "memory", "restart")

@@ -11,8 +11,6 @@ from test.simulation.tasks import Tasks
 
 
 class Pipe:
-    """One direction of a connection."""
-
     def __init__(self, network: Network) -> None:
         self._network = network
         self._pieces: deque[tuple[float, bytes]] = deque()

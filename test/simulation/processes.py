@@ -202,7 +202,6 @@ class EngineProcess:
         self.world.ended(self)
 
     def info(self, status: ModelStatus) -> ServedModel:
-        """Return what the supervisor reports of it."""
         return ServedModel(
             spec=ModelSpec(name="m", file=""), status=status, address=self.address, since=0, engine=self.name
         )

@@ -141,7 +141,6 @@ class Tasks:
         return True
 
     def run(self, maximum: int) -> None:
-        """Run tasks up to `times` times."""
         for _ in range(maximum):
             if not self.run_one():
                 return

@@ -235,7 +235,6 @@ class World:
         return not self.pool.pending and not self.engine._in_flight and not undeleted
 
     def check_sessions(self) -> None:
-        """Check that every session exists and holds its history."""
         self.is_checking = True
         for key, history in list(self.ledger.by_key.items()):
             if key.dialogue > 0 and key.session_id in self.ledger.lost_names:

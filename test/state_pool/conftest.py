@@ -22,7 +22,6 @@ def postgres() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def object_server() -> Iterator[ObjectServer]:
-    """An S3-compatible server."""
     if (why := s3_unavailable_reason()) is not None:
         pytest.skip(why)
     with run_s3_server() as server:

@@ -90,7 +90,6 @@ def measure_call(pool: StatePool, act: Callable[[Callable[[Any], None]], None]) 
 
 
 def measure(folder: Path, sessions: int) -> dict[str, Any]:
-    """Measure every call once at this size."""
     pool = open_pool(folder, sessions)
     deep = max(0, sessions - PAGE)
     found = {

@@ -92,7 +92,6 @@ class Prompts:
             self.cancel_row(self.rows[at % len(self.rows)])
 
     def cancel_row(self, row: Row) -> None:
-        """Cancel a row, with its announced cache points."""
         for border in row.borders:
             self.pool.prefixes.abandon(row.tokens[:border])
         self._leave(row)

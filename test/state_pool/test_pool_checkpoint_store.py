@@ -66,7 +66,6 @@ def stored_keys(driver: Driver) -> list[str]:
 
 
 def has_swept(driver: Driver) -> bool:
-    """Whether the first sweep is over."""
     assert driver.pool._store is not None
     return driver.pool._store._next_sweep > 0 and objects_of(driver)._sweeping is None
 

@@ -31,7 +31,6 @@ def chunks(folder: Path) -> tuple[int, int]:
 
 
 def collected(driver: Driver, folder: Path) -> bool:
-    """Whether the file has only the chunks of its states."""
     store = get_store(driver)
     driver.until(lambda: not store.pending and not store.writer.is_collecting_garbage)
     found, expected = chunks(folder)

@@ -42,7 +42,6 @@ def break_disk(driver: Driver, how: str) -> None:
 
 
 def mend_disk(driver: Driver) -> None:
-    """Make writes succeed."""
     connection = get_store(driver).writer._connection
     connection.execute("PRAGMA max_page_count = 1000000")
     connection.execute("PRAGMA query_only = OFF")

@@ -28,7 +28,6 @@ from test.state_pool.listing_cost import growth, measure
 
 @contextmanager
 def writer_held(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Block the writer's commits."""
     writer, go = get_store(driver).writer, threading.Event()
     commit = writer._commit_group
 

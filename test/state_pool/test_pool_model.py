@@ -192,7 +192,6 @@ class World:
         assert tiers[1] <= self.config.l2_sessions + self.config.transfer_states
 
     def check_all(self) -> None:
-        """Check every session's history."""
         for (name, dialogue), history in self.model.items():
             state = self.driver.state(name, None if dialogue == LINEAR else dialogue)
             assert np.array_equal(state, expected_state(history)), (name, dialogue)

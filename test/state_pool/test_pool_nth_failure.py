@@ -47,7 +47,6 @@ def test_a_disk_that_is_full_at_a_sync(tmp_path: Path, durability: str) -> None:
 
 
 def run_script(folder: Path, durability: str, numbers: tuple[int, ...], synchronous: str, only: str = "") -> Any:
-    """Return the summary of a run without violations."""
     data = folder / "data"
     data.mkdir()
     arguments = [str(data), durability, *map(str, numbers), synchronous]

@@ -26,12 +26,10 @@ from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected
 
 
 def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
-    """Export a session as a file's bytes."""
     return driver.export(name, dialogue).encode()
 
 
 def import_session(driver: Driver, name: str, data: bytes) -> None:
-    """Import a file durably."""
     driver.import_session(name, decode(data))
 
 

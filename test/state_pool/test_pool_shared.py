@@ -66,7 +66,6 @@ def begin(driver: Driver, session_id: str, tokens: list[int]) -> tuple[Lease, in
 
 
 def finish(driver: Driver, lease: Lease, slot: int, tokens: list[int]) -> Exception | None:
-    """Commit the turn and return its outcome."""
     outcome = driver.finish_turn(lease, tokens, slot)
     driver.until(lambda: outcome.known)
     return outcome.calls[0]

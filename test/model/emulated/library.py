@@ -224,7 +224,6 @@ def _header(level: str) -> Path:
 
 
 def call(library: ctypes.CDLL, name: str, *args: object) -> None:
-    """A launcher, as library.Kernels.call has it."""
     function = library[name]
     function.argtypes = (SIGNATURES | HOPPER_SIGNATURES)[name]
     assert function(*args, None) == 0, f"{name} is refused"
@@ -240,7 +239,6 @@ def send_launches_to(
 
     class Kernels:
         def call(self, name: str, *args: object) -> None:
-            """Run a launcher."""
             call(library_of(name), name, *args)
 
     work = HopperWorkspace(torch.empty(132, 1), torch.zeros(132, 2, dtype=torch.int32))

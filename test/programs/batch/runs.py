@@ -52,16 +52,13 @@ def started(
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
-    """Write a file of JSON lines."""
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
     return path
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """Read a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def errors_of(target: Path) -> list[Any]:
-    """Read the error file of an output."""
     return read_jsonl(Path(f"{target}.errors.jsonl"))

@@ -21,7 +21,6 @@ from test.serving import Service, wait_for
 
 
 def fake_answer(text: str) -> str:
-    """Return the fake engine's answer to a prompt."""
     return text * 3
 
 

@@ -87,7 +87,6 @@ def test_long_batches_of_some_keys_hold_up_no_other_key(keyed: Service) -> None:
 
 
 def job_of(folder: Path, content: bytes = b"") -> BatchJob:
-    """Return a job that has not validated its file yet."""
     store, now = Store(folder, 1 << 30, 10), int(time.time())
     file = StoredFile(
         id="file-a", owner="", bytes=len(content), created_at=now, filename="f", purpose=Purpose.BATCH, expires_at=None

@@ -37,7 +37,6 @@ def write_ascii_model(path: Path) -> Path:
 
 
 def script_results(model: Any, pipeline_class: Any, args_class: Any) -> dict[str, Any]:
-    """Return the results of a script with the package's calls."""
     pipeline = pipeline_class(model, "rwkv_vocab_v20230424")
     pieces: list[str] = []
     answers: dict[str, Any] = {

@@ -45,7 +45,6 @@ class Processes:
             """It has ended."""
 
         def is_alive(self) -> bool:
-            """Until the test changes it."""
             return not self.ended
 
         def kill(self) -> None:

@@ -63,7 +63,6 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def raw_answer(service: Service, *pieces: bytes) -> bytes:
-    """Return the server's answer to these bytes."""
     with service.connect() as connection:
         for piece in pieces:
             connection.sendall(piece)

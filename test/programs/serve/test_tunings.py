@@ -29,7 +29,6 @@ from test.serving import ROOT
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """A store with one file of examples, `file-1`."""
     made = Store(tmp_path / "files", 1 << 30, 100)
     content = "\n".join(json.dumps({"prompt": f"{i}", "completion": f"{i}"}) for i in range(10)).encode()
     about = {"id": "file-1", "owner": "", "created_at": 1, "filename": "a.jsonl", "purpose": Purpose.FINE_TUNE}

@@ -22,7 +22,6 @@ PHONE: dict[str, Any] = {"width": 390, "height": 780, "is_mobile": True, "has_to
 
 
 def findings(page: Page) -> list[str]:
-    """Return axe's findings with all rules."""
     result = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
     return [
         f"{one['id']} ({one['help']}): {node['html'][:200]} {node['failureSummary'][:300]}"
@@ -32,7 +31,6 @@ def findings(page: Page) -> list[str]:
 
 
 def answer_at_once(route: Route) -> None:
-    """Answer a translation without the service."""
     one = {"detected_source_lang": "en", "alternatives": [{"text": "other", "score": -1.0}], "source": "memory"}
     body = route.request.post_data_json or {}
     translations = [{**one, "index": at, "text": f"<{text}>"} for at, text in enumerate(body["text_list"])]

@@ -19,7 +19,6 @@ expect.set_options(timeout=WAIT_MS)
 
 
 def translated(page: Page) -> str:
-    """Return the complete translation of the text."""
     expect(page.locator("#translate-progress")).to_have_attribute("data-ended", "true")
     with page.expect_download() as waiting:
         page.click("#translate-download")
