@@ -88,8 +88,8 @@ class DraftSampler:
         wanted = list[Wanted]()
         for rows, copy in step.ahead:
             tokens = iter(copy.tokens())
-            for _, draft in rows:
-                draft.sampled = list(islice(tokens, len(draft.tokens)))
+            for _, one in rows:
+                one.sampled = list(islice(tokens, len(one.tokens)))
         for row, (token, _) in zip(step.sampling_rows, sampled, strict=True):
             sequence, draft = row.sequence, row.sequence.draft
             if draft is None:
