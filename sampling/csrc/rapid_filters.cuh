@@ -3,6 +3,7 @@
 // A thread owns its chunks (rapid_row.cuh): only it reads them in passes, and it keeps their maxima. So passes need no
 // barriers, and skip chunks of which nothing is left. The temperature and limits of logits are lazy: `view` applies them
 // to what is read, and `settle` writes them. Each pass is in the code once; `run` chooses what it does for a step.
+// From the step on before which at most 256 tokens are left, each thread holds one of them, and the row is not read.
 #pragma once
 
 #include "rapid_launch.cuh"
@@ -16,7 +17,8 @@ constexpr int kSelectBins = 1 << kSelectBits;
 constexpr int kOwnBins = kSelectBins / kThreads;
 constexpr int kPairs = kMaxWindow;  // a window has fewer tokens before its newest one
 constexpr uint32_t kFree = 0xffffffffu, kBreaker = 0x80000000u;
-constexpr int kFewBlocks = 6;  // a thread's chunks that are left, at most, where the token is sampled from them
+constexpr int kMaxVocab = 1 << kTokenBits;
+constexpr int kAtOnce = 8;  // last tokens that a thread reads at once
 
 struct __align__(16) FilterShared {
   float maxima[kMaxChunks];  // -inf: nothing is left, the logits are not read
@@ -26,20 +28,26 @@ struct __align__(16) FilterShared {
       uint32_t count[kSelectBins];
     } bins;
     struct {
-      uint64_t key[kThreads];
+      uint64_t key[kThreads], mass[kThreads];
       float value[kThreads];
     } list;
     struct {
+      uint64_t key[kThreads];  // a token that is left, by its rank
+      float value[kThreads];  // as stored
+      int32_t chunk[kThreads];
+    } few;
+    struct {
       uint32_t pairs[kPairs];  // a token and a length, by the token's hash
       uint32_t last[kMaxWindow];  // the last tokens, the newest first; kBreaker is set in breakers
-    } seen;
+    } repeated;
+    uint32_t seen[kMaxVocab / 32];  // one bit per token
   };
   uint32_t touched[kMaxChunks / 32];  // one bit per chunk
   uint64_t half[2][2 * kWarps];
   double sums[2][5 * kWarps];
   uint64_t mass_before;
   uint32_t count_before;
-  int32_t size, chosen;
+  int32_t size, chosen, num_chunks;
 };
 
 // Sums over the tokens that are left: of m(token), m (s - largest), s - largest and its square; their number.
@@ -54,28 +62,38 @@ class FilteredRow {
         blocks_(((vocab + 3) / 4 + kBatchQuads * chunk_batches - 1) / (kBatchQuads * chunk_batches)),
         filters_(filters), p_(filters.p), history_(history), shared_(shared), buffers_{shared.half, 0} {}
 
-  // Adds the bias, cleans, bans, runs the steps. Samples from few tokens if it may; else writes the row.
+  // Adds the bias, bans, cleans, runs the steps. Samples from few tokens if it may; else writes the row.
   __device__ void run(const SlotState& slot, const Entry* entries, bool may_sample) {
     for (int i = threadIdx.x; i < slot.num_entries; i += kThreads)
       if (entries[i].bias != 0) s_[entries[i].token] = __fadd_rn(s_[entries[i].token], entries[i].bias);
     for (int i = threadIdx.x; i < kMaxChunks / 32; i += kThreads) shared_.touched[i] = 0;
     if (threadIdx.x == 0) filters_.chosen = -1;
     __syncthreads();
-    clean();
     if (filters_.num_listed) ban(slot.step);
+    int first_step = 0, last_seen = -1;  // penalties and DRY: those before all other steps, and the last one
+    for (int i = 0; i < filters_.num_steps; ++i)
+      if (changes_seen(filters_.steps[i])) last_seen = i;
+    for (; first_step < filters_.num_steps && changes_seen(filters_.steps[first_step]); ++first_step)
+      change_seen(filters_.steps[first_step] == kDry, slot, entries);
+    clean();
     bool is_head = false, is_last = false;  // Mirostat 1 looks at the head first; both measure what is left
+    bool is_truncated = slot.kind != kTruncated;  // by the limits that the sampler has for the end
     double zipf = 0;
     Sums moments{0, 0, 0, 0, 0};  // after a dynamic temperature
 #pragma unroll 1
-    for (int i = 0;; i += !(is_head || is_last)) {
-      const bool is_end = i == filters_.num_steps || largest_ == minus_infinity();
-      const int step = is_end ? -1 : filters_.steps[i];
+    for (int i = first_step;; i += !(is_head || is_last)) {
+      if (may_be_few_ && i > last_seen) gather();
+      bool is_end = i >= filters_.num_steps || largest_ == minus_infinity();
+      const bool samples = is_end && may_sample && is_few_ && largest_ > minus_infinity();
+      if (samples && is_truncated) return sample(slot);
+      is_end &= !samples;
+      const int step = is_end ? -1 : samples ? kTruncate : filters_.steps[i];
       const bool is_far = distance_ > minus_infinity() && reference_ != largest_;
-      if (is_end && may_sample && slot.kind == kUntruncated && sample(slot)) return;
       if (is_far || is_end || step == kPenalties || step == kDry || step == kTemperature) settle(is_end);
       if (is_end) return;
-      if (step == kPenalties || step == kDry) {
+      if (changes_seen(step)) {
         change_seen(step == kDry, slot, entries);
+        refresh();
         continue;
       }
       Sums all = moments;
@@ -84,8 +102,8 @@ class FilteredRow {
       const bool crosses = step == kXtc && to_uniform(words_of_block(slot.seed, slot.step, 0, kDomainXtc).at[0]) < p_.xtc_probability;
       if (step == kXtc && !crosses) continue;
       const bool needs_sums = step == kTopNSigma ? all.count == 0 : step != kMinP && step != kTopK && (step != kTemperature || is_dynamic);
-      if (needs_sums) all = sums(), left_ = all.count;
-      const double log_total = log(all.mass), entropy = log_total - all.weighted / all.mass;
+      double log_total = 0, entropy = 0;
+      if (needs_sums) all = sums(), left_ = all.count, log_total = log(all.mass), entropy = log_total - all.weighted / all.mass;
       double top_k = INFINITY, enough = INFINITY, distance = -INFINITY;
       bool selects = false;
       if (step == kTemperature) {
@@ -106,6 +124,8 @@ class FilteredRow {
         selects = true, enough = p_.top_p * all.mass;
       } else if (step == kTopK) {
         selects = true, top_k = p_.top_k;
+      } else if (step == kTruncate) {
+        selects = is_truncated = true, top_k = slot.top_k, enough = slot.top_p * all.mass;
       } else if (step == kXtc) {
         enough = p_.xtc_threshold * all.mass;
       } else if (is_last) {
@@ -142,6 +162,10 @@ class FilteredRow {
   }
 
  private:
+  static constexpr int kTruncate = -2;  // after all steps: the sampler's top_k and top_p
+
+  static __device__ __forceinline__ bool changes_seen(int step) { return step == kPenalties || step == kDry; }
+
   // N quads of a thread's chunk, 256 apart, as stored; -inf beyond the chunk.
   template <int N>
   struct Part {
@@ -157,8 +181,14 @@ class FilteredRow {
   __device__ __forceinline__ Part<N> load_part(int block, int from) const {
     Part<N> part;
     part.first = (block * chunk_batches_ * kBatch + from) * kThreads + static_cast<int>(threadIdx.x);
+    if (vocab_ % 4 == 0 && part.first + kThreads * (N - 1) < quads_ && from + N <= chunk_batches_ * kBatch) {
+      const Quad* const at = reinterpret_cast<const Quad*>(s_) + part.first;
 #pragma unroll
-    for (int j = 0; j < N; ++j) part.quad[j] = load(N == kBatch || from + j < chunk_batches_ * kBatch ? part.first + kThreads * j : quads_);
+      for (int j = 0; j < N; ++j) part.quad[j] = at[kThreads * j];
+      return part;
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) part.quad[j] = load(from + j < chunk_batches_ * kBatch ? part.first + kThreads * j : quads_);
     return part;
   }
 
@@ -201,9 +231,14 @@ class FilteredRow {
     }
   }
 
-  // Calls visit(value, token) for what is left in these chunks. Its code is there four times only.
+  // Calls visit(value, token) for what is left in these chunks. Its code is there five times only.
   template <class Visit>
   __device__ __forceinline__ void each_left(float floor, Visit visit) const {
+    if (is_few_) {
+      const float value = view(own_);
+      if (value > minus_infinity()) visit(value, token_);
+      return;
+    }
     each<kBatch>(floor, [&](const Part<kBatch>& part, int) {
 #pragma unroll 1
       for (int j = 0; j < kBatch; ++j) {
@@ -217,9 +252,13 @@ class FilteredRow {
     });
   }
 
-  // Rewrites these chunks: each logit becomes rewritten(raw, token). Returns the largest.
+  // Rewrites these chunks: each logit becomes rewritten(raw, token).
   template <class Rewritten>
   __device__ __forceinline__ void rewrite(float floor, Rewritten rewritten) {
+    if (is_few_) {
+      own_ = rewritten(own_, token_);
+      return find_largest();
+    }
     int last = -1;
     float highest = minus_infinity();
     each<kBatch>(floor, [&](const Part<kBatch>& part, int block) {
@@ -257,13 +296,60 @@ class FilteredRow {
       }
       maximum(block) = highest;
     }
+    is_clean_ = true;
     if (!__syncthreads_or(is_odd)) return find_largest();
     for (int block = 0; block < blocks_; ++block) maximum(block) = INFINITY;
     rewrite(minus_infinity(), [](float raw, int) { return cleaned(raw); });
   }
 
+  // Gives each thread one of the tokens that are left, by rank, if they are few. The others hold -inf.
+  __device__ __forceinline__ void gather() {
+    may_be_few_ = false;
+    uint32_t alive = 0;
+    for (int block = 0; block < blocks_; ++block) alive += maximum(block) > minus_infinity();
+    const uint32_t end = sum_up_to(alive, buffers_);
+    if (__syncthreads_or(end > kThreads)) return;
+    if (threadIdx.x == kThreads - 1) shared_.num_chunks = static_cast<int>(end), shared_.size = 0;
+    uint32_t at = end - alive;
+    for (int block = 0; block < blocks_; ++block)
+      if (maximum(block) > minus_infinity()) shared_.few.chunk[at++] = block * kThreads + static_cast<int>(threadIdx.x);
+    __syncthreads();
+    // Eight threads read a chunk.
+    for (int i = threadIdx.x / 8; i < shared_.num_chunks; i += kThreads / 8) {
+      const int chunk = shared_.few.chunk[i], first = chunk / kThreads * chunk_batches_ * kBatchQuads + chunk % kThreads;
+      for (int j = threadIdx.x % 8; j < chunk_batches_ * kBatch; j += 8) {
+        const Quad quad = load(first + kThreads * j);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          if (view(quad.at[k]) == minus_infinity()) continue;
+          const int place = atomicAdd(&shared_.size, 1);
+          if (place >= kThreads) continue;
+          const uint32_t token = static_cast<uint32_t>(4 * (first + kThreads * j) + k);
+          shared_.few.key[place] = static_cast<uint64_t>(~ordered(quad.at[k])) << 32 | token, shared_.few.value[place] = quad.at[k];
+        }
+      }
+    }
+    __syncthreads();
+    const int size = shared_.size, own = threadIdx.x;
+    if (__syncthreads_or(size > kThreads)) return;
+    const uint64_t key = own < size ? shared_.few.key[own] : 0;
+    const float value = own < size ? shared_.few.value[own] : 0;
+    int rank = 0;
+    if (own < size)
+      for (int i = 0; i < size; ++i) rank += shared_.few.key[i] < key;
+    __syncthreads();
+    if (own < size) shared_.few.key[rank] = key, shared_.few.value[rank] = value;
+    __syncthreads();
+    own_ = own < size ? shared_.few.value[own] : minus_infinity();
+    token_ = own < size ? static_cast<int>(static_cast<uint32_t>(shared_.few.key[own])) : 0;
+    is_few_ = true, left_ = size;
+    __syncthreads();
+  }
+
   // Marks chunks as empty where the lazy limits leave nothing.
-  __device__ __forceinline__ void prune() const {
+  __device__ __forceinline__ void prune() {
+    if (is_few_) return;
+    may_be_few_ = true;
     for (int block = 0; block < blocks_; ++block) {
       const float highest = maximum(block);
       if (!(highest >= floor_ && __fsub_rn(highest, reference_) >= distance_)) maximum(block) = minus_infinity();
@@ -271,17 +357,18 @@ class FilteredRow {
   }
 
   __device__ __forceinline__ void find_largest() {
-    float highest = minus_infinity();
-    for (int block = 0; block < blocks_; ++block) highest = fmaxf(highest, maximum(block));
+    float highest = is_few_ ? view(own_) : minus_infinity();
+    for (int block = 0; block < blocks_ && !is_few_; ++block) highest = fmaxf(highest, maximum(block));
     largest_ = value_of(max_over_block(TwoKeys{ordered(highest), 0}, buffers_).a);
   }
 
   // Writes the lazy temperature and limits. At the end also the chunks of which nothing is left.
   __device__ __forceinline__ void settle(bool is_end) {
     const bool is_lazy = factor_ != 1 || floor_ > minus_infinity() || distance_ > minus_infinity();
+    own_ = view(own_);
 #pragma unroll 1
-    for (int block = 0; block < blocks_; ++block) {
-      const bool is_empty = maximum(block) == minus_infinity();
+    for (int block = 0; block < blocks_ && (is_end || !is_few_); ++block) {
+      const bool is_empty = is_few_ || maximum(block) == minus_infinity();
       if (is_empty ? !is_end : !is_lazy) continue;
       const int first = block * chunk_batches_ * kBatchQuads + static_cast<int>(threadIdx.x);
 #pragma unroll 8
@@ -295,12 +382,14 @@ class FilteredRow {
     }
     factor_ = 1, floor_ = distance_ = minus_infinity(), reference_ = 0;
     __syncthreads();
+    if (is_end && own_ > minus_infinity()) s_[token_] = own_;
   }
 
-  // Changes one logit from any thread; `refresh` then updates its chunk if the maximum may be another one.
+  // Changes one logit from any thread. If the maxima are known, `refresh` then updates its chunk's.
   __device__ __forceinline__ void change(int token, float before, float value) const {
     value = fminf(value, kMaxLogit);
     s_[token] = value;
+    if (!is_clean_) return;
     const int quad = token / 4, chunk = quad / (kBatchQuads * chunk_batches_) * kThreads + quad % kThreads;
     const float highest = shared_.maxima[chunk];
     if (value > highest || before >= highest) atomicOr(&shared_.touched[chunk / 32], 1u << chunk % 32);
@@ -344,95 +433,132 @@ class FilteredRow {
     const int* const end = at + filters_.num_listed;
     const int num_stops = *at++;
     if (static_cast<double>(step) < p_.min_tokens)
-      for (int i = threadIdx.x; i < num_stops; i += kThreads) change(at[i], INFINITY, minus_infinity());
+      for (int i = threadIdx.x; i < num_stops; i += kThreads) s_[at[i]] = minus_infinity();
     at += num_stops;
     for (int word = 0; at < end; ++word, at += 1 + *at) {
       const int before = *at - 1;
       if (word % kThreads != static_cast<int>(threadIdx.x) || before > window(-1)) continue;
       bool completes = true;
       for (int i = 0; i < before; ++i) completes &= token_at(before - i) == at[1 + i];
-      if (completes) change(at[1 + before], INFINITY, minus_infinity());
+      if (completes) s_[at[1 + before]] = minus_infinity();
     }
-    refresh();
+    __syncthreads();
   }
 
   // Enters a token; the longest of its lengths stays.
   __device__ __forceinline__ void enter(uint32_t token, int length) const {
     const uint32_t pair = token << 7 | static_cast<uint32_t>(length);
     for (uint32_t at = token * 2654435761u >> 20;; at = (at + 1) % kPairs) {
-      const uint32_t found = atomicCAS(&shared_.seen.pairs[at], kFree, pair);
+      const uint32_t found = atomicCAS(&shared_.repeated.pairs[at], kFree, pair);
       if (found == kFree) return;
-      if (found >> 7 == token) return static_cast<void>(atomicMax(&shared_.seen.pairs[at], pair));
+      if (found >> 7 == token) return static_cast<void>(atomicMax(&shared_.repeated.pairs[at], pair));
     }
   }
 
   // Penalties for tokens of the history: of repeated sequences (DRY), or of repetition, presence and frequency.
   __device__ __forceinline__ void change_seen(bool is_dry, const SlotState& slot, const Entry* entries) {
-    int size = window(is_dry ? p_.dry_penalty_last_n : p_.repeat_last_n);
-    if (!is_dry && p_.repetition_penalty == 1) size = 0;
-    uint32_t* const last = shared_.seen.last;
-    const uint8_t* const breakers = is_dry ? filters_.breakers : nullptr;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < size; i += kThreads) {
-      const int token = token_at(1 + i);
-      last[i] = static_cast<uint32_t>(token) | (breakers && breakers[token] ? kBreaker : 0u);
-    }
-    for (int i = threadIdx.x; i < kPairs; i += kThreads) shared_.seen.pairs[i] = kFree;
-    __syncthreads();
-    const int allowed = static_cast<int>(p_.dry_allowed_length);
+    if (is_dry) return change_repeated();
+    const int size = p_.repetition_penalty == 1 ? 0 : window(p_.repeat_last_n);
     const float by = static_cast<float>(p_.repetition_penalty);
-    for (int i = threadIdx.x; i < size; i += kThreads) {
-      if (!is_dry) {
-        enter(last[i], 0);
-        continue;
+    for (int i = threadIdx.x; i < (vocab_ + 31) / 32 && size; i += kThreads) shared_.seen[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int from = threadIdx.x; from < size; from += kAtOnce * kThreads) {
+      int token[kAtOnce];  // -1: none
+      float before[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) token[j] = from + kThreads * j < size ? token_at(1 + from + kThreads * j) : -1;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const uint32_t bit = 1u << (token[j] & 31);
+        if (token[j] >= 0 && atomicOr(&shared_.seen[token[j] >> 5], bit) & bit) token[j] = -1;
       }
-      int length = 0;  // of the sequence that ends here
-      while (i > 0 && length < kMaxMatch && i + length < size && last[i + length] == last[length] && last[length] < kBreaker) ++length;
-      if (i > 0 && length >= allowed && last[i - 1] < kBreaker) enter(last[i - 1], length);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) before[j] = token[j] >= 0 ? cleaned(s_[token[j]]) : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (token[j] >= 0) change(token[j], before[j], before[j] > 0 ? __fdiv_rn(before[j], by) : __fmul_rn(before[j], by));
     }
     __syncthreads();
 #pragma unroll 4
-    for (int i = threadIdx.x; i < kPairs; i += kThreads) {
-      const uint32_t pair = shared_.seen.pairs[i];
-      if (pair == kFree) continue;
-      const int token = static_cast<int>(pair >> 7);
-      const float before = s_[token];
-      float value = before > 0 ? __fdiv_rn(before, by) : __fmul_rn(before, by);
-      if (is_dry) {
-        const double penalty = p_.dry_multiplier * pow(p_.dry_base, static_cast<double>(static_cast<int>(pair & 127u) - allowed));
-        value = __fsub_rn(before, static_cast<float>(fmin(penalty, static_cast<double>(kMaxLogit))));
-      }
-      change(token, before, value);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; !is_dry && slot.penalised && i < slot.num_entries; i += kThreads) {
+    for (int i = threadIdx.x; i < (slot.penalised ? slot.num_entries : 0); i += kThreads) {
       const Entry entry = entries[i];
       if (entry.count < 0) continue;
-      const float before = s_[entry.token];
+      const float before = cleaned(s_[entry.token]);
       change(entry.token, before, __fsub_rn(before, __fadd_rn(__fmul_rn(entry.count, slot.frequency), slot.presence)));
     }
-    refresh();
+    __syncthreads();
+  }
+
+  // DRY.
+  __device__ __forceinline__ void change_repeated() {
+    const int size = window(p_.dry_penalty_last_n), allowed = static_cast<int>(p_.dry_allowed_length);
+    if (size < 2) return;
+    uint32_t* const last = shared_.repeated.last;
+    const uint8_t* const breakers = filters_.breakers;
+    const uint32_t newest = static_cast<uint32_t>(token_at(1));
+    bool is_repeated = false;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < size; i += kThreads) {
+      last[i] = static_cast<uint32_t>(token_at(1 + i));
+      is_repeated |= last[i] == newest && i > 0;
+    }
+    if (!__syncthreads_or(is_repeated)) return;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < size && breakers; i += kThreads)
+      if (breakers[last[i]]) last[i] |= kBreaker;
+    for (int i = threadIdx.x; i < kPairs; i += kThreads) shared_.repeated.pairs[i] = kFree;
+    __syncthreads();
+    bool is_entered = false;
+    for (int i = threadIdx.x; i < size; i += kThreads) {
+      int length = 0;  // of the sequence that ends here
+      while (i > 0 && length < kMaxMatch && i + length < size && last[i + length] == last[length] && last[length] < kBreaker) ++length;
+      if (i > 0 && length >= allowed && last[i - 1] < kBreaker) enter(last[i - 1], length), is_entered = true;
+    }
+    if (!__syncthreads_or(is_entered)) return;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kPairs; i += kThreads) {
+      const uint32_t pair = shared_.repeated.pairs[i];
+      if (pair == kFree) continue;
+      const int token = static_cast<int>(pair >> 7);
+      const float before = cleaned(s_[token]);
+      const double penalty = p_.dry_multiplier * pow(p_.dry_base, static_cast<double>(static_cast<int>(pair & 127u) - allowed));
+      change(token, before, __fsub_rn(before, static_cast<float>(fmin(penalty, static_cast<double>(kMaxLogit)))));
+    }
+    __syncthreads();
   }
 
   __device__ __forceinline__ Sums sums() {
     Sums sums{0, 0, 0, 0, 0};
-    each<8>(minus_infinity(), [&](const Part<8>& part, int) {
-      float mass[4] = {}, weighted[4] = {}, distances[4] = {}, squares[4] = {};  // fp32 sums of eight terms, then fp64
-      int count = 0;
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float value = view(part.quad[j].at[i]);
-          const bool is_left = value > minus_infinity();
-          const float distance = is_left ? __fsub_rn(value, largest_) : 0.0f, term = is_left ? exp_nonpositive(distance) : 0.0f;
-          mass[i] += term, weighted[i] += term * distance, distances[i] += distance, squares[i] += distance * distance, count += is_left;
-        }
-      const auto sum = [](const float* at) { return static_cast<double>((at[0] + at[1]) + (at[2] + at[3])); };
-      sums.mass += sum(mass), sums.weighted += sum(weighted), sums.distance += sum(distances), sums.square += sum(squares);
-      sums.count += count;
-    });
+    const bool is_lazy = factor_ != 1 || floor_ > minus_infinity() || distance_ > minus_infinity();
+    if (is_few_) {
+      const float value = view(own_), distance = __fsub_rn(value, largest_), term = exp_nonpositive(distance);
+      if (value > minus_infinity()) sums = Sums{term, term * distance, distance, static_cast<double>(distance) * distance, 1};
+    } else if (is_lazy) {
+      each<8>(minus_infinity(), [&](const Part<8>& part, int) { add(part, sums, [&](float raw) { return view(raw); }); });
+    } else {
+      each<8>(minus_infinity(), [&](const Part<8>& part, int) { add(part, sums, [](float raw) { return raw; }); });
+    }
     return added(sums);
+  }
+
+  // Adds a part: fp32 sums of eight terms, then fp64.
+  template <class Viewed>
+  __device__ __forceinline__ void add(const Part<8>& part, Sums& sums, Viewed viewed) const {
+    float mass[4] = {}, weighted[4] = {}, distances[4] = {}, squares[4] = {};
+    int count = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float value = viewed(part.quad[j].at[i]);
+        const bool is_left = value > minus_infinity();
+        const float distance = is_left ? __fsub_rn(value, largest_) : 0.0f, term = is_left ? __expf(distance) : 0.0f;
+        mass[i] += term, weighted[i] += term * distance, distances[i] += distance, squares[i] += distance * distance, count += is_left;
+      }
+    const auto sum = [](const float* at) { return static_cast<double>((at[0] + at[1]) + (at[2] + at[3])); };
+    sums.mass += sum(mass), sums.weighted += sum(weighted), sums.distance += sum(distances), sums.square += sum(squares);
+    sums.count += count;
   }
 
   // Adds sums over the CTA, in a fixed order.
@@ -462,7 +588,7 @@ class FilteredRow {
       temperature = low + (temperature + p_.dynatemp_range - low) * share;
     }
     factor_ = static_cast<float>(1 / fmax(temperature, 1e-8));
-    for (int block = 0; block < blocks_; ++block) maximum(block) = __fmul_rn(maximum(block), factor_);
+    for (int block = 0; block < blocks_ && !is_few_; ++block) maximum(block) = __fmul_rn(maximum(block), factor_);
     largest_ = __fmul_rn(largest_, factor_);
   }
 
@@ -494,7 +620,7 @@ class FilteredRow {
         if (shift < 64 && key >> shift != prefix) return;
         if (is_listed) {
           const int at = atomicAdd(&shared_.size, 1);
-          shared_.list.key[at] = key, shared_.list.value[at] = value;
+          shared_.list.key[at] = key, shared_.list.mass[at] = to_fixed(mass(value));
           return;
         }
         const int at = static_cast<int>(key >> next & ((1u << bits) - 1));
@@ -530,7 +656,7 @@ class FilteredRow {
     if (static_cast<int>(threadIdx.x) < shared_.size) {
       const uint64_t key = shared_.list.key[threadIdx.x];
       for (int i = 0; i < shared_.size; ++i)
-        if (shared_.list.key[i] < key) ++count_before, mass_before += to_fixed(mass(shared_.list.value[i]));
+        if (shared_.list.key[i] < key) ++count_before, mass_before += shared_.list.mass[i];
       if (is_within(count_before, mass_before, top_k, enough)) last = key;
     }
     return max_over_block(last, buffers_);
@@ -567,20 +693,13 @@ class FilteredRow {
     });
   }
 
-  // Samples the token if few chunks are left. Returns whether it has.
-  __device__ __forceinline__ bool sample(const SlotState& slot) {
-    int alive = 0;
-    for (int block = 0; block < blocks_; ++block) alive += maximum(block) > minus_infinity();
-    if (__syncthreads_or(alive > kFewBlocks) || largest_ == minus_infinity()) return false;
+  // Samples one of few tokens.
+  __device__ __forceinline__ void sample(const SlotState& slot) {
+    const float value = view(own_);
     uint64_t best = 0;
-    float logit = 0;
-    each_left(minus_infinity(), [&](float value, int token) {
-      const uint64_t pair = pair_of(exact_score(slot, token, value), token);
-      if (pair > best) best = pair, logit = value;
-    });
+    if (value > minus_infinity()) best = pair_of(slot.kind == kGreedy ? value : exact_score(slot, token_, value), token_);
     const uint64_t winner = max_over_block(best, buffers_);
-    if (best == winner) filters_.chosen = token_of(winner), s_[token_of(winner)] = logit;
-    return true;
+    if (best && best == winner) filters_.chosen = token_, s_[token_] = value;
   }
 
   // Mirostat 1: how many tokens Zipf's law gives for the bound, from the head up to `last`.
@@ -621,6 +740,10 @@ class FilteredRow {
   ReduceBuffers buffers_;
   float largest_ = minus_infinity();
   double left_ = INFINITY;  // tokens, at most
+  bool is_clean_ = false;  // the maxima are known
+  bool may_be_few_ = true, is_few_ = false;
+  float own_ = minus_infinity();  // of few tokens: one, as the row would have it
+  int token_ = 0;
   // What `view` applies: a factor, the least logit, the least distance from a reference.
   float factor_ = 1, floor_ = minus_infinity(), reference_ = 0, distance_ = minus_infinity();
 };

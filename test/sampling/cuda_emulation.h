@@ -170,6 +170,7 @@ inline float4 __ldg(const float4* at) { return *at; }
 inline unsigned __cvta_generic_to_shared(const void*) { return 0; }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 inline float __logf(float value) { return std::log(value); }
+inline float __expf(float value) { return std::exp(value); }
 inline int __any_sync(unsigned, int value) { return emulation::exchange(value, [](const int* all, int) { return std::any_of(all, all + 32, [](int one) { return one != 0; }); }); }
 
 inline int __syncthreads_or(int value) {

@@ -83,6 +83,8 @@ def emulated(
         num_entries=len(entries),
         kind=kind_of(last, len(logits)),
         scale=1.0,
+        top_p=last.top_p if last.top_p < 1 else math.inf,
+        top_k=last.top_k or len(logits),
     )
     given = (Entry * max(len(entries), 1))(*entries)
     out = logits.clone()
