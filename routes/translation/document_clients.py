@@ -40,7 +40,7 @@ from routes.translation.languages import (
     LibreBody,
     TargetLanguage,
 )
-from routes.translation.translator import ModelName
+from routes.translation.translator import CHECK_ERRORS, ModelName
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.documents.formats import ENDINGS
 from rwkv_batch.translation.plan import AUTO
@@ -96,7 +96,7 @@ class DeepLDocument(BaseModel):
     takes_form=True,
     answer=DeepLDocument,
     error_format=DEEPL_ERRORS,
-    errors=(ErrorKind.OVERLOADED,),
+    errors=CHECK_ERRORS,
     form={"target_lang": "ZH", "file": "@film.srt"},
 )
 async def deepl_upload(context: Context, body: DeepLDocumentBody) -> HandlerResponse:
@@ -168,7 +168,7 @@ class LibreFile(BaseModel):
     ignored_query=("api_key",),
     answer=LibreFile,
     error_format=LIBRE_ERRORS,
-    errors=(ErrorKind.OVERLOADED,),
+    errors=CHECK_ERRORS,
     form={"source": "en", "target": "zh", "file": "@film.srt"},
 )
 async def libre_upload(context: Context, body: LibreFileBody) -> HandlerResponse:

@@ -31,7 +31,7 @@ from routes.route import Routes, Upload
 from routes.translation import stored
 from routes.translation.glossaries import GlossaryId
 from routes.translation.languages import LABEL, Formality, GlossaryText, Language, StyleText, TargetLanguage
-from routes.translation.translator import ModelName, check_model, report_unknown_languages
+from routes.translation.translator import CHECK_ERRORS, ModelName, check_model, report_unknown_languages
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.documents.document import ColumnError, DocumentError, DocumentOptions
 from rwkv_batch.translation.documents.formats import ENDINGS, check_name, translated_name
@@ -340,7 +340,7 @@ async def delete_document(context: Context, batch: Batch) -> None:
     ends_with_client=True,
     takes_form=True,
     answer=DocumentObject,
-    errors=(ErrorKind.OVERLOADED,),
+    errors=CHECK_ERRORS,
     form={"target_lang": "zh-CN", "file": "@film.srt"},
 )
 async def upload_form(context: Context, body: DocumentBody) -> HandlerResponse:
@@ -356,7 +356,7 @@ async def upload_form(context: Context, body: DocumentBody) -> HandlerResponse:
     ends_with_client=True,
     uploads=FILE,
     answer=DocumentObject,
-    errors=(ErrorKind.OVERLOADED,),
+    errors=CHECK_ERRORS,
     example={"filename": "book.epub", "target_lang": "zh-CN"},
 )
 async def upload_file(context: Context, upload: Upload[DocumentUpload]) -> HandlerResponse:

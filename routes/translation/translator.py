@@ -77,12 +77,19 @@ class TranslationFields(PriorityFields, ModelFields):
     model: ModelName = Field("rwkv7")
 
 
+CHECK_ERRORS = (ErrorKind.MODEL_NOT_FOUND, ErrorKind.OVERLOADED, ErrorKind.DRAINING, ErrorKind.ENGINE_LOST)
+"""Errors of `check_model`."""
+
+
 async def check_model(context: Context, model: str) -> None:
     """Raise ServiceError if a model's name has a tuned state or an adapter that is not loaded, or is another key's."""
     state, adapter = requested_origin(TranslationFields.model_validate({"model": model}), context.config)
     calls: tuple[tuple[str, EngineCall[Any]], ...] = ((state, ListStates()), (adapter, ListAdapters()))
     for name, call in calls:
-        if name and not any(one.name == name and not one.error for one in await call_engine(context, call)):
+        if not name:
+            continue
+        await context.readiness.wait_for_engine()
+        if not any(one.name == name and not one.error for one in await call_engine(context, call)):
             raise model_not_found(model, [context.config.model_name], "; GET /v1/models lists all names")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from routes.openai import files
 from routes.request_context import RequestContext, set_current_request
 from routes.translation import document_clients, documents, stored
 from routes.translation.documents import DocumentFields, create_document
-from rwkv_batch.errors import ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.translation.documents.document import ColumnError, DocumentError
 from rwkv_batch.translation.documents.sandbox import DocumentRequests
 
@@ -100,6 +101,34 @@ def test_the_routes_end_with_their_clients() -> None:
     """Only generation did, so a file was read and stored for a client that had left."""
     routes = (*documents.ROUTES, *document_clients.ROUTES)
     assert [route.path for route in routes if not route.ends_with_client and route.method != "DELETE"] == []
+
+
+def test_a_file_for_a_tuned_model_waits_for_the_engine(context: Context) -> None:
+    """It was refused at once while the engine restarted, with errors that its routes did not list."""
+    calls, named = [], FIELDS.model_copy(update={"model": "rwkv7:poet"})
+    context.readiness = Readiness(600)
+
+    class Engine:
+        def call(self, call: object, reply: Callable[[object], None]) -> None:
+            calls.append(call)
+            reply([])
+
+    context.engine = Engine()  # type: ignore[assignment]
+
+    async def upload() -> None:
+        await create_document(context, b"Hello\n", "a.txt", FIELDS)  # a plain one only needs the store
+        task = asyncio.create_task(create_document(context, b"Hello\n", "a.txt", named))
+        await asyncio.sleep(0.01)
+        assert not calls and not task.done()
+        context.readiness.engine_changed(is_connected=True)
+        await task
+
+    with pytest.raises(ServiceError, match="'rwkv7:poet'") as refused:
+        asyncio.run(upload())
+    assert refused.value.info.kind is ErrorKind.MODEL_NOT_FOUND and len(calls) == 1
+    uploads = [one for one in (*documents.ROUTES, *document_clients.ROUTES) if one.takes_form or one.uploads]
+    expected = {ErrorKind.MODEL_NOT_FOUND, ErrorKind.ENGINE_LOST, ErrorKind.OVERLOADED}
+    assert len(uploads) == 4 and all(expected <= {*one.errors} for one in uploads)
 
 
 def test_a_full_store_keeps_nothing(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
