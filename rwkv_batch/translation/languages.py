@@ -36,7 +36,10 @@ LANGUAGE_NAMES = {
     "ug": "Uyghur", "uk": "Ukrainian", "ur": "Urdu", "uz": "Uzbek", "vi": "Vietnamese", "wo": "Wolof",
     "xh": "Xhosa", "yi": "Yiddish", "yo": "Yoruba", "yue": "Cantonese", "zh": "Chinese", "zu": "Zulu",
 }  # fmt: skip
-_NAMES = {name.lower(): name for name in (*LANGUAGE_NAMES.values(), "Traditional Chinese")}
+_NAMES = {name.lower(): name for name in (*LANGUAGE_NAMES.values(), "Traditional Chinese")} | {
+    "simplified chinese": "Chinese", "zt": "Traditional Chinese",
+}  # fmt: skip
+"""By name in lower case, also LibreTranslate's code."""
 _CODES = {name: code for code, name in LANGUAGE_NAMES.items()} | {"Traditional Chinese": "zh"}
 _ALIASES = {"iw": "he", "in": "id", "ji": "yi", "jw": "jv", "nb": "no", "nn": "no", "cmn": "zh", "mo": "ro", "sh": "sr"}
 _TRADITIONAL = ("hant", "tw", "hk", "mo")
@@ -106,7 +109,7 @@ def language_code(language: str) -> str:
 def language_tag(language: str) -> str:
     """Return the tag that files have for a language's code or name: zh-CN for ZH_cn, de for German."""
     if language.lower() in _NAMES:
-        return "zh-Hant" if language.lower() == "traditional chinese" else language_code(language)
+        return "zh-Hant" if language_name(language) == "Traditional Chinese" else language_code(language)
     if not is_known_language(language):
         return language
     first, *rest = language.replace("_", "-").split("-")
