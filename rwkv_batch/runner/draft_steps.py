@@ -6,10 +6,10 @@ were accepted, so nothing is read again. A row that ends frees its ring.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,6 +30,8 @@ from rwkv_batch.runner.model_files import load_pipeline
 from rwkv_batch.runner.pipeline import Pipeline
 from sampling.rapid import RapidSampler
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
+
+logger = logging.getLogger(__name__)
 
 READ_SIZES = (PrefillSize(1, 32), PrefillSize(1, CHUNK + 32), PrefillSize(8, 256), PrefillSize(MAX_ROWS, 512))
 """Of graphs that read texts."""
@@ -52,8 +54,10 @@ def _load(config: EngineConfig, device: torch.device, dtypes: Sequence[str]) -> 
     own["auto_fallback_fields"] = ("wkv_state", "kernels")
     configs = [msgspec.structs.replace(config, **own, dtype=dtype) for dtype in dtypes]
     for one in configs[:-1]:
-        with suppress(StartupError):
+        try:
             return load_pipeline(one)[1]
+        except StartupError as error:
+            logger.warning("the draft model does not run in %s, so it runs in another type: %s", one.dtype, error)
     return load_pipeline(configs[-1])[1]
 
 

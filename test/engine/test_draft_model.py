@@ -123,7 +123,9 @@ class Faulty:
         return self._model.graph_s(num_rows)
 
 
-def test_a_draft_model_takes_the_fastest_type_with_kernels(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_takes_the_fastest_type_with_kernels(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert fastest_dtypes("int8", gpu) == ("fp8", "auto")
     assert fastest_dtypes("fp16", gpu) == fastest_dtypes("int8", cpu) == ("auto",)
@@ -137,6 +139,9 @@ def test_a_draft_model_takes_the_fastest_type_with_kernels(model: Path, monkeypa
     config = EngineConfig(model_path=str(model), draft_model=str(model), speculate="model")
     steps = DraftSteps(config, cpu, ("fp8", "auto"))
     assert steps._pipeline.stages[0].precision.weights_name == "float32"
+    assert [one.message for one in caplog.records if one.levelname == "WARNING"] == [
+        "the draft model does not run in fp8, so it runs in another type: fp8 needs other sizes"
+    ]
     with pytest.raises(StartupError, match="other sizes"):
         DraftSteps(config, cpu, ("fp8",))
 
