@@ -1,4 +1,4 @@
-"""Chooses the engine of a request: bounded-load affinity. Functions are pure; `bench/fleet.py` measures them.
+"""Chooses the engine of a request: bounded-load affinity. Functions are pure.
 
 Load is counted in rows; 256 queued prompt tokens count as one row.
 

@@ -57,6 +57,8 @@ def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_password_in_the_body(locked: Service) -> None:
     assert locked.post(CHAT, {**BODY, "password": SECRET}).status_code == 200
+    headers = {"Authorization": f"Bearer {quote(SECRET)}"}
+    assert locked.post(CHAT, {**BODY, "password": None}, headers=headers).status_code == 200, "null is no password"
 
 
 def test_a_non_ascii_password_is_percent_encoded(locked: Service) -> None:

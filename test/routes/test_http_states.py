@@ -67,6 +67,8 @@ def test_every_way_to_name_a_state(tuned: Service) -> None:
     assert generate(tuned, model="rwkv7:poet") == generate(tuned, model="rwkv7 poet") == expected
     assert generate(tuned, model="rwkv7:poet", state="poet") == expected
     assert generate(tuned, state=None) == generate(tuned, state="") == plain
+    streamed = tuned.post("/v1/chat/completions", {**PLAIN, "contents": [PROMPT], "state": "poet", "stream": True})
+    assert row_texts(sse_data(streamed.text)) == {0: expected}
 
 
 def test_every_route_takes_a_state(tuned: Service) -> None:
