@@ -154,7 +154,7 @@ def _ggufs(_: Path) -> list[bytes]:
     ]
     blocks = [entry(f"blk.1.{kind}", kind, 1, numbers) for kind, (numbers, _) in BLOCKS.items()]
     known: dict[str, Value] = {"general.architecture": "rwkv7", "general.alignment": 32}
-    more: dict[str, Value] = {**known, "tokenizer.ggml.tokens": ["a", "bc"], "rwkv7.epsilon": 1e-5, "list": [1, 2]}
+    more: dict[str, Value] = {**known, "tokenizer.ggml.tokens": [*"abcd"], "rwkv7.epsilon": 1e-5, "list": [1, 2]}
     made = []
     for metadata, entries in ((known, plain), (more, plain[:1] + blocks), ({**known, "split.count": 2}, blocks[:1])):
         file = BytesIO()
