@@ -20,19 +20,20 @@ def _result_id(job: Job, ending: str) -> str:
 
 
 def store_results(store: Store, job: Job, path: Path) -> list[str]:
-    """Store a job's results, whose names begin with `path`; return their ids. Raises OSError, StoreFullError.
+    """Store a job's results, whose names begin with `path`; return their ids. Raises OSError.
 
-    An earlier try may have stored some.
+    An earlier try may have stored some. As for a batch's results, a full store is no reason to wait.
     """
     found = [ending for ending in _RESULT_NAMES if path.with_name(path.name + ending).exists()]
     for ending in found:
         name, content, created = _result_id(job, ending), path.with_name(path.name + ending), int(time.time())
-        if store.file(job.owner, name) is None:
-            file = StoredFile(
-                id=name, owner=job.owner, bytes=content.stat().st_size, created_at=created,
-                filename=_RESULT_NAMES[ending], purpose=Purpose.FINE_TUNE_RESULTS, expires_at=created + TTL_S,
-            )  # fmt: skip
-            store.add_file(file, content)
+        file = StoredFile(
+            id=name, owner=job.owner, bytes=content.stat().st_size, created_at=created,
+            filename=_RESULT_NAMES[ending], purpose=Purpose.FINE_TUNE_RESULTS, expires_at=created + TTL_S,
+        )  # fmt: skip
+        os.utime(content)  # `sweep` deletes old files without a row
+        link_result(content, store.content(name))
+        store.add_existing_file(file)
     return [_result_id(job, ending) for ending in found]
 
 

@@ -353,7 +353,7 @@ class TuningRunner:
             await self._fail(job, "invalid_training_file" if is_bad_file else "training_failed", errors)
 
     async def _succeed(self, job: Job, result: dict[str, Any]) -> None:
-        """Keep the results as files, load them, name the model. Raises OSError, StoreFullError or ServiceError."""
+        """Keep the results as files, load them, name the model. Raises OSError or ServiceError."""
         tuned = parse_model_id(job.model_id)
         assert tuned is not None, "a job's model has a valid name"
         path = self._folder(job) / "result"

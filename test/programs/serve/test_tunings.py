@@ -305,6 +305,27 @@ def test_a_job_without_a_place_for_its_result_is_not_trained(store: Store, monke
     assert "the limit is 1" in failed.error["message"]
 
 
+def test_a_model_is_loaded_if_the_store_is_full(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its job waited for room for the result files, which are links, without end."""
+    jobs, runner, calls = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path="")), []
+    one = msgspec.structs.replace(job(1), tuning="lora")
+    folder = store.runs / one.id
+    folder.mkdir(parents=True)
+    (folder / "result.lora.pth").write_bytes(b"a LoRA")
+    (folder / tunings._DONE).write_bytes(msgspec.json.encode({"steps": 1, "warnings": [], "trained_tokens": 1}))
+    jobs.add(one)
+
+    async def call_engine(_: Context, call: object) -> None:
+        calls.append(type(call).__name__)
+
+    monkeypatch.setattr(tunings, "call_engine", call_engine)
+    monkeypatch.setattr(store, "_max_bytes", 0)
+    asyncio.run(runner._run_or_fail(one, asyncio.Event()))
+    (ended,) = jobs.jobs("")
+    assert calls == ["AddAdapter"] and ended.status is JobStatus.SUCCEEDED, jobs.events(one.id, "", 9)
+    assert [store.content(name).read_bytes() for name in ended.result_files] == [b"a LoRA"]
+
+
 def test_a_trained_result_without_a_place_is_kept_and_nothing_stays_loaded(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
