@@ -106,7 +106,7 @@ def _parse_address(text: str) -> Address | None:
 
 
 def parse_address(text: str) -> Address | None:
-    """Return an IP address. None: the text is none. Each request has a few, which are usually known."""
+    """Return the text's IP address, None if it has none. Recent ones are cached."""
     return _parse_address(text) if len(text) <= _MAX_ADDRESS_CHARACTERS else None
 
 

@@ -37,7 +37,7 @@ MAX_LINES = 1_000_000
 MAX_TOKENS = 4096
 """Default of a line's maximum."""
 MAX_HELD_OUT = 1000
-"""Lines that are evaluated. More take longer and tell little more."""
+"""Lines that are evaluated. More take longer and hardly change the loss."""
 MIN_DIFFERENT = 20
 """Fewer different lines are worth a warning."""
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
