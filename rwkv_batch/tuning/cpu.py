@@ -48,10 +48,10 @@ class TimeCore(torch.autograd.Function):
         y, out = torch.empty_like(r), torch.empty_like(r)
         states = r.new_empty(rows, heads, chunks, HEAD_SIZE, HEAD_SIZE)
         single = (first, vectors, output_vectors, keep, y)
-        given = _pointers(dict(zip((*_RAW, *_SINGLE), (*raw, *single), strict=True)))
+        pointers = _pointers(dict(zip((*_RAW, *_SINGLE), (*raw, *single), strict=True)))
         sizes = {"rows": rows, "chunks": chunks, "heads": heads, "threads": torch.get_num_threads()}
         training.library().training_core_forward(
-            training.CoreArgs(**given, states=states.data_ptr(), out=out.data_ptr(), **sizes)
+            training.CoreArgs(**pointers, states=states.data_ptr(), out=out.data_ptr(), **sizes)
         )
         ctx.save_for_backward(*raw, *single, states)
         ctx.sizes = sizes
