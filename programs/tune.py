@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OK, NO_SPACE, STOPPED = 0, 75, 130
 """Exit codes. NO_SPACE: the disk is full. STOPPED: by a signal. The same command continues after both."""
 METHODS = ("state", "lora", "state+lora", "full")
-_ENDINGS = (".csv", ".png", ".state.pth", ".lora.pth", ".pth", ".checkpoint", ".lock")
+_ENDINGS = (".csv", ".png", ".state.pth", ".lora.pth", ".pth", ".peft", ".checkpoint", ".lock")
 """Of the files that a run writes."""
 _PADDING = 8
 """Tokens that align a line, about."""
@@ -203,14 +203,16 @@ class _Command:
 
     def _keep_inputs(self) -> None:
         """Raises StartupError if a result would overwrite an input."""
+        from rwkv_batch.model.adapters.files import split_scale
+
         given = self._given
         if given.output.name in ("", ".."):
             raise StartupError(f"-o {given.output} must end with a name, as in results/mine")
-        inputs = [given.data, given.validation, given.model_path, *given.adapter]
+        inputs = [given.data, given.validation, given.model_path, *(split_scale(entry)[0] for entry in given.adapter)]
         read = {Path(one).resolve() for one in inputs if one}
         for ending in _ENDINGS:
             path = given.output.with_name(given.output.name + ending)
-            if path.resolve() in read:
+            if any(path.resolve() in (one, one.parent) for one in read):
                 raise StartupError(f"-o {given.output} would overwrite {path}; give another name")
 
     def _model_path(self) -> str:

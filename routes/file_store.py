@@ -193,6 +193,7 @@ class Store:
     def _write(self, file: StoredFile, content: bytes | Path) -> None:
         path = self.content(file.id)
         if isinstance(content, Path):
+            os.utime(content)  # `sweep` deletes old files without a row
             os.link(content, path)  # fails if a process was killed here, and then `_discard` makes room
             self.add_existing_file(file)
             return
@@ -220,9 +221,9 @@ class Store:
         now = time.time()
         entries = "SELECT owner, bytes FROM files UNION ALL SELECT owner, bytes FROM uploads"
         with self.open() as database:
-            # Also one of a crashed process from before the clock was set back.
-            interval = (now - _UPLOAD_S, now + _UPLOAD_S)
-            database.execute("DELETE FROM uploads WHERE started NOT BETWEEN ? AND ?", interval)
+            # Those of crashed processes: from long ago, from before the clock was set back, and an earlier try's.
+            old = (now - _UPLOAD_S, now + _UPLOAD_S, file.id)
+            database.execute("DELETE FROM uploads WHERE started NOT BETWEEN ? AND ? OR id = ?", old)
             query = f"SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(owner = ?), 0) FROM ({entries})"
             used, count = database.execute(query, (file.owner,)).fetchone()
             if used + file.bytes > self._max_bytes:

@@ -277,7 +277,8 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
         if opened is None or "expected after" in str(error):  # a quote within a cell
             yield reader.line_num, _LineError("", f"is not CSV: {error}")
         else:
-            yield number + opened, _LineError("", 'is not CSV: a cell begins with a quote (") and never ends')
+            problem = "is too long" if "limit" in str(error) else "never ends"
+            yield number + opened, _LineError("", f'is not CSV: a cell begins with a quote (") and {problem}: {error}')
     except UnicodeDecodeError as error:
         yield reader.line_num + 1, _not_utf8(error)
 

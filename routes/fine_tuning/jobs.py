@@ -235,7 +235,8 @@ async def create_job(context: Context, body: JobBody) -> HandlerResponse:
             f"{count} tuned models and jobs {whose} exist, the limit is {limit}; delete models with DELETE "
             "/openai/v1/models/NAME, or cancel jobs",
         )
-    await check_places(context, body.tuning)
+    if (reason := await full_places(context, body.tuning)) is not None:
+        raise ServiceError(ErrorKind.OVERLOADED, reason)
     job = Job(
         id=new_id("ftjob-"),
         owner=request_context.owner,
@@ -258,24 +259,27 @@ async def create_job(context: Context, body: JobBody) -> HandlerResponse:
     return json_response(job_object(job))
 
 
-async def check_places(context: Context, tuning: str) -> None:
-    """Raise ServiceError if the engine has no place for a job's result. An engine that is away is not checked."""
+async def full_places(context: Context, tuning: str) -> str | None:
+    """Return why the engine has no place for a job's result; None if it has. An engine that is away is not checked.
+
+    Raises ServiceError for what may pass.
+    """
     try:
         pool = (await call_engine(context, GetStatus()))["pool"]
     except ServiceError as error:
         if error.info.kind not in ENGINE_GONE:
             raise
-        return
+        return None
     for part, name, flag, path in (
         ("state", "tuned_states", "--max-states", "/v1/states"), ("lora", "adapters", "--max-adapters", "/v1/adapters")
     ):  # fmt: skip
         loaded, limit = pool[name]["loaded"], pool[name]["limit"]
         if part in tuning and loaded >= limit:
-            raise ServiceError(
-                ErrorKind.OVERLOADED,
+            return (
                 f"{loaded} {name.replace('_', ' ')} are loaded, the limit is {limit}; delete tuned models with DELETE "
-                f"/openai/v1/models/NAME or others with DELETE {path}/NAME, or let the operator raise {flag}",
+                f"/openai/v1/models/NAME or others with DELETE {path}/NAME, or let the operator raise {flag}"
             )
+    return None
 
 
 @ROUTES.add("GET", PATH, "List fine-tuning jobs.", answer=JobList)

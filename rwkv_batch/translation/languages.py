@@ -64,7 +64,7 @@ _BLOCKS: tuple[tuple[int, tuple[str, ...]], ...] = (
 )  # fmt: skip
 """(first code point, languages of the letters from there on), limited to detectable languages."""
 _BLOCK_STARTS = [start for start, _ in _BLOCKS]
-_WIDE_ENDS = tuple("。！？…」』”）")
+_WIDE_ENDS = tuple("。！？」』）")
 """Ends of Chinese and Japanese sentences. No space follows them."""
 _NO_SPACES = frozenset("bo ja km lo my th zh".split())
 _KANA = re.compile("[\u3040-\u30ff]")
@@ -128,14 +128,15 @@ def join_sentences(pieces: Iterable[tuple[str, bool]], language: str) -> str:
     Sentences without a space get one in a language that has them. In Chinese and Japanese, spaces after a full stop go.
     pieces: texts, each with whether it is a sentence
     """
-    has_spaces, out, between = base_language(language) not in _NO_SPACES, [""], ""
+    language = base_language(language)
+    has_spaces, is_wide, out, between = language not in _NO_SPACES, language in ("zh", "ja"), [""], ""
     for text, is_sentence in pieces:
         if not is_sentence:
             between += text
             continue
         if len(out) > 1 and has_spaces:
             between = between or " "
-        elif not between.strip(" ") and out[-1].endswith(_WIDE_ENDS):
+        elif is_wide and not between.strip(" ") and out[-1].endswith(_WIDE_ENDS):
             between = ""
         out += between, text
         between = ""

@@ -435,6 +435,12 @@ def test_bilingual_word_files_have_a_line_break() -> None:
     )
 
 
+def test_broken_properties_stay_as_they_are() -> None:
+    for broken in ("", "<a", '<!DOCTYPE a [<!ENTITY b "b">]><a>&b;</a>'):
+        result = round_trip(docx(RUNS, **{"docProps/core.xml": broken}), "a.docx")
+        assert zipfile.ZipFile(io.BytesIO(result)).read("docProps/core.xml").decode() == broken
+
+
 def test_the_formats_own_libraries_read_the_results() -> None:
     srt = "1\n00:00:01,000 --> 00:00:02,000\nHello\n\n"
     assert pysubs2.SSAFile.from_string(round_trip(srt, "a.srt").decode())[0].text == "üHello"

@@ -11,6 +11,7 @@ import pytest
 from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.context import ContextMode
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode
+from rwkv_batch.translation.languages import join_sentences
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import (
     Query,
@@ -73,6 +74,9 @@ def test_no_space_follows_a_chinese_full_stop() -> None:
     answers = iter(["一。", "二？", "三", "四<0>。</0>", "五"])
     (one,), _ = translated(lambda query: next(answers), text, source="en", **options)
     assert one.text == "一。二？三\n 四<b>。</b> 五"
+    assert join_sentences([("x）", True), (" ", False), ("y", True)], "th") == "x） y", (
+        "a space separates Thai sentences"
+    )
 
 
 def test_a_text_is_complete_before_the_others() -> None:

@@ -190,6 +190,11 @@ def test_results_do_not_overwrite_what_was_given(
     assert run(data, "-o", model.with_suffix(""), "--model-path", model, "--method", "full") == 1
     assert "m.pth; give another name" in capsys.readouterr().err
     assert run(data, "-o", ".", "--model-path", model) == 1 and "must end with a name" in capsys.readouterr().err
+    (tmp_path / "p.peft").mkdir()
+    for ending, scale in ((".lora.pth", ":0.5"), (".peft", ""), (".peft/adapter_model.safetensors", ":1")):
+        given = "--adapter", f"{tmp_path}/p{ending}{scale}", "--method", "lora"
+        assert run(data, "-o", tmp_path / "p", "--model-path", model, *given) == 1
+        assert f"would overwrite {tmp_path}/p{ending.partition('/')[0]}" in capsys.readouterr().err
     assert run(data, "-o", tmp_path / "new", "--device", "meta", "--model-path", model) == 1
     assert "give cpu or cuda:0" in capsys.readouterr().err
     assert run(data, "-o", tmp_path / "new", "--device", "mps", "--model-path", model) == 1  # named a PyTorch operator

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -28,7 +29,7 @@ from native.files import write_private
 from programs.serve.batches.tuning_process import delete_results, last_lines, link_result, store_results
 from routes.context import Context
 from routes.file_store import Store, StoreFullError
-from routes.fine_tuning.jobs import check_places, unload_model
+from routes.fine_tuning.jobs import full_places, unload_model
 from routes.fine_tuning.store import ENDED, Job, JobStatus, JobStore, make_event
 from routes.request.model_names import parse_model_id
 from routes.response.generate import call_engine
@@ -65,6 +66,8 @@ class TuningRunner:
         self._kills: dict[str, int] = {}
         self._tries: dict[str, int] = {}
         self._retry_at: dict[str, float] = {}
+        self._waits: dict[str, str] = {}
+        """Job -> why it waits, without numbers. Each reason is one event."""
         """by job: when it may be tried again, by the monotonic clock"""
         self._last_run: dict[str, float] = {}
         """by key: when its last job began"""
@@ -118,6 +121,7 @@ class TuningRunner:
         """Return the job to run: the one that was interrupted, else one of the key that waited longest."""
         now = time.monotonic()
         self._retry_at = {job.id: self._retry_at[job.id] for job in active if self._retry_at.get(job.id, now) > now}
+        self._waits = {job.id: self._waits[job.id] for job in active if job.id in self._waits}
         due = [job for job in active if job.id not in self._retry_at]
         return min(
             due,
@@ -156,11 +160,11 @@ class TuningRunner:
             if tries < _MAX_TRIES:
                 logger.error("fine-tuning job %s waits: %s", job.id, error)
                 self._retry_at[job.id] = time.monotonic() + _RETRY_S
-                event = make_event(f"The job waits and is tried again: {error}", "warn")
-                with contextlib.suppress(OSError):
-                    last = await asyncio.to_thread(self._jobs.events, job.id, "", 1)
-                    if not last or last[0]["message"] != event["message"]:
-                        await self._update(job, event)
+                reason = re.sub(r"\d+", "", str(error))
+                if self._waits.get(job.id) != reason:
+                    with contextlib.suppress(OSError):
+                        await self._update(job, make_event(f"The job waits and is tried again: {error}", "warn"))
+                        self._waits[job.id] = reason
                 return
             current = await asyncio.to_thread(self._jobs.job, "", job.id)
             files = ", ".join(current.result_files) if current is not None else ""
@@ -191,13 +195,11 @@ class TuningRunner:
             command += [option, str(path)] if option else [str(path)]
         command += self._options(job)
         if not self._folder(job).joinpath("result.checkpoint").exists():
-            try:
-                await check_places(self._context, job.tuning)
-            except ServiceError as error:
-                await self._fail(job, "no_place", str(error))
+            if (reason := await full_places(self._context, job.tuning)) is not None:
+                await self._fail(job, "no_place", reason)
                 return
-        running = make_event("The job is running")
-        job = await self._update(job, running, status=JobStatus.RUNNING, dtype=self._dtype(job))
+        running = () if job.id in self._waits else (make_event("The job is running"),)
+        job = await self._update(job, *running, status=JobStatus.RUNNING, dtype=self._dtype(job))
         if job.status is not JobStatus.RUNNING:
             return
         process = await asyncio.create_subprocess_exec(

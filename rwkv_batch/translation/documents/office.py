@@ -8,6 +8,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import Counter
+from contextlib import suppress
 from copy import deepcopy
 from html import escape
 from typing import Any
@@ -60,8 +61,9 @@ def read_office(data: bytes, options: DocumentOptions, kind: str) -> Document:
         raise DocumentError(f"has none of the parts of a {kind} file; save it again with an office program")
     slots: list[Slot] = []
     for name in _PROPERTIES.intersection(archive.names):
-        for title in archive.tree(name).getroot().iter(f"{_DC}title"):
-            _add_element(slots, title)
+        with suppress(DocumentError):  # office programs open a file whose properties are broken; they stay as they are
+            for title in archive.tree(name).getroot().iter(f"{_DC}title"):
+                _add_element(slots, title)
     for name in names:
         if _has_no_text(archive, name):
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from pathlib import Path
@@ -303,6 +304,19 @@ def test_a_job_without_a_place_for_its_result_is_not_trained(store: Store, monke
     failed = jobs.job("", "ftjob-1")
     assert failed is not None and failed.error is not None and failed.error["code"] == "no_place"
     assert "the limit is 1" in failed.error["message"]
+    jobs.add(msgspec.structs.replace(job(2), tuning="lora"))
+
+    async def full_link(*_: object) -> None:
+        raise ServiceError(ErrorKind.OVERLOADED, f"the request cannot be sent; {next(numbers)} bytes are waiting")
+
+    numbers = itertools.count(100)
+    monkeypatch.setattr("routes.fine_tuning.jobs.call_engine", full_link)
+    for _ in range(3):
+        asyncio.run(runner._run_or_fail(msgspec.structs.replace(job(2), tuning="lora"), asyncio.Event()))
+    waiting = jobs.job("", "ftjob-2")
+    assert waiting is not None and waiting.status is JobStatus.QUEUED
+    (event,) = jobs.events("ftjob-2", "", 9)
+    assert event["message"].endswith("100 bytes are waiting")
 
 
 def test_a_model_is_loaded_if_the_store_is_full(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
