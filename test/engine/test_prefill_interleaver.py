@@ -300,6 +300,9 @@ def test_pieces_are_launched_one_ahead_of_the_device() -> None:
     assert calls == [*before, "launch b", "wait a", "between", "launch c"]
     ended()
     assert calls[-1] == "wait c"
+    calls.clear()
+    pieces.run(lambda: calls.append("between"), lambda: None, 3)()
+    assert calls == ["launch a", "between", "launch b", "launch c", "wait c"], "three are queued on return"
 
 
 def test_a_step_holds_a_first_token_until_it_is_known() -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
-from rwkv_batch.runner.graphs.pieces import GraphPieces
+from rwkv_batch.runner.graphs.pieces import GraphPieces, Pieces
 from rwkv_batch.runner.pipeline import Stage
 
 LAYERS, WIDTH, VOCAB, RANKS = 5, 128, 64, (32, 32, 32, 32)
@@ -92,6 +93,24 @@ def test_pieces_equal_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode.logits is not None and torch.equal(decode.logits, expected[0])
     for actual, one in zip((state.wkv, state.shift), expected[1:], strict=True):
         assert torch.equal(actual[2 : SIZE + 2], one[2 : SIZE + 2])
+
+
+def test_more_pieces_are_queued_for_a_slow_host() -> None:
+    """The device was idle before each step while masks were made."""
+    pieces, queued = GraphPieces(Decode(made_stage()), 2), []
+
+    class Steps(Pieces[str]):
+        def run(self, between: Callable[[], None], ended: Callable[[], None], queued_pieces: int = 2) -> Any:  # type: ignore[override]
+            queued.append(queued_pieces)
+
+    pieces._last = event = Mock()
+    for is_idle in (False, True, True, True, True, False):
+        event.query.return_value = is_idle
+        pieces.run(Steps(SIZE, [], Mock()), lambda: None)
+    assert queued == [2, 4, 6, 8, 8, 7]
+    for _ in range(400):
+        pieces.run(Steps(SIZE, [], Mock()), lambda: None)
+    assert queued[-1] == 2
 
 
 def test_steps_of_few_rows_have_no_pieces() -> None:

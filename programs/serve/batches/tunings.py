@@ -194,10 +194,10 @@ class TuningRunner:
                 return
             command += [option, str(path)] if option else [str(path)]
         command += self._options(job)
-        if not self._folder(job).joinpath("result.checkpoint").exists():
-            if (reason := await full_places(self._context, job.tuning)) is not None:
-                await self._fail(job, "no_place", reason)
-                return
+        has_begun = self._folder(job).joinpath("result.checkpoint").exists()
+        if not has_begun and (reason := await full_places(self._context, job.tuning)) is not None:
+            await self._fail(job, "no_place", reason)
+            return
         running = () if job.id in self._waits else (make_event("The job is running"),)
         job = await self._update(job, *running, status=JobStatus.RUNNING, dtype=self._dtype(job))
         if job.status is not JobStatus.RUNNING:

@@ -39,6 +39,9 @@ Steps of smaller models are short: their last two pieces take less time than the
 """
 MAX_PIECES = 16
 """Pieces of a step by default, at most"""
+MIN_QUEUED, MAX_QUEUED, QUEUED_DECAY = 2, 8, 1 / 64
+"""Pieces that are queued when `Pieces.run` returns. Two more after a step before which the device was idle, because the
+host needed longer (with masks of 320 rows: 2.5 ms); fewer again by QUEUED_DECAY a step."""
 
 
 def piece_layers(configured: int, graph_stages: Sequence[GraphStage], parameters: int) -> int:
@@ -76,19 +79,22 @@ class Pieces(Generic[Piece]):
         self._pieces = pieces
         self._launch = launch
 
-    def run(self, between: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
+    def run(self, between: Callable[[], None], ended: Callable[[], None], queued: int = 2) -> Callable[[], None]:
         """Launch the pieces, each when the previous one begins. The inputs are already staged.
 
         `between` runs when a piece is on the device and none is queued behind it. Its launches run before the next
-        piece. `ended` waits for the previous step. Returns a function that waits for this step. The last two pieces are
-        still to run on return, so the host stays ahead of the device.
+        piece. `ended` waits for the previous step. Returns a function that waits for this step. The last `queued`
+        pieces are still to run on return, so the host stays ahead of the device.
         """
-        for piece in self._pieces[:-1]:
+        num_waiting = max(1, len(self._pieces) - queued + 1)
+        for piece in self._pieces[:num_waiting]:
             before, ended = ended, self._launch(piece)
             before()
             with torch.inference_mode(False):  # Tensors of `between` may outlive this step.
                 between()
-        return self._launch(self._pieces[-1])
+        for piece in self._pieces[num_waiting:]:
+            ended = self._launch(piece)
+        return ended
 
 
 class GraphPieces:
@@ -109,6 +115,9 @@ class GraphPieces:
         """by size, piece, and whether it samples (last piece only)"""
         self._ended: Callable[[], None] = lambda: None
         """waits until the last step in pieces is done"""
+        self._last: torch.cuda.Event | None = None
+        """of the last launch"""
+        self._queued: float = MIN_QUEUED
 
     def for_rows(self, rows: int, sampled: bool) -> Pieces[torch.cuda.CUDAGraph] | None:
         """Return the pieces of a step. None for few rows. Raises CaptureError."""
@@ -118,7 +127,10 @@ class GraphPieces:
         return Pieces(size, self._graphs(size, sampled), self.launch)
 
     def run(self, pieces: Pieces[Piece], between: Callable[[], None]) -> None:
-        self._ended = pieces.run(between, self._ended)
+        was_idle = self._last is not None and self._last.query()
+        queued = self._queued + 2 if was_idle else self._queued - QUEUED_DECAY
+        self._queued = min(max(queued, MIN_QUEUED), MAX_QUEUED)
+        self._ended = pieces.run(between, self._ended, int(self._queued))
 
     @torch.inference_mode()
     def run_layers(self, inputs: StepInputs, between: Callable[[], None]) -> tuple[Tensor, StepInputs]:
@@ -155,7 +167,8 @@ class GraphPieces:
 
     def _record_event(self) -> Callable[[], None]:
         """Returns a function that waits for everything launched so far."""
-        wait: Callable[[], None] = torch.cuda.current_stream(self.graph_stage.device).record_event().synchronize
+        self._last = torch.cuda.current_stream(self.graph_stage.device).record_event()
+        wait: Callable[[], None] = self._last.synchronize
         return wait
 
     def _graphs(self, size: int, sampled: bool) -> list[torch.cuda.CUDAGraph]:
