@@ -86,8 +86,8 @@ class StepTimes:
     def drafts_s(self, shape: Shape, plain_s: float) -> float:
         """Return the seconds of a step with drafts without its guesses; 0: it fits no graph."""
         least_s = self._least_s(shape, plain_s)
-        assumed_s = 0.0 if self._graph_s is None else host_s(shape.rows)
-        return least_s and max(plain_s, least_s + self._added.median_near(shape.tokens.bit_length(), assumed_s))
+        host_s = HOST_S + HOST_ROW_S * shape.rows if self._graph_s is not None else 0.0
+        return least_s and max(plain_s, least_s + self._added.median_near(shape.tokens.bit_length(), host_s))
 
     def guess_s(self, num_rows: int, plain_s: float, model_s: Callable[[int], float]) -> float:
         """Return the seconds of each token that the draft model guesses for rows. model_s: of its graph; 0: none"""
@@ -117,11 +117,6 @@ class StepTimes:
     def figures(self) -> dict[str, dict[int, float]]:
         """Return the medians."""
         return {"plain": self._plain.medians, "added": self._added.medians, "guess": self._guess.medians}
-
-
-def host_s(num_rows: int) -> float:
-    """Return the assumed seconds of the host's work for a step with drafts of so many device rows."""
-    return HOST_S + HOST_ROW_S * num_rows
 
 
 def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKENS) -> tuple[int, float]:

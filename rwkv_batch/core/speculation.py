@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rwkv_batch.core.draft_costs import ASSUMED_GUESS, Candidate, Chooser, Shape, StepTimes, best_length, host_s
+from rwkv_batch.core.draft_costs import ASSUMED_GUESS, Candidate, Chooser, Shape, StepTimes, best_length
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -158,8 +158,8 @@ class Speculation:
         """by drafter"""
         self._probe_credit = FIRST_PROBES
         """steps that probes may cost by now"""
-        self._last_end = self._begun = self._guessed = 0.0
-        """when the last step ended, when the last one was begun, and when its guesses were (0: before it)"""
+        self._last_end = self._begun = 0.0
+        """when the last step ended, and when the last one was begun"""
         self._guesses: Guesses | None = None
         """of the last step"""
         self._num_guesses = 0
@@ -175,7 +175,7 @@ class Speculation:
         """Return a step's rows with their drafts. A row whose draft needs a token in flight is left out."""
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return rows
-        self._begun, self._guessed, self._guesses, self._num_guesses = time.monotonic(), 0.0, None, 0
+        self._begun, self._guesses, self._num_guesses = time.monotonic(), None, 0
         drafts, price, launched = self._choose(rows)
         self._guess(drafts, rows)
         has_drafts, result = False, []
@@ -223,9 +223,8 @@ class Speculation:
         if len(best.lengths) < len(candidates) and self._probe_credit > PROBE_SHARE:
             probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates[:PROBE_ROWS]}
             probed = chooser.evaluate(probes | best.lengths)
-            first_s = READ_GUESSES * guess_s + host_s(num_rows)  # see `count_step`
-            first_s *= any(one.is_guessed for one in candidates)
-            cost = min(MAX_PROBES, (probed.seconds + first_s - best.seconds) / plain_s)
+            reading_s = READ_GUESSES * guess_s if any(one.is_guessed for one in candidates) else 0.0
+            cost = min(MAX_PROBES, (probed.seconds + reading_s - best.seconds) / plain_s)
             if probed.seconds and cost <= self._probe_credit:
                 best, price = probed, cost
         drafts: list[Draft | None] = [None] * num_rows
@@ -289,7 +288,6 @@ class Speculation:
             # After a draft, unread are its accepted tokens and the next one. A call that reads more, or is the second
             # one of the step, does not show what a guess takes.
             is_next = all(row.length - row.drafter.num_read <= len(row.drafter.guesses) + 1 for row in missing)
-            self._guessed = time.monotonic()
             self._guesses = self.model.guess(missing)
             self._num_guesses = max(row.num_tokens for row in missing) if is_next and len(missing) == len(wanted) else 0
         else:
@@ -371,9 +369,8 @@ class Speculation:
             times, size, plain_s, guess_s, first, begun = self._launched
             if begun != self._begun or all(row.sequence is not first for row in rows):
                 return  # another step is in flight, of another pipeline group
-            # The host's work before a launch is part of it. After a plain step it is not: later guesses come before it.
-            since = max(last_end, min(started, self._begun) - MAX_HOST_S)
-            since, self._num_plain = (self._guessed if self._num_plain else 0.0) or since, 0
+            # What the host does before its launch is part of it.
+            since, self._num_plain = max(last_end, min(started, self._begun) - MAX_HOST_S), 0
             if self._guesses is None or self._num_guesses:
                 guessing_s = guess_s * self._num_guesses
                 if self._guesses is not None and times is self._measured:
@@ -388,8 +385,9 @@ class Speculation:
 
 def _may_draft(row: ScheduledRow) -> bool:
     sequence = row.sequence
-    may_continue = not (sequence.members or sequence.scored or sequence.cache_points)
-    return may_continue and row.samples_token and row.num_tokens <= MAX_READ and sequence.request.speculation != "off"
+    if sequence.members or sequence.scored or sequence.cache_points:
+        return False
+    return row.samples_token and row.num_tokens <= MAX_READ and sequence.request.speculation != "off"
 
 
 def _without_device_token(row: ScheduledRow) -> ScheduledRow:

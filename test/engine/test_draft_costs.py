@@ -248,35 +248,6 @@ def test_two_steps_in_flight_are_not_measured() -> None:
     assert list(speculation.times.figures()["added"]) == [Shape(2, 4, 4).tokens.bit_length()]
 
 
-def test_late_guesses_count_only_if_all_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a plain step, guesses come after the host's work. Those of the next steps come before it, if they can."""
-    clock = 100.0
-    monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: clock))
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
-
-    def guess(wanted: list[Wanted]) -> Any:
-        wanted[0].drafter.num_read, wanted[0].drafter.guesses = wanted[0].length, [7] * wanted[0].num_tokens
-        return SimpleNamespace(seconds=0.0)
-
-    model: Any = SimpleNamespace(graph_s=lambda _: 0.0003, guess=guess)
-    speculation, added = Speculation("auto", slots, lambda _: None, model, gpu_graph_s), []
-    for after_plain in (True, False):
-        speculation.times = StepTimes(gpu_graph_s)
-        for _ in range(5):
-            rows = [row_that_decodes(RowDrafter(ModelDrafter(), Acceptance(9.0, 1.0)))]
-            if after_plain:
-                speculation.count_step(rows, clock, 0)
-            clock += 0.0006  # the host's work
-            speculation.add_drafts(rows)
-            draft, begun = rows[0].sequence.draft, clock
-            assert draft is not None
-            size = Shape(2, 1 + len(draft.tokens), 1 + len(draft.tokens), 1)
-            clock += 0.0003 * len(draft.tokens) + gpu_graph_s(size) + 0.0001
-            speculation.count_step(rows, begun, len(draft.tokens))
-        added.append(next(iter(speculation.times.figures()["added"].values())))
-    assert added == pytest.approx([0.0001, 0.0007])
-
-
 @pytest.mark.parametrize("graph_s", [gpu_graph_s, lambda _: 0.0], ids=["adapter", "failed capture"])
 def test_steps_without_graphs_are_measured(graph_s: Callable[[Shape], float]) -> None:
     """A row with an adapter has no graph that verifies drafts. After a failed capture, no row has one."""
