@@ -3,7 +3,7 @@
 // A thread owns its chunks (rapid_row.cuh): only it reads them in passes, and it keeps their maxima. So passes need no
 // barriers, and skip chunks of which nothing is left. The temperature and limits of logits are lazy: `view` applies them
 // to what is read, and `settle` writes them. Each pass is in the code once; `run` chooses what it does for a step.
-// From the step on before which at most 256 tokens are left, each thread holds one of them, and the row is not read.
+// From the step on before which at most 2,048 tokens are left, these are in shared memory, and the row is not read.
 #pragma once
 
 #include "rapid_launch.cuh"
@@ -19,23 +19,28 @@ constexpr int kPairs = kMaxWindow;  // a window has fewer tokens before its newe
 constexpr uint32_t kFree = 0xffffffffu, kBreaker = 0x80000000u;
 constexpr int kMaxVocab = 1 << kTokenBits;
 constexpr int kAtOnce = 8;  // last tokens that a thread reads at once
+constexpr int kMaxFew = kMaxChunks;  // tokens
+constexpr int kFewChunks = kMaxChunks / 2;
 
 struct __align__(16) FilterShared {
-  float maxima[kMaxChunks];  // -inf: nothing is left, the logits are not read
+  float maxima[kMaxChunks];  // -inf: nothing is left, the logits are not read. Or few logits, as the row would have them
   union {
     struct {
-      unsigned long long mass[kSelectBins];
-      uint32_t count[kSelectBins];
-    } bins;
-    struct {
-      uint64_t key[kThreads], mass[kThreads];
-      float value[kThreads];
-    } list;
-    struct {
-      uint64_t key[kThreads];  // a token that is left, by its rank
-      float value[kThreads];  // as stored
-      int32_t chunk[kThreads];
-    } few;
+      union {
+        struct {
+          uint32_t low[kSelectBins], high[kSelectBins], count[kSelectBins];  // low, high: of the mass
+        } bins;
+        struct {
+          uint64_t key[kThreads], mass[kThreads];
+          float value[kThreads];
+        } list;
+        struct {
+          float value[kMaxFew];
+          uint16_t chunk[kFewChunks];
+        } gathered;
+      };
+      int32_t token[kMaxFew];  // of few logits
+    };
     struct {
       uint32_t pairs[kPairs];  // a token and a length, by the token's hash
       uint32_t last[kMaxWindow];  // the last tokens, the newest first; kBreaker is set in breakers
@@ -47,7 +52,7 @@ struct __align__(16) FilterShared {
   double sums[2][5 * kWarps];
   uint64_t mass_before;
   uint32_t count_before;
-  int32_t size, chosen, num_chunks;
+  int32_t size, chosen;
 };
 
 // Sums over the tokens that are left: of m(token), m (s - largest), s - largest and its square; their number.
@@ -166,7 +171,7 @@ class FilteredRow {
 
   static __device__ __forceinline__ bool changes_seen(int step) { return step == kPenalties || step == kDry; }
 
-  // N quads of a thread's chunk, 256 apart, as stored; -inf beyond the chunk.
+  // N quads of a chunk, 256 apart, as stored; -inf beyond the chunk.
   template <int N>
   struct Part {
     Quad quad[N];
@@ -178,9 +183,9 @@ class FilteredRow {
   };
 
   template <int N>
-  __device__ __forceinline__ Part<N> load_part(int block, int from) const {
+  __device__ __forceinline__ Part<N> load_part(int block, int from, int column) const {
     Part<N> part;
-    part.first = (block * chunk_batches_ * kBatch + from) * kThreads + static_cast<int>(threadIdx.x);
+    part.first = (block * chunk_batches_ * kBatch + from) * kThreads + column;
     if (vocab_ % 4 == 0 && part.first + kThreads * (N - 1) < quads_ && from + N <= chunk_batches_ * kBatch) {
       const Quad* const at = reinterpret_cast<const Quad*>(s_) + part.first;
 #pragma unroll
@@ -227,18 +232,19 @@ class FilteredRow {
     for (int block = 0; block < blocks_; ++block) {
       if (maximum(block) == minus_infinity() || !(maximum(block) >= floor)) continue;
 #pragma unroll 1
-      for (int from = 0; from < chunk_batches_ * kBatch; from += N) visit(load_part<N>(block, from), block);
+      for (int from = 0; from < chunk_batches_ * kBatch; from += N) visit(load_part<N>(block, from, threadIdx.x), block);
     }
   }
 
   // Calls visit(value, token) for what is left in these chunks. Its code is there five times only.
   template <class Visit>
   __device__ __forceinline__ void each_left(float floor, Visit visit) const {
-    if (is_few_) {
-      const float value = view(own_);
-      if (value > minus_infinity()) visit(value, token_);
-      return;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_few_; i += kThreads) {
+      const float value = view(shared_.maxima[i]);
+      if (value > minus_infinity()) visit(value, shared_.token[i]);
     }
+    if (is_few_) return;
     each<kBatch>(floor, [&](const Part<kBatch>& part, int) {
 #pragma unroll 1
       for (int j = 0; j < kBatch; ++j) {
@@ -255,10 +261,8 @@ class FilteredRow {
   // Rewrites these chunks: each logit becomes rewritten(raw, token).
   template <class Rewritten>
   __device__ __forceinline__ void rewrite(float floor, Rewritten rewritten) {
-    if (is_few_) {
-      own_ = rewritten(own_, token_);
-      return find_largest();
-    }
+    for (int i = threadIdx.x; i < num_few_; i += kThreads) shared_.maxima[i] = rewritten(shared_.maxima[i], shared_.token[i]);
+    if (is_few_) return find_largest();
     int last = -1;
     float highest = minus_infinity();
     each<kBatch>(floor, [&](const Part<kBatch>& part, int block) {
@@ -288,7 +292,7 @@ class FilteredRow {
       float highest = minus_infinity();
 #pragma unroll 1
       for (int from = 0; from < chunk_batches_ * kBatch; from += 8) {
-        const Part<8> part = load_part<8>(block, from);
+        const Part<8> part = load_part<8>(block, from, threadIdx.x);
 #pragma unroll
         for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -302,48 +306,55 @@ class FilteredRow {
     rewrite(minus_infinity(), [](float raw, int) { return cleaned(raw); });
   }
 
-  // Gives each thread one of the tokens that are left, by rank, if they are few. The others hold -inf.
+  // Copies what is left to shared memory, if it is few.
   __device__ __forceinline__ void gather() {
     may_be_few_ = false;
-    uint32_t alive = 0;
+    uint32_t alive = 0, num_chunks = 0, size = 0;
     for (int block = 0; block < blocks_; ++block) alive += maximum(block) > minus_infinity();
-    const uint32_t end = sum_up_to(alive, buffers_);
-    if (__syncthreads_or(end > kThreads)) return;
-    if (threadIdx.x == kThreads - 1) shared_.num_chunks = static_cast<int>(end), shared_.size = 0;
-    uint32_t at = end - alive;
+    uint32_t at = places(alive, num_chunks);
+    if (num_chunks > kFewChunks) return;
     for (int block = 0; block < blocks_; ++block)
-      if (maximum(block) > minus_infinity()) shared_.few.chunk[at++] = block * kThreads + static_cast<int>(threadIdx.x);
+      if (maximum(block) > minus_infinity()) shared_.gathered.chunk[at++] = static_cast<uint16_t>(block * kThreads + static_cast<int>(threadIdx.x));
     __syncthreads();
-    // Eight threads read a chunk.
-    for (int i = threadIdx.x / 8; i < shared_.num_chunks; i += kThreads / 8) {
-      const int chunk = shared_.few.chunk[i], first = chunk / kThreads * chunk_batches_ * kBatchQuads + chunk % kThreads;
-      for (int j = threadIdx.x % 8; j < chunk_batches_ * kBatch; j += 8) {
-        const Quad quad = load(first + kThreads * j);
+    // A thread reads 16 tokens of a chunk.
+    const int parts = static_cast<int>(num_chunks) * chunk_batches_;
+#pragma unroll 1
+    for (int first = 0; first < parts; first += kThreads) {
+      const int i = first + static_cast<int>(threadIdx.x), chunk = i < parts ? shared_.gathered.chunk[i / chunk_batches_] : 0;
+      const Part<kBatch> part = load_part<kBatch>(chunk / kThreads, i % chunk_batches_ * kBatch, chunk % kThreads);
+      uint32_t left = 0;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (view(quad.at[k]) == minus_infinity()) continue;
-          const int place = atomicAdd(&shared_.size, 1);
-          if (place >= kThreads) continue;
-          const uint32_t token = static_cast<uint32_t>(4 * (first + kThreads * j) + k);
-          shared_.few.key[place] = static_cast<uint64_t>(~ordered(quad.at[k])) << 32 | token, shared_.few.value[place] = quad.at[k];
-        }
-      }
+      for (int j = 0; j < 4 * kBatch; ++j) left += i < parts && view(part.quad[j / 4].at[j % 4]) > minus_infinity();
+      at = size;
+      at += places(left, size);
+      if (size > kMaxFew) break;
+#pragma unroll
+      for (int j = 0; j < 4 * kBatch; ++j)
+        if (i < parts && view(part.quad[j / 4].at[j % 4]) > minus_infinity()) shared_.gathered.value[at] = part.quad[j / 4].at[j % 4], shared_.token[at++] = part.token(j / 4, j % 4);
     }
     __syncthreads();
-    const int size = shared_.size, own = threadIdx.x;
-    if (__syncthreads_or(size > kThreads)) return;
-    const uint64_t key = own < size ? shared_.few.key[own] : 0;
-    const float value = own < size ? shared_.few.value[own] : 0;
-    int rank = 0;
-    if (own < size)
-      for (int i = 0; i < size; ++i) rank += shared_.few.key[i] < key;
+    if (size > kMaxFew) return;
+    for (int i = threadIdx.x; i < static_cast<int>(size); i += kThreads) shared_.maxima[i] = shared_.gathered.value[i];
+    is_few_ = true, left_ = num_few_ = size;
     __syncthreads();
-    if (own < size) shared_.few.key[rank] = key, shared_.few.value[rank] = value;
+  }
+
+  // Returns the sum of `count` in the threads before this one. Adds all to `total`.
+  __device__ __forceinline__ uint32_t places(uint32_t count, uint32_t& total) {
+    uint64_t* const at = buffers_.next();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t before = count;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint32_t other = __shfl_up_sync(kAll, before, offset);
+      if (lane >= offset) before += other;
+    }
+    if (lane == 31) at[warp] = before;
     __syncthreads();
-    own_ = own < size ? shared_.few.value[own] : minus_infinity();
-    token_ = own < size ? static_cast<int>(static_cast<uint32_t>(shared_.few.key[own])) : 0;
-    is_few_ = true, left_ = size;
-    __syncthreads();
+    before -= count;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) before += i < warp ? static_cast<uint32_t>(at[i]) : 0u, total += static_cast<uint32_t>(at[i]);
+    return before;
   }
 
   // Marks chunks as empty where the lazy limits leave nothing.
@@ -357,7 +368,8 @@ class FilteredRow {
   }
 
   __device__ __forceinline__ void find_largest() {
-    float highest = is_few_ ? view(own_) : minus_infinity();
+    float highest = minus_infinity();
+    for (int i = threadIdx.x; i < num_few_; i += kThreads) highest = fmaxf(highest, view(shared_.maxima[i]));
     for (int block = 0; block < blocks_ && !is_few_; ++block) highest = fmaxf(highest, maximum(block));
     largest_ = value_of(max_over_block(TwoKeys{ordered(highest), 0}, buffers_).a);
   }
@@ -365,7 +377,7 @@ class FilteredRow {
   // Writes the lazy temperature and limits. At the end also the chunks of which nothing is left.
   __device__ __forceinline__ void settle(bool is_end) {
     const bool is_lazy = factor_ != 1 || floor_ > minus_infinity() || distance_ > minus_infinity();
-    own_ = view(own_);
+    for (int i = threadIdx.x; i < num_few_; i += kThreads) shared_.maxima[i] = view(shared_.maxima[i]);
 #pragma unroll 1
     for (int block = 0; block < blocks_ && (is_end || !is_few_); ++block) {
       const bool is_empty = is_few_ || maximum(block) == minus_infinity();
@@ -382,7 +394,7 @@ class FilteredRow {
     }
     factor_ = 1, floor_ = distance_ = minus_infinity(), reference_ = 0;
     __syncthreads();
-    if (is_end && own_ > minus_infinity()) s_[token_] = own_;
+    for (int i = threadIdx.x; i < num_few_ && is_end; i += kThreads) s_[shared_.token[i]] = shared_.maxima[i];
   }
 
   // Changes one logit from any thread. If the maxima are known, `refresh` then updates its chunk's.
@@ -406,7 +418,7 @@ class FilteredRow {
       float highest = minus_infinity();
 #pragma unroll 1
       for (int from = 0; from < chunk_batches_ * kBatch; from += kBatch) {
-        const Part<kBatch> part = load_part<kBatch>(block, from);
+        const Part<kBatch> part = load_part<kBatch>(block, from, threadIdx.x);
 #pragma unroll
         for (int j = 0; j < kBatch; ++j)
 #pragma unroll
@@ -531,9 +543,12 @@ class FilteredRow {
   __device__ __forceinline__ Sums sums() {
     Sums sums{0, 0, 0, 0, 0};
     const bool is_lazy = factor_ != 1 || floor_ > minus_infinity() || distance_ > minus_infinity();
+    for (int i = threadIdx.x; i < num_few_; i += kThreads) {
+      const float value = view(shared_.maxima[i]), distance = __fsub_rn(value, largest_), term = exp_nonpositive(distance);
+      if (value == minus_infinity()) continue;
+      sums.mass += term, sums.weighted += term * distance, sums.distance += distance, sums.square += distance * distance, sums.count += 1;
+    }
     if (is_few_) {
-      const float value = view(own_), distance = __fsub_rn(value, largest_), term = exp_nonpositive(distance);
-      if (value > minus_infinity()) sums = Sums{term, term * distance, distance, static_cast<double>(distance) * distance, 1};
     } else if (is_lazy) {
       each<8>(minus_infinity(), [&](const Part<8>& part, int) { add(part, sums, [&](float raw) { return view(raw); }); });
     } else {
@@ -599,8 +614,27 @@ class FilteredRow {
     return key << kTokenBits | static_cast<uint64_t>(token);
   }
 
+  // The distance of a token from the center: as in a key without its token, and within kUnsure.
+  static constexpr float kUnsure = 1e-4f;
+  static __device__ __forceinline__ float distance_of(uint64_t key) { return static_cast<float>(static_cast<double>(key) * 0x1p-41); }
+  __device__ __forceinline__ float rough_distance(float value, double center) const { return fminf(fabsf(static_cast<float>(center) - __fsub_rn(value, largest_)), 31.99f); }
+
+  // 32 bits at a time: a GPU adds 64 bits in shared memory by a loop.
+  __device__ __forceinline__ void add_to_bin(int bin, uint64_t mass, uint32_t count) const {
+    atomicAdd(&shared_.bins.count[bin], count);
+    if (mass == 0) return;
+    const uint32_t low = static_cast<uint32_t>(mass), carry = atomicAdd(&shared_.bins.low[bin], low) + low < low;
+    const uint32_t high = static_cast<uint32_t>(mass >> 32) + carry;
+    if (high) atomicAdd(&shared_.bins.high[bin], high);
+  }
+
+  __device__ __forceinline__ uint64_t mass_of_bin(int bin) const {
+    return static_cast<uint64_t>(shared_.bins.high[bin]) << 32 | shared_.bins.low[bin];
+  }
+
   // Returns the key of the last token among the first top_k ranks with less than `enough` mass before it.
   __device__ __forceinline__ uint64_t select(bool is_typical, double center, double top_k, double enough) {
+    const bool weighs = enough < INFINITY;
     enough *= 0x1p40;  // as to_fixed
     uint64_t prefix = 0, mass_before = 0;
     uint32_t count_before = 0;
@@ -609,39 +643,42 @@ class FilteredRow {
 #pragma unroll 1
     for (bool is_listed = left_ <= kThreads;; is_listed = size <= kThreads || shift == 0) {
       const int bits = min(shift, kSelectBits), next = shift - bits;
-      for (int i = threadIdx.x; i < kSelectBins && !is_listed; i += kThreads) shared_.bins.mass[i] = shared_.bins.count[i] = 0;
+      for (int i = threadIdx.x; i < kSelectBins && !is_listed; i += kThreads) shared_.bins.low[i] = shared_.bins.high[i] = shared_.bins.count[i] = 0;
       if (threadIdx.x == 0) shared_.chosen = -1, shared_.size = 0;
       __syncthreads();
       int bin = 0;  // runs of equal bins are added at once
       uint64_t mass_here = 0;
       uint32_t count = 0;
+      const bool is_bounded = is_typical && shift < 64 && shift >= kTokenBits;
+      const float near = is_bounded ? distance_of(prefix << (shift - kTokenBits)) : 0, far = is_bounded ? distance_of((prefix + 1) << (shift - kTokenBits)) : 0;
       each_left(minus_infinity(), [&](float value, int token) {
+        if (is_bounded && !(rough_distance(value, center) >= near - kUnsure && rough_distance(value, center) <= far + kUnsure)) return;
         const uint64_t key = key_of(value, token, is_typical, center);
         if (shift < 64 && key >> shift != prefix) return;
         if (is_listed) {
           const int at = atomicAdd(&shared_.size, 1);
-          shared_.list.key[at] = key, shared_.list.mass[at] = to_fixed(mass(value));
+          shared_.list.key[at] = key, shared_.list.mass[at] = weighs ? to_fixed(mass(value)) : 0;
           return;
         }
         const int at = static_cast<int>(key >> next & ((1u << bits) - 1));
         if (at != bin && count) {
-          atomicAdd(&shared_.bins.mass[bin], static_cast<unsigned long long>(mass_here)), atomicAdd(&shared_.bins.count[bin], count);
+          add_to_bin(bin, mass_here, count);
           mass_here = 0, count = 0;
         }
-        bin = at, mass_here += to_fixed(mass(value)), ++count;
+        bin = at, mass_here += weighs ? to_fixed(mass(value)) : 0, ++count;
       });
-      if (count) atomicAdd(&shared_.bins.mass[bin], static_cast<unsigned long long>(mass_here)), atomicAdd(&shared_.bins.count[bin], count);
+      if (count) add_to_bin(bin, mass_here, count);
       __syncthreads();
       if (is_listed) break;
       const int first = kOwnBins * static_cast<int>(threadIdx.x);
       mass_here = 0, count = 0;
-      for (int i = 0; i < kOwnBins; ++i) mass_here += shared_.bins.mass[first + i], count += shared_.bins.count[first + i];
+      for (int i = 0; i < kOwnBins; ++i) mass_here += mass_of_bin(first + i), count += shared_.bins.count[first + i];
       mass_here = mass_before + sum_up_to(mass_here, buffers_) - mass_here;
       count = count_before + sum_up_to(count, buffers_) - count;
       int own = -1;
       for (int i = 0; i < kOwnBins; ++i) {
         if (shared_.bins.count[first + i] && is_within(count, mass_here, top_k, enough)) own = first + i, mass_before = mass_here, count_before = count;
-        mass_here += shared_.bins.mass[first + i], count += shared_.bins.count[first + i];
+        mass_here += mass_of_bin(first + i), count += shared_.bins.count[first + i];
       }
       if (own >= 0) atomicMax(&shared_.chosen, own);
       __syncthreads();
@@ -685,8 +722,10 @@ class FilteredRow {
 
   // Keeps the keys up to `last`; XTC: removes the probable tokens but that of `last`.
   __device__ __forceinline__ void keep_if(bool crosses, bool is_typical, double center, double enough, uint64_t last) {
+    const float reach = distance_of(last >> kTokenBits);
     rewrite(crosses ? probable_floor(enough) : minus_infinity(), [&](float raw, int token) {
       const float value = view(raw);
+      if (is_typical && fabsf(rough_distance(value, center) - reach) > kUnsure) return rough_distance(value, center) < reach ? raw : minus_infinity();
       const bool is_kept = crosses ? token == static_cast<int>(static_cast<uint32_t>(last)) || !is_above(value, enough)
                                    : key_of(value, token, is_typical, center) <= last;
       return is_kept || value == minus_infinity() ? raw : minus_infinity();
@@ -695,11 +734,14 @@ class FilteredRow {
 
   // Samples one of few tokens.
   __device__ __forceinline__ void sample(const SlotState& slot) {
-    const float value = view(own_);
     uint64_t best = 0;
-    if (value > minus_infinity()) best = pair_of(slot.kind == kGreedy ? value : exact_score(slot, token_, value), token_);
+    float logit = 0;
+    each_left(minus_infinity(), [&](float value, int token) {
+      const uint64_t pair = pair_of(slot.kind == kGreedy ? value : exact_score(slot, token, value), token);
+      if (pair > best) best = pair, logit = value;
+    });
     const uint64_t winner = max_over_block(best, buffers_);
-    if (best && best == winner) filters_.chosen = token_, s_[token_] = value;
+    if (best && best == winner) filters_.chosen = token_of(winner), s_[token_of(winner)] = logit;
   }
 
   // Mirostat 1: how many tokens Zipf's law gives for the bound, from the head up to `last`.
@@ -742,8 +784,7 @@ class FilteredRow {
   double left_ = INFINITY;  // tokens, at most
   bool is_clean_ = false;  // the maxima are known
   bool may_be_few_ = true, is_few_ = false;
-  float own_ = minus_infinity();  // of few tokens: one, as the row would have it
-  int token_ = 0;
+  int num_few_ = 0;
   // What `view` applies: a factor, the least logit, the least distance from a reference.
   float factor_ = 1, floor_ = minus_infinity(), reference_ = 0, distance_ = minus_infinity();
 };

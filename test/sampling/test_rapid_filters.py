@@ -166,7 +166,7 @@ def _mix(rng: random.Random, vocab: int) -> SamplingParams:
 @pytest.mark.parametrize("seed", range(40))
 def test_any_mix_on_any_row_keeps_what_the_definition_keeps(library: ctypes.CDLL, seed: int) -> None:
     rng = random.Random(seed)
-    vocab = rng.choice((5, 64, 1003, 2048, 5000))
+    vocab = rng.choice((5, 64, 1003, 5000, 9000))
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * rng.choice((0.3, 3, 30))
     kind = rng.choice(("plain", "tied", "flat", "holes", "outliers", "empty"))
     if kind == "tied":
