@@ -112,7 +112,8 @@ class _Command:
         """Tune, and return the exit code. Raises StartupError, OSError."""
         given = self._given
         if given.background:
-            die_with_parent()
+            if "RWKV_SUPERVISOR" in os.environ:  # a job of a service
+                die_with_parent()
             lower_process_priority()
         self._keep_inputs()
         if given.dry_run:

@@ -199,7 +199,7 @@ def split(examples: Sequence[Document], share: float) -> tuple[list[Document], l
     About `share` of the different examples are held out, at most MAX_HELD_OUT.
     """
     different = {tuple(example.ids): example for example in examples}
-    every = max(2, round(1 / share), -(-len(different) // MAX_HELD_OUT)) if share else len(different) + 1
+    every = max(2, round(1 / max(share, 1e-9)), -(-len(different) // MAX_HELD_OUT)) if share else len(different) + 1
     held = dict(itertools.islice(different.items(), every - 1, None, every))
     return [example for example in examples if tuple(example.ids) not in held], list(held.values())
 

@@ -270,6 +270,9 @@ async def full_places(context: Context, tuning: str) -> str | None:
         if error.info.kind not in ENGINE_GONE:
             raise
         return None
+    if pool["database"] is None:
+        reason = "a tuned model would be lost with the engine; start the service with --state-db FILE"
+        raise ServiceError(ErrorKind.NOT_FOUND, reason)
     for part, name, flag, path in (
         ("state", "tuned_states", "--max-states", "/v1/states"), ("lora", "adapters", "--max-adapters", "/v1/adapters")
     ):  # fmt: skip

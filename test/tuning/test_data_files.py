@@ -73,6 +73,7 @@ def test_a_validation_file_is_compared_in_little_memory() -> None:
 
 def test_held_out_lines_are_not_trained_on() -> None:
     examples = read_data(as_content([line(i) for i in (*range(24), *range(24))]), "d.jsonl").examples
+    assert len(split(examples, 1e-320)[1]) <= 1, "1 divided by it is infinite"
     train, held = split(examples, 0.1)
     many = [Document([n], [1.0]) for n in range(15_000)]
     for share in (0.1, 0.5):  # 500 of 15,000 were in neither

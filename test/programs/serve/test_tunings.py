@@ -8,6 +8,7 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,7 +38,11 @@ def store(tmp_path: Path) -> Store:
     return made
 
 
-PLACES = {"tuned_states": {"loaded": 0, "limit": 1}, "adapters": {"loaded": 1, "limit": 1}}
+PLACES: dict[str, Any] = {
+    "database": {},
+    "tuned_states": {"loaded": 0, "limit": 1},
+    "adapters": {"loaded": 1, "limit": 1},
+}
 """A pool with a place for a state and none for an adapter."""
 
 
@@ -293,6 +298,12 @@ def test_a_job_without_a_place_for_its_result_is_not_trained(store: Store, monke
         with pytest.raises(ServiceError, match=full) as refused:
             asyncio.run(create_job(context_of(store), validate(JobBody, {**fields, "tuning": tuning})))
         assert refused.value.info.kind is ErrorKind.OVERLOADED
+    with (
+        monkeypatch.context() as no_database,
+        pytest.raises(ServiceError, match="start the service with --state-db FILE"),
+    ):
+        no_database.setitem(PLACES, "database", None)  # an engine's restart lost the tuned model
+        asyncio.run(create_job(context_of(store), validate(JobBody, fields)))
     one = msgspec.structs.replace(job(1), tuning="lora")  # its place was taken while it waited
     jobs.add(one)
 
