@@ -181,8 +181,8 @@ class Store:
 
     # Files ---------------------------------------------------------------------------------------------------
 
-    def add_file(self, file: StoredFile, content: bytes | Path) -> None:
-        """Store a file, or a link to a synced one. Its bytes are reserved first. Raises StoreFullError, OSError."""
+    def add_file(self, file: StoredFile, content: bytes) -> None:
+        """Store a file. Its bytes are reserved first. Raises StoreFullError, OSError."""
         self._reserve(file)
         try:
             self._write(file, content)
@@ -190,13 +190,8 @@ class Store:
             self._discard(file.id)
             raise
 
-    def _write(self, file: StoredFile, content: bytes | Path) -> None:
+    def _write(self, file: StoredFile, content: bytes) -> None:
         path = self.content(file.id)
-        if isinstance(content, Path):
-            os.utime(content)  # `sweep` deletes old files without a row
-            os.link(content, path)  # fails if a process was killed here, and then `_discard` makes room
-            self.add_existing_file(file)
-            return
         temporary_path = path.with_suffix(_HALF)
         with temporary_path.open("wb") as out:
             out.write(content)
@@ -221,9 +216,9 @@ class Store:
         now = time.time()
         entries = "SELECT owner, bytes FROM files UNION ALL SELECT owner, bytes FROM uploads"
         with self.open() as database:
-            # Those of crashed processes: from long ago, from before the clock was set back, and an earlier try's.
-            old = (now - _UPLOAD_S, now + _UPLOAD_S, file.id)
-            database.execute("DELETE FROM uploads WHERE started NOT BETWEEN ? AND ? OR id = ?", old)
+            # Also one of a crashed process from before the clock was set back.
+            interval = (now - _UPLOAD_S, now + _UPLOAD_S)
+            database.execute("DELETE FROM uploads WHERE started NOT BETWEEN ? AND ?", interval)
             query = f"SELECT COALESCE(SUM(bytes), 0), COALESCE(SUM(owner = ?), 0) FROM ({entries})"
             used, count = database.execute(query, (file.owner,)).fetchone()
             if used + file.bytes > self._max_bytes:

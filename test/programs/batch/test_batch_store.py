@@ -96,18 +96,6 @@ def test_a_failed_upload_takes_no_room(tmp_path: Path, monkeypatch: pytest.Monke
     store.add_file(file("whole", None, 10), b"x" * 10)
 
 
-def test_an_upload_begins_again_after_a_crash(tmp_path: Path) -> None:
-    """Its reservation refused the second try, and a job lost its result. The content is older than orphans may be."""
-    store, content = Store(tmp_path, 10, 10), tmp_path / "result.csv"
-    content.write_bytes(b"x" * 10)
-    os.utime(content, (NOW - 2 * DAY_S, NOW - 2 * DAY_S))
-    store._reserve(file("result", None, 10))
-    store.add_file(file("result", None, 10), content)
-    with store.open() as database:
-        database.execute("DELETE FROM files")  # killed before there was a row
-    assert store.sweep(int(time.time())) == 0 and store.content("result").exists()
-
-
 @pytest.mark.parametrize("days", [-1, 1])
 def test_a_crashed_upload_takes_no_room_after_the_clock_was_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int
