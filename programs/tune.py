@@ -124,12 +124,13 @@ class _Command:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other runs from these files. A job waits: its process before is ending. Raises StartupError."""
+        """Keep other runs from these files. A service's job waits for its earlier process. Raises StartupError."""
         path = self._given.output.with_name(f"{self._given.output.name}.lock")
+        is_job = self._given.background and "RWKV_SUPERVISOR" in os.environ
         while True:
             with path.open("a") as file:
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | (0 if self._given.background else fcntl.LOCK_NB))
+                    fcntl.flock(file, fcntl.LOCK_EX | (0 if is_job else fcntl.LOCK_NB))
                 except BlockingIOError:
                     message = f"-o {self._given.output} is used by another run; wait for it, or give another name"
                     raise StartupError(message) from None
@@ -149,6 +150,7 @@ class _Command:
         from rwkv_batch.tuning.trainer import DivergedError, TuneOptions
 
         given = self._given
+        self._refuse_taken_names()
         documents, held_out, warnings = self._documents()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
@@ -216,6 +218,14 @@ class _Command:
             if any(path.resolve() in (one, one.parent) for one in read):
                 raise StartupError(f"-o {given.output} would overwrite {path}; give another name")
 
+    def _refuse_taken_names(self) -> None:
+        """Raises StartupError for a folder where a result is a file, or the other way round."""
+        for ending in _ENDINGS:
+            path = self._given.output.with_name(self._given.output.name + ending)
+            if path.exists() and path.is_dir() is not (ending == ".peft"):
+                kind = "folder" if path.is_dir() else "file"
+                raise StartupError(f"{path} is a {kind}, where a result is written; move it, or give -o another name")
+
     def _model_path(self) -> str:
         path: str = self._given.model_path
         if path and Path(path).exists():  # else a name of the hub, or an error
@@ -249,8 +259,8 @@ class _Command:
         losses = tuning.trainer.losses
         evaluations = tuning.progress.evaluations
         if self._given.json:
-            self._report("step", {"step": len(losses), "train_loss": losses[-1]})
             self._report_evaluations(tuning)
+            self._report("step", {"step": len(losses), "train_loss": losses[-1]})
         else:
             if self._bar is None:
                 self._bar = tqdm(total=tuning.steps, initial=len(losses) - 1, unit="step", file=sys.stderr)

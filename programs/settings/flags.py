@@ -32,6 +32,7 @@ from programs.settings.values import (
     resident_counts,
     service_name,
     strategy,
+    tune_device,
     weight_type,
 )
 from routes.config import HttpConfig
@@ -217,7 +218,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag("files_dir", str, "folder of uploaded files and batches; auto: next to --state-db; none: no files"),
         Flag(
             "tune_device",
-            str,
+            tune_device,
             "device of fine-tuning jobs, cpu or cuda:1; auto: the first GPU, else the CPU; none: no jobs",
         ),
         Flag("files_max_gb", decimal(0.001, 1e6), "maximum size of all files in GiB"),

@@ -154,6 +154,13 @@ def devices(text: str) -> tuple[str, ...]:
     return tuple(f"cuda:{name}" if name.isdecimal() else name for name in names)
 
 
+def tune_device(text: str) -> str:
+    """Accepts auto, none, cpu, cuda and `cuda:N`. Raises SettingsError."""
+    if not re.fullmatch(r"auto|none|cpu|cuda(?::\d{1,2})?", text, re.ASCII):
+        raise SettingsError(f"must be auto, none, cpu or a GPU like cuda:0, got {text!r}")
+    return text
+
+
 def database(text: str) -> str:
     """Accepts a PostgreSQL address or a file path. Raises SettingsError.
 

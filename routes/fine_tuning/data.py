@@ -18,7 +18,7 @@ import msgspec
 from pydantic import Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from routes.openai.tools import ChatTools, chat_tool_set
+from routes.openai.tools import ChatTools, chat_tool_set, wrong_calls
 from routes.request import prompts
 from routes.request.bodies import Template
 from routes.request.fields import Fields, reject_values
@@ -41,7 +41,7 @@ MAX_HELD_OUT = 1000
 MIN_DIFFERENT = 20
 """Fewer different lines are worth a warning."""
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
-_PLACE = re.compile(r" at line \d+ column (\d+)$")
+_PLACE = re.compile(r" at line \d+ column (\d+)(?=\)?$)")
 """Where the JSON parser sees an error. Its line is not the file's."""
 _INDEX = re.compile(r"\[\d+\]")
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -256,7 +256,7 @@ def _csv_rows(content: bytes) -> Iterator[tuple[int, _Row]]:
     try:
         header = [name.strip() for name in next(reader, [])]
         if header != [_PROMPT, _COMPLETION] and (
-            len(header) != 2 or not all(map(is_known_language, header)) or header[0] == header[1]
+            len(header) != 2 or not all(map(is_known_language, header)) or len({*map(language_name, header)}) == 1
         ):
             reason = f"must be prompt,completion or two languages like English,de, got {','.join(header)[:80]!r}"
             yield 1, _LineError("", reason)
@@ -356,6 +356,8 @@ def _chat_segments(row: DataLine) -> list[_Segment]:
             continue
         if not asked:
             raise _LineError(f"messages[{i}]", "an answer must follow a message of another role")
+        for name, reason in wrong_calls(message, row.tools):
+            raise _LineError(f"messages[{i}].{name}", reason)
         answer = prompts.turn_text(message)
         if not answer.strip():
             raise _LineError(f"messages[{i}].content", "must not be empty")

@@ -17,7 +17,7 @@ from routes.context import Context
 from routes.fine_tuning.store import ENDED, MAX_MODELS, MAX_MODELS_PER_KEY, Job, JobStatus, JobStore, make_event
 from routes.openai.files import READ_FAILED, TTL_S, ListQuery, call_store, get_store, new_id, not_found
 from routes.request.bodies import Body, Fields
-from routes.request.fields import Number, Pattern, Unsupported
+from routes.request.fields import Number, Pattern, Unsupported, body_error
 from routes.request.model_names import TunedModel, means_bare_model, model_not_found, parse_model_id
 from routes.request_context import current_request
 from routes.response.generate import call_engine
@@ -98,7 +98,7 @@ class JobPageQuery(ListQuery):
 class JobsQuery(JobPageQuery):
     """A page of jobs."""
 
-    metadata: _Metadata | Literal["null"] | None = Field(
+    metadata: dict[str, str] | Literal["null"] | None = Field(
         None, description="Only jobs with this entry: `metadata[KEY]=VALUE`, or `null` for those without metadata."
     )
 
@@ -107,6 +107,8 @@ class JobsQuery(JobPageQuery):
     def _join_entries(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Join `metadata[KEY]` in place: names that are left there are reported as unknown."""
         entries = {found[1]: given.pop(name) for name in [*given] if (found := _ENTRY.fullmatch(name))}
+        if long := next((f"[{key}]"[:80] for key, value in entries.items() if len(key) > 64 or len(value) > 512), ""):
+            raise body_error(f"metadata{long}: must have at most 64 characters, 512 in its value", f"metadata{long}")
         return given | {"metadata": entries} if entries else given
 
     def includes(self, job: Job) -> bool:
@@ -311,7 +313,8 @@ async def _job(context: Context, job_id: str) -> Job:
 async def get_job(context: Context, query: JobQuery) -> HandlerResponse:
     """Return a job, or a page of its events or checkpoints."""
     name = query.job_id
-    job = await _job(context, name.removesuffix(_EVENTS).removesuffix(_CHECKPOINTS))
+    part = next((one for one in (_EVENTS, _CHECKPOINTS) if name.endswith(one)), "")
+    job = await _job(context, name.removesuffix(part))
     if name.endswith(_EVENTS):
         events = JobStore(get_store(context)).events
         return _page(await call_store(events, _READ_FAILED, job.id, query.after, query.limit + 1), query.limit)

@@ -142,7 +142,7 @@ class JobStore:
     def update(self, job_id: str, change: Callable[[Job], Job], *events: dict[str, Any]) -> Job:
         """Change a job in one transaction. Raises KeyError if it does not exist.
 
-        Adds the events, unless the job had ended before.
+        Adds the events, unless the job had ended before. Figures are added once: a continued process repeats some.
         """
         with self._store.open() as database:
             row = database.execute("SELECT record FROM tunings WHERE id = ?", (job_id,)).fetchone()
@@ -152,7 +152,10 @@ class JobStore:
             job = change(before)
             values = (job.status, _to_json(job), job_id)
             database.execute("UPDATE tunings SET status = ?, record = ? WHERE id = ?", values)
+            known = "SELECT 1 FROM tuning_events WHERE job = ? AND json_extract(record, '$.message') = ?"
             for one in events if before.status not in ENDED else ():
+                if one["data"] and database.execute(known, (job_id, one["message"])).fetchone():
+                    continue
                 query = "INSERT INTO tuning_events SELECT ?, COALESCE(MAX(number), 0) + 1, ? FROM tuning_events"
                 database.execute(f"{query} WHERE job = ?", (job_id, msgspec.json.encode(one).decode(), job_id))
         return job
@@ -165,10 +168,12 @@ class JobStore:
 
     def events(self, job_id: str, after: str, limit: int) -> list[dict[str, Any]]:
         """Return a page of a job's events, newest first. `after`: the last entry of the previous page."""
-        before = int(tail) if (tail := after.rpartition("-")[2]).isdecimal() else 1 << 62
-        query = "SELECT number, record FROM tuning_events WHERE job = ? AND number < ? ORDER BY number DESC LIMIT ?"
+        query = (
+            "SELECT number, record FROM tuning_events WHERE job = ? AND (? = '' OR number < (SELECT number FROM "
+            "tuning_events WHERE job = ? AND printf('ftevent-%06d', number) = ?)) ORDER BY number DESC LIMIT ?"
+        )
         with self._store.open() as database:
-            rows = database.execute(query, (job_id, min(before, 1 << 62), limit)).fetchall()
+            rows = database.execute(query, (job_id, after, job_id, after, limit)).fetchall()
         return [{"id": f"ftevent-{number:06}", **msgspec.json.decode(record)} for number, record in rows]
 
 

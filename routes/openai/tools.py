@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from routes.request.bodies import Fields
 from routes.request.fields import Pattern, body_error
+from routes.request.messages import Message
 from routes.request.tools import Function, ToolSet
 
 MAX_TOOLS = 128
@@ -86,6 +87,20 @@ def chat_tool_set(
         allowed = choice.allowed_tools
         return build_tool_set(functions, allowed.mode, [tool.function.name for tool in allowed.tools], parallel_calls)
     return build_tool_set(functions, choice, None, parallel_calls)
+
+
+def wrong_calls(message: Message, tools: list[ChatTool]) -> Iterator[tuple[str, str]]:
+    """Yield a field and a reason for each call of another tool, or with arguments that are not JSON."""
+    names = [tool.function.name for tool in tools]
+    for i, call in enumerate(message.tool_calls or ()):
+        field = f"tool_calls[{i}].function"
+        if call.function.name not in names:
+            listed = ", ".join(names)[:200] or "none"
+            yield f"{field}.name", f"names {call.function.name!r}, which is not among the tools ({listed})"
+        try:
+            json.loads(call.function.arguments)
+        except (ValueError, RecursionError) as error:
+            yield f"{field}.arguments", f"must be JSON as text ({error})"
 
 
 def build_tool_set(

@@ -169,6 +169,8 @@ def test_shared_values_reach_both_sides() -> None:
     [
         (["--warmup", "perhaps"], {}, "--warmup"),
         (["--samplers", "rapid,dice"], {}, "dice"),
+        (["--tune-device", "bogus"], {}, "--tune-device must be auto, none, cpu or a GPU like cuda:0, got .bogus."),
+        (["--tune-device", "meta"], {}, "--tune-device"),
         (["--gpu-memory-utilization", "nan"], {}, "--gpu-memory-utilization"),
         ([], {"RWKV_MAX_RUNNING": "-1"}, "RWKV_MAX_RUNNING"),
         (["serve"], {}, "serve"),

@@ -140,6 +140,13 @@ def test_from_upload_to_answer(served: Service) -> None:
     assert not jobs.list(metadata={"for": "another"}).data and not jobs.list(extra_query={"metadata": "null"}).data
     with pytest.raises(openai.BadRequestError, match="metadata"):
         jobs.list(extra_query={"metadata": "for"})
+    with pytest.raises(
+        openai.BadRequestError, match=r"metadata\[for\]: must have at most 64 .*512 in its value"
+    ) as refused:
+        jobs.list(metadata={"for": "x" * 600})
+    assert refused.value.param == "metadata[for]"
+    with pytest.raises(openai.NotFoundError, match="checkpoints"):
+        jobs.list_events(f"{job.id}/checkpoints")
 
     assert said(client, name) == "yes yes" != said(client, "rwkv7")
     assert client.completions.create(model=name, prompt="User: Say four\n\nAssistant:", max_tokens=3).model == name

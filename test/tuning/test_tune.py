@@ -114,6 +114,7 @@ def test_every_evaluation_is_reported(model: Path, tmp_path: Path, capsys: pytes
     assert run(data, "-o", tmp_path / "x", "--model-path", model, *options) == tune.OK
     events = list(map(json.loads, capsys.readouterr().out.splitlines()))
     assert [one["step"] for one in events if one["event"] == "evaluation"] == [0, events[0]["steps"]]
+    assert [one["event"] for one in events[1:3]] == ["evaluation", "step"]
     assert events[-1]["event"] == "done"
 
 
@@ -169,7 +170,9 @@ def test_a_second_run_with_the_same_output_is_refused(
 
     def second(*_: object) -> bool:
         monkeypatch.undo()
-        assert run(data, "-o", tmp_path / "x", "--model-path", model) == 1
+        monkeypatch.setattr(tune, "lower_process_priority", lambda: None)  # of the tests
+        for background in ((), ("--background",)):  # it waited, and trained again
+            assert run(data, "-o", tmp_path / "x", "--model-path", model, *background) == 1
         errors.append(capsys.readouterr().err)
         return True
 
@@ -195,6 +198,10 @@ def test_results_do_not_overwrite_what_was_given(
         given = "--adapter", f"{tmp_path}/p{ending}{scale}", "--method", "lora"
         assert run(data, "-o", tmp_path / "p", "--model-path", model, *given) == 1
         assert f"would overwrite {tmp_path}/p{ending.partition('/')[0]}" in capsys.readouterr().err
+    (tmp_path / "a.state.pth").mkdir()
+    (tmp_path / "b.peft").touch()
+    for name, kind in (("a", "a.state.pth is a folder"), ("b", "b.peft is a file")):  # known only after the training
+        assert run(data, "-o", tmp_path / name, "--model-path", model) == 1 and kind in capsys.readouterr().err
     assert run(data, "-o", tmp_path / "new", "--device", "meta", "--model-path", model) == 1
     assert "give cpu or cuda:0" in capsys.readouterr().err
     assert run(data, "-o", tmp_path / "new", "--device", "mps", "--model-path", model) == 1  # named a PyTorch operator
@@ -244,6 +251,15 @@ def test_a_full_disk_has_its_own_exit_code(
     assert f"the disk of {tmp_path / 'x'} is full; free space" in capsys.readouterr().err
 
 
+TOOLS: list[object] = [{"type": "function", "function": {"name": "f"}}]
+
+
+def called(name: str, arguments: str, tools: list[object]) -> dict[str, object]:
+    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {"messages": [{"role": "user", "content": "a"}, answer], "tools": tools}
+
+
 BAD = {
     "not json": "3: the line is not JSON: expected ident at its character 2",
     '{"prompt": "a"': "3: the line is not JSON: EOF while parsing an object at its character 14",
@@ -257,7 +273,10 @@ BAD = {
     '{"prompt": ["a", "b"], "completion": ["c"]}': "completion: has 1 texts, prompt has 2",
     '{"prompt": 1, "completion": "b"}': "prompt",
     json.dumps(chat("a", "word " * 200)): "tokens, the limit is 100",
-    '{"prompt": "\\ud800", "completion": "b"}': "surrogate",
+    '{"prompt": "\\ud800", "completion": "b"}': "a lone surrogate (unexpected end of hex escape at its character 19)",
+    json.dumps(called("g", "{}", TOOLS)): "messages[1].tool_calls[0].function.name: names 'g', which is not among the",
+    json.dumps(called("f", "{}", [])): "names 'f', which is not among the tools (none)",
+    json.dumps(called("f", "{bad", TOOLS)): "messages[1].tool_calls[0].function.arguments: must be JSON as text (",
     json.dumps(chat("a", "b", functions=[{"name": "f"}])): "functions: is the old form of tools",
 }
 
@@ -285,6 +304,7 @@ def test_answers_are_tokenised_as_serving_does_and_alone_count() -> None:
         {"prompt": "English: a\n\nChinese:", "completion": " b"},
     ]  # fmt: skip
     examples = read_data("\n".join(map(json.dumps, lines)).encode(), "d.jsonl").examples
+    assert read_data(json.dumps(called("f", "{}", TOOLS)).encode(), "d.jsonl").examples
     texts = [tokenizer.decode_bytes(list(one.ids)).decode() for one in examples]
     assert texts == [
         "User: a\n\nAssistant: <think>\n</think>\nb\n\nUser: c\n\nAssistant: <think>\n</think>\nd\n\n",
@@ -341,6 +361,7 @@ def test_translations_of_csv_and_tmx_become_the_prompts_of_serving() -> None:
         ),
         ('prompt,completion\n"a"b",c\n', "x.csv", "line 2: is not CSV: ',' expected after"),
         ('prompt,completion\n"a\nb",c,d\n', "x.csv", "line 2: has 3 cells"),
+        ("en,English\na,b\n", "x.csv", "line 1: must be prompt,completion or two languages"),
         ("question,answer\na,b\n", "x.csv", "line 1: must be prompt,completion or two languages"),
         ("no xml", "x.tmx", "the file: must be a TMX file"),
         (TMX.replace("</body>", ""), "x.tmx", "the file: must be a TMX file"),

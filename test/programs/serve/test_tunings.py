@@ -20,7 +20,7 @@ from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
 from routes.fine_tuning.jobs import JobBody, create_job, job_object
-from routes.fine_tuning.store import MAX_ACTIVE_PER_OWNER, MAX_MODELS_PER_KEY, Job, JobStatus, JobStore
+from routes.fine_tuning.store import MAX_ACTIVE_PER_OWNER, MAX_MODELS_PER_KEY, Job, JobStatus, JobStore, make_event
 from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
 from rwkv_batch.config import EngineConfig
@@ -477,6 +477,22 @@ def test_progress_names_all_steps_and_the_end_without_the_time_of_loading(
     # A checkpoint belongs to the numbers that were asked for: a job with automatic ones did not continue from its own.
     assert runner._options(followed) == runner._options(job(1))
     assert jobs.events("ftjob-1", "", 1)[0]["data"]["total_steps"] == 11
+
+
+def test_a_continued_process_adds_no_figures_again_and_pages_end(store: Store) -> None:
+    """Each continuation repeated all evaluations. A page after an unknown entry was the first one."""
+    jobs = JobStore(store)
+    jobs.add(job(1))
+    figures = [make_event(f"Step {step}: held-out loss 1.5", data={"step": step}) for step in (0, 4)]
+    for one in (make_event("The job is running"), *figures) * 2:
+        jobs.update("ftjob-1", lambda before: before, one)
+    events = jobs.events("ftjob-1", "", 9)
+    assert [one["message"] for one in events] == [
+        "The job is running", figures[1]["message"], figures[0]["message"], "The job is running",
+    ]  # fmt: skip
+    assert jobs.events("ftjob-1", events[1]["id"], 9) == events[2:]
+    for unknown in ("ftevent-none", "ftevent-000099", "000002"):
+        assert jobs.events("ftjob-1", unknown, 9) == []
 
 
 @pytest.mark.parametrize(("served", "tuned"), [("auto", "auto"), ("int8", "int8"), ("fp8", "fp8"), ("int4", "auto")])
