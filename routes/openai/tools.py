@@ -90,12 +90,12 @@ def chat_tool_set(
 
 
 def wrong_calls(message: Message, tools: list[ChatTool]) -> Iterator[tuple[str, str]]:
-    """Yield a field and a reason for each call of another tool, or with arguments that are not JSON."""
+    """Yield a field and a reason for each call of a tool that is not listed, or with arguments that are not JSON."""
     names = [tool.function.name for tool in tools]
     for i, call in enumerate(message.tool_calls or ()):
         field = f"tool_calls[{i}].function"
-        if call.function.name not in names:
-            listed = ", ".join(names)[:200] or "none"
+        if names and call.function.name not in names:
+            listed = ", ".join(names)[:200]
             yield f"{field}.name", f"names {call.function.name!r}, which is not among the tools ({listed})"
         try:
             json.loads(call.function.arguments)
@@ -117,7 +117,7 @@ def build_tool_set(
             )
     for name in allowed_names or ():
         if name not in names:
-            listed = ", ".join(names)[:200] or "none"
+            listed = ", ".join(names)[:200]
             raise _tool_error(f"names {name!r}, which is not among the tools ({listed})", "tool_choice")
     if not functions and mode == "required":
         raise _tool_error("'required' needs at least one tool; add tools or use 'auto'", "tool_choice")
