@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import BaseModel
@@ -133,11 +133,18 @@ def _one_of(*models: type[BaseModel]) -> dict[str, Any]:
     return references[0] if len(references) == 1 else {"anyOf": references}
 
 
+def _of_both(route: Route, models: Callable[[Route], Iterable[type[BaseModel]]]) -> list[type[BaseModel]]:
+    """Return a route's models and those of the route that serves its conversations."""
+    other = route.conversation_route
+    return list(dict.fromkeys((*models(route), *(models(other) if other is not None else ()))))
+
+
 def _success_content(route: Route, error_models: list[type[BaseModel]]) -> dict[str, Any]:
     """Return the content of a successful answer. A generation may still fail after it has started."""
     if route.answer is None:
         return {route.content_type: {"schema": _SCHEMAS_WITHOUT_MODEL.get(route.content_type, {"type": "string"})}}
-    good = {route.content_type: {"schema": _one_of(route.answer, *(error_models if route.is_generation else ()))}}
+    answers = _of_both(route, lambda one: () if one.answer is None else (one.answer,))
+    good = {route.content_type: {"schema": _one_of(*answers, *(error_models if route.is_generation else ()))}}
     if route.events:
         good[route.error_format.stream.content_type] = {"schema": _event_schema(route, error_models)}
     return good
@@ -145,7 +152,8 @@ def _success_content(route: Route, error_models: list[type[BaseModel]]) -> dict[
 
 def _event_schema(route: Route, error_models: list[type[BaseModel]]) -> dict[str, Any]:
     """Return the schema of one event of a stream."""
-    value, stream = _one_of(*route.events, *error_models), route.error_format.stream
+    events = _of_both(route, lambda one: one.events)
+    value, stream = _one_of(*events, *error_models), route.error_format.stream
     if stream.content_type != SSE:
         return {"description": "One line of a stream.", "contentMediaType": JSON, "contentSchema": value}
     values: list[dict[str, Any]] = [{"contentMediaType": JSON, "contentSchema": value}]

@@ -104,6 +104,8 @@ ASKED: list[tuple[str, dict[str, Any] | None]] = [
             "max_tokens": 99,
         },
     ),
+    ("/invocations", TALK),
+    ("/invocations", {"prompt": "say One."}),
     ("/openai/v1/embeddings", {"input": "a"}),
     ("/openai/v1/models", None),
     ("/openai/v1/models/{model}", {"model": "rwkv7"}),
