@@ -66,9 +66,9 @@ class TuningRunner:
         self._kills: dict[str, int] = {}
         self._tries: dict[str, int] = {}
         self._retry_at: dict[str, float] = {}
+        """by job: when it may be tried again, by the monotonic clock"""
         self._waits: dict[str, str] = {}
         """Job -> why it waits, without numbers. Each reason is one event."""
-        """by job: when it may be tried again, by the monotonic clock"""
         self._last_run: dict[str, float] = {}
         """by key: when its last job began"""
 
@@ -198,8 +198,8 @@ class TuningRunner:
         if not has_begun and (reason := await full_places(self._context, job.tuning)) is not None:
             await self._fail(job, "no_place", reason)
             return
-        running = () if job.id in self._waits else (make_event("The job is running"),)
-        job = await self._update(job, *running, status=JobStatus.RUNNING, dtype=self._dtype(job))
+        events = [] if job.status is JobStatus.RUNNING and job.id in self._waits else [make_event("The job is running")]
+        job = await self._update(job, *events, status=JobStatus.RUNNING, dtype=self._dtype(job))
         if job.status is not JobStatus.RUNNING:
             return
         process = await asyncio.create_subprocess_exec(
