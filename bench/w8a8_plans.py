@@ -12,11 +12,9 @@ test/gpu/test_gpu_w8a8.py checks the results.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,7 @@ import msgspec
 import torch
 
 from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Launch, Plan, TableLine, fits, launch_table, plan_w8a8
-from rwkv_batch.kernels.cuda.w8a8.products import (
-    W8A8Gemm,
-    W8A8Weights,
-    multiply,
-    pitch_of,
-    prepare_w8a8,
-    quantise_mixed,
-)
+from rwkv_batch.kernels.cuda.w8a8.products import W8A8Gemm, W8A8Weights, multiply, pitch_of, prepare_w8a8
 from rwkv_batch.model.quant.w8a8 import Codes, InputTransform
 
 GPU = torch.device("cuda", 0)
@@ -39,7 +30,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 512, 640, 960, 1024,
 VOCAB = 65536
 SUSTAINED_ROWS = 960
 RANKED_AT_POWER_LIMIT = 6
-CELL_MS = 20
+BURST_MS, SUSTAINED_MS = 7, 500
 ROTATED_BYTES = 260e6
 MAX_LEAD = 1
 
@@ -94,42 +85,35 @@ class Cell:
             for i in range(max(2, -(-int(ROTATED_BYTES) // self.bytes)))
         ]
 
-    def launches(self, plan: Plan, rows: int) -> list[Callable[[], object]]:
-        """Return one launch per copy of the weights."""
+    def graph(self, plan: Plan, rows: int) -> tuple[torch.cuda.CUDAGraph, int]:
+        """Return a graph of at least 12 launches over the copies of the weights, and their number."""
         inputs = [
             Codes(normal_codes((rows, self.k), self.unsigned), *scales_and_ratios(pitch_of(rows))) for _ in self.ns
         ]
         ys = [torch.empty(rows, n, dtype=torch.float16, device=GPU) for n in self.ns]
         groups = [[W8A8Gemm(*gemm) for gemm in zip(inputs, of_set, ys, strict=True)] for of_set in self.weights]
-        return [lambda gemms=gemms: multiply(gemms, plan) for gemms in groups]
+        self._replayed = groups  # a graph does not keep its tensors
+        for gemms in groups:
+            multiply(gemms, plan)
+        torch.cuda.synchronize()
+        graph, repeats = torch.cuda.CUDAGraph(), -(-12 // len(groups))
+        with torch.cuda.graph(graph):
+            for gemms in groups * repeats:
+                multiply(gemms, plan)
+        return graph, repeats * len(groups)
 
-    def cublas_fp8(self, rows: int) -> list[Callable[[], object]]:
-        """Return cuBLASLt's fp8 products of the same shape."""
-        x = torch.randn(-(-rows // 16) * 16, self.k, device=GPU).to(torch.float8_e4m3fn)
-        x_scales = torch.rand(len(x), 1, device=GPU)
-        groups = [
-            [((w.codes.half() * 0.03).to(torch.float8_e4m3fn).T, torch.rand(1, w.shape[0], device=GPU)) for w in of_set]
-            for of_set in self.weights
-        ]
+    def burst_us(self, plan: Plan, rows: int) -> float:
+        """Return the median time of one launch in replays that are too short to reach the power limit."""
+        graph, count = self.graph(plan, rows)
+        times = max(1, round(BURST_MS / replay_ms(graph, 2)))
+        return sorted(replay_ms(graph, times) for _ in range(3))[1] / count * 1000
 
-        def launch(group: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            for weight, scales in group:
-                torch._scaled_mm(x, weight, scale_a=x_scales, scale_b=scales, out_dtype=torch.bfloat16)
-
-        return [lambda group=group: launch(group) for group in groups]
-
-
-def capture(launches: list[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph of at least 12 launches, and their number."""
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph, repeats = torch.cuda.CUDAGraph(), -(-12 // len(launches))
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for launch in launches:
-                launch()
-    return graph, repeats * len(launches)
+    def sustained_us(self, plan: Plan, rows: int) -> float:
+        """Return one launch's time at the power limit."""
+        graph, count = self.graph(plan, rows)
+        times = max(1, round(SUSTAINED_MS / 2 / replay_ms(graph, 2)))
+        replay_ms(graph, times)
+        return replay_ms(graph, times) / count * 1000
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph, times: int) -> float:
@@ -143,86 +127,17 @@ def replay_ms(graph: torch.cuda.CUDAGraph, times: int) -> float:
     return start.elapsed_time(end) / times
 
 
-def burst_us(launches: list[Callable[[], object]]) -> float:
-    """Return the median time of one launch in short replays.
-
-    The replays are too short to reach the power limit.
-    """
-    graph, count = capture(launches)
-    times = max(1, round(CELL_MS / 3 / replay_ms(graph, 2)))
-    return sorted(replay_ms(graph, times) for _ in range(3))[1] / count * 1000
-
-
-class PowerMeter(threading.Thread):
-    """Samples power and SM clock while something runs."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        import pynvml
-
-        pynvml.nvmlInit()
-        self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-        self.samples: list[tuple[float, int]] = []
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        """Sample until `end`."""
-        while not self.ended.wait(0.04):
-            watts = self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000
-            self.samples.append((watts, self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)))
-
-    def end(self) -> dict[str, float]:
-        """Return the medians of the second half."""
-        self.ended.set()
-        self.join()
-        late = self.samples[len(self.samples) // 2 :] or [(0.0, 0)]
-        watts, mhz = (sorted(sample[i] for sample in late)[len(late) // 2] for i in range(2))
-        return {"watts": watts, "mhz": mhz}
-
-
-def sustained(launches: list[Callable[[], object]], seconds: float = 0.5) -> dict[str, float]:
-    """Return one launch's time at the power limit, with power and clock."""
-    graph, count = capture(launches)
-    times = max(1, int(seconds * 500 / replay_ms(graph, 2)))
-    replay_ms(graph, times)
-    meter = PowerMeter()
-    meter.start()
-    us = replay_ms(graph, times) / count * 1000
-    return {"us": us, **meter.end()}
-
-
-def time_cell(cell: Cell, rows: int, num_sms: int, cublas: bool) -> tuple[Plan, dict[str, Any]]:
+def time_cell(cell: Cell, rows: int, num_sms: int) -> tuple[Plan, dict[str, Any]]:
     """Time all plans of a cell; return the best, and the record."""
     launch = Launch(cell.ns, cell.k, cell.unsigned, rows)
-    found = sorted((burst_us(cell.launches(plan, rows)), plan) for plan in plans_of(launch, num_sms))
-    record: dict[str, Any] = {"n": cell.ns, "k": cell.k, "rows": rows, "us": {str(plan): us for us, plan in found}}
-    best_us, best = found[0]
+    us = {plan: cell.burst_us(plan, rows) for plan in plans_of(launch, num_sms)}
+    record: dict[str, Any] = {"n": cell.ns, "k": cell.k, "rows": rows, "us": {str(plan): t for plan, t in us.items()}}
     if rows >= SUSTAINED_ROWS:
-        at_limit = {plan: sustained(cell.launches(plan, rows)) for _, plan in found[:RANKED_AT_POWER_LIMIT]}
-        best = min(at_limit, key=lambda plan: at_limit[plan]["us"])
-        best_us = at_limit[best]["us"]
-        record["sustained"] = {str(plan): measured for plan, measured in at_limit.items()}
-    record |= {"best": str(best), "best_us": best_us, "chosen_now": str(plan_w8a8(launch, num_sms))}
-    record |= {"tops": 2 * rows * cell.bytes / best_us / 1e6, "gb_s": cell.bytes / best_us / 1e3}
-    if cublas and rows >= 64:
-        launches = cell.cublas_fp8(rows)
-        record["fp8_us"] = sustained(launches)["us"] if rows >= SUSTAINED_ROWS else burst_us(launches)
-    return best, record
-
-
-def time_inputs(width: int) -> list[dict[str, float]]:
-    """Time the rounding of inputs."""
-    records = []
-    for count, k, relu_squared in ((3, width, False), (1, width, False), (1, 4 * width, True)):
-        identity = InputTransform(torch.ones(k), torch.randperm(k).to(torch.int32))
-        codes = Codes(normal_codes((64, k)), *scales_and_ratios(64))
-        weights = [W8A8Weights.prepare(codes, identity)] * count
-        for rows in (1, 8, 32, 128, 320, 960, 4096):
-            xs = [torch.randn(count, rows, k, device=GPU).half() for _ in range(4)]
-            us = burst_us([functools.partial(quantise_mixed, x, weights, relu_squared) for x in xs])
-            records.append({"matrices": count, "k": k, "rows": rows, "us": us})
-            print(f"inputs {count} x {rows} x {k}: {us:.2f} us", flush=True)
-    return records
+        us = {plan: cell.sustained_us(plan, rows) for plan in sorted(us, key=us.__getitem__)[:RANKED_AT_POWER_LIMIT]}
+        record["sustained"] = {str(plan): t for plan, t in us.items()}
+    best = min(us, key=us.__getitem__)
+    record |= {"best": str(best), "best_us": us[best], "chosen_now": str(plan_w8a8(launch, num_sms))}
+    return best, record | {"tops": 2 * rows * cell.bytes / us[best] / 1e6, "gb_s": cell.bytes / us[best] / 1e3}
 
 
 def main() -> None:
@@ -231,7 +146,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--widths", type=int, nargs="+", default=[4096])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--cublas", action="store_true", help="also time cuBLASLt's fp8 products")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.seconds
@@ -240,18 +154,17 @@ def main() -> None:
     table = {(*shape, rows): plan for shape, plans in launch_table().items() for rows, plan in plans}
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "cells": []}
     for width in args.widths:
-        results[f"inputs {width}"] = time_inputs(width)
         for name, (ns, k, unsigned) in launches_of(width).items():
             cell = Cell(ns, k, unsigned)
             for rows in args.rows:
-                if time.monotonic() > deadline or (name == "head" and rows > 960):
+                if time.monotonic() > deadline or (name == "head" and rows > SUSTAINED_ROWS):
                     continue
-                best, record = time_cell(cell, rows, num_sms, args.cublas)
+                best, record = time_cell(cell, rows, num_sms)
                 table[ns, k, unsigned, rows] = best
                 results["cells"].append({"matrix": name, **record})
-                now, fp8 = record["us"].get(record["chosen_now"], 0), record.get("fp8_us", 0)
+                now = record["us"].get(record["chosen_now"], 0)
                 speed = f"{record['best_us']:.1f} us {record['tops']:.0f} TOPS {record['gb_s']:.0f} GB/s"
-                print(f"{name} {width} {rows}: {speed} {best}; now {now:.1f} us; fp8 {fp8:.1f} us", flush=True)
+                print(f"{name} {width} {rows}: {speed} {best}; now {now:.1f} us", flush=True)
                 (args.out / "times.json").write_text(json.dumps(results, indent=1))
             del cell
             torch.cuda.empty_cache()
