@@ -5,6 +5,7 @@ On a CPU, a run that continues from one gives the same bits.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,13 @@ _VERSION = 3
 _ROW_TOKENS = 256
 _CPU_BATCH, _GPU_BATCH = 512, 16384
 """Tokens of a step. On a CPU small steps are as fast, and more steps learn more from the same tokens."""
+
+
+# torch's optimizers import torch._dynamo for two seconds, only to keep it from compiling these methods.
+for _name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+    _method: Any = inspect.unwrap(getattr(torch.optim.Optimizer, _name))
+    _method.__dynamo_disable = _method
+_ADAMW_STEP = inspect.unwrap(torch.optim.AdamW.step)
 
 
 class DivergedError(StartupError):
@@ -87,7 +95,8 @@ class Trainer:
         if not math.isfinite(loss):
             raise DivergedError(f"the loss of step {len(self.losses) + 1} is {loss}; give a lower learning rate")
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        self.optimizer.step()
+        with torch.no_grad():
+            _ADAMW_STEP(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(loss)
         return self.losses[-1]
