@@ -3,25 +3,36 @@
 Also the time to read the logits once.
 
     python -m bench.sampling [--device cuda|cpu] [--samplers rapid,flashinfer] [--rows 1,320] [--out FILE]
+    python -m bench.sampling --model-path FILE --dtype int8 --rows 320     # whole steps of an engine, too
 
 Prints one JSON line per measurement; the last line has all. On CUDA, steps rotate over several sets of logits, larger
-in total than the cache. `rapid` is timed in CUDA graph replays, as the engine runs it; the others are timed as called.
+in total than the cache. `rapid` without filters is timed in CUDA graph replays, as the engine runs it; the others are
+timed as called.
+
+`--model-path` adds the engine's time for a token of the last number of rows, by parameters: `ratio` is that of a case
+over `open`, the median over the rounds. The cases alternate. Each row samples 96 tokens after a prompt of 64.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
 from bench.tools.record import Arguments, finish, origin
+from demo.engine_client import open_engine
+from rwkv_batch.engine import Engine
+from rwkv_batch.request import GenerateRequest, Job, JobEvents
 from sampling.cpu import CpuSampler
 from sampling.filtered_sampler import FilteredSampler
 from sampling.params import Filters, Method, SamplingParams
@@ -53,15 +64,23 @@ CASES = {
                 repetition_penalty=1.1,
                 dry_multiplier=0.8,
                 dynatemp_range=0.2,
+                epsilon_cutoff=1e-4,
+                eta_cutoff=1e-4,
             ),
         )
     ],
+    "typical_p": [SamplingParams(filters=Filters(typical_p=0.95))],
+    "mirostat1": [SamplingParams(filters=Filters(mirostat=1))],
+    "mirostat2": [SamplingParams(filters=Filters(mirostat=2))],
     "mixed": [PENALTIES, SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams()],
 }
+ENGINE_CASES = ("all_parameters", "all_samplers", "typical_p", "mirostat1")
+"""compared with `open`"""
 REPEATS = 5
 """Measurements that are not of a graph."""
 HISTORY = 300
 """Steps before the measurement, so that penalties have tokens to act on."""
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -177,6 +196,55 @@ def measurements(setting: Setting, args: argparse.Namespace) -> Iterable[dict[st
                 yield measure(setting, name, rows, case)
 
 
+def engine_steps(args: argparse.Namespace, rows: int) -> Iterable[dict[str, object]]:
+    """Yield for each case an engine's milliseconds per step of `rows` rows, and its ratio to the case `open`."""
+    times: dict[str, list[float]] = {case: [] for case in dict.fromkeys(("open", *ENGINE_CASES))}
+    with open_engine(args.model_path, device=args.device, dtype=args.dtype, wkv_state=args.wkv_state) as client:
+        for number in range(args.rounds + 1):  # the first one warms up
+            for case in list(times)[:: -1 if number % 2 else 1]:
+                choice = CASES[case]
+                seconds = engine_seconds(client.engine, [choice[row % len(choice)] for row in range(rows)])
+                if number:
+                    times[case].append(seconds)
+    for case, seconds in times.items():
+        ratios = [one / plain for one, plain in zip(seconds, times["open"], strict=True)]
+        yield {
+            "kind": "engine",
+            "B": rows,
+            "params": case,
+            "dtype": args.dtype,
+            "ms": round(statistics.median(seconds) * 1e3, 3),
+            "ratio": round(statistics.median(ratios), 4),
+            "range": [round(min(ratios), 4), round(max(ratios), 4)],
+        }
+
+
+def engine_seconds(engine: Engine, choice: list[SamplingParams]) -> float:
+    """Return the median seconds of a step while all rows sample; one row per element of `choice`."""
+    ends, times = threading.Event(), list[float]()
+    prompt = [(7919 * i * i) % 600 + 300 for i in range(64)]
+    requests = [
+        GenerateRequest(
+            prompt=prompt,
+            max_tokens=96,
+            sampling=msgspec.structs.replace(params, seed=row),
+            ignore_eos=True,
+            chunk_size=1,
+            use_prefix_cache=False,
+        )
+        for row, params in enumerate(choice)
+    ]
+
+    def sink(events: JobEvents) -> None:
+        times.append(time.perf_counter())
+        if events.done:
+            ends.set()
+
+    engine.submit(Job(job_id=f"sampling-{next(_numbers)}", rows=requests), sink, lambda refusal: None)
+    ends.wait()
+    return statistics.median(after - before for before, after in itertools.pairwise(times[16:-2]))
+
+
 def refusal(name: str, device: torch.device) -> str | None:
     """Return why a sampler cannot be measured, or None."""
     try:
@@ -191,11 +259,16 @@ def main() -> None:
     parser.add_argument("--samplers", default=",".join(SAMPLERS))
     parser.add_argument("--rows", default="1,32,320")
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--model-path", type=Path, help="also measures steps of an engine with this model")
+    parser.add_argument("--dtype", default="auto", help="of the engine's weights")
+    parser.add_argument("--wkv-state", default="fp32")
+    parser.add_argument("--rounds", type=int, default=5, help="of the engine's steps")
     args = parser.parse_args()
     device = torch.device(args.device)
     setting = Setting(device, copy_bandwidth(device))
     results = []
-    for result in measurements(setting, args):
+    steps = engine_steps(args, int(args.rows.split(",")[-1])) if args.model_path else ()
+    for result in itertools.chain(measurements(setting, args), steps):
         print(json.dumps(result), flush=True)
         results.append(result)
     report: dict[str, object] = origin(args.commit, "torch") | {"copy_gb_s": round(setting.bandwidth / 1e9)}
