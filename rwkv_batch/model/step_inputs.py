@@ -50,7 +50,7 @@ class StepInputs:
     single_rows: int = 0
     """The first rows that have one token each, for backends that use it; 0: unknown."""
     token_rows: Tensor | None = None
-    """[T] int64: the row of each token; backends that need it compute it"""
+    """[T] int64: the row of each token, if copied to the device before the step"""
     adapters: Tensor | None = None
     """[T] int64 on the CPU: adapter number of each token, 0 for none; None: no row has one"""
     adapter_tiles: AdapterTiles | None = None
@@ -62,6 +62,9 @@ class StepInputs:
         """Return a copy on a device, with the late tokens. Does not wait for the device."""
         tokens = pinned(self.tokens, device).to(device, non_blocking=True)
         self.place_late_tokens(tokens)
+        token_rows = self.token_rows
+        if token_rows is None and device.type == "cuda" and self.max_seqlen > 1:
+            token_rows = rows_of_tokens(self.cu_seqlens, len(tokens))
         return StepInputs(
             tokens=tokens,
             cu_seqlens=pinned(self.cu_seqlens, device).to(device, non_blocking=True),
@@ -70,6 +73,7 @@ class StepInputs:
             logit_tokens=pinned(self.logit_tokens, device).to(device, non_blocking=True),
             max_seqlen=self.max_seqlen,
             single_rows=self.single_rows,
+            token_rows=None if token_rows is None else pinned(token_rows, device).to(device, non_blocking=True),
             adapters=self.adapters,
         )
 
@@ -100,6 +104,13 @@ def step_inputs(
 def int64_tensor(values: list[int]) -> Tensor:
     """Return a tensor [n] of a short list in a third of the time of torch.tensor."""
     return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+def rows_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return the row of each token, [T] int64, on the device of cu_seqlens [B+1]."""
+    lengths = cu_seqlens.diff()
+    rows = torch.arange(len(lengths), device=lengths.device)
+    return torch.repeat_interleave(rows, lengths, output_size=num_tokens)
 
 
 def token_shift(h: Tensor, shift: Tensor, inputs: StepInputs) -> Tensor:

@@ -35,7 +35,7 @@ from rwkv_batch.model.layer import Norm, Prologue
 from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.quant.w8a8 import InputTransform
 from rwkv_batch.model.quant.w8a8 import quantise_rows as quantise_rows_w8a8
-from rwkv_batch.model.step_inputs import CONTINUES, StepInputs
+from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, rows_of_tokens
 from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
@@ -153,6 +153,11 @@ def test_rows_that_continue_others(ops: CudaOps, libraries: list[ctypes.CDLL], s
     assert torch.equal(out, expected_out)
     assert torch.equal(mixed.fp16, expected.fp16)
     assert torch.equal(mixed.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(after[[2, 3]], expected_after[[2, 3]])
+    parts.token_rows = rows_of_tokens(parts.cu_seqlens, tokens)  # read before the kernel in front ends
+    out, staged, after = run(ops, of, x, shift, parts)
+    assert torch.equal(out, expected_out)
+    assert torch.equal(staged.fp16, expected.fp16)
     assert torch.equal(after[[2, 3]], expected_after[[2, 3]])
     parts.read_slots = torch.zeros(len(lengths), dtype=torch.int64)
     assert torch.equal(after, run(ops, of, x, shift, parts)[2])

@@ -76,7 +76,7 @@ class ShiftMixArgs(Structure):
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
         *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_cta")],
-        *[(name, c_int) for name in ("scale_pitch", "num_splits", "token_ctas")],
+        *[(name, c_int) for name in ("scale_pitch", "num_splits", "token_ctas", "are_rows_known")],
         *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "stored_factors", "order")],
     ]
 

@@ -57,6 +57,8 @@ from rwkv_batch.model.state import HEAD_SIZE
 from rwkv_batch.model.step_inputs import StepInputs
 
 FFN_STEP, MAX_FFN = 64, 16384
+SHORT_TOKENS = 8
+"""Tokens of rows on average up to which the WKV goes token by token: a chunk takes as long for 1 token as for 16."""
 
 
 class CudaOps:
@@ -155,7 +157,8 @@ class CudaOps:
         """As naive: p [T, C] fp16 each, v_first [T, C] fp16, wkv [num_slots, H, 64, 64] fp16 or fp32.
 
         wkv may be [num_slots, H, 4224] uint8: int8 states with their scales (model/state.py). One kernel serves rows of
-        one token, which come first. Another serves longer rows: in chunks, or token by token with the first one's bits.
+        one token, which come first. Another serves longer rows: in chunks, or token by token with the first one's bits:
+        short ones, and all if steps are deterministic.
         A mixed step runs both. If all rows have one token, the first kernel may also compute the pending second
         low-rank products (`CudaProjections.low`). y is quantised (two-part) if all rows have one token and the output
         layer `takes_two_part_rows`.
@@ -204,7 +207,8 @@ class CudaOps:
             args.cu_seqlens = cuda_pointer(inputs.cu_seqlens[num_single:], torch.int64)
             args.read_slots = cuda_pointer(inputs.read_slots[num_single:], torch.int64)
             args.write_slots = cuda_pointer(inputs.write_slots[num_single:], torch.int64)
-            if self.is_deterministic:
+            are_short = len(p.r) - num_single <= SHORT_TOKENS * args.rows and wkv.dtype is not torch.uint8
+            if self.is_deterministic or are_short:
                 library().call("rwkv_wkv_sequence", ctypes.byref(args), wkv.element_size())
             else:
                 library().call("rwkv_wkv_chunk", ctypes.byref(args), wkv.element_size(), len(p.r) - num_single)

@@ -30,7 +30,7 @@ from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix, empty_rows
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.layer import MIX_ORDER, Prologue
 from rwkv_batch.model.quant.formats import Format
-from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.step_inputs import StepInputs, rows_of_tokens
 
 MAX_WIDTH = 4096
 TOKEN_CTAS = 4
@@ -76,6 +76,9 @@ def shift_and_mix(
     added = _row_sums(x, work) if is_lone and _accumulates_row_sums(prologue, work) else None
     x_out, rows = torch.empty_like(x), len(inputs.read_slots)
     tail = torch.empty(rows, width, dtype=x.dtype, device=x.device) if ragged and tokens > work.num_sms else None
+    token_rows = inputs.token_rows
+    if ragged and token_rows is None:
+        token_rows = rows_of_tokens(inputs.cu_seqlens, tokens)
     args = ShiftMixArgs(
         **_row_args(x, delta, x_out, prologue, shift, inputs),
         partials=cuda_pointer(shares, torch.float32),
@@ -86,13 +89,14 @@ def shift_and_mix(
         last_h=cuda_pointer(tail),
         mix=cuda_pointer(mix),
         cu_seqlens=cuda_pointer(inputs.cu_seqlens, torch.int64) if ragged else None,
-        token_rows=cuda_pointer(token_rows(inputs), torch.int64) if ragged else None,
+        token_rows=cuda_pointer(token_rows, torch.int64),
         tokens=tokens,
         mixes=len(mix),
         tokens_per_cta=-(-tokens // (SHIFT_BLOCKS * work.num_sms)),
         scale_pitch=0 if quantised is None else quantised.scale_pitch,
         num_splits=0 if shares is None else len(shares),
         token_ctas=1 if shares is None else _token_blocks(width, quantised),
+        are_rows_known=inputs.token_rows is not None,
     )
     if in_8_bits is not None:
         _fill_w8a8(args, in_8_bits, prologue)
@@ -219,12 +223,3 @@ def _fill_w8a8(args: ShiftMixArgs, mix: W8A8Mix, prologue: Prologue) -> None:
         args.factors[i] = cuda_pointer(linear.weights.factors, torch.float32)
         args.stored_factors[i] = cuda_pointer(linear.weights.stored_factors, torch.float32)
         args.order[i] = cuda_pointer(linear.weights.order, torch.int16)
-
-
-def token_rows(inputs: StepInputs) -> Tensor:
-    """Returns the row of each token, [T] int64; computed once per step, on its device."""
-    if inputs.token_rows is None:
-        lengths = inputs.cu_seqlens.diff()
-        rows = torch.arange(len(lengths), device=lengths.device)
-        inputs.token_rows = torch.repeat_interleave(rows, lengths, output_size=len(inputs.tokens))
-    return inputs.token_rows

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
     int64_t write_at = 0;
     int other = token;
     bool has_slot = true, stores = true;
-    constexpr bool EARLY_SLOTS = PRELOADED && !RAGGED;  // earlier steps wrote slots and previous h, but not token_rows
+    const bool early_slots = PRELOADED && (!RAGGED || a.are_rows_known);  // earlier steps wrote slots and previous h
     const auto load_slots = [&] {
         int64_t row = token;
         if (RAGGED) {
@@ -115,11 +115,11 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
         write_at = a.write_slots[row] * a.slot_stride + channel;
         if (active && has_slot) previous = load16(a.shift + a.read_slots[row] * a.slot_stride + channel);
     };
-    if (EARLY_SLOTS) load_slots();
+    if (early_slots) load_slots();
     allow_next_kernel();
     wait_for_previous_kernel();
     const int64_t at = static_cast<int64_t>(token) * width + channel;
-    if (!EARLY_SLOTS) load_slots();
+    if (!early_slots) load_slots();
     if (active) {
         packed = load16(a.x + at);
         if constexpr (PARTIALS) {

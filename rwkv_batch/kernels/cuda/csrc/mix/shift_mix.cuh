@@ -35,6 +35,7 @@ struct ShiftMixArgs {
     int scale_pitch;  // scales per mix
     int num_splits;
     int token_ctas;  // CTAs per token: 1 or TOKEN_CTAS
+    int are_rows_known;  // token_rows were written before the step
     const float* factors[MAX_W8A8_GEMMS];  // W8A8: of each mix, by channel
     const float* stored_factors[MAX_W8A8_GEMMS];  // the same by position
     const uint16_t* order[MAX_W8A8_GEMMS];  // null: not W8A8
