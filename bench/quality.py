@@ -3,6 +3,7 @@
     python -m bench.quality                                             # the demo model, held-out sentences
     python -m bench.quality --model-path FILE --text-file FILE --device cuda:0
     python -m bench.quality --wkv-states fp16 int8 --max-tokens 32768   # WKV state formats instead of dtypes
+    python -m bench.quality --outliers 20 --no-kinds                    # 8 channels of each norm 20 times as large
 
 Compares with the same model in fp32, over the text with teacher forcing:
 - bits per byte of the text, and their increase over fp32
@@ -88,6 +89,17 @@ class Reader:
             inputs = StepInputs(torch.tensor(ids[-1:]), torch.tensor([0, 1]), slots, slots, torch.tensor([0]), 1)
             ids.append(int(self.pipeline.forward(inputs)[0].argmax()))
         return ids
+
+
+def with_outliers(weights: Weights, factor: int) -> Weights:
+    """Return the model with 8 random channels of each layer norm `factor` times as large."""
+    generator, changes = torch.Generator().manual_seed(5), dict(weights.changes)
+    for i in range(weights.shape.layers):
+        for norm in ("ln1", "ln2"):
+            scale = torch.ones(weights.shape.width)
+            scale[torch.randperm(weights.shape.width, generator=generator)[:8]] = factor
+            changes |= {f"blocks.{i}.{norm}.{part}": scale.mul for part in ("weight", "bias")}
+    return dataclasses.replace(weights, changes=changes, adapters=(*weights.adapters, f"outliers {factor}"))
 
 
 def compare(reader: Reader, reference: Reader, text: Text) -> dict[str, float]:
@@ -191,6 +203,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--written", type=at_least(1), default=1000, help="tokens for the agreement")
     parser.add_argument("--wkv-states", nargs="+", type=StateFormat, choices=list(StateFormat), default=[])
     parser.add_argument("--texts", type=at_least(1), default=2, help="batch size with --wkv-states")
+    parser.add_argument("--outliers", type=at_least(1), help="factor of 8 channels of each layer norm")
     parser.add_argument("--no-kinds", action="store_true", help="without the table by kind of matrix")
     return parser.parse_args()
 
@@ -219,6 +232,8 @@ def main() -> None:
         weights = open_weights(args.model_path or ensure_model())
     except WeightsError as error:
         raise SystemExit(str(error)) from None
+    if args.outliers:
+        weights = with_outliers(weights, args.outliers)
     if args.wkv_states:
         compare_states(weights, args)
         return
@@ -235,7 +250,8 @@ def main() -> None:
 
 def about(weights: Weights, args: argparse.Namespace) -> dict[str, Any]:
     """Return what both kinds of records begin with."""
-    return {"model": weights.path.name, "shape": weights.shape.describe(), "device": args.device}
+    model = {"model": weights.path.name, "shape": weights.shape.describe(), "device": args.device}
+    return model | {"outliers": args.outliers or 1}
 
 
 def compare_states(weights: Weights, args: argparse.Namespace) -> None:

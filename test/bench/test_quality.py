@@ -9,6 +9,7 @@ import pytest
 
 from bench import quality
 from demo.random_weights import write_random_model
+from rwkv_batch.model.weights import open_weights
 
 
 def last_line(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -30,6 +31,7 @@ def last_line(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["--text-file", "bytes.txt"], "bytes.txt cannot be read .*UTF-8"),
         (["--text-file", "empty.txt"], "holds 0 tokens; give a text of at least 2"),
         (["--max-tokens", "-5"], "--max-tokens: must be a whole number, 2 or more, got '-5'"),
+        (["--outliers", "0"], "--outliers: must be a whole number, 1 or more, got '0'"),
         (["--texts", "0"], "--texts: must be a whole number, 1 or more, got '0'"),
         (["--device", "bogus"], "--device: device 'bogus' is not .*change --device"),
         (["--device", "cuda:4321"], "--device: there is no device cuda:4321"),
@@ -51,3 +53,12 @@ def test_an_error_is_one_line(
         arguments = ["--model-path", str(write_random_model(tmp_path / "tiny.pth", layers=1, width=64)), *arguments]
     line = last_line(arguments, monkeypatch, capsys)
     assert re.search(named, line), line
+
+
+def test_planted_outliers_are_in_the_reference_too(tmp_path: Path) -> None:
+    weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=1, width=64))
+    planted = quality.with_outliers(weights, 20)
+    name = "blocks.0.ln2.weight"
+    larger = (planted.tensor(name) / weights.tensor(name).float()).round()
+    assert sorted(larger.tolist()) == [1] * 56 + [20] * 8
+    assert planted.fingerprint != weights.fingerprint
