@@ -209,6 +209,19 @@ def raise_priority(processes: Iterable[int]) -> None:
                 os.setpriority(os.PRIO_PROCESS, int(thread), 0)
 
 
+def training_processes(service: Service) -> list[int]:
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            try:
+                line = (process / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"programs.tune" in line and str(service.state_db).encode() in line:
+                found.append(int(process.name))
+    return found
+
+
 def is_process_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"

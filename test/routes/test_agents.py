@@ -9,6 +9,7 @@ PYTHONPATH=/tmp/agents python -m pytest test/routes/test_agents.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import pytest
@@ -27,6 +28,11 @@ class Order(BaseModel):
     model_config = ConfigDict(extra="forbid")
     drink: Literal["tea", "coffee"]
     cups: int = Field(ge=1, le=9)
+
+
+def needs(framework: str) -> pytest.MarkDecorator:
+    """Skip a test without its framework, before it starts a service."""
+    return pytest.mark.skipif(find_spec(framework) is None, reason=f"{framework} is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +57,11 @@ def weather_tool(units: list[str]) -> Callable[..., str]:
     return get_weather
 
 
+@needs("instructor")
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "JSON"])
 def test_instructor(url: str, mode: str) -> None:
-    instructor = pytest.importorskip("instructor")
+    import instructor
+
     client = instructor.from_openai(
         OpenAI(base_url=url, api_key="none", max_retries=0), mode=getattr(instructor.Mode, mode)
     )
@@ -66,10 +74,12 @@ def test_instructor(url: str, mode: str) -> None:
     assert isinstance(order, Order)
 
 
+@needs("pydantic_ai")
 def test_pydantic_ai(url: str, echo_url: str) -> None:
-    agents = pytest.importorskip("pydantic_ai")
-    models = pytest.importorskip("pydantic_ai.models.openai")
-    providers = pytest.importorskip("pydantic_ai.providers.openai")
+    import pydantic_ai as agents
+    from pydantic_ai.models import openai as models
+    from pydantic_ai.providers import openai as providers
+
     for kind in (models.OpenAIChatModel, models.OpenAIResponsesModel):
         model = kind(MODEL, provider=providers.OpenAIProvider(base_url=url, api_key="none"))
         agent = agents.Agent(model, output_type=Order, retries=0)
@@ -83,9 +93,11 @@ def test_pydantic_ai(url: str, echo_url: str) -> None:
         assert units == ["c"]
 
 
+@needs("langchain_openai")
 def test_langchain(url: str, echo_url: str) -> None:
-    chat_models = pytest.importorskip("langchain_openai")
-    agents = pytest.importorskip("langchain.agents")
+    import langchain_openai as chat_models
+    from langchain import agents
+
     for use_responses in (False, True):
         options: dict[str, Any] = {"model": MODEL, "api_key": "none", "use_responses_api": use_responses}
         chat = chat_models.ChatOpenAI(base_url=url, max_tokens=200, **options)

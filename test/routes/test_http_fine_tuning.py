@@ -14,7 +14,7 @@ import pytest
 
 from routes.request.model_names import parse_model_id
 from routes.translation.languages import LABEL
-from test.serving import Service, raise_priority, wait_for
+from test.serving import Service, raise_priority, training_processes, wait_for
 
 ALICE, BOB = "key-of-alice", "key-of-bob"
 KEYS = f'[[key]]\nname = "alice"\nkey = "{ALICE}"\n[[key]]\nname = "bob"\nkey = "{BOB}"\n'
@@ -95,19 +95,6 @@ def said(client: openai.OpenAI, model: str) -> str | None:
 
 def messages_of(client: openai.OpenAI, job_id: str) -> list[str]:
     return [event.message for event in client.fine_tuning.jobs.list_events(job_id, limit=100)]
-
-
-def training_processes(service: Service) -> list[int]:
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            try:
-                line = (process / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"programs.tune" in line and str(service.state_db).encode() in line:
-                found.append(int(process.name))
-    return found
 
 
 def files_of(service: Service) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +14,17 @@ from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.fleet.member import Member
 from state_pool.cache.prefix_cache import PrefixCache, prefix_base
 from state_pool.origins import Adapters, LoadedAdapter, Origin
+from test.conftest import IS_LONG
 from test.simulation.runs import FLEET_WORLDS, WorldFailed, run
 from test.simulation.world import OWN_WORLDS, SPECULATING_WORLDS
 
-SEEDS = 1000 if os.environ.get("RWKV_LONG_TESTS") else 200
+SEEDS = 1000 if IS_LONG else 200
+"""Seeds in which a planted fault must be found."""
 PART = 20
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, PART))
+@pytest.mark.parametrize("first", range(0, SEEDS if IS_LONG else 80, PART))
 def test_worlds(first: int) -> None:
     for seed in range(first, first + PART):
         run(seed)

@@ -19,6 +19,7 @@ from state_pool.config import PoolConfig
 from state_pool.errors import PoolError, SessionNotFound
 from state_pool.session_key import LINEAR
 from state_pool.sessions import Lease, LeaseState
+from test.conftest import IS_LONG
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold
 from test.pool_integrity import integrity_faults
 from test.state_pool.prefix_model import MAX_ROWS, Prompts
@@ -357,7 +358,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 _SETTINGS = settings(
-    max_examples=25,
+    max_examples=25 if IS_LONG else 15,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -371,9 +372,9 @@ TestTurn.settings = settings(_SETTINGS, max_examples=15)
 TestLazy = LazyMachine.TestCase
 TestLazy.settings = settings(_SETTINGS, max_examples=15)
 TestTight = TightMachine.TestCase
-TestTight.settings = settings(_SETTINGS, max_examples=20)
+TestTight.settings = settings(_SETTINGS, max_examples=20 if IS_LONG else 15)
 TestPrefixes = PrefixMachine.TestCase
-TestPrefixes.settings = settings(_SETTINGS, max_examples=90, stateful_step_count=50)
+TestPrefixes.settings = settings(_SETTINGS, max_examples=90 if IS_LONG else 50, stateful_step_count=50)
 
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from test.conftest import IS_LONG
 from test.routes.web.conftest import DESK, PHONE, WAIT_MS, Opener, at_width
 from test.routes.web.test_chat import say
 from test.serving import Service, wait_for
@@ -184,7 +185,6 @@ COUNT_FRAMES = """([most, rows]) => new Promise(resolve => {
 
 
 def test_a_thousand_rows_stream_together(fake: Service, open_page: Opener) -> None:
-    """On a desk, then on a phone."""
     page = open_page(fake, "batch")
     page.fill("#batch-template", "Row {line} says something. ")
     page.fill("#batch-lines", "\n".join(f"number {index}" for index in range(ROWS)))
@@ -192,7 +192,7 @@ def test_a_thousand_rows_stream_together(fake: Service, open_page: Opener) -> No
     page.click("#batch-start")
     expect(page.locator(".wall")).to_have_attribute("data-rows", str(ROWS))
     expect(page.locator('.card[data-state="running"]').first).to_be_visible()
-    for width in (1280, 390):
+    for width in (DESK, PHONE) if IS_LONG else (DESK,):
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.querySelector('#panel-batch').scrollWidth") <= width
         cards = page.locator(".card").count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -89,7 +90,7 @@ def test_the_dashboard_shows_the_metrics(demo: Service, open_page: Opener, shots
     page.select_option("#requests-kind", "all")
     assert page.locator('[data-metric="hit-rate"]').inner_text().endswith("%")
     expect(page.locator("#panel-dashboard .figures-box:not(:has(td))")).to_have_count(0)
-    for rows in (1, 3, 6, 2, 5):
+    for rows in (1, 3, 6, 2, 5) if "RWKV_SCREENSHOTS" in os.environ else ():  # for the picture
         demo.post("/v1/chat/completions", {"contents": prompts * rows, "max_tokens": 40 * rows, "ignore_eos": True})
     page.locator("#panel-dashboard").evaluate("(place) => place.scrollTo(0, 0)")
     page.screenshot(path=shots / "dashboard.png")

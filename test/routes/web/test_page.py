@@ -15,7 +15,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from rwkv_batch.translation.documents.formats import ENDINGS
-from test.routes.web.conftest import PASSWORD, PHONE, WAIT_MS, Opener, at_width
+from test.conftest import IS_LONG
+from test.routes.web.conftest import DESK, PASSWORD, PHONE, WAIT_MS, Opener, at_width
 from test.serving import ROOT, Service, wait_for
 
 pytestmark = pytest.mark.browser
@@ -164,7 +165,7 @@ def test_answers_continue_after_the_service_was_started_again(
     locked: Service, open_page: Opener, shots: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """First the engine ends, then the service. This test is the last one of `locked`."""
-    pages = [open_page(locked, width=width) for width in (1280, 390)]
+    pages = [open_page(locked, width=width) for width in ((DESK, PHONE) if IS_LONG else (DESK,))]
     for page in pages:
         sign_in(page)
         expect(page.locator("#model")).not_to_be_empty()  # it knows the engine

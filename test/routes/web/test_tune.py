@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import expect
 
 from test.routes.web.conftest import WAIT_MS, Opener
-from test.serving import Service, wait_for
+from test.serving import Service, raise_priority, training_processes, wait_for
 
 pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
@@ -69,6 +69,7 @@ def test_examples_become_a_published_state(demo: Service, open_page: Opener, tmp
     page.fill("#tune-suffix", "polite")
     page.fill("#tune-epochs", "8" if IS_FOR_DOCS else "1")
     page.click("#tune-start")
+    raise_priority(wait_for(lambda: training_processes(demo), 60, "the training runs"))
     expect(page.locator("#tune-job")).to_have_attribute("data-status", "succeeded", timeout=TRAINING_MS)
     expect(page.locator("#tune-job")).to_contain_text("only 12 lines differ")
     expect(page.locator("#tune-ask")).to_have_value("Say one")
