@@ -70,10 +70,7 @@ def gpu_step_ms(size: str, rows: int, counts: list[int], rank: int, seconds: flo
 
 
 def cpu_step_ms(rows: int, counts: list[int], rank: int) -> dict[int, float]:
-    """Return CPU milliseconds per decode step, by number of adapters.
-
-    The demo model runs on one thread.
-    """
+    """Return CPU milliseconds per decode step, by number of adapters. The demo model runs on one thread."""
     torch.set_num_threads(1)
     weights = open_weights(str(files.ensure_model()))
     pipeline = Pipeline(weights, ("cpu",), "fp32", "cpu", "fp32", ())

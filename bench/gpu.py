@@ -54,10 +54,7 @@ class Ceilings:
 
 
 def timed(work: Callable[[], object], seconds: float) -> float:
-    """Return milliseconds per call, over the calls that fit into `seconds`.
-
-    Two untimed calls come first.
-    """
+    """Return milliseconds per call, over the calls that fit into `seconds`. Two untimed calls come first."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(2):
         work()

@@ -69,10 +69,7 @@ def busy_shares(devices: int) -> Iterator[list[float]]:
 
 
 class HostTime:
-    """Measures the part of a step without waits for a GPU.
-
-    The waits are those of the engine's thread.
-    """
+    """Measures the part of a step without waits for a GPU. The waits are those of the engine's thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

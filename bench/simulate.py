@@ -73,10 +73,7 @@ def run_seed(seed: int, steps: int, without: frozenset[str]) -> Result:
 
 
 def minimise(seed: int, steps: int, without: frozenset[str]) -> dict[str, Any]:
-    """Return the fewest kinds of faults with which the seed still fails.
-
-    Also returns nearly the fewest steps.
-    """
+    """Return the fewest kinds of faults with which the seed still fails. Also returns nearly the fewest steps."""
     for kind in KINDS:
         if kind not in without and run_seed(seed, steps, without | {kind})[2]:
             without |= {kind}
@@ -112,10 +109,7 @@ def summary(
 
 
 def record_so_far(arguments: argparse.Namespace) -> tuple[int, Counter[str], dict[int, str], float, float]:
-    """Return the record of an interrupted run.
-
-    It has the worlds done, counts, failures, CPU seconds and seconds.
-    """
+    """Return the record of an interrupted run. It has the worlds done, counts, failures, CPU seconds and seconds."""
     if arguments.out is None or not arguments.out.exists():
         return 0, Counter(), {}, 0.0, 0.0
     record = json.loads(arguments.out.read_text())

@@ -79,10 +79,7 @@ def _prompt(query: Query, *, alone: bool) -> str:
 
 
 def skills(client: EngineClient, names: Iterable[str], cases: int, seed: int) -> dict[str, Any]:
-    """Return each skill's right and exact translations, as shares.
-
-    With and without what comes before.
-    """
+    """Return each skill's right and exact translations, as shares. With and without what comes before."""
     found = {}
     for skill in (SKILLS[name] for name in names):
         rng = Random(f"{skill.__name__}/{seed}")

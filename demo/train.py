@@ -43,10 +43,7 @@ def timed(seconds: float) -> TimedSchedule:
 
 
 def trainer_of(model: TrainingModel, schedule: Schedule, peak: float, dtype: torch.dtype = torch.float32) -> Trainer:
-    """Return the trainer of all weights.
-
-    Only large matrices have weight decay.
-    """
+    """Return the trainer of all weights. Only large matrices have weight decay."""
     large = {name for name, one in model.weights.items() if one.dim() == 2 and name.endswith(".weight")}
     large.discard("emb.weight")
     groups: list[dict[str, Any]] = [

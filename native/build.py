@@ -206,10 +206,7 @@ def _build_locked(library: Library, target: Path) -> None:
 
 
 def _show_progress(lines: Iterable[str], library: Library) -> str:
-    """Shows a bar while ninja prints "[3/12] ...". Returns its lines.
-
-    Only on a terminal.
-    """
+    """Shows a bar while ninja prints "[3/12] ...". Returns its lines. Only on a terminal."""
     output = []
     total = len(library.sources) + 1  # and the link
     with tqdm(total=total, desc=f"building {library.name}", unit="file", leave=False, disable=None) as bar:

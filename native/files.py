@@ -165,10 +165,7 @@ _STATFS_BYTES = 256
 
 
 def network_file_system(path: Path | str) -> str:
-    """Return the name of the network file system that has `path`.
-
-    Returns "" for a local one or outside Linux.
-    """
+    """Return the name of the network file system that has `path`. Returns "" for a local one or outside Linux."""
     return _NETWORK.get(_type_number(path), "")
 
 

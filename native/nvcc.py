@@ -50,10 +50,7 @@ def libraries_of(nvcc: str) -> list[Path]:
 
 
 def torch_cuda() -> str | None:
-    """Returns the CUDA version of the installed torch ("13.0") from its files.
-
-    None without torch or CUDA.
-    """
+    """Returns the CUDA version of the installed torch ("13.0") from its files. None without torch or CUDA."""
     spec = importlib.util.find_spec("torch")
     folders = spec.submodule_search_locations if spec else None
     file = Path(folders[0]) / "version.py" if folders else None

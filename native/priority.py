@@ -23,10 +23,7 @@ from typing import TypeVar
 
 @functools.cache
 def cores() -> int:
-    """Returns the number of usable cores.
-
-    It is the process's CPU affinity, or less under a cgroup v2 quota.
-    """
+    """Returns the number of usable cores. It is the process's CPU affinity, or less under a cgroup v2 quota."""
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -36,10 +33,7 @@ def cores() -> int:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent thread ends.
-
-    Linux only.
-    """
+    """Let the kernel kill this process when its parent thread ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

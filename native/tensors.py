@@ -44,10 +44,7 @@ def bind(library: ctypes.CDLL, function: str, *argument_types: type) -> Callable
 
 
 def check_status(code: int, function: str) -> None:
-    """Checks a launcher's status.
-
-    Raises RuntimeError if a launcher returned a CUDA error (0 is success).
-    """
+    """Checks a launcher's status. Raises RuntimeError if a launcher returned a CUDA error (0 is success)."""
     if code != 0:
         raise RuntimeError(f"{function}: CUDA error {code}")
 

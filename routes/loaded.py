@@ -80,10 +80,7 @@ Info = TypeVar("Info", StateInfo, AdapterInfo)
 
 
 def _visible(infos: list[Info]) -> list[Info]:
-    """Return the entries that a key may see.
-
-    Only owners may use fine-tuned models.
-    """
+    """Return the entries that a key may see. Only owners may use fine-tuned models."""
     return [info for info in infos if not (current_request().owner and info.name.startswith(TUNED_PREFIX))]
 
 

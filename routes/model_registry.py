@@ -170,10 +170,7 @@ class ModelRegistry:
         return tuple(used)
 
     async def load(self, spec: ModelSpec, timeout_s: float | None) -> ServedModel:
-        """Load a model and wait until it is ready or failed.
-
-        Waits at most `timeout_s` seconds. None: does not wait.
-        """
+        """Load a model and wait until it is ready or failed. Waits at most `timeout_s` seconds. None: does not wait."""
         failed = self.find(spec.name)  # an earlier model of that name stays in the list until the supervisor's next one
         num_updates = await self._command(spec=spec)
         return await self._wait_for_status(

@@ -281,10 +281,7 @@ async def export_session(context: Context, query: ExportQuery) -> HandlerRespons
 
 
 async def _export(context: Context, query: ExportQuery, include_file: bool) -> bytes:
-    """Return the file of the client's own session.
-
-    Falls back to the shared session. Raises ServiceError.
-    """
+    """Return the file of the client's own session. Falls back to the shared session. Raises ServiceError."""
     own, *shared = reachable_ids(query.session_id)
     try:
         return await call_engine(context, ExportSession(own, query.dialogue_idx, include_file))

@@ -147,10 +147,7 @@ async def status(context: Context) -> HandlerResponse:
 
 
 async def _model_status(context: Context, model: ServedModel) -> dict[str, object]:
-    """Return the status of a model loaded at run time.
-
-    It has the model's settings if its engine answers.
-    """
+    """Return the status of a model loaded at run time. It has the model's settings if its engine answers."""
     served = context.models.ready_context(model) if context.models is not None else None
     if served is None or not served.engine.is_connected:
         return model_entry(model)

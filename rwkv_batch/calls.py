@@ -220,10 +220,7 @@ class CheckModel(EngineCall[str], tag="model_check", frozen=True, array_like=Tru
 
 
 class CancelJobs(EngineCall[int], tag="cancel_label", frozen=True, array_like=True):
-    """Cancel all jobs with a label. Answers their number.
-
-    The jobs are those of one client or of all ("").
-    """
+    """Cancel all jobs with a label. Answers their number. The jobs are those of one client or of all ("")."""
 
     label: str
     client: str = ""

@@ -120,8 +120,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pool_of_model(self) -> PoolConfig:
-        """The pool's settings with the name of the weights' file.
-
-        The name is for users of another model.
-        """
+        """The pool's settings with the name of the weights' file. The name is for users of another model."""
         return msgspec.structs.replace(self.pool, model_file=Path(self.model_path).name)

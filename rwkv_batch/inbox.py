@@ -63,10 +63,7 @@ class Inbox:
         return had_commands
 
     def run_arrivals(self) -> bool:
-        """Run queued arrivals. Returns whether there were any.
-
-        Stops at the first other command.
-        """
+        """Run queued arrivals. Returns whether there were any. Stops at the first other command."""
         had_arrivals = False
         while self._commands and self._commands[0].is_arrival:
             self._commands.popleft().action()

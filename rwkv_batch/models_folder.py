@@ -54,10 +54,7 @@ def path_within(folder: str, file: str, field: str, alternative: str = "") -> Pa
 
 
 def relative_to_folder(folder: str, text: str) -> str:
-    """Replace absolute paths of the folder by relative ones.
-
-    This hides its location from clients.
-    """
+    """Replace absolute paths of the folder by relative ones. This hides its location from clients."""
     return text.replace(f"{Path(folder).resolve()}/", "") if folder else text
 
 

@@ -20,16 +20,10 @@ class EngineProtocol(Protocol):
     """The calls that routes may make. All return at once; results arrive through callbacks."""
 
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
-        """Submit a job.
-
-        `on_admitted` gets None, or a ServiceError if the job is refused and sends no events.
-        """
+        """Submit a job. `on_admitted` gets None, or a ServiceError if the job is refused and sends no events."""
 
     def cancel(self, job_id: str) -> None:
-        """End the job's rows at once.
-
-        Its last event has `done`. Unknown ids are ignored: the job may have ended.
-        """
+        """End the job's rows at once. Its last event has `done`. Unknown ids are ignored: the job may have ended."""
 
     def call(self, call: EngineCall[Answer], reply: Reply[Answer]) -> None: ...
 

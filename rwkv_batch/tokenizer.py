@@ -72,10 +72,7 @@ def _id_by_bytes() -> dict[bytes, int]:
 
 @functools.cache
 def _lengths_by_prefix() -> dict[bytes, tuple[int, ...]]:
-    """Lengths of the tokens that begin with the same two bytes.
-
-    Longest first, with 1 at the end.
-    """
+    """Lengths of the tokens that begin with the same two bytes. Longest first, with 1 at the end."""
     lengths: dict[bytes, set[int]] = {}
     for token in _id_by_bytes():
         if len(token) > 1:
@@ -103,10 +100,7 @@ class Tokenizer:
     """Converts text to token ids and back. Immutable and thread-safe; tables are created on first use."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form.
-        """
+        """Return the token ids of a text. Raises UnicodeEncodeError for lone surrogates, which have no UTF-8 form."""
         return [token for piece in self.encode_pieces(text) for token in piece]
 
     def encode_pieces(self, text: str) -> Iterator[list[int]]:
@@ -127,10 +121,7 @@ class Tokenizer:
         yield list(_encoder().encode(text[at:]))
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Return the token ids of any bytes.
-
-        Does not load the text encoder. `encode` is faster for whole texts.
-        """
+        """Return the token ids of any bytes. Does not load the text encoder. `encode` is faster for whole texts."""
         ids, lengths = _id_by_bytes(), _lengths_by_prefix()
         table, found, at = _byte_table(), [], 0
         while at < len(data):
@@ -154,10 +145,7 @@ class Tokenizer:
 
     @property
     def byte_table(self) -> list[bytes]:
-        """The bytes of each id, [65536].
-
-        b"" for id 0 and unused ids. Raises ValueError for a damaged file.
-        """
+        """The bytes of each id, [65536]. b"" for id 0 and unused ids. Raises ValueError for a damaged file."""
         return _byte_table()
 
     def decode_bytes(self, ids: list[int]) -> bytes:

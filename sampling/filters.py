@@ -156,20 +156,14 @@ class _Bans:
 
 
 def masses(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return m [g, V] fp32 and M [g, 1] fp64.
-
-    M is the largest value of each row, [g, 1] too.
-    """
+    """Return m [g, V] fp32 and M [g, 1] fp64. M is the largest value of each row, [g, 1] too."""
     largest = s.amax(dim=1, keepdim=True).clamp_(min=LOWEST)
     m = (s - largest).exp_()
     return largest, m, m.sum(dim=1, keepdim=True, dtype=torch.float64)
 
 
 def _log_probs(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p [g, V], entropy [g, 1], m [g, V].
-
-    log p is -inf if removed; m is fp32.
-    """
+    """Return log p [g, V], entropy [g, 1], m [g, V]. log p is -inf if removed; m is fp32."""
     largest, m, total = masses(s)
     log_p = (s - largest).double().sub_(total.log())
     entropy = -(m.double() / total * log_p).nan_to_num_(nan=0.0).sum(dim=1, keepdim=True)
@@ -183,10 +177,7 @@ def _keep_ranked(s: Tensor, order: Tensor, kept: Tensor) -> Tensor:
 
 
 def _within_mass(m: Tensor, order: Tensor, share: Tensor) -> Tensor:
-    """Return the ranked tokens [g, V] within a share of mass.
-
-    They have less than `share` of the mass before them.
-    """
+    """Return the ranked tokens [g, V] within a share of mass. They have less than `share` of the mass before them."""
     ranked = m.gather(1, order).double()
     total = ranked.sum(dim=1, keepdim=True)
     return ranked.cumsum(dim=1).sub_(ranked) < share * total
@@ -259,10 +250,7 @@ def temperature(s: Tensor, group: Group) -> Tensor:
 
 
 def top_n_sigma(s: Tensor, group: Group) -> Tensor:
-    """Keep s [g, V] near the largest logit.
-
-    Within n standard deviations. s is fp32.
-    """
+    """Keep s [g, V] near the largest logit. Within n standard deviations. s is fp32."""
     wide, alive = s.double(), s > -_INFINITY
     count = alive.sum(dim=1, keepdim=True)
     mean = wide.masked_fill(~alive, 0).sum(dim=1, keepdim=True) / count
@@ -308,10 +296,7 @@ def _keep_from(s: Tensor, floor: Tensor) -> Tensor:
 
 
 def top_p(s: Tensor, group: Group) -> Tensor:
-    """Keep the most probable s [g, V], up to top_p.
-
-    s is fp32.
-    """
+    """Keep the most probable s [g, V], up to top_p. s is fp32."""
     order = s.sort(dim=1, descending=True, stable=True).indices
     share = torch.where(group.column("top_p") < 1, group.column("top_p"), _INFINITY)
     return _keep_ranked(s, order, _within_mass(masses(s)[1], order, share))

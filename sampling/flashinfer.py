@@ -82,10 +82,7 @@ class FlashInferSampler:
         self._gumbel_sampler.append_tokens(req_slots, runs)
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
-        """Sample and count one token per row of logits [R, V].
-
-        Overwrites fp32 logits. masks: see Sampler.
-        """
+        """Sample and count one token per row of logits [R, V]. Overwrites fp32 logits. masks: see Sampler."""
         logits = logits.float().contiguous()
         if masks is not None:
             self._gumbel_sampler.apply_masks(logits, masks)

@@ -85,10 +85,7 @@ class Plan:
 
 
 def apply_masks(logits: Tensor, masks: Tensor) -> None:
-    """Set masked logits [R, V] to -inf in place.
-
-    A token is masked where its bit of masks [R, V/32] int32 is 0.
-    """
+    """Set masked logits [R, V] to -inf in place. A token is masked where its bit of masks [R, V/32] int32 is 0."""
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     for row, words in zip(logits, masks, strict=True):
         allowed = ((words.unsqueeze(1) >> bits) & 1).view(-1)[: logits.shape[1]].bool()

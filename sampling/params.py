@@ -161,10 +161,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_fused(self) -> bool:
-        """Whether one launch of a sampler applies all of it.
-
-        Graphs need this.
-        """
+        """Whether one launch of a sampler applies all of it. Graphs need this."""
         return self.top_logprobs is None and self.filters is None
 
     @property

@@ -34,10 +34,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Run ten rounds of Philox4x32.
-
-    Tensors [...] int64 with values in 0 .. 2^32-1, of shapes that broadcast.
-    """
+    """Run ten rounds of Philox4x32. Tensors [...] int64 with values in 0 .. 2^32-1, of shapes that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for round_number in range(ROUNDS):
@@ -75,10 +72,7 @@ def words_of_vocab(seeds: Tensor, steps: Tensor, vocab: int, domain: int) -> Ten
 
 
 def _blocks(seeds: Tensor, steps: Tensor, blocks: Tensor, domain: int) -> Words:
-    """Return the four words of each row's Philox blocks.
-
-    The blocks are [R, n] or [1, n]. Each word is [R, n].
-    """
+    """Return the four words of each row's Philox blocks. The blocks are [R, n] or [1, n]. Each word is [R, n]."""
     seeds, steps = seeds.unsqueeze(1), steps.unsqueeze(1)
     counter = (blocks, steps & WORD_MASK, (steps >> 32) & WORD_MASK, torch.full_like(steps, domain))
     return philox4x32(counter, (seeds & WORD_MASK, (seeds >> 32) & WORD_MASK))

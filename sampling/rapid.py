@@ -203,10 +203,7 @@ class RapidSampler:
         )
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
-        """Count tokens that rows got without sampling.
-
-        One launch. Raises IndexError for a slot out of range.
-        """
+        """Count tokens that rows got without sampling. One launch. Raises IndexError for a slot out of range."""
         if not req_slots:
             return
         if not 0 <= min(req_slots) <= max(req_slots) < self.max_rows:
@@ -289,10 +286,7 @@ class RapidSampler:
         tensors.check_status(code, "rapid_sample")
 
     def apply_masks(self, logits: Tensor, masks: Tensor) -> None:
-        """Set masked logits [R, V] fp32 to -inf.
-
-        A token is masked where its bit of masks [R, V/32] int32 is 0.
-        """
+        """Set masked logits [R, V] fp32 to -inf. A token is masked where its bit of masks [R, V/32] int32 is 0."""
         rows = logits.shape[0]
         words = (rows, -(-self.vocab // 32))
         at = tensors.pointer(logits, "logits", torch.float32, (rows, self.vocab), self.device)

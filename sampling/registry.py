@@ -39,10 +39,7 @@ def sampler_class(name: str) -> type[Sampler]:
 
 
 def order(preferred: Sequence[str], requested: str = "") -> tuple[str, ...]:
-    """Return the names to try.
-
-    `requested` first if it is preferred, then `preferred`, then FALLBACKS.
-    """
+    """Return the names to try. `requested` first if it is preferred, then `preferred`, then FALLBACKS."""
     first = (requested,) if requested in preferred else ()
     return tuple(dict.fromkeys((*first, *preferred, *FALLBACKS)))
 

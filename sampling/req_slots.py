@@ -22,10 +22,7 @@ MIN_CAPACITY = 64
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return whether the row takes the largest logit.
-
-    Includes `Method.NOISE` at temperature 0 or without noise.
-    """
+    """Return whether the row takes the largest logit. Includes `Method.NOISE` at temperature 0 or without noise."""
     noiseless = params.method is Method.NOISE and (params.temperature == 0 or params.noise == 0)
     return params.is_greedy or noiseless
 
@@ -94,10 +91,7 @@ class ReqSlotTable:
         return on_device(values, torch.int64, self.device)
 
     def add_bias(self, logits: Tensor, rows: Tensor, req_slots: Tensor, counts: Tensor) -> None:
-        """Add each slot's bias to its row, in place.
-
-        logits [R, V]; rows, req_slots, counts [b] int64.
-        """
+        """Add each slot's bias to its row, in place. logits [R, V]; rows, req_slots, counts [b] int64."""
         width = int(counts.max()) if counts.device.type == "cpu" else self.bias_ids.shape[1]
         valid = torch.arange(width, device=self.device) < counts.unsqueeze(1)
         values = self.bias_values[req_slots, :width].masked_fill(~valid, 0.0)
@@ -150,10 +144,7 @@ class ReqSlotTable:
             self.steps[at] += len(run)
 
     def advance(self, req_slots: Tensor) -> None:
-        """Add one to the step of these slots.
-
-        req_slots [r] int64
-        """
+        """Add one to the step of these slots. req_slots [r] int64"""
         self.steps[req_slots] += 1
 
 

@@ -45,22 +45,18 @@ class Sampler(Protocol):
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
         """Return why it cannot run on the device. None: it can."""
-        ...
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, penalty_exempt_ids: list[int]) -> None:
         """penalty_exempt_ids: tokens without penalties (digits, spaces, tabs)."""
-        ...
 
     def admit(self, req_slot: int, params: SamplingParams) -> None:
         """Start a new row in this slot: write its parameters, forget the old tokens, set step = 0."""
-        ...
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
         """Count runs[i] for the row of req_slots[i] as if sampled.
 
         Slots are distinct, runs are not empty. Does not wait for the device.
         """
-        ...
 
     def sample(self, logits: Tensor, req_slots: list[int], masks: Tensor | None = None) -> SamplerOutput:
         """Sample and count one token per row of logits [R, V] fp32.
@@ -68,7 +64,6 @@ class Sampler(Protocol):
         May overwrite the logits. Row i belongs to req_slots[i]; slots are distinct. masks [R, V/32] int32: bit j % 32
         of word j / 32 is 1 if token j is allowed; None: all are. Does not wait for the device.
         """
-        ...
 
 
 @runtime_checkable
@@ -81,7 +76,6 @@ class SamplesAhead(Protocol):
         logits: [R, V] fp32, may be overwritten. req_slots need not be distinct; their rows have no filters. Returns
         [R] int64. Does not wait for the device.
         """
-        ...
 
 
 @dataclass(slots=True)

@@ -39,7 +39,6 @@ class HostState(Protocol):
 
     def parts(self) -> dict[str, memoryview]:
         """Return the bytes by part name. Valid only after the copy that fills the parts."""
-        ...
 
 
 class Copy(Protocol):
@@ -50,7 +49,6 @@ class Copy(Protocol):
 
     def is_done(self) -> bool:
         """Return whether the copy is done. Never blocks."""
-        ...
 
     def wait(self) -> None: ...
 
@@ -71,14 +69,12 @@ class Arena(Protocol):
 
     def save(self, slot: int) -> Copy:
         """Start copying a slot to host memory. Do not write the slot until the copy is done."""
-        ...
 
     def load(self, slot: int, host: HostState) -> Copy:
         """Start copying a host state into a slot. Do not read the slot from the host until then.
 
         The device orders later forwards after the copy, so a row may be scheduled at once.
         """
-        ...
 
     def host_state(self, parts: Mapping[str, bytes | memoryview]) -> HostState:
         """Build a host state from stored bytes. Any thread.
@@ -86,7 +82,6 @@ class Arena(Protocol):
         Raises ValueError naming a part that does not fit `layout`, InvalidStateValues naming a part with invalid
         numbers.
         """
-        ...
 
 
 LAYOUT_VERSION = 1
@@ -146,10 +141,7 @@ def part_sizes(layout: Layout) -> dict[str, int]:
 
 
 def split_chunks(parts: dict[str, memoryview], order: Sequence[str]) -> Iterator[memoryview]:
-    """Yield the state's bytes part by part, in chunks.
-
-    A chunk has at most CHUNK_BYTES. No chunk spans two parts.
-    """
+    """Yield the state's bytes part by part, in chunks. A chunk has at most CHUNK_BYTES. No chunk spans two parts."""
     for name in order:
         whole = parts[name].cast("B")
         for start in range(0, len(whole), CHUNK_BYTES):

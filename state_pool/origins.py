@@ -47,10 +47,7 @@ _SEPARATOR = "+"
 
 
 def format_origin(state: Origin | None, adapter: Origin | None) -> tuple[str, str] | tuple[None, None]:
-    """Join a session's tuned state and adapter into one name and digest.
-
-    Both are stored in this form.
-    """
+    """Join a session's tuned state and adapter into one name and digest. Both are stored in this form."""
     if adapter is None:
         return (None, None) if state is None else (state.name, state.digest)
     name, digest = ("", "") if state is None else state

@@ -33,10 +33,7 @@ class SessionKey(NamedTuple):
 
 
 class Fence(NamedTuple):
-    """The right to write a session's next turn.
-
-    Used when engines share the database. Every commit compares it.
-    """
+    """The right to write a session's next turn. Used when engines share the database. Every commit compares it."""
 
     session_id: str
     dialogue: int

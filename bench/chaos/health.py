@@ -109,10 +109,7 @@ def held_when_idle(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
 
 
 def cache_sizes(url: str) -> dict[str, int]:
-    """Return the numbers of sessions by tier and the prefix cache's sizes.
-
-    Each figure has a limit.
-    """
+    """Return the numbers of sessions by tier and the prefix cache's sizes. Each figure has a limit."""
     pool = httpx.get(f"{url}/status", timeout=10, verify=False, headers=HEADERS).json()["pool"]
     names = {"sessions": pool["sessions"], "l1": pool["l1"]["sessions"], "l2": pool["l2"]["sessions"]}
     return names | {f"prefix_{name}": pool["prefix_cache"][name] for name in ("l1", "l2", "history_bytes")}

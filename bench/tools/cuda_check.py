@@ -110,10 +110,7 @@ def _by_arch(output: str, archs: list[str]) -> dict[str, str]:
 
 
 def with_headers(source: Path) -> str:
-    """Return the text of a source and of its included headers.
-
-    Leaves out headers of other projects.
-    """
+    """Return the text of a source and of its included headers. Leaves out headers of other projects."""
     text = source.read_text()
     names = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
     headers = [folder / name for name in names for folder in (source.parent, SHARED_HEADERS)]

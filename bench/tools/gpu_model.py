@@ -61,10 +61,7 @@ def random_stage(
 
 
 def random_file(size: str, device: torch.device, as_released: bool = True, layers: int | None = None) -> Weights:
-    """Return a random model's tensors as an opened file has them.
-
-    They are fp16 on the device.
-    """
+    """Return a random model's tensors as an opened file has them. They are fp16 on the device."""
     all_layers, width, ranks = SIZES[size]
     layers = layers or all_layers
     tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.float16, device=device)
@@ -82,10 +79,7 @@ def _push_down(key: Tensor, bias: Tensor) -> None:
 
 @torch.inference_mode()
 def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
-    """Return batch size -> share of hidden channels nonzero in any row.
-
-    The share is over all layers.
-    """
+    """Return batch size -> share of hidden channels nonzero in any row. The share is over all layers."""
     assert stage.state is not None
     shares: dict[int, float] = {}
     plain = stage.ops.channel_mix
@@ -115,10 +109,7 @@ def active_share(stage: Stage, batches: tuple[int, ...]) -> dict[int, float]:
 
 
 def write_random_file(size: str, path: Path, device: torch.device) -> Path:
-    """Write a random model of a released shape as bf16 `.safetensors`.
-
-    It is as sparse as `random_stage`'s.
-    """
+    """Write a random model of a released shape as bf16 `.safetensors`. It is as sparse as `random_stage`'s."""
     from safetensors.torch import save_file
 
     layers, width, ranks = SIZES[size]

@@ -99,10 +99,7 @@ def _word_in(rng: Random, words: dict[str, str], held: bool) -> tuple[Pair, str,
 
 
 def pronouns(rng: Random, *, held: bool = False) -> Case:
-    """Sample a sentence with a "they" that needs context.
-
-    Its Chinese depends on who was named before.
-    """
+    """Sample a sentence with a "they" that needs context. Its Chinese depends on who was named before."""
     pair = _sentence(rng, "they", "他们", held)
     group, pronoun = pick(rng, _GROUPS)
     two = rng.sample(tables()[group], 2)

@@ -129,10 +129,7 @@ def fenced(call: str) -> str:
 
 
 def document(rng: Random) -> Document:
-    """Sample one to three requests with the same tools.
-
-    Adds some results in words and some small talk.
-    """
+    """Sample one to three requests with the same tools. Adds some results in words and some small talk."""
     listed = listing(rng, rng.randint(1, 5))
     first = system(listed, expand(rng, "system")["en"] if rng.random() < 0.2 else "")
     forced = rng.random() < 0.4

@@ -65,10 +65,7 @@ def in_json(rng: Random) -> Document:
 
 
 def phrase(rng: Random, language: str) -> tuple[str, str]:
-    """Sample prompt and answer of a phrase between English and `language`.
-
-    `language` is French or Spanish.
-    """
+    """Sample prompt and answer of a phrase between English and `language`. `language` is French or Spanish."""
     while True:
         asked = translation.fixed(rng, "french_spanish", ("French", "Spanish"), to_other=0.6, bare=0)
         if f"{language}:" in asked[0]:

@@ -140,10 +140,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _document_job(options: Options) -> DocumentJob | None:
-    """Returns the translation of a document, None for lines.
-
-    Raises SettingsError.
-    """
+    """Returns the translation of a document, None for lines. Raises SettingsError."""
     task = options.task_options
     if options.form or format_of(options.input) or options.input == STDIN or document_format(options.input) is None:
         return None

@@ -54,10 +54,7 @@ def _text(value: Any) -> str:
 
 
 def library_message(message: str) -> str:
-    """Returns an engine's message with arguments of LLM in place of flags.
-
-    `--dtype int8` becomes `dtype="int8"`.
-    """
+    """Returns an engine's message with arguments of LLM in place of flags. `--dtype int8` becomes `dtype="int8"`."""
     return _FLAG.sub(_as_argument, _HELP.sub("see docs/settings.md", message))
 
 

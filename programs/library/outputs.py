@@ -61,10 +61,7 @@ class State:
 
     @classmethod
     async def load(cls, engine: EngineThread, path: str | Path) -> State:
-        """Loads a file of `save`, or of a service's `/state/export`.
-
-        The service must have the same model.
-        """
+        """Loads a file of `save`, or of a service's `/state/export`. The service must have the same model."""
         content = await asyncio.to_thread(Path(path).read_bytes)
         name = new_name()
         await call_engine(engine.context, ImportSession(name, content))

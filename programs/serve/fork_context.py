@@ -244,10 +244,7 @@ class ForkedContext(ForkServerContext):
 
 
 def _preparation_data(name: str) -> dict[str, Any]:
-    """Returns multiprocessing's preparation data without the main module.
-
-    Each fork would run that module again.
-    """
+    """Returns multiprocessing's preparation data without the main module. Each fork would run that module again."""
     data = spawn.get_preparation_data(name)
     return {key: value for key, value in data.items() if not key.startswith("init_main_from")}
 

@@ -75,10 +75,7 @@ def open_listeners(host: str, port: int, count: int, stall_timeout_s: float, *, 
 
 
 def _owner(port: int) -> str:
-    """Returns "NAME (process ID)" of the process on a port.
-
-    "" if this user may not see it.
-    """
+    """Returns "NAME (process ID)" of the process on a port. "" if this user may not see it."""
     inodes = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         with contextlib.suppress(OSError):

@@ -181,10 +181,7 @@ def list_page(entries: list[dict[str, Any]], limit: int) -> dict[str, Any]:
 
 
 def not_found(kind: str, name: str) -> ServiceError:
-    """Return the error for a file or batch that does not exist.
-
-    One that belongs to another key gets the same error.
-    """
+    """Return the error for a file or batch that does not exist. One that belongs to another key gets the same error."""
     return ServiceError(ErrorKind.NOT_FOUND, f"no such {kind}: {name[:80]!r}", field=f"{kind}_id", given=name[:80])
 
 

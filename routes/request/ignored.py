@@ -66,10 +66,7 @@ def report_unknown(field: str, problem: str, effect: str, given: object, *, is_s
 
 
 def nearest_name(name: str, known: Collection[str]) -> str:
-    """Return a sentence part with the known name nearest to `name`.
-
-    Returns "" if no known name is similar.
-    """
+    """Return a sentence part with the known name nearest to `name`. Returns "" if no known name is similar."""
     nearest = difflib.get_close_matches(error_field_name(name), known, 1)
     return f"; the nearest known name is {nearest[0]}" if nearest else ""
 
@@ -82,10 +79,7 @@ def _unknown_problem(unknown: IgnoredField) -> str:
 def find_ignored(
     body: BaseModel, data: Mapping[str, Any], place: str = "", others: Collection[str] = ()
 ) -> Iterator[IgnoredField]:
-    """Yield the fields of `data` that change nothing.
-
-    `body` was made from `data`. null means a missing field.
-    """
+    """Yield the fields of `data` that change nothing. `body` was made from `data`. null means a missing field."""
     names = _fields_by_name(type(body))
     for name, given in data.items():
         if given is None or name in others:

@@ -73,10 +73,7 @@ def check_num_values(body: bytes, max_tokens: int) -> None:
 
 
 def _field_with_surrogate(body: bytes) -> tuple[str, object] | None:
-    """Return the top-level field with a lone surrogate and its value.
-
-    Returns None if the body is not JSON.
-    """
+    """Return the top-level field with a lone surrogate and its value. Returns None if the body is not JSON."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError):

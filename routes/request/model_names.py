@@ -66,10 +66,7 @@ def adapter_names(model: str, adapter: str) -> list[str]:
 
 
 def _without_alias(requested: str) -> str:
-    """Return the model's name with its tuned state and adapter.
-
-    A tuned model's name `ft:...` stands for these.
-    """
+    """Return the model's name with its tuned state and adapter. A tuned model's name `ft:...` stands for these."""
     tuned = parse_model_id(requested)
     if tuned is None:
         return requested
@@ -122,10 +119,7 @@ def requested_origin(body: ModelFields, config: HttpConfig) -> tuple[str, str]:
 
 
 def base_name(requested: str, served: str) -> str | None:
-    """Return `served` if the request names that model, else None.
-
-    The name may have an adapter or a state.
-    """
+    """Return `served` if the request names that model, else None. The name may have an adapter or a state."""
     requested = _without_alias(requested)
     name, suffix = requested[: len(served)], requested[len(served) :]
     return (
@@ -136,10 +130,7 @@ def base_name(requested: str, served: str) -> str | None:
 
 
 def means_model(requested: str, served: str) -> bool:
-    """Return whether a name means the service's own model.
-
-    That model has the name `served` and the default name.
-    """
+    """Return whether a name means the service's own model. That model has the name `served` and the default name."""
     return requested.removesuffix(LATEST) in ("", DEFAULT_MODEL_NAME) or base_name(requested, served) is not None
 
 

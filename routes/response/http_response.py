@@ -144,10 +144,7 @@ class ErrorFormat:
 
 
 def with_warnings(value: Any) -> Any:
-    """Return an answer's body with the request's warnings, if any.
-
-    A body that is no object stays unchanged.
-    """
+    """Return an answer's body with the request's warnings, if any. A body that is no object stays unchanged."""
     warnings = current_request().warnings
     return {**value, "warnings": warnings} if warnings and isinstance(value, dict) else value
 

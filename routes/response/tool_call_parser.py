@@ -56,10 +56,7 @@ class JsonEndFinder:
         self._escaped = False
 
     def find(self, piece: str) -> int | None:
-        """Return the length of the value's part in `piece`, or None.
-
-        None means that the value does not end there.
-        """
+        """Return the length of the value's part in `piece`, or None. None means that the value does not end there."""
         at = 0
         while at < len(piece):
             if self._escaped:
@@ -211,10 +208,7 @@ class ToolCallParser:
         self._add_text(text, self.num_fed - len(self._buffer))
 
     def _has_no_call(self) -> bool:
-        """Return whether the answer has turned out to be text.
-
-        Only for an answer of either calls or text.
-        """
+        """Return whether the answer has turned out to be text. Only for an answer of either calls or text."""
         if not self._is_either or self.count:
             return False
         begun = self._buffer.lstrip()

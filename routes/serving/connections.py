@@ -216,10 +216,7 @@ _RELOCATIONS = 4
 
 
 def _slot_offset(library: Path, function: bytes) -> int:
-    """Return the offset of an imported function's pointer in the library.
-
-    The library is a 64-bit ELF file.
-    """
+    """Return the offset of an imported function's pointer in the library. The library is a 64-bit ELF file."""
     file = library.read_bytes()
     (table,) = struct.unpack_from("<Q", file, 0x28)
     size, count = struct.unpack_from("<HH", file, 0x3A)

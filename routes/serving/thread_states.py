@@ -28,10 +28,7 @@ _kept: list[tuple[int, int]] = []
 
 
 def keep_state() -> None:
-    """Keep the state of the calling thread until `drop_ended` drops it.
-
-    Python did not create that thread.
-    """
+    """Keep the state of the calling thread until `drop_ended` drops it. Python did not create that thread."""
     if CAN_KEEP and not hasattr(_local, "is_kept"):
         _local.is_kept = True
         _python.PyGILState_Ensure()

@@ -28,23 +28,18 @@ class SlotSource(Protocol):
 
     def is_ready(self, sequence: Sequence) -> bool:
         """Return whether the row may start: its initial state can be read, and no row computes its prefix now."""
-        ...
 
     def allocate(self) -> int | None:
         """Return a state slot that a row may write."""
-        ...
 
     def prepare(self, sequence: Sequence) -> None:
         """Set the initial state of a row that got its slots: zero, a tuned state, a session's or a cached prefix's."""
-        ...
 
     def add_spare(self, sequence: Sequence) -> None:
         """Try to allocate the row's second slot, needed in every step."""
-        ...
 
     def preempt(self, sequence: Sequence) -> None:
         """Handle a paused row: rows that wait for its prompt's cached prefix compute it themselves."""
-        ...
 
 
 BATCH_TURN_STEPS = 64

@@ -36,7 +36,6 @@ class Drafter(Protocol):
 
         The text of each call begins with the text of the call before.
         """
-        ...
 
 
 class Joined(Sequence[int]):
@@ -217,7 +216,6 @@ class Guesses(Protocol):
 
     def read(self) -> None:
         """Fill in `ModelDrafter.guesses` and end `ModelDrafter.pending`. Waits for the device."""
-        ...
 
 
 class DraftModel(Protocol):
@@ -228,11 +226,9 @@ class DraftModel(Protocol):
 
         None: there are no such rows. Does not wait for the device.
         """
-        ...
 
     def graph_s(self, num_rows: int) -> float:
         """Return the seconds of a graph that guesses a token for each row. 0: no graph does."""
-        ...
 
 
 PRIOR_TRIALS, MODEL_TRIALS = 5.0, 16.0

@@ -334,10 +334,7 @@ class RowOutput:
         return bisect_right(self._token_ends, self._length - len(self._held_text))
 
     def shown_tokens(self) -> tuple[list[int], bytes]:
-        """Return the shown tokens and the shown bytes of the next one.
-
-        Shown tokens lie wholly before the stop.
-        """
+        """Return the shown tokens and the shown bytes of the next one. Shown tokens lie wholly before the stop."""
         if self._shown_end is None:
             return list(self.tokens), b""
         num_whole = bisect_right(self._token_ends, self._shown_end)

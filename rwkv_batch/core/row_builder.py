@@ -136,10 +136,7 @@ class RowBuilder:
 
 
 def check_resumed(request: GenerateRequest) -> None:
-    """Check a row that continues another engine's tokens.
-
-    Raises ServiceError if they leave nothing to generate.
-    """
+    """Check a row that continues another engine's tokens. Raises ServiceError if they leave nothing to generate."""
     if request.resumed is not None and (request.num_rows > 1 or len(request.resumed.token_ids) >= request.max_tokens):
         count = len(request.resumed.token_ids)
         allowed = f"allowed are fewer than max_tokens ({request.max_tokens}) and one row"

@@ -147,10 +147,7 @@ class BatchThrottle:
             self._skipped_steps = 0
 
     def choose_decode_rows(self, ready: list[Sequence]) -> list[Sequence]:
-        """Return the rows that decode in this step.
-
-        Of the batch rows, those that sampled longest ago go first.
-        """
+        """Return the rows that decode in this step. Of the batch rows, those that sampled longest ago go first."""
         if not self._is_limited:
             return ready
         reads = any(sequence.job.is_batch for sequence in self._reading)
@@ -169,10 +166,7 @@ class BatchThrottle:
         return self._skipped_steps > 0
 
     def prefill_now(self, prompt_tokens: int) -> bool:
-        """Return whether batch rows read their next `prompt_tokens` tokens in this step.
-
-        The step has decoding rows.
-        """
+        """Return whether batch rows read their next `prompt_tokens` tokens in this step. The step has decoding rows."""
         if not (self._is_in_pieces and prompt_tokens):
             return True
         self._steps_delayed += 1

@@ -320,10 +320,7 @@ class StateManager:
         sequence.token_ids, sequence.may_sample, sequence.cache_points = token_ids, False, []
 
     def record_turn(self, sequence: Sequence, acknowledge: Callable[[ServiceError | None], None]) -> None:
-        """Store a closed turn's tokens, then call `acknowledge`.
-
-        It gets the error, if any.
-        """
+        """Store a closed turn's tokens, then call `acknowledge`. It gets the error, if any."""
         lease = sequence.lease
         assert lease is not None
 

@@ -98,10 +98,7 @@ class Throughput:
         return num_tokens / self._prompt_speed if self._prompt_speed else 0.0
 
     def _log_first_tokens(self, rows: list[ScheduledRow]) -> None:
-        """Log the waits of each interactive row before its first token.
-
-        The log has all steps in that time.
-        """
+        """Log the waits of each interactive row before its first token. The log has all steps in that time."""
         step = self._steps[-1]
         if step.tokens > step.rows:
             logger.debug("prompts %s", msgspec.json.encode({"at_s": step.started} | _timing_of(step, 0.0)).decode())
@@ -120,10 +117,7 @@ class Throughput:
             logger.debug("first token %s", msgspec.json.encode(timing).decode())
 
     def stats(self) -> dict[str, float | int]:
-        """Return counters and rates for /status and /metrics.
-
-        The rates are those of the last ten seconds.
-        """
+        """Return counters and rates for /status and /metrics. The rates are those of the last ten seconds."""
         now = time.monotonic()
         recent = [entry for entry in self._window if now - entry[0] < WINDOW_S]
         span = max(now - recent[0][0], 0.25) if recent else 1.0

@@ -254,10 +254,7 @@ class Fleet:
             attempt.member.client.confirm_turn(attempt.job_id)
 
     def _on_lost(self, in_flight_job: InFlightJob, attempt: Attempt, error: ErrorInfo) -> None:
-        """Continue a job on another engine after its engine was lost.
-
-        If this happens too often, the job fails.
-        """
+        """Continue a job on another engine after its engine was lost. If this happens too often, the job fails."""
         attempt.member.mark_failed(attempt.connection)
         if in_flight_job.is_cancelled:
             self._fail(in_flight_job, CANCELLED)

@@ -89,10 +89,7 @@ def _engine_status(member: Member, stats: dict[str, Any] | None) -> dict[str, An
 
 
 def merged_metrics(answers: list[tuple[Member, str]]) -> str:
-    """Return one Prometheus text for all engines.
-
-    Samples of a family stay together, each with its engine's name.
-    """
+    """Return one Prometheus text for all engines. Samples of a family stay together, each with its engine's name."""
     families: dict[str, tuple[list[str], dict[str, float]]] = {}
     for member, text in answers:
         for headers, samples in _families(text):

@@ -219,10 +219,7 @@ class InFlightJob:
         )
 
     def report_admission(self, refusal: ServiceError | None) -> None:
-        """Report the job's admission or final refusal.
-
-        The admission by a further engine is not reported.
-        """
+        """Report the job's admission or final refusal. The admission by a further engine is not reported."""
         if self.is_admitted:
             if refusal is not None:
                 self._sink(JobEvents(job_id=self.job.job_id, deltas=[], done=True, error=refusal.info))
@@ -245,10 +242,7 @@ class InFlightJob:
 
     @property
     def may_be_stored(self) -> bool:
-        """Whether a lost engine may have stored this branch.
-
-        Then it must not run again.
-        """
+        """Whether a lost engine may have stored this branch. Then it must not run again."""
         return self._progress.has_complete_branch
 
     def forward_last(self, events: JobEvents) -> None:

@@ -90,10 +90,7 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Return the engine's load, in the unit of `choose`.
-
-        It is its last report and the jobs on their way.
-        """
+        """Return the engine's load, in the unit of `choose`. It is its last report and the jobs on their way."""
         with self._lock:
             return load_of(self._load.rows, self._load.prompt_tokens) + sum(self._sent.values())
 

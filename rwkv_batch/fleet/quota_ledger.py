@@ -140,10 +140,7 @@ class QuotaLedger:
 
 
 def _may_be_older(members: Sequence[Member]) -> bool:
-    """Return whether a loading engine may have started before all others.
-
-    It is loading as far as this process sees.
-    """
+    """Return whether a loading engine may have started before all others. It is loading as far as this process sees."""
     return any(one.info.status is ModelStatus.LOADING and not one.client.is_connected for one in members)
 
 

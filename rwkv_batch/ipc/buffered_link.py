@@ -24,10 +24,7 @@ _MORE, _LAST = b"\1", b"\0"
 
 
 class BufferedLink(QueuedLink[Incoming, Outgoing]):
-    """A `Link` whose pieces a carrier moves.
-
-    The carrier calls `take`, `put` and `acknowledge` on any thread.
-    """
+    """A `Link` whose pieces a carrier moves. The carrier calls `take`, `put` and `acknowledge` on any thread."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[Incoming]]) -> None:
         super().__init__(decoder)

@@ -30,10 +30,7 @@ _NOTHING = _Common([], [], [], None, {}, None)
 
 
 def pack(job: Job) -> Submit:
-    """Return a job's message.
-
-    A row's fields are left out if they equal those of the row before it.
-    """
+    """Return a job's message. A row's fields are left out if they equal those of the row before it."""
     repeats = [i for i, (before, row) in enumerate(pairwise(job.rows), 1) if _common(before) == _common(row)]
     if not repeats:
         return Submit(job)

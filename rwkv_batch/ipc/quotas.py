@@ -92,10 +92,7 @@ class Quotas:
         return bool(self._jobs)
 
     def count(self, usage: Usage) -> ErrorInfo | None:
-        """Count a job's usage.
-
-        Returns the error if a limit is reached, None for a job that counts already.
-        """
+        """Count a job's usage. Returns the error if a limit is reached, None for a job that counts already."""
         with self._lock:
             if usage.job_id in self._jobs:
                 return None

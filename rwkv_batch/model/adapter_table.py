@@ -29,18 +29,13 @@ class AdaptedLinear(NamedTuple):
 
 class LayerAdapters(Protocol):
     def add(self, *maps: AdaptedLinear) -> None:
-        """Add b (a x) to the y of each map.
-
-        Only for tokens whose adapter has a pair for the map.
-        """
-        ...
+        """Add b (a x) to the y of each map. Only for tokens whose adapter has a pair for the map."""
 
     def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
         """Replace hidden and y by `mix_expert_outputs` of x and key.
 
         hidden is [T, F] and y is [T, C]. Only for tokens whose adapter has experts.
         """
-        ...
 
 
 class StepAdapters(Protocol):
@@ -49,7 +44,6 @@ class StepAdapters(Protocol):
 
         number: the layer's index in the stage
         """
-        ...
 
 
 class AdapterTable:
@@ -62,10 +56,7 @@ class AdapterTable:
         self._adapters: dict[int, list[LayerPairs]] = {}
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
-        """Add an adapter under a number.
-
-        No running row may use the number, which is above 0.
-        """
+        """Add an adapter under a number. No running row may use the number, which is above 0."""
         self._adapters[number] = [layers.get(i, LayerPairs()).to(self._device, self._dtype) for i in self.layers]
 
     def drop(self, number: int) -> None:

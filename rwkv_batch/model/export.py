@@ -100,10 +100,7 @@ def _kind(name: str, tensor: Tensor, dtype: str) -> str:
 
 
 def _encoded(tensor: Tensor, dtype: str) -> Iterator[memoryview]:
-    """Yield a tensor's bytes [...] in pieces.
-
-    At the end, release the file's pages from memory.
-    """
+    """Yield a tensor's bytes [...] in pieces. At the end, release the file's pages from memory."""
     whole = tensor.decode() if isinstance(tensor, BlockTensor) else tensor
     flat = whole.contiguous().reshape(-1)
     for piece in flat.split(_PIECE_NUMBERS):

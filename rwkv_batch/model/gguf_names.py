@@ -26,10 +26,7 @@ _FUSED = "time_mix_lerp_fused"
 
 
 def names_of_pth(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a GGUF file's tensors [...] under the names of .pth files.
-
-    Tensors of other files stay unchanged.
-    """
+    """Return a GGUF file's tensors [...] under the names of .pth files. Tensors of other files stay unchanged."""
     if _TABLE not in tensors:
         return tensors
     return {native: converted for name, tensor in tensors.items() for native, converted in _converted(name, tensor)}
@@ -67,10 +64,7 @@ def _converted(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def names_of_gguf(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a .pth file's tensors [...] under the names of GGUF.
-
-    They also have the orientations of GGUF.
-    """
+    """Return a .pth file's tensors [...] under the names of GGUF. They also have the orientations of GGUF."""
     outside = {native: name for name, native in _OUTSIDE.items()}
     norms = {native: name for name, native in _NORMS.items()}
     found: dict[str, Tensor] = {}

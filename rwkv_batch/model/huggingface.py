@@ -129,10 +129,7 @@ def _older_name(name: str, is_6: bool) -> str:
 
 
 def native_module(name: str) -> str:
-    """Replace the module in an adapter's tensor name.
-
-    The new name is the module's name in .pth files.
-    """
+    """Replace the module in an adapter's tensor name. The new name is the module's name in .pth files."""
 
     def module(found: re.Match[str]) -> str:
         part, _, last = found[2].partition(".")

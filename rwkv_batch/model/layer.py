@@ -50,10 +50,7 @@ class Linear:
         return torch.nn.functional.linear(rows, weight).to(x.dtype)
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Map [T, in] to [T, out] fp32.
-
-        If possible, results are not rounded to a narrower dtype.
-        """
+        """Map [T, in] to [T, out] fp32. If possible, results are not rounded to a narrower dtype."""
         y = self(x).float()
         return y if out is None else out.copy_(y)
 

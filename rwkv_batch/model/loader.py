@@ -82,10 +82,7 @@ class Embedding:
     """None: already applied to the table"""
 
     def fold(self, dtype: torch.dtype) -> Embedding:
-        """Apply the norm to the whole table, on the norm's device.
-
-        Embedding a token is then one read.
-        """
+        """Apply the norm to the whole table, on the norm's device. Embedding a token is then one read."""
         if self.ln0 is None:
             return self
         device = self.ln0.weight.device
@@ -211,10 +208,7 @@ class LayerLoader:
         return maps
 
     def linear(self, name: str, transpose: bool = False) -> Linear:
-        """Load a matrix [out, in], or [in, out] with `transpose`.
-
-        Quantised if the stage's format covers the matrix.
-        """
+        """Load a matrix [out, in], or [in, out] with `transpose`. Quantised if the stage's format covers the matrix."""
         storage = self._precision.storage
         format_ = None if storage is None else format_for(name, storage)
         if format_ is not None:

@@ -80,9 +80,6 @@ class LayerPairs:
 
 
 def padded(pair: Pair, step: int) -> tuple[Tensor, Tensor]:
-    """Return (a [rank', in], b [out, rank']) fp32, padded with zeros.
-
-    rank' is a multiple of `step`.
-    """
+    """Return (a [rank', in], b [out, rank']) fp32, padded with zeros. rank' is a multiple of `step`."""
     more = -pair.rank % step
     return torch.nn.functional.pad(pair.a, (0, 0, 0, more)), torch.nn.functional.pad(pair.b, (0, more))

@@ -44,7 +44,6 @@ class Ops(Protocol):
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
         """Return why this backend cannot run on the device; None if it can."""
-        ...
 
     def shift_mix(
         self, x: Tensor, delta: Delta | None, prologue: Prologue, shift: Tensor, inputs: StepInputs
@@ -64,7 +63,6 @@ class Ops(Protocol):
 
         Returns x_out [T, C] and mixed [M, T, C] in the dtype of x, or `mixed` in the backend's format.
         """
-        ...
 
     def project(self, layer: Layer, mixed: Mixed, adapters: LayerAdapters | None = None) -> Projections:
         """Compute all input projections of the time mix, with their activations.
@@ -74,7 +72,6 @@ class Ops(Protocol):
         mixed [6, T, C] as `shift_mix` returns it. Returns r, w, k, v, a, g [T, C] and v_gate [T, C] (None in layer 0)
         in the dtype of mixed; w, a and v_gate without bias. `adapters` add to r, k and v.
         """
-        ...
 
     def time_mix(
         self, layer: Layer, p: Projections, v_first: Tensor | None, wkv: Tensor, inputs: StepInputs
@@ -92,11 +89,9 @@ class Ops(Protocol):
 
         Returns y [T, C] before the output map, in the dtype of p or in that map's format, and v_first [T, C].
         """
-        ...
 
     def output(self, layer: Layer, y: Mixed) -> Delta:
         """Apply the output map to `time_mix`'s y -> [T, C]; another format only without adapters."""
-        ...
 
     def channel_mix(self, layer: Layer, x: Mixed, adapters: LayerAdapters | None = None) -> Delta:
         """Return F_v relu(F_k x)^2 [T, C].
@@ -104,11 +99,9 @@ class Ops(Protocol):
         x is [T, C] or in the format of `shift_mix`. `adapters` add to both maps. Another output format is possible only
         without `adapters`.
         """
-        ...
 
     def add(self, x: Tensor, delta: Delta) -> Tensor:
         """Return x + delta [T, C], as in `shift_mix`."""
-        ...
 
 
 @runtime_checkable
@@ -117,7 +110,6 @@ class PreparesLayers(Protocol):
 
     def prepare_layer(self, layer: Layer) -> Layer:
         """Convert a layer, once, at load. Raises ValueError for unsupported sizes or dtypes."""
-        ...
 
 
 @runtime_checkable
@@ -126,14 +118,12 @@ class RunsLayers(Protocol):
 
     def can_run_layers(self, state: StateArena) -> bool:
         """Return whether it supports this state format; else layers run operation by operation."""
-        ...
 
     def reserve(self, layers: Sequence[Layer], width: int, tokens: int) -> None:
         """Allocate the calling thread's work memory for steps of up to so many tokens.
 
         Otherwise the process grows with each step that is larger than all earlier ones. Raises MemoryError.
         """
-        ...
 
     def run_layers(
         self,
@@ -151,7 +141,6 @@ class RunsLayers(Protocol):
         Updates `state` in place. Raises ValueError for states that `can_run_layers` refuses, IndexError for rows that
         do not fit the slots, MemoryError.
         """
-        ...
 
 
 @runtime_checkable
@@ -160,7 +149,6 @@ class HoldsAdapters(Protocol):
 
     def make_adapter_table(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> AdapterTable:
         """Return an empty table for layers first .. last-1."""
-        ...
 
 
 @runtime_checkable
@@ -169,7 +157,6 @@ class ReportsMissingKernels(Protocol):
 
     def missing_kernels(self, device: torch.device) -> dict[str, str]:
         """Return name of a kernel -> why it is missing; slower code replaces it."""
-        ...
 
 
 @runtime_checkable
@@ -181,4 +168,3 @@ class NormsRows(Protocol):
 
         rows: int64. The result has the dtype of x.
         """
-        ...

@@ -11,10 +11,7 @@ from rwkv_batch.model.quant.formats import NOT_ROUNDED, Format, Quantised, dequa
 
 
 class QuantLinear(Linear):
-    """Computes y = x @ W.T for a quantised W [out, in].
-
-    W is dequantised for every call in the dtype of x.
-    """
+    """Computes y = x @ W.T for a quantised W [out, in]. W is dequantised for every call in the dtype of x."""
 
     def __init__(self, stored: Quantised) -> None:
         self.stored = stored

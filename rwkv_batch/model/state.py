@@ -213,15 +213,9 @@ class StateArena:
         return self.wkv[:, layer - self._first_wkv]
 
     def att_shift(self, layer: int) -> Tensor:
-        """Return the time mix's token-shift states.
-
-        [num_slots, C]; a view, strided over slots
-        """
+        """Return the time mix's token-shift states. [num_slots, C]; a view, strided over slots"""
         return self.shift[:, layer, 0]
 
     def ffn_shift(self, layer: int) -> Tensor:
-        """Return the channel mix's token-shift states.
-
-        [num_slots, C]; a view, strided over slots
-        """
+        """Return the channel mix's token-shift states. [num_slots, C]; a view, strided over slots"""
         return self.shift[:, layer, 1]

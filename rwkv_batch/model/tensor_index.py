@@ -77,10 +77,7 @@ def serve() -> None:
 
 
 def find_or_refuse(path: Path) -> TensorIndex | str:
-    """Return the index of a file's tensors [...], or a refusal.
-
-    The refusal continues "FILE ...".
-    """
+    """Return the index of a file's tensors [...], or a refusal. The refusal continues "FILE ..."."""
     try:
         return find_tensors(path)
     except NotWeights as error:
@@ -144,10 +141,7 @@ def _held_bytes(place: Place) -> int:
 
 
 def _check_place(place: Place, file_size: int) -> None:
-    """Check a tensor's place.
-
-    Raises ValueError for a tensor whose numbers are not all within its bytes.
-    """
+    """Check a tensor's place. Raises ValueError for a tensor whose numbers are not all within its bytes."""
     if len(place.name) > MAX_NAME:
         raise ValueError(f"a tensor's name has {len(place.name)} characters, at most {MAX_NAME} are allowed")
     sizes = (*place.shape, *place.strides, place.begin, place.num_bytes)

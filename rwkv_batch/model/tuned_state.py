@@ -63,10 +63,7 @@ def read_tuned_state(path: Path, shape: ModelShape, orientation: str = AUTO) -> 
 
 
 def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) -> None:
-    """Write a tuned state, [layers, H, 64, 64].
-
-    As safetensors for `read_tuned_state`. Raises OSError.
-    """
+    """Write a tuned state, [layers, H, 64, 64]. As safetensors for `read_tuned_state`. Raises OSError."""
     from safetensors.numpy import save  # safetensors.torch leaves reference cycles, which are rarely collected
 
     tensors = {f"blocks.{i}.att.time_state": wkv for i, wkv in enumerate(state.wkv.numpy())}
@@ -74,10 +71,7 @@ def write_tuned_state(path: Path, state: TunedTensor, about: Mapping[str, str]) 
 
 
 def _states(path: Path, tensors: Mapping[str, Tensor], shape: ModelShape) -> list[Tensor]:
-    """Return the layers' tensors in order. Raises FileError.
-
-    Each is [H, 64, 64] or [1, H, 64, 64].
-    """
+    """Return the layers' tensors in order. Raises FileError. Each is [H, 64, 64] or [1, H, 64, 64]."""
     if shape.version == "RWKV-4":
         raise FileError(f"state file {path}: RWKV-4 has no tuned states, because its state has no matrices")
     found = {int(m.group(1)): tensor for name, tensor in tensors.items() if (m := _NAME.search(name))}

@@ -148,10 +148,7 @@ def open_weights(path: str | Path) -> Weights:
 
 
 def weights_from(tensors: Mapping[str, Tensor], path: Path = Path("in-memory")) -> Weights:
-    """Check tensors that came from `path`, by their names. Raises WeightsError.
-
-    They are [out, in] and [C].
-    """
+    """Check tensors that came from `path`, by their names. Raises WeightsError. They are [out, in] and [C]."""
     tensors = _without_padding(path, tensors)
     shape = _recognise(path, tensors)
     _check(path, tensors, shape)

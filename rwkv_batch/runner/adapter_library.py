@@ -155,10 +155,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
         )
 
     def _read_within(self, path: Path, call: AddAdapter) -> ServedAdapter:
-        """Read files within --models-dir.
-
-        Raises ServiceError for a file outside --models-dir, FileError.
-        """
+        """Read files within --models-dir. Raises ServiceError for a file outside --models-dir, FileError."""
         if not call.is_own:
             check_adapter_within(self._config.models_dir, path, "file")
         with with_requested_name(path, call.file):

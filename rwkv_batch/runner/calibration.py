@@ -80,10 +80,7 @@ class _RecordingLoader(LayerLoader):
 
 
 def measure(weights: Weights, device: torch.device) -> dict[str, Tensor]:
-    """Run the text through the model.
-
-    One layer is in memory at a time. Returns [in] fp32 on the CPU by matrix name.
-    """
+    """Run the text through the model. One layer is in memory at a time. Returns [in] fp32 on the CPU by matrix name."""
     plain = torch.float16 if device.type == "cuda" else torch.float32
     precision = Precision(device, plain, torch.float32, StateFormat.FP32)
     loader = _RecordingLoader(weights, precision)

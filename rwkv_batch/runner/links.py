@@ -105,10 +105,7 @@ class LastTokens:
 
     @torch.inference_mode()
     def store(self, req_slots: Sequence[int], tokens: Tensor | Sequence[int]) -> int:
-        """Store tokens [n] of these slots, from a device or the host.
-
-        Returns the number for `receive`.
-        """
+        """Store tokens [n] of these slots, from a device or the host. Returns the number for `receive`."""
         if not self._is_read:
             return 0
         values = torch.as_tensor(tokens, dtype=torch.int64).to(self.sampled_tokens.device, non_blocking=True)
@@ -120,10 +117,7 @@ class LastTokens:
         return 0 if self._link is None else self._link.send(self.sampled_tokens, len(self.sampled_tokens))
 
     def receive(self, number: int) -> None:
-        """Make the first device wait for that `send`.
-
-        Does nothing if the device received that one or a later one.
-        """
+        """Make the first device wait for that `send`. Does nothing if the device received that one or a later one."""
         if self._link is not None and number > self._link.received:
             self._link.receive(number, self.input_tokens, len(self.input_tokens))
 

@@ -69,10 +69,7 @@ class ModelChecks:
         self._thread = FileThread("model-files", refusal, _to_service_error)
 
     def check(self, call: CheckModel, reply: Reply[str]) -> None:
-        """Reply with a description of the file's model.
-
-        The error of a reply names the file or an adapter.
-        """
+        """Reply with a description of the file's model. The error of a reply names the file or an adapter."""
         self._thread.run(reply, lambda: _description(call), reply)
 
     def close(self) -> None:

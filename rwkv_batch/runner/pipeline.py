@@ -265,10 +265,7 @@ class Pipeline:
             raise
 
     def is_routed(self, number: int) -> bool:
-        """Return whether a router chooses the adapter's experts for each token.
-
-        A router in any stage counts.
-        """
+        """Return whether a router chooses the adapter's experts for each token. A router in any stage counts."""
         return any(stage.adapters.is_routed(number) for stage in self.stages)
 
     def adapter_bytes(self, layers: Mapping[int, LayerPairs]) -> int:
@@ -286,10 +283,7 @@ class Pipeline:
             stage.adapters.drop(number)
 
     def reserve(self, tokens: int) -> None:
-        """Allocate the calling thread's work memory on a CPU, for steps of up to so many tokens.
-
-        Raises MemoryError.
-        """
+        """Allocate the calling thread's work memory on a CPU, for steps of up to so many tokens. Raises MemoryError."""
         for stage in self.stages:
             stage.reserve(tokens)
 

@@ -62,10 +62,7 @@ class PromptScorer:
         return InFlightScores(scored, self._score(x, tokens, targets, max(_top(sequence) for sequence, _ in scored)))
 
     def _score(self, x: Tensor, tokens: list[int], targets: list[int], count: int) -> HostCopy:
-        """Return the log-probability of targets[i] after token tokens[i] of x.
-
-        Also return the `count` largest.
-        """
+        """Return the log-probability of targets[i] after token tokens[i] of x. Also return the `count` largest."""
         at, after = (on_device(ids, torch.int64, x.device) for ids in (tokens, targets))
         parts = [
             target_logprobs(self._stage.logits_of(x, some_tokens), some_targets, count)

@@ -61,10 +61,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         self._folder = Path(f"{config.pool.files_stem}.states") if config.pool.state_db else None
 
     def open(self, pool: StatePool, arena: PipelineArena, shape: ModelShape) -> None:
-        """Load the states of --state and the kept ones.
-
-        Raises StartupError if one of --state cannot be loaded.
-        """
+        """Load the states of --state and the kept ones. Raises StartupError if one of --state cannot be loaded."""
         self._pool, self._arena, self._shape = pool, arena, shape
         for entry in self._config.states:
             name, _, file = entry.partition("=")
@@ -186,10 +183,7 @@ class StateLibrary(FileLibrary[StateInfo]):
             raise NameTaken("a mixture", call.name)
 
     def _add_mixture(self, call: AddState) -> StateInfo:
-        """Register a mixture of existing states.
-
-        Raises ServiceError, PoolError; OSError if it cannot be kept.
-        """
+        """Register a mixture of existing states. Raises ServiceError, PoolError; OSError if it cannot be kept."""
         members = [(name, float(weight)) for name, weight in call.mixture]
         check_members(members, self._pool)
         if self._folder is not None:
@@ -230,10 +224,7 @@ class StateLibrary(FileLibrary[StateInfo]):
         return info
 
     def _rename_kept(self, temp_path: Path, name: str) -> None:
-        """Give a state's file its final name.
-
-        Raises OSError; then the state is not registered either.
-        """
+        """Give a state's file its final name. Raises OSError; then the state is not registered either."""
         try:
             temp_path.replace(temp_path.with_name(f"{name}{_STATE_SUFFIX}"))
         except OSError:
@@ -242,10 +233,7 @@ class StateLibrary(FileLibrary[StateInfo]):
             raise
 
     def remove(self, name: str) -> StateInfo:
-        """Remove a state from the pool and the disk.
-
-        Raises ServiceError, and then removes nothing.
-        """
+        """Remove a state from the pool and the disk. Raises ServiceError, and then removes nothing."""
         info = self._infos.get(name)
         is_in_pool = info is None or not (info.error or info.mixture)
         try:

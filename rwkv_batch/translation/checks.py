@@ -48,10 +48,7 @@ def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_
 
 
 def _is_prose(text: str) -> bool:
-    """Return whether the text is long enough for checks.
-
-    A text of only names is not enough.
-    """
+    """Return whether the text is long enough for checks. A text of only names is not enough."""
     words = _WORD.findall(text[:_MAX_CHECKED])
     if words and not words[0].isascii():
         return sum(map(len, words)) >= _MIN_LETTERS

@@ -215,10 +215,7 @@ def _candidates(sample: str) -> tuple[str, ...]:
 
 
 def _classify(samples: list[str], candidates: tuple[str, ...]) -> list[Detected]:
-    """Return each sample's most likely candidate.
-
-    The result considers that the samples share a page.
-    """
+    """Return each sample's most likely candidate. The result considers that the samples share a page."""
     if len(candidates) < 2:
         return [Detected("".join(candidates), float(len(candidates)))] * len(samples)
     own_scores = [_log_likelihoods(sample, candidates) for sample in samples]

@@ -153,10 +153,7 @@ def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:
 
 
 def _find_markers(text: str, options: MarkerOptions) -> Iterator[tuple[int, int, str | None, str, bool]]:
-    """Yield each marker's start, end, group, tag name and kind.
-
-    The last value says whether it ends a segment.
-    """
+    """Yield each marker's start, end, group, tag name and kind. The last value says whether it ends a segment."""
     scanner = options.scanner
     is_outlined = options.format is Format.XML and options.detects_outline
     structural = structural_tags(text) if is_outlined else frozenset()
@@ -199,10 +196,7 @@ def _icu_end(text: str, start: int) -> int:
 
 
 def partners(markers: Sequence[Marker]) -> list[int | None]:
-    """Return the index of each tag's closing or opening tag.
-
-    None for a tag without one.
-    """
+    """Return the index of each tag's closing or opening tag. None for a tag without one."""
     found: list[int | None] = [None] * len(markers)
     opened: list[int] = []
     for index, marker in enumerate(markers):

@@ -356,10 +356,7 @@ class TranslationPlan:
         return _Result(joined, joined, [problem_text])
 
     def _part(self, text: str, whole: Query) -> str | None:
-        """Return the translation of a text between markers.
-
-        It includes the white space around the text.
-        """
+        """Return the translation of a text between markers. It includes the white space around the text."""
         if not has_letters(text):
             return text
         answer = self._answer(self._with_text(whole, body := text.strip()))

@@ -83,10 +83,7 @@ def _raw(flat: str, markers: Sequence[Marker]) -> str:
 
 
 def _spans(flat: str, split: Split, code: str, is_markup: bool) -> Iterator[Span]:
-    """Yield start and end of each segment.
-
-    A segment has white space and markers at its ends.
-    """
+    """Yield start and end of each segment. A segment has white space and markers at its ends."""
     by_lines = split in (Split.NEWLINES, Split.SENTENCES)
     boundary = _BREAKS if is_markup else _LINES if by_lines else _BLANK_LINES
     at = 0

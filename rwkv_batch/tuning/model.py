@@ -298,10 +298,7 @@ def load_model(
 
 
 def share_equal_rows(model: TrainingModel, tensors: dict[str, Tensor]) -> None:
-    """Keep one of the head's equal rows [V, C].
-
-    They equal its last row; `tensors` are the model's weights.
-    """
+    """Keep one of the head's equal rows [V, C]. They equal its last row; `tensors` are the model's weights."""
     head = tensors[TABLES[1]]
     is_last = torch.cat([(part == head[-1]).all(1) for part in head.split(1 << 13)])
     count = int(is_last.sum())

@@ -139,10 +139,7 @@ class _TooManyVisitsError(Exception):
 
 
 def check_terminates(schema: Any) -> None:
-    """Check that a schema's values can end.
-
-    Raises GrammarError with the first place whose values can never end.
-    """
+    """Check that a schema's values can end. Raises GrammarError with the first place whose values can never end."""
     try:
         termination = _Termination(schema)
         for path, part in _reachable(schema):
@@ -210,10 +207,7 @@ def _required(part: dict[str, Any]) -> Iterator[Any]:
 
 
 def _reachable(root: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield each part that constrains a value, once, with its path.
-
-    Includes parts that constrain a part of a value.
-    """
+    """Yield each part that constrains a value, once, with its path. Includes parts that constrain a part of a value."""
     seen: set[int] = set()
     waiting: list[tuple[Path, Any]] = [((), root)]
     while waiting:

@@ -70,8 +70,5 @@ class WordCounter:
 
 
 def _is_inside_word(text: str, at: int) -> bool:
-    """Return whether a word continues on both sides.
-
-    Both are letters of a script that separates words.
-    """
+    """Return whether a word continues on both sides. Both are letters of a script that separates words."""
     return 0 < at < len(text) and _LETTERS.match(text, at - 1) is not None

@@ -24,11 +24,9 @@ class Evictable(Protocol):
 
     def oldest(self) -> float | None:
         """Return when its least recently used freeable slot was last used. None: it can free none."""
-        ...
 
     def evict(self) -> None:
         """Start to free the slot of `oldest`."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -45,23 +45,18 @@ class CheckpointStore(Protocol):
 
     def prepare(self, key_prefix: str) -> None:
         """Prepare the store. `key_prefix`: of all keys, followed by a slash."""
-        ...
 
     def put(self, key: str, data: bytes) -> None:
         """Store an object atomically and durably."""
-        ...
 
     def get(self, key: str) -> bytes:
         """Return an object's data. Raises ObjectNotFound."""
-        ...
 
     def delete(self, key: str) -> None:
         """Delete an object. A missing object is no error."""
-        ...
 
     def list(self, key_prefix: str) -> Iterator[list[ListedObject]]:
         """Yield the objects with this key prefix in batches, also half-written ones."""
-        ...
 
 
 class FolderStore:

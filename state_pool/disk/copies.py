@@ -27,10 +27,7 @@ _OPEN_FILE = "open_file"
 
 
 def copy_database(source: sqlite3.Connection, target: Path) -> None:
-    """Write a whole copy, also while a service writes. Other users cannot read it.
-
-    Raises sqlite3.Error, OSError.
-    """
+    """Write a whole copy, also while a service writes. Other users cannot read it. Raises sqlite3.Error, OSError."""
     part = target.with_name(f"{target.name}.part")
     part.unlink(missing_ok=True)
     os.close(open_private(part))

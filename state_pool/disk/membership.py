@@ -173,10 +173,7 @@ def _new_engine_number(connection: Connection) -> int:
 
 
 def begin_write(connection: Connection, member: Membership | None) -> None:
-    """Begin a write transaction.
-
-    An engine that others removed rejoins under a new number. Fences protect its work.
-    """
+    """Begin a write transaction. An engine that others removed rejoins under a new number. Fences protect its work."""
     if member is None:
         connection.execute("BEGIN IMMEDIATE")
         return

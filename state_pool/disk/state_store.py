@@ -27,7 +27,6 @@ class Connection(Protocol):
 
     def execute(self, statement: str, parameters: Any = ..., /) -> Any:
         """Return a cursor over the rows. Raises sqlite3.Error, ServerUnavailable."""
-        ...
 
     def close(self) -> None: ...
 
@@ -47,34 +46,26 @@ class StateStore(Protocol):
     @property
     def is_first(self) -> bool:
         """Whether no other engine has it open. None can open it before `allow_other_engines`."""
-        ...
 
     def open_writer(self) -> Connection:
         """Open the only connection that writes, with the schema up to date."""
-        ...
 
     def before_close(self, connection: Connection) -> None:
         """Record that this engine closes the database. Call after the writer's last transaction."""
-        ...
 
     def open_reader(self) -> Connection:
         """Open a connection that only reads. Its transactions see one snapshot."""
-        ...
 
     def open_checkpointer(self) -> sqlite3.Connection | None:
         """Open a connection that checkpoints the write-ahead log; None: the database does that itself."""
-        ...
 
     def allow_other_engines(self) -> None: ...
 
     def used_bytes(self, connection: Connection) -> int:
         """Bytes in use, without free pages."""
-        ...
 
     def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
         """Return the error with the database's name and a remedy."""
-        ...
 
     def close(self) -> None:
         """Release the database for other processes. Connections are closed by those who opened them."""
-        ...

@@ -311,10 +311,7 @@ def object_bytes(connection: Connection) -> int:
 
 
 def orphaned_states(connection: Connection, first: int = 0, last: int | None = None) -> list[int]:
-    """Return the states that a crash left partly written or deleted.
-
-    Looks at states from `first` to before `last`.
-    """
+    """Return the states that a crash left partly written or deleted. Looks at states from `first` to before `last`."""
     orphans: list[int] = []
     next_id = first * CHUNKS_PER_STATE
     while True:

@@ -81,10 +81,7 @@ class Loader:
     def _state(
         self, session: int, unusable_states: Mapping[int, SessionUnusable]
     ) -> tuple[StoredParts | ObjectLocation | None, int, SessionUnusable | None]:
-        """Return (state, its turn, None).
-
-        If the stored state cannot be used, returns (None, 0, the reason).
-        """
+        """Return (state, its turn, None). If the stored state cannot be used, returns (None, 0, the reason)."""
         found = self._connection.execute(
             "SELECT id, turn, num_tokens, fingerprint, layout_version, layout, bytes, checksum, "
             "object_key, object_checksum FROM states WHERE session = ?",

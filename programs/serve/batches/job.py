@@ -156,10 +156,7 @@ class BatchJob:
         await self._finalise()
 
     async def give_up(self, message: str) -> None:
-        """Fail the batch because of its disk.
-
-        Without results if they cannot be published. Raises OSError.
-        """
+        """Fail the batch because of its disk. Without results if they cannot be published. Raises OSError."""
         try:
             await self.fail(message, "storage_failed")
         except (RunError, OSError):

@@ -86,10 +86,7 @@ def run_batches(
 async def _run_until_drain(
     runner: BatchRunner, tunings: TuningRunner, models: ModelRegistry, supervisor: Connection
 ) -> None:
-    """Run until the supervisor sends "drain" or ends.
-
-    First waits for the supervisor's first list of engines.
-    """
+    """Run until the supervisor sends "drain" or ends. First waits for the supervisor's first list of engines."""
     loop, stop, has_models = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
 

@@ -234,10 +234,7 @@ class TuningRunner:
         return job.dtype or (self._engine.dtype if self._engine.dtype in COMPACT_DTYPES else "auto")
 
     def _as_named_file(self, job: Job, file_id: str) -> Path | None:
-        """Return a link to a file's content. None if it was deleted.
-
-        The link has the ending of the file's name.
-        """
+        """Return a link to a file's content. None if it was deleted. The link has the ending of the file's name."""
         folder = self._folder(job)
         if (kept := next(folder.glob(f"{file_id}.*"), None)) is not None:  # also if the file was deleted meanwhile
             return kept

@@ -96,10 +96,7 @@ class EngineActor:
 
     @ray.method(concurrency_group="events")
     def events(self, peer: str) -> Iterator[list[bytes]]:
-        """Yield everything sent to an HTTP worker until it is gone.
-
-        It comes in a `BufferedLink`'s pieces.
-        """
+        """Yield everything sent to an HTTP worker until it is gone. It comes in a `BufferedLink`'s pieces."""
         server = self._server
         if server is None:
             return
@@ -212,10 +209,7 @@ class EngineActor:
         self._info = self._info._replace(status=status, error=error, since=int(time.time()))
 
     def _kill_after_timeout(self) -> None:
-        """End the process if the drain does not end.
-
-        A step or a disk may hang while the engine drains.
-        """
+        """End the process if the drain does not end. A step or a disk may hang while the engine drains."""
         allowed_s = self._config.drain_timeout_s + SHUTDOWN_GRACE_S
         time.sleep(allowed_s)
         logger.error("the engine has not ended within %.0f s; ending its process", allowed_s)

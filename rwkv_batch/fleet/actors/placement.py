@@ -34,10 +34,7 @@ def placed_config(config: EngineConfig, bundle: dict[str, float]) -> EngineConfi
 
 
 def place(name: str, config: EngineConfig, factory: str, log_config: LogConfig, serves: str) -> bool:
-    """Create the engine's actor. It waits for a node with room.
-
-    Returns False if it exists. Raises RayError.
-    """
+    """Create the engine's actor. It waits for a node with room. Returns False if it exists. Raises RayError."""
     ray = load_ray()
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

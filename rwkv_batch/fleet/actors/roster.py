@@ -67,10 +67,7 @@ class EngineDirectory:
         self._answered = time.monotonic()
 
     def actor(self, name: str) -> Any:
-        """Return the engine's actor, None if there is none.
-
-        Looks it up if unknown. Raises RayError.
-        """
+        """Return the engine's actor, None if there is none. Looks it up if unknown. Raises RayError."""
         return self.actors.get(name) or self._look_up(name)
 
     def forget(self, name: str) -> None:
@@ -97,10 +94,7 @@ _PLACE_S = 5.0
 
 class Roster:
     def __init__(self, plan: ClusterPlan, log_config: LogConfig) -> None:
-        """Join the cluster.
-
-        Raises StartupError if that fails, RayError if the cluster's head does not answer.
-        """
+        """Join the cluster. Raises StartupError if that fails, RayError if the cluster's head does not answer."""
         self._plan = plan
         self._log_config = log_config
         self._ray = join(plan.cluster)

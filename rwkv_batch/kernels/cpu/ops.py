@@ -130,10 +130,7 @@ class PackedOps(NaiveOps):
 
     @staticmethod
     def unavailable_reason(device: torch.device) -> str | None:
-        """Returns why it cannot run, None if it can.
-
-        Requires a CPU and, for the first build, a C++ compiler.
-        """
+        """Returns why it cannot run, None if it can. Requires a CPU and, for the first build, a C++ compiler."""
         if device.type != "cpu":
             return f"the cpu kernels run on a CPU, not on {device}"
         return library_unavailable_reason()

@@ -218,8 +218,5 @@ class CudaLayerAdapters:
 
 
 def has_adapters(inputs: StepInputs) -> bool:
-    """Whether rows of a step may have adapters.
-
-    Adapters read the inputs of linear layers.
-    """
+    """Whether rows of a step may have adapters. Adapters read the inputs of linear layers."""
     return inputs.adapters is not None or inputs.adapter_tiles is not None

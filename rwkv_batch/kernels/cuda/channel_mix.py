@@ -206,10 +206,7 @@ def sparse_value_quantised(value: CudaQuantValue, hidden: Tensor) -> Tensor | Pa
 
 
 def sparse_value(layer: CudaLayer, hidden: Tensor, work: Workspace) -> Tensor:
-    """ffn.value of hidden [B <= 8, 4C] -> [B, C].
-
-    Reads only the rows of the matrix whose input is non-zero.
-    """
+    """ffn.value of hidden [B <= 8, 4C] -> [B, C]. Reads only the rows of the matrix whose input is non-zero."""
     assert layer.value_rows is not None, "a map in fp16 has been transposed"
     rows, ffn = hidden.shape
     width = layer.value_rows.shape[1]

@@ -142,10 +142,7 @@ def plan_hopper_gemm(
 
 @functools.cache
 def max_splits(shapes: tuple[GemmShape, ...], num_sms: int, co_resident: bool, depth: int) -> int:
-    """Returns the largest split-K whose CTAs all run at once.
-
-    Each CTA gets whole steps of `depth` inputs.
-    """
+    """Returns the largest split-K whose CTAs all run at once. Each CTA gets whole steps of `depth` inputs."""
     tiles = sum(-(-shape.n // TILE_N) for shape in shapes)
     choices = SPLITS if co_resident else SPLITS[:1]
     fitting = (s for s in choices if tiles * s <= num_sms and all(shape.k % (depth * s) == 0 for shape in shapes))

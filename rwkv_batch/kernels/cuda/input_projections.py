@@ -165,10 +165,7 @@ def _rkv_quantised(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: LowRa
 
 
 def _quantise_rkv_rows(mixed: Tensor) -> list[QuantisedRows]:
-    """Quantises the inputs of r, k, v in mixed [6, T, C].
-
-    They are needed as fp16, too.
-    """
+    """Quantises the inputs of r, k, v in mixed [6, T, C]. They are needed as fp16, too."""
     _, tokens, width = mixed.shape
     if tokens % SCALE_ALIGNMENT:
         return [quantise_rows(mixed[i]) for i in range(3)]
@@ -178,10 +175,7 @@ def _quantise_rkv_rows(mixed: Tensor) -> list[QuantisedRows]:
 
 
 def _project_grouped(layer: CudaLayer, mixed: MixedInputs) -> Projections:
-    """All projections in one or two launches.
-
-    The low ranks up run in another launch or in the same.
-    """
+    """All projections in one or two launches. The low ranks up run in another launch or in the same."""
     inputs = _low_rank_inputs(mixed)
     rkv = torch.empty_like(inputs[:3])
     low = LowRanks.build(layer, inputs)
@@ -259,10 +253,7 @@ def _project_multi_tile(layer: CudaLayer, mixed: MixedInputs) -> Projections:
 
 
 def _launch_input_projections(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor, low: list[Gemm]) -> None:
-    """Runs r, k, v and the fp16 GEMMs `low`.
-
-    They share one launch if one kernel takes both.
-    """
+    """Runs r, k, v and the fp16 GEMMs `low`. They share one launch if one kernel takes both."""
     if layer.rkv is not None and isinstance(mixed, Tensor):
         multiply([*(Gemm(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
         return

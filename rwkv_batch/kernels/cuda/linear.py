@@ -47,10 +47,7 @@ def fits_skinny(weight: Tensor) -> bool:
 
 
 def uses_hopper_gemm(rows: int, weight: Tensor, transposed: bool = False) -> bool:
-    """Whether the Hopper kernel takes so many rows times this weight.
-
-    The weight is [n, k], or [k, n] if transposed.
-    """
+    """Whether the Hopper kernel takes so many rows times this weight. The weight is [n, k], or [k, n] if transposed."""
     n, k = reversed(weight.shape) if transposed else weight.shape
     worth_it = MAX_SKINNY_ROWS < rows <= MAX_HOPPER_ROWS or (rows <= MAX_SKINNY_ROWS and k >= MIN_SKINNY_HOPPER_K)
     return worth_it and has_hopper_gemm(weight.device) and fits_hopper_gemm(GemmShape(n, k), transposed)
@@ -65,10 +62,7 @@ def is_grouped(rows: int, weight: Tensor) -> bool:
 
 
 def multiply(gemms: Sequence[Gemm]) -> None:
-    """Runs up to 8 GEMMs over the same rows in one launch.
-
-    `is_grouped` must allow it.
-    """
+    """Runs up to 8 GEMMs over the same rows in one launch. `is_grouped` must allow it."""
     rows, weight = gemms[0].x.shape[0], gemms[0].weight
     if uses_hopper_gemm(rows, weight):
         launch_hopper_gemm([(m.weight, m.x, m.y, m.activation) for m in gemms], transposed=False)

@@ -28,10 +28,7 @@ def fp16_gemms(gemms: list[Gemm]) -> list[Fp16Gemm]:
 
 @dataclass(slots=True)
 class LowRanks:
-    """The GEMMs of a layer's low ranks and gate, and their outputs.
-
-    The GEMMs take two launches.
-    """
+    """The GEMMs of a layer's low ranks and gate, and their outputs. The GEMMs take two launches."""
 
     down_gemms: list[Gemm]
     up_gemms: list[Gemm]

@@ -84,10 +84,7 @@ _TRANSPOSED_BUFFERS: WeakValueDictionary[tuple[torch.device, int], Tensor] = Wea
 
 
 def transposed_buffer(codes: Tensor) -> Tensor:
-    """Returns [bytes] uint8 of the size and device of `codes`.
-
-    All weights of that size share it.
-    """
+    """Returns [bytes] uint8 of the size and device of `codes`. All weights of that size share it."""
     key = codes.device, codes.nbytes
     place = _TRANSPOSED_BUFFERS.get(key)
     if place is None:
@@ -134,10 +131,7 @@ logger = logging.getLogger(__name__)
 
 
 def scaled_mm(packed: Packed, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """fp8 rows [T, K] times fp8 weights -> out [T, N].
-
-    The rows have scales [T].
-    """
+    """fp8 rows [T, K] times fp8 weights -> out [T, N]. The rows have scales [T]."""
     weight, types = packed.output_major(), scaled_mm_dtypes(out.device)
     dtype = out.dtype if out.dtype in types else types[0]
     place = out if dtype == out.dtype else torch.empty(out.shape, dtype=dtype, device=out.device)

@@ -68,10 +68,7 @@ def multiply_rows(linear: QuantisedWeights, x: QuantisedRows) -> Tensor:
 
 
 def multiply_to_partials(linear: QuantisedWeights, x: QuantisedRows) -> Tensor | PartialSums:
-    """Multiplies two-part rows [T, 2, in] -> [T, out] fp16.
-
-    With split-K, returns the partials of it instead.
-    """
+    """Multiplies two-part rows [T, 2, in] -> [T, out] fp16. With split-K, returns the partials of it instead."""
     rows, packed = len(x.codes), linear.packed
     device = x.codes.device
     count = num_splits(rows, packed.outputs, packed.inputs, prepare_hopper_gemm(device).num_sms)

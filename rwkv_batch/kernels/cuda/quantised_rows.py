@@ -80,10 +80,7 @@ class DeferredMix:
 
 
 class SingleRowInput(NamedTuple):
-    """One row's mixed input of a channel mix.
-
-    Its ffn.value runs in the launch of ffn.key.
-    """
+    """One row's mixed input of a channel mix. Its ffn.value runs in the launch of ffn.key."""
 
     x: Tensor
     """[1, C] fp16"""

@@ -84,10 +84,7 @@ class Adapter:
     """weight of the model -> its name in the file, if the file uses another layout"""
 
     def scale_of(self, target: str) -> float:
-        """Return a low-rank pair's scale.
-
-        Raises FileError if neither the request nor the file has a scale.
-        """
+        """Return a low-rank pair's scale. Raises FileError if neither the request nor the file has a scale."""
         if self.scale is not None:
             return self.scale
         names = (self.modules.get(target, target), target)
@@ -164,10 +161,7 @@ def _active(path: Path, info: Tensor | None) -> int:
 
 
 def _is_of_experts(name: str, tensor: Tensor, experts: dict[int, ExpertParts]) -> bool:
-    """Adds a tensor of a mixture of experts to `experts`.
-
-    Returns False for any other tensor.
-    """
+    """Adds a tensor of a mixture of experts to `experts`. Returns False for any other tensor."""
     if router := _ROUTER.search(name):
         experts.setdefault(int(router[1]), ExpertParts()).router = tensor
         return True
@@ -181,10 +175,7 @@ def _is_of_experts(name: str, tensor: Tensor, experts: dict[int, ExpertParts]) -
 
 
 def _check(path: Path, name: str, tensor: Tensor) -> None:
-    """Check a file's tensor names.
-
-    Raises FileError for a tensor that no supported adapter has.
-    """
+    """Check a file's tensor names. Raises FileError for a tensor that no supported adapter has."""
     if name.endswith("att.time_state"):
         raise FileError(f"adapter file {path} has a tuned state ({name!r}); load it with --state")
     if tensor.dtype not in (FLOATS if name != _MOE_INFO else (*FLOATS, *_INTEGERS)):

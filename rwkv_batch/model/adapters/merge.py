@@ -21,10 +21,7 @@ EPSILON = 1e-6
 
 
 def lora(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return W + s B A.
-
-    weight W is [out, in], a is [r, in] and b is [out, r].
-    """
+    """Return W + s B A. weight W is [out, in], a is [r, in] and b is [out, r]."""
     return torch.addmm(weight, b, a, alpha=scale)
 
 
@@ -40,10 +37,7 @@ def dora(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor) 
 
 
 def pissa(weight: Tensor, a: Tensor, b: Tensor, scale: float, first_a: Tensor, first_b: Tensor) -> Tensor:
-    """Return W + s (B A - B0 A0).
-
-    weight W is [out, in]. The trained pair replaces the initial one.
-    """
+    """Return W + s (B A - B0 A0). weight W is [out, in]. The trained pair replaces the initial one."""
     return lora(lora(weight, a, b, scale), first_a, first_b, -scale)
 
 
@@ -60,11 +54,7 @@ def bone(weight: Tensor, blocks: Tensor, scale: float) -> Tensor:
 
 
 def miss(weight: Tensor, shard: Tensor, scale: float) -> Tensor:
-    """Return W + s D^T for every r inputs.
-
-    weight W is [out, in]. The last group may be shorter.
-    shard D [r, out]
-    """
+    """Return W + s D^T for every r inputs. weight W is [out, in]. The last group may be shorter. shard D [r, out]"""
     times = -(-weight.shape[1] // shard.shape[0])
     return weight + scale * shard.T.repeat(1, times)[:, : weight.shape[1]]
 

@@ -43,10 +43,7 @@ def version_of(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _by_head(tensor: Tensor | None) -> tuple[int, int]:
-    """Return heads and numbers per head.
-
-    The tensor is [H], [H, N] or [H, 1, 1]. Returns (0, 0) for none.
-    """
+    """Return heads and numbers per head. The tensor is [H], [H, N] or [H, 1, 1]. Returns (0, 0) for none."""
     if tensor is None or tensor.dim() == 0 or not len(tensor):
         return 0, 0
     return len(tensor), tensor.numel() // len(tensor)
@@ -78,10 +75,7 @@ def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelS
 
 
 def expected_shapes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor that a layer must have.
-
-    A shape is a tuple, as (C, C) for [C, C].
-    """
+    """Return name -> shape of every tensor that a layer must have. A shape is a tuple, as (C, C) for [C, C]."""
     c, f = shape.width, shape.ffn
     if shape.version == "RWKV-4":
         att = TimeMix4.expected(shape)

@@ -22,7 +22,6 @@ class TimeMix(Protocol):
         each; both fp32. wkv [num_slots, ...] as `ModelShape.wkv` has it: read from `inputs.read_slots`, written to
         `inputs.write_slots`.
         """
-        ...
 
 
 @dataclass(slots=True)
@@ -57,10 +56,7 @@ class OlderLayer(LayerBase):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + e^-x) of [...].
-
-    The last bits of torch.sigmoid on a CPU depend on how threads split x.
-    """
+    """Return 1 / (1 + e^-x) of [...]. The last bits of torch.sigmoid on a CPU depend on how threads split x."""
     return 1 / (1 + torch.exp(-x))
 
 
@@ -73,38 +69,28 @@ SQUARE = ("receptance", "key", "value", "output")
 
 
 class TensorSource(Protocol):
-    """Loads a file's tensors by name.
-
-    Tensors are on a stage's device and in its dtypes. Raises KeyError.
-    """
+    """Loads a file's tensors by name. Tensors are on a stage's device and in its dtypes. Raises KeyError."""
 
     def has(self, name: str) -> bool: ...
 
     def vector(self, name: str) -> Tensor:
         """Load a vector, [C] fp32."""
-        ...
 
     def norm(self, name: str) -> Norm:
         """Load `.weight` and `.bias` of a norm, [C] fp32."""
-        ...
 
     def linear(self, name: str, transpose: bool = False) -> Linear:
         """Load a matrix [out, in], or [in, out] with `transpose`."""
-        ...
 
     def linears(self, name: str, transpose: bool = False) -> list[Linear]:
         """Load several matrices of one tensor.
 
         The tensor is [number, out, in], or [number, in, out] with `transpose`.
         """
-        ...
 
 
 def square_maps(source: TensorSource, att: str) -> dict[str, Linear]:
-    """Load the four [C, C] maps of a time mix.
-
-    Every version has them. The keys are field names.
-    """
+    """Load the four [C, C] maps of a time mix. Every version has them. The keys are field names."""
     return {name: source.linear(f"{att}.{name}.weight") for name in SQUARE}
 
 

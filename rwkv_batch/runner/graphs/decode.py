@@ -46,7 +46,6 @@ class DeviceSampler(Protocol):
 
     def sample_on_device(self, logits: Tensor, req_slots: Tensor, out: Tensor) -> None:
         """Sample one token per row: logits [B, V] fp32, req_slots [B] int32, out [B] int64."""
-        ...
 
 
 class Greedy:

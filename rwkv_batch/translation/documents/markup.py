@@ -248,10 +248,7 @@ def _add_lines(edits: TextEdits, contents: list[str], lines: list[int], first: i
 
 
 def _with_tags(text: str) -> tuple[str, list[str]]:
-    """Return the text with numbered tags, and what they stand for.
-
-    The tags stand for links and emphasis.
-    """
+    """Return the text with numbered tags, and what they stand for. The tags stand for links and emphasis."""
     tags: list[str] = []
     opened: list[tuple[str, int, int]] = []
     out: list[str] = []

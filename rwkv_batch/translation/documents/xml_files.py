@@ -118,10 +118,7 @@ class Codes:
         self._used: set[int] = set()
 
     def take(self, number: int) -> Any:
-        """Return an element, or a copy if it was taken before.
-
-        Texts within the element itself are translated.
-        """
+        """Return an element, or a copy if it was taken before. Texts within the element itself are translated."""
         if number >= len(self._elements):
             return None
         element = self._elements[number] if number not in self._used else deepcopy(self._elements[number])
@@ -130,10 +127,7 @@ class Codes:
 
 
 def fill(element: Any, text: str, elements: list[Any]) -> None:
-    """Replace an element's content by a text with numbered tags.
-
-    See `inline_text`.
-    """
+    """Replace an element's content by a text with numbered tags. See `inline_text`."""
     codes = Codes(elements)
     for child in list(element):
         element.remove(child)

@@ -147,10 +147,7 @@ def fits(plan: Plan, launch: Launch, num_sms: int, co_resident: bool = True) -> 
 
 
 def num_ctas(tile: Tile, launch: Launch) -> int:
-    """Return the number of CTAs of a launch.
-
-    Each computes one tile, or one split of it.
-    """
+    """Return the number of CTAs of a launch. Each computes one tile, or one split of it."""
     abreast, stacked = tile.cluster
     outputs, rows = tile.outputs * abreast, tile.tile_rows * stacked
     return sum(-(-n // outputs) for n in launch.ns) * -(-launch.rows // rows) * tile.splits * tile.pair
@@ -169,10 +166,7 @@ def launch_table() -> dict[tuple[tuple[int, ...], int, bool], list[tuple[int, Pl
 
 
 def _measured(launch: Launch) -> Plan | None:
-    """The plan of the nearest measured number of rows.
-
-    It is the nearest at or above where there is one.
-    """
+    """The plan of the nearest measured number of rows. It is the nearest at or above where there is one."""
     plans = launch_table().get((launch.ns, launch.k, launch.is_unsigned))
     if plans is None:
         return None
