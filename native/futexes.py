@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import os
 
-_PR_FUTEX_HASH, _SET_SLOTS, _GET_SLOTS = 78, 1, 2
+_PR_FUTEX_HASH, _SET_SLOTS = 78, 1
 """Linux, prctl.h."""
 _SLOTS_PER_CPU = 4
 """The kernel's own maximum, which it gives to a process with one thread per CPU."""
@@ -21,17 +21,5 @@ _MIN_SLOTS = 16
 def fix_futex_table() -> None:
     """Creates the process's futex table at its final size. Call it before threads start."""
     slots = 1 << (max(_MIN_SLOTS, _SLOTS_PER_CPU * (os.cpu_count() or 1)) - 1).bit_length()
-    _prctl(_SET_SLOTS, slots)
-
-
-def futex_slots() -> int | None:
-    """Returns the table's slots; 0: the system's shared table; None: the kernel has no such tables."""
-    slots = _prctl(_GET_SLOTS, 0)
-    return None if slots is None or slots < 0 else slots
-
-
-def _prctl(what: int, value: int) -> int | None:
-    """Returns prctl's result; None: the kernel lacks the call."""
-    with contextlib.suppress(AttributeError, OSError):
-        return int(ctypes.CDLL(None).prctl(_PR_FUTEX_HASH, *map(ctypes.c_ulong, (what, value, 0, 0))))
-    return None
+    with contextlib.suppress(AttributeError, OSError):  # the kernel or the C library lacks the call
+        ctypes.CDLL(None).prctl(_PR_FUTEX_HASH, *map(ctypes.c_ulong, (_SET_SLOTS, slots, 0, 0)))

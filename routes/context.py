@@ -57,11 +57,11 @@ class News:
 class Readiness:
     """An HTTP worker's knowledge of its engine and the other workers. Thread-safe."""
 
-    def __init__(self, wait_s: float, all_workers_ready: bool = False) -> None:
+    def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
         self._connected = News()
         self._has_engine = False
-        self.all_workers_ready = all_workers_ready
+        self.all_workers_ready = False
         """Whether all HTTP workers take work, from the supervisor."""
         self.fingerprint = ""
         """`system_fingerprint` of the connected engine's weights. "": not fetched yet."""

@@ -20,7 +20,7 @@ from routes.response.http_response import HandlerResponse
 from routes.response.response_models import Scores
 from routes.route import Routes
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
-from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs, TokenLogprob
+from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs
 
 EXAMPLE = {"contents": ["The capital of France is"], "candidates": [" Paris", " London", " a river"]}
 ROUTES = Routes()
@@ -160,13 +160,9 @@ class ScoreFormatter:
             "index": number,
             "logprob": sum(values),
             "tokens": len(values),
-            "is_greedy": all(map(_is_most_probable, result.prompt_logprobs)),
+            "is_greedy": all(token.logprob >= token.top[0][1] for token in result.prompt_logprobs),
         }
         return entry | ({"token_logprobs": values} if self._body.logprobs else {})
-
-
-def _is_most_probable(token: TokenLogprob) -> bool:
-    return token.logprob >= token.top[0][1]
 
 
 def _check_finished(result: RowResult) -> None:

@@ -140,6 +140,12 @@ def eventually_holds(engine: Engine, check: Callable[[], bool]) -> bool:
     return any(held)
 
 
+def has_rows_without_job(engine: Engine) -> bool:
+    """Whether an idle engine has rows without a job."""
+    jobs: Any = engine.jobs
+    return bool(jobs._leased or engine.scheduler.has_work) and not jobs._jobs
+
+
 def free_slots(engine: Engine) -> int:
     """Return the free slots of an idle engine. A turn's end may be reported before its last token is read."""
     assert eventually_holds(engine, lambda: not engine.load.rows)
@@ -176,6 +182,6 @@ def started_engine(model: Path, pool: PoolConfig | None = None, **fields: Any) -
     finally:
         engine.stop()
         _running.discard(id(engine))
-    assert engine.jobs.check_integrity() == []
+    assert not has_rows_without_job(engine)
     del engine
     gc.collect()  # an engine has reference cycles and hundreds of megabytes

@@ -13,12 +13,10 @@ from programs.backends.handlers import call_handler
 from programs.record import RunError
 from programs.settings import Settings
 from routes.context import Context, Readiness, RequestLimiter
-from rwkv_batch.calls import Answer, DecodeDefaults, EngineCall
-from rwkv_batch.calls import Reply as ResultCallback
+from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.wire import Observe
-from rwkv_batch.protocol import OnAdmitted, Sink
-from rwkv_batch.request import Job, Priority
+from rwkv_batch.request import Priority
 from rwkv_batch.tokenizer import make_tables
 from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache
 
@@ -91,19 +89,10 @@ class _Engine:
         from rwkv_batch.engine import Engine
 
         make_tables()
-        self._engine = Engine(settings.engine)
-        self._engine.start()
-        self.max_running = self._engine.scheduler.limits.max_running
-        self.stop = self._engine.stop
-
-    def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
-        self._engine.submit(job, sink, on_admitted)
-
-    def cancel(self, job_id: str) -> None:
-        self._engine.cancel(job_id)
-
-    def call(self, call: EngineCall[Answer], reply: ResultCallback[Answer]) -> None:
-        self._engine.call(call, reply)
+        engine = Engine(settings.engine)
+        engine.start()
+        self.max_running = engine.scheduler.limits.max_running
+        self.submit, self.cancel, self.call, self.stop = engine.submit, engine.cancel, engine.call, engine.stop
 
     def observe(self, observation: Observe) -> None:
         """Does nothing, because there are no metrics here."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from programs.library import calls
@@ -20,31 +21,20 @@ WORLD = "rwkv_vocab_v20230424"
 _BAN_BIAS = -100.0
 
 
+@dataclass
 class PIPELINE_ARGS:  # noqa: N801 - the name that scripts import
     """Sampling parameters of `PIPELINE.generate`, with the package's names and defaults."""
 
-    def __init__(
-        self,
-        temperature: float = 1.0,
-        top_p: float = 0.85,
-        top_k: int = 0,
-        alpha_frequency: float = 0.2,
-        alpha_presence: float = 0.2,
-        alpha_decay: float = 0.996,
-        token_ban: Sequence[int] = (),
-        token_stop: Sequence[int] = (),
-        chunk_len: int = 256,
-    ) -> None:
-        """`chunk_len` has no effect, because the engine splits prompts itself."""
-        self.temperature = temperature
-        self.top_p = top_p
-        self.top_k = top_k
-        self.alpha_frequency = alpha_frequency
-        self.alpha_presence = alpha_presence
-        self.alpha_decay = alpha_decay
-        self.token_ban = token_ban
-        self.token_stop = token_stop
-        self.chunk_len = chunk_len
+    temperature: float = 1.0
+    top_p: float = 0.85
+    top_k: int = 0
+    alpha_frequency: float = 0.2
+    alpha_presence: float = 0.2
+    alpha_decay: float = 0.996
+    token_ban: Sequence[int] = ()
+    token_stop: Sequence[int] = ()
+    chunk_len: int = 256
+    """No effect: the engine splits prompts itself."""
 
 
 class RWKV(LLM):

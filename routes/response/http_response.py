@@ -209,13 +209,8 @@ def _openai_error(info: ErrorInfo) -> dict[str, Any]:
 OPENAI_ERRORS = ErrorFormat(_openai_error, OPENAI_STATUS, "OpenAIError")
 
 
-def _deepl_error(info: ErrorInfo) -> dict[str, Any]:
-    return {"message": info.message}
-
-
-DEEPL_ERRORS = ErrorFormat(
-    _deepl_error, HTTP_STATUS | {ErrorKind.UNAUTHORIZED: 403, ErrorKind.INVALID_FIELD: 400}, "DeepLError"
-)
+DEEPL_STATUS = HTTP_STATUS | {ErrorKind.UNAUTHORIZED: 403, ErrorKind.INVALID_FIELD: 400}
+DEEPL_ERRORS = ErrorFormat(lambda info: {"message": info.message}, DEEPL_STATUS, "DeepLError")
 
 
 logger = logging.getLogger(__name__)

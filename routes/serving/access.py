@@ -131,7 +131,7 @@ def grant(context: Context, secret: str, is_header: bool = False) -> Grant | Non
     config = context.config
     # Compare with every password, so that the time does not depend on the result.
     is_password, is_admin = (
-        bool(expected) and _equal(_decode_secret(secret, expected, is_header), expected)
+        bool(expected) and _is_equal(secret, expected, is_header)
         for expected in (config.password, config.admin_password)
     )
     key = context.keys.find(secret)
@@ -153,17 +153,11 @@ def unauthorized(access: Grant | None, *, has_large_body: bool = False) -> Servi
     return ServiceError(ErrorKind.UNAUTHORIZED, message)
 
 
-def _decode_secret(secret: str, expected: str, is_header: bool) -> str:
-    """Decode a percent-encoded password: Robyn drops header values with other characters."""
-    return unquote(secret) if is_header and not _is_printable(expected) else secret
-
-
-def _equal(given: str, password: str) -> bool:
+def _is_equal(given: str, password: str, is_header: bool) -> bool:
+    """Compare. Clients percent-encode other than printable ASCII, because Robyn drops such header values."""
+    if is_header and not (password.isascii() and password.isprintable()):
+        given = unquote(given)
     return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), password.encode("utf-8", "surrogatepass"))
-
-
-def _is_printable(password: str) -> bool:
-    return password.isascii() and password.isprintable()
 
 
 logger = logging.getLogger("access")

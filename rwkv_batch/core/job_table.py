@@ -390,8 +390,3 @@ class JobTable:
             job.deltas = []
         self._changed.clear()
         self.on_delivered()
-
-    def check_integrity(self) -> list[str]:
-        """Return broken invariants of an idle engine. For tests."""
-        has_rows = self._leased or self._scheduler.has_work
-        return ["rows are left without a job"] if has_rows and not self._jobs else []

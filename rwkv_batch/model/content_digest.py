@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,14 +61,10 @@ def _computed(tensors: Mapping[str, Tensor]) -> str:
             content = stored(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             pieces = (content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES))
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            for piece_digest in pool.map(_piece_digest, pieces):
-                digest.update(piece_digest)
+            for piece in pool.map(partial(hashlib.blake2b, digest_size=_DIGEST_BYTES), pieces):
+                digest.update(piece.digest())
             release(tensor)
     return digest.hexdigest()
-
-
-def _piece_digest(piece: memoryview) -> bytes:
-    return hashlib.blake2b(piece, digest_size=_DIGEST_BYTES).digest()
 
 
 def _cache_file(path: Path) -> Path | None:

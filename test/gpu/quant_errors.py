@@ -16,7 +16,7 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda.channel_mix import sparse_value_quantised
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.layer import GROUPED_ORDER
-from rwkv_batch.kernels.cuda.low_ranks import finish_projections
+from rwkv_batch.kernels.cuda.low_ranks import CudaProjections
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.packed_weights import WEIGHT_ONLY_ROWS
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
@@ -82,10 +82,9 @@ def layer_errors(format_: Format, size: str) -> dict[str, float]:
         given = [mixed[GROUPED_ORDER.index(name)].float() for name in "rwkvag"]
         for i in range(2):
             mine, reference = stage.layers[i], loader.layer(i)
-            actual, expected = (
-                finish_projections(stage.ops.project(mine, mixed)),
-                NaiveOps().project(reference, torch.stack(given)),
-            )
+            actual, expected = stage.ops.project(mine, mixed), NaiveOps().project(reference, torch.stack(given))
+            if isinstance(actual, CudaProjections):
+                actual.finish()
             for name in ("r", "w", "k", "v", "a", "g", "v_gate"):
                 y, z = getattr(actual, name), getattr(expected, name)
                 if y is not None:

@@ -10,6 +10,7 @@ from rwkv_batch.engine import Engine
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 from state_pool.pool import StatePool
 from state_pool.sessions import LeaseState
+from test.harness import has_rows_without_job
 from test.pool_integrity import integrity_faults, ref_counts
 from test.simulation.violation import Violation, demand
 
@@ -180,8 +181,9 @@ def _check_tiers(pool: Any) -> None:
 def check_rest(engine: Engine, pool: StatePool) -> None:
     engine.state_manager.parked.clear()
     demand(not pool.adapters.num_refs, f"{pool.adapters.num_refs} adapters are held at rest")
-    faults = integrity_faults(pool) + engine.jobs.check_integrity()
+    faults = integrity_faults(pool)
     demand(not faults, f"at rest: {faults}")
+    demand(not has_rows_without_job(engine), "at rest: rows are left without a job")
     demand(not engine.scheduler.has_work and not _clients(engine), "rows are left")
     pins: Any = pool.tiers._pins
     demand(not pins, f"pinned at rest: {pins}")

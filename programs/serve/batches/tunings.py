@@ -28,7 +28,7 @@ import msgspec
 from native.files import write_private
 from programs.serve.batches.tuning_process import delete_results, last_lines, link_result, store_results
 from routes.context import Context
-from routes.file_store import Store, StoreFullError
+from routes.file_store import Store
 from routes.fine_tuning.jobs import full_places, unload_model
 from routes.fine_tuning.store import ENDED, Job, JobStatus, JobStore, make_event
 from routes.request.model_names import parse_model_id
@@ -86,7 +86,7 @@ class TuningRunner:
                 if job is not None:
                     self._last_run[job.owner] = time.monotonic()
                     await self._run_or_fail(job, stop)
-            except (OSError, StoreFullError) as error:  # the disk is full: no job can run
+            except OSError as error:  # the disk is full: no job can run
                 logger.error("fine-tuning jobs wait: %s", error)
                 wait_s = _RETRY_S
             with contextlib.suppress(TimeoutError):
@@ -150,12 +150,11 @@ class TuningRunner:
         )  # fmt: skip
 
     async def _run_or_fail(self, job: Job, stop: asyncio.Event) -> None:
-        """Run a job until it ends, is stopped, or must be tried again later. Raises OSError, StoreFullError."""
+        """Run a job until it ends, is stopped, or must be tried again later. Raises OSError."""
         try:
             await self._run_job(job, stop)
-        except (OSError, StoreFullError, ServiceError) as error:
-            # The disk or the store is full: it waits for as long as it takes.
-            is_full = isinstance(error, StoreFullError) or getattr(error, "errno", None) == errno.ENOSPC
+        except (OSError, ServiceError) as error:
+            is_full = getattr(error, "errno", None) == errno.ENOSPC  # it waits for as long as it takes
             tries = self._tries[job.id] = self._tries.get(job.id, 0) + (not is_full)
             if tries < _MAX_TRIES:
                 logger.error("fine-tuning job %s waits: %s", job.id, error)
@@ -175,7 +174,7 @@ class TuningRunner:
             await self._fail(job, "internal", f"the job failed: {type(error).__name__}: {error}")
 
     async def _run_job(self, job: Job, stop: asyncio.Event) -> None:
-        """Run a job until it ends or is stopped. Raises OSError, StoreFullError or ServiceError for a later try."""
+        """Run a job until it ends or is stopped. Raises OSError or ServiceError for a later try."""
         if job.owner and self._key_names is not None and job.owner not in self._key_names:
             await self._fail(job, "api_key_removed", f"the API key {job.owner} was removed from --keys-file")
             return

@@ -117,10 +117,3 @@ class CudaProjections(Projections):
         if self.low is not None:
             self.low.multiply_up()
             self.low = None
-
-
-def finish_projections(p: Projections) -> Projections:
-    """Returns the projections with nothing pending."""
-    if isinstance(p, CudaProjections):
-        p.finish()
-    return p

@@ -83,7 +83,7 @@ class DecodeGraphs:
         self.sizes = padded_sizes(max_rows)
         self._padding = {"read_slots": ZERO_SLOT, "write_slots": DUMMY_SLOT, "req_slots": self.dummy_req_slot}
         self._sampler = sampler or Greedy()
-        self._padded_rows = padded = self.sizes[-1]
+        padded = self.sizes[-1]
         lengths = dict.fromkeys(("read_slots", "write_slots", "req_slots", "req_slots32"), padded)
         self._max_adapters = max_adapters
         tiles = max_tiles(padded, max_adapters)
