@@ -2,6 +2,7 @@
 # make test    the tests of daily work: five minutes on two cores
 # make test-all    all tests, as in CI
 # make test-long   all tests with more seeds, soaks and faults: hours
+# make mutants   share of a sample of changed expressions that the tests detect: hours
 # make lint    formatting, lint and types
 # make docs    the site of the documents in build/site; broken links fail
 # make cluster-demo   three machines on one: a Ray cluster with the demo model, of which a node is killed
@@ -20,7 +21,7 @@ ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= $$(($$(nproc) + 2))
 
-.PHONY: serve test test-all test-long cluster-demo lint docs screenshots format install install-dev install-gpu install-nvcc lock release audit clean
+.PHONY: serve test test-all test-long mutants cluster-demo lint docs screenshots format install install-dev install-gpu install-nvcc lock release audit clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/python -m native.nvcc
@@ -36,6 +37,13 @@ test-all: $(VENV)/.installed-dev
 
 test-long: export RWKV_LONG_TESTS = 1
 test-long: test-all
+
+# A sample of MUTANTS. The first call only makes them and notes which tests call which function: its pattern fits none.
+MUTANTS ?= 500
+mutants: $(VENV)/.installed-dev
+	-$(BIN)/mutmut run none
+	$(BIN)/mutmut results --all true | cut -d: -f1 | shuf -n $(MUTANTS) | xargs $(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 cluster-demo: $(VENV)/.installed-cluster
 	$(BIN)/python -m test.cluster_demo $(ARGS)
