@@ -1,4 +1,4 @@
-"""Finds what a translation must keep: placeholders, tags, addresses, code and protected terms.
+"""Finds what a translation must keep: placeholders, tags, addresses, code, numbers with units and protected terms.
 
 `parse` replaces each of these markers by one character, MARK or BREAK, and returns them in a list. BREAK also ends a
 segment. A `Segment` shows its markers to the model and puts them back into the answer.
@@ -10,7 +10,7 @@ import html
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,6 +24,7 @@ from rwkv_batch.translation.elements import (
     structural_tags,
     tag_name,
 )
+from rwkv_batch.translation.measures import MEASURE, measure_forms
 from sampling.grammar.constraint import UNSPACED, RequiredText
 
 MARK, BREAK = "\ufffc", "\u2029"
@@ -81,7 +82,9 @@ class Marker:
     tag: str = ""
     """Name of the tag. "": no tag."""
     is_word: bool = False
-    """Whether it is a term that is not translated."""
+    """Whether it is a term that is not translated, or a number with its unit."""
+    is_measure: bool = False
+    """Whether it is a number with its unit."""
 
     @property
     def closes(self) -> bool:
@@ -114,7 +117,7 @@ class MarkerOptions:
         terms = [f"(?P<kept>{pattern_of(self.keep)})"] if self.keep else []
         markup = {Format.TEXT: [], Format.HTML: [_MARKUP], Format.XML: [_MARKUP, _ENTITY]}[self.format]
         others = _PLACEHOLDERS.replace(TAG, XML_TAG) if self.format is Format.XML else _PLACEHOLDERS
-        return re.compile("|".join((*terms, *markup, others)))
+        return re.compile("|".join((*terms, *markup, others, f"(?P<measure>{MEASURE})")))
 
 
 def pattern_of(terms: Iterable[str]) -> str:
@@ -147,7 +150,7 @@ def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:
         if len(markers) == MAX_MARKERS:
             raise TooManyMarkersError
         out += (text[at:start], BREAK if is_break else MARK)
-        markers.append(Marker(text[start:end], tag, is_word=kind == "kept"))
+        markers.append(Marker(text[start:end], tag, kind in ("kept", "measure"), kind == "measure"))
         at = end
     return "".join((*out, text[at:])), markers
 
@@ -258,38 +261,55 @@ class Segment:
         if not self.markers or (indices and any("<" in part for part in self.parts)):
             return None
         names, others = self.names, partners(self.markers)
-        words = Counter(name for name, marker in zip(names, self.markers, strict=True) if self._is_kept(marker))
+        words = Counter(self._kept_forms(names))
         unused = [lead for lead in _LEADS[:2] if not any(lead in part for part in self.parts)]
         return RequiredText(
             markers=tuple(names[index] for index in indices),
             partners=tuple(-1 if (other := others[index]) is None else place_of[other] for index in indices),
             ordered=tuple(place_of[index] for index in indices if _UNNUMBERED.match(self.markers[index].raw)),
             leads="".join(sorted({*unused, *(names[index][0] for index in indices)})) if indices else "",
-            words=tuple(((word,), count) for word, count in words.items()),
+            words=tuple(words.items()),
         )
 
     def _is_kept(self, marker: Marker) -> bool:
         return marker.is_word and self._is_shown(marker)
 
+    def _kept_forms(self, names: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return the forms of each kept word."""
+        pairs = zip(names, self.markers, strict=True)
+        return [measure_forms(name) if one.is_measure else (name,) for name, one in pairs if self._is_kept(one)]
+
     def restore(self, answer: str) -> str | None:
-        """Put the markers back into the answer. None: one is lost, added or misplaced."""
+        """Put the markers back into the answer. None: one is lost, added or misplaced.
+
+        A number with a unit stays in the form that the answer has.
+        """
         names = self.names
         if not names:
             return self.escape(answer)
-        words = [name for name, marker in zip(names, self.markers, strict=True) if self._is_kept(marker)]
-        others = sorted((Counter(names) - Counter(words)).elements())
+        kept = self._kept_forms(names)
+        words = {form: min(forms) for forms in kept for form in forms}
+        others = sorted(name for name, marker in zip(names, self.markers, strict=True) if not self._is_kept(marker))
         known = "|".join(
             [*map(re.escape, sorted({*others}, key=len, reverse=True)), *([pattern_of(words)] if words else [])]
         )
         found = [one.group() for one in re.finditer(f"{known}|{_PLACEHOLDERS}", answer)]
         markers = [one for one in found if one not in words]
-        if sorted(markers) != others or Counter(words) - Counter(found) or not _is_nested(markers):
+        lost = Counter(map(min, kept)) - Counter(words[one] for one in found if one in words)
+        if sorted(markers) != others or lost or not _is_nested(markers):
             return None
-        raws = dict(zip(names, (marker.raw for marker in self.markers), strict=True))
-        restored = [raws[name] for name in found]
+        raws: dict[str, list[str]] = {}
+        for name, marker in zip(reversed(names), reversed(self.markers), strict=True):
+            raws.setdefault(name, []).append(marker.raw)
+        restored = [self._raw_of(name, raws) for name in found]
         if list(filter(_UNNUMBERED.match, restored)) != [m.raw for m in self.markers if _UNNUMBERED.match(m.raw)]:
             return None
         return interleave([self.escape(text) for text in re.split(known, answer)], restored)
+
+    def _raw_of(self, name: str, raws: Mapping[str, list[str]]) -> str:
+        """Return what a marker of the answer stands for. A word may come more often than in the text."""
+        left = raws.get(name)
+        return self.escape(name) if left is None else left.pop() if len(left) > 1 else left[0]
 
     def join(self, translations: Sequence[str]) -> str:
         """Return the translations of `parts` with the markers between them."""

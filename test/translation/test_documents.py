@@ -495,7 +495,7 @@ def external(root: str) -> bytes:
     return f'<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]>{root.replace("TEXT", "&e;")}'.encode()
 
 
-DEEP, MANY = 10**6, 10**5
+DEEP = 10**6
 ROOTS = {
     "xlf": '<xliff version="1.2"><file><body><trans-unit><source>TEXT</source></trans-unit></body></file></xliff>',
     "tmx": '<tmx><body><tu><tuv xml:lang="en"><seg>TEXT</seg></tuv></tu></body></tmx>',
@@ -576,13 +576,8 @@ def test_hostile_files_are_refused_by_name(ending: str, make: Callable[[], bytes
 @pytest.mark.parametrize(
     ("ending", "data"),
     [
-        ("md", b">" * MANY), ("md", b"[" * MANY + b"x"), ("md", b"*a " * MANY), ("md", b"`" * MANY), ("md", b"[a](" * MANY),
-        ("md", b"- " * 10_000), ("html", b"<" * DEEP), ("html", b"<a title='x" * 100_000), ("html", b"<code>" * DEEP + b"a"),
-        ("html", b"{a,plural," * 100_000), ("properties", b"\\" * DEEP), ("properties", b"a=" + b"\\u12" * 100_000),
-        ("properties", b"a\\\n" * DEEP), ("strings", b'"' * DEEP), ("strings", b"/*" * DEEP), ("strings", b"a " * DEEP),
-        ("srt", b"-->\n" * MANY), ("srt", b"a --> b\n" + b"a\n" * MANY), ("ass", b"Dialogue: " + b"," * DEEP),
-        ("ass", b"[Events]" * DEEP), ("yaml", b"a: &a b\n" + b"c: *a\n" * 10_000), ("json", b'{"a": "' + b"{a, plural, other {" * 500 + b'x"}'),
-        ("txt", b"a" * DEEP), ("po", b'msgid "' + b"a" * DEEP + b'"\nmsgstr ""\n'), ("arb", b'{"@a": ' + b"[" * 400 + b"]" * 400 + b"}"),
+        ("yaml", b"a: &a b\n" + b"c: *a\n" * 10_000), ("json", b'{"a": "' + b"{a, plural, other {" * 500 + b'x"}'),
+        ("po", b'msgid "' + b"a" * DEEP + b'"\nmsgstr ""\n'), ("arb", b'{"@a": ' + b"[" * 400 + b"]" * 400 + b"}"),
     ],
 )  # fmt: skip
 def test_hostile_texts_take_linear_time(ending: str, data: bytes) -> None:

@@ -41,7 +41,7 @@ def test_names_of_xml_begin_with_any_letter(name: str) -> None:
 def test_a_tag_without_an_end_is_read_once(form: Format) -> None:
     began, text = time.thread_time(), f"<{'é' if form is Format.XML else 'a'}" + "a" * 300_000
     assert parse(text, MarkerOptions(form)) == (text, [])
-    assert time.thread_time() - began < 0.1, "each beginning of its name was tried: 5 s"
+    assert time.thread_time() - began < 1, "each beginning of its name was tried: 5 s"
 
 
 def test_terms_that_are_not_translated_are_markers() -> None:
@@ -75,6 +75,35 @@ def test_terms_with_a_common_beginning_compare_it_once() -> None:
     assert re.fullmatch(pattern_of(terms), terms[255])
     nested = ["a" * length for length in range(1, 101)]
     assert re.compile(pattern_of(nested)).search("-" + "a" * 100 + "-")[0] == "a" * 100  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("About 5 km, 3.5 GB and 1,500\u00a0m away", ["5 km", "3.5 GB", "1,500\u00a0m"]),
+        ("约5km远，80 km/h，-20 °C", ["5km", "80 km/h", "20 °C"]),
+        ("MP3 ms, iPhone 12 mini, 5 t-shirts, 5 in the 2020 A man, 1.5.m", []),
+        ("1," * 300_000 + "9" * 300_000, []),
+    ],
+)
+def test_numbers_with_units_are_markers(text: str, found: list[str]) -> None:
+    assert [one.raw for one in parse(text, MarkerOptions())[1]] == found
+
+
+def test_a_number_keeps_its_unit_in_a_form_of_the_language() -> None:
+    """The mask did not know them: a translation could lose them, or have another unit."""
+    one = segment("It is 3.5 km to %s and 5 kg.")
+    required = one.required()
+    assert one.shown() == "It is 3.5 km to %s and 5 kg." and required is not None
+    assert [(forms[0], count) for forms, count in required.words] == [("3.5 km", 1), ("5 kg", 1)]
+    assert {"3,5 km", "3.5公里", "3,5 км"} < {*required.words[0][0]}
+    assert one.restore("到 %s 有3.5公里，5 kg。") == "到 %s 有3.5公里，5 kg。"
+    for wrong in ("到 %s 有3.5英里，5 kg", "到 %s 有35公里，5 kg", "到 %s 有5 kg"):
+        assert one.restore(wrong) is None
+    (page,) = split_text("Is 5&nbsp;km &amp; 5 km far?", MarkerOptions(Format.HTML), Split.NONE, "en")
+    assert isinstance(page, Segment) and page.shown() == "Is 5 km & 5 km far?"
+    assert page.restore("Sind 5 km & 5 km weit?") == "Sind 5&nbsp;km &amp; 5 km weit?"
+    assert page.restore("Sind 5 km weit?") is None
 
 
 def segment(text: str) -> Segment:
