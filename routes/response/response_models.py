@@ -184,7 +184,9 @@ class Translation(BaseModel):
     detected_source_lang: str = Field(description="ISO code. A given source language is repeated.")
     detected_confidence: float = Field(0.0, description="Probability of the detected language, with `auto`.")
     text: str
-    source: str = Field("", description="memory, cache or model, if the request has `memory` or `cache`.")
+    source: str = Field(
+        "", description="memory, cache, model, or none for a text that stays, if the request has `memory` or `cache`."
+    )
     score: float = Field(0.0, description="Mean log-probability per token, with `scores`.")
     confidence: float = Field(0.0, description="The same of the text after its translation, with `scores`.")
     review: bool = Field(
@@ -200,7 +202,9 @@ class StreamedTranslation(WithWarnings):
     detected_source_lang: str = Field("", description="ISO code. A given source language is repeated.")
     detected_confidence: float = Field(0.0, description="Probability of the detected language, with `auto`.")
     text: str = ""
-    source: str = Field("", description="memory, cache or model, if the request has `memory` or `cache`.")
+    source: str = Field(
+        "", description="memory, cache, model, or none for a text that stays, if the request has `memory` or `cache`."
+    )
 
 
 class DeepLError(BaseModel):

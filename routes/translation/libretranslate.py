@@ -112,8 +112,9 @@ async def translate_text(context: Context, body: LibreTranslateBody) -> HandlerR
     if body.source.lower() == AUTO:
         answer["detectedLanguage"] = shaped([_entry(one.source, one.source_probability) for one in first])
     if body.alternatives:
+        found = [dict.fromkeys(other[index].text for other in others) for index in range(len(request.texts))]
         answer["alternatives"] = shaped(
-            [[other[index].text for other in others] for index in range(len(request.texts))]
+            [[text for text in texts if text != one.text] for texts, one in zip(found, first, strict=True)]
         )
     return json_response(answer)
 

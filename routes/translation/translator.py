@@ -274,7 +274,10 @@ def required_constraint(required: RequiredText, ends: list[str]) -> Constraint:
 
 
 def _sampling(query: Query) -> SamplingParams:
-    return SamplingParams(temperature=0.7, top_p=0.7, seed=query.attempt)
+    is_alternative = query.attempt > 1
+    return SamplingParams(
+        temperature=1.0 if is_alternative else 0.7, top_p=0.9 if is_alternative else 0.7, seed=query.attempt
+    )
 
 
 def _add_answers(plan: TranslationPlan, queries: list[Query], results: dict[int, RowResult]) -> None:

@@ -18,6 +18,8 @@ _WORD = re.compile(r"[^\W\d_]+")
 _REPETITION = re.compile(r"(?=(\S.{0,59}?)\1{5})", re.DOTALL)
 _NUMBER = re.compile(r"\d(?:[\d.,'\u00a0\u202f]*\d)?")
 _MIN_DIGITS = 3
+_TAG = re.compile(r"</?\d+/?>")
+"""A marker as models see it."""
 _MAX_CHECKED = 4000
 
 
@@ -33,6 +35,8 @@ def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_
         return "is empty"
     if is_cut or len(answer) > max(_MAX_GROWTH * len(source), _MAX_SHORT):
         return "is much longer than the text"
+    if invented := next((tag for tag in _TAG.findall(answer) if tag not in source), ""):
+        return f"has {invented}, which the text does not have"
     if _repeats(answer) and not _repeats(source):
         return "repeats itself"
     if language_name(source_lang) == language_name(target_lang) or not _is_prose(source):

@@ -42,6 +42,8 @@ class CacheUse(StrEnum):
 class Origin(StrEnum):
     """Where a translation comes from."""
 
+    NONE = "none"
+    """The text stays as it is."""
     MEMORY = "memory"
     CACHE = "cache"
     MODEL = "model"

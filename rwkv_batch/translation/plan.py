@@ -164,7 +164,7 @@ class Translation:
     problems: list[str]
     """Ends of sentences like "the translation repeats itself", for warnings."""
     origin: Origin
-    """MODEL if any segment is from the model, else CACHE if any is from the cache."""
+    """The last one in Origin's order of any segment."""
 
 
 @dataclass(slots=True)
@@ -296,7 +296,7 @@ class TranslationPlan:
         """Return the translation of a text. None: some of it is missing."""
         pieces: list[tuple[str, bool]] = []
         problems: list[str] = []
-        origins = {Origin.MEMORY}
+        origins = {Origin.NONE}
         for piece in self._pieces[index]:
             if isinstance(piece, str):
                 pieces.append((piece, False))

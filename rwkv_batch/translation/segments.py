@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from itertools import chain
+from itertools import chain, pairwise
 
 from sentencex import get_sentence_boundaries
 
@@ -40,7 +40,10 @@ _BREAKS = re.compile(rf"{BREAK}\s*")
 _MARKS = re.compile(f"[{MARK}{BREAK}]")
 _LETTER = re.compile(r"[^\W\d_]")
 _NOT_LETTERS = re.compile(r"[\s\ud800-\udfff]")
-_BULLET = re.compile(r"(?:[-*+•·>]|#{1,6})\s+")
+_NUMBER = r"(?:[(（]?([a-z]|\d{1,2})[)）]|([①-⑳]))"
+_BULLET = re.compile(rf"(?:[-*+•·▪>]|#{{1,6}})\s+|{_NUMBER}\s*")
+_ITEM = re.compile(rf"(?:\A|(?<=[;:.；：。])|(?<=[;:.；：。]\s)){_NUMBER}|(?:\A|(?<=\s))[•▪](?=\s)")
+"""The beginning of a list's item within a line. References like "(a), (b) and (c)" are none."""
 _CLOSING = re.compile(rf"[{MARK})\]”’»」』）]+\s*")
 _MAX_CHUNK = 4000
 """Characters that are split into sentences at once. The time grows with the square of the quotation marks."""
@@ -103,8 +106,22 @@ def _sentences(flat: str, at: int, end: int, code: str) -> Iterator[Span]:
         if stop < end and len(lengths) > 1:
             lengths.pop()  # it may continue after the chunk
         for length in lengths:
-            yield at, at + length
+            starts = [at + start for start in _item_starts(flat[at : at + length])]
+            yield from pairwise([at, *starts, at + length])
             at += length
+
+
+def _item_starts(sentence: str) -> list[int]:
+    """Return where items of a list in one line begin, without one at the beginning."""
+    starts, following = list[int](), {"a", "1", "①"}
+    for found in _ITEM.finditer(sentence):
+        mark = found[1] or found[2] or ""
+        if mark and mark not in following:
+            continue
+        if mark:
+            following = {str(int(mark) + 1) if mark.isascii() and mark.isdigit() else chr(ord(mark) + 1)}
+        starts.append(found.start())
+    return [start for start in starts if start] if len(starts) > 1 else []
 
 
 def _sentence_lengths(text: str, code: str) -> list[int]:

@@ -203,6 +203,12 @@ def test_a_document_continues_its_translation(demo: Service) -> None:
     assert refused.status_code == 422 and "leave one of them out" in refused.json()["error"]
 
 
+def test_a_text_that_stays_comes_from_nowhere(demo: Service) -> None:
+    """It was said to come from the memory."""
+    body = {"target_lang": "zh-CN", "text_list": ["你好", "42"], "cache": "off"}
+    assert [one["source"] for one in demo.post(PATH, body).json()["translations"]] == ["none", "none"]
+
+
 def test_translations_have_scores_and_alternatives(demo: Service) -> None:
     texts = ["Good morning", "Xqz vbnk wrtp.", *(f"I bought {number} books yesterday." for number in range(3, 13))]
     body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": texts, "scores": True, "alternatives": 2}
@@ -210,6 +216,7 @@ def test_translations_have_scores_and_alternatives(demo: Service) -> None:
     good, odd, *others = answer["translations"]
     assert odd["score"] < good["score"] <= 0 and odd["confidence"] < good["confidence"] <= 0 and odd["review"]
     assert sum(one.get("review", False) for one in (good, odd, *others)) == 4, "a third"
+    assert len(odd["alternatives"]) == 2
     for one in (good, odd, *others):
         scores = [other["score"] for other in one["alternatives"]]
         assert len(scores) <= 2 and scores == sorted(scores, reverse=True)

@@ -217,6 +217,8 @@ PROBLEMS = [
     ("I see the black cat.", "Я вижу чёрного кота.", "de", "is not in the script of German"),
     ("I see the black cat.", "Ich sehe die Katze.", "zh-CN", "is not in the script of Chinese"),
     ("I see the black cat.", "  ", "de", "is empty"),
+    ("I see the black cat.", "Ich sehe <2>die Katze</2>.", "de", "has <2>, which the text does not have"),
+    ("I see <2>the cat</2>.", "Ich sehe <2>die Katze</2>.", "de", ""),
     ("I see the black cat.", "Katze, " * 9, "de", "repeats itself"),
     ("I see it.", "Ich " + "".join(map(chr, range(0x4E00, 0x4F00))), "de", "is much longer than the text"),
     ("I paid 1,299.50 for it.", "Ich zahlte 1.299,05 dafür.", "de", "lacks the number 129950"),

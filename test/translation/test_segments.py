@@ -53,6 +53,26 @@ def test_sentences_end_where_their_language_ends_them(language: str) -> None:
     assert shown(gap.join(expected), Split.SENTENCES, language=language) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("Bring: (a) milk; (b) two loaves of bread; (c) eggs.", ["Bring:", "milk;", "two loaves of bread;", "eggs."]),
+        ("1) The cat sleeps; 2) the dog drinks", ["The cat sleeps;", "the dog drinks"]),
+        ("• one cat • two dogs", ["one cat", "two dogs"]),
+        ("包括：①猫；②狗。", ["包括：", "猫；", "狗。"]),
+        ("（1）猫；（2）狗。", ["猫；", "狗。"]),
+        ("See options (a), (b) and (c) of part 1) here.", ["See options (a), (b) and (c) of part 1) here."]),
+        ("Am 1. Mai und 2. Juni.", ["Am 1. Mai und 2. Juni."]),
+        ("Note: (b) is first.", ["Note: (b) is first."]),
+    ],
+)
+def test_items_of_a_list_in_one_line_are_apart(text: str, items: list[str]) -> None:
+    """They were one sentence, of which a model translated the first item."""
+    language = "zh-CN" if text[-1] == "。" else "de" if text.startswith("Am") else "en"
+    found = pieces(text, Split.SENTENCES, language=language)
+    assert [one.shown() for one in found if isinstance(one, Segment)] == items and "".join(map(raw, found)) == text
+
+
 def test_a_sentence_longer_than_a_chunk_is_not_cut_at_its_border() -> None:
     sentences = [f"Number {index} is {'very ' * (index % 40)}long." for index in range(400)]
     assert shown(" ".join(sentences), Split.SENTENCES) == sentences
