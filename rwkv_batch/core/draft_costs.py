@@ -13,6 +13,8 @@ RECENT = 9
 """Latest steps of a kind whose median counts."""
 ENOUGH = 3
 """Steps of a kind below which it is not known."""
+EXPIRY_STEPS = 100
+"""Steps without drafts after which the slowest one with drafts of each kind is forgotten."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
 HOST_S, HOST_ROW_S = 0.0003, 0.00005
@@ -78,6 +80,8 @@ class StepTimes:
         self._added = Times()
         """by logarithm of the number of tokens: what steps with drafts took beyond `_least_s`"""
         self._guess = Times()
+        self._num_plain = 0
+        """steps since one with drafts"""
 
     def plain_s(self, shape: Shape) -> float:
         """Return the seconds of a step without drafts; 0: not known."""
@@ -98,21 +102,21 @@ class StepTimes:
 
     def count_plain(self, shape: Shape, seconds: float) -> None:
         """Count a step without drafts."""
+        self._num_plain += 1
+        if self._num_plain % EXPIRY_STEPS == 0:
+            self._added.forget_slowest()
         if self._graph_s is None:
             self._plain.count(shape.tokens, seconds)
 
     def count_drafts(self, shape: Shape, plain_s: float, seconds: float) -> None:
         """Count a step with drafts, without its guesses."""
+        self._num_plain = 0
         if plain_s and (least_s := self._least_s(shape, plain_s)):
             self._added.count(shape.tokens.bit_length(), seconds - least_s)
 
     def count_guess(self, seconds: float) -> None:
         """Count the seconds of a guessed token."""
         self._guess.count(0, seconds)
-
-    def forget_slowest(self) -> None:
-        """Let times of steps with drafts expire. Call now and then while there are none."""
-        self._added.forget_slowest()
 
     def figures(self) -> dict[str, dict[int, float]]:
         """Return the medians."""
@@ -217,3 +221,41 @@ class Chooser:
             expected -= (1 - all_whole / least) * lost
             seconds += self._guess_s * (num_guesses + all_whole)
         return Choice(lengths, shape, seconds, expected)
+
+
+FIRST_PROBES, MAX_PROBES = 1.0, 4.0
+"""Steps that probes may cost when a service begins, and at most after a time without them."""
+PROBE_SHARE, MAX_BACKOFF = 0.008, 16.0
+"""Share of the time for probes, and what it is divided by at most: they become rare until drafts pay again."""
+LEAST_PROBE = 0.02
+"""Cost of a probe at least, in steps."""
+
+
+class ProbeBudget:
+    """The time for probes: drafts that show whether a text that was not predictable is so by now."""
+
+    def __init__(self) -> None:
+        self.steps = FIRST_PROBES
+        """that probes may cost by now"""
+        self._backoff = 1.0
+
+    def add(self, are_paying: bool) -> None:
+        """Count a step. are_paying: it has drafts because they pay"""
+        if are_paying:
+            self._backoff = 1.0
+        self.steps = min(MAX_PROBES, self.steps + PROBE_SHARE / self._backoff)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether a probe may be possible."""
+        return self.steps >= LEAST_PROBE
+
+    def cost(self, steps: float) -> float:
+        """Return what a probe costs that loses so many steps; 0: too much."""
+        cost = min(MAX_PROBES, max(LEAST_PROBE, steps))
+        return cost if cost <= self.steps else 0.0
+
+    def spend(self, cost: float) -> None:
+        """Count a probe."""
+        self.steps -= cost
+        self._backoff = min(MAX_BACKOFF, (1 + cost) * self._backoff)

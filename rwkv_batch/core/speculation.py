@@ -24,7 +24,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from rwkv_batch.core.draft_costs import ASSUMED_GUESS, Candidate, Chooser, Shape, StepTimes, best_length
+from rwkv_batch.core.draft_costs import (
+    ASSUMED_GUESS,
+    Candidate,
+    Chooser,
+    ProbeBudget,
+    Shape,
+    StepTimes,
+    best_length,
+)
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -49,20 +57,13 @@ MAX_READ = 32
 """Known tokens that a step reads of a row at most, for a draft."""
 TOKEN_COST = 0.02
 """Tokens that a drafted token must gain at least: which drafter is best."""
-MIN_GAIN = 0.06
-"""Gain of a step's drafts, in steps, below which they are left out: their cost may be underestimated."""
+MIN_GAIN, KEPT_GAIN = 0.03, -0.015
+"""Gain of a step's drafts, in steps, below which they are left out: their cost may be underestimated. The second holds
+after a step with drafts: a few unlucky ones end nothing, because without drafts nothing is learnt."""
 PROBE_TOKENS = 3
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
 PROBE_ROWS = 4
 """Rows that such a draft is for at most: it costs less, and what it shows counts for all."""
-PROBE_SHARE = 0.008
-"""Share of the time for such drafts."""
-MAX_PROBES = 4.0
-"""Their cost at most, in steps, after a time without them."""
-EXPIRY_STEPS = 100
-"""Steps without drafts after which the slowest one with drafts of each kind is forgotten."""
-FIRST_PROBES = 1.8
-"""Of it, that a service begins with."""
 READ_GUESSES = 3
 """Guesses in whose time the draft model reads the text since its last guess."""
 
@@ -85,7 +86,7 @@ MAX_HOST_S = 0.001
 """Between two steps, if rows run: a step with drafts is launched after the tokens of the one before are processed."""
 
 
-EXPECTED_OF_MODEL = 6.0, 2.5
+EXPECTED_OF_MODEL = 4.0, 1.6
 """Accepted and rejected tokens of a draft model to begin with: enough that it is tried."""
 
 
@@ -156,16 +157,15 @@ class Speculation:
         """by drafter"""
         self._pools: dict[str, Acceptance] = {}
         """by drafter"""
-        self._probe_credit = FIRST_PROBES
-        """steps that probes may cost by now"""
+        self._probes = ProbeBudget()
+        self._are_paying = False
+        """whether the last step had drafts because they pay"""
         self._last_end = self._begun = 0.0
         """when the last step ended, and when the last one was begun"""
         self._guesses: Guesses | None = None
         """of the last step"""
         self._num_guesses = 0
         """of the last step per row; 0: other text was read too, so its time is unusual"""
-        self._num_plain = 0
-        """steps since one with drafts"""
         self._launched: Launched | None = None
         """the last step with drafts"""
 
@@ -188,7 +188,7 @@ class Speculation:
                 result.append(row)
         if not has_drafts:
             return result
-        self._probe_credit -= price
+        self._probes.spend(price)
         self._launched = launched
         return [_without_device_token(row) for row in result]
 
@@ -218,14 +218,17 @@ class Speculation:
         if not plain_s or not candidates:
             return [None] * num_rows, 0.0, None
         chooser = Chooser(times, shape, plain_s, guess_s, candidates)
-        best, price = chooser.best(MIN_GAIN), 0.0
-        self._probe_credit = min(MAX_PROBES, self._probe_credit + PROBE_SHARE)
-        if len(best.lengths) < len(candidates) and self._probe_credit > PROBE_SHARE:
+        best, price = chooser.best(KEPT_GAIN if self._are_paying else MIN_GAIN), 0.0
+        self._are_paying = bool(best.lengths)
+        self._probes.add(bool(best.lengths))
+        if len(best.lengths) < len(candidates) and self._probes.is_enough:
             probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates[:PROBE_ROWS]}
             probed = chooser.evaluate(probes | best.lengths)
             reading_s = READ_GUESSES * guess_s if any(one.is_guessed for one in candidates) else 0.0
-            cost = min(MAX_PROBES, (probed.seconds + reading_s - best.seconds) / plain_s)
-            if probed.seconds and cost <= self._probe_credit:
+            # Tokens that it is expected to yield pay for a part.
+            gain = (probed.num_tokens - best.num_tokens) / shape.logits
+            cost = self._probes.cost((probed.seconds + reading_s - best.seconds) / plain_s - gain)
+            if probed.seconds and cost:
                 best, price = probed, cost
         drafts: list[Draft | None] = [None] * num_rows
         for i, length in best.lengths.items():
@@ -360,17 +363,13 @@ class Speculation:
         since, self._last_end = max(started, last_end), now
         if not num_draft_tokens and all(row.num_tokens == 1 for row in rows):
             shape = Shape(len(rows), len(rows), len(rows))
-            times = self._times_of(rows, shape)[0]
-            times.count_plain(shape, now - since)
-            self._num_plain += 1
-            if self._num_plain % EXPIRY_STEPS == 0:
-                times.forget_slowest()
+            self._times_of(rows, shape)[0].count_plain(shape, now - since)
         elif num_draft_tokens and self._launched is not None:
             times, size, plain_s, guess_s, first, begun = self._launched
             if begun != self._begun or all(row.sequence is not first for row in rows):
                 return  # another step is in flight, of another pipeline group
             # What the host does before its launch is part of it.
-            since, self._num_plain = max(last_end, min(started, self._begun) - MAX_HOST_S), 0
+            since = max(last_end, min(started, self._begun) - MAX_HOST_S)
             if self._guesses is None or self._num_guesses:
                 guessing_s = guess_s * self._num_guesses
                 if self._guesses is not None and times is self._measured:
