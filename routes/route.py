@@ -132,11 +132,20 @@ class Route:
         return replace(self, path=path, **changes)
 
     def serving(self, data: object) -> Route:
-        """Return the route that serves a body: `conversation_route` or this one."""
+        """Return the route that serves a body: `conversation_route` or this one. Raises ServiceError."""
         other = self.conversation_route
+        takes_messages = self.body is not None and "messages" in self.body.model_fields
+        if (
+            other is not None
+            and not takes_messages
+            and isinstance(data, dict)
+            and not {"messages", "prompt"} & data.keys()
+        ):
+            raise ServiceError(
+                ErrorKind.INVALID_FIELD, "messages or prompt: one of them must be given", field="messages"
+            )
         if other is None or not isinstance(data, dict) or {name for name in _PROMPT_FORMS if data.get(name)} != _CHAT:
             return self
-        takes_messages = self.body is not None and "messages" in self.body.model_fields
         return self if takes_messages and not has_chat_only_fields(data) else other
 
     async def respond(self, context: Context, argument: Any) -> HandlerResponse:

@@ -6,8 +6,8 @@ Its other routes are those of OpenAI's API, and `/tokenize`, `/detokenize` and `
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from routes.context import Context
 from routes.openai.completion_models import ChosenToken
 from routes.openai.formatter import logprob_entries, openai_rows
-from routes.openai.request import MAX_BIASES, MAX_TOP_LOGPROBS, RawBody, TokenIds
+from routes.openai.request import MAX_BIASES, MAX_TOP_LOGPROBS, RawBody, TokenId
 from routes.request import prompts
 from routes.request.bodies import Body, SamplingBody, StopText
 from routes.request.fields import IgnoredValue, Repeated, Unsupported, rename_fields
@@ -132,19 +132,27 @@ class LlamaFields(SamplerFields, Body):
         return body
 
 
+MixedPrompt = Annotated[list[TokenId | str], Field(fail_fast=True)]
+
+
 class CompletionPrompt(LlamaFields):
     """A raw prompt to continue."""
 
-    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)] = Field(
-        description="A text or token ids, or a list of these. Two prompts and more have a list of answers."
+    prompt: str | MixedPrompt | Annotated[list[str | MixedPrompt], Field(min_length=1, fail_fast=True)] = Field(
+        description="A text, or a list of token ids and texts that are joined. Or a list of these prompts: texts alone "
+        "are a prompt each. Two prompts and more have a list of answers."
     )
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts: a list of integers is one."""
-        if isinstance(self.prompt, str) or all(isinstance(one, int) for one in self.prompt):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+    def prompts(self, encode: Callable[[str], list[int]]) -> list[str | list[int]]:
+        """Return texts, and token ids of lists."""
+        is_one = isinstance(self.prompt, str) or not self.prompt or any(isinstance(one, int) for one in self.prompt)
+        prompts = cast(list[str | list[int | str]], [self.prompt] if is_one else self.prompt)
+        return [
+            one
+            if isinstance(one, str)
+            else [i for part in one for i in (encode(part) if isinstance(part, str) else [part])]
+            for one in prompts
+        ]
 
 
 class InfillPrompt(LlamaFields):
@@ -284,7 +292,8 @@ async def _complete(
 )
 async def completion(context: Context, body: CompletionPrompt) -> HandlerResponse:
     """Continue raw prompts in llama.cpp's format."""
-    return await _complete(context, body, body.prompts, (), "/completion", "prompt")
+    given = await offload_if_large(len(body.prompt), body.prompts, context.tokenizer.encode)
+    return await _complete(context, body, given, (), "/completion", "prompt")
 
 
 @ROUTES.add(

@@ -48,7 +48,8 @@ def _check_token_id(value: str) -> str:
 
 
 TokenKey = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_check_token_id)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]], Field(fail_fast=True)]
+TokenId = Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class OpenAIBody(UnsupportedOpenAIFields, SessionFields, SamplingBody):

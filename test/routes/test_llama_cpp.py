@@ -83,8 +83,20 @@ def test_a_list_of_prompts(fake: Service) -> None:
         assert "".join(part["content"] for part in own) == one["content"] and own[-1]["stop"]
         assert own[-1]["tokens_predicted"] == one["tokens_predicted"]
     assert fake.post("/completion", {"prompt": ["say One."]}).json()["content"] == "One."
-    for wrong in (["a", 1], [["a"]]):
-        assert fake.post("/completion", {"prompt": wrong}).json()["error"]["param"].startswith("prompt")
+    for wrong in ([["a"], 1], [{}], ["a", -1], ["a", 65_536], ["a", True], [[]], []):
+        error = fake.post("/completion", {"prompt": wrong}).json()["error"]
+        assert error["param"].startswith("prompt") and "union" not in error["message"], (wrong, error)
+
+
+def test_ids_and_texts_in_one_prompt(fake: Service) -> None:
+    """They are joined, as llama.cpp does it; in a list of prompts too."""
+    encode = Tokenizer().encode
+    mixed = ["say ", *encode("One"), "."]
+    ids = encode("say ") + encode("One") + encode(".")
+    answer = fake.post("/completion", {"prompt": mixed}).json()
+    assert (answer["content"], answer["prompt"], answer["tokens_evaluated"]) == ("One.", ids, len(ids))
+    both = fake.post("/completion", {"prompt": ["say Two.", mixed]}).json()
+    assert [one["prompt"] for one in both] == ["say Two.", ids]
 
 
 def test_invocations_take_a_conversation_or_a_prompt(fake: Service) -> None:
@@ -93,7 +105,8 @@ def test_invocations_take_a_conversation_or_a_prompt(fake: Service) -> None:
     assert chat["object"] == "chat.completion" and chat["choices"][0]["message"]["content"] == "One."
     raw = fake.post("/invocations", {"prompt": "say One."}).json()
     assert raw["object"] == "text_completion" and raw["choices"][0]["text"] == "One."
-    assert fake.post("/invocations", {}).json()["error"]["param"] == "prompt"
+    error = fake.post("/invocations", {}).json()["error"]
+    assert error["param"] == "messages" and "messages or prompt" in error["message"]
 
 
 def test_infill(fake: Service) -> None:
@@ -113,7 +126,7 @@ def test_infill(fake: Service) -> None:
         ({"logit_bias": [["33155", 1.0]]}, "logit_bias"),
         ({"logit_bias": [[-5, 1.0]]}, "logit_bias"),
         ({"n_probs": 20, "n_predict": 1_000_000}, "n_probs"),
-        ({"prompt": ["a", ["b"]]}, "prompt"),
+        ({"prompt": ["a", ["b", None]]}, "prompt"),
         ({"model": "ft:a"}, "model"),
     ],
 )
