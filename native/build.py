@@ -24,6 +24,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -159,11 +160,12 @@ def _require_tools(library: Library) -> None:
 def _headers(library: Library) -> list[Path]:
     """Returns our headers that the sources include, directly or not."""
     found: set[Path] = set()
+    given = [Path(folder) for flag, folder in pairwise(library.flags) if flag == "-I"]
     pending = list(library.sources)
     while pending:
         path = pending.pop()
         names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
-        headers = [(folder / name).resolve() for name in names for folder in (path.parent, SHARED_HEADERS)]
+        headers = [(folder / name).resolve() for name in names for folder in (path.parent, SHARED_HEADERS, *given)]
         new = {header for header in headers if header.exists()} - found
         found |= new
         pending += new

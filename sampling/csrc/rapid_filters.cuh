@@ -106,7 +106,8 @@ class FilteredRow {
       const bool is_dynamic = step == kTemperature && p_.dynatemp_range > 0;
       const bool crosses = step == kXtc && to_uniform(words_of_block(slot.seed, slot.step, 0, kDomainXtc).at[0]) < p_.xtc_probability;
       if (step == kXtc && !crosses) continue;
-      const bool needs_sums = step == kTopNSigma ? all.count == 0 : step != kMinP && step != kTopK && (step != kTemperature || is_dynamic);
+      const bool counts = step == kMinP || step == kTopK || (step == kMirostat && p_.mirostat == 1 && !is_last);
+      const bool needs_sums = step == kTopNSigma ? all.count == 0 : !counts && (step != kTemperature || is_dynamic);
       double log_total = 0, entropy = 0;
       if (needs_sums) all = sums(), left_ = all.count, log_total = log(all.mass), entropy = log_total - all.weighted / all.mass;
       double top_k = INFINITY, enough = INFINITY, distance = -INFINITY;
@@ -632,6 +633,30 @@ class FilteredRow {
     return static_cast<uint64_t>(shared_.bins.high[bin]) << 32 | shared_.bins.low[bin];
   }
 
+  // Just below the maximum of the k-th chunk, so k tokens reach it. -inf: there are fewer chunks.
+  __device__ __forceinline__ float floor_of_top(double k) {
+    for (int i = threadIdx.x; i < kSelectBins; i += kThreads) shared_.bins.count[i] = 0;
+    if (threadIdx.x == 0) shared_.chosen = kSelectBins - 1;
+    __syncthreads();
+    for (int block = 0; block < blocks_; ++block)  // 64 bins for a distance of 1
+      if (maximum(block) > minus_infinity())
+        atomicAdd(&shared_.bins.count[static_cast<int>(fminf(64 * (largest_ - maximum(block)), kSelectBins - 1.0f))], 1u);
+    __syncthreads();
+    const int first = kOwnBins * static_cast<int>(threadIdx.x);
+    uint32_t count = 0;
+    for (int i = 0; i < kOwnBins; ++i) count += shared_.bins.count[first + i];
+    count = static_cast<uint32_t>(sum_up_to(count, buffers_)) - count;
+    for (int i = 0; i < kOwnBins; ++i) {
+      const uint32_t before = count;
+      count += shared_.bins.count[first + i];
+      if (before < k && count >= k) shared_.chosen = first + i;
+    }
+    __syncthreads();
+    const int bin = shared_.chosen;
+    __syncthreads();
+    return bin == kSelectBins - 1 ? minus_infinity() : largest_ - (bin + 1) / 64.0f - fabsf(largest_) * 1e-6f - 1e-4f;
+  }
+
   // Returns the key of the last token among the first top_k ranks with less than `enough` mass before it.
   __device__ __forceinline__ uint64_t select(bool is_typical, double center, double top_k, double enough) {
     const bool weighs = enough < INFINITY;
@@ -639,6 +664,7 @@ class FilteredRow {
     uint64_t prefix = 0, mass_before = 0;
     uint32_t count_before = 0;
     int shift = 64, size = 0;
+    const float floor = is_typical || is_few_ || top_k > kFewChunks ? minus_infinity() : floor_of_top(top_k);
     // Takes 11 bits of the key at a time, until few tokens have the last one's first bits: these are listed.
 #pragma unroll 1
     for (bool is_listed = left_ <= kThreads;; is_listed = size <= kThreads || shift == 0) {
@@ -651,7 +677,7 @@ class FilteredRow {
       uint32_t count = 0;
       const bool is_bounded = is_typical && shift < 64 && shift >= kTokenBits;
       const float near = is_bounded ? distance_of(prefix << (shift - kTokenBits)) : 0, far = is_bounded ? distance_of((prefix + 1) << (shift - kTokenBits)) : 0;
-      each_left(minus_infinity(), [&](float value, int token) {
+      each_left(floor, [&](float value, int token) {
         if (is_bounded && !(rough_distance(value, center) >= near - kUnsure && rough_distance(value, center) <= far + kUnsure)) return;
         const uint64_t key = key_of(value, token, is_typical, center);
         if (shift < 64 && key >> shift != prefix) return;
@@ -726,10 +752,12 @@ class FilteredRow {
     rewrite(crosses ? probable_floor(enough) : minus_infinity(), [&](float raw, int token) {
       const float value = view(raw);
       if (is_typical && fabsf(rough_distance(value, center) - reach) > kUnsure) return rough_distance(value, center) < reach ? raw : minus_infinity();
+      if (value == minus_infinity()) return crosses ? raw : value;
       const bool is_kept = crosses ? token == static_cast<int>(static_cast<uint32_t>(last)) || !is_above(value, enough)
                                    : key_of(value, token, is_typical, center) <= last;
-      return is_kept || value == minus_infinity() ? raw : minus_infinity();
+      return is_kept ? raw : minus_infinity();
     });
+    if (!crosses) floor_ = distance_ = minus_infinity(), reference_ = 0;  // all are written
   }
 
   // Samples one of few tokens.

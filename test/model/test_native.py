@@ -68,7 +68,7 @@ def test_an_unchanged_library_is_not_built_again(library: build.Library) -> None
 
 
 @needs_cpp
-def test_key_follows_sources_headers_and_flags(library: build.Library) -> None:
+def test_key_follows_sources_headers_and_flags(library: build.Library, tmp_path: Path) -> None:
     keys = {build.content_key(library)}
     keys.add(build.content_key(build.Library("twice", library.sources, flags=("-DFACTOR=3",))))
     header = library.sources[0].parent / "common.h"
@@ -79,7 +79,13 @@ def test_key_follows_sources_headers_and_flags(library: build.Library) -> None:
     keys.add(build.content_key(library))
     library.sources[0].write_text('#include "common.h"\n' + SOURCE + "// changed")
     keys.add(build.content_key(library))
-    assert len(keys) == 5
+    folder = tmp_path / "given"
+    folder.mkdir()
+    library.sources[0].write_text('#include "far.h"\n' + SOURCE)
+    for text in ("// a header", "// changed"):
+        (folder / "far.h").write_text(text)
+        keys.add(build.content_key(build.Library("twice", library.sources, flags=("-I", str(folder)))))
+    assert len(keys) == 7
 
 
 @needs_cpp
