@@ -460,6 +460,11 @@ def test_the_formats_own_libraries_read_the_results() -> None:
         ("Привет, мир. Сегодня хорошая погода.", "cp1251"),
         ("Café déjà vu, ça va? Où êtes-vous?", "cp1252"),
         ("Hello 你好", "utf-16"),
+        ("Hello you", "utf-16-le"),
+        ("猫在睡觉。\n狗喝水。\n", "gb18030"),
+        ("大韓民國의 만세", "cp949"),
+        ("문서를 엽니다", "cp949"),
+        ("開啟檔案", "big5"),
         ("Hello", "utf-8-sig"),
     ],
 )

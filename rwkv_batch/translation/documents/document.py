@@ -163,6 +163,7 @@ _BOMS = (
 _ENCODINGS = ("gb18030", "big5", "cp932", "cp949", "cp1251", "cp1252", "utf_16_le", "utf_16_be")
 """Encodings that are detected, best first: a short text fits several."""
 _SAMPLE_BYTES = 1 << 16
+_DETECTED_CHARACTERS = 2000
 
 
 def decode(data: bytes, encoding: str = "", declared: str = "") -> Source:
@@ -174,6 +175,9 @@ def decode(data: bytes, encoding: str = "", declared: str = "") -> Source:
         return _decoded(data, encoding)
     if declared and declared.lower() not in ("utf-8", "utf8"):
         return _decoded(data, declared)
+    for name, first, others in (("utf-16-le", data[1::2], data[::2]), ("utf-16-be", data[::2], data[1::2])):
+        if 5 * first.count(0) > len(data) and not others.count(0):
+            return _decoded(data, name)
     try:
         return Source(data.decode("utf-8"), "utf-8")
     except UnicodeDecodeError as error:
@@ -206,9 +210,27 @@ def _detected(data: bytes) -> str | None:
     from charset_normalizer import from_bytes
 
     sample = data[:_SAMPLE_BYTES]
-    matches = {one.encoding: one.chaos for one in from_bytes(sample, cp_isolation=list(_ENCODINGS))}
+    names = [name for name in _ENCODINGS if b"\0" in data or not name.startswith("utf")]
+    found = from_bytes(sample, cp_isolation=names)
+    matches = {one.encoding: one.chaos + _rare_share(str(one), one.encoding) for one in found}
     best = min(matches, key=lambda name: (matches[name], _ENCODINGS.index(name)), default=None)
     return best or next((name for name in _ENCODINGS[:-2] if _decodes(data, name)), None)
+
+
+_COMMON = {"gb18030": "gb2312", "cp949": "euc_kr"}
+"""Encodings, and older ones with their frequent characters."""
+_RARE = {"cp932": re.compile("[\uff61-\uff9f]"), "cp949": re.compile("(?<=[\uac00-\ud7af])[\u4e00-\u9fff]")}
+"""Rare characters: Japanese of half width, Chinese ones within Korean words."""
+
+
+def _rare_share(text: str, encoding: str) -> float:
+    """Return the share of characters that are rare in this encoding: mostly those of another one."""
+    sample = text[:_DETECTED_CHARACTERS]
+    letters = [one for one in sample if not one.isascii()]
+    common = _COMMON.get(encoding, encoding)
+    rare = sum(not one.encode(common, "ignore") for one in letters)
+    rare += len(_RARE[encoding].findall(sample)) if encoding in _RARE else 0
+    return rare / max(len(letters), 1)
 
 
 def _decodes(data: bytes, encoding: str) -> bool:
