@@ -415,8 +415,18 @@ def test_books_keep_their_order_and_their_pages() -> None:
     ("name", "source", "result"),
     [
         ("a.md", "# Head\n\npara *x*\n", "# Head / üHead\n\npara *x*  \nüpara *üx*\n"),
+        (
+            "a.md",
+            "---\ntitle: One\n---\n| A | `b` |\n|--|--|\n",
+            "---\ntitle: One / üOne\n---\n| A / üA | `b` |\n|--|--|\n",
+        ),
         ("a.txt", "One\n", "One\nüOne\n"),
         ("a.html", "<p>One <b>b</b></p>", "<p>One <b>b</b><br>üOne <b>üb</b></p>"),
+        (
+            "a.html",
+            '<title>One</title><p>b <img alt="two"></p>',
+            '<title>One / üOne</title><p>b <img alt="two / ütwo"><br>üb <img alt="two / ütwo"></p>',
+        ),
         ("a.tsv", "id\ttext\n1\tHello\n", "id\ttext\ttext (de)\n1\tHello\tüHello\n"),
     ],
 )

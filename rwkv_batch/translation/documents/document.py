@@ -43,6 +43,8 @@ class Unit:
     split: Split = Split.NEWLINES
     note: str = ""
     """What the file says about it, like a key or a comment."""
+    joiner: str = ""
+    """Text before its translation in a bilingual file. "": the document's."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class Document:
             texts = translations[at : at + len(one.units)]
             if is_bilingual and self.joiner is not None:
                 texts = [
-                    None if text is None else unit.text + self.joiner + text
+                    text if text in (None, unit.text) else unit.text + (unit.joiner or self.joiner) + text
                     for unit, text in zip(one.units, texts, strict=True)
                 ]
             one.put(texts)

@@ -27,6 +27,8 @@ _XML_ENCODING = re.compile(rb"""^\s*<\?xml\b[^>]{0,100}?encoding\s*=\s*["']([\w.
 _ATTRIBUTE = re.compile(r"""\s([\w:-]+)\s{0,9}=\s{0,9}(?:"([^"]*)"|'([^']*)')""")
 _TEXT_ATTRIBUTES = frozenset("alt title placeholder aria-label".split())
 _META_NAMES = frozenset("description og:title og:description twitter:title twitter:description".split())
+_PLAIN_BLOCKS, _PLAIN_JOINER = ("title", "option"), " / "
+"""Elements without tags in them, and what separates a translation there."""
 _ONE_TAG = re.compile(TAG)
 _HEAD_BYTES = 4096
 
@@ -54,20 +56,22 @@ def add_html(edits: TextEdits, target: str, start: int = 0, end: int | None = No
     written = flat_begin = 0
     inline: list[_Attribute] = []
     used = iter(markers)
+    block = ""
     for found in re.finditer(f"[{MARK}{BREAK}]", flat):
         at += found.start() - written
         written = found.end()
         raw = next(used).raw
         attributes = _attributes(edits, at, raw, target) if _ONE_TAG.fullmatch(raw) else []
         if found.group() == BREAK:
-            _add_block(edits, begin, at, inline, flat[flat_begin : found.start()])
+            _add_block(edits, begin, at, inline, flat[flat_begin : found.start()], block)
+            block = tag_name(raw)
             begin, flat_begin, inline = at + len(raw), found.end(), []
             for attribute in attributes:
                 attribute.add(edits)
         else:
             inline += attributes
         at += len(raw)
-    _add_block(edits, begin, start + len(text), inline, flat[flat_begin:])
+    _add_block(edits, begin, start + len(text), inline, flat[flat_begin:], block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class _Attribute:
     def add(self, edits: TextEdits) -> None:
         """Add it as a part of its own."""
         value = html.unescape(self.tag[self.start : self.end])
-        edits.add(self.at + self.start, self.at + self.end, Unit(value), _escaped)
+        edits.add(self.at + self.start, self.at + self.end, Unit(value, joiner=_PLAIN_JOINER), _escaped)
 
     def add_within(self, edits: TextEdits, tags: dict[str, str]) -> None:
         """Add it as a part of a text. Its tag with the translation is stored in `tags`."""
@@ -94,15 +98,15 @@ class _Attribute:
             tags[self.tag] = tag.replace(self.tag[self.start : self.end], _escaped(text))
 
         if has_letters(value):
-            edits.slots.append(slot(Unit(value), put))
+            edits.slots.append(slot(Unit(value, joiner=_PLAIN_JOINER), put))
 
 
 def _escaped(text: str) -> str:
     return html.escape(xml_text(text))
 
 
-def _add_block(edits: TextEdits, start: int, end: int, attributes: list[_Attribute], text: str) -> None:
-    """Add the text between two block tags, and its tags' texts. `text`: without tags and code."""
+def _add_block(edits: TextEdits, start: int, end: int, attributes: list[_Attribute], text: str, block: str) -> None:
+    """Add the text between two block tags, and its tags' texts. `text`: without tags and code. block: the first tag."""
     raw = edits.text[start:end]
     if not has_letters(html.unescape(text)):
         for attribute in attributes:
@@ -117,7 +121,8 @@ def _add_block(edits: TextEdits, start: int, end: int, attributes: list[_Attribu
             text = text.replace(old, new)
         return xml_text(text)
 
-    edits.add(start, end, Unit(raw, Format.HTML, Split.WRAPPED), encode)
+    joiner = _PLAIN_JOINER if block in _PLAIN_BLOCKS else ""
+    edits.add(start, end, Unit(raw, Format.HTML, Split.WRAPPED, joiner=joiner), encode)
 
 
 def _attributes(edits: TextEdits, at: int, tag: str, target: str) -> list[_Attribute]:
@@ -186,7 +191,7 @@ def read_markdown(data: bytes, options: DocumentOptions) -> Document:
         elif token.type == "inline":
             if cursor[0] != first:
                 cursor = (first, lines[first])
-            joiner = _JOINER if kind == "paragraph_open" else " / "
+            joiner = "" if kind == "paragraph_open" else _PLAIN_JOINER
             cursor = (first, _add_lines(edits, token.content.split("\n"), lines, first, cursor[1], joiner))
     return text_document(source, edits, _JOINER)
 
@@ -204,7 +209,8 @@ def _add_front_matter(edits: TextEdits) -> int:
     for found in _FRONT_FIELD.finditer(edits.text, *front.span(1)):
         group = 1 if found[1] else 2
         encode: Callable[[str], str] = _quoted_part if group == 1 else _plain_scalar
-        edits.add(*found.span(group), None, encode)
+        value = found[group].rstrip()
+        edits.add(found.start(group), found.start(group) + len(value), Unit(value, joiner=_PLAIN_JOINER), encode)
     return front.end()
 
 
@@ -219,7 +225,7 @@ def _plain_scalar(text: str) -> str:
 def _add_lines(edits: TextEdits, contents: list[str], lines: list[int], first: int, at: int, joiner: str) -> int:
     """Add a block's lines, which end at hard breaks. Returns the end of the block in its last line.
 
-    joiner: text between a text and its translation
+    joiner: see `Unit`
     """
     begin = end = -1
     pieces: list[str] = []
@@ -227,8 +233,8 @@ def _add_lines(edits: TextEdits, contents: list[str], lines: list[int], first: i
     def flush() -> None:
         if pieces:
             shown, tags = _with_tags(" ".join(pieces))
-            unit = Unit(shown, Format.TEXT, Split.WRAPPED)
-            edits.add(begin, end, unit, lambda text: _without_tags(text, tags).replace(_JOINER, joiner))
+            unit = Unit(shown, Format.TEXT, Split.WRAPPED, joiner=joiner)
+            edits.add(begin, end, unit, lambda text: _without_tags(text, tags))
         pieces.clear()
 
     for number, content in enumerate(contents):

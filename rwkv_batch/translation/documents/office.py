@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from html import escape
 from typing import Any
 from urllib.parse import unquote
@@ -277,7 +278,6 @@ class _Paragraph:
 
 
 _BREAK = 999_999
-_LINE_BREAK = re.compile("<br/>|<t999999/>")
 _DC = "{http://purl.org/dc/elements/1.1/}"
 
 
@@ -310,7 +310,8 @@ def read_epub(data: bytes, options: DocumentOptions) -> Document:
 def _add_element(slots: list[Slot], element: Any) -> None:
     text, codes = inline_text(element, lambda _: True)
     if has_text(text):
-        slots.append(slot(inline_unit(text), lambda new: fill(element, _LINE_BREAK.sub(" / ", new), codes)))
+        unit = replace(inline_unit(text), joiner=" / ")
+        slots.append(slot(unit, lambda new: fill(element, new, codes)))
 
 
 def _add_page(archive: Archive, name: str, options: DocumentOptions, slots: list[Slot]) -> None:
