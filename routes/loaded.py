@@ -22,16 +22,7 @@ from routes.response.generate import call_engine
 from routes.response.http_response import HandlerResponse, json_response
 from routes.response.loaded_models import AdapterEntry, AdapterList, TunedStateEntry, TunedStateList
 from routes.route import Routes
-from rwkv_batch.calls import (
-    AdapterInfo,
-    AddAdapter,
-    AddState,
-    ListAdapters,
-    ListStates,
-    RemoveAdapter,
-    RemoveState,
-    StateInfo,
-)
+from rwkv_batch import calls
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.models_folder import relative_to_folder
 
@@ -70,13 +61,13 @@ class StateBody(Body):
     )
 
 
-def _state_entry(context: Context, info: StateInfo) -> dict[str, Any]:
+def _state_entry(context: Context, info: calls.StateInfo) -> dict[str, Any]:
     entry = {**msgspec.structs.asdict(info), "models": state_names(context.config.model_name, info.name)}
     entry["defaults"] = info.defaults.given
     return entry | {"mixture": [{"name": name, "weight": weight} for name, weight in info.mixture]}
 
 
-Info = TypeVar("Info", StateInfo, AdapterInfo)
+Info = TypeVar("Info", calls.StateInfo, calls.AdapterInfo)
 
 
 def _visible(infos: list[Info]) -> list[Info]:
@@ -87,7 +78,7 @@ def _visible(infos: list[Info]) -> list[Info]:
 @ROUTES.add("GET", STATES_PATH, "List every tuned state.", answer=TunedStateList)
 async def list_states(context: Context) -> HandlerResponse:
     """List the tuned states, oldest first."""
-    infos = _visible(await call_engine(context, ListStates()))
+    infos = _visible(await call_engine(context, calls.ListStates()))
     return json_response({"object": "list", "data": [_state_entry(context, info) for info in infos]})
 
 
@@ -105,7 +96,7 @@ async def add_state(context: Context, body: StateBody) -> HandlerResponse:
     """Load a tuned state. Requests may name it after this answer."""
     mixture = tuple((member.name, member.weight) for member in body.states)
     defaults = as_defaults(body.defaults, context.config)
-    call = AddState(body.name, body.file, body.content, mixture, body.orientation, defaults)
+    call = calls.AddState(body.name, body.file, body.content, mixture, body.orientation, defaults)
     return json_response(_state_entry(context, await call_engine(context, call)))
 
 
@@ -120,7 +111,7 @@ async def add_state(context: Context, body: StateBody) -> HandlerResponse:
 )
 async def remove_state(context: Context, query: NameQuery) -> HandlerResponse:
     """Remove a tuned state. Admitted rows and existing sessions keep it."""
-    return json_response(_state_entry(context, await call_engine(context, RemoveState(query.name))))
+    return json_response(_state_entry(context, await call_engine(context, calls.RemoveState(query.name))))
 
 
 class AdapterBody(Body):
@@ -149,7 +140,7 @@ class AdapterBody(Body):
     )
 
 
-def _adapter_entry(context: Context, info: AdapterInfo) -> dict[str, Any]:
+def _adapter_entry(context: Context, info: calls.AdapterInfo) -> dict[str, Any]:
     folder = context.config.models_dir
     paths = {"file": relative_to_folder(folder, info.file), "error": relative_to_folder(folder, info.error)}
     return {**msgspec.structs.asdict(info), **paths, "models": adapter_names(context.config.model_name, info.name)}
@@ -158,7 +149,7 @@ def _adapter_entry(context: Context, info: AdapterInfo) -> dict[str, Any]:
 @ROUTES.add("GET", ADAPTERS_PATH, "List every adapter.", answer=AdapterList)
 async def list_adapters(context: Context) -> HandlerResponse:
     """List the adapters, oldest first."""
-    infos = _visible(await call_engine(context, ListAdapters()))
+    infos = _visible(await call_engine(context, calls.ListAdapters()))
     return json_response({"object": "list", "data": [_adapter_entry(context, info) for info in infos]})
 
 
@@ -178,7 +169,7 @@ async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
         message = "must be a path within --models-dir, or absent with an uploaded file or the job of a LoRA"
         raise invalid("file", message, body.file or None)
     if body.file:
-        info = await call_engine(context, AddAdapter(body.name, body.file, body.scale))
+        info = await call_engine(context, calls.AddAdapter(body.name, body.file, body.scale))
     elif body.job:
         info = await _publish(context, body)
     else:
@@ -187,7 +178,7 @@ async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
         await call_store(copy.parent.mkdir, _COPY_UNWRITABLE, FOLDER_MODE, True, True)
         await call_store(write_private, _COPY_UNWRITABLE, copy, body.content)
         try:
-            info = await _load_copy(context, AddAdapter(body.name, str(copy), body.scale, is_own=True))
+            info = await _load_copy(context, calls.AddAdapter(body.name, str(copy), body.scale, is_own=True))
         except ServiceError as error:
             if error.info.field != "file":
                 raise
@@ -196,7 +187,7 @@ async def add_adapter(context: Context, body: AdapterBody) -> HandlerResponse:
     return json_response(_adapter_entry(context, info))
 
 
-async def _publish(context: Context, body: AdapterBody) -> AdapterInfo:
+async def _publish(context: Context, body: AdapterBody) -> calls.AdapterInfo:
     """Load a copy of a job's LoRA, which outlives the job's own model. Raises ServiceError."""
     store, owner = get_store(context), current_request().owner
     job = await call_store(JobStore(store).job, "the fine-tuning jobs cannot be read", owner, body.job)
@@ -208,10 +199,10 @@ async def _publish(context: Context, body: AdapterBody) -> AdapterInfo:
     copy = store.adapter_path(new_id(_PUBLISHED))
     await call_store(shutil.copyfile, _COPY_UNWRITABLE, store.adapter_path(tuned.name), copy)
     scale = 1.0 if body.scale is None else body.scale
-    return await _load_copy(context, AddAdapter(body.name, str(copy), scale, is_own=True))
+    return await _load_copy(context, calls.AddAdapter(body.name, str(copy), scale, is_own=True))
 
 
-async def _load_copy(context: Context, call: AddAdapter) -> AdapterInfo:
+async def _load_copy(context: Context, call: calls.AddAdapter) -> calls.AdapterInfo:
     """Load a file of the store, which is removed on failure. Raises ServiceError."""
     try:
         return await call_engine(context, call)
@@ -238,7 +229,7 @@ def _forget(store: Store, file: str) -> None:
 )
 async def remove_adapter(context: Context, query: NameQuery) -> HandlerResponse:
     """Remove an adapter. Admitted rows keep it until they end. Its sessions cannot continue without it."""
-    info = await call_engine(context, RemoveAdapter(query.name))
+    info = await call_engine(context, calls.RemoveAdapter(query.name))
     if context.files is not None:
         await call_store(_forget, _COPY_STAYS, context.files, info.file)
     return json_response(_adapter_entry(context, info))

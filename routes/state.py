@@ -17,6 +17,7 @@ from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
 from routes.request.fields import NO_NUL, Fields, SessionId
 from routes.request.jobs import as_turn, make_job, make_rows, row_stops
 from routes.request_context import current_request, own_id, reachable_ids
+from routes.response import response_models
 from routes.response.batch_formatter import BatchFormatter
 from routes.response.event_stream import OutputDecoder, RowUpdate
 from routes.response.generate import RowResult, call_engine
@@ -28,15 +29,6 @@ from routes.response.http_response import (
     StreamedResponse,
     json_response,
     sse,
-)
-from routes.response.response_models import (
-    BatchAnswer,
-    BatchChunk,
-    Deleted,
-    DialogueAnswer,
-    DialogueMade,
-    Imported,
-    SessionList,
 )
 from routes.route import SESSION_ERRORS, Route, Routes, Upload
 from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession, ListSessions
@@ -113,8 +105,8 @@ ROUTES.append(
         job=partial(turn_job, label=PATH),
         output=lambda body, _: (BatchFormatter(body), OutputDecoder(1)),
         is_generation=True,
-        answer=BatchAnswer,
-        events=(BatchChunk,),
+        answer=response_models.BatchAnswer,
+        events=(response_models.BatchChunk,),
         errors=SESSION_ERRORS,
         example=TURN_EXAMPLE,
     )
@@ -125,7 +117,7 @@ ROUTES.append(
     "POST",
     "/state/status",
     "List the sessions.",
-    answer=SessionList,
+    answer=response_models.SessionList,
     errors=(ErrorKind.OVERLOADED, ErrorKind.TIMEOUT, ErrorKind.ENGINE_LOST),
     example={"limit": 10},
 )
@@ -157,7 +149,7 @@ def _session_entry(entry: SessionEntry) -> dict[str, object]:
     "POST",
     "/state/delete",
     "Delete a session.",
-    answer=Deleted,
+    answer=response_models.Deleted,
     errors=(ErrorKind.SESSION_NOT_FOUND, ErrorKind.ENGINE_LOST),
     example={"session_id": "your_session_id_to_delete"},
 )
@@ -230,8 +222,8 @@ ROUTES.append(
         job=partial(turn_job, label=BRANCH_PATH),
         output=lambda body, _: (DialogueFormatter(body), OutputDecoder(1)),
         is_generation=True,
-        answer=DialogueAnswer,
-        events=(BatchChunk, DialogueMade),
+        answer=response_models.DialogueAnswer,
+        events=(response_models.BatchChunk, response_models.DialogueMade),
         errors=SESSION_ERRORS,
         example={**TURN_EXAMPLE, "session_id": "story", "dialogue_idx": 0},
     )
@@ -296,7 +288,7 @@ async def _export(context: Context, query: ExportQuery, include_file: bool) -> b
     "/state/import",
     "Import a session from a file.",
     uploads=FILE,
-    answer=Imported,
+    answer=response_models.Imported,
     errors=_FILE_ERRORS,
     example={"session_id": "session_brought_back"},
 )

@@ -14,17 +14,7 @@ from pydantic import BaseModel, Field
 
 from routes.context import Context
 from routes.file_store import Batch, Status
-from routes.openai.files import (
-    READ_FAILED,
-    STORE_ERRORS,
-    ListQuery,
-    Page,
-    call_store,
-    get_store,
-    list_page,
-    new_id,
-    not_found,
-)
+from routes.openai import files
 from routes.request.bodies import Body, Fields
 from routes.request.fields import IgnoredValue, Pattern
 from routes.request_context import current_request
@@ -34,7 +24,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
 PATH = "/openai/v1/batches"
 _BATCH_PATH = f"{PATH}/{{batch_id}}"
-ROUTES = Routes(error_format=OPENAI_ERRORS, errors=STORE_ERRORS)
+ROUTES = Routes(error_format=OPENAI_ERRORS, errors=files.STORE_ERRORS)
 _READ_FAILED = "the batch cannot be read"
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -118,7 +108,7 @@ class BatchObject(BaseModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(Page[BatchObject]):
+class BatchList(files.Page[BatchObject]):
     """A page of batches."""
 
 
@@ -169,30 +159,30 @@ def new_batch(
 )
 async def create_batch(context: Context, body: BatchesBody) -> HandlerResponse:
     """Create a batch that answers the lines of a file. Its rows have batch priority."""
-    store, request_context = get_store(context), current_request()
+    store, request_context = files.get_store(context), current_request()
     if body.endpoint not in ENDPOINTS:
         raise invalid("endpoint", f"must be one of {', '.join(ENDPOINTS)}, got {body.endpoint!r}", body.endpoint)
     window_s = _window_s(body.completion_window)
-    if await call_store(store.file, READ_FAILED, request_context.owner, body.input_file_id) is None:
+    if await files.call_store(store.file, files.READ_FAILED, request_context.owner, body.input_file_id) is None:
         raise invalid(
             "input_file_id",
             f"no such file: {body.input_file_id!r}; upload it to /openai/v1/files first",
             body.input_file_id,
         )
-    batch = new_batch(new_id("batch_"), body.endpoint, body.input_file_id, window_s, body.metadata)
+    batch = new_batch(files.new_id("batch_"), body.endpoint, body.input_file_id, window_s, body.metadata)
     batch = msgspec.structs.replace(batch, completion_window=body.completion_window)
-    await call_store(store.add_batch, "the batch cannot be created", batch)
+    await files.call_store(store.add_batch, "the batch cannot be created", batch)
     return json_response(batch_object(batch))
 
 
 @ROUTES.add("GET", PATH, "List batches.", answer=BatchList)
-async def list_batches(context: Context, query: ListQuery) -> HandlerResponse:
+async def list_batches(context: Context, query: files.ListQuery) -> HandlerResponse:
     """List this key's batches, newest first."""
     page_query = query.after, query.limit + 1
-    found = await call_store(
-        get_store(context).batches, "the batches cannot be listed", current_request().owner, *page_query
+    found = await files.call_store(
+        files.get_store(context).batches, "the batches cannot be listed", current_request().owner, *page_query
     )
-    return json_response(list_page([batch_object(batch) for batch in found], query.limit))
+    return json_response(files.list_page([batch_object(batch) for batch in found], query.limit))
 
 
 @ROUTES.add(
@@ -206,9 +196,9 @@ async def list_batches(context: Context, query: ListQuery) -> HandlerResponse:
 async def get_batch(context: Context, query: BatchQuery) -> HandlerResponse:
     """Return a batch."""
     name: str = query.batch_id
-    batch = await call_store(get_store(context).batch, _READ_FAILED, current_request().owner, name)
+    batch = await files.call_store(files.get_store(context).batch, _READ_FAILED, current_request().owner, name)
     if batch is None:
-        raise not_found("batch", name)
+        raise files.not_found("batch", name)
     return json_response(batch_object(batch))
 
 
@@ -223,16 +213,16 @@ async def get_batch(context: Context, query: BatchQuery) -> HandlerResponse:
 async def cancel_batch(context: Context, query: CancelQuery) -> HandlerResponse:
     """Cancel a batch. Finished answers are kept."""
     name: str = query.batch_id.removesuffix(_CANCEL)
-    store = get_store(context)
-    if await call_store(store.batch, _READ_FAILED, current_request().owner, name) is None:
-        raise not_found("batch", name)
+    store = files.get_store(context)
+    if await files.call_store(store.batch, _READ_FAILED, current_request().owner, name) is None:
+        raise files.not_found("batch", name)
 
     def cancelled(batch: Batch) -> Batch:
         if batch.status not in (Status.VALIDATING, Status.IN_PROGRESS):
             return batch
         return batch.with_status(Status.CANCELLING, int(time.time()))
 
-    batch = await call_store(store.update, "the batch cannot be cancelled", name, cancelled)
+    batch = await files.call_store(store.update, "the batch cannot be cancelled", name, cancelled)
     if batch.status in (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.FINALIZING):
         message = f"the batch {name} is {batch.status} and cannot be cancelled"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="batch_id", given=name)

@@ -17,15 +17,7 @@ from routes.fine_tuning.data import UnknownFields, check_data
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Pattern
 from routes.request_context import current_request, warn
-from routes.response.http_response import (
-    FILE,
-    OPENAI_ERRORS,
-    FileChunks,
-    HandlerResponse,
-    HttpResponse,
-    StreamedResponse,
-    json_response,
-)
+from routes.response import http_response
 from routes.route import Routes
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 
@@ -42,7 +34,7 @@ MIN_LINES = 10
 _CONTENT = "/content"
 _RETRY_S = 10.0
 STORE_ERRORS = (ErrorKind.OVERLOADED, ErrorKind.STORAGE_FAILED)
-ROUTES = Routes(error_format=OPENAI_ERRORS, errors=STORE_ERRORS)
+ROUTES = Routes(error_format=http_response.OPENAI_ERRORS, errors=STORE_ERRORS)
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 _Entry = TypeVar("_Entry")
@@ -194,7 +186,7 @@ def not_found(kind: str, name: str) -> ServiceError:
     takes_form=True,
     form={"purpose": "batch", "file": "@lines.jsonl"},
 )
-async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
+async def upload_file(context: Context, body: FileBody) -> http_response.HandlerResponse:
     """Upload a file for a batch or for a fine-tuning job.
 
     A batch has JSON lines, each `{"custom_id", "method": "POST", "url", "body"}`. Examples are JSON lines with
@@ -229,7 +221,7 @@ async def upload_file(context: Context, body: FileBody) -> HandlerResponse:
         num_tokens=num_tokens,
     )
     await call_store(store.add_file, "the file cannot be stored", file, body.content)
-    return json_response(file_object(file))
+    return http_response.json_response(file_object(file))
 
 
 def _check_examples(content: bytes, filename: str, unknown: UnknownFields) -> int:
@@ -243,13 +235,13 @@ def _check_examples(content: bytes, filename: str, unknown: UnknownFields) -> in
 
 
 @ROUTES.add("GET", PATH, "List files.", answer=FileList)
-async def list_files(context: Context, query: FilesQuery) -> HandlerResponse:
+async def list_files(context: Context, query: FilesQuery) -> http_response.HandlerResponse:
     """List this key's files."""
     newest_first = query.order == "desc"
     files = get_store(context).files
     page_query = query.purpose, query.after, query.limit + 1, newest_first
     found = await call_store(files, "the files cannot be listed", current_request().owner, *page_query)
-    return json_response(list_page([file_object(file) for file in found], query.limit))
+    return http_response.json_response(list_page([file_object(file) for file in found], query.limit))
 
 
 @ROUTES.add(
@@ -260,7 +252,7 @@ async def list_files(context: Context, query: FilesQuery) -> HandlerResponse:
     errors=(ErrorKind.NOT_FOUND,),
     example=_EXAMPLE,
 )
-async def get_file(context: Context, query: FileQuery) -> HandlerResponse:
+async def get_file(context: Context, query: FileQuery) -> http_response.HandlerResponse:
     """Return a file's metadata, or its content."""
     name: str = query.file_id
     store, file_id = get_store(context), name.removesuffix(_CONTENT)
@@ -268,9 +260,9 @@ async def get_file(context: Context, query: FileQuery) -> HandlerResponse:
     if file is None:
         raise not_found("file", file_id)
     if not name.endswith(_CONTENT):
-        return json_response(file_object(file))
+        return http_response.json_response(file_object(file))
     if current_request().method == "HEAD":
-        return HttpResponse(b"", content_type=FILE)
+        return http_response.HttpResponse(b"", content_type=http_response.FILE)
     try:
         content = await asyncio.to_thread(store.content(file.id).open, "rb")
     except FileNotFoundError:
@@ -282,15 +274,15 @@ async def get_file(context: Context, query: FileQuery) -> HandlerResponse:
     except ServiceError:
         content.close()
         raise
-    return StreamedResponse(FileChunks(content, release), FILE)
+    return http_response.StreamedResponse(http_response.FileChunks(content, release), http_response.FILE)
 
 
 @ROUTES.add("DELETE", _FILE_PATH, "Delete a file.", answer=DeletedFile, errors=(ErrorKind.NOT_FOUND,), example=_EXAMPLE)
-async def delete_file(context: Context, query: FileQuery) -> HandlerResponse:
+async def delete_file(context: Context, query: FileQuery) -> http_response.HandlerResponse:
     """Delete a file. A batch that is already reading it continues."""
     name: str = query.file_id
     if not await call_store(
         get_store(context).delete_file, "the file cannot be deleted", current_request().owner, name
     ):
         raise not_found("file", name)
-    return json_response({"id": name, "object": "file", "deleted": True})
+    return http_response.json_response({"id": name, "object": "file", "deleted": True})

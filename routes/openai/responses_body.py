@@ -9,16 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from routes.openai.request import MAX_TOP_LOGPROBS, ConversationBody
 from routes.openai.response_format import ResponseFormat
 from routes.openai.tools import MAX_TOOLS, FunctionFields, FunctionName, Mode, build_tool_set
-from routes.request import prompts
-from routes.request.fields import (
-    UNSUPPORTED_VERBOSITY,
-    Fields,
-    Ignored,
-    IgnoredValue,
-    Repeated,
-    Unsupported,
-    body_error,
-)
+from routes.request import fields, prompts
 from routes.request.messages import Message
 from routes.request.tools import ToolSet
 from sampling.grammar.constraint import THINK_END, Constraint
@@ -27,23 +18,25 @@ MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
 
 
-class TextItemPart(Fields):
+class TextItemPart(fields.Fields):
     """A part of an item's content. Only text is supported."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: Repeated = Field(None, description="Accepted and not read: earlier answers have it.")
-    logprobs: Repeated = Field(None, description="Accepted and not read: earlier answers have it.")
+    annotations: fields.Repeated = Field(None, description="Accepted and not read: earlier answers have it.")
+    logprobs: fields.Repeated = Field(None, description="Accepted and not read: earlier answers have it.")
 
 
 ItemText = str | Annotated[list[TextItemPart], Field(fail_fast=True)]
 
 
-class Item(Fields):
+class Item(fields.Fields):
     """An item of a conversation."""
 
-    id: Repeated = Field(default=None, description="Accepted and not read: items of earlier answers have it.")
-    status: Repeated = Field(default=None, description="Accepted and not read: items of earlier answers have it.")
+    id: fields.Repeated = Field(default=None, description="Accepted and not read: items of earlier answers have it.")
+    status: fields.Repeated = Field(
+        default=None, description="Accepted and not read: items of earlier answers have it."
+    )
 
 
 class MessageItem(Item):
@@ -75,9 +68,9 @@ class ReasoningItem(Item):
     """Reasoning of an earlier answer. It is accepted and ignored."""
 
     type: Literal["reasoning"]
-    summary: Repeated = Field(None, description="Accepted and not read.")
-    content: Repeated = Field(None, description="Accepted and not read.")
-    encrypted_content: Repeated = Field(None, description="Accepted and not read.")
+    summary: fields.Repeated = Field(None, description="Accepted and not read.")
+    content: fields.Repeated = Field(None, description="Accepted and not read.")
+    encrypted_content: fields.Repeated = Field(None, description="Accepted and not read.")
 
 
 def _item_type(item: Any) -> str | None:
@@ -98,7 +91,7 @@ InputItem = Annotated[
 ]
 
 
-class TypedFields(Fields):
+class TypedFields(fields.Fields):
     """Type of a tool."""
 
     type: Literal["function"]
@@ -114,7 +107,7 @@ class NamedFunction(FunctionName):
     type: Literal["function"]
 
 
-class AllowedFunctions(Fields):
+class AllowedFunctions(fields.Fields):
     """A choice of several functions."""
 
     type: Literal["allowed_tools"]
@@ -122,12 +115,12 @@ class AllowedFunctions(Fields):
     tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class TextFormat(Fields):
+class TextFormat(fields.Fields):
     """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
-    description: Annotated[str, Ignored()] = ""
+    description: Annotated[str, fields.Ignored()] = ""
     schema_: dict[str, Any] = Field({}, alias="schema", description="A JSON Schema.")
     strict: bool = False
 
@@ -139,19 +132,21 @@ class TextFormat(Fields):
         return ResponseFormat.model_validate({"type": self.type, **named})
 
 
-class TextOptions(Fields):
+class TextOptions(fields.Fields):
     """`text` of a response."""
 
     format: TextFormat = Field(default_factory=lambda: TextFormat.model_validate({}))
-    verbosity: Annotated[Any, UNSUPPORTED_VERBOSITY] = Field(None, description="Refused, except for medium.")
+    verbosity: Annotated[Any, fields.UNSUPPORTED_VERBOSITY] = Field(None, description="Refused, except for medium.")
 
 
-class Reasoning(Fields):
+class Reasoning(fields.Fields):
     """`reasoning` of a response."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: IgnoredValue = Field(default=None, description="Accepted and ignored: the reasoning is returned whole.")
-    generate_summary: IgnoredValue = Field(default=None, description="Accepted and ignored.")
+    summary: fields.IgnoredValue = Field(
+        default=None, description="Accepted and ignored: the reasoning is returned whole."
+    )
+    generate_summary: fields.IgnoredValue = Field(default=None, description="Accepted and ignored.")
 
 
 class ResponsesBody(ConversationBody):
@@ -190,17 +185,17 @@ class ResponsesBody(ConversationBody):
     metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] = Field(
         {}, description="Repeated in the response."
     )
-    truncation: Annotated[Any, Ignored(("disabled",))] = Field(None, description="Accepted and ignored.")
-    max_tool_calls: IgnoredValue = Field(None, description="Accepted and ignored: it limits OpenAI's own tools.")
-    context_management: IgnoredValue = Field(None, description="Accepted and ignored.")
-    access_programs: IgnoredValue = Field(None, description="Accepted and ignored.")
-    image: Unsupported = Field(None, description="Not supported; refused.")
-    previous_response_id: Unsupported = Field(
+    truncation: Annotated[Any, fields.Ignored(("disabled",))] = Field(None, description="Accepted and ignored.")
+    max_tool_calls: fields.IgnoredValue = Field(None, description="Accepted and ignored: it limits OpenAI's own tools.")
+    context_management: fields.IgnoredValue = Field(None, description="Accepted and ignored.")
+    access_programs: fields.IgnoredValue = Field(None, description="Accepted and ignored.")
+    image: fields.Unsupported = Field(None, description="Not supported; refused.")
+    previous_response_id: fields.Unsupported = Field(
         None, description="Refused, because responses are not stored. Send the conversation's items, or use session_id."
     )
-    conversation_: Unsupported = Field(None, alias="conversation", description="Refused. Use session_id.")
-    background: Unsupported = Field(None, description="Not supported; refused.")
-    prompt: Unsupported = Field(None, description="Not supported; refused.")
+    conversation_: fields.Unsupported = Field(None, alias="conversation", description="Refused. Use session_id.")
+    background: fields.Unsupported = Field(None, description="Not supported; refused.")
+    prompt: fields.Unsupported = Field(None, description="Not supported; refused.")
 
     @property
     def conversation(self) -> list[Message]:
@@ -241,12 +236,12 @@ class ResponsesBody(ConversationBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs and LOGPROBS not in self.include:
-            raise body_error(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
+            raise fields.body_error(f"top_logprobs needs {LOGPROBS} in include", "top_logprobs")
         if LOGPROBS in self.include and (self.thinks or self.tool_set is not None):
             message = (
                 "log-probabilities are not available with reasoning or tools; leave out include, or reasoning and tools"
             )
-            raise body_error(message, "include")
+            raise fields.body_error(message, "include")
         if self.max_output_tokens is not None:
             self.max_tokens = self.max_output_tokens
         return self

@@ -14,15 +14,7 @@ import msgspec
 
 from routes.config import HttpConfig
 from routes.context import Context
-from routes.request import prompts
-from routes.request.bodies import (
-    DEFAULT_STOPS,
-    BatchBody,
-    GenerationBody,
-    PrefixCacheFields,
-    PriorityFields,
-    PromptBody,
-)
+from routes.request import bodies, prompts
 from routes.request.model_names import check_tuned_name, requested_adapter, requested_state
 from routes.request_context import current_request, warn
 from rwkv_batch.errors import invalid
@@ -63,7 +55,7 @@ def split_stops(stops: Iterable[int | str]) -> tuple[list[int], list[bytes]]:
 
 
 def row_stops(
-    body: GenerationBody, default_stops: Iterable[int | str] = (), built_in: Iterable[int | str] = ()
+    body: bodies.GenerationBody, default_stops: Iterable[int | str] = (), built_in: Iterable[int | str] = ()
 ) -> list[int | str]:
     """Return the stops of a request's rows.
 
@@ -162,7 +154,7 @@ def greedy_row(
 def build_rows(
     tokenizer: Tokenizer,
     config: HttpConfig,
-    body: GenerationBody,
+    body: bodies.GenerationBody,
     prompts: Sequence[str | list[int]],
     stops: Sequence[int | str],
     field: str,
@@ -226,7 +218,7 @@ def build_rows(
 
 async def make_rows(
     context: Context,
-    body: GenerationBody,
+    body: bodies.GenerationBody,
     prompts: Sequence[str | list[int]],
     stops: Sequence[int | str],
     field: str,
@@ -237,7 +229,7 @@ async def make_rows(
     return await offload_if_large(size, build_rows, context.tokenizer, context.config, body, prompts, stops, field, n)
 
 
-def _prediction(tokenizer: Tokenizer, config: HttpConfig, body: GenerationBody, num_prompts: int) -> list[int]:
+def _prediction(tokenizer: Tokenizer, config: HttpConfig, body: bodies.GenerationBody, num_prompts: int) -> list[int]:
     """Return the tokens of the request's prediction, which each row has. Raises ServiceError.
 
     If speculation is off, a prediction is ignored with a warning.
@@ -312,7 +304,7 @@ def without_padding(ids: list[int]) -> list[int]:
     return ids[1:] if ids[0] == END_OF_TEXT else ids
 
 
-def make_job(rows: list[GenerateRequest], body: PriorityFields, label: str, sampler: str = "") -> Job:
+def make_job(rows: list[GenerateRequest], body: bodies.PriorityFields, label: str, sampler: str = "") -> Job:
     """Build a job of these rows, with the body's priority. Its id is unique among all HTTP workers."""
     return Job(
         job_id=secrets.token_hex(16),
@@ -321,18 +313,18 @@ def make_job(rows: list[GenerateRequest], body: PriorityFields, label: str, samp
         timeout_s=body.timeout_s,
         label=label,
         priority=body.requested_priority,
-        cache_salt=body.cache_salt if isinstance(body, PrefixCacheFields) else "",
+        cache_salt=body.cache_salt if isinstance(body, bodies.PrefixCacheFields) else "",
     )
 
 
-async def native_job(context: Context, body: BatchBody, label: str, sampler: str = "") -> Job:
+async def native_job(context: Context, body: bodies.BatchBody, label: str, sampler: str = "") -> Job:
     """Build the job of a native batch body.
 
     It is a session turn if the body names a session. Raises ServiceError.
     """
     texts, stops, field = prompts_and_stops(body)
     rows = await make_rows(context, body, texts, stops, field)
-    if isinstance(body, PromptBody) and body.session_id is not None:
+    if isinstance(body, bodies.PromptBody) and body.session_id is not None:
         resume = texts[0]
         if body.messages:
             think = prompts.think_mode(body.enable_think)
@@ -341,14 +333,14 @@ async def native_job(context: Context, body: BatchBody, label: str, sampler: str
     return make_job(rows, body, label, sampler)
 
 
-def prompts_and_stops(body: BatchBody) -> tuple[list[str], list[int | str], str]:
+def prompts_and_stops(body: bodies.BatchBody) -> tuple[list[str], list[int | str], str]:
     """Return prompts, stops, and the request field of the prompts."""
     if body.messages:
         think = prompts.think_mode(body.enable_think)
         default_stops = prompts.answer_stops(think, may_call=False, template=body.template)
         return [prompts.chat(body.messages, think, template=body.template)], row_stops(body, default_stops), "messages"
     if body.contents:
-        return body.contents, row_stops(body, DEFAULT_STOPS), "contents"
+        return body.contents, row_stops(body, bodies.DEFAULT_STOPS), "contents"
     pairs = zip(body.prefixes, body.suffixes, strict=True)
     stops = row_stops(body, built_in=(prompts.FIM_STOP,))
     return [prompts.fill_in_the_middle(*pair) for pair in pairs], stops, "prefix"

@@ -19,15 +19,8 @@ from routes.context import Context
 from routes.request.jobs import offload_if_large
 from routes.request.model_names import TUNED_PREFIX, model_not_found
 from routes.request_context import cache_tenant, current_request, reachable_ids
+from routes.response import http_response
 from routes.response.event_stream import LOGPROB_BYTES, EventStream, OutputDecoder, RowUpdate
-from routes.response.http_response import (
-    NATIVE_ERRORS,
-    ErrorFormat,
-    HandlerResponse,
-    StreamedResponse,
-    json_response,
-    with_warnings,
-)
 from routes.response.task_stream import HEARTBEAT_INTERVAL_S, START_WAIT_S, UNWRITABLE
 from rwkv_batch.calls import Answer, EngineCall, FindSession
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
@@ -146,7 +139,7 @@ class RowResult:
 class ResponseFormatter(Protocol):
     """How a route formats the engine's output."""
 
-    error_format: ErrorFormat
+    error_format: http_response.ErrorFormat
     begins_with_output: bool
     """Whether a stream's status waits for its first output, so that an error before it has its own status."""
 
@@ -166,7 +159,7 @@ class ResponseFormatter(Protocol):
 class BaseFormatter:
     """Defaults: no extra bytes around the chunks, native errors."""
 
-    error_format = NATIVE_ERRORS
+    error_format = http_response.NATIVE_ERRORS
     begins_with_output = False
     _has_warned = False
 
@@ -175,7 +168,7 @@ class BaseFormatter:
         if self._has_warned:
             return event
         self._has_warned = True
-        return with_warnings(event)  # type: ignore[no-any-return]
+        return http_response.with_warnings(event)  # type: ignore[no-any-return]
 
     def stream_start(self) -> bytes:
         return b""
@@ -299,16 +292,16 @@ async def rows_as_they_finish(
 
 async def run_full(
     context: Context, job: Job, output_decoder: OutputDecoder, full_body: Callable[[list[RowResult]], Any]
-) -> HandlerResponse:
+) -> http_response.HandlerResponse:
     """Run a job and answer with one JSON value. `full_body` builds it from the job's rows."""
     rows = await finished_rows(context, job, output_decoder)
     size = sum(len(row.text) for row in rows) + LOGPROB_BYTES * sum(len(row.logprobs) for row in rows)
-    return await offload_if_large(size, lambda: json_response(full_body(rows)))
+    return await offload_if_large(size, lambda: http_response.json_response(full_body(rows)))
 
 
 async def run(
     context: Context, job: Job, formatter: ResponseFormatter, output_decoder: OutputDecoder, is_stream: bool
-) -> HandlerResponse:
+) -> http_response.HandlerResponse:
     """Run a job and answer in the format of `formatter`."""
     if not is_stream:
         return await run_full(context, job, output_decoder, formatter.full_body)
@@ -323,4 +316,4 @@ async def run(
         stream.close()
         raise ServiceError.from_info(error)
     content_type = formatter.error_format.stream.content_type
-    return StreamedResponse(SseChunks(stream, output_decoder, formatter), content_type)
+    return http_response.StreamedResponse(SseChunks(stream, output_decoder, formatter), content_type)

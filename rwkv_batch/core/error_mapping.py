@@ -9,57 +9,38 @@ from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError, i
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.tokenizer import END_OF_TEXT
 from sampling.grammar.constraint import GrammarError, NoTokenLeftError
-from state_pool.errors import (
-    AdapterMismatch,
-    AdapterNotFound,
-    DatabaseTimeout,
-    DialogueNotFound,
-    DirectoryUnreachable,
-    InvalidSessionId,
-    NameTaken,
-    OriginMismatch,
-    PoolError,
-    PoolFull,
-    SessionBusy,
-    SessionNotFound,
-    SessionReadFailed,
-    SessionTooLarge,
-    SessionUnusable,
-    StaleEpoch,
-    StateNotFound,
-    TurnInDoubt,
-)
+from state_pool import errors
 from state_pool.session_key import without_owner
 
 logger = logging.getLogger(__name__)
 
-_KINDS: dict[type[PoolError], ErrorKind] = {
-    SessionBusy: ErrorKind.SESSION_BUSY,
-    SessionNotFound: ErrorKind.SESSION_NOT_FOUND,
-    DialogueNotFound: ErrorKind.SESSION_NOT_FOUND,
-    InvalidSessionId: ErrorKind.INVALID_FIELD,
-    SessionUnusable: ErrorKind.SESSION_UNUSABLE,
-    SessionReadFailed: ErrorKind.ENGINE_LOST,
-    PoolFull: ErrorKind.OVERLOADED,
-    DatabaseTimeout: ErrorKind.TIMEOUT,
-    SessionTooLarge: ErrorKind.BODY_TOO_LARGE,
-    StateNotFound: ErrorKind.STATE_NOT_FOUND,
-    AdapterNotFound: ErrorKind.ADAPTER_NOT_FOUND,
-    NameTaken: ErrorKind.NAME_TAKEN,
-    OriginMismatch: ErrorKind.INVALID_FIELD,
-    AdapterMismatch: ErrorKind.INVALID_FIELD,
-    StaleEpoch: ErrorKind.SESSION_BUSY,
-    DirectoryUnreachable: ErrorKind.ENGINE_LOST,
-    TurnInDoubt: ErrorKind.ENGINE_LOST,
+_KINDS: dict[type[errors.PoolError], ErrorKind] = {
+    errors.SessionBusy: ErrorKind.SESSION_BUSY,
+    errors.SessionNotFound: ErrorKind.SESSION_NOT_FOUND,
+    errors.DialogueNotFound: ErrorKind.SESSION_NOT_FOUND,
+    errors.InvalidSessionId: ErrorKind.INVALID_FIELD,
+    errors.SessionUnusable: ErrorKind.SESSION_UNUSABLE,
+    errors.SessionReadFailed: ErrorKind.ENGINE_LOST,
+    errors.PoolFull: ErrorKind.OVERLOADED,
+    errors.DatabaseTimeout: ErrorKind.TIMEOUT,
+    errors.SessionTooLarge: ErrorKind.BODY_TOO_LARGE,
+    errors.StateNotFound: ErrorKind.STATE_NOT_FOUND,
+    errors.AdapterNotFound: ErrorKind.ADAPTER_NOT_FOUND,
+    errors.NameTaken: ErrorKind.NAME_TAKEN,
+    errors.OriginMismatch: ErrorKind.INVALID_FIELD,
+    errors.AdapterMismatch: ErrorKind.INVALID_FIELD,
+    errors.StaleEpoch: ErrorKind.SESSION_BUSY,
+    errors.DirectoryUnreachable: ErrorKind.ENGINE_LOST,
+    errors.TurnInDoubt: ErrorKind.ENGINE_LOST,
 }
-_RETRY_AFTER_S: dict[type[PoolError], float] = {DirectoryUnreachable: 2.0, SessionReadFailed: 2.0}
-_FIELDS: dict[type[PoolError], str] = {
-    DialogueNotFound: "dialogue_idx",
-    StateNotFound: "state",
-    OriginMismatch: "state",
-    AdapterNotFound: "adapter",
-    AdapterMismatch: "adapter",
-    NameTaken: "name",
+_RETRY_AFTER_S: dict[type[errors.PoolError], float] = {errors.DirectoryUnreachable: 2.0, errors.SessionReadFailed: 2.0}
+_FIELDS: dict[type[errors.PoolError], str] = {
+    errors.DialogueNotFound: "dialogue_idx",
+    errors.StateNotFound: "state",
+    errors.OriginMismatch: "state",
+    errors.AdapterNotFound: "adapter",
+    errors.AdapterMismatch: "adapter",
+    errors.NameTaken: "name",
 }
 """The field at fault, for errors that always concern the same field."""
 
@@ -71,12 +52,12 @@ def as_service_error(
 
     field, given: the request's field at fault and its value, unless the error names them
     """
-    if isinstance(error, PoolError):
+    if isinstance(error, errors.PoolError):
         default_field = _FIELDS.get(type(error))
         given = error.given if default_field or error.given is not None else given
         field = default_field or field
         kind, retry_after_s = _KINDS.get(type(error), ErrorKind.INTERNAL), _RETRY_AFTER_S.get(type(error))
-        message = without_owner(f"{error}; {MAY_BE_KEPT}" if isinstance(error, TurnInDoubt) else str(error))
+        message = without_owner(f"{error}; {MAY_BE_KEPT}" if isinstance(error, errors.TurnInDoubt) else str(error))
         given = without_owner(given) if isinstance(given, str) else given
         return ServiceError(kind, message, field=field, given=given, retry_after_s=retry_after_s)
     message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
@@ -105,7 +86,7 @@ def error_translator(
         field = next((field for kind, field in fields_by_error.items() if isinstance(error, kind)), None)
         if field is not None:
             return invalid(field, str(error), getattr(error, "given", None))
-        if isinstance(error, PoolError):
+        if isinstance(error, errors.PoolError):
             return as_service_error(error, pool_field)
         logger.error("%s", failure, exc_info=error)
         reason = error.strerror if isinstance(error, OSError) else None  # its text has the server's path

@@ -23,16 +23,9 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
+from rwkv_batch.core import shares
 from rwkv_batch.core.admission import Admission, SlotSource
 from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, RunningJob, Sequence
-from rwkv_batch.core.shares import (
-    BATCH_SHARE_DIVISOR,
-    BatchThrottle,
-    Limits,
-    MaskTimeBalancer,
-    awaits_first_token,
-    split_budget,
-)
 
 MAX_PREFILL_DELAY_TURNS = 5
 """Steps of the first group for which little prefill may wait."""
@@ -71,7 +64,7 @@ class ScheduledRow:
 class Scheduler:
     """Waiting, running and paused rows. Owned by the engine's thread."""
 
-    def __init__(self, limits: Limits, slots: SlotSource, has_pieces: bool = False) -> None:
+    def __init__(self, limits: shares.Limits, slots: SlotSource, has_pieces: bool = False) -> None:
         """has_pieces: whether steps with batch rows can be launched in pieces of a few layers"""
         self.limits = limits
         self._slots = slots
@@ -80,8 +73,8 @@ class Scheduler:
         """rows in the steps, including answered rows that still read (an ordered set)"""
         self._reading: dict[Sequence, None] = {}
         """running rows with more than one token to read: prefill, in chunks"""
-        self._batch_throttle = BatchThrottle(limits, self.admission.interactive, self._reading, has_pieces)
-        self.mask_time = MaskTimeBalancer(limits)
+        self._batch_throttle = shares.BatchThrottle(limits, self.admission.interactive, self._reading, has_pieces)
+        self.mask_time = shares.MaskTimeBalancer(limits)
         self._groups: list[dict[Sequence, ScheduledRow | None]] = [{} for _ in range(limits.groups)]
         """decoding rows by group; a plain row keeps its ScheduledRow"""
         self._next_group = 0
@@ -186,7 +179,7 @@ class Scheduler:
         delay more rows than long ones. With micro-batches, a long step would delay those on other devices.
         """
         limits = self.limits
-        num_waiting = sum(map(awaits_first_token, self._reading))
+        num_waiting = sum(map(shares.awaits_first_token, self._reading))
         can_be_long = limits.groups == 1 and not any(sequence.job.is_batch for sequence in self._reading)
         is_short = num_decoding and not (can_be_long and num_waiting > num_decoding)
         return limits.max_prefill_tokens_with_decode if is_short else limits.prefill_tokens_per_step
@@ -215,9 +208,9 @@ class Scheduler:
         reading = [
             s
             for s in self._reading
-            if awaits_first_token(s) and not (s.members or s.scored) and s.job not in running_jobs
+            if shares.awaits_first_token(s) and not (s.members or s.scored) and s.job not in running_jobs
         ]
-        chunks = split_budget(reading, self.limits.max_prefill_tokens_with_decode, self._chunk, self._steps)
+        chunks = shares.split_budget(reading, self.limits.max_prefill_tokens_with_decode, self._chunk, self._steps)
         return [_chunk_row(sequence, count) for sequence, count in chunks]
 
     def _move_to_decode_groups(self) -> None:
@@ -290,10 +283,10 @@ class Scheduler:
         if with_decode and not self._batch_throttle.prefill_now(sum(map(self._chunk, batch))):
             batch = []
         batch_tokens = sum(map(self._chunk, batch)) if interactive else 0
-        reserved = min(batch_tokens, self._batch_throttle.max_prefill_tokens(budget // BATCH_SHARE_DIVISOR))
-        first = split_budget(interactive, budget - reserved, self._chunk, self._steps)
+        reserved = min(batch_tokens, self._batch_throttle.max_prefill_tokens(budget // shares.BATCH_SHARE_DIVISOR))
+        first = shares.split_budget(interactive, budget - reserved, self._chunk, self._steps)
         rest = self._batch_throttle.max_prefill_tokens(budget - sum(count for _, count in first))
-        batch_chunks = split_budget(batch, rest, self._chunk, self._steps)
+        batch_chunks = shares.split_budget(batch, rest, self._chunk, self._steps)
         chunks = [*first, *batch_chunks[: self._batch_throttle.max_prefill_rows(len(batch_chunks))]]
         self._has_rows_without_chunk = len(chunks) < len(reading)
         return [_chunk_row(sequence, count) for sequence, count in chunks]

@@ -9,18 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rwkv_batch.core import mixtures
 from rwkv_batch.core.error_mapping import as_service_error
-from rwkv_batch.core.mixtures import (
-    ParkedMixtures,
-    allocate_members,
-    begin_from,
-    check_mixture,
-    origin_of,
-    pin,
-    prepare_members,
-    release_members,
-    release_read_slots,
-)
 from rwkv_batch.core.sequence import NO_SLOT, Phase, RollbackState, Sequence, SharedSlot
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorKind, ServiceError, invalid
 from rwkv_batch.request import GenerateRequest
@@ -60,7 +50,7 @@ class StateManager:
         self.pool = pool
         self._tokenizer = tokenizer
         self._overlap = overlap
-        self.parked = ParkedMixtures(pool)
+        self.parked = mixtures.ParkedMixtures(pool)
 
     def check(self, request: GenerateRequest) -> None:
         """Check that a request's states and adapter are loaded.
@@ -68,7 +58,7 @@ class StateManager:
         Also check that its mixture can run. Raises ServiceError.
         """
         try:
-            check_mixture(request, self.pool)
+            mixtures.check_mixture(request, self.pool)
             if request.state:
                 self.pool.tuned.get(request.state)
             if request.adapter:
@@ -84,17 +74,17 @@ class StateManager:
         turn, state, adapter = sequence.request.session, sequence.request.state, sequence.request.adapter
         try:
             if turn is not None:
-                origin = origin_of(sequence.request, self.pool)
+                origin = mixtures.origin_of(sequence.request, self.pool)
                 sequence.lease = self.pool.turns.checkout(
                     turn.session_id, turn.branch_from, turn.wait, state, adapter, origin
                 )
                 if sequence.request.mixture:
-                    prepare_members(sequence, self.pool)
+                    mixtures.prepare_members(sequence, self.pool)
                 return
             if adapter:
                 sequence.adapter = self.pool.adapters.acquire(adapter)
             if sequence.request.mixture:
-                prepare_members(sequence, self.pool)
+                mixtures.prepare_members(sequence, self.pool)
             elif state:
                 sequence.tuned = self.pool.tuned.acquire(state)
             numbers = [one.number for one in (sequence.tuned, sequence.adapter) if one is not None]
@@ -144,13 +134,13 @@ class StateManager:
 
     def _allocate_members(self, sequence: Sequence) -> bool:
         """Allocate the slots of a mixture's members. Frees parked mixtures if needed."""
-        return allocate_members(sequence, self.pool) or (
-            self.parked.drop_oldest() and allocate_members(sequence, self.pool)
+        return mixtures.allocate_members(sequence, self.pool) or (
+            self.parked.drop_oldest() and mixtures.allocate_members(sequence, self.pool)
         )
 
     def _pin_tuned(self, sequence: Sequence, tuned: TunedState) -> bool:
         """Pin the row's tuned state. Returns False if the state is not in a slot yet."""
-        sequence.tuned_slot = pin(tuned, self.pool)
+        sequence.tuned_slot = mixtures.pin(tuned, self.pool)
         if sequence.tuned_slot is None:
             return False
         self._release_tuned(sequence)
@@ -196,7 +186,7 @@ class StateManager:
         if sequence.members:
             sequence.cached_tokens = 0
             if (parked := self.parked.take(lease, 1 + len(sequence.members))) is not None:
-                begin_from(sequence, parked, self.pool)
+                mixtures.begin_from(sequence, parked, self.pool)
                 sequence.replayed_tokens -= parked.num_computed_tokens
             return
         # The lease protects the slot until the turn ends.
@@ -234,7 +224,7 @@ class StateManager:
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None
-        release_read_slots(sequence)
+        mixtures.release_read_slots(sequence)
         if sequence.cache_points and sequence.cache_points[0] == sequence.num_computed_tokens:
             del sequence.cache_points[0]
             self._offer_prefix(sequence)
@@ -383,7 +373,7 @@ class StateManager:
             sequence.shared = None
         self._release_tuned(sequence)
         self._release_adapter(sequence)
-        release_members(sequence, self.pool)
+        mixtures.release_members(sequence, self.pool)
         if sequence.tuned_slot is not None:
             sequence.tuned_slot.drop()
             sequence.tuned_slot = None

@@ -20,30 +20,9 @@ import msgspec
 from rwkv_batch.calls import Answer as AnswerT
 from rwkv_batch.calls import EngineCall, Reply
 from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.ipc import wire
 from rwkv_batch.ipc.job_packing import pack
 from rwkv_batch.ipc.quotas import Balance
-from rwkv_batch.ipc.wire import (
-    MAX_JOB_BYTES,
-    Admitted,
-    Answer,
-    Arrived,
-    Call,
-    Cancel,
-    ConfirmTurn,
-    EventBatch,
-    Heartbeat,
-    Hello,
-    Link,
-    LinkFull,
-    NotSent,
-    Observe,
-    RestoreQuotas,
-    SocketLink,
-    ToEngine,
-    ToWorker,
-    UsageReport,
-    to_worker_decoder,
-)
 from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Job, JobEvents, Load
 
@@ -64,7 +43,7 @@ _SHUTDOWN_ERROR = ErrorInfo(
     retry_after_s=5.0,
 )
 
-WorkerLink = Link[ToWorker, ToEngine]
+WorkerLink = wire.Link[wire.ToWorker, wire.ToEngine]
 Connect = Callable[[], WorkerLink | None]
 """Returns a new link to the engine, or None if there is none. May block briefly."""
 
@@ -77,7 +56,7 @@ def unix_connector(address: str) -> Connect:
         except OSError:
             connection.close()
             return None
-        return SocketLink(connection, to_worker_decoder, "engine-client")
+        return wire.SocketLink(connection, wire.to_worker_decoder, "engine-client")
 
     return connect
 
@@ -180,18 +159,18 @@ class EngineClient:
                 is_turn = any(row.session is not None for row in job.rows)
                 self._waiting.listeners[job.job_id] = _Listener(sink, is_turn)
                 try:
-                    link.offer(pack(job), MAX_JOB_BYTES)
+                    link.offer(pack(job), wire.MAX_JOB_BYTES)
                     return
-                except NotSent as error:
+                except wire.NotSent as error:
                     del self._waiting.admissions[job.job_id], self._waiting.listeners[job.job_id]
                     refusal = _refusal(error)
         on_admitted(refusal)
 
     def cancel(self, job_id: str) -> None:
-        self._send(Cancel(job_id))
+        self._send(wire.Cancel(job_id))
 
     def confirm_turn(self, job_id: str) -> None:
-        self._send(ConfirmTurn(job_id))
+        self._send(wire.ConfirmTurn(job_id))
 
     def call(self, call: EngineCall[AnswerT], reply: Reply[AnswerT]) -> None:
         with self._lock:
@@ -200,23 +179,23 @@ class EngineClient:
                 call_id = next(self._call_ids)
                 self._waiting.calls[call_id] = _PendingCall(reply, call.answer_type())
                 try:
-                    link.offer(Call(call_id, call))  # type: ignore[arg-type]  # AnyCall names all of them
+                    link.offer(wire.Call(call_id, call))  # type: ignore[arg-type]  # AnyCall names all of them
                     return
-                except NotSent as error:
+                except wire.NotSent as error:
                     del self._waiting.calls[call_id]
                     refusal = _refusal(error)
         reply(refusal)
 
-    def observe(self, observation: Observe) -> None:
+    def observe(self, observation: wire.Observe) -> None:
         """Report an ended HTTP request. Dropped if there is no engine."""
         self._send(observation)
 
-    def report_usage(self, *reports: UsageReport | RestoreQuotas) -> None:
+    def report_usage(self, *reports: wire.UsageReport | wire.RestoreQuotas) -> None:
         """Report usage that counts against clients' limits. Dropped if there is no engine."""
         if reports:
             self._send(*reports)
 
-    def _send(self, *messages: ToEngine) -> None:
+    def _send(self, *messages: wire.ToEngine) -> None:
         with self._lock:
             if self._link is not None:
                 self._link.send(*messages)
@@ -237,7 +216,7 @@ class EngineClient:
             return None
 
     def _serve(self, link: WorkerLink) -> None:
-        link.send(Hello(self._name, os.getpid()))
+        link.send(wire.Hello(self._name, os.getpid()))
         with self._lock:
             self._newest = link
         if self._stopped.is_set():
@@ -267,29 +246,29 @@ class EngineClient:
             self._link = link
         self._on_change(True)
 
-    def _handle(self, link: WorkerLink, message: ToWorker) -> None:
-        if isinstance(message, Heartbeat):
+    def _handle(self, link: WorkerLink, message: wire.ToWorker) -> None:
+        if isinstance(message, wire.Heartbeat):
             self.engine_started, self.balances = message.started, message.balances
         if self._link is not link:  # not before its first message: the other process may hang
             self._set_connected(link)
         match message:
-            case Heartbeat(load):
+            case wire.Heartbeat(load):
                 self._on_load(load, None)
-            case Arrived(job_id, load):
+            case wire.Arrived(job_id, load):
                 self._on_load(load, job_id)
-            case EventBatch(batch, load):
+            case wire.EventBatch(batch, load):
                 self._on_load(load, None)
                 for events in batch:
                     pop = self._waiting.listeners.pop if events.done else self._waiting.listeners.get
                     listener = pop(events.job_id, None)
                     if listener is not None:
                         listener.sink(events)
-            case Admitted(job_id, error):
+            case wire.Admitted(job_id, error):
                 if error is not None:
                     self._waiting.listeners.pop(job_id, None)
                 on_admitted = self._waiting.admissions.pop(job_id)
                 on_admitted(None if error is None else ServiceError.from_info(error))
-            case Answer(call_id, value, error):
+            case wire.Answer(call_id, value, error):
                 reply, answer_type = self._waiting.calls.pop(call_id)
                 reply(_decoded(value, answer_type) if error is None else ServiceError.from_info(error))
 
@@ -323,9 +302,9 @@ def _of_turn(lost: ErrorInfo) -> ErrorInfo:
     return msgspec.structs.replace(lost, message=message, retry_after_s=None)
 
 
-def _refusal(error: NotSent) -> ServiceError:
+def _refusal(error: wire.NotSent) -> ServiceError:
     problem = f"the request cannot be sent to the engine: {error}"
-    if isinstance(error, LinkFull):
+    if isinstance(error, wire.LinkFull):
         return ServiceError(ErrorKind.OVERLOADED, f"{problem}; retry in 1 s", retry_after_s=1)
     return ServiceError(ErrorKind.BODY_TOO_LARGE, f"{problem}; send less at once")
 

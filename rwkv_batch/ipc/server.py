@@ -30,6 +30,7 @@ from rwkv_batch import load_progress
 from rwkv_batch.calls import AcquireQuota, EngineCall, GetMetrics, GetStatus, ListRequests
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
+from rwkv_batch.ipc import wire
 from rwkv_batch.ipc.event_frames import split_frames
 from rwkv_batch.ipc.held_ledger import Arrivals, HeldLedger
 from rwkv_batch.ipc.job_packing import unpack
@@ -37,30 +38,6 @@ from rwkv_batch.ipc.metrics import Metrics
 from rwkv_batch.ipc.process import LogConfig, become_child, freeze_garbage_collector, gc_paused
 from rwkv_batch.ipc.quotas import Balance
 from rwkv_batch.ipc.watchdog import Watchdog
-from rwkv_batch.ipc.wire import (
-    HEARTBEAT_S,
-    Admitted,
-    Answer,
-    Arrived,
-    Call,
-    Cancel,
-    ConfirmTurn,
-    EventBatch,
-    FrameTooLong,
-    Heartbeat,
-    Hello,
-    Link,
-    LinkFull,
-    NotSent,
-    Observe,
-    RestoreQuotas,
-    SocketLink,
-    Submit,
-    ToEngine,
-    ToWorker,
-    UsageReport,
-    to_engine_decoder,
-)
 from rwkv_batch.protocol import ManagedEngine
 from rwkv_batch.request import Job, JobEvents, Usage
 
@@ -74,7 +51,7 @@ MONITOR_INTERVAL_S = 0.05
 FLUSH_TIMEOUT_S = 2.0
 """Seconds that an ending process waits for workers to read their last events."""
 ENCODED_NONE = msgspec.Raw(msgspec.msgpack.encode(None))
-PeerLink = Link[ToEngine, ToWorker]
+PeerLink = wire.Link[wire.ToEngine, wire.ToWorker]
 HandleCall = Callable[[EngineCall[Any], Callable[[Any], None]], None]
 
 
@@ -94,7 +71,7 @@ class Peer:
         self._ledger = ledger
         self._events: list[JobEvents] = []
         self._arrived: deque[str] = deque()
-        self._admitted: deque[Admitted] = deque()
+        self._admitted: deque[wire.Admitted] = deque()
         """both not sent yet: a message per job would let threads exchange Python's lock for each"""
         self._link = link
         link.before_wait = self.flush_answers
@@ -115,25 +92,25 @@ class Peer:
                 self._metrics.forget(job_id)
             self._ledger.end_all(self)
 
-    def _handle(self, message: ToEngine, handle_call: HandleCall) -> None:
+    def _handle(self, message: wire.ToEngine, handle_call: HandleCall) -> None:
         match message:
-            case Submit():
+            case wire.Submit():
                 self._submit(unpack(message))
-            case Cancel(job_id):
+            case wire.Cancel(job_id):
                 self._engine.cancel(job_id)
-            case ConfirmTurn(job_id):
+            case wire.ConfirmTurn(job_id):
                 self._engine.confirm_turn(job_id)
-            case Call(call_id, AcquireQuota(usage)):
+            case wire.Call(call_id, AcquireQuota(usage)):
                 self._answer(call_id, self._acquire_quota(usage))
-            case UsageReport():
+            case wire.UsageReport():
                 self._ledger.report(message)
-            case RestoreQuotas():
+            case wire.RestoreQuotas():
                 self._ledger.restore(message, self)
-            case Call(call_id, call):
+            case wire.Call(call_id, call):
                 handle_call(call, lambda value: self._answer(call_id, value))
-            case Observe():
+            case wire.Observe():
                 self._metrics.observe_request(message)
-            case Hello(name, pid):
+            case wire.Hello(name, pid):
                 self.name, self.pid = name, pid
 
     def _acquire_quota(self, usage: Usage) -> bool | ServiceError:
@@ -163,7 +140,7 @@ class Peer:
 
     def send_heartbeat(self, started: float, balances: list[Balance]) -> None:
         with self._send_lock:
-            self._link.send(Heartbeat(self._arrivals.load, started, balances))
+            self._link.send(wire.Heartbeat(self._arrivals.load, started, balances))
 
     def flush_answers(self) -> None:
         """Send which jobs have arrived and which were admitted. Any thread."""
@@ -171,7 +148,7 @@ class Peer:
             return
         with self._send_lock:
             load = self._arrivals.load
-            arrived = [Arrived(self._arrived.popleft(), load) for _ in range(len(self._arrived))]
+            arrived = [wire.Arrived(self._arrived.popleft(), load) for _ in range(len(self._arrived))]
             self._link.send(*arrived, *(self._admitted.popleft() for _ in range(len(self._admitted))))
 
     def flush_events(self) -> None:
@@ -182,34 +159,34 @@ class Peer:
             for frame in split_frames(events):
                 try:
                     with self._send_lock:
-                        self._link.send(EventBatch(frame, self._arrivals.load))
-                except FrameTooLong as error:
+                        self._link.send(wire.EventBatch(frame, self._arrivals.load))
+                except wire.FrameTooLong as error:
                     self._fail_jobs({event.job_id for event in frame}, error)
 
-    def _fail_jobs(self, job_ids: set[str], error: FrameTooLong) -> None:
+    def _fail_jobs(self, job_ids: set[str], error: wire.FrameTooLong) -> None:
         info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"the answer cannot be sent: {error}; request less at once")
         for job_id in job_ids:
             self._engine.cancel(job_id)
-            self._link.send(EventBatch([JobEvents(job_id=job_id, deltas=[], done=True, error=info)]))
+            self._link.send(wire.EventBatch([JobEvents(job_id=job_id, deltas=[], done=True, error=info)]))
 
     def _admit(self, job: Job, refusal: ServiceError | None) -> None:
         self._arrivals.remove(job)
         if refusal is not None:
             self.jobs.discard(job.job_id)
             self._metrics.observe_refusal(job.job_id, refusal.info.kind)
-        self._admitted.append(Admitted(job.job_id, None if refusal is None else refusal.info))
+        self._admitted.append(wire.Admitted(job.job_id, None if refusal is None else refusal.info))
         if refusal is not None:  # perhaps by an engine without a next step
             self.flush_answers()
 
     def _answer(self, call_id: int, value: Any) -> None:
         if not isinstance(value, ServiceError):
             try:
-                self._link.offer(Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), None))
+                self._link.offer(wire.Answer(call_id, msgspec.Raw(msgspec.msgpack.encode(value)), None))
                 return
-            except NotSent as error:
-                kind = ErrorKind.OVERLOADED if isinstance(error, LinkFull) else ErrorKind.BODY_TOO_LARGE
+            except wire.NotSent as error:
+                kind = ErrorKind.OVERLOADED if isinstance(error, wire.LinkFull) else ErrorKind.BODY_TOO_LARGE
                 value = ServiceError(kind, f"the answer cannot be sent: {error}")
-        self._link.send(Answer(call_id, ENCODED_NONE, value.info))
+        self._link.send(wire.Answer(call_id, ENCODED_NONE, value.info))
 
 
 class EngineServer:
@@ -250,7 +227,7 @@ class EngineServer:
 
     def _heartbeat_loop(self) -> None:
         while True:
-            time.sleep(HEARTBEAT_S)
+            time.sleep(wire.HEARTBEAT_S)
             balances = self._ledger.balances()
             for peer in self._peers.copy():
                 peer.send_heartbeat(self._started, balances)
@@ -258,7 +235,7 @@ class EngineServer:
     def _accept_loop(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
-            link: PeerLink = SocketLink(connection, to_engine_decoder, "worker")
+            link: PeerLink = wire.SocketLink(connection, wire.to_engine_decoder, "worker")
             threading.Thread(target=self.serve, args=(link,), name="worker-receive", daemon=True).start()
 
     def _flush_events(self) -> None:

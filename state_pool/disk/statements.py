@@ -10,29 +10,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from state_pool.crash_points import reach
-from state_pool.disk import directory
+from state_pool.disk import directory, operations
 from state_pool.disk.membership import Membership
-from state_pool.disk.operations import (
-    Acquire,
-    Append,
-    ClockSetBack,
-    Delete,
-    DeleteNamed,
-    DeleteOldest,
-    ListQuery,
-    Quarantined,
-    Release,
-    SessionRow,
-    SmallJob,
-    StoredObject,
-)
 from state_pool.disk.state_store import Connection
 from state_pool.layout import CHUNKS_PER_STATE, LAYOUT_VERSION, checksum, chunk_checksum, pack_tokens
 from state_pool.origins import FINGERPRINT_SEPARATOR, format_origin, is_same_model
 from state_pool.session_key import ROOT, SessionEntry, SessionKey, Tier, visible_to
 
 
-def stored_turn(connection: Connection, session: SessionRow) -> int:
+def stored_turn(connection: Connection, session: operations.SessionRow) -> int:
     """Return the number of the session's last stored turn; 0: there is none.
 
     Raises sqlite3.IntegrityError if its row has another session.
@@ -54,7 +40,7 @@ _HAS_OTHER_MODEL = (
 """`not is_same_model`, in SQL."""
 
 
-def put_session(connection: Connection, session: SessionRow, fingerprint: str) -> None:
+def put_session(connection: Connection, session: operations.SessionRow, fingerprint: str) -> None:
     """Insert a session, or update it to a later turn. An earlier turn changes nothing. Call `stored_turn` first."""
     connection.execute(
         "INSERT INTO sessions(id, session_id, dialogue, parent, fingerprint, turn, num_tokens, created, updated, "
@@ -84,7 +70,7 @@ def put_session(connection: Connection, session: SessionRow, fingerprint: str) -
         )
 
 
-def append_turn(connection: Connection, job: Append, fingerprint: str) -> int:
+def append_turn(connection: Connection, job: operations.Append, fingerprint: str) -> int:
     """Log one turn and update its session. Returns the bytes of the log row.
 
     Turn numbers must have no gap: otherwise raises sqlite3.IntegrityError. So no turn is applied twice or lost.
@@ -105,7 +91,7 @@ def append_turn(connection: Connection, job: Append, fingerprint: str) -> int:
     return len(data)
 
 
-def _is_logged(connection: Connection, job: Append, data: bytes) -> bool:
+def _is_logged(connection: Connection, job: operations.Append, data: bytes) -> bool:
     """Whether this turn is already stored. Only this engine can have stored it, since the epoch is unique."""
     row, turn = job.session.row_id, job.session.turn
     found = connection.execute(
@@ -132,7 +118,7 @@ class StateRow:
     fingerprint: str
     layout: str
     num_bytes: int
-    stored: StoredObject | None = None
+    stored: operations.StoredObject | None = None
     """The object with the bytes; None: chunks in the database."""
 
     def checksum(self) -> bytes:
@@ -226,7 +212,7 @@ def sessions_of_other_models(connection: Connection, fingerprint: str) -> list[t
     return [(str(other), int(count)) for other, count in found.fetchall() if not is_same_model(other, fingerprint)]
 
 
-def list_sessions(connection: Connection, query: ListQuery) -> list[SessionEntry]:
+def list_sessions(connection: Connection, query: operations.ListQuery) -> list[SessionEntry]:
     """Return a page of sessions, newest first, with newer entries from memory."""
     newer = list(query.newer.values())
     first = max(0, query.offset - len(newer))  # at least this many rows precede the page
@@ -337,7 +323,7 @@ def read_setting(connection: Connection, name: str) -> str | None:
     return None if found is None else str(found[0])
 
 
-def count_sessions(connection: Connection, query: ListQuery) -> int:
+def count_sessions(connection: Connection, query: operations.ListQuery) -> int:
     condition, values = visible_to(query.owner)
     stored = connection.execute(
         "SELECT count(*) FROM sessions "
@@ -352,28 +338,30 @@ def first_stored(connection: Connection, session_ids: Sequence[str]) -> str | No
     return next((name for name in session_ids if connection.execute(statement, (name,)).fetchone()), None)
 
 
-def apply(connection: Connection, job: SmallJob, fingerprint: str, member: Membership | None) -> list[GarbageState]:
+def apply(
+    connection: Connection, job: operations.SmallJob, fingerprint: str, member: Membership | None
+) -> list[GarbageState]:
     """Run a job's statements. Returns the states that become garbage."""
     match job:
-        case Append():
+        case operations.Append():
             reach("before_append")
             append_turn(connection, job, fingerprint)
             reach("after_append")
-        case Delete():
+        case operations.Delete():
             reach("before_delete")
             return delete_sessions(connection, job.row_ids)
-        case Quarantined():
+        case operations.Quarantined():
             connection.execute("UPDATE sessions SET quarantined = ? WHERE id = ?", (job.reason, job.row_id))
-        case Acquire():
+        case operations.Acquire():
             assert member is not None
             directory.acquire(connection, job, member.number, member.new_epoch())
-        case Release():
+        case operations.Release():
             directory.release(connection, job)
-        case DeleteNamed():
+        case operations.DeleteNamed():
             reach("before_delete")
             return delete_sessions(connection, directory.remove_named(connection, job))
-        case DeleteOldest():
+        case operations.DeleteOldest():
             return delete_sessions(connection, directory.remove_oldest(connection, job))
-        case ClockSetBack():
+        case operations.ClockSetBack():
             directory.put_set_back(connection, job.times)
     return []

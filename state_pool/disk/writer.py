@@ -11,23 +11,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from state_pool.crash_points import reach
-from state_pool.disk import statements
+from state_pool.disk import operations, statements
 from state_pool.disk.checkpoint_objects import CheckpointObjects
 from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, begin_write, first_state_number
-from state_pool.disk.operations import (
-    Append,
-    Checkpoint,
-    Delete,
-    Deliver,
-    Done,
-    SmallJob,
-    StagedState,
-    StagingQueue,
-    WriterStats,
-    describe_error,
-    is_environment_error,
-    reported_error,
-)
 from state_pool.disk.state_store import CommitInDoubt, Connection, ServerUnavailable, StateStore
 from state_pool.disk.state_writes import StateWrites, Uploads
 from state_pool.disk.statements import GarbageState
@@ -60,7 +46,7 @@ class Writer:
         fingerprint: str,
         retain: int,
         queue: int,
-        deliver: Deliver,
+        deliver: operations.Deliver,
         on_death: Callable[[], None],
         member: Membership | None = None,
         sweep: bool = True,
@@ -72,7 +58,7 @@ class Writer:
         - `objects`: the checkpoint store, if there is one
         - `stores_objects`: new states go there
         """
-        self.stats = WriterStats()
+        self.stats = operations.WriterStats()
         self.member = member
         self._database = database
         self._connection = connection
@@ -80,8 +66,8 @@ class Writer:
         self._queue = queue
         self._deliver = deliver
         self._changed = threading.Condition()
-        self._small_jobs: deque[tuple[SmallJob, Done]] = deque()
-        self._staged = StagingQueue()
+        self._small_jobs: deque[tuple[operations.SmallJob, operations.Done]] = deque()
+        self._staged = operations.StagingQueue()
         self._objects = objects
         self._uploads: Uploads | None = None
         if objects is not None and stores_objects:
@@ -120,18 +106,18 @@ class Writer:
     def is_collecting_garbage(self) -> bool:
         return bool(self._garbage)
 
-    def submit(self, job: SmallJob, done: Done) -> None:
+    def submit(self, job: operations.SmallJob, done: operations.Done) -> None:
         """Queue a small job. The callers bound the number: a session has one running turn."""
         with self._changed:
-            if isinstance(job, Delete):
+            if isinstance(job, operations.Delete):
                 self._forget_states(set(job.row_ids))
             self._small_jobs.append((job, done))
             self._changed.notify()
 
-    def submit_state(self, job: Checkpoint, done: Done) -> None:
+    def submit_state(self, job: operations.Checkpoint, done: operations.Done) -> None:
         """Queue a state. Check `has_room_for_state` first."""
         with self._changed:
-            self._staged.waiting.append(StagedState(job, done))
+            self._staged.waiting.append(operations.StagedState(job, done))
             self._changed.notify()
 
     def close(self) -> None:
@@ -151,7 +137,7 @@ class Writer:
                 self._abandon_state(staged)
             self._report(staged.done, SessionNotFound("the session was deleted while its state was being stored"))
 
-    def _abandon_state(self, staged: StagedState) -> None:
+    def _abandon_state(self, staged: operations.StagedState) -> None:
         """Make the written part of a state garbage. An object being uploaded is deleted after its upload."""
         if staged.stored is not None and self._objects is not None:
             self._objects.delete(staged.stored.key)
@@ -201,21 +187,21 @@ class Writer:
         self.stats.degraded = self._log.checkpoint_if_needed(idle) or self.stats.degraded
         return not (idle and self._stopping)
 
-    def _commit_group(self, group: list[tuple[SmallJob, Done]]) -> None:
+    def _commit_group(self, group: list[tuple[operations.SmallJob, operations.Done]]) -> None:
         started_at = time.monotonic()
         error = self._transaction([job for job, _ in group])
         in_doubt = isinstance(error, CommitInDoubt)
         while isinstance(error, ServerUnavailable) and self._wait_to_retry(started_at):
             error = self._transaction([job for job, _ in group])
             in_doubt = in_doubt or isinstance(error, CommitInDoubt)
-        if error is not None and len(group) > 1 and not is_environment_error(error):
+        if error is not None and len(group) > 1 and not operations.is_environment_error(error):
             # One job is at fault: commit each on its own, to keep the others.
             for job, done in group:
                 error = self._transaction([job])
-                self._report(done, reported_error(error, job, in_doubt or isinstance(error, CommitInDoubt)))
+                self._report(done, operations.reported_error(error, job, in_doubt or isinstance(error, CommitInDoubt)))
             return
         for job, done in group:
-            self._report(done, reported_error(error, job, in_doubt))
+            self._report(done, operations.reported_error(error, job, in_doubt))
 
     def _wait_to_retry(self, started_at: float) -> bool:
         """Wait before another attempt. Returns False after the timeout or at shutdown.
@@ -227,7 +213,7 @@ class Writer:
         time.sleep(RECONNECT_INTERVAL_S)
         return True
 
-    def _transaction(self, jobs: list[SmallJob]) -> Exception | None:
+    def _transaction(self, jobs: list[operations.SmallJob]) -> Exception | None:
         garbage: list[GarbageState] = []
 
         def write() -> None:
@@ -243,7 +229,7 @@ class Writer:
             return error
         self._discard(garbage)
         self._succeeded(_TRANSACTION_BYTES + 1024 * len(jobs))
-        self.stats.turns += sum(isinstance(job, Append) for job in jobs)
+        self.stats.turns += sum(isinstance(job, operations.Append) for job in jobs)
         return None
 
     def _try(self, work: Callable[[], None]) -> Exception | None:
@@ -272,7 +258,7 @@ class Writer:
             first, last = first_state_number(engine), first_state_number(engine + 1)
             self._garbage.extend(statements.orphaned_states(self._connection, first, last))
 
-    def _write_state(self, staging: StagedState) -> None:
+    def _write_state(self, staging: operations.StagedState) -> None:
         """Write chunks until done or until a turn waits. The last transaction writes the state's row."""
         if self._uploads is not None and staging.stored is None:
             self._uploads.begin(staging, self._states.new_number())
@@ -295,7 +281,7 @@ class Writer:
             if self._staged.current is not staging:  # a delete came first, maybe before the first chunk
                 self._garbage.append(staging.state_number)
 
-    def _state_written(self, staging: StagedState, replaced: list[GarbageState]) -> None:
+    def _state_written(self, staging: operations.StagedState, replaced: list[GarbageState]) -> None:
         reach("after_checkpoint")
         self.stats.states += 1
         self.stats.state_bytes += staging.num_bytes
@@ -307,7 +293,7 @@ class Writer:
                 return  # a delete came first; its job removes the row
         self._report(staging.done, None)
 
-    def _state_failed(self, staging: StagedState, error: Exception) -> None:
+    def _state_failed(self, staging: operations.StagedState, error: Exception) -> None:
         in_doubt = isinstance(error, CommitInDoubt) and not staging.chunks  # otherwise no row could be committed
         with self._changed:
             is_current = self._staged.finish(staging)
@@ -318,7 +304,7 @@ class Writer:
             self._changed.notify()
         if not is_current:
             return  # the delete has reported the error
-        self._report(staging.done, reported_error(error, staging.job, in_doubt))
+        self._report(staging.done, operations.reported_error(error, staging.job, in_doubt))
 
     def _collect(self) -> None:
         """Delete a few garbage chunks, so that turns do not wait."""
@@ -365,7 +351,7 @@ class Writer:
         try:
             self._measure()
         except sqlite3.Error as error:  # the write itself has succeeded
-            self.stats.degraded = describe_error(error)
+            self.stats.degraded = operations.describe_error(error)
 
     def _measure(self) -> None:
         self.stats.used_bytes = self._database.used_bytes(self._connection)
@@ -377,15 +363,15 @@ class Writer:
     def _roll_back(self, error: Exception) -> None:
         self.stats.failures += 1
         if isinstance(error, sqlite3.Error):
-            self.stats.degraded = describe_error(error)
+            self.stats.degraded = operations.describe_error(error)
         elif not isinstance(error, PoolError):
             logger.error("a write of the state pool failed", exc_info=error)
         if self._connection.in_transaction:
             try:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error as second:
-                self.stats.degraded = describe_error(second)
+                self.stats.degraded = operations.describe_error(second)
 
-    def _report(self, done: Done, error: Exception | None) -> None:
+    def _report(self, done: operations.Done, error: Exception | None) -> None:
         reach("before_acknowledgement")
         self._deliver(lambda: done(error))

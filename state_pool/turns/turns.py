@@ -6,22 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from state_pool import errors
 from state_pool.cache.checkpoints import append_job, build_session_row, mark_stored
 from state_pool.cache.tiers import Tiers
 from state_pool.cache.tuned_states import TunedStates
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import DeleteNamed
 from state_pool.disk.store import CompletionQueue, Store
-from state_pool.errors import (
-    DialogueNotFound,
-    PoolError,
-    PoolFull,
-    SessionBusy,
-    SessionNotFound,
-    SessionUnusable,
-    StaleEpoch,
-    TurnNotStored,
-)
 from state_pool.origins import Adapters, Origin
 from state_pool.session_key import ROOT, SessionKey, has_prefix
 from state_pool.sessions import Lease, LeaseState, OnDurable, PendingTurn, Session, SessionIndex, checked_key
@@ -112,9 +103,11 @@ class Turns:
             session = Session(key, self._index.new_row() if self._store is None else self._store.next_row(), now, now)
             self._index.add(session)
         if session.unusable is not None and self.acquisition is None:
-            raise SessionUnusable(f"session {session_id!r}: {session.unusable}")
+            raise errors.SessionUnusable(f"session {session_id!r}: {session.unusable}")
         if not wait and (session.active is not None or session.queue or session.pending is not None):
-            raise SessionBusy(f"session {session_id!r} is busy with another turn; wait for it, or send wait: true")
+            raise errors.SessionBusy(
+                f"session {session_id!r} is busy with another turn; wait for it, or send wait: true"
+            )
         lease = self.lease_queue.acquire_resources(Lease(session, session, wait=wait), state, adapter, mixture)
         session.queue.append(lease)
         self.start_next_turn(session)
@@ -126,9 +119,9 @@ class Turns:
         if parent != ROOT and self.acquisition is None:
             source = self._index.get(SessionKey(session_id, parent)) if parent > ROOT else None
             if source is None or not source.exists:
-                raise DialogueNotFound(session_id, parent)
+                raise errors.DialogueNotFound(session_id, parent)
             if source.unusable is not None:
-                raise SessionUnusable(f"session {source.key.display_name!r}: {source.unusable}")
+                raise errors.SessionUnusable(f"session {source.key.display_name!r}: {source.unusable}")
         self.lease_queue.check_origin(source, state, adapter, mixture)
         self._refuse_when_full()
         now = time.time()
@@ -156,7 +149,7 @@ class Turns:
 
     def _check_room(self) -> None:
         if self._store is not None and self._store.over_limit and self._config.state_db_full == "refuse":
-            raise PoolFull(
+            raise errors.PoolFull(
                 f"the session database holds its limit of {self._config.state_db_max_gb:g} GB and takes no new "
                 "session; delete some, or raise --state-db-max-gb"
             )
@@ -187,7 +180,7 @@ class Turns:
         """
         session = lease.session
         if lease.state is not LeaseState.READY or session.pending is not None:
-            error = lease.error or PoolError("the lease has ended or its turn is already recorded")
+            error = lease.error or errors.PoolError("the lease has ended or its turn is already recorded")
             self._deliver(lambda: on_durable(error))
             return
         if lease.branch:
@@ -197,7 +190,7 @@ class Turns:
         if self._store is None or not self._stores_log:
             return
         if session.log_broken:
-            turn.log_result = TurnNotStored(
+            turn.log_result = errors.TurnNotStored(
                 "the turn was not stored: the disk refused an earlier turn of this session; send it again in a moment"
             )
             return
@@ -263,7 +256,9 @@ class Turns:
         elif not turn.checked_in:
             turn.checked_in = True
             if not self._stores_log:
-                self._set_outcome(session, turn, TurnNotStored("the turn was cancelled before its state was stored"))
+                self._set_outcome(
+                    session, turn, errors.TurnNotStored("the turn was cancelled before its state was stored")
+                )
             elif self._is_lazy and turn.log_result is not None:
                 self._set_outcome(session, turn, turn.log_result if isinstance(turn.log_result, Exception) else None)
             self._finish_if_complete(session)
@@ -297,8 +292,8 @@ class Turns:
     def _set_outcome(self, session: Session, turn: PendingTurn, error: Exception | None) -> None:
         """Set the turn's outcome. A failure is reported at once, a success when the next turn can read it."""
         if session.deleted:
-            error = SessionNotFound(f"session {session.key.display_name!r} was deleted while its turn ran")
-        self._tiers.counters.stale_turns += isinstance(error, StaleEpoch)
+            error = errors.SessionNotFound(f"session {session.key.display_name!r} was deleted while its turn ran")
+        self._tiers.counters.stale_turns += isinstance(error, errors.StaleEpoch)
         turn.outcome = error or True
         session.acquired = session.acquired and error is not None  # the commit has released it
         if error is not None:
@@ -382,7 +377,7 @@ class Turns:
 
     def _discard(self, session: Session) -> None:
         session.deleted = True
-        error = SessionNotFound(f"session {session.key.display_name!r} was deleted while its turn ran or waited")
+        error = errors.SessionNotFound(f"session {session.key.display_name!r} was deleted while its turn ran or waited")
         lease, turn = session.active, session.pending
         self.lease_queue.fail(session, error)
         if lease is not None and lease.state is not LeaseState.DONE:

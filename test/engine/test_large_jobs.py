@@ -11,7 +11,6 @@ import pytest
 
 from rwkv_batch.calls import GetStatus
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.ipc import client as client_module
 from rwkv_batch.ipc import wire
 from rwkv_batch.ipc.buffered_link import BufferedLink
 from rwkv_batch.ipc.client import EngineClient
@@ -125,7 +124,7 @@ def test_jobs_that_the_engine_does_not_read_are_refused(engine: Engine, monkeypa
 
 
 def test_a_job_has_a_largest_size(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_JOB_BYTES", 200_000)
+    monkeypatch.setattr(wire, "MAX_JOB_BYTES", 200_000)
     (refusal,) = engine.submit(constrained_job("large", 1))
     assert refusal is not None and refusal.info.kind is ErrorKind.BODY_TOO_LARGE
     assert "the limit is 200000" in refusal.info.message
