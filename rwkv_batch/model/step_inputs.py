@@ -49,6 +49,8 @@ class StepInputs:
     """1: every row has one token"""
     single_rows: int = 0
     """The first rows that have one token each, for backends that use it; 0: unknown."""
+    continuing_rows: int = 0
+    """Rows that continue others, at least; for backends that use it."""
     token_rows: Tensor | None = None
     """[T] int64: the row of each token, if copied to the device before the step"""
     adapters: Tensor | None = None

@@ -90,7 +90,7 @@ class WkvArgs(Structure):
         *[(name, c_void_p) for name in ("y", "y_two_part", "state")],
         *[(name, c_void_p) for name in ("cu_seqlens", "read_slots", "write_slots")],
         ("slot_stride", c_int64),
-        *[(name, c_int) for name in ("rows", "heads")],
+        *[(name, c_int) for name in ("rows", "heads", "continuing")],
     ]
 
 

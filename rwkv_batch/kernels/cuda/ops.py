@@ -203,7 +203,7 @@ class CudaOps:
             args.rows = num_single
             library().call("rwkv_wkv_decode", ctypes.byref(args), wkv.element_size())
         if rows > num_single:
-            args.rows = rows - num_single
+            args.rows, args.continuing = rows - num_single, inputs.continuing_rows
             args.cu_seqlens = cuda_pointer(inputs.cu_seqlens[num_single:], torch.int64)
             args.read_slots = cuda_pointer(inputs.read_slots[num_single:], torch.int64)
             args.write_slots = cuda_pointer(inputs.write_slots[num_single:], torch.int64)

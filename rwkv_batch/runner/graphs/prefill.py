@@ -59,7 +59,7 @@ class PrefillSize(NamedTuple):
 
 NO_SIZE = PrefillSize(0, 0)
 VERIFY_SIZES = (
-    *(PrefillSize(2, tokens, tokens) for tokens in (8, 16, 24, 32, 48)),
+    *(PrefillSize(2, tokens, tokens) for tokens in (6, 8, 16, 24, 32, 48)),
     *(PrefillSize(4, tokens, tokens) for tokens in (16, 32, 48)),
     *(PrefillSize(8, tokens, tokens) for tokens in (24, 32, 48, 64, 96)),
     *(PrefillSize(16, tokens, tokens) for tokens in (32, 48, 64, 96, 128, 160)),
@@ -118,6 +118,7 @@ class StagedPrompts:
             write_slots=staged["write_slots"][:rows],
             logit_tokens=staged["logit_tokens"][: size.num_logits],
             max_seqlen=size.tokens,  # an upper bound; kernels only test for 1
+            continuing_rows=size.rows // 2 if size.max_logits else 0,  # most graphs of drafts are full
             token_rows=staged["token_rows"][: size.tokens],
         )
 

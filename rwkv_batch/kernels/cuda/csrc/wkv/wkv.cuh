@@ -42,6 +42,7 @@ struct WkvArgs {
     int64_t slot_stride;  // in elements; int8: bytes
     int rows;
     int heads;
+    int continuing;  // rows that continue others, as far as the host knows; it changes no bit
 };
 
 // Whether a row continues the row before it. The CTA of the first row runs them all.

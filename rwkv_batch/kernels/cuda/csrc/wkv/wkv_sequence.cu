@@ -267,7 +267,7 @@ static int launch_sequence(const WkvArgs& p, void* stream) {
         raised[current_device()] = true;
     }
     const dim3 grid(p.heads, p.rows);
-    const int per_sm = (p.heads * p.rows + info.num_sms - 1) / info.num_sms;
+    const int per_sm = (p.heads * (p.rows - p.continuing) + info.num_sms - 1) / info.num_sms;
     if constexpr (CTAS == 2) {
         launch_clusters(kernel, 2, dim3(2 * p.heads, p.rows), THREADS, max(smem_bytes, min(PADDED_BYTES[0], info.smem_bytes)), stream, p);
     } else if (per_sm <= 2) {
@@ -281,7 +281,7 @@ static int launch_sequence(const WkvArgs& p, void* stream) {
 template <typename State>
 static int launch_sequences(const WkvArgs& p, void* stream) {
     const DeviceInfo& info = device_info();
-    const int heads = p.heads * p.rows;
+    const int heads = p.heads * (p.rows - p.continuing);
     if (2 * heads <= info.num_sms && info.has_pdl) return launch_sequence<State, 8, 2>(p, stream);
     return heads <= info.num_sms ? launch_sequence<State, 8, 1>(p, stream) : launch_sequence<State, 4, 1>(p, stream);
 }
