@@ -110,8 +110,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     prebuilt = folder / "prebuilt"
     prebuilt.mkdir()
     fastest = instruction_sets.supported(platform.machine())[0]
+    compiler = folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec {machine.cxx()} "$@" -O1\n')  # the product's -O3 takes half as long again
+    compiler.chmod(0o755)
     for library in (prebuild.KERNELS, prebuild.SAMPLER):
-        prebuild.compile_library(library, fastest, machine.cxx() or "", prebuilt)
+        prebuild.compile_library(library, fastest, str(compiler), prebuilt)
     tag = f"{prebuild.TAG}_{platform.machine()}"
     wheel = dist / _build("wheel", unpacked, dist, {"PREBUILT": str(prebuilt), "PLATFORM": tag})
     assert wheel.name.endswith(f"-py3-none-{tag}.whl")
@@ -290,9 +293,9 @@ def test_it_serves_the_page_and_answers(installed: Installed, tiny_model: Path) 
 
 def test_programs_that_measure_are_run_by_name(installed: Installed) -> None:
     reported = installed.run(installed.command, "bench")
-    assert reported.returncode == 2 and " batch, " in reported.stderr and " chaos," in reported.stderr
+    assert reported.returncode == 2 and " cpu, " in reported.stderr and " chaos," in reported.stderr
     assert "http_load" not in reported.stderr
-    assert "lines/s" in installed.run(installed.command, "bench", "batch", "--help").stdout
+    assert "cost of durability" in installed.run(installed.command, "bench", "state_pool", "--help").stdout
     without = installed.run(installed.command, "bench", "simulate", "--seeds", "1")
     assert without.returncode == 1 and "clone of the repository" in without.stderr
 

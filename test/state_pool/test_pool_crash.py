@@ -19,12 +19,13 @@ import pytest
 from state_pool.crash_points import POINTS
 from state_pool.disk import checkpoint_objects
 from state_pool.session_key import LINEAR
+from test.conftest import IS_LONG
 from test.pool_child import crash_config
 from test.pool_fakes import Driver, FakeArena, expected_state
 
 Key = tuple[str, int]
 ROOT_FOLDER = Path(__file__).parents[2]
-RANDOM_KILLS = 6
+RANDOM_KILLS = 6 if IS_LONG else 3
 
 
 class Ledger:

@@ -377,7 +377,7 @@ TestPrefixes = PrefixMachine.TestCase
 TestPrefixes.settings = settings(_SETTINGS, max_examples=90 if IS_LONG else 50, stateful_step_count=50)
 
 
-@pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
+@pytest.mark.parametrize("durability", ["log", "turn", "lazy"] if IS_LONG else ["log"])
 def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
     """1,000 sessions, 4 in slots and 8 in host memory. Forks, cancels, deletes and restarts are random."""
     rng = random.Random(7)
