@@ -323,6 +323,11 @@ class Segment:
         return re.sub(r"\s+", " ", text) if self.is_wrapped else text
 
 
+def no_markers(text: str) -> RequiredText:
+    """Return the constraint that the translation of a text without markers has none."""
+    return RequiredText(leads="".join(lead for lead in _LEADS if lead not in text))
+
+
 def interleave(texts: Sequence[str], between: Sequence[str]) -> str:
     """Join n + 1 texts with n texts between them."""
     return texts[0] + "".join(one + text for one, text in zip(between, texts[1:], strict=True))

@@ -17,7 +17,7 @@ from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.context import CHUNK_SEGMENTS, ContextMode, Example, History, digest, extended
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode, enforced
 from rwkv_batch.translation.languages import Detected, detect_languages, join_sentences, language_code, language_name
-from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment
+from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment, no_markers
 from rwkv_batch.translation.memory import CacheUse, Key, Memory, Origin
 from rwkv_batch.translation.segments import Split, has_letters, split_text
 from sampling.grammar.constraint import RequiredText
@@ -359,12 +359,13 @@ class TranslationPlan:
         """Return the translation of a text between markers. It includes the white space around the text."""
         if not has_letters(text):
             return text
-        answer = self._answer(self._with_text(whole, body := text.strip()))
+        answer = self._answer(self._with_text(whole, body := text.strip(), no_markers(body)))
         return None if answer is None else text.replace(body, answer.text)
 
     def _answer(self, query: Query) -> Answer | None:
         """Return the better one of at most two answers. None: it was added to `_missing`."""
         first = self._answers.get(query)
+        again = replace(query, attempt=query.attempt + 1, required=query.required or no_markers(query.text))
         if first is None:
             if self._request.cache is CacheUse.USE:
                 first = self._cache.get(self._tenant, query)
@@ -372,8 +373,7 @@ class TranslationPlan:
                 self._missing[query] = None
                 return None
             self._from_cache.add(query)
-            self._answers[query] = self._answers[replace(query, attempt=query.attempt + 1)] = first
-        again = replace(query, attempt=query.attempt + 1)
+            self._answers[query] = self._answers[again] = first
         if not first.problems:
             best = first
         elif (second := self._answers.get(again)) is None:

@@ -103,6 +103,15 @@ def test_lost_markers_are_split_around() -> None:
     assert [query.text for query in asked] == [
         "Hello {name}, you have <1>two</1> mails.", texts[2], "Hello", ", you have", "two", "mails."
     ]  # fmt: skip
+    barred = [query.required.leads for query in asked if query.required is not None and not query.required.markers]
+    assert barred == ["<{$%"] * 4, "the parts could have new markers"
+
+
+def test_a_text_without_markers_gets_none() -> None:
+    answers = iter(["Ich sehe <0>die Katze</0>.", "Ich sehe die Katze."])
+    (one,), asked = translated(lambda query: next(answers), "I see the black cat.")
+    assert one.text == "Ich sehe die Katze." and not one.problems
+    assert [query.required and query.required.leads for query in asked] == [None, "<{$%"]
 
 
 def test_markup_is_decoded_and_encoded() -> None:
