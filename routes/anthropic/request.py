@@ -13,6 +13,8 @@ from routes.openai.tools import MAX_TOOLS, FunctionFields
 from routes.request.bodies import Body, StopText
 from routes.request.fields import Fields, Ignored, IgnoredValue, Pattern, Repeated, Unsupported, rename_fields
 from routes.request.json_body import validate
+from routes.request.sampler_fields import SamplerFields
+from sampling.params import Filters
 
 _CACHE = Field(None, description="Accepted and not read: every prefix may be cached.")
 _RENAMED = {"max_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format"}
@@ -225,8 +227,8 @@ class MessagesPrompt(Body):
         return [{**message, "content": "\n".join(message["content"])} for message in messages]
 
 
-class MessagesBody(MessagesPrompt):
-    """Body of `/v1/messages`."""
+class MessagesBody(SamplerFields, MessagesPrompt):
+    """Body of `/v1/messages`. Anthropic's API has none of the further samplers."""
 
     max_tokens: int = Field(ge=1, description="Maximum number of generated tokens.")
     stop_sequences: Annotated[list[StopText], Field(max_length=64, fail_fast=True)] = Field(
@@ -245,6 +247,7 @@ class MessagesBody(MessagesPrompt):
     def _fields(self) -> dict[str, Any]:
         shared = {"max_tokens": self.max_tokens, "stream": self.stream, "stop": self.stop_sequences}
         given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        given |= self.given_samplers(repeat_last_n=Filters().repeat_last_n)
         return {**super()._fields, **shared, **{name: one for name, one in given.items() if one is not None}}
 
 

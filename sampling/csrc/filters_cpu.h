@@ -310,13 +310,14 @@ class FilteredRow {
     const double enough = p_.typical_p * all.total;
     std::vector<Typical>& found = scratch_.typical;
     // Tokens within a distance of the entropy; the distance grows until their mass is enough.
-    for (double within = 1;; within *= 4) {
+    for (double within = 1;; within *= 1.5) {
       found.clear();
       double mass = 0;
       const double lowest = largest_ + log_total - entropy - within;
-      each_chunk(just_below(lowest), [&](int begin, int end) {
+      const float floor = std::max(just_below(lowest), std::numeric_limits<float>::lowest());
+      each_chunk(floor, [&](int begin, int end) {
         for (int token = begin; token < end; ++token) {
-          if (s_[token] == kNegativeInfinity) continue;
+          if (!(s_[token] >= floor)) continue;
           const float distance = s_[token] - largest_;
           const double from_entropy = std::fabs(log_total - distance - entropy);
           if (from_entropy > within) continue;

@@ -112,6 +112,8 @@ def test_a_stop_sequence_is_named(real: Anthropic) -> None:
     (block,) = whole.content
     assert block.type == "text" and whole.stop_sequence is None
     cut = block.text[3:6]
+    banned = real.messages.create(**ask | {"extra_body": {"temperature": 0, "bad_words": [block.text[:5]]}})
+    assert block.text[:5] not in banned.content[0].text  # type: ignore[union-attr]
     stopped = real.messages.create(**ask, stop_sequences=["no such text", cut])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", cut)
     with real.messages.stream(**ask, stop_sequences=[cut]) as events:
