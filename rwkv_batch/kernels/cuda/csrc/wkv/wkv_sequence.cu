@@ -11,19 +11,19 @@
 // Two groups of warps share blocks of TOKENS tokens. State warps step through one block. The others finish the block
 // before it (group norm, bonus, gate) and compute the vectors of the next one. One barrier per block.
 // Registers: a state warp holds 16 values x 64 keys of S. An int8 state is in shared memory, one warp steps it.
+// Many rows of drafts: blocks of 8 tokens, two warps make their vectors.
 // Few heads: two CTAs, a cluster, share a head. Each carries half of the value rows, makes the vectors of half of the
 // tokens for both, and finishes these tokens.
 //
 // Grid: (head, row). Up to two CTAs per SM start before the previous kernel ends.
-// Block: 8 warps; up to one CTA per SM 12, of which 8 carry 8 values each, or two CTAs of 8; int8 5.
-// Shared memory: 57 KB (int8: 58 KB), vectors and y of two blocks.
+// Block: 8 warps, of drafts 6; up to one CTA per SM 12, of which 8 carry 8 values each, or two CTAs of 8; int8 5.
+// Shared memory: 57 KB (int8: 58 KB, drafts 29 KB), vectors and y of two blocks.
 // Bound: instruction issue; per head and token 1,200 to 1,400 instructions of a warp. One CTA per SM: the latency of a
 // step, some 430 cycles.
 // Made for: heads of 64, rows of any length.
 #include "cluster.cuh"
 #include "wkv_int8.cuh"
 
-constexpr int TOKENS = 16, VECTOR_WARPS = 4;
 constexpr int PADDED_BYTES[] = {116 << 10, 80 << 10};  // one CTA per SM, two: early ones do not pile up on the first free SMs
 template <typename State>
 constexpr bool IS_INT8 = std::is_same_v<State, Int8State>;
@@ -77,19 +77,19 @@ struct Token<Int8State> {
     __device__ __forceinline__ float2 v(int pair) const { return *reinterpret_cast<const float2*>(&value[pair]); }
 };
 
-template <typename State>
+template <typename State, int TOKENS>
 struct Block {
     Token<State> tokens[TOKENS];
     float y[TOKENS][HEAD_SIZE];
 };
 
-template <typename State>
+template <typename State, int TOKENS>
 struct Smem {
-    Block<State> blocks[2];
+    Block<State, TOKENS> blocks[2];
 };
-template <>
-struct Smem<Int8State> {
-    Block<Int8State> blocks[2];
+template <int TOKENS>
+struct Smem<Int8State, TOKENS> {
+    Block<Int8State, TOKENS> blocks[2];
     Int8State state;
 };
 
@@ -101,7 +101,8 @@ struct Carried {
     float kk[KEYS];  // of the next token, loaded before it is needed
     int first, q;  // the lane's first value row
 
-    __device__ __forceinline__ void load(const State* state, Smem<State>&, int warp, int lane) {
+    template <typename Shared>
+    __device__ __forceinline__ void load(const State* state, Shared&, int warp, int lane) {
         first = warp * ROWS * ROW_STEP + (lane >> 3), q = lane & 7;
         RawRows<State, ROWS> raw;
         raw.load(state + first * HEAD_SIZE, q);
@@ -110,7 +111,8 @@ struct Carried {
     }
     __device__ __forceinline__ void begin(const Token<State>& token) { read_keys<float>(token.vectors[VKK], q, kk); }
     // next: the next token; any if there is none.
-    __device__ __forceinline__ void step(Token<State>& token, const Token<State>& next, float* y, Smem<State>&, int) {
+    template <typename Shared>
+    __device__ __forceinline__ void step(Token<State>& token, const Token<State>& next, float* y, Shared&, int) {
         KeyVectors t;
 #pragma unroll
         for (int j = 0; j < KEYS; ++j) t.kk[j] = kk[j];
@@ -126,7 +128,8 @@ struct Carried {
             for (int m = 0; m < ROWS; ++m) unpack8(pack8(s[m]), s[m]);
         }
     }
-    __device__ __forceinline__ void store(State* state, Smem<State>&, int) const {
+    template <typename Shared>
+    __device__ __forceinline__ void store(State* state, Shared&, int) const {
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) store_keys(state + (first + m * ROW_STEP) * HEAD_SIZE, q, s[m]);
     }
@@ -136,18 +139,21 @@ template <>
 struct Carried<Int8State, 1> {
     static constexpr int PIECES = sizeof(Int8State) / sizeof(uint4);
 
-    __device__ __forceinline__ void load(const Int8State* state, Smem<Int8State>& smem, int, int lane) {
+    template <typename Shared>
+    __device__ __forceinline__ void load(const Int8State* state, Shared& smem, int, int lane) {
         for (int i = lane; i < PIECES; i += 32) reinterpret_cast<uint4*>(&smem.state)[i] = reinterpret_cast<const uint4*>(state)[i];
         __syncwarp();
     }
     __device__ __forceinline__ void begin(const Token<Int8State>&) {}
-    __device__ __forceinline__ void step(Token<Int8State>& token, const Token<Int8State>&, float* y, Smem<Int8State>& smem, int lane) {
+    template <typename Shared>
+    __device__ __forceinline__ void step(Token<Int8State>& token, const Token<Int8State>&, float* y, Shared& smem, int lane) {
         Int8Scalars scalars = token.scalars;
         scalars.v = token.v(2 * lane);
         *reinterpret_cast<float2*>(y + 2 * lane) = int8_step(smem.state, token.vectors, scalars, lane);
         __syncwarp();
     }
-    __device__ __forceinline__ void store(Int8State* state, const Smem<Int8State>& smem, int lane) const {
+    template <typename Shared>
+    __device__ __forceinline__ void store(Int8State* state, const Shared& smem, int lane) const {
         for (int i = lane; i < PIECES; i += 32) reinterpret_cast<uint4*>(state)[i] = reinterpret_cast<const uint4*>(&smem.state)[i];
         __syncwarp();  // before another token's step
     }
@@ -163,11 +169,11 @@ __device__ __forceinline__ void sync_head() {
     }
 }
 
-template <typename State, int STATE_WARPS, int CTAS>
-__global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), STATE_WARPS == 1 ? 3 : STATE_WARPS == 4 ? 2 : 1)
+template <typename State, int STATE_WARPS, int CTAS, int TOKENS, int VECTOR_WARPS>
+__global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), STATE_WARPS == 1 || VECTOR_WARPS == 2 ? 3 : STATE_WARPS == 4 ? 2 : 1)
     wkv_sequence_kernel(const WkvArgs p) {
     extern __shared__ __align__(16) unsigned char dynamic[];
-    auto& smem = *reinterpret_cast<Smem<State>*>(dynamic);
+    auto& smem = *reinterpret_cast<Smem<State, TOKENS>*>(dynamic);
     constexpr int CARRIERS = STATE_WARPS / CTAS, MAKERS = VECTOR_WARPS * CTAS;  // of this CTA; of the head
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = 2 * lane;
     const int head = blockIdx.x / CTAS, rank = blockIdx.x % CTAS;
@@ -255,10 +261,11 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), STAT
     }
 }
 
-template <typename State, int STATE_WARPS, int CTAS>
+// TOKENS: of a block; VECTOR_WARPS: that make and finish them.
+template <typename State, int STATE_WARPS, int CTAS, int TOKENS = 16, int VECTOR_WARPS = 4>
 static int launch_sequence(const WkvArgs& p, void* stream) {
-    const auto kernel = wkv_sequence_kernel<State, STATE_WARPS, CTAS>;
-    constexpr int smem_bytes = static_cast<int>(sizeof(Smem<State>)), THREADS = 32 * (STATE_WARPS / CTAS + VECTOR_WARPS);
+    const auto kernel = wkv_sequence_kernel<State, STATE_WARPS, CTAS, TOKENS, VECTOR_WARPS>;
+    constexpr int smem_bytes = static_cast<int>(sizeof(Smem<State, TOKENS>)), THREADS = 32 * (STATE_WARPS / CTAS + VECTOR_WARPS);
     const DeviceInfo& info = device_info();
     static bool raised[MAX_DEVICES] = {};
     if (!raised[current_device()]) {
@@ -283,7 +290,9 @@ static int launch_sequences(const WkvArgs& p, void* stream) {
     const DeviceInfo& info = device_info();
     const int heads = p.heads * (p.rows - p.continuing);
     if (2 * heads <= info.num_sms && info.has_pdl) return launch_sequence<State, 8, 2>(p, stream);
-    return heads <= info.num_sms ? launch_sequence<State, 8, 1>(p, stream) : launch_sequence<State, 4, 1>(p, stream);
+    if (heads <= info.num_sms) return launch_sequence<State, 8, 1>(p, stream);
+    // Drafts are short: three small CTAs per SM hide what one waits for.
+    return p.continuing > 0 ? launch_sequence<State, 4, 1, 8, 2>(p, stream) : launch_sequence<State, 4, 1>(p, stream);
 }
 
 // state_bytes: per element; 1 for Int8State. The numbers of warps and CTAs change no bit of the result.
