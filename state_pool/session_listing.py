@@ -73,7 +73,7 @@ class SessionListing:
             del self._lookups[request]
             request.answer(outcome)
 
-        self._store.find_first(session_ids, found)
+        self._store.reader.find_first(session_ids, found)
 
     def request(self, on_listed: OnListed, limit: int = 100, offset: int = 0, owner: str = "") -> None:
         """List a page of the sessions that `owner` sees, newest first.

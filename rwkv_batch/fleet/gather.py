@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -17,9 +17,6 @@ from rwkv_batch.fleet.in_flight_job import ENGINE_GONE
 from rwkv_batch.fleet.member import Member
 from rwkv_batch.ipc.served_model import ModelStatus
 from state_pool.session_key import SessionEntry, SessionPage
-
-if TYPE_CHECKING:
-    from rwkv_batch.fleet.member import Member
 
 _SUMMED = (
     "running_rows",

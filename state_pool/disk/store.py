@@ -8,7 +8,7 @@ import logging
 import queue
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from state_pool.config import DEFAULT_SESSION_TTL_S, PoolConfig
@@ -17,14 +17,13 @@ from state_pool.disk.database import SqliteStore
 from state_pool.disk.directory import read_usage_times, stored_sessions
 from state_pool.disk.membership import Membership, begin_with_retry, remove_all_engines
 from state_pool.disk.operations import Checkpoint, Delete, Done, ListQuery, SmallJob, StoredSession
-from state_pool.disk.reader import OnFirst, OnFound, OnListed, OnLoaded, Reader
+from state_pool.disk.reader import OnListed, Reader
 from state_pool.disk.state_store import Connection, StateStore
 from state_pool.disk.statements import model_name, put_model, read_setting, sessions_of_other_models
 from state_pool.disk.writer import Writer
 from state_pool.errors import DatabaseUnusable
 from state_pool.expiry import UsageTimes
 from state_pool.layout import Arena, part_sizes
-from state_pool.session_key import SessionKey
 from state_pool.sessions import Session, SessionIndex
 
 logger = logging.getLogger(__name__)
@@ -128,7 +127,7 @@ class Store:
             stores_objects=sum(part_sizes(arena.layout).values()) >= config.checkpoint_store_min_mb * (1 << 20),
         )
         database.allow_other_engines()
-        self._reader = Reader(reader, arena, deliver, deliver.wake, self._objects)
+        self.reader = Reader(reader, arena, deliver, deliver.wake, self._objects)
 
     def _find_other_models(self, config: PoolConfig, connection: Connection, fingerprint: str) -> None:
         """Store this model's name, and report the sessions of other models."""
@@ -169,15 +168,11 @@ class Store:
     def failure(self) -> str | None:
         """The error of a dead thread, or None. Its jobs never finish."""
         objects_failure = None if self._objects is None else self._objects.failure
-        return self.writer.failure or self._reader.failure or objects_failure
+        return self.writer.failure or self.reader.failure or objects_failure
 
     @property
     def num_queued_states(self) -> int:
         return self.writer.queued[1]
-
-    @property
-    def has_room_for_state(self) -> bool:
-        return self.writer.has_room_for_state
 
     @property
     def degraded(self) -> str | None:
@@ -207,15 +202,6 @@ class Store:
         """Queue a state. Check `has_room_for_state` first."""
         self.writer.submit_state(job, self._count_pending(done))
 
-    def load(self, row_id: int, on_loaded: OnLoaded) -> None:
-        self._reader.load(row_id, on_loaded)
-
-    def find_first(self, session_ids: Sequence[str], on_found: OnFirst) -> None:
-        self._reader.find_first(session_ids, on_found)
-
-    def find(self, key: SessionKey, on_found: OnFound) -> None:
-        self._reader.find(key, on_found)
-
     @property
     def engines(self) -> list[str]:
         return [] if self.writer.member is None else list(self.writer.member.names)
@@ -227,7 +213,7 @@ class Store:
 
     def list_sessions(self, query: ListQuery, on_listed: OnListed) -> None:
         """Queue a page of the list. Leaves out sessions whose delete is not on disk yet."""
-        self._reader.list_sessions(dataclasses.replace(query, deleted=frozenset(self._deleted)), on_listed)
+        self.reader.list_sessions(dataclasses.replace(query, deleted=frozenset(self._deleted)), on_listed)
 
     @property
     def checkpoint_store(self) -> dict[str, Any] | None:
@@ -240,11 +226,11 @@ class Store:
         now, is_leader = time.monotonic(), self.writer.member is None or self.is_cleanup_leader
         if self._objects is not None and is_leader and now >= self._next_sweep:
             self._next_sweep = now + SWEEP_INTERVAL_S
-            self._objects.sweep(self._reader.find_used_keys)
+            self._objects.sweep(self.reader.find_used_keys)
 
     def close(self) -> None:
         """Write the queued jobs and close the database. Blocks."""
-        self._reader.close()
+        self.reader.close()
         self.writer.close()
         if self._objects is not None:
             self._objects.close()

@@ -101,10 +101,10 @@ class ImportExport:
                 self._copy_out(known, on_exported)
                 return
             session = build_session(stored[0])
-            store.load(last.row_id, lambda result: self._read(session, on_exported, result))
+            store.reader.load(last.row_id, lambda result: self._read(session, on_exported, result))
 
         with self._limit_concurrency():
-            store.find(key, found)
+            store.reader.find(key, found)
 
     def _copy_out(self, session: Session, on_exported: OnExported) -> None:
         num_tokens, replay = session.num_tokens, list(session.replay)
@@ -120,7 +120,7 @@ class ImportExport:
         elif session.slot is not None:
             self._tiers.save(session.slot, arrived, frees_slot=False)
         elif self._store is not None:
-            self._store.load(session.row_id, lambda result: self._read(session, on_exported, result))
+            self._store.reader.load(session.row_id, lambda result: self._read(session, on_exported, result))
 
     def _read(self, session: Session, on_exported: OnExported, result: LoadResult) -> None:
         result = self._tuned.with_origin_state(session, result)
@@ -174,7 +174,7 @@ class ImportExport:
         self._forget_idle(key)
         if self._index.get(key) is not None:
             raise _name_taken_error(key)
-        if not self._tiers.host_has_room() or (self._store is not None and not self._store.has_room_for_state):
+        if not self._tiers.host_has_room() or (self._store is not None and not self._store.writer.has_room_for_state):
             raise PoolFull("too many states are being moved; try again in a moment")
         with self._limit_concurrency():
             now = time.time()

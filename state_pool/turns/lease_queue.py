@@ -167,7 +167,7 @@ class LeaseQueue:
             session.loading = True
             self._tiers.num_loading += 1
             expected = (session.row_id, session.turn)
-            self._store.load(session.row_id, lambda result: self._loaded(session, expected, result))
+            self._store.reader.load(session.row_id, lambda result: self._loaded(session, expected, result))
 
     def _may_load(self, session: Session) -> bool:
         if session.loading or self._tiers.num_loading >= self._config.transfer_states:

@@ -88,7 +88,8 @@ class CheckedPool(StatePool):
         import_export: Any = self.import_export
         import_export.import_session = partial(self._import_session, import_export.import_session)
         store: Any = self._store
-        store.load = partial(self._load, store.load)
+        reader = store.reader
+        reader.load = partial(self._load, reader.load)
 
     def _expired(self) -> list[Session]:
         expired = super()._expired() if not self.world.is_checking else []

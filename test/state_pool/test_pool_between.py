@@ -265,13 +265,13 @@ def reopened(folder: Path, **changes: object) -> Driver:
 def test_session_deleted_during_load_stays_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = reopened(tmp_path)
     store = get_store(driver)
-    load, late = store.load, []
-    monkeypatch.setattr(store, "load", lambda *request: late.append(request))
+    load, late = store.reader.load, []
+    monkeypatch.setattr(store.reader, "load", lambda *request: late.append(request))
     lease = driver.pool.turns.checkout("a")
     session = get_session(driver, "a")
     assert session.loading
     load(*late[0])
-    driver.until(lambda: store._reader._jobs.empty())
+    driver.until(lambda: store.reader._jobs.empty())
     driver.delete("a")
     driver.until(lambda: not session.loading)
     assert lease.poll() is LeaseState.FAILED

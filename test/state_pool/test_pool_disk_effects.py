@@ -140,7 +140,7 @@ def test_delete_removes_a_queued_state(tmp_path: Path, durability: str) -> None:
 
 def test_single_disk_error_quarantines_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = reopened(tmp_path)
-    reader = get_store(driver)._reader
+    reader = get_store(driver).reader
 
     def fails(row: int, unusable_states: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")

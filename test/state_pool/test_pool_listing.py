@@ -52,7 +52,7 @@ def reader_held(pool: StatePool) -> Iterator[None]:
         return lambda: None
 
     assert pool._store is not None
-    pool._store._reader._jobs.put(hang)
+    pool._store.reader._jobs.put(hang)
     try:
         yield
     finally:

@@ -50,8 +50,8 @@ def late_loads(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late
     """Hold back all loads; gives what loads, and the arguments of what was asked for."""
     store, late = get_store(driver), list[tuple[Any, ...]]()
     with monkeypatch.context() as patched:
-        load = store.load
-        patched.setattr(store, "load", lambda *request: late.append(request))
+        load = store.reader.load
+        patched.setattr(store.reader, "load", lambda *request: late.append(request))
         yield load, late
 
 

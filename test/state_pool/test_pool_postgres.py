@@ -335,7 +335,7 @@ def test_load_waits_for_a_restarted_server(
     two = opened(tmp_path, address, "two")
     LosesConnectionOnRead.lose = staticmethod(server.kill)
     lease = two.pool.turns.checkout("s")
-    reader = get_store(two)._reader
+    reader = get_store(two).reader
     if reconnects:
         two.until(lambda: bool(reader._waiting))
         server.start()

@@ -419,13 +419,13 @@ def test_a_state_read_before_another_engines_turn_is_not_used(
     two.turn("s", [1])
     two.settle()
     store, held = get_store(one), []
-    load = store.load
-    monkeypatch.setattr(store, "load", lambda row, then: load(row, lambda result: held.append((then, result))))
+    load = store.reader.load
+    monkeypatch.setattr(store.reader, "load", lambda row, then: load(row, lambda result: held.append((then, result))))
     lease = one.pool.turns.checkout("s")
     one.until(lambda: bool(held))
     one.pool.turns.release(lease)
     two.turn("s", [2])
-    monkeypatch.setattr(store, "load", load)
+    monkeypatch.setattr(store.reader, "load", load)
     again = one.pool.turns.checkout("s")
     one.until(lambda: again.session.turn == 2)
     (then, result) = held.pop()

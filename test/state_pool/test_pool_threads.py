@@ -105,7 +105,7 @@ def with_cuts(tmp_path: Path, times: int) -> Driver:
     driver.turn("b", [2])
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
-    reader = get_store(driver)._reader
+    reader = get_store(driver).reader
     reader._connection = reader._loader._connection = Cut(reader._connection, times)  # type: ignore[assignment]
     return driver
 
@@ -133,7 +133,7 @@ def test_reconnect_timeout_fails_all_waiting_loads(tmp_path: Path, monkeypatch: 
 
 def test_close_fails_loads_that_wait_for_a_server(tmp_path: Path) -> None:
     driver = with_cuts(tmp_path, 1_000_000)
-    reader, results = get_store(driver)._reader, []
+    reader, results = get_store(driver).reader, []
     reader._deliver = lambda outcome: outcome()
     reader.load(1, results.append)
     driver.until(lambda: bool(reader._waiting))
@@ -155,7 +155,7 @@ def test_the_readers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
     driver.turn("s", [1])
     driver.pool.close()
     driver = Driver(FakeArena(), config_in(tmp_path))
-    monkeypatch.setattr(get_store(driver)._reader, "_catch_errors", dies)
+    monkeypatch.setattr(get_store(driver).reader, "_catch_errors", dies)
     with pytest.raises(PoolLost):
         driver.state("s")
     lost(driver, "state-pool-reader")
