@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from test.conftest import IS_LONG
 from test.serving import START_TIMEOUT_S, Service, children, raise_priority, row_texts, sse_data, wait_for
 
 CHAT, STATE = "/v1/chat/completions", "/state/chat/completions"
@@ -141,7 +142,7 @@ def test_both_engines_get_jobs(pair: Service) -> None:
     assert metrics.count("# TYPE rwkv_running_rows gauge") == 1 and "rwkv_jobs_refused_total{engine=" not in metrics
 
 
-@pytest.mark.parametrize("victims", [["engine-1"], ["engine-0", "engine-1"]], ids=["one", "all"])
+@pytest.mark.parametrize("victims", [["engine-1"], ["engine-0", "engine-1"]] if IS_LONG else [["engine-0", "engine-1"]])
 def test_streams_and_turns_outlive_killed_engines(
     pair: Service, undisturbed: list[dict[int, str]], victims: list[str]
 ) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -55,6 +55,12 @@ def reference(source: Weights) -> Reader:
     return Reader(source, "cpu", "fp32")
 
 
+@pytest.fixture(scope="module")
+def text() -> Text:
+    ids = TOKENIZER.encode(held_out_text())[:512]
+    return Text(ids, len(TOKENIZER.decode_bytes(ids)))
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_an_encoded_number_is_near(kind: str) -> None:
     numbers = torch.randn(64, BLOCKS[kind][0], generator=torch.Generator().manual_seed(1))
@@ -66,7 +72,7 @@ def test_an_encoded_number_is_near(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_type_loses_little(tmp_path: Path, source: Weights, reference: Reader, kind: str) -> None:
+def test_a_type_loses_little(tmp_path: Path, source: Weights, reference: Reader, text: Text, kind: str) -> None:
     entries = []
     for name, tensor in names_of_gguf(dict(source.tensors)).items():
         whole = tensor.float().contiguous()
@@ -79,17 +85,18 @@ def test_a_type_loses_little(tmp_path: Path, source: Weights, reference: Reader,
     with (tmp_path / "model.gguf").open("wb") as file:
         write_gguf(file, metadata, entries)
     found = Reader(open_weights(tmp_path / "model.gguf"), "cpu", "fp32")
-    ids = TOKENIZER.encode(held_out_text())[:512]
-    figures = compare(found, reference, Text(ids, len(TOKENIZER.decode_bytes(ids))))
+    figures = compare(found, reference, text)
     assert 0 < figures["kl"] < MOST_KL[kind]
 
 
-def held_out_prompts() -> Iterator[str]:
+@functools.cache
+def held_out_prompts() -> list[str]:
     dice = Random("formats")
-    for number in range(PROMPTS):
-        pair = translation.fresh_pair(dice, held=True)
-        is_english = number % 2 == 0
-        yield translation.prompt(pair.en if is_english else pair.zh, english=is_english)
+    pairs = [translation.fresh_pair(dice, held=True) for _ in range(PROMPTS)]
+    return [
+        translation.prompt(pair.zh if number % 2 else pair.en, english=number % 2 == 0)
+        for number, pair in enumerate(pairs)
+    ]
 
 
 def greedy_texts(path: Path) -> list[str]:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
 from programs.serve.batches.job import BatchJob
@@ -41,12 +43,30 @@ def key_of(name: str) -> str:
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("keyed")
-    (folder / "keys.toml").write_text("".join(f'[[key]]\nname = "{name}"\nkey = "{key_of(name)}"\n' for name in NAMES))
-    running = fake_service(folder, "--keys-file", str(folder / "keys.toml"), password=key_of("carla"))
+    keys = "".join(f'[[key]]\nname = "{name}"\nkey = "{key_of(name)}"\n' for name in (*NAMES, "dora"))
+    (folder / "keys.toml").write_text(f"{keys}rows = 2\n")
+    flags = ("--keys-file", str(folder / "keys.toml"), "--password", "secret")
+    running = fake_service(folder, *flags, password=key_of("carla"))
     try:
         yield running
     finally:
         running.close()
+
+
+def test_keys_see_only_their_own_files_and_batches(keyed: Service) -> None:
+    dora, ben, admin = (client_of(keyed, key) for key in (key_of("dora"), key_of("ben"), "secret"))
+    batch = begun(dora, [native_line(i) for i in range(12)])
+    assert ended(dora, batch.id).request_counts.completed == 12  # within the rows that the key may have at once
+    for ask in (ben.batches.retrieve, ben.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            ask(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        ben.files.content(batch.input_file_id)
+    assert not ben.files.list().data and not ben.batches.list().data
+    with pytest.raises(openai.BadRequestError):
+        ben.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+    assert admin.batches.retrieve(batch.id).id == batch.id
+    assert httpx.get(f"{keyed.url}/openai/v1/files").status_code == 401
 
 
 @contextlib.contextmanager

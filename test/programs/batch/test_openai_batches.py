@@ -263,40 +263,6 @@ def test_a_batch_resumes_after_its_process_or_the_service_ended(tmp_path: Path) 
         service.close()
 
 
-def test_keys_see_only_their_own_files_and_batches(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
-    keys.write_text(
-        '[[key]]\nname = "anna"\nkey = "sk-anna-0123456789"\nrows = 2\n'
-        '[[key]]\nname = "ben"\nkey = "sk-ben-0123456789"\n'
-    )
-    service = fake_service(tmp_path, "--keys-file", str(keys), "--password", "secret", password="secret")
-    try:
-        anna, ben, admin = (client_of(service, key) for key in ("sk-anna-0123456789", "sk-ben-0123456789", "secret"))
-        batch = begun(anna, [native_line(i) for i in range(12)])
-        assert ended(anna, batch.id).request_counts.completed == 12  # within the rows that the key may have at once
-        for ask in (ben.batches.retrieve, ben.batches.cancel):
-            with pytest.raises(openai.NotFoundError):
-                ask(batch.id)
-        with pytest.raises(openai.NotFoundError):
-            ben.files.content(batch.input_file_id)
-        assert not ben.files.list().data and not ben.batches.list().data
-        with pytest.raises(openai.BadRequestError):
-            ben.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
-        assert admin.batches.retrieve(batch.id).id == batch.id
-        assert httpx.get(f"{service.url}/openai/v1/files").status_code == 401
-    finally:
-        service.close()
-
-
-def test_a_service_without_a_database_keeps_no_files(tmp_path: Path) -> None:
-    service = fake_service(tmp_path, "--files-dir", "none")
-    try:
-        with pytest.raises(openai.NotFoundError, match="stores no files"):
-            client_of(service).files.list()
-    finally:
-        service.close()
-
-
 def test_a_batch_whose_file_is_deleted_keeps_what_was_answered(fake: Service) -> None:
     client = client_of(fake)
     batch = begun(client, [native_line(0), native_line(1, 100_000)])

@@ -48,6 +48,11 @@ def wait_ready_once(service: Service) -> None:
     wait_for(lambda: service.get("/readyz").status_code == 200, 60, "ready")
 
 
+def test_a_service_without_a_folder_keeps_no_files(fake: Service) -> None:
+    refused = fake.get("/openai/v1/files")
+    assert refused.status_code == 404 and "stores no files" in refused.json()["error"]["message"]
+
+
 def test_repeated_malformed_packets_refuse_no_connection(fake: Service) -> None:
     fake.wait_ready()
     before = workers(fake)
