@@ -84,7 +84,10 @@ def _body_bytes(request: Request, limit: int, flag: str = "--max-body-mb") -> by
     length = max(_length(request), len(body))
     _check_length(length, limit, flag)
     if len(body) < length:
-        raise ServiceError(ErrorKind.NOT_JSON, f"the body ended after {len(body)} of the {length} announced bytes")
+        is_form = (request.headers.get("content-type") or "").lower().startswith("multipart/")
+        form = "the body is a form, which this route does not read; send the file or text alone"
+        cut = f"the body ended after {len(body)} of the {length} announced bytes"
+        raise ServiceError(ErrorKind.NOT_JSON, form if is_form else cut)
     return body
 
 

@@ -81,6 +81,12 @@ def test_wrong_files_are_refused(two_keys: Service, content: str) -> None:
     assert refused.status_code == 422 and refused.json()["error"].startswith("content"), refused.text
 
 
+def test_a_form_is_refused_as_one(two_keys: Service) -> None:
+    """It was said to be a body that ended early, because Robyn removes a form's boundaries."""
+    refused = request(two_keys, "POST", f"{PATH}/tmx", files={"file": ("a.tmx", HEADER)})
+    assert refused.status_code == 400 and "is a form" in refused.json()["error"]
+
+
 def test_entities_become_text() -> None:
     content = BOMB.format("lol") + TU.format("text &c;", DE)
     assert [pair.source for pair in read_tmx(content.encode(), MemoryQuery())] == ["text " + "lol" * 72]
