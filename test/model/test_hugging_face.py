@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,11 @@ from torch import Tensor
 
 from demo.random_weights import random_weights
 from rwkv_batch.model.adapters.files import read_adapter
-from rwkv_batch.model.weights import WeightsError, open_weights, weights_from
+from rwkv_batch.model.huggingface import native_names
+from rwkv_batch.model.weights import WeightsError, expected_shapes, open_weights, weights_from
 from test.model.random_older_weights import random_older_weights
 from test.model.test_model import feed, pipeline
+from test.model.test_weights import PUBLIC, public_shape
 
 NATIVE = random_weights(layers=3, width=128, vocab=256, seed=4, first_v=False, ranks=(16, 24, 8, 40))
 PROMPT = [3, 77, 200, 5, 9]
@@ -39,25 +43,35 @@ def fla_name(name: str) -> str:
     return ".".join(["model.layers", number, "ffn", inner, *end])
 
 
-def fla(older: bool = False) -> dict[str, Tensor]:
-    """Convert the model to flash-linear-attention's layout. older: token-shift weights in one tensor."""
+def fla(tensors: dict[str, Tensor] = NATIVE, older: bool = False) -> dict[str, Tensor]:
+    """Convert a model to flash-linear-attention's layout. older: token-shift weights in one tensor."""
     found: dict[str, Tensor] = {}
-    for name, tensor in NATIVE.items():
+    for name, tensor in tensors.items():
         low_rank = re.search(r"\.att\.[wavg][12]$", name) is not None
         flat = (
             tensor if ".x_" in name and not older else tensor.reshape(tensor.shape[2:]) if tensor.dim() == 3 else tensor
         )
-        found[fla_name(name)] = (flat.t() if low_rank else flat).contiguous()
+        found[fla_name(name)] = flat.t() if low_rank else flat
     if older:
-        for i in range(3):
+        for i in range(sum(name.endswith(".att.x_r") for name in tensors)):
             mixes = [found.pop(f"model.layers.{i}.attn.x_{letter}") for letter in "rwkvag"]
             found[f"model.layers.{i}.attn.x_x"] = torch.stack(mixes)
     return found
 
 
-def rwkv_layout() -> dict[str, Tensor]:
-    """Convert the model to the layout of RWKV's rwkv_layout folders."""
-    return {name if name.startswith("head") else f"rwkv7.{name}": tensor for name, tensor in NATIVE.items()}
+def rwkv_layout(tensors: dict[str, Tensor] = NATIVE) -> dict[str, Tensor]:
+    """Convert a model to the layout of RWKV's rwkv_layout folders."""
+    return {name if name.startswith("head") else f"rwkv7.{name}": tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", list(PUBLIC)[:4])
+@pytest.mark.parametrize("layout", [fla, partial(fla, older=True), rwkv_layout])
+def test_public_sizes(name: str, layout: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """By shapes only, in the names of model hubs."""
+    shape = public_shape(name)
+    sizes = {key: (1, 1, *size) if ".x_" in key else size for key, size in expected_shapes(shape).items()}
+    native = {key: torch.ones(1, dtype=torch.bfloat16).expand(size) for key, size in sizes.items()}
+    assert weights_from(native_names(layout(native))).shape == shape
 
 
 def sharded(folder: Path, tensors: dict[str, Tensor], count: int = 3) -> Path:
@@ -81,7 +95,7 @@ def test_it_equals_the_pth_file(tmp_path: Path, tensors: dict[str, Tensor], form
     if form == "shards":
         path = sharded(tmp_path, tensors)
     else:
-        save_file(tensors, path)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
         path = path if form == "one file" else tmp_path
     found, native = open_weights(path), weights_from(NATIVE)
     assert found.shape == native.shape and found.tensors.keys() == native.tensors.keys()

@@ -94,18 +94,22 @@ PUBLIC = {
 }
 
 
+def public_shape(name: str) -> ModelShape:
+    layers, width, ranks, _ = PUBLIC[name]
+    return ModelShape(layers, width, 65536, 4 * width, *ranks)
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 @pytest.mark.parametrize("vectors", [(), (1, 1)])
 def test_public_sizes(name: str, vectors: tuple[int, ...]) -> None:
     """By shapes only: every tensor is one number, expanded."""
-    layers, width, (w, a, v, g), millions = PUBLIC[name]
-    shape = ModelShape(layers, width, 65536, 4 * width, w, a, v, g)
+    shape, millions = public_shape(name), PUBLIC[name][3]
     tensors = {
         key: torch.ones(1, dtype=torch.bfloat16).expand(*(vectors if len(size) == 1 else ()), *size)
         for key, size in expected_shapes(shape).items()
     }
     recognised = weights_from(tensors)
-    assert recognised.shape == shape and shape.heads * 64 == width
+    assert recognised.shape == shape and shape.heads * 64 == PUBLIC[name][1]
     assert abs(recognised.num_parameters / 1e6 - millions) < 1 + millions / 1000
 
 
