@@ -19,7 +19,8 @@ _REPETITION = re.compile(r"(?=(\S.{0,59}?)\1{5})", re.DOTALL)
 _NUMBER = re.compile(r"\d(?:[\d.,'\u00a0\u202f]*\d)?")
 _MIN_DIGITS = 3
 _TAG = re.compile(r"</?\d+/?>")
-"""A marker as models see it."""
+"""A tag as models see it."""
+_MARKER = re.compile(rf"{_TAG.pattern}|\$?\{{[^{{}}]*\}}+|%(?:\d+\$)?[\d.+-]*[A-Za-z@]")
 _MAX_CHECKED = 4000
 
 
@@ -33,6 +34,8 @@ def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_
     """Return the problem of a translation, like "is empty". "": there is none."""
     if not answer.strip():
         return "is empty"
+    if _WORD.search(_MARKER.sub("", source)) and not re.search(r"\w", _MARKER.sub("", answer)):
+        return "has no words"
     if is_cut or len(answer) > max(_MAX_GROWTH * len(source), _MAX_SHORT):
         return "is much longer than the text"
     if invented := next((tag for tag in _TAG.findall(answer) if tag not in source), ""):

@@ -10,7 +10,7 @@ from sampling.grammar.constraint import UNSPACED
 _NAMES = """
 km/h 公里/小时 千米/小时 км/ч; m/s 米/秒 м/с; km² 平方公里 平方千米 км²; m² 平方米 м²; m³ 立方米 м³
 km 公里 千米 км; m 米 м; cm 厘米 см; mm 毫米 мм; µm 微米 мкм; nm 纳米 нм; kg 公斤 千克 кг; g 克 г; mg 毫克 мг
-t 吨 т; l 升 л; L 升 л; ml 毫升 мл; mL 毫升 мл; °C ℃ 摄氏度 度; °F ℉ 华氏度; ms 毫秒 мс; min 分钟 分 мин
+t 吨 т; l 升 л; L 升 л; ml 毫升 мл; mL 毫升 мл; °C ℃ 摄氏度 度; °F ℉ 华氏度; ms 毫秒 мс
 Hz 赫兹 Гц; kHz 千赫 кГц; MHz 兆赫 МГц; GHz 吉赫 ГГц; W 瓦 Вт; kW 千瓦 кВт; MW 兆瓦 МВт; kWh 千瓦时 кВт·ч
 V 伏 В; mA 毫安 мА; mAh 毫安时 мА·ч; kPa 千帕 кПа; kB КБ; KB КБ; MB МБ; GB ГБ; TB ТБ; KiB КиБ; MiB МиБ; GiB ГиБ
 MB/s МБ/с; GB/s ГБ/с; kbit/s кбит/с; Mbit/s Мбит/с; Gbit/s Гбит/с; px; pt; dpi
