@@ -9,7 +9,7 @@ Uses the pool alone, over slots in host memory, with states of 17.3 MB (7.2B, fp
 - resume: milliseconds from `checkout` to READY, and the bytes moved, with the state in L1, L2 and L3 and from a log of
   2,048 tokens. The log time covers reading only; the prefill of 2,048 tokens is extra.
 
-Prints one JSON line per measurement; the last line has all of them and the targets.
+Prints one JSON line per measurement; the last line has all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ GROUP = 64
 SECONDS = 6.0
 TIERS = {None: "new", Tier.SLOT: "L1 (VRAM)", Tier.HOST: "L2 (RAM)", Tier.DISK: "Database (Disk)"}
 """Names in the results."""
-TARGETS = {"log_over_turn": 100.0, "log_p50_ms": 5.0}
 
 
 def measure_turns(folder: Path, durability: str, sessions: int, synchronous: str) -> dict[str, Any]:
@@ -176,19 +175,7 @@ def main() -> None:
         (folder / "resume").mkdir()
         for result in measure_resume(folder / "resume", sync):
             note(result)
-    last = {"measure": "state_pool", "targets": TARGETS, **figures(results), "all": results}
-    finish(last, arguments.out)
-
-
-def figures(results: list[dict[str, Any]]) -> dict[str, Any]:
-    turns = {(r["durability"], r["sessions"]): r for r in results if r["measure"] == "turns"}
-    best_turn = max(r["turns_per_s"] for key, r in turns.items() if key[0] == "turn")
-    return {
-        "log_over_turn": round(turns["log", GROUP]["turns_per_s"] / best_turn, 1),
-        "log_over_turn_one_session": round(turns["log", 1]["turns_per_s"] / turns["turn", 1]["turns_per_s"], 1),
-        "log_p50_ms": turns["log", 1]["p50_ms"],
-        "group_of_64_turns_per_s": turns["log", GROUP]["turns_per_s"],
-    }
+    finish({"measure": "state_pool", "all": results}, arguments.out)
 
 
 if __name__ == "__main__":

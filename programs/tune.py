@@ -48,7 +48,6 @@ def _between(low: float, high: float, kind: type[int] | type[float] = int) -> Ca
 
 
 def build_parser() -> CommandParser:
-    """Returns the parser of `tune`."""
     parser = CommandParser(
         "tune",
         "Tunes a model on examples: JSON lines of chats (`messages`) or of `prompt` and `completion`, or a CSV or TMX "

@@ -55,7 +55,6 @@ def in_effect(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def build_parser() -> CommandParser:
-    """Returns the parser of `config`."""
     parser = CommandParser(
         "config",
         "Prints a file of settings with comments. With --show, prints the settings in effect and their origins: "

@@ -15,7 +15,6 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def build_parser() -> CommandParser:
-    """Returns the parser of `completion`."""
     parser = CommandParser(
         "completion",
         f"Prints a script that completes {NAME} in a shell.",

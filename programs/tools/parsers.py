@@ -17,7 +17,6 @@ _MAX_GB, _MAX_ROWS = 10_000, 1_000_000
 
 
 def inspect_parser() -> CommandParser:
-    """Returns the parser of `inspect`."""
     parser = CommandParser(
         "inspect", "Describes a model, a tuned state, an adapter or a session file.", "model.gguf --checksum"
     )
@@ -31,7 +30,6 @@ def inspect_parser() -> CommandParser:
 
 
 def plan_parser() -> CommandParser:
-    """Returns the parser of `plan`."""
     parser = CommandParser(
         "plan",
         "Says how much memory a model needs, and what fits on this machine, on a GPU or on a CPU.",
@@ -50,7 +48,6 @@ def plan_parser() -> CommandParser:
 
 
 def convert_parser() -> CommandParser:
-    """Returns the parser of `convert`."""
     parser = CommandParser(
         "convert", "Writes a model in the format of the new file's name.", "model.pth model.gguf --dtype q8_0"
     )
@@ -66,7 +63,6 @@ def convert_parser() -> CommandParser:
 
 
 def doctor_parser() -> CommandParser:
-    """Returns the parser of `doctor`."""
     return CommandParser(
         "doctor",
         "Checks Python, packages, GPUs, compilers, CPU, memory, disk, ports and the model. Each line is ok, or "
