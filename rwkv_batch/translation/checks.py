@@ -14,6 +14,8 @@ _MIN_WORDS, _MIN_LETTERS = 3, 8
 """Shorter texts may be names, which many languages copy. Letters are of scripts without spaces between words."""
 _MAX_GROWTH, _MAX_SHORT = 8, 200
 """A translation above both the source times `_MAX_GROWTH` and `_MAX_SHORT` characters is too long."""
+_MAX_SHRINKAGE, _MIN_LONG = 12, 100
+"""A text above both its translation times `_MAX_SHRINKAGE` and `_MIN_LONG` characters lost something."""
 _WORD = re.compile(r"[^\W\d_]+")
 _REPETITION = re.compile(r"(?=(\S.{0,59}?)\1{5})", re.DOTALL)
 _NUMBER = re.compile(r"\d(?:[\d.,'\u00a0\u202f]*\d)?")
@@ -38,6 +40,8 @@ def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_
         return "has no words"
     if is_cut or len(answer) > max(_MAX_GROWTH * len(source), _MAX_SHORT):
         return "is much longer than the text"
+    if len(source) > max(_MAX_SHRINKAGE * len(answer), _MIN_LONG):
+        return "is much shorter than the text"
     if invented := next((tag for tag in _TAG.findall(answer) if tag not in source), ""):
         return f"has {invented}, which the text does not have"
     if _repeats(answer) and not _repeats(source):

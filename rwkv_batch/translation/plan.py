@@ -349,18 +349,22 @@ class TranslationPlan:
 
     def _split_at_markers(self, segment: Segment, whole: Query) -> _Result | None:
         parts = [self._part(part, whole) for part in segment.parts]
-        if None in parts:
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
             return None
-        joined, count = segment.join([part for part in parts if part is not None]), len(segment.markers)
+        joined, count = segment.join([part.text for part in known]), len(segment.markers)
         problem_text = f"was split around {count} marker{'s'[: count > 1]} that the model did not keep"
-        return _Result(joined, joined, [problem_text])
+        return _Result(joined, joined, [problem_text, *dict.fromkeys(one for part in known for one in part.problems)])
 
-    def _part(self, text: str, whole: Query) -> str | None:
-        """Return the translation of a text between markers. It includes the white space around the text."""
+    def _part(self, text: str, whole: Query) -> Answer | None:
+        """Return the translation of a text between markers.
+
+        It includes the white space around the text.
+        """
         if not has_letters(text):
-            return text
+            return Answer(text)
         answer = self._answer(self._with_text(whole, body := text.strip(), no_markers(body)))
-        return None if answer is None else text.replace(body, answer.text)
+        return None if answer is None else replace(answer, text=text.replace(body, answer.text))
 
     def _answer(self, query: Query) -> Answer | None:
         """Return the better one of at most two answers. None: it was added to `_missing`."""

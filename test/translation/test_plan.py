@@ -107,6 +107,11 @@ def test_lost_markers_are_split_around() -> None:
     assert barred == ["<{$%"] * 4, "the parts could have new markers"
 
 
+def test_problems_of_parts_are_reported() -> None:
+    (one,), _ = translated(lambda query: "" if "now" in query.text else "Hallo", "Hello {name}, go there now")
+    assert one.problems == ["was split around 1 marker that the model did not keep", "is empty"]
+
+
 def test_a_text_without_markers_gets_none() -> None:
     answers = iter(["Ich sehe <0>die Katze</0>.", "Ich sehe die Katze."])
     (one,), asked = translated(lambda query: next(answers), "I see the black cat.")
@@ -230,6 +235,7 @@ PROBLEMS = [
     ("{{n}} of %1$s <1/> cats", "{{n}} %1$s <1/>.", "de", "has no words"),
     ("{n} of %s", "{n} %s", "de", "has no words"),
     ("one of {n}", "1/{n}", "de", ""),
+    ("I see the black cat. " * 9, "Katze.", "de", "is much shorter than the text"),
     ("I see <2>the cat</2>.", "Ich sehe <2>die Katze</2>.", "de", ""),
     ("I see the black cat.", "Katze, " * 9, "de", "repeats itself"),
     ("I see it.", "Ich " + "".join(map(chr, range(0x4E00, 0x4F00))), "de", "is much longer than the text"),
