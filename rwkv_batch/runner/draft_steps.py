@@ -85,6 +85,19 @@ class _Row(NamedTuple):
         return FIRST_FREE_SLOT + self.ring * RING + (self.start + read) % RING
 
 
+def groups_to_read(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """Split rows so that each group's known tokens fit a graph: kernel by kernel, reading takes ten times as long."""
+    groups = list[list[_Row]]()
+    tokens = 0
+    for row in rows:
+        tokens += len(row.known)
+        if not groups or not READ_SIZES[-1].holds(len(groups[-1]) + 1, tokens):
+            groups.append([])
+            tokens = len(row.known)
+        groups[-1].append(row)
+    return groups
+
+
 class DraftSteps:
     """Implements `DraftModel`. Engine thread."""
 
@@ -190,9 +203,9 @@ class DraftSteps:
         A row that reads a token more than others guesses one less: a step for it alone would cost all rows.
         """
         # All but the last token, of rows that have many to read, or only read.
-        reading = [(row, row.known) for row in rows if len(row.known) > (FEW_TOKENS if row.num_tokens else 0)]
-        if reading:
-            self._step([row for row, _ in reading], [known for _, known in reading], [0] * len(reading), [])
+        reading = [row for row in rows if len(row.known) > (FEW_TOKENS if row.num_tokens else 0)]
+        for part in groups_to_read(reading):
+            self._step(part, [row.known for row in part], [0] * len(part), [])
         guessing = [row for row in rows if row.num_tokens]
         if not guessing:
             return None

@@ -6,6 +6,7 @@ import operator
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.drafters import Joined, Wanted
+from rwkv_batch.core.drafters import CHUNK, Joined, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps, fastest_dtypes
+from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps, fastest_dtypes, groups_to_read
 from rwkv_batch.runner.graphs.guess import CHOSEN
 from rwkv_batch.runner.graphs.prefill import PrefillSize, smallest_fitting
 from rwkv_batch.runner.links import DeviceGuesses
@@ -82,6 +83,14 @@ def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) ->
         assert (faulty.num_early > 0) == has_graphs, "guesses come before the text is processed"
     assert reading is None or reading.lengths, "prompts are read by graphs"
     assert eventually_holds(engine, lambda: len(steps._free) == MAX_ROWS), "rows that ended free their rings"
+
+
+def test_texts_are_read_in_groups_that_fit_a_graph() -> None:
+    rows: list[Any] = [SimpleNamespace(known=[0] * length) for length in (*[CHUNK] * 9, *[1] * (MAX_ROWS - 9))]
+    groups = groups_to_read(rows)
+    assert [row for group in groups for row in group] == rows
+    assert all(READ_SIZES[-1].holds(len(group), sum(len(row.known) for row in group)) for group in groups)
+    assert len(groups) == 3 and not groups_to_read([])
 
 
 class FakeReadingGraphs:

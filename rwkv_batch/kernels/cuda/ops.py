@@ -57,7 +57,7 @@ from rwkv_batch.model.state import HEAD_SIZE
 from rwkv_batch.model.step_inputs import StepInputs
 
 FFN_STEP, MAX_FFN = 64, 16384
-SHORT_TOKENS = 8
+SHORT_TOKENS = 5
 """Tokens of rows on average up to which the WKV goes token by token: a chunk takes as long for 1 token as for 16."""
 
 
