@@ -19,9 +19,10 @@ from rwkv_batch.runner.pipeline import Pipeline
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.batch_invariance import count_differences
+from test.conftest import IS_LONG
 from test.harness import RunningJob, make_request, paused_engine, run, started_engine, submit, tiny_model
 
-SESSIONS, TURNS = 5, 3
+SESSIONS, TURNS = 5 if IS_LONG else 3, 3
 FORMATS = [("int8", 8, "fp32"), ("int8", 16, "fp32"), ("int8", 8, "fp16"), ("int8", 8, "int8"), ("fp32", 8, "fp32")]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -28,12 +29,13 @@ from test.serving import Service, wait_for
 NAMES = ("anna", "ben", "carla")
 
 
+@functools.cache
 def bomb(content: bytes, repeats: int = 64) -> bytes:
     """Return a gzip file that expands to repeats times 16 MiB."""
     return gzip.compress(content * ((16 << 20) // len(content))) * repeats
 
 
-BOMBS = {"blank lines": (bomb(b"\n"), "lines"), "one long line": (bomb(b"x"), "bytes when decompressed")}
+BOMBS = {"blank lines": (b"\n", "lines"), "one long line": (b"x", "bytes when decompressed")}
 
 
 def key_of(name: str) -> str:
@@ -87,7 +89,7 @@ def batches_of_two_keys(service: Service, content: bytes) -> Iterator[list[tuple
 
 
 def test_bombs_hold_up_no_other_batch(keyed: Service) -> None:
-    with batches_of_two_keys(keyed, BOMBS["blank lines"][0]) as batches:
+    with batches_of_two_keys(keyed, bomb(b"\n")) as batches:
         carla = client_of(keyed, key_of("carla"))
         assert ended(carla, begun(carla, [native_line(0)]).id).status == "completed"
         for client, batch_id in batches:
@@ -129,7 +131,8 @@ def job_of(folder: Path, content: bytes = b"") -> BatchJob:
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_a_file_that_expands_too_far_fails(tmp_path: Path, kind: str) -> None:
-    content, reason = BOMBS[kind]
+    repeated, reason = BOMBS[kind]
+    content = bomb(repeated)
     job = job_of(tmp_path, content)
     asyncio.run(job.run())
     assert job.batch.status is Status.FAILED
