@@ -76,7 +76,7 @@ class StepTimes:
         """graph_s: seconds of a step's graph; 0: none fits. None: there are no graphs"""
         self._graph_s = graph_s
         self._plain = Times()
-        """by number of tokens, without graphs"""
+        """by number of tokens, without graphs; by its logarithm, what they took beyond their graph"""
         self._added = Times()
         """by logarithm of the number of tokens: what steps with drafts took beyond `_least_s`"""
         self._guess = Times()
@@ -85,7 +85,10 @@ class StepTimes:
 
     def plain_s(self, shape: Shape) -> float:
         """Return the seconds of a step without drafts; 0: not known."""
-        return self._plain.median_near(shape.tokens, 0.0) if self._graph_s is None else self._graph_s(shape)
+        if self._graph_s is None:
+            return self._plain.median_near(shape.tokens, 0.0)
+        graph_s = self._graph_s(shape)
+        return graph_s and graph_s + max(0.0, self._plain.median_near(shape.tokens.bit_length(), 0.0))
 
     def drafts_s(self, shape: Shape, plain_s: float) -> float:
         """Return the seconds of a step with drafts without its guesses; 0: it fits no graph."""
@@ -107,6 +110,8 @@ class StepTimes:
             self._added.forget_slowest()
         if self._graph_s is None:
             self._plain.count(shape.tokens, seconds)
+        elif graph_s := self._graph_s(shape):
+            self._plain.count(shape.tokens.bit_length(), seconds - graph_s)
 
     def count_drafts(self, shape: Shape, plain_s: float, seconds: float) -> None:
         """Count a step with drafts, without its guesses."""

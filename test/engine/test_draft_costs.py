@@ -52,6 +52,9 @@ def test_times_of_graphs_are_known() -> None:
     assert times.plain_s(Shape(4, 4, 4)) == 0.00217
     assert times.drafts_s(Shape(2, 5, 4), 0.00197) == pytest.approx(0.00239 + HOST_S + 2 * HOST_ROW_S)
     assert times.drafts_s(Shape(64, 600, 500), 0.00197) == 0, "it fits no graph"
+    for _ in range(4):
+        times.count_plain(Shape(4, 4, 4), 0.00237)
+    assert times.plain_s(Shape(4, 4, 4)) == pytest.approx(0.00237), "the host's work counts, as with drafts"
 
 
 @pytest.mark.parametrize(("rates", "lengths"), [((0.7,) * 4, {4}), ((0.7, 0.0, 0.0, 0.0), {0})])
