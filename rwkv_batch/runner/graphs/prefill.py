@@ -59,7 +59,7 @@ class PrefillSize(NamedTuple):
 
 NO_SIZE = PrefillSize(0, 0)
 VERIFY_SIZES = (
-    *(PrefillSize(2, tokens, tokens) for tokens in (6, 8, 16, 24, 32, 48)),
+    *(PrefillSize(2, tokens, tokens) for tokens in (6, 8, 12, 16, 24, 32, 48)),
     *(PrefillSize(4, tokens, tokens) for tokens in (16, 32, 48)),
     *(PrefillSize(8, tokens, tokens) for tokens in (24, 32, 48, 64, 96)),
     *(PrefillSize(16, tokens, tokens) for tokens in (32, 48, 64, 96, 128, 160)),
