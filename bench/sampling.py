@@ -9,8 +9,8 @@ Prints one JSON line per measurement; the last line has all. On CUDA, steps rota
 in total than the cache. `rapid` without filters is timed in CUDA graph replays, as the engine runs it; the others are
 timed as called.
 
-`--model-path` adds the engine's time for a token of the last number of rows, by parameters: `ratio` is that of a case
-over `open`, the median over the rounds. The cases alternate. Each row samples 96 tokens after a prompt of 64.
+`--model-path` adds an engine's steps with the last number of rows, by the parameters of `--cases`: `ratio` is a step's
+time over that of `open`, the median over the rounds. The cases alternate. Each row samples 96 tokens.
 """
 
 from __future__ import annotations
@@ -74,8 +74,6 @@ CASES = {
     "mirostat2": [SamplingParams(filters=Filters(mirostat=2))],
     "mixed": [PENALTIES, SamplingParams(temperature=0.0), SamplingParams(top_p=0.9), SamplingParams()],
 }
-ENGINE_CASES = ("all_parameters", "all_samplers", "typical_p", "mirostat1")
-"""compared with `open`"""
 REPEATS = 5
 """Measurements that are not of a graph."""
 HISTORY = 300
@@ -198,7 +196,7 @@ def measurements(setting: Setting, args: argparse.Namespace) -> Iterable[dict[st
 
 def engine_steps(args: argparse.Namespace, rows: int) -> Iterable[dict[str, object]]:
     """Yield for each case an engine's milliseconds per step of `rows` rows, and its ratio to the case `open`."""
-    times: dict[str, list[float]] = {case: [] for case in dict.fromkeys(("open", *ENGINE_CASES))}
+    times: dict[str, list[float]] = {case: [] for case in dict.fromkeys(("open", *args.cases.split(",")))}
     with open_engine(args.model_path, device=args.device, dtype=args.dtype, wkv_state=args.wkv_state) as client:
         for number in range(args.rounds + 1):  # the first one warms up
             for case in list(times)[:: -1 if number % 2 else 1]:
@@ -221,7 +219,7 @@ def engine_steps(args: argparse.Namespace, rows: int) -> Iterable[dict[str, obje
 
 def engine_seconds(engine: Engine, choice: list[SamplingParams]) -> float:
     """Return the median seconds of a step while all rows sample; one row per element of `choice`."""
-    ends, times = threading.Event(), list[float]()
+    ends, times, refusals = threading.Event(), list[float](), list[object]()
     prompt = [(7919 * i * i) % 600 + 300 for i in range(64)]
     requests = [
         GenerateRequest(
@@ -240,8 +238,15 @@ def engine_seconds(engine: Engine, choice: list[SamplingParams]) -> float:
         if events.done:
             ends.set()
 
-    engine.submit(Job(job_id=f"sampling-{next(_numbers)}", rows=requests), sink, lambda refusal: None)
+    def admitted(refusal: object) -> None:
+        if refusal is not None:
+            refusals.append(refusal)
+            ends.set()
+
+    engine.submit(Job(job_id=f"sampling-{next(_numbers)}", rows=requests), sink, admitted)
     ends.wait()
+    if refusals:
+        raise RuntimeError(f"the engine refused the rows: {refusals[0]}")
     return statistics.median(after - before for before, after in itertools.pairwise(times[16:-2]))
 
 
