@@ -172,10 +172,7 @@ struct RawRows {
 
 // The new state of a lane's ROWS value rows. `v` points to its first row.
 template <int ROWS>
-__device__ __forceinline__ void update_rows(float (&s)[ROWS][KEYS], const KeyVectors& t, const float* v) {
-    float sa[ROWS];
-#pragma unroll
-    for (int m = 0; m < ROWS; ++m) sa[m] = octet_sum(dot(s[m], t.kk));
+__device__ __forceinline__ void update_rows(float (&s)[ROWS][KEYS], const KeyVectors& t, const float (&sa)[ROWS], const float* v) {
 #pragma unroll
     for (int m = 0; m < ROWS; ++m) {
         const float value = v[m * ROW_STEP];
@@ -184,28 +181,35 @@ __device__ __forceinline__ void update_rows(float (&s)[ROWS][KEYS], const KeyVec
     }
 }
 
-// y of ROWS value rows: 2, or a multiple of 4. `y` points to the first one.
+// Four octet sums at once by exchanging halves, in three stages: lane q ends with that of row 2 * (q / 4) + q / 2 % 2.
+struct OctetSums {
+    float lo, hi;
+
+    __device__ __forceinline__ void add_4(const float* part, int q) {
+        const bool upper = q & 4;
+        lo = (upper ? part[2] : part[0]) + __shfl_xor_sync(FULL_MASK, upper ? part[0] : part[2], 4);
+        hi = (upper ? part[3] : part[1]) + __shfl_xor_sync(FULL_MASK, upper ? part[1] : part[3], 4);
+    }
+    __device__ __forceinline__ void add_2(int q) {
+        const bool odd = q & 2;
+        lo = (odd ? hi : lo) + __shfl_xor_sync(FULL_MASK, odd ? lo : hi, 2);
+    }
+    __device__ __forceinline__ float add_1() const { return lo + __shfl_xor_sync(FULL_MASK, lo, 1); }
+    __device__ static __forceinline__ int row(int q) { return (q & 4 ? 2 : 0) + (q & 2 ? 1 : 0); }
+};
+
+// y of ROWS value rows, a multiple of 4. `y` points to the first one.
 template <int ROWS>
 __device__ __forceinline__ void read_rows(const float (&s)[ROWS][KEYS], const float (&r)[KEYS], int q, float* y) {
-    const bool upper = q & 4, odd = q & 2;
-    if constexpr (ROWS == 2) {  // two octet sums at once, the same sums as below
-        const float part[2] = {dot(s[0], r), dot(s[1], r)};
-        float sum = (upper ? part[1] : part[0]) + __shfl_xor_sync(FULL_MASK, upper ? part[0] : part[1], 4);
-        sum += __shfl_xor_sync(FULL_MASK, sum, 2);
-        sum += __shfl_xor_sync(FULL_MASK, sum, 1);
-        if ((q & 3) == 0) y[upper ? ROW_STEP : 0] = sum;
-    }
-    // Four octet sums at once by exchanging halves: lane q ends with that of row 2 * (q / 4) + q / 2 % 2.
 #pragma unroll
-    for (int m = 0; ROWS > 2 && m < ROWS; m += 4) {
+    for (int m = 0; m < ROWS; m += 4) {
         float part[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) part[i] = dot(s[m + i], r);
-        const float lo = (upper ? part[2] : part[0]) + __shfl_xor_sync(FULL_MASK, upper ? part[0] : part[2], 4);
-        const float hi = (upper ? part[3] : part[1]) + __shfl_xor_sync(FULL_MASK, upper ? part[1] : part[3], 4);
-        float sum = (odd ? hi : lo) + __shfl_xor_sync(FULL_MASK, odd ? lo : hi, 2);
-        sum += __shfl_xor_sync(FULL_MASK, sum, 1);
-        if ((q & 1) == 0) y[(m + (upper ? 2 : 0) + (odd ? 1 : 0)) * ROW_STEP] = sum;
+        OctetSums sums;
+        sums.add_4(part, q), sums.add_2(q);
+        const float sum = sums.add_1();
+        if ((q & 1) == 0) y[(m + OctetSums::row(q)) * ROW_STEP] = sum;
     }
 }
 
@@ -216,7 +220,10 @@ __device__ __forceinline__ void wkv_step(
     float s[ROWS][KEYS];
 #pragma unroll
     for (int m = 0; m < ROWS; ++m) raw.rows[m].unpack(s[m]);
-    update_rows(s, t, v);
+    float sa[ROWS];
+#pragma unroll
+    for (int m = 0; m < ROWS; ++m) sa[m] = octet_sum(dot(s[m], t.kk));
+    update_rows(s, t, sa, v);
 #pragma unroll
     for (int m = 0; m < ROWS; ++m) store_keys(state + m * ROW_STEP * HEAD_SIZE, q, s[m]);
     read_rows(s, t.r, q, y);

@@ -24,19 +24,29 @@ struct Scalars {
 // a * b + c * d, with the same roundings in every kernel.
 __device__ __forceinline__ float sum_of_products(float a, float b, float c, float d) { return fmaf(a, b, __fmul_rn(c, d)); }
 
+// The vectors of a lane's two channels, and the head's scalars. Warp-wide.
+struct PairVectors {
+    StepVectors x, z;
+    Scalars scalars;
+
+    __device__ __forceinline__ PairVectors(const HeadParams& h, const Inputs& in, bool residual) {
+        const float2 r = __half22float2(in.r), w = __half22float2(in.w), k = __half22float2(in.k), v = __half22float2(in.v);
+        const float2 a = __half22float2(in.a), gate = __half22float2(in.gate), first = __half22float2(in.first);
+        x = step_vectors(r.x, w.x, k.x, v.x, a.x, gate.x, first.x, residual, h.w0.x, h.a0.x, h.v0.x, h.k_k.x, h.k_a.x, h.r_k.x);
+        z = step_vectors(r.y, w.y, k.y, v.y, a.y, gate.y, first.y, residual, h.w0.y, h.a0.y, h.v0.y, h.k_k.y, h.k_a.y, h.r_k.y);
+        scalars = {inverse_square(warp_sum(sum_of_products(x.kk, x.kk, z.kk, z.kk))), warp_sum(__fadd_rn(x.bonus, z.bonus))};
+    }
+};
+
+__device__ __forceinline__ void store_pair(float* to, float lo, float hi) { *reinterpret_cast<float2*>(to) = make_float2(lo, hi); }
+
 // Stores the vectors in shared memory.
 __device__ __forceinline__ Scalars prologue(
     const HeadParams& h, const Inputs& in, bool residual, float (&vectors)[VECS][HEAD_SIZE], int pair) {
-    const float2 r = __half22float2(in.r), w = __half22float2(in.w), k = __half22float2(in.k), v = __half22float2(in.v);
-    const float2 a = __half22float2(in.a), gate = __half22float2(in.gate), first = __half22float2(in.first);
-    const StepVectors x = step_vectors(r.x, w.x, k.x, v.x, a.x, gate.x, first.x, residual, h.w0.x, h.a0.x, h.v0.x,
-                                       h.k_k.x, h.k_a.x, h.r_k.x);
-    const StepVectors z = step_vectors(r.y, w.y, k.y, v.y, a.y, gate.y, first.y, residual, h.w0.y, h.a0.y, h.v0.y,
-                                       h.k_k.y, h.k_a.y, h.r_k.y);
-    const auto store = [&](int vec, float lo, float hi) {
-        *reinterpret_cast<float2*>(&vectors[vec][pair]) = make_float2(lo, hi);
-    };
-    store(VR, x.r, z.r), store(VDECAY, x.decay, z.decay), store(VKK, x.kk, z.kk);
-    store(VKKA, x.kka, z.kka), store(VK, x.k, z.k), store(VV, x.v, z.v);
-    return {inverse_square(warp_sum(sum_of_products(x.kk, x.kk, z.kk, z.kk))), warp_sum(__fadd_rn(x.bonus, z.bonus))};
+    const PairVectors made(h, in, residual);
+    const StepVectors &x = made.x, &z = made.z;
+    store_pair(&vectors[VR][pair], x.r, z.r), store_pair(&vectors[VDECAY][pair], x.decay, z.decay);
+    store_pair(&vectors[VKK][pair], x.kk, z.kk), store_pair(&vectors[VKKA][pair], x.kka, z.kka);
+    store_pair(&vectors[VK][pair], x.k, z.k), store_pair(&vectors[VV][pair], x.v, z.v);
+    return made.scalars;
 }

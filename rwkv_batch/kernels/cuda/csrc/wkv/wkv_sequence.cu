@@ -8,8 +8,9 @@
 //
 // out    y          [T, C] fp16
 //
-// Two groups of warps share blocks of TOKENS tokens. State warps step through one block. The others finish the block
-// before it (group norm, bonus, gate) and compute the vectors of the next one. One barrier per block.
+// Two groups of warps share blocks of TOKENS tokens. State warps step through one block; they sum y of a token together
+// with the next token's S * kk, so that the shuffles' latencies overlap. The others finish the block before it (group
+// norm, bonus, gate) and compute the vectors of the next one, several tokens at a time. One barrier per block.
 // Registers: a state warp holds 16 values x 64 keys of S. An int8 state is in shared memory, one warp steps it.
 // Many rows of drafts: blocks of 8 tokens, two warps make their vectors.
 // Few heads: two CTAs, a cluster, share a head. Each carries half of the value rows, makes the vectors of half of the
@@ -17,9 +18,8 @@
 //
 // Grid: (head, row). Up to two CTAs per SM start before the previous kernel ends.
 // Block: 8 warps, of drafts 6; up to one CTA per SM 12, of which 8 carry 8 values each, or two CTAs of 8; int8 5.
-// Shared memory: 57 KB (int8: 58 KB, drafts 29 KB), vectors and y of two blocks.
-// Bound: instruction issue; per head and token 1,200 to 1,400 instructions of a warp. One CTA per SM: the latency of a
-// step, some 430 cycles.
+// Shared memory: 57 KB (int8: 58 KB, drafts 29 KB, two CTAs per head 113 KB), vectors and y of two blocks.
+// Bound: instruction issue; per head and token some 1,400 instructions of a warp. One CTA per SM: the latency of a step.
 // Made for: heads of 64, rows of any length.
 #include "cluster.cuh"
 #include "wkv_int8.cuh"
@@ -39,14 +39,15 @@ struct Token {
     float vectors[VECS][HEAD_SIZE];
     float bonus, padding[3];
 
-    __device__ __forceinline__ void make(const HeadParams& params, const Inputs& in, bool residual, int pair) {
+    __device__ __forceinline__ void make(const HeadParams& params, const Inputs& in, int pair) {
         const int at = position_of<State>(pair);
-        const Scalars scalars = prologue(params, in, residual, vectors, at);
-        bonus = scalars.bonus;
-        vectors[VKK][at] *= -scalars.inv_square, vectors[VKK][at + 1] *= -scalars.inv_square;
-        const float2 value = *reinterpret_cast<const float2*>(&vectors[VV][at]);
-        __syncwarp();
-        *reinterpret_cast<float2*>(&vectors[VV][pair]) = value;
+        const PairVectors made(params, in, true);
+        const StepVectors &x = made.x, &z = made.z;
+        const float factor = -made.scalars.inv_square;
+        bonus = made.scalars.bonus;
+        store_pair(&vectors[VR][at], x.r, z.r), store_pair(&vectors[VDECAY][at], x.decay, z.decay);
+        store_pair(&vectors[VKK][at], x.kk * factor, z.kk * factor), store_pair(&vectors[VKKA][at], x.kka, z.kka);
+        store_pair(&vectors[VK][at], x.k, z.k), store_pair(&vectors[VV][pair], x.v, z.v);
     }
     // Copies what this lane made to the other CTA.
     __device__ __forceinline__ void send(int rank, int pair) const {
@@ -68,8 +69,8 @@ struct Token<Int8State> {
     float bonus;
     alignas(16) float value[HEAD_SIZE];
 
-    __device__ __forceinline__ void make(const HeadParams& params, const Inputs& in, bool residual, int pair) {
-        const Int8Scalars made = prologue(params, in, residual, vectors, pair);
+    __device__ __forceinline__ void make(const HeadParams& params, const Inputs& in, int pair) {
+        const Int8Scalars made = prologue(params, in, true, vectors, pair);
         if (pair == 0) scalars = made, bonus = made.bonus;
         *reinterpret_cast<float2*>(&value[pair]) = made.v;
     }
@@ -99,6 +100,8 @@ struct Carried {
     static constexpr int ROWS = HEAD_SIZE / (STATE_WARPS * ROW_STEP);  // value rows per lane
     float s[ROWS][KEYS];
     float kk[KEYS];  // of the next token, loaded before it is needed
+    float part[ROWS];  // of the last token's y, which lies at last_y
+    float* last_y;
     int first, q;  // the lane's first value row
 
     template <typename Shared>
@@ -109,24 +112,61 @@ struct Carried {
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) raw.rows[m].unpack(s[m]);
     }
-    __device__ __forceinline__ void begin(const Token<State>& token) { read_keys<float>(token.vectors[VKK], q, kk); }
+    // y: of the first token
+    __device__ __forceinline__ void begin(const Token<State>& token, float* y) {
+        read_keys<float>(token.vectors[VKK], q, kk);
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m) part[m] = 0.0f;
+        last_y = y;
+    }
+    // Sums of the step's state with -kk, and of the last token's new state with r: their latencies overlap.
+    __device__ __forceinline__ void reduce(float (&sa)[ROWS]) {
+        const auto add = [&](int offset) {
+#pragma unroll
+            for (int m = 0; m < ROWS; ++m) sa[m] += __shfl_xor_sync(FULL_MASK, sa[m], offset);
+        };
+        add(1);
+        if constexpr (ROWS == 2) {  // two octet sums at once, the same sums as OctetSums'
+            const bool upper = q & 4;
+            float sum = (upper ? part[1] : part[0]) + __shfl_xor_sync(FULL_MASK, upper ? part[0] : part[1], 4);
+            add(2);
+            sum += __shfl_xor_sync(FULL_MASK, sum, 2);
+            add(4);
+            last_y[first + (upper ? ROW_STEP : 0)] = sum + __shfl_xor_sync(FULL_MASK, sum, 1);
+        } else {
+            OctetSums sums;
+            sums.add_4(part, q);
+            add(2);
+            sums.add_2(q);
+            add(4);
+            last_y[first + OctetSums::row(q) * ROW_STEP] = sums.add_1();
+        }
+    }
     // next: the next token; any if there is none.
     template <typename Shared>
     __device__ __forceinline__ void step(Token<State>& token, const Token<State>& next, float* y, Shared&, int) {
         KeyVectors t;
-#pragma unroll
-        for (int j = 0; j < KEYS; ++j) t.kk[j] = kk[j];
         read_keys<float>(token.vectors[VDECAY], q, t.decay);
         read_keys<float>(token.vectors[VKKA], q, t.kka);
         read_keys<float>(token.vectors[VK], q, t.k);
         read_keys<float>(token.vectors[VR], q, t.r);
-        update_rows(s, t, &token.vectors[VV][first]);
-        begin(next);
-        read_rows(s, t.r, q, y + first);
-        if constexpr (sizeof(State) == 2) {
+        float sa[ROWS];
 #pragma unroll
-            for (int m = 0; m < ROWS; ++m) unpack8(pack8(s[m]), s[m]);
+        for (int m = 0; m < ROWS; ++m) sa[m] = dot(s[m], kk);
+        read_keys<float>(next.vectors[VKK], q, kk);
+        reduce(sa);
+        update_rows(s, t, sa, &token.vectors[VV][first]);
+        last_y = y;
+#pragma unroll
+        for (int m = 0; m < ROWS; ++m) {
+            part[m] = dot(s[m], t.r);
+            if constexpr (sizeof(State) == 2) unpack8(pack8(s[m]), s[m]);
         }
+    }
+    // Stores y of the last token.
+    __device__ __forceinline__ void end() {
+        float none[ROWS] = {};
+        reduce(none);
     }
     template <typename Shared>
     __device__ __forceinline__ void store(State* state, Shared&, int) const {
@@ -144,7 +184,8 @@ struct Carried<Int8State, 1> {
         for (int i = lane; i < PIECES; i += 32) reinterpret_cast<uint4*>(&smem.state)[i] = reinterpret_cast<const uint4*>(state)[i];
         __syncwarp();
     }
-    __device__ __forceinline__ void begin(const Token<Int8State>&) {}
+    __device__ __forceinline__ void begin(const Token<Int8State>&, float*) {}
+    __device__ __forceinline__ void end() {}
     template <typename Shared>
     __device__ __forceinline__ void step(Token<Int8State>& token, const Token<Int8State>&, float* y, Shared& smem, int lane) {
         Int8Scalars scalars = token.scalars;
@@ -180,7 +221,7 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECT
     int row = blockIdx.y, next_row = row + 1;
     if (continues(p, row)) return;  // the CTA of the row before runs it: their tokens are adjacent
     while (continues(p, next_row)) ++next_row;
-    const bool carries_state = warp < CARRIERS, residual = p.v_first != nullptr;
+    const bool carries_state = warp < CARRIERS;
     const int channel = head * HEAD_SIZE + pair;
     HeadParams params;
     float2 weight, bias;
@@ -205,9 +246,9 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECT
         for (int i = 0; i < blocks; ++i) {
             auto& block = smem.blocks[i & 1];
             const int tokens = min(TOKENS, count - i * TOKENS);
-            float* const own_y = block.y[0];
-            float* const peer_y = CTAS == 2 ? cluster::peer_pointer(own_y, rank ^ 1) : own_y;  // of the tokens that the other CTA finishes
-            carried.begin(block.tokens[0]);
+            float* const own_y = CTAS == 2 ? cluster::peer_pointer(block.y[0], rank) : block.y[0];
+            float* const peer_y = CTAS == 2 ? cluster::peer_pointer(block.y[0], rank ^ 1) : own_y;  // of the tokens that the other CTA finishes
+            carried.begin(block.tokens[0], CTAS == 1 || rank == 0 ? own_y : peer_y);
 #pragma unroll 1
             for (int t = 0; t < tokens; ++t) {
                 float* const y = (t / VECTOR_WARPS % CTAS == rank ? own_y : peer_y) + t * HEAD_SIZE;
@@ -216,43 +257,56 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECT
                 carried.store(state_of(p.write_slots[row]), smem, lane);
                 if (++row < next_row) left = static_cast<int>(p.cu_seqlens[row + 1] - p.cu_seqlens[row]);
             }
+            carried.end();
             sync_head<CTAS>();
         }
         return;
     }
     // A warp makes and finishes tokens own, own + MAKERS, ... of a block.
     constexpr int OWN = TOKENS / MAKERS;
+    constexpr bool SKIPS = VECTOR_WARPS == 2;  // tokens past the last one: drafts are shorter than a block
     const int own = rank * VECTOR_WARPS + warp - CARRIERS;
     const auto token_of = [&](int i, int n) { return i * TOKENS + own + n * MAKERS; };
     const auto at = [&](int token) { return (start + token) * (p.heads * HEAD_SIZE) + channel; };
     Inputs in[OWN];  // of the next block
     __half2 gates[OWN];  // of the block that is stepped
+    // Otherwise they are the last one again: without branches the tokens' latencies overlap.
     const auto load_inputs = [&](int i) {
+        if (i >= blocks) return;
 #pragma unroll
-        for (int n = 0; n < OWN; ++n)
-            if (token_of(i, n) < count) in[n].load(p, at(token_of(i, n)));
+        for (int n = 0; n < OWN; ++n) in[n].load(p, at(min(token_of(i, n), count - 1)));
     };
     const auto load_gates = [&](int i) {
+        if (i >= blocks) return;
 #pragma unroll
-        for (int n = 0; n < OWN; ++n)
-            if (token_of(i, n) < count) gates[n] = *reinterpret_cast<const __half2*>(p.g + at(token_of(i, n)));
+        for (int n = 0; n < OWN; ++n) gates[n] = *reinterpret_cast<const __half2*>(p.g + at(min(token_of(i, n), count - 1)));
     };
     load_inputs(0);
     for (int i = -1; i <= blocks; ++i) {
         auto& block = smem.blocks[(i + 1) & 1];  // of the block before i and of the next one
+        if (i >= 1) {
+            float2 out[OWN];
 #pragma unroll
-        for (int n = 0; n < OWN; ++n) {
-            const int t = own + n * MAKERS, ended = token_of(i - 1, n);
-            auto& token = block.tokens[t];
-            if (i >= 1 && ended < count) {
-                const float2 y = *reinterpret_cast<const float2*>(&block.y[t][pair]);
-                const float2 out = wkv_epilogue(y, token.bonus, token.v(pair), __half22float2(gates[n]), weight, bias);
-                store_y(p, static_cast<int>(start) + ended, channel, out);
-                __syncwarp();  // all lanes have read what make() overwrites
+            for (int n = 0; n < OWN; ++n) {
+                if (SKIPS && token_of(i - 1, n) >= count) break;
+                const auto& token = block.tokens[own + n * MAKERS];
+                const float2 y = *reinterpret_cast<const float2*>(&block.y[own + n * MAKERS][pair]);
+                out[n] = wkv_epilogue(y, token.bonus, token.v(pair), __half22float2(gates[n]), weight, bias);
             }
-            if (token_of(i + 1, n) < count) {
-                token.make(params, in[n], residual, pair);
-                if constexpr (CTAS == 2) token.send(rank ^ 1, pair);
+#pragma unroll
+            for (int n = 0; n < OWN; ++n)
+                if (token_of(i - 1, n) < count) *reinterpret_cast<__half2*>(p.y + at(token_of(i - 1, n))) = __floats2half2_rn(out[n].x, out[n].y);
+            __syncwarp();  // all lanes have read what make() overwrites
+        }
+        if (i + 1 < blocks) {
+#pragma unroll
+            for (int n = 0; n < OWN; ++n) {
+                if (SKIPS && token_of(i + 1, n) >= count) break;
+                block.tokens[own + n * MAKERS].make(params, in[n], pair);
+            }
+            if constexpr (CTAS == 2) {
+#pragma unroll
+                for (int n = 0; n < OWN; ++n) block.tokens[own + n * MAKERS].send(rank ^ 1, pair);
             }
         }
         load_inputs(i + 2);
@@ -289,7 +343,8 @@ template <typename State>
 static int launch_sequences(const WkvArgs& p, void* stream) {
     const DeviceInfo& info = device_info();
     const int heads = p.heads * (p.rows - p.continuing);
-    if (2 * heads <= info.num_sms && info.has_pdl) return launch_sequence<State, 8, 2>(p, stream);
+    const bool takes_cluster = info.has_pdl && info.smem_bytes >= static_cast<int>(sizeof(Smem<State, 32>));
+    if (2 * heads <= info.num_sms && takes_cluster) return launch_sequence<State, 8, 2, 32>(p, stream);
     if (heads <= info.num_sms) return launch_sequence<State, 8, 1>(p, stream);
     // Drafts are short: four small CTAs per SM hide what one waits for.
     return p.continuing > 0 ? launch_sequence<State, 4, 1, 8, 2>(p, stream) : launch_sequence<State, 4, 1>(p, stream);
@@ -297,6 +352,9 @@ static int launch_sequences(const WkvArgs& p, void* stream) {
 
 // state_bytes: per element; 1 for Int8State. The numbers of warps and CTAs change no bit of the result.
 RWKV_API int rwkv_wkv_sequence(const WkvArgs* p, int state_bytes, void* stream) {
-    if (state_bytes == 1) return launch_sequence<Int8State, 1, 1>(*p, stream);
-    return state_bytes == 2 ? launch_sequences<__half>(*p, stream) : launch_sequences<float>(*p, stream);
+    WkvArgs with = *p;
+    // Layer 0: v + (v - v) * anything, so that no branch keeps tokens apart.
+    if (p->v_first == nullptr) with.v_first = with.v_gate = p->v, with.v0 = p->w0;
+    if (state_bytes == 1) return launch_sequence<Int8State, 1, 1>(with, stream);
+    return state_bytes == 2 ? launch_sequences<__half>(with, stream) : launch_sequences<float>(with, stream);
 }
