@@ -12,7 +12,7 @@ from routes.context import Context
 from routes.request.bodies import Texts
 from routes.request.fields import FixedSamplingFields
 from routes.request.model_names import requested_origin
-from routes.request_context import current_request
+from routes.request_context import current_request, warn
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import StreamedTranslation, Translations
 from routes.response.task_stream import stream_events
@@ -187,6 +187,8 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
         await _add_scores(context, body, entries)
     if body.alternatives:
         await _add_alternatives(context, body, request, entries)
+    for term in {*body.do_not_translate} & {*body.glossary}:
+        warn("glossary", f"glossary: {term!r} is in do_not_translate too, and stays as it is", is_ignored=False)
     return json_response({"translations": entries})
 
 
@@ -263,3 +265,6 @@ async def _add_alternatives(
     for entry, found in zip(entries, others, strict=True):
         alternatives = [{"text": other, "score": next(scores)} for other in found]
         entry["alternatives"] = sorted(alternatives, key=lambda one: -one["score"])
+    if few := sum(len(found) < body.alternatives for found in others):
+        message = f"alternatives: {few} of {len(others)} texts have fewer, because other samples were equal"
+        warn("alternatives", message, is_ignored=False)

@@ -274,10 +274,10 @@ def required_constraint(required: RequiredText, ends: list[str]) -> Constraint:
 
 
 def _sampling(query: Query) -> SamplingParams:
-    is_alternative = query.attempt > 1
-    return SamplingParams(
-        temperature=1.0 if is_alternative else 0.7, top_p=0.9 if is_alternative else 0.7, seed=query.attempt
-    )
+    if query.attempt == 1:
+        return SamplingParams(temperature=0.7, top_p=0.7, seed=1)
+    # Later alternatives differ more, so that there are some where the model is sure.
+    return SamplingParams(temperature=min(0.8 + 0.1 * query.attempt, 2.0), top_p=0.95, seed=query.attempt)
 
 
 def _add_answers(plan: TranslationPlan, queries: list[Query], results: dict[int, RowResult]) -> None:

@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"\d(?:[\d.,'\u00a0\u202f]*\d)?")
 _MIN_DIGITS = 3
 _TAG = re.compile(r"</?\d+/?>")
 """A tag as models see it."""
+_INVENTED = re.compile(rf"{_TAG.pattern}|[<>{{}}]")
 _MARKER = re.compile(rf"{_TAG.pattern}|\$?\{{[^{{}}]*\}}+|%(?:\d+\$)?[\d.+-]*[A-Za-z@]")
 _MAX_CHECKED = 4000
 
@@ -42,7 +43,7 @@ def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_
         return "is much longer than the text"
     if len(source) > max(_MAX_SHRINKAGE * len(answer), _MIN_LONG):
         return "is much shorter than the text"
-    if invented := next((tag for tag in _TAG.findall(answer) if tag not in source), ""):
+    if invented := next((one for one in _INVENTED.findall(answer) if one not in source), ""):
         return f"has {invented}, which the text does not have"
     if _repeats(answer) and not _repeats(source):
         return "repeats itself"

@@ -56,6 +56,11 @@ class Glossary:
         terms = self.terms_in(text).items()
         return {term: to for term, to in terms if not any(form.casefold() in answer_text for form in forms_of(to))}
 
+    def lack(self, text: str, answer: str) -> str:
+        """Return the terms whose translation is missing, like "the term row = Zeile". "": none."""
+        pairs = [f"{term} = {to}" for term, to in self.missing(text, answer).items()]
+        return f"the term{'s' if len(pairs) > 1 else ''} {', '.join(pairs)}" if pairs else ""
+
     def apply(self, text: str) -> str:
         """Return the text with terms replaced by their first translations."""
         if self._pattern is None:

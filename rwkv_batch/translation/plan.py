@@ -278,11 +278,9 @@ class TranslationPlan:
             is_cut = query in cut
             wrong = problem(query.text, text, query.source, query.target, is_cut=is_cut)
             is_checked = query.terms and query.mode is not GlossaryMode.HINT
-            missing = Glossary(dict(query.terms)).missing(query.text, text) if is_checked else {}
+            terms = Glossary(dict(query.terms)).lack(query.text, text) if is_checked else ""
             if query in completed and query.required is not None and not query.required.markers:
                 wrong = wrong or "has terms that were added at its end"
-            pairs = ", ".join(f"{term} = {to}" for term, to in missing.items())
-            terms = f"the term{'s' if len(missing) > 1 else ''} {pairs}" if missing else ""
             self._answers[query] = Answer(text, wrong, terms, query in completed)
 
     def results(self) -> list[Translation]:
@@ -313,17 +311,18 @@ class TranslationPlan:
 
     def _translated(self, unit: _Unit) -> _Result | None:
         """Return a segment's translation. None: texts were added to `_missing`."""
-        segment, request = unit.segment, self._request
-        shown = segment.shown()
+        segment, request, shown = unit.segment, self._request, unit.segment.shown()
         approved = self._memory.exact.get((unit.source, shown))
         if approved is not None and (restored := segment.restore(approved)) is not None:
-            return _Result(restored, approved, [], Origin.MEMORY)
+            lack = self._glossary(unit.source).lack(shown, approved)
+            is_wrong = lack and request.glossary_mode is not GlossaryMode.HINT
+            return _Result(restored, approved, [f"lacks {lack}"] if is_wrong else [], Origin.MEMORY)
         examples = self._memory.examples.get((unit.source, shown), ())
         whole = Query(unit.source, request.target, "", self._context, unit.history, examples, 2 * request.variant)
         if len(segment.markers) > _MAX_MARKERS_IN_PROMPT:
             return self._split_at_markers(segment, whole)
         whole = self._with_text(whole, shown, segment.required())
-        first = self._answers.get(whole) if segment.markers else None
+        first = self._answers.get(whole) if whole.required and whole.required.markers else None
         if first is not None and _restored(segment, first) is None:
             self._keep(whole, first)
             return self._split_at_markers(segment, whole)
@@ -337,15 +336,16 @@ class TranslationPlan:
         return _Result(restored, best.text, best.problems, origin)
 
     def _with_text(self, query: Query, text: str, required: RequiredText | None = None) -> Query:
-        request = self._request
-        glossary = request.glossaries.get(language_code(query.source), request.glossary)
-        plain = text
+        request, glossary, plain = self._request, self._glossary(query.source), text
         for name in required.markers if required is not None else ():
             plain = plain.replace(name, MARK)
         terms = glossary.terms_in(plain)
         if request.glossary_mode is GlossaryMode.ENFORCE:
             required = enforced(required, terms.values())
         return replace(query, text=text, terms=tuple(terms.items()), required=required, mode=request.glossary_mode)
+
+    def _glossary(self, source: str) -> Glossary:
+        return self._request.glossaries.get(language_code(source), self._request.glossary)
 
     def _split_at_markers(self, segment: Segment, whole: Query) -> _Result | None:
         parts = [self._part(part, whole) for part in segment.parts]

@@ -209,6 +209,15 @@ def test_a_text_that_stays_comes_from_nowhere(demo: Service) -> None:
     assert [one["source"] for one in demo.post(PATH, body).json()["translations"]] == ["none", "none"]
 
 
+def test_what_cannot_be_is_warned_of(demo: Service) -> None:
+    """Fewer alternatives, and a term that is not translated, were answered in silence."""
+    body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["42", "I see the black cat."], "alternatives": 2}
+    answer = demo.post(PATH, {**body, "do_not_translate": ["cat"], "glossary": {"cat": "猫"}}).json()
+    warned = {one["field"]: one["message"] for one in answer["warnings"]}
+    assert "fewer, because other samples were equal" in warned["alternatives"]
+    assert "'cat' is in do_not_translate too" in warned["glossary"]
+
+
 def test_translations_have_scores_and_alternatives(demo: Service) -> None:
     texts = ["Good morning", "Xqz vbnk wrtp.", *(f"I bought {number} books yesterday." for number in range(3, 13))]
     body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": texts, "scores": True, "alternatives": 2}

@@ -49,6 +49,15 @@ def test_approved_translations_replace_the_model(two_keys: Service) -> None:
     assert by_model != PAIR["target"] and not origin
     ((other_key, _),) = translated(two_keys, text, memory=True, key=BERT)
     assert other_key != PAIR["target"]
+    terms = {
+        "source_lang": "en",
+        "target_lang": "de",
+        "text_list": [text],
+        "memory": True,
+        "glossary": {text[:4]: "xyz"},
+    }
+    answer = request(two_keys, "POST", "/translate/v1/batch-translate", json=terms).json()
+    assert "lacks the term" in answer["warnings"][0]["message"], "the memory came before the glossary in silence"
     mixed = translated(two_keys, f"{text}\nAnother line of text", memory=True)
     assert mixed[0][0].startswith(PAIR["target"]) and mixed[0][1] == "model"
     assert request(two_keys, "GET", PATH).json()["memory"][0] == {

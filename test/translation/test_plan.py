@@ -236,6 +236,7 @@ PROBLEMS = [
     ("{n} of %s", "{n} %s", "de", "has no words"),
     ("one of {n}", "1/{n}", "de", ""),
     ("I see the black cat. " * 9, "Katze.", "de", "is much shorter than the text"),
+    ("I see the black cat.", ">Ich sehe die Katze.", "de", "has >, which the text does not have"),
     ("I see <2>the cat</2>.", "Ich sehe <2>die Katze</2>.", "de", ""),
     ("I see the black cat.", "Katze, " * 9, "de", "repeats itself"),
     ("I see it.", "Ich " + "".join(map(chr, range(0x4E00, 0x4F00))), "de", "is much longer than the text"),
