@@ -20,7 +20,7 @@ constexpr uint32_t kFree = 0xffffffffu, kBreaker = 0x80000000u;
 constexpr int kMaxVocab = 1 << kTokenBits;
 constexpr int kAtOnce = 8;  // last tokens that a thread reads at once
 constexpr int kMaxFew = kMaxChunks;  // tokens
-constexpr int kFewChunks = kMaxChunks / 2;
+constexpr int kMaxBounded = kMaxChunks / 2;  // top_k
 
 struct __align__(16) FilterShared {
   float maxima[kMaxChunks];  // -inf: nothing is left, the logits are not read. Or few logits, as the row would have them
@@ -36,7 +36,7 @@ struct __align__(16) FilterShared {
         } list;
         struct {
           float value[kMaxFew];
-          uint16_t chunk[kFewChunks];
+          uint16_t chunk[kMaxChunks];
         } gathered;
       };
       int32_t token[kMaxFew];  // of few logits
@@ -313,7 +313,6 @@ class FilteredRow {
     uint32_t alive = 0, num_chunks = 0, size = 0;
     for (int block = 0; block < blocks_; ++block) alive += maximum(block) > minus_infinity();
     uint32_t at = places(alive, num_chunks);
-    if (num_chunks > kFewChunks) return;
     for (int block = 0; block < blocks_; ++block)
       if (maximum(block) > minus_infinity()) shared_.gathered.chunk[at++] = static_cast<uint16_t>(block * kThreads + static_cast<int>(threadIdx.x));
     __syncthreads();
@@ -664,7 +663,7 @@ class FilteredRow {
     uint64_t prefix = 0, mass_before = 0;
     uint32_t count_before = 0;
     int shift = 64, size = 0;
-    const float floor = is_typical || is_few_ || top_k > kFewChunks ? minus_infinity() : floor_of_top(top_k);
+    const float floor = is_typical || is_few_ || top_k > kMaxBounded ? minus_infinity() : floor_of_top(top_k);
     // Takes 11 bits of the key at a time, until few tokens have the last one's first bits: these are listed.
 #pragma unroll 1
     for (bool is_listed = left_ <= kThreads;; is_listed = size <= kThreads || shift == 0) {
