@@ -16,7 +16,7 @@ _CONNECT_TIMEOUT_S = 60.0
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """Seconds and probes until a host that has vanished is noticed. A slow answer sends nothing, so reads have no limit."""
 _IN_FLIGHT = 256
-_OK, _FAILED = 200, 500
+_OK, _UNAUTHORIZED, _FAILED = 200, 401, 500
 
 
 class RemoteService:
@@ -46,7 +46,8 @@ class RemoteService:
                 f"no service at {self._url} ({_error_text(error)}); check --url, or start the service"
             ) from None
         if status != _OK:
-            raise RunError(f"the service at {self._url} refuses: {Reply(status, value).reason}")
+            remedy = "; give it with --password-file FILE" if status == _UNAUTHORIZED else ""
+            raise RunError(f"the service at {self._url} refuses: {Reply(status, value).reason}{remedy}")
         try:
             return ",".join(one["id"] for one in value["data"])
         except (KeyError, TypeError):

@@ -20,8 +20,9 @@ from routes.route import Routes
 from routes.translation.batch_translate import ContextText
 from routes.translation.glossaries import GlossaryId, named_glossaries
 from routes.translation.languages import HEAD_AFTER_S, DeepLFormality, Language, TargetLanguage
-from routes.translation.translator import TranslationFields, report_unknown_languages, translate
+from routes.translation.translator import TranslationFields, check_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
+from rwkv_batch.translation.glossary import GlossaryMode
 from rwkv_batch.translation.languages import LANGUAGE_NAMES
 from rwkv_batch.translation.markers import Format, MarkerOptions
 from rwkv_batch.translation.plan import AUTO, TranslationRequest
@@ -141,9 +142,7 @@ RUNNING_KEY = "deepl"
 )
 async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
     """Translate texts as DeepL does. The key is sent as `Authorization: DeepL-Auth-Key`."""
-    report_unknown_languages(
-        {"source_lang": body.source_lang, "target_lang": body.target_lang}, context.config.strict_fields
-    )
+    check_languages({"source_lang": body.source_lang, "target_lang": body.target_lang})
     if body.style_id:
         raise invalid("style_id", "there are no stored styles; leave it out, or use custom_instructions", body.style_id)
     if body.translation_memory_id:
@@ -166,6 +165,7 @@ async def translate_text(context: Context, body: DeepLBody) -> HandlerResponse:
             detects_outline=body.outline_detection,
         ),
         context=body.context,
+        glossary_mode=GlossaryMode.ENFORCE,
         style=style_lines(" ".join(body.custom_instructions), body.formality, ""),
     )
 

@@ -40,9 +40,10 @@ from routes.translation.languages import (
     LibreBody,
     TargetLanguage,
 )
-from routes.translation.translator import CHECK_ERRORS, ModelName
+from routes.translation.translator import CHECK_ERRORS, ModelName, check_languages
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.translation.documents.formats import ENDINGS
+from rwkv_batch.translation.glossary import GlossaryMode
 from rwkv_batch.translation.plan import AUTO
 
 _FAILS = (ErrorKind.NOT_FOUND, ErrorKind.OVERLOADED)
@@ -101,12 +102,14 @@ class DeepLDocument(BaseModel):
 )
 async def deepl_upload(context: Context, body: DeepLDocumentBody) -> HandlerResponse:
     """Translate a file as DeepL does."""
+    check_languages({"source_lang": body.source_lang, "target_lang": body.target_lang})
     ending = PurePath(body.filename).suffix.lstrip(".").lower()
     if ending in ENDINGS and body.output_format and body.output_format.lower() != ending:
         message = f"must be {ending!r} or left out: the output has the file's format, got {body.output_format!r}"
         raise invalid("output_format", message, body.output_format)
     fields = DocumentFields.model_validate(
         body.model_dump(include={"target_lang", "source_lang", "glossary_id", "formality", "model"})
+        | {"glossary_mode": GlossaryMode.ENFORCE}
     )
     batch = await create_document(context, body.content, body.filename, fields)
     return json_response({"document_id": batch.id, "document_key": meta_of(batch)["key"]})

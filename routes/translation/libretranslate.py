@@ -15,7 +15,7 @@ from routes.route import Routes
 from routes.translation import stored
 from routes.translation.languages import LANGUAGE_CODE, LIBRE_ERRORS, Language, LibreBody, TargetLanguage
 from routes.translation.memory import MAX_CHARACTERS, add_pairs
-from routes.translation.translator import TranslationFields, report_unknown_languages, translate
+from routes.translation.translator import TranslationFields, check_languages, translate
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.translation.documents.formats import ENDINGS
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, detect_languages, language_probabilities
@@ -91,7 +91,7 @@ LABEL = "/translate"
 )
 async def translate_text(context: Context, body: LibreTranslateBody) -> HandlerResponse:
     """Translate a text or a list of texts as LibreTranslate does."""
-    report_unknown_languages({"source": body.source, "target": body.target}, context.config.strict_fields)
+    check_languages({"source": body.source, "target": body.target})
     request = TranslationRequest(
         texts=[body.q] if isinstance(body.q, str) else body.q,
         source=body.source,

@@ -324,6 +324,13 @@ def report_unknown_languages(languages: dict[str, str], is_strict: bool) -> None
             report_unknown(name, problem, UNCHANGED, language, is_strict=is_strict)
 
 
+def check_languages(languages: dict[str, str]) -> None:
+    """Check languages for clients that see no warnings. Raises ServiceError for an unknown one."""
+    for name, language in languages.items():
+        if problem := unknown_language(language):
+            raise invalid(name, f"{problem}; use a code that the list of languages has", language)
+
+
 UNCHANGED = "the prompt has it unchanged"
 """Effect of an unknown language."""
 

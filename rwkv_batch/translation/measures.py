@@ -17,25 +17,38 @@ MB/s МБ/с; GB/s ГБ/с; kbit/s кбит/с; Mbit/s Мбит/с; Gbit/s Гб�
 """
 _SYMBOLS = {names.split()[0]: names.split() for names in re.split("[;\\n]", _NAMES.strip())}
 """Symbol -> itself and its names in languages that translate it. Symbols that are words too (`in`) are left out."""
-_GAP = r"(?:[ \u00a0\u202f]|&nbsp;|&#160;)?"
-MEASURE = (
-    rf"(?<![^\W{UNSPACED}])(?<![.,/])\d{{1,12}}+(?:[.,]\d{{1,12}}+)*+{_GAP}"
-    rf"(?:{'|'.join(map(re.escape, sorted(_SYMBOLS, key=len, reverse=True)))})(?![^\W{UNSPACED}]|[-/²³'’])"
+_SPACE = "[ \u00a0\u2009\u202f]"
+_GAP = rf"(?:{_SPACE}|&nbsp;|&#160;)?"
+_NUMBER = (
+    rf"(?:\d{{1,3}}(?:{_SPACE}\d{{3}}){{1,4}}+(?!\d)(?:[.,]\d{{1,12}}+)?"
+    r"|\d{1,12}+(?:[.,]\d{1,12}+)*+(?:[eE][-+\u2212]?\d{1,3}+)?)"
 )
-"""Pattern of a number with a unit."""
-_PARTS = re.compile(rf"([\d.,]+)({_GAP})(.+)")
-_GROUPS = re.compile(r"\d{1,3}(?:,\d{3})+|\d{1,3}(?:\.\d{3})+")
+_DASH = "[-\u2013\u2014~]"
+MEASURE = (
+    rf"(?<![^\W{UNSPACED}])(?<![-+\u2212±\u2013\u2014.,:/×*'’$€£¥])[-+\u2212±]?{_NUMBER}(?:{_SPACE}?{_DASH}{_SPACE}?{_NUMBER})?"
+    rf"{_GAP}(?:{'|'.join(map(re.escape, sorted(_SYMBOLS, key=len, reverse=True)))})(?![^\W{UNSPACED}]|[-/²³'’])"
+)
+"""Pattern of a number with a unit, also of a range of numbers."""
+_PARTS = re.compile(rf"([-+\u2212±]?)({_NUMBER})({_SPACE}?{_DASH}{_SPACE}?)?({_NUMBER})?({_GAP})(.+)")
+_GROUPS = re.compile(rf"\d{{1,3}}(?:(?:,\d{{3}})+|(?:\.\d{{3}})+|(?:{_SPACE}\d{{3}})+(?:[.,]\d+)?)")
 _SWAPPED = str.maketrans(".,", ",.")
+_MINUS, _DASHES = ("-", "\u2212", "零下"), ("-", "\u2013", "到", "至", "~", "～")
 
 
 def measure_forms(measure: str) -> tuple[str, ...]:
     """Return the forms of a match of MEASURE, as it stands first: other decimal signs, gaps and names of the unit."""
     found = _PARTS.fullmatch(html.unescape(measure))
     assert found is not None, "it is a match of MEASURE"
-    number, gap, symbol = found.groups()
-    numbers = [number, number.translate(_SWAPPED)]
-    if _GROUPS.fullmatch(number):
-        numbers.append(re.sub("[.,]", "", number))
-    gaps, symbols = (gap, "", " "), _SYMBOLS[symbol]
-    others = (f"{one}{space}{name}" for one in numbers for name in symbols for space in gaps)
+    sign, first, dash, last, gap, symbol = found.groups(default="")
+    signs = (sign, *_MINUS) if sign in _MINUS else (sign,)
+    dashes = (dash, *_DASHES) if dash else ("",)
+    pairs = zip(_written(first), _written(last), strict=False) if last else ((one, "") for one in _written(first))
+    numbers = [f"{one}{a}{between}{b}" for a, b in pairs for one in signs for between in dashes]
+    others = (f"{one}{space}{name}" for one in numbers for name in _SYMBOLS[symbol] for space in (gap, "", " "))
     return tuple(dict.fromkeys((measure, *others)))
+
+
+def _written(number: str) -> list[str]:
+    """Return how languages write a number. Equally long for each one."""
+    plain = re.sub(rf"{_SPACE}|[.,](?=\d{{3}}\b)", "", number) if _GROUPS.fullmatch(number) else number
+    return [number, number.translate(_SWAPPED), plain]

@@ -21,6 +21,7 @@ from libretranslatepy import LibreTranslateAPI
 
 from routes.translation import deepl as deepl_routes
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.translation.glossary import GlossaryMode
 from rwkv_batch.translation.plan import TranslationRequest
 from test.routes.conftest import PASSWORD
 from test.serving import Service, wait_for
@@ -176,7 +177,7 @@ def test_large_xml_is_checked_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_deepl_instructions_are_the_style(fields: dict[str, Any], style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def checked(_context: Any, _ids: Any, request: TranslationRequest) -> TranslationRequest:
-        assert request.style == style
+        assert request.style == style and request.glossary_mode is GlossaryMode.ENFORCE, "clients see no warnings"
         raise ServiceError(ErrorKind.OVERLOADED, "checked")
 
     monkeypatch.setattr(deepl_routes, "named_glossaries", checked)
@@ -184,6 +185,16 @@ def test_deepl_instructions_are_the_style(fields: dict[str, Any], style: str, mo
     context: Any = SimpleNamespace(config=SimpleNamespace(strict_fields=False))
     with pytest.raises(ServiceError, match="checked"):
         asyncio.run(deepl_routes.translate_text(context, body))
+
+
+def test_unknown_languages_are_refused(locked_fake: Service) -> None:
+    """They were put into the prompt, with a warning that these clients do not show."""
+    key = {"Authorization": f"DeepL-Auth-Key {PASSWORD}"}
+    refused = locked_fake.post("/v2/translate", {"text": ["a"], "target_lang": "XX"}, headers=key)
+    assert refused.status_code == 400 and "unknown language 'XX'" in refused.json()["message"]
+    body = {"q": "a", "source": "en", "target": "xx", "api_key": PASSWORD}
+    refused = locked_fake.post("/translate", body, headers={})
+    assert refused.status_code == 400 and "unknown language 'xx'" in refused.json()["error"]
 
 
 def test_deepl_forms(locked_fake: Service) -> None:

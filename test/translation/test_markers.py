@@ -81,7 +81,12 @@ def test_terms_with_a_common_beginning_compare_it_once() -> None:
     ("text", "found"),
     [
         ("About 5 km, 3.5 GB and 1,500\u00a0m away", ["5 km", "3.5 GB", "1,500\u00a0m"]),
-        ("约5km远，80 km/h，-20 °C", ["5km", "80 km/h", "20 °C"]),
+        ("约5km远，80 km/h，-20 °C", ["5km", "80 km/h", "-20 °C"]),
+        (
+            "It is \u221220 °C, 1 000 km, 1e-5 m and 5\u201310 kg.",
+            ["\u221220 °C", "1 000 km", "1e-5 m", "5\u201310 kg"],
+        ),
+        ("A-5 km, 3×4 m, 10:30 m, 1/2 km, $5 m, 5'000 km, 1 000" + " 000" * 9999, []),
         ("MP3 ms, iPhone 12 mini, 5 t-shirts, 5 in the 2020 A man, 1.5.m", []),
         ("1," * 300_000 + "9" * 300_000, []),
     ],
@@ -100,6 +105,9 @@ def test_a_number_keeps_its_unit_in_a_form_of_the_language() -> None:
     assert one.restore("到 %s 有3.5公里，5 kg。") == "到 %s 有3.5公里，5 kg。"
     for wrong in ("到 %s 有3.5英里，5 kg", "到 %s 有35公里，5 kg", "到 %s 有5 kg"):
         assert one.restore(wrong) is None
+    cold = segment("It is -20 °C to 1 000 km now, 5-10 kg.")
+    assert cold.restore("现在零下20°C，1000公里，5到10公斤。") and cold.restore("\u221220 °C, 1 000 km, 5–10 kg")
+    assert cold.restore("20 °C, 1000 km, 5-10 kg") is cold.restore("-20 °C, 000 km, 5-10 kg") is None
     (page,) = split_text("Is 5&nbsp;km &amp; 5 km far?", MarkerOptions(Format.HTML), Split.NONE, "en")
     assert isinstance(page, Segment) and page.shown() == "Is 5 km & 5 km far?"
     assert page.restore("Sind 5 km & 5 km weit?") == "Sind 5&nbsp;km &amp; 5 km weit?"
