@@ -211,7 +211,7 @@ __device__ __forceinline__ void sync_head() {
 }
 
 template <typename State, int STATE_WARPS, int CTAS, int TOKENS, int VECTOR_WARPS>
-__global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECTOR_WARPS == 2 ? 4 : STATE_WARPS == 1 ? 3 : STATE_WARPS == 4 ? 2 : 1)
+__global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECTOR_WARPS == 2 || STATE_WARPS == 1 ? 3 : STATE_WARPS == 4 ? 2 : 1)
     wkv_sequence_kernel(const WkvArgs p) {
     extern __shared__ __align__(16) unsigned char dynamic[];
     auto& smem = *reinterpret_cast<Smem<State, TOKENS>*>(dynamic);
@@ -346,7 +346,7 @@ static int launch_sequences(const WkvArgs& p, void* stream) {
     const bool takes_cluster = info.has_pdl && info.smem_bytes >= static_cast<int>(sizeof(Smem<State, 32>));
     if (2 * heads <= info.num_sms && takes_cluster) return launch_sequence<State, 8, 2, 32>(p, stream);
     if (heads <= info.num_sms) return launch_sequence<State, 8, 1>(p, stream);
-    // Drafts are short: four small CTAs per SM hide what one waits for.
+    // Drafts are short: three small CTAs per SM hide what one waits for.
     return p.continuing > 0 ? launch_sequence<State, 4, 1, 8, 2>(p, stream) : launch_sequence<State, 4, 1>(p, stream);
 }
 
