@@ -189,6 +189,9 @@ class DocumentJob:
 
     def _open(self, texts: _Texts, model: str) -> RunFiles:
         """Open the sidecar and the error file. Raises RunError."""
+        taken = {Path(one).resolve() for one in (self._options.input, self._output, self._output + SUFFIX)}
+        if self._options.review and Path(self._options.review).resolve() in taken:
+            raise RunError(f"{self._options.review} is the input or the output; give another --review")
         if self._output == STDOUT:
             sidecar, errors = Sidecar(None), StandardError()
             sidecar.begin({}, "")

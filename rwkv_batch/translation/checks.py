@@ -19,6 +19,7 @@ _MAX_SHRINKAGE, _MIN_LONG = 12, 100
 _WORD = re.compile(r"[^\W\d_]+")
 _REPETITION = re.compile(r"(?=(\S.{0,59}?)\1{5})", re.DOTALL)
 _NUMBER = re.compile(r"\d(?:[\d.,'\u00a0\u202f]*\d)?")
+_AMOUNT = re.compile(rf"[$€£¥]\s?({_NUMBER.pattern})|(?<![\d.,])({_NUMBER.pattern})\s?(?:[€£¥]|%(?!\w))")
 _MIN_DIGITS = 3
 _TAG = re.compile(r"</?\d+/?>")
 """A tag as models see it."""
@@ -56,6 +57,7 @@ def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_
     if letters >= _MIN_LETTERS and (2 * own < letters if is_latin else not own):
         return f"is not in the script of {language_name(target_lang)}"
     missing = next((number for number in _numbers(source) if number not in _numbers(answer)), None)
+    missing = missing or next((one for one in _amounts(source) if one not in {*_digits(answer)}), None)
     return f"lacks the number {missing}" if missing else ""
 
 
@@ -71,7 +73,16 @@ def _repeats(text: str) -> bool:
     return _REPETITION.search(text[-_MAX_CHECKED:]) is not None
 
 
+def _digits(text: str) -> list[str]:
+    return [re.sub(r"\D", "", number) for number in _NUMBER.findall(text[:_MAX_CHECKED])]
+
+
 def _numbers(text: str) -> list[str]:
     """Return the digits of the text's long numbers. Languages write round numbers in words."""
-    found = (re.sub(r"\D", "", number) for number in _NUMBER.findall(text[:_MAX_CHECKED]))
-    return [digits for digits in found if len(digits) >= _MIN_DIGITS and not digits.endswith("00")]
+    return [digits for digits in _digits(text) if len(digits) >= _MIN_DIGITS and not digits.endswith("00")]
+
+
+def _amounts(text: str) -> list[str]:
+    """Return the digits of money and of percentages, but 100 %."""
+    found = (re.sub(r"\D", "", "".join(pair)) for pair in _AMOUNT.findall(text[:_MAX_CHECKED]))
+    return [digits for digits in found if digits != "100"]

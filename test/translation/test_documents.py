@@ -424,6 +424,11 @@ def test_books_keep_their_order_and_their_pages() -> None:
         ("a.html", "<p>One <b>b</b></p>", "<p>One <b>b</b><br>üOne <b>üb</b></p>"),
         (
             "a.html",
+            '<p id=p>B <a id="x" name=y href="#z">c</a><script>send()</script><input name=q></p>',
+            '<p id=p>B <a id="x" name=y href="#z">c</a><script>send()</script><input name=q><br>üB <a href="#z">üc</a></p>',
+        ),
+        (
+            "a.html",
             '<title>One</title><p>b <img alt="two"></p>',
             '<title>One / üOne</title><p>b <img alt="two / ütwo"><br>üb <img alt="two / ütwo"></p>',
         ),

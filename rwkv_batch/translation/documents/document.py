@@ -108,12 +108,27 @@ class Document:
             texts = translations[at : at + len(one.units)]
             if is_bilingual and self.joiner is not None:
                 texts = [
-                    text if text in (None, unit.text) else unit.text + (unit.joiner or self.joiner) + text
+                    text
+                    if text in (None, unit.text)
+                    else unit.text + (unit.joiner or self.joiner) + _second(unit, text)
                     for unit, text in zip(one.units, texts, strict=True)
                 ]
             one.put(texts)
             at += len(one.units)
         return self.save()
+
+
+_ONCE = re.compile(
+    r"<(script|style|select|textarea|button|iframe)\b.*?(?:</\1\s*>|\Z)|<input\b[^<>]*>", re.DOTALL | re.IGNORECASE
+)
+_NAME = re.compile(r"""(<[a-z][^<>]*?)\s(?:id|name)\s*=\s*(?:"[^"<>]*"|'[^'<>]*'|[^\s"'<>]+)""", re.IGNORECASE)
+
+
+def _second(unit: Unit, text: str | None) -> str:
+    """Return a translation that follows its text. What a page may have once is left out: scripts, fields, ids."""
+    if unit.format is not Format.HTML or text is None:
+        return text or ""
+    return _NAME.sub(r"\1", _NAME.sub(r"\1", _ONCE.sub("", text)))
 
 
 def requests(document: Document, source: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

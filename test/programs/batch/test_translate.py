@@ -139,6 +139,8 @@ def test_a_review_has_scores_and_marks_the_least_certain(fake: Service, tmp_path
     source.write_text("One line.\nTwo lines.\n")
     assert translate(fake, source) == 0
     assert translate(fake, source, "--review", str(found)) == 0, "scores are asked for without --fresh"
+    before = source.read_bytes()
+    assert translate(fake, source, "--review", str(source)) != 0 and source.read_bytes() == before, "it was overwritten"
     rows = list(csv.DictReader(io.StringIO(found.read_text("utf-8-sig"))))
     assert [float(one["score"]) for one in rows] == [0.0, 0.0] and rows[1]["source"] == "Two lines."
 
