@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,7 +118,7 @@ def open_files(options: Options, source: Input, file_format: FileFormat, setting
 def _to_pipe(options: Options, file_format: FileFormat, settings: dict[str, str], opened: ExitStack) -> RunFiles:
     errors: OutputFile | StandardOutput = StandardError()
     if options.errors:
-        _check_paths(options, [Path(options.errors)])
+        check_different([options.input, options.glossary, options.errors])
         errors = OutputFile(Path(options.errors), "")
         opened.callback(errors.close)
         errors.cut(0)
@@ -133,7 +133,7 @@ def _to_files(
 ) -> RunFiles:
     path, errors_file = Path(options.output), Path(errors_path(options))
     sidecar_path, compression = Path(options.output + SUFFIX), compression_of(options.output)
-    _check_paths(options, [path, errors_file, sidecar_path])
+    check_different([options.input, options.glossary, path, errors_file, sidecar_path])
     output = OutputFile(path, compression)
     opened.callback(output.close)
     errors = OutputFile(errors_file, "")
@@ -157,10 +157,11 @@ def _to_files(
     return RunFiles(output, errors, sidecar, file_format, progress, error_line(options.id_field), bool(compression))
 
 
-def _check_paths(options: Options, outputs: list[Path]) -> None:
-    """Checks that all paths name different files. Raises RunError."""
-    files = [*outputs, *([] if options.input == STDIN else [Path(options.input)])]
-    there = [file.stat() for file in files if file.exists()]
-    is_one = len({(file.st_dev, file.st_ino) for file in there}) < len(there)  # the same file may have two names
-    if is_one or len({file.resolve() for file in files}) < len(files):
-        raise RunError("the input, the output and the file of errors must be different files")
+def check_different(files: Iterable[Path | str]) -> None:
+    """Check that no file is given twice; one may have two names. "": none. STDIN: no file. Raises RunError."""
+    seen: set[object] = set()
+    for file in (Path(one) for one in files if one not in ("", STDIN)):
+        key = (file.stat().st_dev, file.stat().st_ino) if file.exists() else file.resolve()
+        if key in seen:
+            raise RunError(f"{file} is given twice; all inputs and outputs must be different files, so name another")
+        seen.add(key)

@@ -36,6 +36,7 @@ _RARE = (
 """Flags that only --help-all shows."""
 _SERVICE_FLAGS = ("--password", "--password-file", "--log-format", "--log-level")
 """Settings that are allowed with --url."""
+_URL_HELP = "running service to use instead of an engine in this process; --password-file FILE has its password or key"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +162,7 @@ def build_translate_parser() -> CommandParser:
     )
     add("--encoding", default="", help="encoding of a text file; default: detected")
     add("--limit", type=count, default=0, help="number of texts to translate; the others stay")
-    add("--url", default="", help="running service to use instead of an engine in this process")
+    add("--url", default="", help=_URL_HELP)
     add("--max-in-flight", type=count, default=0, help="requests in flight; 0: by the backend")
     add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
     add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT and OUTPUT{SUFFIX}")
@@ -207,11 +208,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the run").add_argument
-    add(
-        "--url",
-        default="",
-        help="running service to use instead of an engine in this process; --password is sent to it",
-    )
+    add("--url", default="", help=_URL_HELP)
     add(
         "--max-in-flight",
         type=count,

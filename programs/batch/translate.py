@@ -22,7 +22,7 @@ import msgspec
 from programs.backends.backend import Backend
 from programs.backends.remote_service import RemoteService
 from programs.batch.exit_codes import ALL_ANSWERED, SOME_FAILED, run_command
-from programs.batch.files import RunFiles, error_line
+from programs.batch.files import RunFiles, check_different, error_line
 from programs.batch.glossary import load_glossary
 from programs.batch.inputs import STDIN, Line
 from programs.batch.lines import LineWorker
@@ -189,16 +189,12 @@ class DocumentJob:
 
     def _open(self, texts: _Texts, model: str) -> RunFiles:
         """Open the sidecar and the error file. Raises RunError."""
-        taken = {Path(one).resolve() for one in (self._options.input, self._output, self._output + SUFFIX)}
-        if self._options.review and Path(self._options.review).resolve() in taken:
-            raise RunError(f"{self._options.review} is the input or the output; give another --review")
+        self._check_review()
         if self._output == STDOUT:
             sidecar, errors = Sidecar(None), StandardError()
             sidecar.begin({}, "")
             return RunFiles(_NoOutput(), errors, sidecar, texts, Progress(), error_line(""))
         output, path = Path(self._output), Path(self._output + SUFFIX)
-        if output.resolve() == Path(self._options.input).resolve():
-            raise RunError("the input and the output must be different files; give another --output")
         if not output.parent.is_dir():
             raise RunError(f"the folder of {output} does not exist; create it, or give another --output")
         if self._options.fresh:
@@ -214,6 +210,17 @@ class DocumentJob:
             error_file.close()
             raise
         return RunFiles(_NoOutput(), error_file, sidecar, texts, Progress(), error_line(""))
+
+    def _check_review(self) -> None:
+        """Check that no file is overwritten but those of an earlier run. Raises RunError."""
+        options, output = self._options, self._output
+        outputs = [] if output == STDOUT else [output, output + SUFFIX, output + ERRORS_SUFFIX]
+        check_different([options.input, options.glossary, *outputs, options.review])
+        path = Path(options.review)
+        if not options.review or options.fresh or not path.exists():
+            return
+        if not path.is_file() or path.read_bytes()[: len(_REVIEW_START)] != _REVIEW_START:
+            raise RunError(f"{path} exists and is no review of this command; give --fresh to overwrite it")
 
     def _write(self, answers: dict[str, str]) -> None:
         """Write the translated file. Raises RunError."""
@@ -274,11 +281,16 @@ class Result(NamedTuple):
     confidence: float | None = None
 
 
+_REVIEW_COLUMNS = ("source", "translation", "warnings", "note", "score", "confidence", "review")
+_REVIEW_START = ",".join(_REVIEW_COLUMNS).encode("utf-8-sig")
+"""First bytes of a file of --review."""
+
+
 def review(document: Document, results: Sequence[Result | None]) -> bytes:
     """Return the table of --review, as CSV."""
     out = io.StringIO(newline="")
     table = csv.writer(out)
-    table.writerow(["source", "translation", "warnings", "note", "score", "confidence", "review"])
+    table.writerow(_REVIEW_COLUMNS)
     pairs = zip(document.units, results, strict=True)
     rows = {(unit_key(unit), unit.note): (unit, result) for unit, result in pairs}.values()  # a plural has equal forms
     lowest = least_certain(result and result.confidence for _, result in rows)

@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from app import main
 from programs.serve.batches.job import BatchJob
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
@@ -69,6 +70,17 @@ def test_keys_see_only_their_own_files_and_batches(keyed: Service) -> None:
         ben.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
     assert admin.batches.retrieve(batch.id).id == batch.id
     assert httpx.get(f"{keyed.url}/openai/v1/files").status_code == 401
+
+
+def test_a_refused_command_is_told_the_flag_of_its_key(
+    keyed: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("Hello you\n")
+    (tmp_path / "key").write_text(f"{key_of('ben')}\n")
+    command = ["translate", str(tmp_path / "a.txt"), "-t", "de", "--url", keyed.url]
+    assert main(command) == 1
+    assert "--password-file FILE" in capsys.readouterr().err
+    assert main([*command, "--password-file", str(tmp_path / "key")]) == 0
 
 
 @contextlib.contextmanager

@@ -139,8 +139,6 @@ def test_a_review_has_scores_and_marks_the_least_certain(fake: Service, tmp_path
     source.write_text("One line.\nTwo lines.\n")
     assert translate(fake, source) == 0
     assert translate(fake, source, "--review", str(found)) == 0, "scores are asked for without --fresh"
-    before = source.read_bytes()
-    assert translate(fake, source, "--review", str(source)) != 0 and source.read_bytes() == before, "it was overwritten"
     rows = list(csv.DictReader(io.StringIO(found.read_text("utf-8-sig"))))
     assert [float(one["score"]) for one in rows] == [0.0, 0.0] and rows[1]["source"] == "Two lines."
 
@@ -181,6 +179,12 @@ def test_other_files_are_not_overwritten(fake: Service, tmp_path: Path, capsys: 
     assert "--fresh" in capsys.readouterr().err
     assert translate(fake, source, "-o", str(source)) == 1
     assert translate(fake, source, "--fresh") == 0 and "Hello" in (tmp_path / "a.de.txt").read_text()
+    (tmp_path / "mine.csv").write_text("mine")
+    for review_file in ("a.txt", "a.de.txt", "a.de.txt.progress", "a.de.txt.errors.jsonl", "mine.csv"):
+        files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        assert translate(fake, source, "--review", str(tmp_path / review_file)) == 1, review_file
+        assert review_file in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in files} == files
 
 
 def test_a_stopped_run_keeps_each_finished_text_and_a_changed_file_asks_for_its_new_texts(
