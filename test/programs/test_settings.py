@@ -205,7 +205,7 @@ def test_an_unknown_command_names_the_nearest_or_all(capsys: pytest.CaptureFixtu
 def test_the_bench_command_lists_programs_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "nothing"]) == 2
     names = capsys.readouterr().err.removeprefix("error: bench needs the name of a program: ").strip()
-    assert {"cpu", "gpu", "serve", "batch", "chaos", "quality"} <= set(names.split(", "))
+    assert {"cpu", "gpu", "serve", "chaos", "quality"} <= set(names.split(", "))
     assert not {"tools.http_load", "quality_states"} & set(names.split(", "))
 
 
