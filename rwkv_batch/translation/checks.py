@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from rwkv_batch.translation.languages import language_name, letters_in_script
@@ -19,7 +20,16 @@ _MAX_SHRINKAGE, _MIN_LONG = 12, 100
 _WORD = re.compile(r"[^\W\d_]+")
 _REPETITION = re.compile(r"(?=(\S.{0,59}?)\1{5})", re.DOTALL)
 _NUMBER = re.compile(r"\d(?:[\d.,'\u00a0\u202f]*\d)?")
-_AMOUNT = re.compile(rf"[$€£¥]\s?({_NUMBER.pattern})|(?<![\d.,])({_NUMBER.pattern})\s?(?:[€£¥]|%(?!\w))")
+_UNITS = (
+    "miles?|feet|foot|inch(?:es)?|pounds?|ounces?|gallons?|yards?|acres?|mph|ft|lbs?|oz|euros?|dollars?|cents?|percent"
+)
+_AMOUNT = re.compile(rf"[$€£¥]\s?({_NUMBER.pattern})|(?<![\d.,])({_NUMBER.pattern})\s?(?:[€£¥]|%(?!\w)|(?:{_UNITS})\b)")
+"""Money, percentages, and units that languages write in their own way."""
+_NEGATIVE = re.compile(rf"(?<![^\s(（])[-\u2212]({_NUMBER.pattern})")
+_BELOW = re.compile(
+    rf"(?:[-\u2212\u2013]|零下|负|負|マイナス|영하|minus|moins|menos|meno|минус)\s?({_NUMBER.pattern})", re.IGNORECASE
+)
+_NUMERALS = dict(zip("0123456789", ("零〇", "一", "二两兩", "三", "四", "五", "六", "七", "八", "九"), strict=True))
 _MIN_DIGITS = 3
 _TAG = re.compile(r"</?\d+/?>")
 """A tag as models see it."""
@@ -56,8 +66,7 @@ def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_
     is_latin = letters_in_script("a", target_lang)[0] > 0
     if letters >= _MIN_LETTERS and (2 * own < letters if is_latin else not own):
         return f"is not in the script of {language_name(target_lang)}"
-    missing = next((number for number in _numbers(source) if number not in _numbers(answer)), None)
-    missing = missing or next((one for one in _amounts(source) if one not in {*_digits(answer)}), None)
+    missing = next((one for one in _numbers(source) if one not in _numbers(answer)), "") or _lost_amount(source, answer)
     return f"lacks the number {missing}" if missing else ""
 
 
@@ -82,7 +91,15 @@ def _numbers(text: str) -> list[str]:
     return [digits for digits in _digits(text) if len(digits) >= _MIN_DIGITS and not digits.endswith("00")]
 
 
-def _amounts(text: str) -> list[str]:
-    """Return the digits of money and of percentages, but 100 %."""
-    found = (re.sub(r"\D", "", "".join(pair)) for pair in _AMOUNT.findall(text[:_MAX_CHECKED]))
-    return [digits for digits in found if digits != "100"]
+def _lost_amount(source: str, answer: str) -> str:
+    """Return a lost amount of money, percentage or negative number. Of one digit, it may be a Chinese numeral."""
+    for one in Counter(_found(_AMOUNT, source)) - Counter(_digits(answer)):
+        if one != "100" and not any(numeral in answer for numeral in _NUMERALS.get(one, "")):
+            return one
+    lost = Counter(_found(_NEGATIVE, source)) - Counter(_found(_BELOW, answer))
+    return next((f"-{one}" for one in lost), "")
+
+
+def _found(pattern: re.Pattern[str], text: str) -> list[str]:
+    """Return the digits of each match's groups."""
+    return [re.sub(r"\D", "", "".join(found.groups(""))) for found in pattern.finditer(text[:_MAX_CHECKED])]
