@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import time
@@ -208,7 +209,7 @@ def test_a_job_waits_for_space_on_the_disk(store: Store, monkeypatch: pytest.Mon
 
     async def run_job(one: Job, _: asyncio.Event) -> None:
         if runner._retry_at:
-            raise StoreFullError("the limit is 1 (--files-max-gb)")
+            raise OSError(errno.ENOSPC, "the disk of --files-dir is full")
         await runner._end(one, tune.NO_SPACE, {}, "the disk is full")
 
     async def run() -> None:
