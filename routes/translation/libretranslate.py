@@ -191,6 +191,10 @@ async def frontend_settings(context: Context) -> HandlerResponse:
     keys = {"apiKeys": needs_key, "keyRequired": needs_key}
     has_files = context.files is not None
     endings = [f".{ending}" for ending in ENDINGS] if has_files else []
-    off = {"suggestions": _takes_suggestions(context), "filesTranslation": has_files, "supportedFilesFormat": endings}
+    features = {
+        "suggestions": _takes_suggestions(context),
+        "filesTranslation": has_files,
+        "supportedFilesFormat": endings,
+    }
     limits = {"charLimit": -1, "frontendTimeout": _FRONTEND_TIMEOUT_MS}
-    return json_response({**limits, **keys, **off, "language": language})
+    return json_response({**limits, **keys, **features, "language": language})

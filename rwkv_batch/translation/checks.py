@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rwkv_batch.translation.languages import language_name, letters_in_script
+from rwkv_batch.translation.markers import PLACEHOLDERS
 
 _REVIEWED = 10
 """Translations that a person should read, at most."""
@@ -31,10 +32,9 @@ _BELOW = re.compile(
 )
 _NUMERALS = dict(zip("0123456789", ("零〇", "一", "二两兩", "三", "四", "五", "六", "七", "八", "九"), strict=True))
 _MIN_DIGITS = 3
-_TAG = re.compile(r"</?\d+/?>")
-"""A tag as models see it."""
-_INVENTED = re.compile(rf"{_TAG.pattern}|[<>{{}}]")
-_MARKER = re.compile(rf"{_TAG.pattern}|\$?\{{[^{{}}]*\}}+|%(?:\d+\$)?[\d.+-]*[A-Za-z@]")
+_INVENTED = re.compile(r"</?\d+/?>|[<>{}]")
+"""A tag as models see it, or a character of markers."""
+_MARKER = re.compile(PLACEHOLDERS)
 _MAX_CHECKED = 4000
 
 

@@ -81,3 +81,12 @@ def enforced(required: RequiredText | None, targets: Iterable[str]) -> RequiredT
     added = [(forms, 1) for forms in words if forms][:_MAX_ENFORCED]
     found = msgspec.structs.replace(required, words=(*required.words, *added))
     return found if found != RequiredText() else None
+
+
+_FULL_STOP = r"""[.。!?！？…]+["'”’»」』）)]*"""
+
+
+def before_full_stop(answer: str, required: RequiredText) -> str:
+    """Return an answer with the words after its last full stop before it. The sampler adds missing words there."""
+    forms = "|".join(re.escape(form) for forms, _ in required.words for form in forms)
+    return re.sub(rf"(?<=\w)({_FULL_STOP})((?:\s+(?:{forms}))+)\Z", r"\2\1", answer) if forms else answer

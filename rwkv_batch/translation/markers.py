@@ -49,7 +49,7 @@ class TooManyMarkersError(ValueError):
     """A text has more than MAX_MARKERS markers."""
 
 
-_PLACEHOLDERS = "|".join(
+PLACEHOLDERS = "|".join(
     (
         r"`[^`\n]+`",
         r"(?a:https?://[\w!#$%&()*+,./:;=?@\[\]~-]*[\w#$%&*+/=@~-])",
@@ -63,6 +63,7 @@ _PLACEHOLDERS = "|".join(
         rf"(?P<tag>{TAG})",
     )
 )
+"""Pattern of what stands for something in a text: placeholders, addresses, code, tags."""
 _MARKUP = (
     r"(?P<markup><!--(?s:.*?)(?:-->|\Z)|<!\[CDATA\[(?s:.*?)(?:\]\]>|\Z)"
     r"|<!DOCTYPE[^<>\[]*+\[(?s:.*?)(?:\]\s*+>|\Z)|<[?!][^<>]*+>)"
@@ -116,7 +117,7 @@ class MarkerOptions:
         """The pattern of all markers. Terms that are kept come first."""
         terms = [f"(?P<kept>{pattern_of(self.keep)})"] if self.keep else []
         markup = {Format.TEXT: [], Format.HTML: [_MARKUP], Format.XML: [_MARKUP, _ENTITY]}[self.format]
-        others = _PLACEHOLDERS.replace(TAG, XML_TAG) if self.format is Format.XML else _PLACEHOLDERS
+        others = PLACEHOLDERS.replace(TAG, XML_TAG) if self.format is Format.XML else PLACEHOLDERS
         return re.compile("|".join((*terms, *markup, others, f"(?P<measure>{MEASURE})")))
 
 
@@ -150,7 +151,7 @@ def parse(text: str, options: MarkerOptions) -> tuple[str, list[Marker]]:
         if len(markers) == MAX_MARKERS:
             raise TooManyMarkersError
         out += (text[at:start], BREAK if is_break else MARK)
-        markers.append(Marker(text[start:end], tag, kind in ("kept", "measure"), kind == "measure"))
+        markers.append(Marker(text[start:end], tag, is_word=kind in ("kept", "measure"), is_measure=kind == "measure"))
         at = end
     return "".join((*out, text[at:])), markers
 
@@ -293,7 +294,7 @@ class Segment:
         known = "|".join(
             [*map(re.escape, sorted({*others}, key=len, reverse=True)), *([pattern_of(words)] if words else [])]
         )
-        found = [one.group() for one in re.finditer(f"{known}|{_PLACEHOLDERS}", answer)]
+        found = [one.group() for one in re.finditer(f"{known}|{PLACEHOLDERS}", answer)]
         markers = [one for one in found if one not in words]
         lost = Counter(map(min, kept)) - Counter(words[one] for one in found if one in words)
         if sorted(markers) != others or lost or not _is_nested(markers):

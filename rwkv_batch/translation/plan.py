@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from rwkv_batch.translation.checks import problem
 from rwkv_batch.translation.context import CHUNK_SEGMENTS, ContextMode, Example, History, digest, extended
-from rwkv_batch.translation.glossary import Glossary, GlossaryMode, enforced
+from rwkv_batch.translation.glossary import Glossary, GlossaryMode, before_full_stop, enforced
 from rwkv_batch.translation.languages import Detected, detect_languages, join_sentences, language_code, language_name
 from rwkv_batch.translation.markers import MARK, MarkerOptions, Segment, no_markers
 from rwkv_batch.translation.memory import CacheUse, Key, Memory, Origin
@@ -274,13 +274,13 @@ class TranslationPlan:
         cut: queries whose answers reached the token limit
         completed: queries whose answers ended without required markers or terms, which the sampler then added
         """
-        for query, text in answers.items():
-            is_cut = query in cut
-            wrong = problem(query.text, text, query.source, query.target, is_cut=is_cut)
+        for query, answer in answers.items():
+            required = query.required if query in completed else None
+            text = before_full_stop(answer, required) if required else answer
+            wrong = problem(query.text, text, query.source, query.target, is_cut=query in cut)
             is_checked = query.terms and query.mode is not GlossaryMode.HINT
             terms = Glossary(dict(query.terms)).lack(query.text, text) if is_checked else ""
-            if query in completed and query.required is not None and not query.required.markers:
-                wrong = wrong or "has terms that were added at its end"
+            wrong = wrong or ("has terms that were added at its end" if required and not required.markers else "")
             self._answers[query] = Answer(text, wrong, terms, query in completed)
 
     def results(self) -> list[Translation]:

@@ -243,7 +243,8 @@ def test_po_has_the_plural_forms_of_its_language() -> None:
     assert catalogue.metadata["Plural-Forms"].startswith("nplurals=3;") and catalogue.metadata["Language"] == "pl"
     hello, new, done, files = [entry for entry in catalogue if not entry.obsolete]
     assert hello.msgstr == "üHello %s\n" and hello.msgctxt == "menu" and hello.occurrences == [("a.c", "1")]
-    assert new.msgstr == "üNew" and not new.flags and not new.previous_msgid
+    assert new.msgstr == "üNew" and new.flags == ["fuzzy"] and not new.previous_msgid
+    assert not files.flags and not hello.fuzzy
     assert done.msgstr == "Fertig"
     assert files.msgstr_plural == {0: "%d üfile", 1: "%d üfiles", 2: "%d üfiles"}
     assert [entry.msgid for entry in catalogue.obsolete_entries()] == ["Gone"]
@@ -486,6 +487,20 @@ def test_the_formats_own_libraries_read_the_results() -> None:
 def test_encodings_are_found_said_and_kept(text: str, encoding: str) -> None:
     source = decode(text.encode(encoding))
     assert source.text == text and source.notes and source.encode(text) == text.encode(encoding)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"Good morning\n\xff\xfe\x00bad\n", "byte 13, line 2), and its encoding is not known"),
+        ("你好，世界。今天天气很好。\n".encode() + b"\xffbad\n", "byte 40, line 2), but mostly is"),
+    ],
+)
+def test_a_broken_line_is_no_text_of_another_encoding(data: bytes, message: str) -> None:
+    """The first was cp932 with characters for private use and a NUL, the second GB18030."""
+    with pytest.raises(DocumentError, match=re.escape(message)):
+        decode(data)
+    assert decode("a\0b猫在睡觉。\n狗喝水。\n".encode("gb18030")).encoding == "gb18030"
 
 
 def test_characters_that_the_encoding_lacks_make_utf_8_and_references_in_html() -> None:

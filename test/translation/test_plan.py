@@ -171,8 +171,9 @@ def test_terms_that_the_sampler_added_are_reported() -> None:
     )
     plan = TranslationPlan(request, 10, TranslationCache(0))
     while queries := plan.missing():
-        plan.add_answers(dict.fromkeys(queries, "Eine. Zeile"), completed=frozenset(queries))
+        plan.add_answers(dict.fromkeys(queries, "Eine (so!) Zeile"), completed=frozenset(queries))
     assert plan.results()[0].problems == ["has terms that were added at its end"]
+    assert plan.results()[0].text == "Eine (so Zeile!)", "the term was no part of the sentence"
 
 
 def test_answers_are_cached_with_their_problems() -> None:
@@ -235,6 +236,8 @@ PROBLEMS = [
     ("{{n}} of %1$s <1/> cats", "{{n}} %1$s <1/>.", "de", "has no words"),
     ("{n} of %s", "{n} %s", "de", "has no words"),
     ("one of {n}", "1/{n}", "de", ""),
+    ("https://a.example/b %d", "1 https://a.example/b %d", "de", ""),
+    ("one of https://a.example/b", "https://a.example/b", "de", "has no words"),
     ("I see the black cat. " * 9, "Katze.", "de", "is much shorter than the text"),
     ("I see the black cat.", ">Ich sehe die Katze.", "de", "has >, which the text does not have"),
     ("I see <2>the cat</2>.", "Ich sehe <2>die Katze</2>.", "de", ""),

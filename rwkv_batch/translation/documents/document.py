@@ -20,6 +20,8 @@ MAX_UNITS = 100_000
 """Texts of a file."""
 MAX_DEPTH = 500
 """Nested lists and objects of a file."""
+PLAIN_JOINER = " / "
+"""Text between both languages where there are no tags and no line breaks."""
 _LONG_TEXT = 500
 """A longer text is split at sentences."""
 _DETECTED_AT_ONCE = 32
@@ -198,9 +200,13 @@ def decode(data: bytes, encoding: str = "", declared: str = "") -> Source:
     try:
         return Source(data.decode("utf-8"), "utf-8")
     except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        place = f"is not UTF-8 ({error.reason} at byte {error.start}, line {line})"
+        if _is_mostly_utf_8(data):
+            raise DocumentError(f"{place}, but mostly is; correct that place, or name its encoding") from None
         found = _detected(data)
         if found is None:
-            message = f"is not UTF-8 ({error.reason} at byte {error.start}), and its encoding is not known"
+            message = f"{place}, and its encoding is not known"
             raise DocumentError(f"{message}; convert it to UTF-8, or name its encoding") from None
     return _decoded(data, found)
 
@@ -229,7 +235,9 @@ def _detected(data: bytes) -> str | None:
     sample = data[:_SAMPLE_BYTES]
     names = [name for name in _ENCODINGS if b"\0" in data or not name.startswith("utf")]
     found = from_bytes(sample, cp_isolation=names)
-    matches = {one.encoding: one.chaos + _rare_share(str(one), one.encoding) for one in found}
+    matches = {
+        one.encoding: one.chaos + _rare_share(str(one), one.encoding) for one in found if _is_likely(str(one), sample)
+    }
     best = min(matches, key=lambda name: (matches[name], _ENCODINGS.index(name)), default=None)
     return best or next((name for name in _ENCODINGS[:-2] if _decodes(data, name)), None)
 
@@ -250,12 +258,26 @@ def _rare_share(text: str, encoding: str) -> float:
     return rare / max(len(letters), 1)
 
 
+_UNLIKELY = re.compile("[\x00-\x08\x0e-\x19\x1c-\x1f\x7f-\x9f\ue000-\uf8ff]")
+"""Control characters and those for private use: files of text have hardly any."""
+_MAX_SHARE = 10
+"""For so many bytes beyond ASCII, a text has at most one unlikely character, or broken place of UTF-8."""
+_ASCII = bytes(range(128))
+
+
+def _is_likely(text: str, data: bytes) -> bool:
+    return _MAX_SHARE * len(_UNLIKELY.findall(text)) <= len(data.translate(None, _ASCII))
+
+
+def _is_mostly_utf_8(data: bytes) -> bool:
+    return _MAX_SHARE * data.decode("utf-8", "replace").count("\ufffd") <= len(data.translate(None, _ASCII))
+
+
 def _decodes(data: bytes, encoding: str) -> bool:
     try:
-        data.decode(encoding)
+        return _is_likely(data.decode(encoding), data)
     except UnicodeDecodeError:
         return False
-    return True
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rwkv_batch.translation.documents.document import (
+    PLAIN_JOINER,
     Document,
     DocumentError,
     DocumentOptions,
@@ -27,8 +28,8 @@ _XML_ENCODING = re.compile(rb"""^\s*<\?xml\b[^>]{0,100}?encoding\s*=\s*["']([\w.
 _ATTRIBUTE = re.compile(r"""\s([\w:-]+)\s{0,9}=\s{0,9}(?:"([^"]*)"|'([^']*)')""")
 _TEXT_ATTRIBUTES = frozenset("alt title placeholder aria-label".split())
 _META_NAMES = frozenset("description og:title og:description twitter:title twitter:description".split())
-_PLAIN_BLOCKS, _PLAIN_JOINER = ("title", "option"), " / "
-"""Elements without tags in them, and what separates a translation there."""
+_PLAIN_BLOCKS = ("title", "option")
+"""Elements without tags in them."""
 _ONE_TAG = re.compile(TAG)
 _HEAD_BYTES = 4096
 
@@ -87,7 +88,7 @@ class _Attribute:
     def add(self, edits: TextEdits) -> None:
         """Add it as a part of its own."""
         value = html.unescape(self.tag[self.start : self.end])
-        edits.add(self.at + self.start, self.at + self.end, Unit(value, joiner=_PLAIN_JOINER), _escaped)
+        edits.add(self.at + self.start, self.at + self.end, Unit(value, joiner=PLAIN_JOINER), _escaped)
 
     def add_within(self, edits: TextEdits, tags: dict[str, str]) -> None:
         """Add it as a part of a text. Its tag with the translation is stored in `tags`."""
@@ -98,7 +99,7 @@ class _Attribute:
             tags[self.tag] = tag.replace(self.tag[self.start : self.end], _escaped(text))
 
         if has_letters(value):
-            edits.slots.append(slot(Unit(value, joiner=_PLAIN_JOINER), put))
+            edits.slots.append(slot(Unit(value, joiner=PLAIN_JOINER), put))
 
 
 def _escaped(text: str) -> str:
@@ -121,7 +122,7 @@ def _add_block(edits: TextEdits, start: int, end: int, attributes: list[_Attribu
             text = text.replace(old, new)
         return xml_text(text)
 
-    joiner = _PLAIN_JOINER if block in _PLAIN_BLOCKS else ""
+    joiner = PLAIN_JOINER if block in _PLAIN_BLOCKS else ""
     edits.add(start, end, Unit(raw, Format.HTML, Split.WRAPPED, joiner=joiner), encode)
 
 
@@ -191,7 +192,7 @@ def read_markdown(data: bytes, options: DocumentOptions) -> Document:
         elif token.type == "inline":
             if cursor[0] != first:
                 cursor = (first, lines[first])
-            joiner = "" if kind == "paragraph_open" else _PLAIN_JOINER
+            joiner = "" if kind == "paragraph_open" else PLAIN_JOINER
             cursor = (first, _add_lines(edits, token.content.split("\n"), lines, first, cursor[1], joiner))
     return text_document(source, edits, _JOINER)
 
@@ -210,7 +211,7 @@ def _add_front_matter(edits: TextEdits) -> int:
         group = 1 if found[1] else 2
         encode: Callable[[str], str] = _quoted_part if group == 1 else _plain_scalar
         value = found[group].rstrip()
-        edits.add(found.start(group), found.start(group) + len(value), Unit(value, joiner=_PLAIN_JOINER), encode)
+        edits.add(found.start(group), found.start(group) + len(value), Unit(value, joiner=PLAIN_JOINER), encode)
     return front.end()
 
 

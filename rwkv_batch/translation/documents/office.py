@@ -18,6 +18,7 @@ from urllib.parse import unquote
 from lxml import etree
 
 from rwkv_batch.translation.documents.document import (
+    PLAIN_JOINER,
     Document,
     DocumentError,
     DocumentOptions,
@@ -70,7 +71,7 @@ def read_office(data: bytes, options: DocumentOptions, kind: str) -> Document:
             continue
         root = archive.tree(name).getroot()
         slots += _mixed_paragraphs(root) if kind == "odt" else _run_paragraphs(root)
-    return Document(slots, archive.save, joiner=" / " if kind == "xlsx" else "<t999999/>")
+    return Document(slots, archive.save, joiner=PLAIN_JOINER if kind == "xlsx" else "<t999999/>")
 
 
 def _has_no_text(archive: Archive, name: str) -> bool:
@@ -310,7 +311,7 @@ def read_epub(data: bytes, options: DocumentOptions) -> Document:
 def _add_element(slots: list[Slot], element: Any) -> None:
     text, codes = inline_text(element, lambda _: True)
     if has_text(text):
-        unit = replace(inline_unit(text), joiner=" / ")
+        unit = replace(inline_unit(text), joiner=PLAIN_JOINER)
         slots.append(slot(unit, lambda new: fill(element, new, codes)))
 
 

@@ -30,7 +30,10 @@ _MAX_PO_BYTES = 16 << 20
 
 
 def read_po(data: bytes, options: DocumentOptions) -> Document:
-    """Read gettext's PO or POT. Entries without a translation, and fuzzy ones, get one. Raises DocumentError."""
+    """Read gettext's PO or POT. Entries without a translation, and fuzzy ones, get one. Raises DocumentError.
+
+    Fuzzy entries stay fuzzy: nobody has reviewed them.
+    """
     if len(data) > _MAX_PO_BYTES:
         raise DocumentError(f"has {len(data)} bytes; the limit of PO files is {_MAX_PO_BYTES}; split it")
     declared = _PO_CHARSET.search(data[:8192])
@@ -65,7 +68,6 @@ def _po_slot(entry: Any, language: str) -> Slot:
     note = " ".join(filter(None, (entry.msgctxt, entry.comment)))
 
     def done() -> None:
-        entry.flags = [flag for flag in entry.flags if flag != "fuzzy"]
         entry.previous_msgid = entry.previous_msgid_plural = entry.previous_msgctxt = None
 
     def put(text: str) -> None:
