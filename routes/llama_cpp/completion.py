@@ -19,7 +19,7 @@ from routes.openai.request import MAX_BIASES, MAX_TOP_LOGPROBS, RawBody, TokenId
 from routes.request import prompts
 from routes.request.bodies import Body, SamplingBody, StopText
 from routes.request.fields import IgnoredValue, Repeated, Unsupported, rename_fields
-from routes.request.jobs import make_job, offload_if_large, row_stops
+from routes.request.jobs import encode, make_job, offload_if_large, row_stops
 from routes.request.json_body import validate
 from routes.request.sampler_fields import SamplerFields
 from routes.response.event_stream import OutputDecoder, RowUpdate
@@ -143,15 +143,17 @@ class CompletionPrompt(LlamaFields):
         "are a prompt each. Two prompts and more have a list of answers."
     )
 
-    def prompts(self, encode: Callable[[str], list[int]]) -> list[str | list[int]]:
-        """Return texts, and token ids of lists."""
+    def prompts(self) -> list[str | list[int | str]]:
         is_one = isinstance(self.prompt, str) or not self.prompt or any(isinstance(one, int) for one in self.prompt)
-        prompts = cast(list[str | list[int | str]], [self.prompt] if is_one else self.prompt)
+        return cast(list[str | list[int | str]], [self.prompt] if is_one else self.prompt)
+
+    def encoded(self, encode: Callable[[str], list[int]]) -> list[str | list[int]]:
+        """Return texts, and token ids of lists."""
         return [
             one
             if isinstance(one, str)
             else [i for part in one for i in (encode(part) if isinstance(part, str) else [part])]
-            for one in prompts
+            for one in self.prompts()
         ]
 
 
@@ -292,7 +294,14 @@ async def _complete(
 )
 async def completion(context: Context, body: CompletionPrompt) -> HandlerResponse:
     """Continue raw prompts in llama.cpp's format."""
-    given = await offload_if_large(len(body.prompt), body.prompts, context.tokenizer.encode)
+
+    def encode_part(part: str) -> list[int]:
+        return encode(context.tokenizer, part, "prompt", context.config) if part else []
+
+    characters = sum(
+        len(part) for one in body.prompts() if not isinstance(one, str) for part in one if isinstance(part, str)
+    )
+    given = await offload_if_large(characters, body.encoded, encode_part)
     return await _complete(context, body, given, (), "/completion", "prompt")
 
 

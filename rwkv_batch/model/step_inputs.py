@@ -50,7 +50,7 @@ class StepInputs:
     single_rows: int = 0
     """The first rows that have one token each, for backends that use it; 0: unknown."""
     continuing_rows: int = 0
-    """Rows that continue others, at least; for backends that use it."""
+    """About how many rows continue others, for backends that choose launches by it."""
     token_rows: Tensor | None = None
     """[T] int64: the row of each token, if copied to the device before the step"""
     adapters: Tensor | None = None
@@ -75,6 +75,7 @@ class StepInputs:
             logit_tokens=pinned(self.logit_tokens, device).to(device, non_blocking=True),
             max_seqlen=self.max_seqlen,
             single_rows=self.single_rows,
+            continuing_rows=self.continuing_rows,
             token_rows=None if token_rows is None else pinned(token_rows, device).to(device, non_blocking=True),
             adapters=self.adapters,
         )

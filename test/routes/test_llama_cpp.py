@@ -97,6 +97,8 @@ def test_ids_and_texts_in_one_prompt(fake: Service) -> None:
     assert (answer["content"], answer["prompt"], answer["tokens_evaluated"]) == ("One.", ids, len(ids))
     both = fake.post("/completion", {"prompt": ["say Two.", mixed]}).json()
     assert [one["prompt"] for one in both] == ["say Two.", ids]
+    long = fake.post("/completion", {"prompt": ["ab " * 1_000_000, 1]}).json()["error"]
+    assert "has more than" in long["message"], "counted without encoding all of it"
 
 
 def test_invocations_take_a_conversation_or_a_prompt(fake: Service) -> None:
