@@ -328,7 +328,7 @@ def check_languages(languages: dict[str, str]) -> None:
     """Check languages for clients that see no warnings. Raises ServiceError for an unknown one."""
     for name, language in languages.items():
         if problem := unknown_language(language):
-            raise invalid(name, f"{problem}; use a code that the list of languages has", language)
+            raise invalid(name, problem, language)
 
 
 UNCHANGED = "the prompt has it unchanged"

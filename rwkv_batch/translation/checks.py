@@ -26,6 +26,14 @@ _UNITS = (
 )
 _AMOUNT = re.compile(rf"[$€£¥]\s?({_NUMBER.pattern})|(?<![\d.,])({_NUMBER.pattern})\s?(?:[€£¥]|%(?!\w)|(?:{_UNITS})\b)")
 """Money, percentages, and units that languages write in their own way."""
+_SIGNS = {
+    "%": "[%％٪]|百分|パーセント|프로|퍼센트|percent|per ?cent|prozent|pour ?cent|por ?cien|процент|yüzde|प्रतिशत",
+    "$": "[$＄]|美金|(?<![欧歐])元|ドル|달러|dollar|d[oó]lar|доллар|usd",
+    "€": "€|欧元|歐元|ユーロ|유로|euro|евро|eur",
+    "£": "[£￡]|英镑|英鎊|ポンド|파운드|pound|pfund|livre|libra|sterlin|фунт|gbp",
+    "¥": "[¥￥円]|(?<![欧歐美])元|엔|위안|yen|yuan|иен|юан|jpy|cny|rmb",
+}
+"""How languages write them. In others, a translation with the sign itself is found."""
 _NEGATIVE = re.compile(rf"(?<![^\s(（])[-\u2212]({_NUMBER.pattern})")
 _BELOW = re.compile(
     rf"(?:[-\u2212\u2013]|零下|负|負|マイナス|영하|minus|moins|menos|meno|минус)\s?({_NUMBER.pattern})", re.IGNORECASE
@@ -96,6 +104,10 @@ def _lost_amount(source: str, answer: str) -> str:
     for one in Counter(_found(_AMOUNT, source)) - Counter(_digits(answer)):
         if one != "100" and not any(numeral in answer for numeral in _NUMERALS.get(one, "")):
             return one
+    for found in _AMOUNT.finditer(source[:_MAX_CHECKED]):
+        words = next((words for sign, words in _SIGNS.items() if sign in found.group()), "")
+        if words and "100" not in found.groups() and re.search(words, answer, re.IGNORECASE) is None:
+            return found.group()
     lost = Counter(_found(_NEGATIVE, source)) - Counter(_found(_BELOW, answer))
     return next((f"-{one}" for one in lost), "")
 

@@ -247,6 +247,8 @@ PROBLEMS = [
     ("I paid 1,299.50 for it.", "Ich zahlte 1.299,50 dafür.", "de", ""),
     ("He paid $5.50 and 30% more.", "他付了5.50美元，多了三成。", "zh-CN", "lacks the number 30"),
     ("He paid €7 and 30 % more.", "Er zahlte 7 Euro und 30 Prozent mehr.", "de", ""),
+    ("He paid $5.50 for all of it.", "他为此付了5.50欧元。", "zh-CN", "lacks the number $5.50"),
+    ("He got 30% of all of it.", "他买了30个篮球和球衣。", "zh-CN", "lacks the number 30%"),
     ("It is 5 miles away from us.", "那里离我们很远。", "zh-CN", "lacks the number 5"),
     ("It is 5 miles away from us.", "那里离我们五英里。", "zh-CN", ""),
     ("From 5% to 5% of it.", "Von 5 % davon.", "de", "lacks the number 5"),
