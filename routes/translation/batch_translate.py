@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from routes.route import Routes
 from routes.translation.glossaries import named_glossaries
 from routes.translation.languages import LABEL, Formality, GlossaryTerms, Language, StyleText, TargetLanguage
 from routes.translation.scores import Scored, mean_logprobs
-from routes.translation.translator import TranslationFields, report_unknown_languages, translate
+from routes.translation.translator import TranslationFields, other_translations, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
 from rwkv_batch.translation.checks import least_certain
 from rwkv_batch.translation.context import ContextMode, page_context
@@ -246,15 +245,9 @@ async def _add_scores(context: Context, body: TranslateBody, entries: list[dict[
 async def _add_alternatives(
     context: Context, body: TranslateBody, request: TranslationRequest, entries: list[dict[str, Any]]
 ) -> None:
-    """Add the texts of other samples to each entry, without repeated ones."""
-    variants = [
-        await translate(context, dataclasses.replace(request, variant=variant), body, LABEL, "text_list")
-        for variant in range(1, body.alternatives + 1)
-    ]
-    others = [
-        [text for text in dict.fromkeys(one[index].text for one in variants) if text != entry["text"]]
-        for index, entry in enumerate(entries)
-    ]
+    """Add the texts of other samples to each entry."""
+    known = [entry["text"] for entry in entries]
+    others = await other_translations(context, request, body, LABEL, "text_list", body.alternatives, known)
     scored = [
         _scored(context, entry["detected_source_lang"], body.target_lang, text, other)
         for text, entry, found in zip(body.text_list, entries, others, strict=True)
@@ -266,5 +259,5 @@ async def _add_alternatives(
         alternatives = [{"text": other, "score": next(scores)} for other in found]
         entry["alternatives"] = sorted(alternatives, key=lambda one: -one["score"])
     if few := sum(len(found) < body.alternatives for found in others):
-        message = f"alternatives: {few} of {len(others)} texts have fewer, because other samples were equal"
+        message = f"alternatives: {few} of {len(others)} texts have fewer, because other samples were equal or wrong"
         warn("alternatives", message, is_ignored=False)

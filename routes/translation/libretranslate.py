@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -15,7 +14,7 @@ from routes.route import Routes
 from routes.translation import stored
 from routes.translation.languages import LANGUAGE_CODE, LIBRE_ERRORS, Language, LibreBody, TargetLanguage
 from routes.translation.memory import MAX_CHARACTERS, add_pairs
-from routes.translation.translator import TranslationFields, check_languages, translate
+from routes.translation.translator import TranslationFields, check_languages, other_translations, translate
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.translation.documents.formats import ENDINGS
 from rwkv_batch.translation.languages import LANGUAGE_NAMES, detect_languages, language_probabilities
@@ -100,22 +99,17 @@ async def translate_text(context: Context, body: LibreTranslateBody) -> HandlerR
         markers=MarkerOptions(Format(body.format)),
     )
     first = await translate(context, request, body, LABEL, "q", uses_memory=_takes_suggestions(context))
-    others = [
-        await translate(context, replace(request, variant=variant), body, LABEL, "q")
-        for variant in range(1, body.alternatives + 1)
-    ]
+    known = [one.text for one in first]
 
     def shaped(values: list[Any]) -> Any:
         return values[0] if isinstance(body.q, str) else values
 
-    answer = {"translatedText": shaped([one.text for one in first])}
+    answer = {"translatedText": shaped(known)}
     if body.source.lower() == AUTO:
         answer["detectedLanguage"] = shaped([_entry(one.source, one.source_probability) for one in first])
     if body.alternatives:
-        found = [dict.fromkeys(other[index].text for other in others) for index in range(len(request.texts))]
-        answer["alternatives"] = shaped(
-            [[text for text in texts if text != one.text] for texts, one in zip(found, first, strict=True)]
-        )
+        others = await other_translations(context, request, body, LABEL, "q", body.alternatives, known)
+        answer["alternatives"] = shaped(others)
     return json_response(answer)
 
 

@@ -145,11 +145,34 @@ async def translate(
     if sender is not None:
         await sender.send_complete(is_last=True)
     translations = await offload_if_large(characters, plan.results)
-    if sender is None:
+    if sender is None and not request.variant:
         _report_problems(translations, field)
     if document is not None:
         await _save_document(context, request, document, plan.history)
     return translations
+
+
+async def other_translations(
+    context: Context,
+    request: TranslationRequest,
+    body: TranslationFields,
+    label: str,
+    field: str,
+    count: int,
+    known: Sequence[str],
+) -> list[list[str]]:
+    """Return up to `count` other samples of each text's translation, without equal and wrong ones.
+
+    known: the translations of the texts
+    """
+    variants = [
+        await translate(context, replace(request, variant=variant), body, label, field)
+        for variant in range(1, count + 1)
+    ]
+    samples = (
+        dict.fromkeys(one.text for one in of_text if not one.problems) for of_text in zip(*variants, strict=True)
+    )
+    return [[text for text in texts if text != first] for texts, first in zip(samples, known, strict=True)]
 
 
 def _check_sizes(texts: Sequence[str], limit: int, field: str) -> None:
@@ -277,7 +300,7 @@ def _sampling(query: Query) -> SamplingParams:
     if query.attempt == 1:
         return SamplingParams(temperature=0.7, top_p=0.7, seed=1)
     # Later alternatives differ more, so that there are some where the model is sure.
-    return SamplingParams(temperature=min(0.8 + 0.1 * query.attempt, 2.0), top_p=0.95, seed=query.attempt)
+    return SamplingParams(temperature=min(0.9 + 0.05 * query.attempt, 1.4), top_p=0.95, seed=query.attempt)
 
 
 def _add_answers(plan: TranslationPlan, queries: list[Query], results: dict[int, RowResult]) -> None:

@@ -210,12 +210,16 @@ def test_a_text_that_stays_comes_from_nowhere(demo: Service) -> None:
 
 
 def test_what_cannot_be_is_warned_of(demo: Service) -> None:
-    """Fewer alternatives, and a term that is not translated, were answered in silence."""
-    body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["42", "I see the black cat."], "alternatives": 2}
+    """Fewer alternatives, and a term that is not translated, were answered in silence. Wrong ones were given."""
+    texts = ["42", "I see the black cat.", "The meeting is at 1530 in room 217."]
+    body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": texts, "alternatives": 2}
     answer = demo.post(PATH, {**body, "do_not_translate": ["cat"], "glossary": {"cat": "猫"}}).json()
     warned = {one["field"]: one["message"] for one in answer["warnings"]}
-    assert "fewer, because other samples were equal" in warned["alternatives"]
+    assert "fewer, because other samples were equal or wrong" in warned["alternatives"]
     assert "'cat' is in do_not_translate too" in warned["glossary"]
+    fields = [one["field"] for one in answer["warnings"]]
+    assert len(fields) == len({*fields}), "problems of alternatives were said to be those of the translation"
+    assert all("1530" in other["text"] for other in answer["translations"][2]["alternatives"])
 
 
 def test_translations_have_scores_and_alternatives(demo: Service) -> None:
