@@ -3,7 +3,8 @@
 // A thread owns its chunks (rapid_row.cuh): only it reads them in passes, and it keeps their maxima. So passes need no
 // barriers, and skip chunks of which nothing is left. The temperature and limits of logits are lazy: `view` applies them
 // to what is read, and `settle` writes them. Each pass is in the code once; `run` chooses what it does for a step.
-// From the step on before which at most 2,048 tokens are left, these are in shared memory, and the row is not read.
+// From the step on before which at most 3,800 tokens are left, these are in shared memory, and the row is not read.
+// Their ids have 16 bits there, so rows of larger vocabularies are read to the end.
 #pragma once
 
 #include "rapid_launch.cuh"
@@ -19,11 +20,14 @@ constexpr int kPairs = kMaxWindow;  // a window has fewer tokens before its newe
 constexpr uint32_t kFree = 0xffffffffu, kBreaker = 0x80000000u;
 constexpr int kMaxVocab = 1 << kTokenBits;
 constexpr int kAtOnce = 8;  // last tokens that a thread reads at once
-constexpr int kMaxFew = kMaxChunks;  // tokens
+constexpr int kMaxFew = 3800;  // tokens; with more, FilterShared would be larger than static shared memory
 constexpr int kMaxBounded = kMaxChunks / 2;  // top_k
 
 struct __align__(16) FilterShared {
-  float maxima[kMaxChunks];  // -inf: nothing is left, the logits are not read. Or few logits, as the row would have them
+  union {
+    float maxima[kMaxChunks];  // -inf: nothing is left, the logits are not read
+    float few[kMaxFew];  // few logits, as the row would have them
+  };
   union {
     struct {
       union {
@@ -35,11 +39,11 @@ struct __align__(16) FilterShared {
           float value[kThreads];
         } list;
         struct {
-          float value[kMaxFew];
+          float maxima[kMaxChunks];  // back if it is not few
           uint16_t chunk[kMaxChunks];
         } gathered;
       };
-      int32_t token[kMaxFew];  // of few logits
+      uint16_t token[kMaxFew];  // of few logits
     };
     struct {
       uint32_t pairs[kPairs];  // a token and a length, by the token's hash
@@ -54,6 +58,7 @@ struct __align__(16) FilterShared {
   uint32_t count_before;
   int32_t size, chosen;
 };
+static_assert(sizeof(FilterShared) <= 48 * 1024, "static shared memory has 48 KB");
 
 // Sums over the tokens that are left: of m(token), m (s - largest), s - largest and its square; their number.
 struct Sums {
@@ -242,7 +247,7 @@ class FilteredRow {
   __device__ __forceinline__ void each_left(float floor, Visit visit) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < num_few_; i += kThreads) {
-      const float value = view(shared_.maxima[i]);
+      const float value = view(shared_.few[i]);
       if (value > minus_infinity()) visit(value, shared_.token[i]);
     }
     if (is_few_) return;
@@ -262,7 +267,7 @@ class FilteredRow {
   // Rewrites these chunks: each logit becomes rewritten(raw, token).
   template <class Rewritten>
   __device__ __forceinline__ void rewrite(float floor, Rewritten rewritten) {
-    for (int i = threadIdx.x; i < num_few_; i += kThreads) shared_.maxima[i] = rewritten(shared_.maxima[i], shared_.token[i]);
+    for (int i = threadIdx.x; i < num_few_; i += kThreads) shared_.few[i] = rewritten(shared_.few[i], shared_.token[i]);
     if (is_few_) return find_largest();
     int last = -1;
     float highest = minus_infinity();
@@ -310,11 +315,13 @@ class FilteredRow {
   // Copies what is left to shared memory, if it is few.
   __device__ __forceinline__ void gather() {
     may_be_few_ = false;
+    if (vocab_ > 1 << 16) return;
     uint32_t alive = 0, num_chunks = 0, size = 0;
     for (int block = 0; block < blocks_; ++block) alive += maximum(block) > minus_infinity();
     uint32_t at = places(alive, num_chunks);
     for (int block = 0; block < blocks_; ++block)
       if (maximum(block) > minus_infinity()) shared_.gathered.chunk[at++] = static_cast<uint16_t>(block * kThreads + static_cast<int>(threadIdx.x));
+    for (int i = threadIdx.x; i < kMaxChunks; i += kThreads) shared_.gathered.maxima[i] = shared_.maxima[i];
     __syncthreads();
     // A thread reads 16 tokens of a chunk.
     const int parts = static_cast<int>(num_chunks) * chunk_batches_;
@@ -330,12 +337,12 @@ class FilteredRow {
       if (size > kMaxFew) break;
 #pragma unroll
       for (int j = 0; j < 4 * kBatch; ++j)
-        if (i < parts && view(part.quad[j / 4].at[j % 4]) > minus_infinity()) shared_.gathered.value[at] = part.quad[j / 4].at[j % 4], shared_.token[at++] = part.token(j / 4, j % 4);
+        if (i < parts && view(part.quad[j / 4].at[j % 4]) > minus_infinity()) shared_.few[at] = part.quad[j / 4].at[j % 4], shared_.token[at++] = static_cast<uint16_t>(part.token(j / 4, j % 4));
     }
     __syncthreads();
-    if (size > kMaxFew) return;
-    for (int i = threadIdx.x; i < static_cast<int>(size); i += kThreads) shared_.maxima[i] = shared_.gathered.value[i];
-    is_few_ = true, left_ = num_few_ = size;
+    is_few_ = size <= kMaxFew;
+    if (is_few_) left_ = num_few_ = size;
+    for (int i = threadIdx.x; i < kMaxChunks && !is_few_; i += kThreads) shared_.maxima[i] = shared_.gathered.maxima[i];
     __syncthreads();
   }
 
@@ -369,7 +376,7 @@ class FilteredRow {
 
   __device__ __forceinline__ void find_largest() {
     float highest = minus_infinity();
-    for (int i = threadIdx.x; i < num_few_; i += kThreads) highest = fmaxf(highest, view(shared_.maxima[i]));
+    for (int i = threadIdx.x; i < num_few_; i += kThreads) highest = fmaxf(highest, view(shared_.few[i]));
     for (int block = 0; block < blocks_ && !is_few_; ++block) highest = fmaxf(highest, maximum(block));
     largest_ = value_of(max_over_block(TwoKeys{ordered(highest), 0}, buffers_).a);
   }
@@ -377,7 +384,7 @@ class FilteredRow {
   // Writes the lazy temperature and limits. At the end also the chunks of which nothing is left.
   __device__ __forceinline__ void settle(bool is_end) {
     const bool is_lazy = factor_ != 1 || floor_ > minus_infinity() || distance_ > minus_infinity();
-    for (int i = threadIdx.x; i < num_few_; i += kThreads) shared_.maxima[i] = view(shared_.maxima[i]);
+    for (int i = threadIdx.x; i < num_few_; i += kThreads) shared_.few[i] = view(shared_.few[i]);
 #pragma unroll 1
     for (int block = 0; block < blocks_ && (is_end || !is_few_); ++block) {
       const bool is_empty = is_few_ || maximum(block) == minus_infinity();
@@ -394,7 +401,7 @@ class FilteredRow {
     }
     factor_ = 1, floor_ = distance_ = minus_infinity(), reference_ = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < num_few_ && is_end; i += kThreads) s_[shared_.token[i]] = shared_.maxima[i];
+    for (int i = threadIdx.x; i < num_few_ && is_end; i += kThreads) s_[shared_.token[i]] = shared_.few[i];
   }
 
   // Changes one logit from any thread. If the maxima are known, `refresh` then updates its chunk's.
@@ -544,7 +551,7 @@ class FilteredRow {
     Sums sums{0, 0, 0, 0, 0};
     const bool is_lazy = factor_ != 1 || floor_ > minus_infinity() || distance_ > minus_infinity();
     for (int i = threadIdx.x; i < num_few_; i += kThreads) {
-      const float value = view(shared_.maxima[i]), distance = __fsub_rn(value, largest_), term = exp_nonpositive(distance);
+      const float value = view(shared_.few[i]), distance = __fsub_rn(value, largest_), term = exp_nonpositive(distance);
       if (value == minus_infinity()) continue;
       sums.mass += term, sums.weighted += term * distance, sums.distance += distance, sums.square += distance * distance, sums.count += 1;
     }

@@ -186,6 +186,19 @@ def test_any_mix_on_any_row_keeps_what_the_definition_keeps(library: ctypes.CDLL
     check(library, logits, _mix(rng, vocab), row, [1, 2, 1, 0][: rng.choice((0, 4))], (kind, vocab))
 
 
+@pytest.mark.parametrize(("size", "vocab"), [(2049, 40_000), (3800, 65_536), (3801, 40_000), (100, 65_540)])
+def test_rows_at_the_limit_of_shared_memory_keep_what_the_definition_keeps(
+    library: ctypes.CDLL, size: int, vocab: int
+) -> None:
+    """At most 3,800 tokens are copied, of vocabularies up to 65,536. With more, the copy stops midway."""
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.full((vocab,), -math.inf)
+    logits[torch.randperm(vocab - 1, generator=generator)[: size - 1]] = torch.randn(size - 1, generator=generator)
+    logits[-1] = 4.0
+    filters = Filters(dynatemp_range=0.2, top_n_sigma=9.0, min_p=1e-6, typical_p=0.95, xtc_probability=1.0)
+    check(library, logits, SamplingParams(top_p=0.9, filters=filters), RowContext(), [], size)
+
+
 def test_mirostat_learns_from_the_sampled_token(library: ctypes.CDLL) -> None:
     params = SamplingParams(filters=Filters(mirostat=2, mirostat_tau=3.0, mirostat_eta=0.5))
     slot = packed(params, ("mirostat",), 0)
