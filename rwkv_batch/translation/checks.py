@@ -20,14 +20,20 @@ _MAX_SHRINKAGE, _MIN_LONG = 12, 100
 """A text above both its translation times `_MAX_SHRINKAGE` and `_MIN_LONG` characters lost something."""
 _WORD = re.compile(r"[^\W\d_]+")
 _REPETITION = re.compile(r"(?=(\S.{0,59}?)\1{5})", re.DOTALL)
-_NUMBER = re.compile(r"\d(?:[\d.,'\u00a0\u202f]*\d)?")
+_NUMBER = re.compile(r"\d+(?:[.,'\u00a0\u202f]\d+)*")
 _UNITS = (
     "miles?|feet|foot|inch(?:es)?|pounds?|ounces?|gallons?|yards?|acres?|mph|ft|lbs?|oz|euros?|dollars?|cents?|percent"
 )
-_AMOUNT = re.compile(rf"[$€£¥]\s?({_NUMBER.pattern})|(?<![\d.,])({_NUMBER.pattern})\s?(?:[€£¥]|%(?!\w)|(?:{_UNITS})\b)")
+_WORDS = r"100\b|(?:25|50|75)\s?(?:%|percent)"
+"""Amounts that languages write in words, like a half."""
+_AMOUNT = re.compile(
+    rf"[$€£¥]\s?({_NUMBER.pattern})"
+    rf"|(?<![\d.,])(?<!\d['\u00a0\u202f])(?!{_WORDS})({_NUMBER.pattern})\s?(?:[€£¥]|%(?!\w)|(?:{_UNITS})\b)"
+)
 """Money, percentages, and units that languages write in their own way."""
 _SIGNS = {
-    "%": "[%％٪]|百分|パーセント|프로|퍼센트|percent|per ?cent|prozent|pour ?cent|por ?cien|процент|yüzde|प्रतिशत",
+    "%": r"[%％٪]|百分|[\d一二三四五六七八九]\s?[成割]|パーセント|"
+    "프로|퍼센트|percent|per ?cent|prozent|pour ?cent|por ?cien|процент|yüzde|प्रतिशत",
     "$": "[$＄]|美金|(?<![欧歐])元|ドル|달러|dollar|d[oó]lar|доллар|usd",
     "€": "€|欧元|歐元|ユーロ|유로|euro|евро|eur",
     "£": "[£￡]|英镑|英鎊|ポンド|파운드|pound|pfund|livre|libra|sterlin|фунт|gbp",
@@ -36,12 +42,16 @@ _SIGNS = {
 """How languages write them. In others, a translation with the sign itself is found."""
 _NEGATIVE = re.compile(rf"(?<![^\s(（])[-\u2212]({_NUMBER.pattern})")
 _BELOW = re.compile(
-    rf"(?:[-\u2212\u2013]|零下|负|負|マイナス|영하|minus|moins|menos|meno|минус)\s?({_NUMBER.pattern})", re.IGNORECASE
+    rf"(?:[-\u2212\u2013]|零下|0下|负|負|マイナス|영하|minus|moins|menos|meno|минус)\s?({_NUMBER.pattern})",
+    re.IGNORECASE,
 )
-_NUMERALS = dict(zip("0123456789", ("零〇", "一", "二两兩", "三", "四", "五", "六", "七", "八", "九"), strict=True))
+_TEN = re.compile("(?<![一二两兩三四五六七八九])十")
+_NUMERALS = str.maketrans("零〇一二两兩三四五六七八九", "0012223456789", "十百千")
 _MIN_DIGITS = 3
-_INVENTED = re.compile(r"</?\d+/?>|[<>{}]")
-"""A tag as models see it, or a character of markers."""
+_INVENTED = re.compile(r"</?\d+/?>|[<>](?!\s?\d)|[{}]")
+"""A tag as models see it, or a character of markers. A comparison like `< 5` is none."""
+_QUOTES = str.maketrans("《》〈〉«»‹›", "<><><><>")
+"""Quotation marks that a translation may write as < and >."""
 _MARKER = re.compile(PLACEHOLDERS)
 _MAX_CHECKED = 4000
 
@@ -62,7 +72,8 @@ def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_
         return "is much longer than the text"
     if len(source) > max(_MAX_SHRINKAGE * len(answer), _MIN_LONG):
         return "is much shorter than the text"
-    if invented := next((one for one in _INVENTED.findall(answer) if one not in source), ""):
+    allowed = source.translate(_QUOTES)
+    if invented := next((one for one in _INVENTED.findall(answer) if one not in allowed), ""):
         return f"has {invented}, which the text does not have"
     if _repeats(answer) and not _repeats(source):
         return "repeats itself"
@@ -74,7 +85,7 @@ def problem(source: str, answer: str, source_lang: str, target_lang: str, *, is_
     is_latin = letters_in_script("a", target_lang)[0] > 0
     if letters >= _MIN_LETTERS and (2 * own < letters if is_latin else not own):
         return f"is not in the script of {language_name(target_lang)}"
-    missing = next((one for one in _numbers(source) if one not in _numbers(answer)), "") or _lost_amount(source, answer)
+    missing = _lost_number(source[:_MAX_CHECKED], answer)
     return f"lacks the number {missing}" if missing else ""
 
 
@@ -90,28 +101,47 @@ def _repeats(text: str) -> bool:
     return _REPETITION.search(text[-_MAX_CHECKED:]) is not None
 
 
-def _digits(text: str) -> list[str]:
-    return [re.sub(r"\D", "", number) for number in _NUMBER.findall(text[:_MAX_CHECKED])]
+def _lost_number(source: str, answer: str) -> str:
+    """Return a number that the answer lacks: a long one, an amount, or a negative one. "": there is none.
+
+    Only the digits are compared, without zeros at both ends: $5 million is 500万美元, and $5.50 is 5,5 Dollar.
+    """
+    answers = answer, _TEN.sub("一", answer).translate(_NUMERALS)
+    given = _most(_NUMBER, answers)
+    for number in _NUMBER.findall(source):
+        digits = re.sub(r"\D", "", number)
+        if len(digits) >= _MIN_DIGITS and not digits.endswith("00") and _key(number) not in given:
+            return number
+    if amount := _missing(_AMOUNT, source, given):
+        return amount
+    amounts = [found.group() for found in _AMOUNT.finditer(source)]
+    for sign, words in _SIGNS.items():
+        amount = next((one for one in amounts if sign in one), "")
+        if amount and re.search(words, answer, re.IGNORECASE) is None:
+            return amount
+    negative = _missing(_NEGATIVE, source, _most(_BELOW, answers))
+    return negative and f"-{negative}"
 
 
-def _numbers(text: str) -> list[str]:
-    """Return the digits of the text's long numbers. Languages write round numbers in words."""
-    return [digits for digits in _digits(text) if len(digits) >= _MIN_DIGITS and not digits.endswith("00")]
+def _missing(pattern: re.Pattern[str], source: str, given: Counter[str]) -> str:
+    """Return the first number that the source has more often than it is given."""
+    found = _found(pattern, source)
+    lost = Counter(map(_key, found)) - given
+    return next((number for number in found if _key(number) in lost), "")
 
 
-def _lost_amount(source: str, answer: str) -> str:
-    """Return a lost amount of money, percentage or negative number. Of one digit, it may be a Chinese numeral."""
-    for one in Counter(_found(_AMOUNT, source)) - Counter(_digits(answer)):
-        if one != "100" and not any(numeral in answer for numeral in _NUMERALS.get(one, "")):
-            return one
-    for found in _AMOUNT.finditer(source[:_MAX_CHECKED]):
-        words = next((words for sign, words in _SIGNS.items() if sign in found.group()), "")
-        if words and "100" not in found.groups() and re.search(words, answer, re.IGNORECASE) is None:
-            return found.group()
-    lost = Counter(_found(_NEGATIVE, source)) - Counter(_found(_BELOW, answer))
-    return next((f"-{one}" for one in lost), "")
+def _key(number: str) -> str:
+    return re.sub(r"\D", "", number).strip("0")
 
 
 def _found(pattern: re.Pattern[str], text: str) -> list[str]:
-    """Return the digits of each match's groups."""
-    return [re.sub(r"\D", "", "".join(found.groups(""))) for found in pattern.finditer(text[:_MAX_CHECKED])]
+    """Return the number of each match."""
+    return [found[found.lastindex or 0] for found in pattern.finditer(text)]
+
+
+def _most(pattern: re.Pattern[str], texts: Iterable[str]) -> Counter[str]:
+    """Return how often numbers are in the text that has them most often, by their keys."""
+    most: Counter[str] = Counter()
+    for text in texts:
+        most |= Counter(map(_key, _found(pattern, text)))
+    return most
