@@ -117,7 +117,7 @@ class DocumentJob:
         self._output = options.output or default
         try:
             check_name(name)
-            self.document = read_document(_read(options.input), name, self._document_options)
+            self.document = read_document(_read(options.input, MAX_BYTES + 1), name, self._document_options)
         except DocumentError as error:
             raise SettingsError(f"{options.input}: {error}") from None
         terms = load_glossary(options.glossary) if options.glossary else None
@@ -217,9 +217,9 @@ class DocumentJob:
         outputs = [] if output == STDOUT else [output, output + SUFFIX, output + ERRORS_SUFFIX]
         check_different([options.input, options.glossary, *outputs, options.review])
         path = Path(options.review)
-        if not options.review or options.fresh or not path.exists():
+        if not options.review or options.fresh or not (path.is_file() or path.is_dir()):
             return
-        if not path.is_file() or path.read_bytes()[: len(_REVIEW_START)] != _REVIEW_START:
+        if _read(options.review, len(_REVIEW_START)) not in (b"", _REVIEW_START):
             raise RunError(f"{path} exists and is no review of this command; give --fresh to overwrite it")
 
     def _write(self, answers: dict[str, str]) -> None:
@@ -248,18 +248,22 @@ class DocumentJob:
             sys.stderr.write(f"the translation is in {self._output}\n")
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, size: int) -> bytes:
     try:
         with sys.stdin.buffer if path == STDIN else open(path, "rb") as file:
-            return file.read(MAX_BYTES + 1)
+            return file.read(size)
     except OSError as error:
-        raise RunError(f"the input {path} cannot be read ({error.strerror}); check its name") from None
+        raise RunError(f"{path} cannot be read ({error.strerror}); check its name") from None
 
 
 def _write_file(path: Path, data: bytes) -> None:
-    """Replace a file at once: a stopped run leaves the old one. Raises RunError."""
+    """Replace a file at once: a stopped run leaves the old one. Pipes are written to. Raises RunError."""
+    path = path.resolve() if path.is_file() else path
     half = path.with_name(path.name + ".half")
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
         with half.open("wb") as file:
             file.write(data)
             file.flush()

@@ -178,6 +178,9 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
     if body.alternatives and rows > limit:
         message = f"make {rows} translations, the limit is {limit} (--max-contents); send fewer texts or alternatives"
         raise invalid("alternatives", message, body.alternatives)
+    if kept := [term for term in body.glossary if term in body.do_not_translate]:
+        names = ", ".join(map(repr, kept))
+        warn("glossary", f"glossary: {names}: in do_not_translate too, stays as in the text", is_ignored=False)
     if body.stream:
         return await _streamed(context, body, request)
     translations = await translate(context, request, body, LABEL, "text_list", uses_memory=body.memory)
@@ -186,8 +189,6 @@ async def batch_translate(context: Context, body: TranslateBody) -> HandlerRespo
         await _add_scores(context, body, entries)
     if body.alternatives:
         await _add_alternatives(context, body, request, entries)
-    for term in {*body.do_not_translate} & {*body.glossary}:
-        warn("glossary", f"glossary: {term!r} is in do_not_translate too, and stays as it is", is_ignored=False)
     return json_response({"translations": entries})
 
 

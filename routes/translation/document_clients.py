@@ -176,6 +176,7 @@ class LibreFile(BaseModel):
 )
 async def libre_upload(context: Context, body: LibreFileBody) -> HandlerResponse:
     """Translate a file as LibreTranslate does: the answer comes when it is done."""
+    check_languages({"source": body.source, "target": body.target})
     given = {"target_lang": body.target, "source_lang": body.source, "model": body.model}
     fields = DocumentFields.model_validate(given)
     batch = await create_document(context, body.content, body.filename, fields)

@@ -213,10 +213,11 @@ def test_what_cannot_be_is_warned_of(demo: Service) -> None:
     """Fewer alternatives, and a term that is not translated, were answered in silence. Wrong ones were given."""
     texts = ["42", "I see the black cat.", "The meeting is at 1530 in room 217."]
     body = {"source_lang": "en", "target_lang": "zh-CN", "text_list": texts, "alternatives": 2}
-    answer = demo.post(PATH, {**body, "do_not_translate": ["cat"], "glossary": {"cat": "猫"}}).json()
+    glossary = {"the": "这", "cat": "猫", "see": "看"}
+    answer = demo.post(PATH, {**body, "do_not_translate": ["see", "cat", "a"], "glossary": glossary}).json()
     warned = {one["field"]: one["message"] for one in answer["warnings"]}
     assert "fewer, because other samples were equal or wrong" in warned["alternatives"]
-    assert "'cat' is in do_not_translate too" in warned["glossary"]
+    assert "glossary: 'cat', 'see': in do_not_translate too" in warned["glossary"]
     fields = [one["field"] for one in answer["warnings"]]
     assert len(fields) == len({*fields}), "problems of alternatives were said to be those of the translation"
     assert all("1530" in other["text"] for other in answer["translations"][2]["alternatives"])

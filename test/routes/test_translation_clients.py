@@ -195,6 +195,9 @@ def test_unknown_languages_are_refused(locked_fake: Service) -> None:
     body = {"q": "a", "source": "en", "target": "xx", "api_key": PASSWORD}
     refused = locked_fake.post("/translate", body, headers={})
     assert refused.status_code == 400 and "unknown language 'xx'" in refused.json()["error"]
+    form = {"source": "en", "target": "xx", "api_key": PASSWORD}
+    refused = httpx.post(f"{locked_fake.url}/translate_file", data=form, files={"file": ("a.txt", b"Hello you")})
+    assert refused.status_code == 400 and "unknown language 'xx'" in refused.json()["error"], refused.text
 
 
 def test_deepl_forms(locked_fake: Service) -> None:

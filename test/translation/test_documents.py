@@ -430,6 +430,12 @@ def test_books_keep_their_order_and_their_pages() -> None:
         ),
         (
             "a.html",
+            '<p>B <img src="a" data-x="our id = 5" id="x"> c <button name=b>Send</button></p>',
+            '<p>B <img src="a" data-x="our id = 5" id="x"> c '
+            '<br>üB <img src="a" data-x="our id = 5"> üc <button name=b>Send<br>üSend</button></p>',
+        ),
+        (
+            "a.html",
             '<title>One</title><p>b <img alt="two"></p>',
             '<title>One / üOne</title><p>b <img alt="two / ütwo"><br>üb <img alt="two / ütwo"></p>',
         ),
@@ -487,6 +493,10 @@ def test_the_formats_own_libraries_read_the_results() -> None:
 def test_encodings_are_found_said_and_kept(text: str, encoding: str) -> None:
     source = decode(text.encode(encoding))
     assert source.text == text and source.notes and source.encode(text) == text.encode(encoding)
+
+
+def test_an_odd_number_of_bytes_is_not_utf_16() -> None:
+    assert decode(b"ab\0").text == "ab\0"
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class Document:
             if is_bilingual and self.joiner is not None:
                 texts = [
                     text
-                    if text in (None, unit.text)
+                    if text is None or text == unit.text
                     else unit.text + (unit.joiner or self.joiner) + _second(unit, text)
                     for unit, text in zip(one.units, texts, strict=True)
                 ]
@@ -121,16 +121,19 @@ class Document:
 
 
 _ONCE = re.compile(
-    r"<(script|style|select|textarea|button|iframe)\b.*?(?:</\1\s*>|\Z)|<input\b[^<>]*>", re.DOTALL | re.IGNORECASE
+    r"<(script|style|select|textarea|iframe)\b.*?(?:</\1\s*>|\Z)|<input\b[^<>]*>|</?button\b[^<>]*>",
+    re.DOTALL | re.IGNORECASE,
 )
-_NAME = re.compile(r"""(<[a-z][^<>]*?)\s(?:id|name)\s*=\s*(?:"[^"<>]*"|'[^'<>]*'|[^\s"'<>]+)""", re.IGNORECASE)
+_START_TAG = re.compile("<[a-z][^<>]*>", re.IGNORECASE)
+_NAME = re.compile(r"""("[^"]*"|'[^']*')|\s(?:id|name)\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'<>]+)""", re.IGNORECASE)
+"""Quoted text, which stays, or an attribute."""
 
 
-def _second(unit: Unit, text: str | None) -> str:
+def _second(unit: Unit, text: str) -> str:
     """Return a translation that follows its text. What a page may have once is left out: scripts, fields, ids."""
-    if unit.format is not Format.HTML or text is None:
-        return text or ""
-    return _NAME.sub(r"\1", _NAME.sub(r"\1", _ONCE.sub("", text)))
+    if unit.format is not Format.HTML:
+        return text
+    return _START_TAG.sub(lambda tag: _NAME.sub(r"\1", tag[0]), _ONCE.sub("", text))
 
 
 def requests(document: Document, source: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -194,9 +197,10 @@ def decode(data: bytes, encoding: str = "", declared: str = "") -> Source:
         return _decoded(data, encoding)
     if declared and declared.lower() not in ("utf-8", "utf8"):
         return _decoded(data, declared)
-    for name, first, others in (("utf-16-le", data[1::2], data[::2]), ("utf-16-be", data[::2], data[1::2])):
-        if 5 * first.count(0) > len(data) and not others.count(0):
-            return _decoded(data, name)
+    if b"\0" in data and len(data) % 2 == 0:
+        high, low = data[::2].count(0), data[1::2].count(0)
+        if 5 * (high + low) > len(data) and not (high and low):
+            return _decoded(data, "utf-16-be" if high else "utf-16-le")
     try:
         return Source(data.decode("utf-8"), "utf-8")
     except UnicodeDecodeError as error:

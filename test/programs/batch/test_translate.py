@@ -7,6 +7,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -185,6 +186,10 @@ def test_other_files_are_not_overwritten(fake: Service, tmp_path: Path, capsys: 
         assert translate(fake, source, "--review", str(tmp_path / review_file)) == 1, review_file
         assert review_file in capsys.readouterr().err
         assert {path: path.read_bytes() for path in files} == files
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as table:
+        assert translate(fake, source, "--review", str(pipe)) == 0, "like /dev/stdout"
+        assert table.read().startswith(b"\xef\xbb\xbfsource,") and pipe.is_fifo()
 
 
 def test_a_stopped_run_keeps_each_finished_text_and_a_changed_file_asks_for_its_new_texts(
