@@ -108,7 +108,7 @@ def _lost_number(source: str, answer: str) -> str:
     """
     answers = answer, _TEN.sub("一", answer).translate(_NUMERALS)
     given = _most(_NUMBER, answers)
-    for number in _NUMBER.findall(source):
+    for number in _found(_NUMBER, source):
         digits = re.sub(r"\D", "", number)
         if len(digits) >= _MIN_DIGITS and not digits.endswith("00") and _key(number) not in given:
             return number
