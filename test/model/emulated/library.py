@@ -209,7 +209,8 @@ def emulation_of(source: str, tiles: tuple[int, ...] = (), splits: tuple[int, ..
 
 def _compiler() -> list[str]:
     fortify = "-U_FORTIFY_SOURCE"  # it allows no longjmp to another stack
-    return ["g++", "-std=c++17", "-w", "-fPIC", fortify, "-D__CUDA_ARCH_FEAT_SM90_ALL", "-I", _cuda_include()]
+    own = "-fno-gnu-unique"  # else libraries share static variables of templates with the first one
+    return ["g++", "-std=c++17", "-w", "-fPIC", fortify, own, "-D__CUDA_ARCH_FEAT_SM90_ALL", "-I", _cuda_include()]
 
 
 @functools.cache
