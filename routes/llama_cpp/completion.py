@@ -144,6 +144,7 @@ class CompletionPrompt(LlamaFields):
     )
 
     def prompts(self) -> list[str | list[int | str]]:
+        """Return the prompts as given. A list with a token id is one prompt."""
         is_one = isinstance(self.prompt, str) or not self.prompt or any(isinstance(one, int) for one in self.prompt)
         return cast(list[str | list[int | str]], [self.prompt] if is_one else self.prompt)
 

@@ -264,17 +264,17 @@ def _rare_share(text: str, encoding: str) -> float:
 
 _UNLIKELY = re.compile("[\x00-\x08\x0e-\x19\x1c-\x1f\x7f-\x9f\ue000-\uf8ff]")
 """Control characters and those for private use: files of text have hardly any."""
-_MAX_SHARE = 10
-"""For so many bytes beyond ASCII, a text has at most one unlikely character, or broken place of UTF-8."""
+_MIN_BYTES_PER_FAULT = 10
+"""Bytes beyond ASCII for each unlikely character, or each broken place of UTF-8, at least."""
 _ASCII = bytes(range(128))
 
 
 def _is_likely(text: str, data: bytes) -> bool:
-    return _MAX_SHARE * len(_UNLIKELY.findall(text)) <= len(data.translate(None, _ASCII))
+    return _MIN_BYTES_PER_FAULT * len(_UNLIKELY.findall(text)) <= len(data.translate(None, _ASCII))
 
 
 def _is_mostly_utf_8(data: bytes) -> bool:
-    return _MAX_SHARE * data.decode("utf-8", "replace").count("\ufffd") <= len(data.translate(None, _ASCII))
+    return _MIN_BYTES_PER_FAULT * data.decode("utf-8", "replace").count("\ufffd") <= len(data.translate(None, _ASCII))
 
 
 def _decodes(data: bytes, encoding: str) -> bool:
