@@ -58,6 +58,31 @@ def replace_private(path: Path, content: bytes) -> None:
         raise
 
 
+def write_synced(path: Path, content: bytes | memoryview) -> None:
+    """Writes a file that is on disk before it gets its name. Raises OSError; then an older file stays."""
+    half = path.with_name(f".{path.name}.half")
+    try:
+        with half.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            half.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Syncs a file's content, or the names in a folder. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def make_private_folder(folder: Path) -> None:
     """Creates a folder, with its parents, that other users cannot enter. Raises OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)

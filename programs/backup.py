@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from native.files import FILE_MODE, FOLDER_MODE, make_private_folder, open_private
+from native.files import FILE_MODE, FOLDER_MODE, make_private_folder, open_private, sync
 from programs.settings import CommandParser, Settings, SettingsError, parse_settings
 from programs.settings.values import file_error
 from state_pool.disk.copies import copy_file
@@ -65,7 +65,7 @@ def backup(settings: Settings, archive: Path) -> str:
             file.flush()
             os.fsync(file.fileno())
     part.rename(archive)
-    _sync(archive.absolute().parent)
+    sync(archive.absolute().parent)
     store = settings.engine.pool.checkpoint_store
     warning = f"; states are in {store.partition('?')[0]} too: copy that store as well" if store else ""
     held_files = [name for source, name in companions if source.suffix != ".db"]  # a database is no user's file
@@ -103,7 +103,7 @@ def restore(settings: Settings, archive: Path, *, replace: bool) -> str:
         intact, damaged = verify_sessions(folder / _DATABASE)
         for path in folder.rglob("*"):
             path.chmod(FOLDER_MODE if path.is_dir() else FILE_MODE)
-            _sync(path)
+            sync(path)
         number = next(
             n for n in itertools.count(1) if not any(Path(f"{path}.replaced-{n}").exists() for path in present)
         )
@@ -112,7 +112,7 @@ def restore(settings: Settings, archive: Path, *, replace: bool) -> str:
         for name in (*_COMPANIONS, _DATABASE):
             if (folder / name).exists():
                 (folder / name).rename(targets[name])
-        _sync(Path(stem).absolute().parent)
+        sync(Path(stem).absolute().parent)
     return f"sessions restored to {stem}: {len(intact)}" + (f", {len(damaged)} of them damaged" if damaged else "")
 
 
@@ -164,14 +164,6 @@ def _stem(settings: Settings, command: str, file: Path) -> str:
 def _files_folder(settings: Settings, stem: str) -> Path:
     folder = settings.http.files_dir
     return Path(f"{stem}.files" if folder in ("auto", "none") else folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def build_parser(name: str) -> CommandParser:

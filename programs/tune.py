@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from native.files import write_synced
 from native.priority import cores, die_with_parent, lower_process_priority
 from programs.settings import CommandParser, parse_settings, reports_errors
 from programs.settings.model_file import with_default_model
@@ -281,7 +282,7 @@ class _Command:
     def _finish(self, tuning: Tuning, seconds: float) -> None:
         """Write the results and report them."""
         from rwkv_batch.tuning.curve import loss_curve, sparkline
-        from rwkv_batch.tuning.files import loss_table, write_results, write_synced
+        from rwkv_batch.tuning.files import loss_table, write_results
 
         losses, evaluations = tuning.trainer.losses, tuning.progress.evaluations
         paths = write_results(tuning.trainer.model, self._given.output, self._given.method == "full")

@@ -9,7 +9,6 @@ opens its own connection: calls are rare, and forked processes cannot share one.
 from __future__ import annotations
 
 import enum
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from native.files import make_private_folder
+from native.files import make_private_folder, sync, write_synced
 from routes.config import HttpConfig
 
 
@@ -114,8 +113,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 _BUSY_TIMEOUT_S = 10.0
 _ORPHAN_AGE_S = 24 * 3600.0
 """Age after which a file without a row is deleted."""
-_HALF = ".half"
-"""Suffix of a file that is being written."""
 _UPLOAD_S = 600.0
 """Time to write an uploaded file. An older reservation is of a process that was killed."""
 _SCHEMA = """
@@ -185,24 +182,15 @@ class Store:
         """Store a file. Its bytes are reserved first. Raises StoreFullError, OSError."""
         self._reserve(file)
         try:
-            self._write(file, content)
+            write_synced(self.content(file.id), content)
+            self.add_existing_file(file)
         except BaseException:
             self._discard(file.id)
             raise
 
-    def _write(self, file: StoredFile, content: bytes) -> None:
-        path = self.content(file.id)
-        temporary_path = path.with_suffix(_HALF)
-        with temporary_path.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary_path.rename(path)
-        self.add_existing_file(file)
-
     def add_existing_file(self, file: StoredFile) -> None:
         """Add the row of a file whose content is already in place."""
-        _sync(self.content(file.id).parent)
+        sync(self.content(file.id).parent)
         row = (file.id, file.owner, file.created_at, file.expires_at, file.purpose, file.bytes, _to_json(file))
         with self.open() as database:
             database.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
@@ -232,10 +220,8 @@ class Store:
 
     def _discard(self, file_id: str) -> None:
         """Delete the file and the reservation of a failed upload."""
-        path = self.content(file_id)
         with suppress(OSError):  # `sweep` deletes it later
-            path.with_suffix(_HALF).unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+            self.content(file_id).unlink(missing_ok=True)
             with self.open() as database:
                 database.execute("DELETE FROM uploads WHERE id = ?", (file_id,))
 
@@ -369,15 +355,6 @@ _PLACEHOLDERS = ",".join("?" * len(ACTIVE_STATUSES))
 
 def _to_json(record: StoredFile | Batch) -> str:
     return msgspec.json.encode(record).decode()
-
-
-def _sync(folder: Path) -> None:
-    """Sync the folder's entries to disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 NONE = "none"

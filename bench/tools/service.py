@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from bench.tools.cpu_time import cpu_s
 from bench.tools.http_load import Load, fetch
 from bench.tools.record import origin
 
@@ -61,11 +61,7 @@ def wait_ready(url: str, password: str, process: subprocess.Popen[bytes] | None)
 def service_cpu_s(url: str) -> float:
     """Return the CPU seconds of a service's processes on this machine."""
     processes = json.loads(fetch(url, "/status", ""))["processes"]
-    used = 0
-    for process in (processes["engine"], *processes["http_workers"]):
-        fields = Path(f"/proc/{process['pid']}/stat").read_text().rsplit(")", 1)[1].split()
-        used += int(fields[11]) + int(fields[12])
-    return used / os.sysconf("SC_CLK_TCK")
+    return sum(cpu_s(process["pid"]) for process in (processes["engine"], *processes["http_workers"]))
 
 
 def percentile(values: Sequence[float], part: float) -> float | None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from native.files import sync
 from programs.batch.formats import FileFormat, compression_of
 from programs.batch.inputs import STDIN, Input, is_stream
 from programs.batch.lines import OK, Outcome
@@ -18,7 +19,6 @@ from programs.batch.outputs import (
     OutputFile,
     StandardError,
     StandardOutput,
-    sync_folder,
 )
 from programs.batch.sidecar import SUFFIX, Progress, Sidecar
 from programs.record import Record, RunError, json_line
@@ -151,7 +151,7 @@ def _to_files(
         name = "standard input" if options.input == STDIN else f"the pipe {options.input}"
         raise RunError(f"{name} cannot be read twice, so this output cannot be resumed; give --fresh to start over")
     progress = sidecar.begin(settings, source.digest())
-    sync_folder(path.parent)
+    sync(path.parent)
     output.cut(progress.output_bytes)
     errors.cut(progress.errors_bytes)
     return RunFiles(output, errors, sidecar, file_format, progress, error_line(options.id_field), bool(compression))

@@ -193,12 +193,3 @@ class StandardError(StandardOutput):
     def append(self, data: bytes) -> None:
         sys.stderr.buffer.write(data)
         sys.stderr.buffer.flush()
-
-
-def sync_folder(path: Path) -> None:
-    """Syncs the folder, so that names of new files are durable."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -72,6 +72,13 @@ def fill_template(template: str, fields: Mapping[str, Any]) -> str:
     return _PLACEHOLDER.sub(value, template)
 
 
+def _record_text(task_options: TaskOptions, fields: Mapping[str, Any]) -> str:
+    """Returns the text of the template or the field. Raises LineError."""
+    if task_options.template:
+        return fill_template(task_options.template, fields)
+    return _text(fields, task_options.field)
+
+
 def _text(fields: Mapping[str, Any], name: str) -> str:
     if name not in fields:
         raise LineError(f"has no field {name!r}, only {', '.join(sorted(fields)) or 'none'}")
@@ -95,11 +102,7 @@ class _Translate:
 
     def request(self, record: Record) -> TaskRequest:
         task_options = self._plan
-        text = (
-            fill_template(task_options.template, record.fields)
-            if task_options.template
-            else _text(record.fields, task_options.field)
-        )
+        text = _record_text(task_options, record.fields)
         body = {"source_lang": task_options.source_lang, "target_lang": task_options.target_lang, "text_list": [text]}
         return with_terms(body, self._glossary)
 
@@ -115,9 +118,7 @@ class _Score:
 
     def request(self, record: Record) -> TaskRequest:
         task_options, fields = self._plan, record.fields
-        text = (
-            fill_template(task_options.template, fields) if task_options.template else _text(fields, task_options.field)
-        )
+        text = _record_text(task_options, fields)
         given = fields.get("candidates")
         candidates = given if isinstance(given, list) else [_text(fields, "candidates")]
         return TaskRequest(SCORE, {"contents": [text], "candidates": candidates})
@@ -146,9 +147,7 @@ class _Generate:
             return {"prefix": [_text(fields, "prefix")], "suffix": [_text(fields, "suffix")]}
         if task_options.task == "chat" and not task_options.template and isinstance(fields.get("messages"), list):
             return {"messages": fields["messages"]}
-        text = (
-            fill_template(task_options.template, fields) if task_options.template else _text(fields, task_options.field)
-        )
+        text = _record_text(task_options, fields)
         return (
             {"contents": [text]}
             if task_options.task == "complete"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from native.files import write_synced
 from programs.backends.backend import Backend
 from programs.backends.remote_service import RemoteService
 from programs.batch.exit_codes import ALL_ANSWERED, SOME_FAILED, run_command
@@ -27,7 +28,7 @@ from programs.batch.glossary import load_glossary
 from programs.batch.inputs import STDIN, Line
 from programs.batch.lines import LineWorker
 from programs.batch.options import ERRORS_SUFFIX, build_translate_parser, check_settings
-from programs.batch.outputs import STDOUT, OutputFile, ReorderBuffer, StandardError, StandardOutput, sync_folder
+from programs.batch.outputs import STDOUT, OutputFile, ReorderBuffer, StandardError, StandardOutput
 from programs.batch.progress import Reporter, RunStats
 from programs.batch.run import Run
 from programs.batch.sidecar import SUFFIX, Progress, Sidecar
@@ -259,19 +260,12 @@ def _read(path: str, size: int) -> bytes:
 def _write_file(path: Path, data: bytes) -> None:
     """Replace a file at once: a stopped run leaves the old one. Pipes are written to. Raises RunError."""
     path = path.resolve() if path.is_file() else path
-    half = path.with_name(path.name + ".half")
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)
             return
-        with half.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(path)
-        sync_folder(path.parent)
+        write_synced(path, data)
     except OSError as error:
-        half.unlink(missing_ok=True)
         remedy = "make room and give the same command again: the texts are safe"
         raise RunError(f"{path} cannot be written ({error.strerror}); {remedy}") from None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import tempfile
 import time
 import uuid
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from native.files import make_private, make_private_folder, remove_stale_files, replace_private
+from native.files import make_private, make_private_folder, remove_stale_files, replace_private, sync
 from rwkv_batch.calls import AddState, DecodeDefaults, Reply, StateInfo
 from rwkv_batch.config import STATE_NAME, EngineConfig
 from rwkv_batch.core.mixtures import check_members
@@ -278,8 +277,7 @@ def _write(path: Path, state: TunedTensor, about: dict[str, str]) -> None:
     make_private_folder(path.parent)
     try:
         write_tuned_state(path, state, about)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(path)
     except BaseException:
         _discard(path)
         raise

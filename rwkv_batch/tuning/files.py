@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import struct
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from native.files import write_synced
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.adapters.files import ADAPTER_MODEL
 from rwkv_batch.model.huggingface import huggingface_module
@@ -23,21 +23,6 @@ from rwkv_batch.tuning.model import TrainingModel
 
 LORA_SCALE = 1
 """alpha / rank of the written adapters."""
-
-
-def write_synced(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that is on disk before it gets its name. Raises OSError."""
-    half = path.with_name(f".{path.name}.half")
-    with half.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    half.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def saved(content: object) -> memoryview:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from native.files import write_synced
 from rwkv_batch.errors import StartupError
 from rwkv_batch.tuning import Document
-from rwkv_batch.tuning.files import load_checkpoint, saved, write_synced
+from rwkv_batch.tuning.files import load_checkpoint, saved
 from rwkv_batch.tuning.model import TrainingModel, Tunables, new_tunables, parameters_of
 from rwkv_batch.tuning.packing import Batch, aligned, pack
 

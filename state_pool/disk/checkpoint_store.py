@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from native.files import write_synced
 from state_pool.errors import DatabaseUnusable
 
 LIST_BATCH_SIZE = 1000
@@ -75,24 +75,9 @@ class FolderStore:
             (self._folder / key_prefix).mkdir(exist_ok=True)
 
     def put(self, key: str, data: bytes) -> None:
-        """See `CheckpointStore`. A crash may leave a file that ends in .part."""
-        target = self._folder / key
-        part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+        """See `CheckpointStore`. A crash may leave a file that ends in .half."""
         with self._translate_errors():
-            try:
-                with part.open("xb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.rename(target)
-            except OSError:
-                part.unlink(missing_ok=True)
-                raise
-            folder = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            write_synced(self._folder / key, data)
 
     def get(self, key: str) -> bytes:
         """See `CheckpointStore`. Raises ObjectNotFound."""

@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from native.files import open_private
+from native.files import open_private, sync
 from state_pool.disk.state_store import Connection
 from state_pool.disk.statements import read_setting
 from state_pool.errors import DatabaseUnusable
@@ -36,8 +36,7 @@ def copy_database(source: sqlite3.Connection, target: Path) -> None:
         with contextlib.closing(sqlite3.connect(part, isolation_level=None)) as copy:
             if _has_settings(copy):
                 copy.execute("DELETE FROM pool_settings WHERE name = ?", (_OPEN_FILE,))
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(part)
         part.rename(target)
     except BaseException:
         part.unlink(missing_ok=True)

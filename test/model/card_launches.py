@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from bench.tools import cuda_check
-from bench.tools.cuda_check import Compiled
 from native import machine
 from native.build import CUDA_FLAGS, INCLUDES
 from native.nvcc import libraries_of
@@ -47,6 +45,8 @@ from rwkv_batch.kernels.cuda.w8a8.products import SPARSE_COLUMNS, SPARSE_SPLITS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
 from test.conftest import IS_LONG
+from test.model import cuda_check
+from test.model.cuda_check import Compiled
 
 ROOT = Path(__file__).parents[2]
 CHECKED_ARCHS = cuda_check.CHECKED_ARCHS if IS_LONG else ("sm_86", "sm_90")

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.tools import cuda_check
 from rwkv_batch.kernels.cuda import library as cuda_library
 from sampling import rapid
-from test.model import card_launches
+from test.model import card_launches, cuda_check
 from test.model.card_launches import (
     CARDS,
     CHECKED_ARCHS,

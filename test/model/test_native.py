@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.tools import cuda_check
 from native import build, machine, tensors
 from native.priority import cores
+from test.model import cuda_check
 
 needs_cpp = pytest.mark.skipif(
     machine.cpp_unavailable_reason() is not None, reason=str(machine.cpp_unavailable_reason())

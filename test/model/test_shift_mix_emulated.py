@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import packed_weights, quantised_rows, quantised_weights, skinny_quant
 from rwkv_batch.kernels.cuda import shift_mix as cuda_shift_mix
@@ -36,6 +35,7 @@ from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.quant.w8a8 import InputTransform
 from rwkv_batch.model.quant.w8a8 import quantise_rows as quantise_rows_w8a8
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, rows_of_tokens
+from test.model import cuda_check
 from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import linear as cuda_linear
 from rwkv_batch.kernels.cuda import skinny_quant
@@ -16,6 +15,7 @@ from rwkv_batch.kernels.cuda.linear import Gemm, skinny
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
+from test.model import cuda_check
 from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.tools import cuda_check
 from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_SPLITS
 from rwkv_batch.kernels.cuda.packed_weights import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
+from test.model import cuda_check
 from test.model.emulated.library import call, emulation_of
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.tools import cuda_check
 from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import hopper_gemm
 from rwkv_batch.kernels.cuda.w8a8 import mixed_launch, products
@@ -26,6 +25,7 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
 )
 from rwkv_batch.model.quant.w8a8 import Codes, input_transform, product, quantise_rows, quantise_weight
 from rwkv_batch.model.quant.w8a8 import InputTransform as Transform
+from test.model import cuda_check
 from test.model.emulated.library import emulated, send_launches_to
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")

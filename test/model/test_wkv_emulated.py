@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.tools import cuda_check
 from rwkv_batch.kernels.cuda.library import LowRankUpArgs, WkvArgs
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.state import pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs
+from test.model import cuda_check
 from test.model.emulated.library import call, emulation_of
 
 pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")

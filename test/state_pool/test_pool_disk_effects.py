@@ -280,7 +280,7 @@ def test_an_object_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, synced
     store.prepare("states")
     store.put("states/a", b"content")
     (part, before), (folder, after) = synced
-    assert part.startswith("a.") and part.endswith(".part") and before == {part}
+    assert part == ".a.half" and before == {part}
     assert (folder, after) == ("states", {"a"})
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from native.files import remove_stale_files
+from native.files import remove_stale_files, sync
 from rwkv_batch.model.quant.formats import Format, Quantised
 
 logger = logging.getLogger(__name__)
@@ -93,8 +93,7 @@ class QuantStore:
             try:
                 on_cpu = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
                 save_file(on_cpu, temporary, {CHECKSUM: _checksum(name, on_cpu), WEIGHTS: self._fingerprint})
-                with open(temporary, "rb") as file:
-                    os.fsync(file.fileno())
+                sync(Path(temporary))
                 Path(temporary).chmod(0o644)
                 Path(temporary).replace(self._path(name))
             except BaseException:
