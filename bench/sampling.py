@@ -10,7 +10,7 @@ in total than the cache. `rapid` without filters is timed in CUDA graph replays,
 timed as called.
 
 `--model-path` adds an engine's steps with the last number of rows, by the parameters of `--cases`: `ratio` is a step's
-time over that of `open`, the median over the rounds. The cases alternate. Each row samples 96 tokens.
+time over that of `open`, the median over the rounds. The cases alternate. Each row samples `--tokens`.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def engine_steps(args: argparse.Namespace, rows: int) -> Iterable[dict[str, obje
         for number in range(args.rounds + 1):  # the first one warms up
             for case in list(times)[:: -1 if number % 2 else 1]:
                 choice = CASES[case]
-                seconds = engine_seconds(client.engine, [choice[row % len(choice)] for row in range(rows)])
+                seconds = engine_seconds(client.engine, [choice[row % len(choice)] for row in range(rows)], args.tokens)
                 if number:
                     times[case].append(seconds)
     for case, seconds in times.items():
@@ -217,14 +217,14 @@ def engine_steps(args: argparse.Namespace, rows: int) -> Iterable[dict[str, obje
         }
 
 
-def engine_seconds(engine: Engine, choice: list[SamplingParams]) -> float:
+def engine_seconds(engine: Engine, choice: list[SamplingParams], tokens: int) -> float:
     """Return the median seconds of a step while all rows sample; one row per element of `choice`."""
     ends, times, refusals = threading.Event(), list[float](), list[object]()
-    prompt = [(7919 * i * i) % 600 + 300 for i in range(64)]
+    prompt = [(7919 * i * i) % 600 + 300 for i in range(tokens * 2 // 3)]
     requests = [
         GenerateRequest(
             prompt=prompt,
-            max_tokens=96,
+            max_tokens=tokens,
             sampling=msgspec.structs.replace(params, seed=row),
             ignore_eos=True,
             chunk_size=1,
@@ -247,7 +247,7 @@ def engine_seconds(engine: Engine, choice: list[SamplingParams]) -> float:
     ends.wait()
     if refusals:
         raise RuntimeError(f"the engine refused the rows: {refusals[0]}")
-    return statistics.median(after - before for before, after in itertools.pairwise(times[16:-2]))
+    return statistics.median(after - before for before, after in itertools.pairwise(times[tokens // 6 : -2]))
 
 
 def refusal(name: str, device: torch.device) -> str | None:
@@ -267,6 +267,7 @@ def main() -> None:
     parser.add_argument("--model-path", type=Path, help="also measures steps of an engine with this model")
     parser.add_argument("--dtype", default="auto", help="of the engine's weights")
     parser.add_argument("--wkv-state", default="fp32")
+    parser.add_argument("--tokens", type=int, default=96, help="of each of the engine's rows")
     parser.add_argument("--rounds", type=int, default=5, help="of the engine's steps")
     args = parser.parse_args()
     device = torch.device(args.device)

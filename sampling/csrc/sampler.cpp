@@ -1,5 +1,8 @@
 // The CPU sampler: the same tokens as sampling/naive.py, rows in parallel. Not thread-safe; state per request slot is
 // in the Sampler behind the handle.
+#if defined(__AVX512F__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")  // GCC's default is 256 for many of these CPUs
+#endif
 #include <omp.h>
 
 #include <memory>
@@ -38,8 +41,7 @@ struct SlotState {
 
 // Scratch memory of one thread.
 struct Scratch {
-  std::vector<float> maxima, work, scores;
-  std::vector<Candidate> list;
+  RowScratch row;
   FilterScratch filters;
 };
 
@@ -62,19 +64,12 @@ void each_presence(const SlotState& slot, Visit visit) {
   for (size_t i = 0; i < slot.seen.size(); ++i) visit(slot.seen[i], slot.counts[i] * frequency + presence);
 }
 
-// Returns the largest of kSize logits without NaN; sets `nans` if there are any. The constant size vectorises.
-template <int kSize>
-inline float largest_of(const float* logits, int& nans) {
-  float largest = kNegativeInfinity;
+// Whether any of kChunk logits is NaN.
+inline bool has_nan(const float* logits) {
   int found = 0;
-#pragma omp simd reduction(max : largest) reduction(| : found)
-  for (int token = 0; token < kSize; ++token) {
-    const float value = logits[token];
-    largest = value > largest ? value : largest;
-    found |= value != value;
-  }
-  nans |= found;
-  return largest;
+#pragma omp simd reduction(| : found)
+  for (int i = 0; i < kChunk; ++i) found |= logits[i] != logits[i];
+  return found;
 }
 
 // Sets forbidden tokens among `size` to -inf, unless all are forbidden. Returns whether any is allowed. words: mask
@@ -99,7 +94,8 @@ float scan(float* logits, const uint32_t* mask, int vocab, std::vector<float>& m
   int odd = 0;
   for (int chunk = 0; chunk < whole; ++chunk) {
     if (mask && !apply_mask(logits + chunk * kChunk, mask + chunk * (kChunk / 32), kChunk)) continue;
-    maxima[chunk] = largest_of<kChunk>(logits + chunk * kChunk, odd);
+    maxima[chunk] = largest_of(logits + chunk * kChunk);
+    odd |= has_nan(logits + chunk * kChunk);
   }
   const int rest = whole * kChunk;
   if (rest < vocab && (!mask || apply_mask(logits + rest, mask + rest / 32, vocab - rest))) {
@@ -116,159 +112,57 @@ float scan(float* logits, const uint32_t* mask, int vocab, std::vector<float>& m
   return std::min(largest, kMaxLogit);
 }
 
-// Sets chunks without an allowed token to -inf, for passes that read every logit.
-void clear_empty_chunks(float* logits, int vocab, const std::vector<float>& maxima) {
-  for (size_t chunk = 0; chunk < maxima.size(); ++chunk) {
-    if (maxima[chunk] > kNegativeInfinity) continue;
-    const int begin = static_cast<int>(chunk) * kChunk;
-    std::fill(logits + begin, logits + std::min(begin + kChunk, vocab), kNegativeInfinity);
-  }
-}
-
-int32_t first_of(const Row& row) {
-  const auto found = std::find(row.maxima->begin(), row.maxima->end(), row.largest);
-  int32_t token = static_cast<int32_t>(found - row.maxima->begin()) * kChunk;
-  while (row.logits[token] != row.largest) ++token;
-  return token;
-}
-
-float exact_score(const Row& row, const SlotState& slot, int32_t token) {
-  const uint32_t domain = slot.parameters.kind == kNoise ? kDomainNoise : kDomainGumbel;
-  const uint32_t word = words_of_block(slot.parameters.seed, slot.step, token >> 2, domain).at[token & 3];
-  const float scaled = row.logits[token] * row.scale;
-  if (slot.parameters.kind == kNoise) return scaled + to_uniform(word) * slot.parameters.noise;
-  return scaled + static_cast<float>(-std::log(-std::log1p(-static_cast<double>(to_uniform(word)))));
-}
-
-// Returns the candidate with the largest score; ties: the lowest token.
-int32_t best_of(const Row& row, const SlotState& slot, const std::vector<Candidate>& candidates) {
-  Candidate best{kNegativeInfinity, 0};
-  for (const Candidate& candidate : candidates) {
-    const Candidate scored{exact_score(row, slot, candidate.token), candidate.token};
-    if (ranks_before(scored, best)) best = scored;
-  }
-  return best.token;
-}
-
-// Samples among many tokens: vectorised rough scores select a few, exact scores decide.
-int32_t best_of_vocab(const Row& row, const SlotState& slot, const Cut* cut, Scratch& scratch) {
-  const bool noisy = slot.parameters.kind == kNoise;
-  std::vector<float>& scores = scratch.scores;
-  const int blocks = (row.vocab + 3) / 4;
-  scores.resize(4 * static_cast<size_t>(blocks));
-  for (int block = 0; block < blocks; ++block) {
-    const Words words =
-        words_of_block(slot.parameters.seed, slot.step, block, noisy ? kDomainNoise : kDomainGumbel);
-    for (int i = 0; i < 4; ++i) scores[4 * block + i] = to_uniform(words.at[i]);
-  }
+// Returns the position with the largest score: of noise, s + noise * u, else the Gumbel-max rule's s - log(-log(1 - u)).
+// The latter can reach the best one only if u <= exp(s - best), the former if 1 - u <= (s + noise - best) / noise. So
+// most chunks cost their random words and one comparison, and low ones not even that.
+int best_of(const Row& row, const SlotState& slot) {
+  const bool is_noise = slot.parameters.kind == kNoise;
   const float noise = slot.parameters.noise;
-  float best = kNegativeInfinity;
-  if (noisy)
-    for (int token = 0; token < row.vocab; ++token) scores[token] = row.logits[token] * row.scale + scores[token] * noise;
-  else
-    for (int token = 0; token < row.vocab; ++token) scores[token] = row.logits[token] * row.scale + rough_gumbel(scores[token]);
-  if (cut)
-    for (int token = 0; token < row.vocab; ++token)
-      if (!cut->keeps(row.logits[token], token)) scores[token] = kNegativeInfinity;
-  for (int token = 0; token < row.vocab; ++token) best = scores[token] > best ? scores[token] : best;
-  // Large scores have a coarser rounding than the logarithms.
-  const float floor = best - kRoughError - std::fabs(best) * 1e-6f;
-  scratch.list.clear();
-  for (int token = 0; token < row.vocab; ++token)
-    if (scores[token] >= floor) scratch.list.push_back({row.logits[token], token});
-  return best_of(row, slot, scratch.list);
-}
-
-// A chunk's random words: word i of block b belongs to token 4 * b + i.
-struct ChunkWords {
-  uint32_t at[4][kChunk / 4];
-};
-
-void random_words(const SlotState& slot, int chunk, ChunkWords& words) {
-  const uint64_t seed = slot.parameters.seed, step = slot.step;
-#pragma omp simd
-  for (int block = 0; block < kChunk / 4; ++block) {
-    const Words generated = words_of_block(seed, step, chunk * (kChunk / 4) + block, kDomainGumbel);
-    words.at[0][block] = generated.at[0];
-    words.at[1][block] = generated.at[1];
-    words.at[2][block] = generated.at[2];
-    words.at[3][block] = generated.at[3];
-  }
-}
-
-bool any_at_most(const ChunkWords& words, uint32_t limit) {
-  uint32_t lowest = ~0u;
-  const uint32_t* all = &words.at[0][0];
-#pragma omp simd reduction(min : lowest)
-  for (int i = 0; i < kChunk; ++i) lowest = all[i] < lowest ? all[i] : lowest;
-  return lowest <= limit;
-}
-
-// Samples among all tokens. A score s - log(-log(1 - u)) can reach the best one only if u <= exp(s - best). So most
-// chunks cost their random words and one comparison, and low ones not even that.
-int32_t best_of_all(const Row& row, const SlotState& slot) {
-  const int32_t first = first_of(row);
-  Candidate best{exact_score(row, slot, first), first};
-  ChunkWords words;
-  for (size_t chunk = 0; chunk < row.maxima->size(); ++chunk) {
-    const float goal = best.logit - kRoughError - std::fabs(best.logit) * 1e-6f;
-    const float needed = std::min((*row.maxima)[chunk] * row.scale - goal, 0.0f);
-    const double highest = static_cast<double>(exp_nonpositive(needed)) * (1 + 1e-5) * 0x1p32;
+  const uint32_t flip = is_noise ? ~0u : 0;
+  const RowWords words(slot.parameters.seed, slot.step, is_noise ? kDomainNoise : kDomainGumbel);
+  const auto score_of = [&](int at, uint32_t word) {
+    const float scaled = row.s[at] * row.scale, u = to_uniform(word);
+    return is_noise ? scaled + u * noise : scaled + static_cast<float>(-std::log(-std::log1p(-static_cast<double>(u))));
+  };
+  int best = row.first_of_largest();
+  float most = score_of(best, words.at(row.token(best)));
+  for (size_t chunk = 0; chunk < row.maxima.size(); ++chunk) {
+    if (row.maxima[chunk] == kNegativeInfinity) continue;
+    const float goal = most - kRoughError - std::fabs(most) * 1e-6f;
+    const float needed = std::min(row.maxima[chunk] * row.scale - goal, is_noise ? noise : 0.0f);
+    const double share = !is_noise ? exp_nonpositive(needed) : noise > 0 ? static_cast<double>(noise + needed) / noise : 1;
+    const double highest = share * (1 + 1e-5) * 0x1p32 + (is_noise ? 1024 : 0);
     if (highest < 0.5) continue;
     const uint32_t limit = highest < 0x1p32 - 1 ? static_cast<uint32_t>(highest) : ~0u;
-    random_words(slot, static_cast<int>(chunk), words);
-    if (!any_at_most(words, limit)) continue;
-    for (int i = 0; i < kChunk; ++i) {
-      const int32_t token = static_cast<int32_t>(chunk) * kChunk + i;
-      if (words.at[i % 4][i / 4] > limit || token >= row.vocab) continue;
-      const Candidate scored{exact_score(row, slot, token), token};
-      if (ranks_before(scored, best)) best = scored;
+    if (!row.ids && !words.any_at_most(chunk, flip, limit)) continue;
+    const int begin = static_cast<int>(chunk) * kChunk, end = std::min(begin + kChunk, row.size);
+    uint32_t all[kChunk];
+    row.ids ? words.of_tokens(row.ids + begin, all) : words.of_chunk(chunk, all);
+    for (int at = begin; at < end; ++at) {
+      if ((all[at - begin] ^ flip) > limit) continue;
+      const float score = score_of(at, all[at - begin]);
+      if (score > most || (score == most && at < best)) most = score, best = at;
     }
   }
-  return best.token;
-}
-
-int32_t sample_truncated(float* logits, const Row& row, const SlotState& slot, Scratch& scratch) {
-  const Parameters& p = slot.parameters;
-  Limits limits{p.top_k, std::numeric_limits<double>::infinity()};
-  if (p.top_p < 1) limits.enough = p.top_p * total_mass(row);
-  std::vector<Candidate>& list = scratch.list;
-  Cut cut;
-  if (find_cut(row, limits, scratch.work, list, cut)) return best_of(row, slot, list);
-  clear_empty_chunks(logits, row.vocab, *row.maxima);
-  if (cut.kept > 2 * kMaxSorted) return best_of_vocab(row, slot, &cut, scratch);
-  list.clear();
-  for (int32_t token = 0; token < row.vocab; ++token)
-    if (cut.keeps(row.logits[token], token)) list.push_back({row.logits[token], token});
-  return best_of(row, slot, list);
-}
-
-// Applies the row's filters and returns the largest logit that they leave.
-float filter(float* logits, int vocab, float largest, SlotState& slot, Scratch& scratch) {
-  FilteredRow row(logits, vocab, largest, scratch.maxima, *slot.filters, scratch.filters);
-  row.ban(slot.step);
-  row.run(slot.parameters.seed, slot.step, [&](auto visit) { each_presence(slot, visit); });
-  return row.largest();
+  return best;
 }
 
 int32_t sample_row(float* logits, const uint32_t* mask, int vocab, SlotState& slot, Scratch& scratch) {
   add_bias(logits, slot);
   if (!slot.filters) each_presence(slot, [&](int32_t token, float penalty) { logits[token] -= penalty; });
-  float largest = scan(logits, mask, vocab, scratch.maxima);
-  if (slot.filters) largest = filter(logits, vocab, largest, slot, scratch);
-  if (largest == kNegativeInfinity) return 0;
-  const Row row{logits, vocab, largest, slot.parameters.scale, &scratch.maxima};
-  switch (slot.parameters.kind) {
-    case kTruncated:
-      return sample_truncated(logits, row, slot, scratch);
-    case kUntruncated:
-      return best_of_all(row, slot);
-    case kNoise:
-      clear_empty_chunks(logits, vocab, scratch.maxima);
-      return best_of_vocab(row, slot, nullptr, scratch);
-    default:
-      return first_of(row);
+  const float largest = scan(logits, mask, vocab, scratch.row.maxima);
+  Row row{logits, vocab, largest, slot.parameters.scale, scratch.row};
+  if (slot.filters) {
+    FilteredRow filtered(row, *slot.filters, scratch.filters);
+    filtered.ban(slot.step);
+    filtered.run(slot.parameters.seed, slot.step, [&](auto visit) { each_presence(slot, visit); });
   }
+  if (row.largest == kNegativeInfinity) return 0;
+  const Parameters& p = slot.parameters;
+  if (p.kind == kTruncated) row.truncate(p.top_k, p.top_p);
+  const int best = p.kind == kGreedy ? row.first_of_largest() : best_of(row, slot);
+  if (slot.filters && slot.filters->is_mirostat()) slot.filters->learn(row.s[best], row.largest);
+  return row.token(best);
 }
 
 void count(SlotState& slot, int32_t token, const std::vector<uint8_t>& penalty_exempt) {
@@ -345,8 +239,6 @@ EXPORT void sampler_sample(Sampler* sampler, float* logits, const uint32_t* mask
     const uint32_t* mask = masks ? masks + row * words : nullptr;
     float* at = logits + row * sampler->vocab;
     const int32_t token = sampling::sample_row(at, mask, sampler->vocab, slot, scratch);
-    if (slot.filters && slot.filters->is_mirostat())
-      slot.filters->learn(at[token], *std::max_element(scratch.maxima.begin(), scratch.maxima.end()));
     sampling::count(slot, token, sampler->penalty_exempt);
     tokens[row] = token;
   }
