@@ -3,7 +3,7 @@
     python -m bench.quality                                             # the demo model, held-out sentences
     python -m bench.quality --model-path FILE --text-file FILE --device cuda:0
     python -m bench.quality --wkv-states fp16 int8 --max-tokens 32768   # WKV state formats instead of dtypes
-    python -m bench.quality --outliers 20 --no-kinds                    # 8 channels of each norm 20 times as large
+    python -m bench.quality --outliers 20                               # 8 channels of each norm 20 times as large
 
 Compares with the same model in fp32, over the text with teacher forcing:
 - bits per byte of the text, and their increase over fp32
@@ -12,9 +12,6 @@ Compares with the same model in fp32, over the text with teacher forcing:
 - same: share of positions with the same most likely token
 - agreement: share of 1,000 tokens, generated greedily by fp32, that the dtype also ranks first; and the position of
   the first difference
-
-Then, for each quantised format, the same figures with one kind of matrix quantised and the others in fp32, and the
-error of these matrices. This decides which matrices are quantised (rwkv_batch/model/quant/formats.py).
 
 With --wkv-states: the same figures for state formats, per quarter of --texts texts, one token at a time
 (quality_states.py). Without a text file the texts are documents of the demo's corpus.
@@ -28,7 +25,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -41,7 +37,6 @@ from bench.quality_states import Compared, Text, by_state_format, long_texts
 from bench.tools.record import Arguments, finish, save
 from demo.corpus import translation
 from demo.files import ensure_model
-from rwkv_batch.model.quant.formats import WEIGHT_ONLY, dequantise, is_quantised, quantise
 from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights, WeightsError, open_weights
@@ -137,32 +132,6 @@ def by_dtype(weights: Weights, reference: Reader, args: argparse.Namespace, text
         yield row
 
 
-def by_kind(weights: Weights, reference: Reader, device: str, text: Text) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each format and kind of matrix alone."""
-    names = [name for name in weights.tensors if is_quantised(name)]
-    kinds = sorted({kind_of(name) for name in names})
-    for format_ in WEIGHT_ONLY:
-        for kind in kinds:
-            changed, error_sq, norm_sq = dict(weights.tensors), 0.0, 0.0
-            for name in (name for name in names if kind_of(name) == kind):
-                whole = weights.tensors[name].float()
-                changed[name] = dequantise(quantise(whole, format_))
-                error_sq, norm_sq = (
-                    error_sq + (changed[name] - whole).square().sum().item(),
-                    norm_sq + whole.square().sum().item(),
-                )
-            reader = Reader(dataclasses.replace(weights, tensors=changed), device, "fp32")
-            figures = compare(reader, reference, text)
-            row = {"dtype": format_.value, "kind": kind, "matrix_error": math.sqrt(error_sq / norm_sq), **figures}
-            print(_line(row, ("dtype", "kind", "matrix_error", "kl", "logits_error", "same_token")), flush=True)
-            yield row
-
-
-def kind_of(name: str) -> str:
-    """blocks.3.att.key.weight -> att.key"""
-    return ".".join(part for part in name.split(".")[:-1] if part != "blocks" and not part.isdecimal())
-
-
 def held_out_text() -> str:
     """Return translated sentence pairs that the demo model was not trained on."""
     rng = Random("quality")
@@ -204,7 +173,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--wkv-states", nargs="+", type=StateFormat, choices=list(StateFormat), default=[])
     parser.add_argument("--texts", type=at_least(1), default=2, help="batch size with --wkv-states")
     parser.add_argument("--outliers", type=at_least(1), help="factor of 8 channels of each layer norm")
-    parser.add_argument("--no-kinds", action="store_true", help="without the table by kind of matrix")
     return parser.parse_args()
 
 
@@ -239,12 +207,9 @@ def main() -> None:
         return
     text = read_text(args)
     reference = Reader(weights, args.device, "fp32")
-    record = about(weights, args) | {"tokens": len(text.ids), "results": [], "kinds": []}
+    record = about(weights, args) | {"tokens": len(text.ids), "results": []}
     for row in by_dtype(weights, reference, args, text):
         save_row(record, record["results"], row, args.out)
-    if not args.no_kinds:
-        for row in by_kind(weights, reference, args.device, text):
-            save_row(record, record["kinds"], row, args.out)
     finish(record, args.out)
 
 

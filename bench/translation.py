@@ -17,8 +17,8 @@
 - `page` and `masks` with --size: a random model of that size, for the share of a step that takes as long as a real one.
 - masks: the same --rows sentences with markers or enforced terms, with and without their masks, in turns, with answers
   of equal lengths. `ratio` is the time of a token with masks over one without, of CPU seconds on a CPU, after the
-  prefills: the median of --mask-rounds pairs. `steps` is the ratio of the median steps, in wall time. `step_ms` and
-  `host_ms` are the median and the longest step, and the engine thread's part for tokens and masks, of the last pair.
+  prefills: the median of --mask-rounds pairs. `steps` is the ratio of the median steps, in wall time. `step_ms` is
+  the median and the longest step of the last pair.
 
 The last line is JSON.
 """
@@ -32,7 +32,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -213,42 +213,27 @@ class _Steps:
     """Times of an engine's steps, from the one that samples the last row's first token."""
 
     def __init__(self, engine: Engine) -> None:
-        self._times: list[tuple[float, float, float]] = []
-        """wall, CPU of all threads, CPU of the engine's thread for tokens and masks"""
-        self._host_s = 0.0
+        self._times: list[tuple[float, float]] = []
+        """wall, CPU of all threads"""
         self._started = dict[int, Any]()
         """sequences that sampled, by id"""
         self.rows = 0
-        commit = self._counted(engine.jobs.commit)
+        commit = engine.jobs.commit
 
         def timed(rows: list[ScheduledRow], sampled: list[SampledToken], number: int) -> None:
             if len(self._started) < self.rows:
                 self._started |= {id(row.sequence): row.sequence for row in rows if row.samples_token}
             if len(self._started) >= self.rows:
-                self._times.append((time.perf_counter(), time.process_time(), self._host_s))
+                self._times.append((time.perf_counter(), time.process_time()))
             commit(rows, sampled, number)
 
         setattr(engine.jobs, "commit", timed)  # noqa: B010 - a method
-        sample = self._counted(engine.model_runner.sample_constrained)
-        setattr(engine.model_runner, "sample_constrained", sample)  # noqa: B010
-
-    def _counted(self, call: Callable[..., T]) -> Callable[..., T]:
-        def counted(*values: Any) -> T:
-            started = time.thread_time()
-            try:
-                return call(*values)
-            finally:
-                self._host_s += time.thread_time() - started
-
-        return counted
 
     def read(self) -> _Times:
         """Return the times since the last call."""
         times, self._times, self._started = self._times, [], {}
-        steps, _, host = zip(
-            *([b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(times)), strict=True
-        )
-        return _Times(times[-1][0] - times[0][0], times[-1][1] - times[0][1], steps, host)
+        steps = tuple(after[0] - before[0] for before, after in itertools.pairwise(times))
+        return _Times(times[-1][0] - times[0][0], times[-1][1] - times[0][1], steps)
 
 
 class _Times(NamedTuple):
@@ -256,8 +241,6 @@ class _Times(NamedTuple):
     cpu: float
     steps: tuple[float, ...]
     """seconds of each step"""
-    host: tuple[float, ...]
-    """the engine thread's seconds of CPU for each step's tokens and masks"""
 
 
 def _texts(rng: Random, low: int, high: int) -> list[int]:
@@ -369,7 +352,6 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
             "range": [round(one, 3) for one in (min(ratios), max(ratios))],
             "steps": round(median(median(one.steps) / median(other.steps) for one, other in pairs), 3),
             "step_ms": {name: _median_and_longest(values[-1].steps) for name, values in times.items()},
-            "host_ms": {name: _median_and_longest(values[-1].host) for name, values in times.items()},
         }
         print("masks", msgspec.json.encode(figures).decode(), flush=True)  # later rounds may be ended by their time
     return figures

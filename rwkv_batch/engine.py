@@ -365,7 +365,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - as in `_launch`
                 self._fail_step(step.rows, error)
                 continue
-            self.throughput.count(step.rows, len(sampled), step.started, step.launched)
+            self.throughput.count(step.rows, len(sampled), step.started)
             self.jobs.add_prompt_logprobs(scores)
             before = self.jobs.jump_forward.num_tokens
             self.jobs.commit(step.rows, sampled, finished_step.number)

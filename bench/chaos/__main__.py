@@ -46,7 +46,6 @@ from bench.chaos.health import (
     all_figures,
     cache_sizes,
     held_when_idle,
-    medians,
     name_of,
     names_of,
     slope,
@@ -133,11 +132,6 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
     service.stop()
     since = quiet_since + (time.monotonic() - quiet_since) / 4
     found = slopes_since(sampler, since, names)
-    shape = {
-        f"{pid} {names[pid]}": kib_of_blocks([(at, figures.anonymous) for at, figures in sampler.samples[pid]])
-        for pid in after
-        if pid in sampler.samples
-    }
     stored = stored_names(folder, service_arguments, database)
     wrong = wrong_sessions(talks, stored) + check_all(folder, talks, service_arguments)
     return {
@@ -155,7 +149,6 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         "more_descriptors": more["descriptors"],
         "growth_an_hour": {what: slope_record(one) for what, one in found.items()},
         "grows": [what for what, one in found.items() if one.grows],
-        "memory_kib_of_blocks": shape,
         "memory_mib": {f"{pid} {names[pid]}": one.rss >> 20 for pid, one in after.items()},
     }
 
@@ -184,12 +177,6 @@ def slopes_since(sampler: Sampler, since: float, names: dict[int, str]) -> dict[
                 points = [(at, float(getattr(figures, what))) for at, figures in samples if at > since]
                 found[f"{what} of {pid} {names[pid]}"] = slope(points, max_more)
     return {what: one for what, one in found.items() if one is not None}
-
-
-def kib_of_blocks(samples: list[tuple[float, int]]) -> list[tuple[int, int]]:
-    """Return (seconds since the first sample, KiB) over the process's life: shows a line or steps."""
-    points = medians([(at - samples[0][0], anonymous / 1024) for at, anonymous in samples])
-    return [(round(at), round(kib)) for at, kib in points]
 
 
 def slope_record(found: Slope) -> dict[str, float]:

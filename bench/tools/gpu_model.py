@@ -42,7 +42,6 @@ def random_stage(
     size: str,
     device: torch.device,
     wkv_state: StateFormat,
-    as_released: bool = True,
     dtype: str = "fp16",
     layers: int | None = None,
     deterministic: bool = False,
@@ -50,9 +49,8 @@ def random_stage(
     """Return a model on one device, without slots.
 
     layers: number of layers; None: all layers of its size.
-    as_released: round weights to bf16 values, as in released files. All dtypes use the same weights.
     """
-    weights = random_file(size, device, as_released, layers)
+    weights = random_file(size, device, layers)
     ops, _ = choose_ops("cuda", device)
     storage = format_of(dtype)
     precision = Precision(device, torch.float16, torch.float16, wkv_state, storage)
@@ -61,13 +59,12 @@ def random_stage(
     return Stage(weights, 0, weights.shape.layers, precision, ops, largest_inputs=MeasuredInputs(weights, device))
 
 
-def random_file(size: str, device: torch.device, as_released: bool = True, layers: int | None = None) -> Weights:
-    """Return a random model's tensors as an opened file has them. They are fp16 on the device."""
+def random_file(size: str, device: torch.device, layers: int | None = None) -> Weights:
+    """Return a random model's tensors as an opened file has them: bf16 values, as released, in fp16 on the device."""
     all_layers, width, ranks = SIZES[size]
     layers = layers or all_layers
     tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.float16, device=device)
-    if as_released:
-        tensors = {name: tensor.bfloat16().half() for name, tensor in tensors.items()}
+    tensors = {name: tensor.bfloat16().half() for name, tensor in tensors.items()}
     for i in range(layers):
         _push_down(tensors[f"blocks.{i}.ffn.key.weight"], tensors[f"blocks.{i}.ln2.bias"])
     return Weights(Path("random"), tensors, ModelShape(layers, width, VOCAB, 4 * width, *ranks), "")

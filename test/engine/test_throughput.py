@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,28 +37,28 @@ def rows(*num_tokens: int) -> list[ScheduledRow]:
 
 def test_rows_that_only_read_have_generated_nothing(clock: Clock) -> None:
     counted = Throughput()
-    counted.count(rows(30, 5, 1), 1, started=99.0, launched=99.1)
+    counted.count(rows(30, 5, 1), 1, started=99.0)
     stats = counted.stats()
     assert (stats["generated_tokens"], stats["computed_tokens"]) == (1, 36)
 
 
 def test_time_that_two_steps_share_counts_once(clock: Clock) -> None:
     counted = Throughput()
-    counted.count(rows(1), 1, started=98.0, launched=98.1)  # ends at 100
+    counted.count(rows(1), 1, started=98.0)  # ends at 100
     clock.now = 101.0
-    counted.count(rows(1), 1, started=99.0, launched=99.1)  # began before the first had ended
+    counted.count(rows(1), 1, started=99.0)  # began before the first had ended
     clock.now = 110.0
-    counted.count(rows(1), 1, started=109.5, launched=109.6)  # after a pause
+    counted.count(rows(1), 1, started=109.5)  # after a pause
     assert counted.stats()["busy_s"] == 3.5
 
 
 def test_counters_have_their_former_names_too(clock: Clock) -> None:
     counted = Throughput()
     assert counted.prefill_time_s(100) == 0.0, "no prompt was read yet"
-    counted.count(rows(30, 5), 2, started=98.0, launched=98.1)
+    counted.count(rows(30, 5), 2, started=98.0)
     counted.count_added(3)
     clock.now = 100.2
-    counted.count(rows(4), 1, started=100.1, launched=100.1)
+    counted.count(rows(4), 1, started=100.1)
     assert counted.stats() == {
         "steps": 2,
         "busy_s": 2.1,
@@ -79,17 +78,17 @@ def test_counters_have_their_former_names_too(clock: Clock) -> None:
 
 def test_the_prefill_speed_follows_steps_with_prompts(clock: Clock) -> None:
     counted = Throughput()
-    counted.count(rows(200), 1, started=98.0, launched=98.0)
+    counted.count(rows(200), 1, started=98.0)
     assert counted.prefill_time_s(50) == pytest.approx(0.5)  # 100 tokens a second
     clock.now = 101.0
-    counted.count(rows(15), 1, started=100.5, launched=100.5)  # too few tokens to tell
+    counted.count(rows(15), 1, started=100.5)  # too few tokens to tell
     assert counted.prefill_time_s(50) == pytest.approx(0.5)
     clock.now = 102.0
-    counted.count(rows(16), 1, started=101.0, launched=101.0)
+    counted.count(rows(16), 1, started=101.0)
     assert counted.prefill_time_s(50) == pytest.approx(50 / (0.9 * 100 + 0.1 * 16))
     decoding = [dataclasses.replace(row, uses_device_token=True) for row in rows(1, 1, 1)]
     clock.now = 103.0
-    counted.count([*rows(1000), *decoding], 3, started=102.0, launched=102.0)
+    counted.count([*rows(1000), *decoding], 3, started=102.0)
     assert counted.prefill_time_s(50) == pytest.approx(50 / (0.9 * (0.9 * 100 + 0.1 * 16) + 0.1 * 1000))
 
 
@@ -97,7 +96,7 @@ def test_rates_cover_only_the_last_seconds(clock: Clock) -> None:
     counted = Throughput()
     for _ in range(300):
         clock.now += 1.0
-        counted.count(rows(3), 1, started=clock.now - 0.1, launched=clock.now)
+        counted.count(rows(3), 1, started=clock.now - 0.1)
     assert len(counted._window) <= WINDOW_S + 1
     clock.now += 1.0
     stats = counted.stats()
@@ -105,31 +104,3 @@ def test_rates_cover_only_the_last_seconds(clock: Clock) -> None:
     assert 2.4 <= stats["computed_tokens_per_s"] <= 3.6
     clock.now += WINDOW_S
     assert counted.stats()["generated_tokens_per_s"] == 0.0
-
-
-def test_waits_before_first_tokens_of_interactive_rows_are_logged(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not those of batch rows: many start at once, and logging each would delay the others."""
-    caplog.set_level("DEBUG", throughput.logger.name)
-
-    def row(came: float, is_batch: bool) -> ScheduledRow:
-        job = SimpleNamespace(is_batch=is_batch, submitted_at=came)
-        sequence: Any = SimpleNamespace(job=job, prompt_tokens=30, queue_s=0.1, output=SimpleNamespace(tokens=[]))
-        sequence.num_computed_tokens, sequence.token_ids = 30, [0] * 31
-        return ScheduledRow(sequence, 30, samples_token=True)
-
-    Throughput().count([row(98.0, False), row(90.0, True)], 2, started=99.0, launched=99.2)
-    (steps, first) = (
-        json.loads(message.split(" ", words)[-1]) for message, words in zip(caplog.messages, (1, 2), strict=True)
-    )
-    step = {"ms": 1000.0, "launch_ms": 200.0, "rows": 2, "tokens": 60, "batch_rows": 1}
-    assert caplog.messages[0].startswith("prompts {") and steps == {"at_s": 99.0, "at_ms": 99000.0} | step
-    assert caplog.messages[1].startswith("first token {") and first == {
-        "at_s": 98.0,
-        "prompt_tokens": 30,
-        "first_token_ms": 2000.0,
-        "queue_ms": 100.0,
-        "waited_ms": 1000.0,
-        "steps": [{"at_ms": 1000.0} | step],
-    }
