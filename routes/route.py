@@ -281,23 +281,23 @@ async def with_defaults_applied(context: Context, parsed: Any) -> Any:
     return with_defaults(parsed, state.defaults, context.defaults)
 
 
-async def full_response(context: Context, route: Route, data: object, characters: int = 0) -> HttpResponse:
+async def full_response(context: Context, route: Route, data: object) -> HttpResponse:
     """Return the route's answer to a body not received by HTTP. Never a stream.
 
     `set_current_request` must have set the task's request context.
     """
-    response = await response_or_error(route, _run_handler(context, route, data, characters), lambda: data)
+    response = await response_or_error(route, _run_handler(context, route, data), lambda: data)
     if isinstance(response, StreamedResponse):
         response.chunks.close()
         return error_response(_STREAM_NOT_ALLOWED, route.error_format_for(data))
     return response
 
 
-async def _run_handler(context: Context, route: Route, data: object, characters: int) -> HandlerResponse:
+async def _run_handler(context: Context, route: Route, data: object) -> HandlerResponse:
     route = route.serving(data)
     assert route.body is not None
     if isinstance(data, dict) and data.get("stream") is True:
         raise ServiceError.from_info(_STREAM_NOT_ALLOWED)
     context = await model_context(context, route, data)
-    body = await validated_body(context, route, route.body, data, characters)
+    body = await validated_body(context, route, route.body, data, 0)
     return await route.respond(context, await with_defaults_applied(context, body))

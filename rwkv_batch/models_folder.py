@@ -40,16 +40,16 @@ def within(folder: str, file: str) -> Path | None:
     return path if path != root and path.is_relative_to(root) else None
 
 
-def path_within(folder: str, file: str, field: str, alternative: str = "") -> Path:
-    """Return the path of a file that a request's field names. Raises ServiceError.
+def path_within(folder: str, file: str, alternative: str = "") -> Path:
+    """Return the path of a file that a request's field `file` names. Raises ServiceError.
 
     alternative: what a client can do if no models folder is configured
     """
     if not folder:
-        raise invalid(field, f"the service has no models folder; start it with --models-dir{alternative}", file)
+        raise invalid("file", f"the service has no models folder; start it with --models-dir{alternative}", file)
     path = within(folder, file)
     if path is None:
-        raise invalid(field, "must be the path of a file within --models-dir", file)
+        raise invalid("file", "must be the path of a file within --models-dir", file)
     return path
 
 

@@ -236,7 +236,7 @@ async def _add_scores(context: Context, body: TranslateBody, entries: list[dict[
     forward = [_scored(context, one["detected_source_lang"], target, text, one["text"]) for text, one in pairs]
     reverse = [_scored(context, target, one["detected_source_lang"], one["text"], text) for text, one in pairs]
     origin = requested_origin(body, context.config)
-    found = await mean_logprobs(context, [*forward, *reverse], body, origin, LABEL, "text_list")
+    found = await mean_logprobs(context, [*forward, *reverse], body, origin, LABEL)
     for entry, score, confidence in zip(entries, found, found[len(entries) :], strict=False):
         entry |= {"score": score, "confidence": confidence}
     for index in least_certain(entry["confidence"] for entry in entries):
@@ -255,7 +255,7 @@ async def _add_alternatives(
         for other in found
     ]
     origin = requested_origin(body, context.config)
-    scores = iter(await mean_logprobs(context, scored, body, origin, LABEL, "text_list"))
+    scores = iter(await mean_logprobs(context, scored, body, origin, LABEL))
     for entry, found in zip(entries, others, strict=True):
         alternatives = [{"text": other, "score": next(scores)} for other in found]
         entry["alternatives"] = sorted(alternatives, key=lambda one: -one["score"])

@@ -27,26 +27,25 @@ class Scored(NamedTuple):
 
 
 async def mean_logprobs(
-    context: Context, scored: Sequence[Scored], body: PriorityFields, origin: tuple[str, str], label: str, field: str
+    context: Context, scored: Sequence[Scored], body: PriorityFields, origin: tuple[str, str], label: str
 ) -> list[float]:
     """Return each text's mean log-probability per token. Raises ServiceError.
 
     origin: names of a tuned state and an adapter
-    field: request field of the texts, for errors
     """
     if not scored:
         return []
     characters = sum(len(one.prompt) + len(one.text) for one in scored)
-    rows = await offload_if_large(characters, _rows, context, scored, origin, field)
+    rows = await offload_if_large(characters, _rows, context, scored, origin)
     results = await finished_rows(context, make_job(rows, body, label), OutputDecoder(len(rows)))
     return [_mean(result) for result in results]
 
 
-def _rows(context: Context, scored: Sequence[Scored], origin: tuple[str, str], field: str) -> list[GenerateRequest]:
+def _rows(context: Context, scored: Sequence[Scored], origin: tuple[str, str]) -> list[GenerateRequest]:
     def texts() -> Iterator[tuple[str, str]]:
         for one in scored:
-            yield field, one.prompt
-            yield field, one.text
+            yield "text_list", one.prompt
+            yield "text_list", one.text
 
     ids = encode_all(context.tokenizer, texts(), context.config)
     rows = []

@@ -21,8 +21,6 @@ from rwkv_batch.line_breaks import escape_line_breaks
 
 logger = logging.getLogger(__name__)
 
-SLOW_GC_S = 0.001
-"""Garbage collections that take longer are logged at level debug."""
 _NOISY_LOGGERS = ("robyn", "actix_server", "actix_http", "actix_web", "asyncio")
 """They log every step of their start."""
 
@@ -92,22 +90,6 @@ def set_up_logging(process: str, log_config: LogConfig) -> None:
     logging.basicConfig(handlers=[handler], level=log_config.level.upper(), force=True)
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
-    if logger.isEnabledFor(logging.DEBUG):
-        gc.callbacks.append(_SlowGcLogger())
-
-
-class _SlowGcLogger:
-    """Logs slow garbage collections. Such collections stop all threads of the process."""
-
-    def __init__(self) -> None:
-        self._began = 0.0
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.monotonic()
-        elif (duration_s := time.monotonic() - self._began) > SLOW_GC_S:
-            found = {"at_s": self._began, "ms": round(duration_s * 1e3, 1), "generation": info["generation"]}
-            logger.debug("collection %s", msgspec.json.encode(found).decode())
 
 
 def become_child(process: str, log_config: LogConfig) -> None:

@@ -151,19 +151,15 @@ class Layer(LayerBase):
         return Prologue(self.ln2, self.ffn_mix, self.ffn_key)
 
 
-def linears_of(layer: LayerBase) -> list[Linear]:
-    return list(_linears_in(layer))
-
-
-def _linears_in(value: object) -> Iterator[Linear]:
+def linears_of(value: object) -> Iterator[Linear]:
     if isinstance(value, Linear):
         yield value
     elif isinstance(value, list):
         for part in value:
-            yield from _linears_in(part)
+            yield from linears_of(part)
     elif is_dataclass(value):
         for field in fields(value):
-            yield from _linears_in(getattr(value, field.name))
+            yield from linears_of(getattr(value, field.name))
 
 
 @dataclass(slots=True)

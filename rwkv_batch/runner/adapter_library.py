@@ -146,7 +146,7 @@ class AdapterLibrary(FileLibrary[AdapterInfo]):
             if call.name in self._infos:
                 raise NameTaken("an adapter", call.name)
             self._adapters.check_new(call.name)
-            path = Path(call.file) if call.is_own else path_within(self._config.models_dir, call.file, "file")
+            path = Path(call.file) if call.is_own else path_within(self._config.models_dir, call.file)
         except (PoolError, ServiceError) as error:
             reply(self._to_service_error(error))
             return

@@ -162,7 +162,7 @@ class StateLibrary(FileLibrary[StateInfo]):
             if call.mixture:
                 reply(self._add_mixture(call))
                 return
-            path = path_within(self._config.models_dir, call.file, "file", ", or send the file") if call.file else None
+            path = path_within(self._config.models_dir, call.file, ", or send the file") if call.file else None
         except (OSError, PoolError, ServiceError) as error:
             reply(self._to_service_error(error))
             return

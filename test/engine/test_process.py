@@ -9,12 +9,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from rwkv_batch.ipc import process
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
 
 CHILD = """
@@ -118,25 +115,3 @@ def test_a_line_of_the_log_is_text_or_json(root_logger: logging.Logger) -> None:
     text = handler.formatter.format(record(rows=3, client="a"))
     assert re.fullmatch(r"\d\d:13:20\.042 http-0     WARNING took 3\nparts rows=3 client=a", text)
     assert handler.formatter.format(record()).endswith("WARNING took 3\nparts")
-
-
-def test_slow_collections_are_logged_at_level_debug(
-    root_logger: logging.Logger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = len(gc.callbacks)
-    set_up_logging("engine", LogConfig(level="info"))
-    assert len(gc.callbacks) == before
-    set_up_logging("engine", LogConfig(level="debug"))
-    assert len(gc.callbacks) == before + 1
-    notify: Any = gc.callbacks.pop()
-    root_logger.addHandler(caplog.handler)
-    now = [10.0]
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    for seconds in (0.001, 0.0025):
-        notify("start", {"generation": 2})
-        now[0] += seconds
-        notify("stop", {"generation": 2})
-    lines = [one.getMessage() for one in caplog.records if one.name == process.logger.name]
-    assert [json.loads(line.removeprefix("collection ")) for line in lines] == [
-        {"at_s": 10.001, "ms": 2.5, "generation": 2}
-    ]
