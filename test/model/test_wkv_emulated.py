@@ -154,18 +154,20 @@ def test_a_step(library: ctypes.CDLL, rows: int, first_layer: bool, dtype: torch
     assert torch.equal(wkv[:rows], kept)
 
 
-def test_a_row_has_the_same_bits_alone_and_in_company(library: ctypes.CDLL) -> None:
-    layer, given = make_layer(), make_inputs(8, False)
-    state = 0.3 * torch.randn(16, HEADS, 64, 64).half()
-    slots = torch.arange(8), torch.arange(8) + 8
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float16, 8), (torch.uint8, 4)])
+def test_a_row_has_the_same_bits_alone_and_in_company(library: ctypes.CDLL, dtype: torch.dtype, rows: int) -> None:
+    layer, given = make_layer(), make_inputs(rows, False)
+    state = 0.3 * torch.randn(2 * rows, HEADS, 64, 64)
+    state = pack_int8(state) if dtype is torch.uint8 else state.to(dtype)
+    slots = torch.arange(rows), torch.arange(rows) + rows
     together = state.clone()
     y = run(library, layer, given, together, slots)
-    row = 6
+    row = rows - 2
     mine = slice(row, row + 1)
     alone = {name: (x[:, mine] if name == "low" else x[mine]).contiguous() for name, x in given.items()}
     wkv = state.clone()
     assert torch.equal(run(library, layer, alone, wkv, (slots[0][mine], slots[1][mine])), y[mine])
-    assert torch.equal(wkv[8 + row], together[8 + row])
+    assert torch.equal(wkv[rows + row], together[rows + row])
 
 
 def coded_slots(rows: int) -> tuple[Tensor, Tensor]:

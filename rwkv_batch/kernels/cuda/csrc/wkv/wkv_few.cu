@@ -15,7 +15,8 @@
 // out    y               [rows, C] fp16
 //
 // GEMM: a warp has 16 outputs of one projection (mma.m16n8k16, 8 rows at once), in two sums. IN_ORDER: in one sum of
-// blocks of 16 inputs, as wgmma does, so that gemm.cuh gives the same bits. WKV: four warps per head and row, 16 value rows each; int8: one.
+// blocks of 16 inputs, as wgmma does, so that gemm.cuh gives the same bits. WKV: four warps per head and row, 16 value rows each; int8:
+// one warp, or four for one row.
 // Prologue: weights and states load before the previous kernel ends (states of more than 4 rows after it).
 //
 // Grid: one CTA per head. It multiplies the head's 64 channels, then steps that head of every row.
@@ -51,10 +52,11 @@ __host__ __device__ inline int count_pieces(const LowRankUpArgs& e) {
     return WARPS_PER_PROJECTION * (e.groups * e.rank + e.gate_rank) / PIECE_INPUTS;
 }
 
-// Whether CTAs of hopper_row.cu fit on the same SM. With one row this kernel takes at most 56 registers per thread. A
-// warp keeps REGISTER_PIECES weight pieces in registers and the others in shared memory.
+// With one row this kernel takes at most 56 registers per thread, so that CTAs of hopper_row.cu fit on the same SM; with
+// int8 states 72, so that those with 40 registers fit, as of the next launch.
 template <typename State, int ROWS>
-constexpr bool SHARES_SM = ROWS == 1 && !std::is_same_v<State, Int8State>;
+constexpr int REGISTER_BOUND = ROWS > 1 ? 32 * WARPS : std::is_same_v<State, Int8State> ? 896 : 576;
+// A warp keeps these weight pieces in registers and the others in shared memory.
 constexpr int REGISTER_PIECES = 2;
 
 // A warp's outputs: 16 of one projection. Warps beyond the projections have depth 0.
@@ -100,10 +102,11 @@ struct Smem<Int8State, ROWS> {
     float constants[ROWS == 1 ? CONSTANTS : 1][HEAD_SIZE];
     Int8State states[ROWS];
     Int8Vectors vectors[ROWS];
+    Int8Factors factors;  // with one row
 };
 
 template <typename State, int ROWS, bool IN_ORDER>
-__global__ void __launch_bounds__(SHARES_SM<State, ROWS> ? 576 : 32 * WARPS, SHARES_SM<State, ROWS> ? 2 : 1)
+__global__ void __launch_bounds__(REGISTER_BOUND<State, ROWS>, REGISTER_BOUND<State, ROWS> == 576 ? 2 : 1)
 wkv_few_kernel(const WkvArgs p, const LowRankUpArgs e) {
     constexpr bool IS_INT8 = std::is_same_v<State, Int8State>;
     __shared__ __align__(16) Smem<State, ROWS> smem;
@@ -241,7 +244,20 @@ wkv_few_kernel(const WkvArgs p, const LowRankUpArgs e) {
         }
         scalars = prologue(params, in, residual, smem.vectors[warp], pair);
     }
-    if constexpr (IS_INT8) {
+    if constexpr (IS_INT8 && ROWS == 1) {
+        Int8State& state = smem.states[0];
+        float2 scale;
+        if (warp == 0) {
+            scale = begin_int8_step(state, smem.vectors[0], scalars, lane), v = scalars.v;
+            if (lane == 0) smem.factors = scalars;
+        }
+        __syncthreads();
+        // To memory: a warp reads the first rows' codes for its seed.
+        if (warp < 4) int8_step_rows<1>(state, *reinterpret_cast<Int8State*>(pieces_of(p.write_slots[0])), smem.vectors[0], smem.factors, lane, warp);
+        __syncthreads();
+        if (warp > 0) return;
+        y = end_int8_step(smem.vectors[0], scalars, scale, lane);
+    } else if constexpr (IS_INT8) {
         if (warp >= rows) return;
         Int8State& state = smem.states[warp];
         y = int8_step(state, smem.vectors[warp], scalars, lane), v = scalars.v;

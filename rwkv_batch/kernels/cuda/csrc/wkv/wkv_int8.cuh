@@ -37,12 +37,15 @@ __device__ __forceinline__ float2 exchanged(float2 pair, bool exchange) {
     return exchange ? make_float2(pair.y, pair.x) : pair;
 }
 
-struct Int8Scalars {
+struct Int8Factors {
     float bonus;
+    float removal;  // of the kk sums: how much kka is added, in old units
+    float y_removal, y_read;  // of digit sums in y, in old units
+};
+struct Int8Scalars : Int8Factors {
     float2 v;
     float largest_k;
-    float removal;  // factor of the kk sums: how much kka is added, in old units
-    float y_removal, y_read, y_value;  // factors of digit sums and of v in y; the first two in old units
+    float y_value;  // factor of v in y
 };
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -122,12 +125,10 @@ __device__ __forceinline__ uint32_t component(const uint4& v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// One step of a head's state in shared memory. Returns y of the lane's two value rows. Warp-wide.
-__device__ __forceinline__ float2 int8_step(Int8State& state, Int8Vectors& vectors, const Int8Scalars& s, int lane) {
-    // Opaque to nvcc, so that it stays in a register: the instruction's one immediate is the selector.
-    const uint32_t halves = 0x64646464u | __float_as_uint(s.y_read) >> 31;
-    const int g = lane >> 2, t = lane & 3;
-    const bool odd = g & 1;
+// Begins a step of a head's state in shared memory: forgets rows. Returns the old scales of the lane's two value rows.
+// Warp-wide, as all parts of a step.
+__device__ __forceinline__ float2 begin_int8_step(Int8State& state, Int8Vectors& vectors, const Int8Scalars& s, int lane) {
+    const bool odd = lane & 4;
     // Two rows per lane: v * k in old units.
     const uint32_t both_scales = *reinterpret_cast<const uint32_t*>(&state.scales[2 * lane]);
     float2 scale = make_float2(__uint_as_float(both_scales << 16), __uint_as_float(both_scales & 0xFFFF0000u));
@@ -147,8 +148,16 @@ __device__ __forceinline__ float2 int8_step(Int8State& state, Int8Vectors& vecto
     }
     value.x *= reciprocal(fmaxf(scale.x, MIN_SCALE)), value.y *= reciprocal(fmaxf(scale.y, MIN_SCALE));
     *reinterpret_cast<float2*>(&vectors.rows[0][2 * lane]) = exchanged(value, odd);
-    __syncwarp();
+    return scale;
+}
 
+// Steps COUNT quarters of the value rows and stores them in `to`: all 4, or the one `only`, of one warp of four.
+template <int COUNT>
+__device__ __forceinline__ void int8_step_rows(Int8State& state, Int8State& to, Int8Vectors& vectors, const Int8Factors& s, int lane, int only) {
+    // Opaque to nvcc, so that it stays in a register: the instruction's one immediate is the selector.
+    const uint32_t halves = 0x64646464u | __float_as_uint(s.y_read) >> 31;
+    const int g = lane >> 2, t = lane & 3;
+    const bool odd = g & 1;
     const int8_t* const digits = &vectors.digits[g >> 1][16 * t + 4 * (g & 1)];
     const uint32_t digits_lo = *reinterpret_cast<const uint32_t*>(digits);
     const uint32_t digits_hi = *reinterpret_cast<const uint32_t*>(digits + 8);
@@ -169,15 +178,13 @@ __device__ __forceinline__ float2 int8_step(Int8State& state, Int8Vectors& vecto
     }
     const uint32_t correction = t == 1 ? 0xE480u : 0u;  // -1152: subtracts 1152 * w
     float thresholds[16];
-    int8_t* const quantise_fp8[2] = {&state.codes[int8_row(g, 0)][16 * t], &state.codes[int8_row(g, 1)][16 * t]};
-    uint16_t* const own_scales = &state.scales[int8_row(g, t & 1)];
     float* const row_of = &vectors.rows[t >> 1][8 * g];
+    const auto load_codes = [&](uint4 (&codes)[2], int m) {
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-        const uint4 codes[2] = {load16(quantise_fp8[0] + 2 * HEAD_SIZE * m), load16(quantise_fp8[1] + 2 * HEAD_SIZE * m)};
-        // Every other word of a row's keys is a row of the left operand. Columns 2t, 2t + 1: these words and the
-        // others.
-        float sums[2];
+        for (int i = 0; i < 2; ++i) codes[i] = load16(&state.codes[int8_row(g, i) + 2 * m][16 * t]);
+    };
+    // Every other word of a row's keys is a row of the left operand. Columns 2t, 2t + 1: these words and the others.
+    const auto sum_digits = [&](float (&sums)[2], const uint4 (&codes)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int products[4] = {};
@@ -185,18 +192,32 @@ __device__ __forceinline__ float2 int8_step(Int8State& state, Int8Vectors& vecto
             sums[i] = static_cast<float>(products[0] + products[3]) * digit;
             sums[i] += __shfl_xor_sync(FULL_MASK, sums[i], 1);
         }
+    };
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        const int m = COUNT == 4 ? n : only, turn = COUNT == 4 ? 0 : m;
+        uint4 codes[2];
+        float sums[2];
+        load_codes(codes, m);
+        sum_digits(sums, codes);
         const float2 values = *reinterpret_cast<const float2*>(row_of + 2 * m);  // used by t == 0
         const uint32_t first = t == 0 ? pack2(sums[0] * s.removal, values.x) : correction;
         const uint32_t second = t == 0 ? pack2(sums[1] * s.removal, values.y) : correction;
         if ((t & 1) == 0)
             *reinterpret_cast<float2*>(row_of + 2 * m) = make_float2(sums[0] * y_factor, sums[1] * y_factor);
-        if (m == 0) {
-            // Seed from the sums with kk and with w * r: either may be 0, for a zero state.
-            const uint32_t own = __float_as_uint(sums[0]) + __float_as_uint(sums[1]) * 0x9E3779B1u + __float_as_uint(s.bonus);
+        if (n == 0) {
+            // Seed from the first rows' sums with kk and with w * r: either may be 0, for a zero state.
+            float seeds[2] = {sums[0], sums[1]};
+            if constexpr (COUNT == 1) {
+                uint4 first_codes[2];
+                load_codes(first_codes, 0);
+                sum_digits(seeds, first_codes);
+            }
+            const uint32_t own = __float_as_uint(seeds[0]) + __float_as_uint(seeds[1]) * 0x9E3779B1u + __float_as_uint(s.bonus);
             const uint32_t seed = own + __shfl_xor_sync(FULL_MASK, own, 2) + static_cast<uint32_t>(lane) * 0x3C6EF372u;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const uint32_t bytes = hash_bits(seed + i * 0x1B873593u);
+                const uint32_t bytes = hash_bits(seed + (i + turn) % 4 * 0x1B873593u);
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     thresholds[4 * i + j] = threshold(bytes, j);
@@ -225,10 +246,10 @@ __device__ __forceinline__ float2 int8_step(Int8State& state, Int8Vectors& vecto
         float mine = t & 1 ? most[1] : most[0];
         mine = fmaxf(mine, __shfl_xor_sync(FULL_MASK, t & 1 ? most[0] : most[1], 1));
         mine = fmaxf(mine, __shfl_xor_sync(FULL_MASK, mine, 2));
-        uint16_t& own_scale = own_scales[2 * m];
-        const Rescaled rescaled(mine, scale_of(own_scale), 1.0f);
+        const int own_row = int8_row(g, t & 1) + 2 * m;
+        const Rescaled rescaled(mine, scale_of(state.scales[own_row]), 1.0f);
         __syncwarp();
-        if (t < 2) own_scale = bits_of(rescaled.scale);
+        if (t < 2) to.scales[own_row] = bits_of(rescaled.scale);
         const float other = __shfl_xor_sync(FULL_MASK, rescaled.ratio, 1);
         const float ratios[2] = {t & 1 ? other : rescaled.ratio, t & 1 ? rescaled.ratio : other};
 #pragma unroll
@@ -240,17 +261,30 @@ __device__ __forceinline__ float2 int8_step(Int8State& state, Int8Vectors& vecto
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const int key = 4 * j + e;
-                    const float at = thresholds[(key + 2 * (2 * m + i)) % 16];
+                    const float at = thresholds[(key + 2 * (2 * (m - turn) + i)) % 16];
                     x[e] = quantise_state(next[key >> 1][2 * i + (key & 1)], ratios[i], at);
                 }
                 packed[j] = __byte_perm(__byte_perm(x[0], x[1], 0x0051), __byte_perm(x[2], x[3], 0x0051), 0x5410);
             }
-            store16(quantise_fp8[i] + 2 * HEAD_SIZE * m, make_uint4(packed[0], packed[1], packed[2], packed[3]));
+            store16(&to.codes[int8_row(g, i) + 2 * m][16 * t], make_uint4(packed[0], packed[1], packed[2], packed[3]));
         }
     }
-    __syncwarp();
+}
+
+// Returns y of the lane's two value rows.
+__device__ __forceinline__ float2 end_int8_step(const Int8Vectors& vectors, const Int8Scalars& s, const float2& scale, int lane) {
+    const bool odd = lane & 4;
     const float2 removal = *reinterpret_cast<const float2*>(&vectors.rows[0][2 * lane]);
     const float2 read = *reinterpret_cast<const float2*>(&vectors.rows[1][2 * lane]);
     const float2 sum = exchanged(make_float2(removal.x + read.x, removal.y + read.y), odd);
     return make_float2(fmaf(sum.x, scale.x, s.v.x * s.y_value), fmaf(sum.y, scale.y, s.v.y * s.y_value));
+}
+
+// One step of a head's state in shared memory by one warp. Returns y of the lane's two value rows.
+__device__ __forceinline__ float2 int8_step(Int8State& state, Int8Vectors& vectors, const Int8Scalars& s, int lane) {
+    const float2 scale = begin_int8_step(state, vectors, s, lane);
+    __syncwarp();
+    int8_step_rows<4>(state, state, vectors, s, lane, 0);
+    __syncwarp();
+    return end_int8_step(vectors, s, scale, lane);
 }
