@@ -22,6 +22,7 @@ from rwkv_batch.request import FinishReason
 from rwkv_batch.runner.step_sampling import InFlightStep
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
+from state_pool.session_file import decode
 from test.harness import (
     TOKENIZER,
     RunningJob,
@@ -203,6 +204,8 @@ def test_branches_do_not_change_their_parent(engine: Engine) -> None:
     with pytest.raises(ServiceError) as unknown:
         run(engine, turn("tree", "x", branch_from=99))
     assert unknown.value.info.kind is ErrorKind.SESSION_NOT_FOUND
+    files = [decode(call(engine, "session_export", session_id="tree", dialogue=number)) for number in (one, numbers[1])]
+    assert files[0].num_tokens < files[1].num_tokens
 
 
 def test_cancelled_and_timed_out_turns_leave_the_session_as_it_was(engine: Engine) -> None:
