@@ -10,8 +10,6 @@ One run measures the same random model and load (bench/traffic.py) on the first 
 Bounds: the slowest stage (stages have whole layers, the last has the head), transfers between devices, and the host,
 which schedules every row and reads every token.
 
-`--stages 0,1,0,1` names the GPU of each stage. A GPU may have several stages. Graphs, transfers and groups are then
-those of four GPUs, and so is `host_ms`. Tokens/s are not comparable: stages of one GPU run one after the other.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -38,7 +35,6 @@ from bench.traffic import measure, numbers
 from programs.settings import parse_settings
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import freeze_garbage_collector
-from rwkv_batch.runner.pipeline import Pipeline
 
 
 @contextmanager
@@ -103,19 +99,17 @@ def run_on(
     named = ",".join(map(str, devices))
     own = ["--model-path", str(model), "--state-db", str(folder / f"{named}.db"), "--pp-devices", named]
     engine = Engine(parse_settings([*own, *flags], os.environ).engine)
-    with mock.patch.object(Pipeline, "concurrency", property(lambda pipeline: len(pipeline.stages))):
-        engine.start()
+    engine.start()
     host = HostTime(engine)
-    counted = len(devices) if len(set(devices)) == len(devices) else named
     try:
         layers = [stage.share for stage in engine.model_runner.pipeline.stages]
         freeze_garbage_collector()  # as the service does
         for clients in args.clients:
             if clients > 2 * engine.model_runner.limits.max_running:
                 continue  # most of them would wait in the queue
-            with busy_shares(len(set(devices))) as shares:
+            with busy_shares(len(devices)) as shares:
                 figures = measure(engine, clients, args, lambda: host.measure(0.9 * args.seconds))
-            result = {"devices": counted, "layers": layers, **figures, **host.figures, "busy": shares}
+            result = {"devices": len(devices), "layers": layers, **figures, **host.figures, "busy": shares}
             print(json.dumps(result), flush=True)
             yield result
     finally:
@@ -130,7 +124,7 @@ def with_ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add each result's ratio to one GPU with as many clients."""
     alone = {one["clients"]: one["tokens_per_s"] for one in results if one["devices"] == 1}
     for one in results:
-        if one["clients"] in alone and isinstance(one["devices"], int):
+        if one["clients"] in alone:
             one["ratio"] = round(one["tokens_per_s"] / alone[one["clients"]], 3)
     return results
 
@@ -140,7 +134,6 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="7.2b")
     parser.add_argument("--model-path", type=Path, help="instead of a random model of --size")
     parser.add_argument("--devices", type=numbers, default=(1, 2, 4))
-    parser.add_argument("--stages", type=numbers, action="append", default=[], help="GPUs by number, see above")
     parser.add_argument("--clients", type=numbers, default=(1, 32, 320, 960, 1920, 3840))
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--prompt-tokens", type=int, default=20)
@@ -156,9 +149,8 @@ def main() -> None:
         head = {"machine": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": commit(args.commit)}
         head |= {"size": args.size, "prompt_tokens": args.prompt_tokens, "drawn": args.drawn, "seconds": args.seconds}
         results: list[dict[str, Any]] = []
-        layouts = [list(range(count)) for count in args.devices] + [list(stages) for stages in args.stages]
-        for devices in layouts:
-            for result in run_on(devices, model, Path(temporary), args, flags):
+        for count in args.devices:
+            for result in run_on(list(range(count)), model, Path(temporary), args, flags):
                 results.append(result)
                 save({**head, "results": with_ratios(results)}, args.out)
     finish({**head, "results": results}, args.out)

@@ -13,18 +13,18 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.tools.engine_jobs import run_jobs
 from bench.tools.record import Arguments, finish
 from demo.random_weights import write_random_model
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
-from rwkv_batch.request import GenerateRequest, Job, JobEvents
+from rwkv_batch.request import GenerateRequest
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 
@@ -32,48 +32,20 @@ USER_TOKENS = 12
 ANSWER_TOKENS = 4
 
 
-class RunningRequest:
-    def __init__(self, engine: Engine, name: str, prompt: list[int], cached: bool) -> None:
-        self.first = 0.0
-        self.text = b""
-        self.cached_tokens = 0
-        self._done = threading.Event()
-        row = GenerateRequest(
-            prompt=prompt,
-            max_tokens=ANSWER_TOKENS,
-            sampling=SamplingParams(temperature=0.0),
-            ignore_eos=True,
-            chunk_size=1,
-            use_prefix_cache=cached,
-        )
-        self._started = time.perf_counter()
-        engine.submit(Job(job_id=name, rows=[row]), self._sink, lambda refusal: None)
-
-    def _sink(self, events: JobEvents) -> None:
-        for delta in events.deltas:
-            self.first = self.first or time.perf_counter() - self._started
-            self.text += delta.text
-            if delta.finish is not None:
-                self.cached_tokens = delta.finish.cached_tokens
-        if events.done:
-            self._done.set()
-
-    def wait(self) -> RunningRequest:
-        self._done.wait()
-        return self
-
-
-def run_round(engine: Engine, name: str, prompts: list[list[int]], cached: bool) -> dict[str, Any]:
+def run_round(engine: Engine, prompts: list[list[int]], cached: bool) -> dict[str, Any]:
     started = time.perf_counter()
-    requests_in_flight = [RunningRequest(engine, f"{name}-{i}", prompt, cached) for i, prompt in enumerate(prompts)]
-    done = [one.wait() for one in requests_in_flight]
-    firsts = sorted(one.first for one in done)
+    greedy = SamplingParams(temperature=0.0)
+    common = {"max_tokens": ANSWER_TOKENS, "sampling": greedy, "ignore_eos": True, "chunk_size": 1}
+    answers = run_jobs(
+        engine, [[GenerateRequest(prompt=prompt, use_prefix_cache=cached, **common)] for prompt in prompts]
+    )
+    firsts = sorted(answer.first_s for answer in answers)
     return {
         "ttft_p50_ms": 1e3 * statistics.median(firsts),
         "ttft_max_ms": 1e3 * firsts[-1],
         "all_s": time.perf_counter() - started,
-        "cached_tokens": sum(one.cached_tokens for one in done),
-        "texts": [one.text for one in done],
+        "cached_tokens": sum(answer.cached_tokens for answer in answers),
+        "texts": [answer.text for answer in answers],
     }
 
 
@@ -86,7 +58,7 @@ def measure(engine: Engine, requests: int, system: int, rounds: int) -> dict[str
         head = [rng.randrange(1, 60_000) for _ in range(system)]
         prompts = [head + [rng.randrange(1, 60_000) for _ in range(USER_TOKENS)] for _ in range(requests)]
         for cached in (True, False) if number % 2 else (False, True):
-            found[cached].append(run_round(engine, f"{number}-{cached}", prompts, cached))
+            found[cached].append(run_round(engine, prompts, cached))
         with_cache, without = found[True][-1], found[False][-1]
         different += sum(a != b for a, b in zip(with_cache.pop("texts"), without.pop("texts"), strict=True))
 

@@ -17,8 +17,7 @@
 - `page` and `masks` with --size: a random model of that size, for the share of a step that takes as long as a real one.
 - masks: the same --rows sentences with markers or enforced terms, with and without their masks, in turns, with answers
   of equal lengths. `ratio` is the time of a token with masks over one without, of CPU seconds on a CPU, after the
-  prefills: the median of --mask-rounds pairs. `steps` is the ratio of the median steps, in wall time. `step_ms` is
-  the median and the longest step of the last pair.
+  prefills: the median of --mask-rounds pairs. `steps` is the ratio of the median steps, in wall time.
 
 The last line is JSON.
 """
@@ -30,9 +29,8 @@ import asyncio
 import itertools
 import re
 import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -41,6 +39,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from bench.tools.engine_jobs import run_jobs
 from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.record import Arguments, finish, origin
 from demo import vocabulary
@@ -55,7 +54,7 @@ from routes.request.ignored import MAX_WARNINGS
 from routes.translation.translator import required_constraint
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.engine import Engine
-from rwkv_batch.request import GenerateRequest, Job, JobEvents
+from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.step_sampling import SampledToken
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.plan import Query, TranslationCache, TranslationPlan, TranslationRequest
@@ -69,7 +68,6 @@ PLUGIN_TEXTS = 4
 BLOCK = 500
 """Sentences between two lines about what the service keeps."""
 _MARKER = re.compile(r"\$?\{+\w+\}+|%\d*\$?s|</?\d+/?>")
-_numbers = itertools.count()
 SKILLS = {skill.__name__: skill for skill in pages.SKILLS}
 
 
@@ -192,21 +190,11 @@ class _Run(NamedTuple):
 
 def _run(engine: Engine, jobs: list[list[GenerateRequest]]) -> _Run:
     """Run jobs that arrive together."""
-    done, cached, lengths = threading.Semaphore(0), 0, dict[int, int]()
-
-    def sink(events: JobEvents) -> None:
-        nonlocal cached
-        lengths.update({one.row: one.finish.completion_tokens for one in events.deltas if one.finish is not None})
-        cached += sum(delta.finish.cached_tokens for delta in events.deltas if delta.finish is not None)
-        if events.done:
-            done.release()
-
     started, cpu_started = time.perf_counter(), time.process_time()
-    for rows in jobs:
-        engine.submit(Job(job_id=f"bench-{next(_numbers)}", rows=rows), sink, lambda refusal: None)
-    for _ in jobs:
-        done.acquire()
-    return _Run(time.perf_counter() - started, time.process_time() - cpu_started, cached, lengths)
+    answers = run_jobs(engine, jobs)
+    wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+    lengths = {row: finish.completion_tokens for row, finish in answers[-1].finishes.items()}
+    return _Run(wall, cpu, sum(answer.cached_tokens for answer in answers), lengths)
 
 
 class _Steps:
@@ -351,14 +339,9 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
             "ratio": round(median(ratios), 3),
             "range": [round(one, 3) for one in (min(ratios), max(ratios))],
             "steps": round(median(median(one.steps) / median(other.steps) for one, other in pairs), 3),
-            "step_ms": {name: _median_and_longest(values[-1].steps) for name, values in times.items()},
         }
         print("masks", msgspec.json.encode(figures).decode(), flush=True)  # later rounds may be ended by their time
     return figures
-
-
-def _median_and_longest(seconds: Collection[float]) -> list[float]:
-    return [round(1e3 * one, 2) for one in (median(seconds), max(seconds))]
 
 
 def main() -> None:

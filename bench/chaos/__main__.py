@@ -11,7 +11,6 @@ malformed packets. In the quiet part it does not. It counts:
 * unexplained answers: an unexpected status or a broken connection while no fault was injected. A 429 of a full queue
   is expected.
 * slots, leases, rows and jobs in use without a request, before and after the quiet part;
-* threads and descriptors that an idle process gained in the quiet part, beyond a few of lazily filled pools;
 * growth of memory, threads and descriptors of each process, and of the number of files, in the last three quarters of
   the quiet part. The upper bound is 1 % per hour (`health.py`). Files, threads and descriptors come and go with
   requests, so their lowest numbers count. The caches are full by then. Pages of files (code, embedding rows) do not
@@ -59,8 +58,6 @@ STORM_SHARE = 1 / 3
 """Share of the run in which faults are injected."""
 PROGRESS_S = 300.0
 WARM_UP_S = 15.0
-MAX_GAINED = 8
-"""Threads or descriptors that a process may gain: some pools fill on first use."""
 TINY = (
     "--max-running=8",
     "--l1-sessions=2",
@@ -119,7 +116,7 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
     try:
         inject_faults(disturbances, seconds * STORM_SHARE, random.Random(arguments.seed))
         time.sleep(WARM_UP_S)  # the last restarted process fills its pools
-        held_before, caches_before, before = measure_idle(clients, gate, service)
+        held_before, caches_before, _ = measure_idle(clients, gate, service)
         quiet_since = time.monotonic()
         wait(seconds * (1 - STORM_SHARE), findings)
         held_after, caches_after, after = measure_idle(clients, gate, service)
@@ -128,7 +125,6 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         sampler.stop()
     names = {pid: name_of(pid) for pid in after} | names_of(service.url)
     talks = [talk for client in clients for talk in client.talks]
-    more = {what: gained(before, after, what) for what in ("threads", "descriptors")}
     service.stop()
     since = quiet_since + (time.monotonic() - quiet_since) / 4
     found = slopes_since(sampler, since, names)
@@ -145,18 +141,10 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         "first_unexplained": findings.unexplained[:10],
         "held_at_rest": [held_before, held_after],
         "caches_at_rest": [caches_before, caches_after],
-        "more_threads": more["threads"],
-        "more_descriptors": more["descriptors"],
         "growth_an_hour": {what: slope_record(one) for what, one in found.items()},
         "grows": [what for what, one in found.items() if one.grows],
         "memory_mib": {f"{pid} {names[pid]}": one.rss >> 20 for pid, one in after.items()},
     }
-
-
-def gained(before: dict[int, Figures], after: dict[int, Figures], what: str) -> dict[str, int]:
-    """Return the processes whose figure grew by more than the allowed number."""
-    more = {pid: getattr(after[pid], what) - getattr(figures, what) for pid, figures in before.items() if pid in after}
-    return {f"{pid} {name_of(pid)}": count for pid, count in more.items() if count > MAX_GAINED}
 
 
 def wait(seconds: float, findings: Findings) -> None:
@@ -187,8 +175,7 @@ def slope_record(found: Slope) -> dict[str, float]:
 
 def has_violations(result: dict[str, Any]) -> bool:
     held = any(count for one in result["held_at_rest"] for count in one.values())
-    leaks = bool(result["more_threads"] or result["more_descriptors"] or result["grows"])
-    return bool(result["unexplained"] or result["lost_or_different"]) or held or leaks
+    return bool(held or result["unexplained"] or result["lost_or_different"] or result["grows"])
 
 
 def main() -> None:

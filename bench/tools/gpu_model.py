@@ -110,9 +110,6 @@ def write_random_file(size: str, path: Path, device: torch.device) -> Path:
     """Write a random model of a released shape as bf16 `.safetensors`. It is as sparse as `random_stage`'s."""
     from safetensors.torch import save_file
 
-    layers, width, ranks = SIZES[size]
-    tensors = random_weights(layers, width, VOCAB, ranks=ranks, first_v=False, dtype=torch.bfloat16, device=device)
-    for i in range(layers):
-        _push_down(tensors[f"blocks.{i}.ffn.key.weight"], tensors[f"blocks.{i}.ln2.bias"])
-    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path)
+    tensors = random_file(size, device).tensors
+    save_file({name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}, path)
     return path
