@@ -96,11 +96,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service without a password. All tests that leave its state unchanged share it."""
-    running = Service(tmp_path_factory.mktemp("service"), "--model-path", str(tiny_model), "--threads", "2")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path_factory.mktemp("service"), "--model-path", str(tiny_model), "--threads", "2") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
@@ -109,11 +106,8 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     from test.harness import tiny_model
 
     folder = tmp_path_factory.mktemp("service")
-    running = Service(folder, "--model-path", str(tiny_model(folder)), "--http-workers", "1")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, "--model-path", str(tiny_model(folder)), "--http-workers", "1") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
@@ -121,11 +115,8 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with the fake engine, shared like `service`."""
     from test.programs.batch.runs import fake_service
 
-    running = fake_service(tmp_path_factory.mktemp("fake"))
-    try:
+    with fake_service(tmp_path_factory.mktemp("fake")) as running:
         yield running
-    finally:
-        running.close()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -184,6 +184,17 @@ class Service:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
+    def __enter__(self) -> Service:
+        """Wait until it is ready; the end of the block stops it."""
+        try:
+            return self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Stop it, by SIGKILL if necessary."""
         if self.process.poll() is None:

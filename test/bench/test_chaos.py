@@ -179,10 +179,7 @@ def test_lost_doubled_and_reordered_turns_are_found(history: list[Operation], wh
 
 
 def test_turns_of_two_engines_with_kills_are_linear(tiny_model: Path, tmp_path: Path) -> None:
-    service = Service(tmp_path, "--model-path", str(tiny_model), "--replicas", "2", "--threads", "1")
-    try:
-        found = run(service.wait_ready(), operations=160, clients=8, sessions=3, kill_every=60, seed=2)
-    finally:
-        service.close()
+    with Service(tmp_path, "--model-path", str(tiny_model), "--replicas", "2", "--threads", "1") as service:
+        found = run(service, operations=160, clients=8, sessions=3, kill_every=60, seed=2)
     assert found["wrong_sessions"] == 0, found["faults"]
     assert found["kills"] and found["answered"] > 80

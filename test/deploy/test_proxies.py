@@ -73,11 +73,8 @@ class Front:
 def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("behind")
     flags = ("--front", "none", "--trusted-proxies", "127.0.0.1")
-    running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 @contextlib.contextmanager

@@ -116,9 +116,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_service_shows_them(tmp_path: Path, tiny_model: Path) -> None:
     file = str(written(tmp_path / "g.json"))
-    service = Service(tmp_path, "--model-path", str(tiny_model), "--generation-config", file, "--http-workers", "1")
-    try:
-        shown = service.wait_ready().get("/props").json()["default_generation_settings"]["params"]
-    finally:
-        service.close()
+    with Service(
+        tmp_path, "--model-path", str(tiny_model), "--generation-config", file, "--http-workers", "1"
+    ) as service:
+        shown = service.get("/props").json()["default_generation_settings"]["params"]
     assert (shown["temperature"], shown["top_k"], shown["n_predict"]) == (0.6, 40, 99)

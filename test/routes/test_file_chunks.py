@@ -118,11 +118,8 @@ MIB = 1 << 20
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One HTTP worker, and an engine whose sessions are all large."""
     folder: Path = tmp_path_factory.mktemp("fake")
-    running = Service(folder, "--http-workers", "1", program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, "--http-workers", "1", program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 def start_reading(service: Service, client: str) -> socket.socket:

@@ -157,13 +157,10 @@ def generated(seed: int) -> tuple[Route, bytes, str]:
 def bounded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with low limits, so that no request takes long."""
     flags = ("--model-path", str(tiny_model), "--http-workers", "1", "--max-tokens-limit", "64")
-    running = Service(
+    with Service(
         tmp_path_factory.mktemp("generated"), *flags, "--default-timeout-s", "60", "--max-timeout-s", "60"
-    )
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    ) as running:
+        yield running
 
 
 class Neighbour(threading.Thread):

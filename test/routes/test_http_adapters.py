@@ -36,15 +36,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     torch.save({1: torch.ones(3)}, folder / "models" / "numbered.pth")
     arguments = ("--adapter-serve", f"french={TUNED / 'french.safetensors'}:1", "--state", f"json={TUNED / 'json.pth'}")
     arguments += ("--models-dir", str(folder / "models"), "--admin-password", "the boss", "--http-workers", "1")
-    running = Service(folder, *arguments)
-    try:
-        running.wait_ready()
+    with Service(folder, *arguments) as running:
         body = {"name": "spanish", "file": "spanish.safetensors", "scale": 1}
         assert running.post("/v1/adapters", body).status_code == 401
         assert running.post("/v1/adapters", body, headers=ADMIN).status_code == 200
         yield running
-    finally:
-        running.close()
 
 
 def texts(service: Service, path: str = "/v1/chat/completions", **fields: Any) -> list[str]:

@@ -36,11 +36,8 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "--log-format",
         "json",
     )
-    running = Service(folder, *arguments, program="test/fake_app.py", PYTHONPATH=".", RWKV_MODEL_NAME="locked")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, *arguments, program="test/fake_app.py", PYTHONPATH=".", RWKV_MODEL_NAME="locked") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

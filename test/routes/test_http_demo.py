@@ -19,11 +19,8 @@ ADDRESS = "http://127.0.0.1:8000"
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = Service(tmp_path_factory.mktemp("demo"))
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path_factory.mktemp("demo")) as running:
+        yield running
 
 
 def examples(readme: str) -> list[str]:

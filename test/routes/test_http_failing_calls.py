@@ -114,11 +114,8 @@ def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     write_random_model(models / "small.safetensors", layers=1, width=64)
     write_state(models / "clerk.pth", random_state(2, layers=2, width=64))
     flags = ("--l1-sessions=2", "--l2-sessions=2", f"--model-path={tiny_model}", f"--models-dir={models}")
-    service = Service(data, *flags, **environment(data, work))
-    try:
-        yield FailingService(service.wait_ready(), FailingCalls(work / "control"), data)
-    finally:
-        service.close()
+    with Service(data, *flags, **environment(data, work)) as service:
+        yield FailingService(service, FailingCalls(work / "control"), data)
 
 
 def check_nothing_leaks(failing: FailingService, descriptors: int) -> None:

@@ -41,11 +41,8 @@ def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @contextmanager
 def one_worker(folder: Path, *flags: str) -> Iterator[Service]:
     flags = ("--http-workers", "1", "--trusted-proxies", "127.0.0.1", *flags)
-    running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 def running_rows(service: Service) -> int:
@@ -152,16 +149,13 @@ def test_an_engine_thread_that_dies_is_replaced(fake: Service) -> None:
 def test_an_engine_that_hangs_is_replaced(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Its thread lives but its loop hangs: only the watchdog can detect it."""
     flags = ("--http-workers", "1", "--step-timeout-s", "1.5", "--resubmit", "0")
-    hanging = Service(tmp_path_factory.mktemp("hang"), *flags, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        before = hanging.wait_ready().pids()["engine"]
+    with Service(tmp_path_factory.mktemp("hang"), *flags, program="test/fake_app.py", PYTHONPATH=".") as hanging:
+        before = hanging.pids()["engine"]
         lost = hanging.post(CHAT, {**ENDLESS, "contents": ["hang now"]}, timeout=30)
         assert "the engine process was lost" in lost.text
         wait_for(lambda: hanging.pids()["engine"] != before, 30, "a new engine")
         assert "has hung for 1.5 s (step_timeout_s)" in hanging.log.read_text()
         assert hanging.post(CHAT, {"contents": ["abc"], "max_tokens": 1}).status_code == 200
-    finally:
-        hanging.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

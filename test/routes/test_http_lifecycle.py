@@ -44,11 +44,8 @@ Refusal = Callable[..., str]
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose processes may be killed. Every test leaves it ready, except the last one, which ends it."""
     flags = ("--resubmit", "0", "--drain-timeout-s", "150")
-    running = Service(tmp_path_factory.mktemp("mortal"), *flags, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path_factory.mktemp("mortal"), *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 @pytest.fixture
@@ -211,11 +208,8 @@ def test_malformed_chunks_end_one_worker_at_most(mortal: Service) -> None:
 def fake(tmp_path: Path) -> Iterator[Service]:
     """A service without a model whose own process a test ends."""
     flags = ("--http-workers", "1", "--drain-timeout-s", "0.5")
-    running = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 def test_a_stream_cut_by_the_shutdown_gets_an_error(fake: Service) -> None:

@@ -127,9 +127,7 @@ def test_any_invalid_file_is_a_4xx(service: Service) -> None:
 @pytest.mark.timeout(300)
 def test_a_dead_writer_ends_the_engine_and_a_new_one_serves(tmp_path: Path, tiny_model: Path) -> None:
     flags: list[Any] = ["--model-path", str(tiny_model), "--http-workers", "1"]
-    running = Service(tmp_path, *flags, RWKV_CRASH_AT="before_append:1:thread")
-    try:
-        running.wait_ready()
+    with Service(tmp_path, *flags, RWKV_CRASH_AT="before_append:1:thread") as running:
         engine = running.pids()["engine"]
         body = {**TURN, "session_id": "s", "contents": ["User: one"]}
         answer = running.post("/state/chat/completions", body)
@@ -137,8 +135,6 @@ def test_a_dead_writer_ends_the_engine_and_a_new_one_serves(tmp_path: Path, tiny
         running.wait(lambda: running.get("/readyz").status_code == 503, 30)
         running.wait_ready()
         assert running.pids()["engine"] != engine
-    finally:
-        running.close()
 
 
 def test_a_list_of_sessions_is_bounded(service: Service) -> None:

@@ -29,11 +29,8 @@ def tuned(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     write_state(folder / "models" / "clerk.pth", state_of(2))
     arguments = ("--state", f"poet={folder / 'poet.pth'}", "--state", f"other={folder / 'poet.pth'}")
     arguments += ("--models-dir", str(folder / "models"), "--admin-password", "the boss", "--http-workers", "1")
-    running = Service(folder, "--model-path", str(tiny_model), *arguments)
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, "--model-path", str(tiny_model), *arguments) as running:
+        yield running
 
 
 def text_of(answer: httpx.Response) -> str:

@@ -229,11 +229,8 @@ def front(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def service(front: str, tmp_path: Path) -> Iterator[Service]:
-    running = Service(tmp_path, "--front", front, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path, "--front", front, program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 @pytest.mark.timeout(1800 if IS_LONG else 180)

@@ -67,11 +67,8 @@ def infer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     torch.save(random_older_weights("6", layers=2, width=64, vocab=65536), folder / FILE)
     torch.save({"blocks.1.ffn.key.bone": torch.randn(8, 8, 8)}, folder / BONE)
     arguments = ("--models-dir", str(folder), "--admin-password", "the boss", "--http-workers", "1")
-    running = Service(folder, "--model-path", str(tiny_model), *arguments)
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, "--model-path", str(tiny_model), *arguments) as running:
+        yield running
 
 
 def route(service: Service, name: str, **body: Any) -> httpx.Response:

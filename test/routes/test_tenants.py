@@ -83,11 +83,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("tenants")
     (folder / "keys.toml").write_text(FILE)
     flags = ("--keys-file", str(folder / "keys.toml"), "--password", ADMIN, "--log-format", "json")
-    service = Service(folder, "--http-workers", "1", *flags)
-    try:
-        yield service.wait_ready()
-    finally:
-        service.close()
+    with Service(folder, "--http-workers", "1", *flags) as service:
+        yield service
 
 
 @pytest.fixture

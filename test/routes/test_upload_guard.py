@@ -70,11 +70,8 @@ def test_a_body_without_end_is_cut_off(small: Service, framing: str) -> None:
 def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose key holders may send 80 MiB on a connection. Others may send 16 MiB."""
     flags = ("--http-workers", "1", "--password", "s3cret", "--max-body-mb", "64", "--max-state-mb", "8")
-    running = Service(tmp_path_factory.mktemp("direct"), *flags, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path_factory.mktemp("direct"), *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 def test_many_small_bodies_do_not_close_another_clients_large_one(direct: Service) -> None:

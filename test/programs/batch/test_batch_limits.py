@@ -49,11 +49,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     keys = "".join(f'[[key]]\nname = "{name}"\nkey = "{key_of(name)}"\n' for name in (*NAMES, "dora"))
     (folder / "keys.toml").write_text(f"{keys}rows = 2\n")
     flags = ("--keys-file", str(folder / "keys.toml"), "--password", "secret")
-    running = fake_service(folder, *flags, password=key_of("carla"))
-    try:
+    with fake_service(folder, *flags, password=key_of("carla")) as running:
         yield running
-    finally:
-        running.close()
 
 
 def test_keys_see_only_their_own_files_and_batches(keyed: Service) -> None:

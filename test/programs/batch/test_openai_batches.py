@@ -242,8 +242,7 @@ def kill_runner(service: Service) -> None:
 
 
 def test_a_batch_resumes_after_its_process_or_the_service_ended(tmp_path: Path) -> None:
-    service = fake_service(tmp_path)
-    try:
+    with fake_service(tmp_path) as service:
         client = client_of(service)
         batch = begun(client, [native_line(i, 3 if i < 100 else 200) for i in range(300)])
         wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 100, 30, "some are done")
@@ -259,8 +258,6 @@ def test_a_batch_resumes_after_its_process_or_the_service_ended(tmp_path: Path) 
         assert set(answers) == {f"c{i}" for i in range(300)}
         text = answers["c7"]["response"]["body"]["choices"][0]["message"]["content"]
         assert text == "n7" * 3
-    finally:
-        service.close()
 
 
 def test_a_batch_whose_file_is_deleted_keeps_what_was_answered(fake: Service) -> None:

@@ -32,11 +32,8 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("workers")
     # Without batches, whose process is forked as spares are: spares are counted here.
     flags = ("--engine-wait-s", "0", "--files-dir", "none")
-    running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 def workers(service: Service) -> dict[str, int]:
@@ -338,17 +335,14 @@ def test_only_a_worker_with_a_hanging_event_loop_is_killed(monkeypatch: pytest.M
 
 def test_a_hanging_worker_is_replaced(tmp_path: Path) -> None:
     program = "test/programs/serve/impatient_app.py"
-    service = Service(tmp_path, "--files-dir", "none", "--http-workers", "2", program=program, PYTHONPATH=".")
-    try:
-        before = workers(service.wait_ready())
+    with Service(tmp_path, "--files-dir", "none", "--http-workers", "2", program=program, PYTHONPATH=".") as service:
+        before = workers(service)
         os.kill(before["http-0"], signal.SIGSTOP)
         reported = "process http-0 ended (its event loop did not respond for 5 s); a spare replaces it"
         wait_for(lambda: reported in service.log.read_text(), 30, "it is logged")
         service.wait_ready()
         now = workers(service)
         assert now["http-0"] != before["http-0"] and now["http-1"] == before["http-1"]
-    finally:
-        service.close()
 
 
 def test_requests_wait_for_a_restarting_engine(tmp_path: Path) -> None:

@@ -281,9 +281,7 @@ def test_load_and_unload_during_streams_leaks_nothing(fake: Service) -> None:
 
 def test_an_idle_model_is_unloaded_and_a_busy_one_stays(folder: Path, tmp_path: Path) -> None:
     arguments = ("--models-dir", str(folder), "--model-idle-s", "4", "--http-workers", "1")
-    service = Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        service.wait_ready()
+    with Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".") as service:
         load(service, "good.pth", "idle")
         load(service, "other.pth", "busy")
         body = {"contents": ["abc"], "model": "busy", "max_tokens": 550, "chunk_size": 1, "stream": True}
@@ -294,15 +292,11 @@ def test_an_idle_model_is_unloaded_and_a_busy_one_stays(folder: Path, tmp_path: 
         assert service.terminate() == 0
         log = service.log.read_text()
         assert "Traceback" not in log and "is lost" not in log
-    finally:
-        service.close()
 
 
 def test_lines_of_a_batch_go_to_the_models_they_name(folder: Path, tmp_path: Path) -> None:
     arguments = ("--models-dir", str(folder), "--http-workers", "1")
-    service = Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        service.wait_ready()
+    with Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".") as service:
         load(service, "good.pth", "other")
         named = ("other", "rwkv7", "none")
         lines = [{"custom_id": m, "method": "POST", "url": CHAT, "body": {**WHO, "model": m}} for m in named]
@@ -315,8 +309,6 @@ def test_lines_of_a_batch_go_to_the_models_they_name(folder: Path, tmp_path: Pat
         found = {line["custom_id"]: line["response"] for line in map(json.loads, answers.splitlines())}
         said = {name: found[name]["body"]["choices"][0]["message"]["content"].strip() for name in named[:2]}
         assert said == {"other": "other", "rwkv7": "rwkv7"} and found["none"]["status_code"] == 404
-    finally:
-        service.close()
 
 
 def _ended(batch: Any) -> Any:

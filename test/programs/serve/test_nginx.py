@@ -43,11 +43,8 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     flags = ("--front", "nginx", "--max-body-mb", "0.01", "--max-state-mb", "0.02", "--max-streams-per-client", "4")
     flags += ("--cors-origin", PAGE)
     folder = tmp_path_factory.mktemp("proxied")
-    running = Service(folder, *flags, "--stall-timeout-s", "1", program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, *flags, "--stall-timeout-s", "1", program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -338,9 +335,7 @@ def _has_processes(group: int) -> bool:
 
 
 def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Path) -> None:
-    service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        service.wait_ready()
+    with Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".") as service:
         master, received = nginx_master(service), []
         body = json.dumps({**ENDLESS, "contents": ["xyz"], "max_tokens": 500}).encode()
         reader = threading.Thread(target=lambda: received.append(raw_answer(service, raw_request(CHAT, body))))
@@ -354,15 +349,12 @@ def test_sigterm_finishes_streams_through_nginx_and_leaves_nothing(tmp_path: Pat
         assert b"[DONE]" in received[0]
         assert service.process.wait(60) == 0
         assert not Path(f"/proc/{master}").exists()
-    finally:
-        service.close()
 
 
 def test_a_request_after_the_workers_ended_gets_an_immediate_error(tmp_path: Path) -> None:
     """Otherwise it would wait for a worker until its timeout. This would keep the service running."""
-    service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        workers = [pid for name, pid in service.wait_ready().pids().items() if name.startswith("http-")]
+    with Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".") as service:
+        workers = [pid for name, pid in service.pids().items() if name.startswith("http-")]
         request = raw_request(CHAT, json.dumps(SHORT).encode(), extra="Expect: 100-continue\r\n")
         with service.connect() as connection:
             connection.sendall(request[:-1])
@@ -373,20 +365,15 @@ def test_a_request_after_the_workers_ended_gets_an_immediate_error(tmp_path: Pat
             answer = read_all(connection)
         assert answer.startswith(b"HTTP/1.1 502") and b"retry the request" in answer
         assert service.process.wait(60) == 0
-    finally:
-        service.close()
 
 
 def test_nginx_ends_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
-    service = Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        master = nginx_master(service.wait_ready())
+    with Service(tmp_path, "--front", "nginx", program="test/fake_app.py", PYTHONPATH=".") as service:
+        master = nginx_master(service)
         service.process.kill()
         service.process.wait(60)
         wait_for(lambda: not Path(f"/proc/{master}").exists(), 20, "nginx has ended")
         wait_for(lambda: _is_refused(service.port), 20, "nobody holds the port")
-    finally:
-        service.close()
 
 
 def _is_refused(port: int) -> bool:

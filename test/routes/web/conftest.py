@@ -87,21 +87,15 @@ def open_page(browser: Browser) -> Iterator[Opener]:
 @pytest.fixture(scope="package")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service with the demo model, as on a first start."""
-    running = Service(tmp_path_factory.mktemp("demo"))
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path_factory.mktemp("demo")) as running:
+        yield running
 
 
 @pytest.fixture(scope="package")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose engine repeats the prompt endlessly."""
-    running = Service(tmp_path_factory.mktemp("fake"), program="test/fake_app.py", PYTHONPATH=".")
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path_factory.mktemp("fake"), program="test/fake_app.py", PYTHONPATH=".") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

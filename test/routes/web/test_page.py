@@ -36,11 +36,8 @@ def start_locked(folder: Path, state_db: Path | None = None) -> Service:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = start_locked(tmp_path_factory.mktemp("locked"))
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with start_locked(tmp_path_factory.mktemp("locked")) as running:
+        yield running
 
 
 def test_files_are_small_public_and_cached(locked: Service) -> None:
