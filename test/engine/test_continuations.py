@@ -26,10 +26,12 @@ def test_queued_continuations_of_a_cancelled_job_are_removed() -> None:
     plan, _ = scheduler(req_slots=1)
     plan.add(*job(1))
     plan.schedule()
-    running, children = job(3)
+    running, children = job(3, prompt_tokens=2)
+    before = plan.queued_tokens
     plan.add_forked(children)
-    assert plan.admission.waiting_rows == 3
-    assert plan.remove_waiting(running) == children and plan.admission.waiting_rows == 0
+    assert (plan.admission.waiting_rows, plan.queued_tokens) == (3, before + 6)
+    assert plan.remove_waiting(running) == children
+    assert (plan.admission.waiting_rows, plan.queued_tokens) == (0, before)
     assert not plan.admission.interactive.forked
 
 

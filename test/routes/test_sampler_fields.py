@@ -157,6 +157,8 @@ def test_answers_follow_the_fields(service: Service) -> None:
     ids = TOKENIZER.encode("The river")
     kept = answer(prompt=[5, 6, *ids], truncate_prompt_tokens=len(ids))
     assert kept["text"] == answer()["text"]
+    whole = answer(prompt=[5, 6, *ids], truncate_prompt_tokens=-1)  # at most the limit of a prompt
+    assert whole["text"] == answer(prompt=[5, 6, *ids])["text"] != kept["text"]
 
 
 def test_what_cannot_be_combined_is_refused(service: Service) -> None:
