@@ -456,8 +456,9 @@ inline int __dp4a(int a, int b, int sum) {
   for (int i = 0; i < 32; i += 8) sum += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
   return sum;
 }
-inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
-  return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
+inline uint32_t __vmaxs2(uint32_t a, uint32_t b) {
+  const auto larger = [](int x, int y) { return static_cast<uint16_t>(std::max(static_cast<int16_t>(x), static_cast<int16_t>(y))); };
+  return static_cast<uint32_t>(larger(a >> 16, b >> 16)) << 16 | larger(a, b);
 }
 inline bool any_of_warp(bool value) { return reduce_max<uint32_t>(value) != 0; }
 #define __any_sync(mask, value) any_of_warp(value)

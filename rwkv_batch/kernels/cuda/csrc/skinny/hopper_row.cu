@@ -35,6 +35,8 @@
 //
 // add_fixed_point: x_out [C] fp16 = x [C] fp16 + sums [8, C / 8] int64. One CTA of C / 8 threads, no shared memory.
 // Bound: latency, 1.3 us; 12 C bytes.
+#include <cuda_pipeline.h>
+
 #include "../gemm/stage_release.cuh"
 #include "../fixed_point_sums.cuh"
 #include "../gemm/gemm_ring.cuh"
@@ -90,6 +92,11 @@ __device__ __forceinline__ void produce_tiles(const RowLaunch& p, RowSmem& smem,
     const uint32_t requested = smem_address(smem.requested);
     uint32_t stage = 0, parity = 1;
     int count = 0;
+    // Scales of all units; later they would wait for tiles of up to 17 MB.
+    for (int output = cta_units.first * OUTPUTS_PER_UNIT; !Tile::grouped && !is_fp16 && output < min(cta_units.last * OUTPUTS_PER_UNIT, m.n); output += OUTPUTS_PER_UNIT) {
+        prefetch_l2(static_cast<const float*>(m.scales) + output);
+        if (FORMAT == W8A8) prefetch_l2(m.weight_ratios + output);
+    }
     mbarrier_wait(requested, 0);
     for (int unit = cta_units.first; unit < cta_units.last; ++unit) {
         const int output = unit * OUTPUTS_PER_UNIT;
@@ -108,8 +115,8 @@ __device__ __forceinline__ void produce_tiles(const RowLaunch& p, RowSmem& smem,
 }
 #endif
 
-// At most 64 registers per thread (int4), 56 (W8A8) or 48 (8 bits), so that CTAs of ffn.value and the WKV fit on the SM. With 72
-// the WKV's do not. With a value no other CTA fits anyway.
+// At most 64 registers per thread (int4), 56 (W8A8) or 48 (8 bits), so that CTAs of ffn.value and the WKV fit on the SM.
+// With a value no other CTA fits anyway.
 template <Format FORMAT, bool FROM_NORM, bool HAS_VALUE>
 __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 1024 : FORMAT == W8A8 ? 576 : 640, HAS_VALUE || FORMAT == INT4 ? 1 : 2) hopper_row_kernel(const __grid_constant__ RowLaunch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -170,7 +177,17 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
             if constexpr (FORMAT != W8A8) store_operand<FORMAT>(x, smem, c, values, c < m.k);
         }
     };
+    // Loads a unit's scales, by the first warp. Complete after `__pipeline_wait_prior` and a barrier.
+    const auto request_scales = [&](int unit) {
+        const int at = unit * OUTPUTS_PER_UNIT + lane;
+        if (Tile::grouped || is_fp16 || warp != 0 || unit >= cta_units.last || at >= m.n) return;
+        __pipeline_memcpy_async(&smem.weight_scales[unit & 1][lane], static_cast<const float*>(m.scales) + at, 4);
+        if (FORMAT == W8A8) __pipeline_memcpy_async(&smem.weight_ratios[unit & 1][lane], m.weight_ratios + at, 4);
+    };
+    request_scales(cta_units.first);
+    __pipeline_commit();
     const auto finish_inputs = [&] {
+        __pipeline_wait_prior(0);
         fence_proxy_async_shared();
         sync_consumers();
     };
@@ -220,8 +237,8 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
     int num_listed = 0;  // first warp: active rows of the value
     for (int unit = cta_units.first; unit < cta_units.last; ++unit) {
         const int out = unit * OUTPUTS_PER_UNIT + threadIdx.x;  // output of a thread of the first warp
-        float scale = is_fp16 ? 1.0f : code_scale<FORMAT>();
-        if ((FORMAT == FP8 || FORMAT == W8A8) && !is_fp16 && warp == 0) scale *= __ldg(static_cast<const float*>(m.scales) + out);
+        request_scales(unit + 1);
+        __pipeline_commit();
         const Quarters quarters(m.k);
         constexpr int DEPTH = Tile::GROUPS * GROUP_INPUTS;
         const int steps = is_fp16 ? WARPGROUPS * quarters.tiles : (m.k + DEPTH - 1) / DEPTH;
@@ -311,7 +328,7 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
             int ratios[2] = {};
             if (first_step == 0 && k_half == 0) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) ratios[i] = row_ratio * __ldg(m.weight_ratios + min(unit * OUTPUTS_PER_UNIT + output + 8 * i, m.n - 1));
+                for (int i = 0; i < 2; ++i) ratios[i] = row_ratio * smem.weight_ratios[unit & 1][output + 8 * i];
             }
             for (; step < steps; step += WARPGROUPS) {
                 mbarrier_wait(full + 8 * stage, parity);
@@ -384,9 +401,11 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
             const bool in_integers = FORMAT == W8A8 && !is_fp16;
             to[0] = in_integers ? __int_as_float(exact[0]) : sums[0], to[8] = in_integers ? __int_as_float(exact[1]) : sums[1];
         }
+        __pipeline_wait_prior(0);
         sync_consumers();
         if (warp == 0 && out < m.n) {
-            float y[1] = {unit_sums[0][lane]};
+            float y[1] = {unit_sums[0][lane]}, scale = is_fp16 ? 1.0f : code_scale<FORMAT>();
+            if (!Tile::grouped && !is_fp16) scale *= smem.weight_scales[unit & 1][lane];
 #pragma unroll
             for (int i = 1; i < 2 * WARPGROUPS; ++i) y[0] += unit_sums[i][lane];
             y[0] *= scale;

@@ -24,6 +24,8 @@ struct RowSmem {
     uint64_t requested[2];  // mbarriers: the warps have issued the loads of constants; of the row
     float scales[MAX_CACHED_K / GROUP_INPUTS];  // scales of x
     float input_sums[MAX_CACHED_K / GROUP_INPUTS];  // int4: sums of x, for weights with an offset
+    float weight_scales[2][OUTPUTS_PER_UNIT];  // of a unit and the next one, 8 bits
+    int weight_ratios[2][OUTPUTS_PER_UNIT];  // likewise, W8A8
     float sums[2][2 * WARPGROUPS][OUTPUTS_PER_UNIT];  // partial sums of a unit, two per warpgroup; two buffers
     MixSmem mix;
     W8A8Maxima maxima;

@@ -77,6 +77,7 @@ struct Smem {
     typename Rows::ScaleItem scales[Rows::GROUPED ? WARPS : 1][MAX_GROUPS][COLUMNS];
     __half x[WARPS][Rows::SLOTS];
     uint8_t groups[WARPS][Rows::SLOTS / STEP];  // of a warp's, that a step is of
+    float final_scales[COLUMNS];
     float sums[WARPS][COLUMNS];
 };
 
@@ -144,6 +145,7 @@ sparse_row_quant_kernel(const __half* h, const Rows weight, __half* y, int width
     const int first_column = blockIdx.x * COLUMNS, first = warp * rows_per_warp;
     const int rows = max(0, min(rows_per_warp, ffn - first));
     constexpr int ROW_BYTES = Rows::ROW_BYTES, SLOTS = Rows::SLOTS;
+    if (threadIdx.x < COLUMNS) smem.final_scales[threadIdx.x] = weight.final_scale(first_column + threadIdx.x);
     allow_next_kernel();
     if constexpr (Rows::GROUPED) {
         constexpr int LINE = COLUMNS * sizeof(typename Rows::ScaleItem), PIECES = LINE / 16;
@@ -248,8 +250,7 @@ sparse_row_quant_kernel(const __half* h, const Rows weight, __half* y, int width
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += smem.sums[w][threadIdx.x];
-    const int out = first_column + threadIdx.x;
-    y[out] = __float2half_rn(sum * weight.final_scale(out));
+    y[first_column + threadIdx.x] = __float2half_rn(sum * smem.final_scales[threadIdx.x]);
 }
 
 template <typename Rows>

@@ -154,6 +154,14 @@ struct W8A8Largest {
             rest = max(rest, static_cast<int>(bits)), large = max(large, bits);
         }
     }
+    // bits: of several channels' largest, all of segment 1 or none.
+    __device__ __forceinline__ void add(uint32_t bits, bool is_large) {
+        if (is_large) {
+            large = max(large, bits | 0x80000000u);
+        } else {
+            rest = max(rest, static_cast<int>(bits));
+        }
+    }
     __device__ __forceinline__ void reduce_warp() { rest = __reduce_max_sync(FULL_MASK, rest), large = __reduce_max_sync(FULL_MASK, large); }
     __device__ __forceinline__ uint32_t of_large() const { return large & 0x80000000u ? large & 0x7fffffffu : 0; }
 };

@@ -120,6 +120,21 @@ __device__ __forceinline__ int list_active(ActiveList& list, const uint2 (&rows)
     return end;
 }
 
+// Requests the rows of Wt, of a CTA's columns, whose input is above zero in a row of the batch: a little more than have
+// a code, but before the codes are known. h: of 8 positions; weights: of the first.
+__device__ __forceinline__ void prefetch_positive(const uint4 (&h)[MAX_ROWS], const int8_t* weights, int width) {
+    uint32_t largest[4] = {};  // two fp16 numbers each, compared as integers
+#pragma unroll
+    for (int row = 0; row < MAX_ROWS; ++row) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) largest[w] = __vmaxs2(largest[w], word_of(h[row], w));
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        if ((largest[j / 2] >> 16 * (j % 2) & 0xffffu) != 0) prefetch_l2(weights + static_cast<int64_t>(j) * width);
+    }
+}
+
 // Multiplies entries begin .. end - 1 of a list, whole steps. sums[m]: columns 2m and 2m + 1 of the lane, rows 2t, 2t + 1.
 __device__ __forceinline__ void multiply_list(int (&sums)[8][4], const ActiveList& list, const int8_t* weights, int width, int begin, int end, int lane) {
     const int g = lane >> 2, t = lane & 3;
@@ -169,7 +184,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int tile = blockIdx.x / SPLITS, rank = blockIdx.x % SPLITS;
     const Range range(a.ffn, rank, warp);
-    const bool inside = 8 * lane < range.count;
+    const bool inside = 8 * lane < range.count, is_large = range.number == 0 && lane < SEGMENT / 8;
     W8A8Octet octet = {};
     if (inside) octet.load(a.factors, range.first + 8 * lane);
     if (threadIdx.x < COLUMNS) {
@@ -184,6 +199,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
         h[row] = make_uint4(0, 0, 0, 0);
         if (row < a.rows && inside) h[row] = load16(a.h + static_cast<int64_t>(row) * a.ffn + range.first + 8 * lane);
     }
+    if (inside) prefetch_positive(h, a.weights + static_cast<int64_t>(range.first + 8 * lane) * a.width + tile * COLUMNS, a.width);
     float v[8];
     W8A8Largest largest;  // of row lane % 8
 #pragma unroll
@@ -192,7 +208,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
         W8A8Largest of_row;
         if (inside) {
             octet.template scale<true>(h[row], v);
-            of_row.add(octet, v);
+            of_row.add(largest_bits(v), is_large);
         }
         of_row.reduce_warp();
         if ((lane & 7) == row) largest = of_row;
@@ -228,11 +244,14 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
     uint2 codes[MAX_ROWS];
 #pragma unroll
     for (int row = 0; row < MAX_ROWS; ++row) {
-        const W8A8Inverses inverses = {__shfl_sync(FULL_MASK, of_row.inverse_rest, row), __shfl_sync(FULL_MASK, of_row.inverse_large, row)};
+        const float of_rest = __shfl_sync(FULL_MASK, of_row.inverse_rest, row), of_large = __shfl_sync(FULL_MASK, of_row.inverse_large, row);
+        const float inverse = is_large ? of_large : of_rest;
         codes[row] = make_uint2(0, 0);
         if (row >= a.rows || !inside) continue;
         octet.template scale<true>(h[row], v);
-        codes[row] = octet.template codes<true>(v, inverses);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(v[j], inverse);
+        codes[row] = make_uint2(pack_u8(v[0], v[1], v[2], v[3]), pack_u8(v[4], v[5], v[6], v[7]));
     }
     int large_end;
     const int end = list_active(list, codes, range.first + 8 * lane, range.number == 0, lane, large_end);

@@ -9,8 +9,9 @@
 // CTA: 32 columns x all of F, so that no CTA waits for another. Every CTA rounds all of h. A warp has a range of F. It
 // lists its active rows, loads them by cp.async as far as it has slots, and multiplies 32 at a time. The first 128
 // positions are segment 1, all of the first warp; they take whole steps.
-// At most 64 registers: CTAs of this kernel and of hopper_row.cu fit on one SM, and the next GEMV's weights are loaded
-// meanwhile.
+// At most 56 registers: CTAs of this kernel and of hopper_row.cu fit on one SM, and the next GEMV's weights are loaded
+// meanwhile. Each quarter of an SM has 16,384 registers; one quarter holds 4 warps of this kernel and 5 of 17 of the
+// other, which has 56, too.
 //
 // Grid: C / 32.
 // Block: 512 threads; mma.m16n8k32.
@@ -30,6 +31,8 @@ struct SparseRowSmem {
     uint8_t weights[WARPS][SLOTS][COLUMNS];
     uint8_t codes[WARPS][SLOTS];  // at `code_slot`
     int sums[WARPS][COLUMNS];
+    float weight_scales[COLUMNS];
+    int weight_ratios[COLUMNS];
     uint32_t rest[WARPS], large;  // bits of the largest inputs
 };
 
@@ -45,7 +48,7 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&v)[4], uint32_t
     out[2] = __byte_perm(ab_high, cd_high, 0x5410), out[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-__global__ void __launch_bounds__(WARPS * 32, 2) w8a8_sparse_row_kernel(const __grid_constant__ W8A8SparseArgs a, int rows_per_warp) {
+__global__ void __launch_bounds__(576, 2) w8a8_sparse_row_kernel(const __grid_constant__ W8A8SparseArgs a, int rows_per_warp) {
     extern __shared__ __align__(16) unsigned char dynamic[];
     SparseRowSmem& smem = *reinterpret_cast<SparseRowSmem*>(dynamic);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
@@ -57,6 +60,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2) w8a8_sparse_row_kernel(const __
 #pragma unroll
     for (int i = 0; i < LISTINGS; ++i) {
         if (i * LISTED + 8 * lane < rows) octets[i].load(a.factors, first + i * LISTED);
+    }
+    if (threadIdx.x < COLUMNS) {
+        smem.weight_scales[threadIdx.x] = __ldg(a.weight_scales + first_column + threadIdx.x);
+        smem.weight_ratios[threadIdx.x] = __ldg(a.weight_ratios + first_column + threadIdx.x);
     }
     allow_next_kernel();
     wait_for_previous_kernel();
@@ -159,8 +166,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) w8a8_sparse_row_kernel(const __
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {
-                const int ratio = __ldg(a.weight_ratios + first_column + 4 * g + 2 * m + i / 2);
-                sums[m][i] = in_units_of_rest(sums[m][i], of_row.ratio * ratio);
+                sums[m][i] = in_units_of_rest(sums[m][i], of_row.ratio * smem.weight_ratios[4 * g + 2 * m + i / 2]);
             }
         }
     };
@@ -186,8 +192,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) w8a8_sparse_row_kernel(const __
     int total = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) total += smem.sums[w][threadIdx.x];
-    const int column = first_column + threadIdx.x;
-    a.y[column] = __float2half_rn(scaled_sum(total, of_row.scale, __ldg(a.weight_scales + column)));
+    a.y[first_column + threadIdx.x] = __float2half_rn(scaled_sum(total, of_row.scale, smem.weight_scales[threadIdx.x]));
 }
 
 RWKV_API int rwkv_w8a8_sparse_row(const W8A8SparseArgs* a, void* stream) {
