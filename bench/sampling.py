@@ -165,9 +165,10 @@ def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, obje
         seconds = event_seconds(graphed(plain, sets, rows), 20) / len(sets)
     else:
         clock = event_seconds if device.type == "cuda" else host_seconds
-        # Samplers overwrite the logits: each step gets a copy of its own, made before.
+        # Samplers overwrite the logits: each step gets a copy of its own, made before, and freed after all steps.
         fresh = [logits.clone() for _ in range(REPEATS + 1) for logits in sets[:2]]
-        seconds = clock(lambda: [sampler.sample(fresh.pop(), req_slots) for _ in sets[:2]], REPEATS) / len(sets[:2])
+        copies = iter(fresh)
+        seconds = clock(lambda: [sampler.sample(next(copies), req_slots) for _ in sets[:2]], REPEATS) / len(sets[:2])
     moved = sets[0].nbytes
     floor = moved / setting.bandwidth
     return {

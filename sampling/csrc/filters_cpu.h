@@ -73,8 +73,10 @@ class FilteredRow {
   // each_presence(visit) calls visit(token, penalty) for the tokens with presence and frequency penalties.
   template <class EachPresence>
   void run(uint64_t seed, uint64_t step, const EachPresence& each_presence) {
-    for (const int32_t name : filters_.steps) {
+    for (auto step_of = filters_.steps.begin(); step_of != filters_.steps.end(); ++step_of) {
+      const int32_t name = *step_of;
       if (row_.largest == kNegativeInfinity) return;
+      if (name != kTopNSigma) multiply();
       switch (name) {
         case kPenalties:
           penalise_repetition();
@@ -85,7 +87,11 @@ class FilteredRow {
           break;
         case kDry: dry(), refresh(); break;
         case kTemperature: scale(); break;
-        case kTopNSigma: keep_from_sigma(); break;
+        case kTopNSigma: {
+          const bool precedes_min_p = step_of + 1 != filters_.steps.end() && step_of[1] == kMinP;
+          keep_from_sigma(precedes_min_p ? just_below(row_.largest + std::log(p_.min_p)) : kNegativeInfinity);
+          break;
+        }
         case kMinP: keep_near(static_cast<float>(std::log(p_.min_p))); break;
         case kTypP: typical(); break;
         case kEpsilon: keep_from(std::log(p_.epsilon_cutoff), false); break;
@@ -96,6 +102,7 @@ class FilteredRow {
         case kMirostat: mirostat(); break;
       }
     }
+    multiply();
   }
 
  private:
@@ -176,10 +183,7 @@ class FilteredRow {
           masses[i] = exp_nonpositive(distance);
           products[i] = masses[i] > 0 ? masses[i] * distance : 0.0f;
         }
-        for (int at = 0; at < kChunk; at += kLanes) {
-          for (int lane = 0; lane < kLanes; ++lane) totals[lane] += masses[at + lane];
-          for (int lane = 0; lane < kLanes; ++lane) weighted[lane] += products[at + lane];
-        }
+        add_chunk(masses, totals), add_chunk(products, weighted);
         return;
       }
       for (int at = begin; at < end; ++at) {
@@ -209,36 +213,51 @@ class FilteredRow {
       const double low = std::max(temperature - p_.dynatemp_range, 0.0);
       temperature = low + (temperature + p_.dynatemp_range - low) * share;
     }
-    const float factor = static_cast<float>(1 / std::max(temperature, 1e-8));
-    row_.each_chunk(kNegativeInfinity, [&](int begin, int end) {
-      for (int at = begin; at < end; ++at) row_.s[at] *= factor;
-    });
-    for (float& maximum : row_.maxima) maximum *= factor;
-    row_.largest *= factor;
+    factor_ = static_cast<float>(1 / std::max(temperature, 1e-8));
+    for (float& maximum : row_.maxima) maximum *= factor_;
+    row_.largest *= factor_;
   }
 
-  void keep_from_sigma() {
+  // Multiplies the logits by the temperature's factor; top_n_sigma does it while it reads them.
+  void multiply() {
+    if (factor_ != 1)
+      row_.each_chunk(kNegativeInfinity, [&](int begin, int end) {
+        for (int at = begin; at < end; ++at) row_.s[at] *= factor_;
+      });
+    factor_ = 1;
+  }
+
+  // No token below `lowest` stays in the next step.
+  void keep_from_sigma(float lowest) {
+    constexpr float kUnit = 0x1p-40f;  // the square of 1e30 is no fp32 number
     double sum[kLanes] = {}, squares[kLanes] = {};
-    int32_t counts[kLanes] = {};
-    const double largest = row_.largest;
-    const auto add = [&](int at, int lane) {
-      const float value = row_.s[at];
-      const double distance = value > kNegativeInfinity ? value - largest : 0.0;
-      sum[lane] += distance, squares[lane] += distance * distance, counts[lane] += value > kNegativeInfinity;
-    };
+    int64_t count = 0;
+    const float largest = row_.largest, factor = factor_;
     row_.each_chunk(kNegativeInfinity, [&](int begin, int end) {
+      float distances[kChunk] = {}, squared[kChunk];
+      float* s = row_.s + begin;
+      int32_t found = 0;
+      const auto visit = [&](int i) {
+        const float value = s[i] *= factor;
+        const bool is_left = value > kNegativeInfinity;
+        distances[i] = is_left ? (value - largest) * kUnit : 0.0f;
+        found += is_left;
+      };
       if (end - begin == kChunk)
-        for (int at = begin; at < begin + kChunk; at += kLanes)
-          for (int lane = 0; lane < kLanes; ++lane) add(at + lane, lane);
+        for (int i = 0; i < kChunk; ++i) visit(i);
       else
-        for (int token = begin; token < end; ++token) add(token, 0);
+        for (int i = 0; i < end - begin; ++i) visit(i);
+      for (int i = 0; i < kChunk; ++i) squared[i] = distances[i] * distances[i];
+      add_chunk(distances, sum), add_chunk(squared, squares);
+      count += found;
     });
-    for (int lane = 1; lane < kLanes; ++lane)
-      sum[0] += sum[lane], squares[0] += squares[lane], counts[0] += counts[lane];
-    const double mean = sum[0] / counts[0], variance = squares[0] / counts[0] - mean * mean;
-    const double bound = row_.largest - p_.top_n_sigma * std::sqrt(std::max(variance, 0.0));
+    factor_ = 1;
+    for (int lane = 1; lane < kLanes; ++lane) sum[0] += sum[lane], squares[0] += squares[lane];
+    const double mean = sum[0] / count, variance = squares[0] / count - mean * mean;
+    const double bound = largest - p_.top_n_sigma * std::sqrt(std::max(variance, 0.0)) / kUnit;
     float floor = static_cast<float>(bound);  // the least float that is not below
     if (floor < bound) floor = std::nextafter(floor, std::numeric_limits<float>::infinity());
+    floor = std::max(floor, lowest);
     row_.keep_if(floor, [&](float value, int) { return value >= floor; });
   }
 
@@ -305,6 +324,7 @@ class FilteredRow {
   RowFilters& filters_;
   const FilterParameters& p_;
   FilterScratch& scratch_;
+  float factor_ = 1;  // by which the logits are yet to be multiplied; maxima are
 };
 
 }  // namespace sampling

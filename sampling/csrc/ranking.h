@@ -50,6 +50,15 @@ inline float largest_of(const float* logits) {
   return largest;
 }
 
+// Adds kChunk numbers to kLanes sums. Four at a time are added in fp32: conversions to fp64 cost as much as an exp.
+inline void add_chunk(const float* numbers, double* lanes) {
+  static_assert(kChunk == 4 * kLanes, "four of each lane");
+  float four[kLanes];
+  for (int i = 0; i < kLanes; ++i)
+    four[i] = (numbers[i] + numbers[i + kLanes]) + (numbers[i + 2 * kLanes] + numbers[i + 3 * kLanes]);
+  for (int i = 0; i < kLanes; ++i) lanes[i] += four[i];
+}
+
 // A row's logits and chunk maxima. A chunk whose maximum is -inf is empty: its logits are not read. Once tokens were
 // removed, the row has only the others, in their order, with their ids.
 struct Row {
@@ -140,8 +149,9 @@ struct Row {
     each_chunk(kNegativeInfinity, [&](int begin, int end) {
       if (end - begin == kChunk) {
         const float* from = s + begin;
-        for (int at = 0; at < kChunk; at += kLanes)
-          for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += exp_nonpositive(from[at + lane] * scale - shift);
+        float found[kChunk];
+        for (int i = 0; i < kChunk; ++i) found[i] = exp_nonpositive(from[i] * scale - shift);
+        add_chunk(found, lanes);
       } else {
         for (int at = begin; at < end; ++at) sum += exp_nonpositive(s[at] * scale - shift);
       }

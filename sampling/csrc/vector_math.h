@@ -15,21 +15,30 @@ SAMPLER_FN To bits(From from) {
   return to;
 }
 
+// a * b + c, rounded once where the CPU can.
+SAMPLER_FN float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) && !defined(__CUDACC__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // exp(x) for x <= 0, within 2 ulp; 0 below -87 and for -inf.
 SAMPLER_FN float exp_nonpositive(float x) {
   const float clamped = x > -87.0f ? x : -87.0f;
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const float rounded = clamped * 1.44269504088896341f + magic;
+  const float rounded = multiply_add(clamped, 1.44269504088896341f, magic);
   const float n = rounded - magic;
-  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  const float r = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, clamped));
   float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const int32_t exponent = (bits<int32_t>(rounded) - bits<int32_t>(magic) + 127) * (1 << 23);
+  p = multiply_add(p, r, 1.3981999507e-3f);
+  p = multiply_add(p, r, 8.3334519073e-3f);
+  p = multiply_add(p, r, 4.1665795894e-2f);
+  p = multiply_add(p, r, 1.6666665459e-1f);
+  p = multiply_add(p, r, 5.0000001201e-1f);
+  p = multiply_add(p * r, r, r) + 1.0f;
+  const uint32_t exponent = static_cast<uint32_t>(bits<int32_t>(rounded) - bits<int32_t>(magic) + 127) << 23;
   return x > -87.0f ? p * bits<float>(exponent) : 0.0f;
 }
 
