@@ -2,6 +2,7 @@
 
     python -m bench.cpu [--out bench/results/cpu.json] [--seconds 240] [--no-peer]
     python -m bench.cpu --no-peer --llama-cpp BUILD     # a folder with bin/llama-batched-bench and bin/llama-quantize
+    python -m bench.cpu --no-peer --llama-cpp BUILD --cells "decode_1 bf16,decode_1 int4"     # some alone
     ATEN_CPU_CAPABILITY=avx2 python -m bench.cpu --instructions avx2 --no-peer --llama-cpp BUILD_FOR_AVX2
 
 Each round runs every measurement once:
@@ -190,8 +191,8 @@ def median_by_name(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(f"{statistics.median(row[name] for row in rows):.4g}") for name in rows[0]}
 
 
-def run(seconds: float, has_peer: bool, llama_cpp: Path | None, given_commit: str) -> dict[str, Any]:
-    """Run all measurements and return the record. `llama_cpp`: a build of it."""
+def run(seconds: float, has_peer: bool, llama_cpp: Path | None, cells: list[str], given_commit: str) -> dict[str, Any]:
+    """Run the measurements and return the record. `llama_cpp`: a build of it; cells: names of tasks, empty for all."""
     dtypes = OURS if llama_cpp is None else (*OURS, "int4")
     with tempfile.TemporaryDirectory() as folder:
         path = write_random_model(Path(folder) / "random-0.1B.pth", LAYERS, WIDTH, VOCAB)
@@ -206,14 +207,23 @@ def run(seconds: float, has_peer: bool, llama_cpp: Path | None, given_commit: st
             tasks |= peer_tasks(path, dtype)
         other = None if llama_cpp is None else LlamaCpp(llama_cpp, weights, Path(folder), torch.get_num_threads())
         for dtype in dtypes:
+            if cells and not any(cell.endswith(f" {dtype}") for cell in cells):
+                continue
             model = Pipeline(weights, devices=("cpu",), dtype=dtype, kernels="cpu")
             model.allocate_slots(FIRST_SLOT + max(BATCHES))
             tasks |= our_tasks(model, dtype)
             if other is not None:
                 tasks |= other.tasks(dtype, BATCHES)
+        if cells:
+            tasks = {
+                name: task for name, task in tasks.items() if "GB" in name or name.replace(" llama.cpp", "") in cells
+            }
         rounds = measure(tasks, seconds)
         names = [name.removesuffix(" bf16") for name in rounds[0] if name.endswith(" bf16") and name.count(" ") == 1]
-        small = {d: [{n: one[f"{n} {d}"] / one[f"{n} bf16"] for n in names} for one in rounds] for d in SMALL}
+        small = {
+            d: [{n: one[f"{n} {d}"] / one[f"{n} bf16"] for n in names if f"{n} {d}" in one} for one in rounds]
+            for d in SMALL
+        }
     matrices = weights.num_bytes - weights.tensors["emb.weight"].numel() * 2
     return {
         "bench": "cpu",
@@ -245,7 +255,7 @@ def report(result: dict[str, Any]) -> None:
     for name, times in result["over_llama_cpp"].items():
         low, high = result["over_llama_cpp_range"][name]
         print(f"{name}: {times:.2f} ({low:.2f} to {high:.2f}) x llama.cpp")
-    for dtype in DTYPES:
+    for dtype in (one for one in DTYPES if f"decode_1 {one}" in medians):
         read = medians[f"decode_1 {dtype}"] * result["matrix_mb_per_step"] / 1e3
         limits = (f"{read / medians[name]:.0%} of {name.split()[0]}" for name in ("bandwidth GB/s", "copy GB/s"))
         print(f"decode_1 {dtype} reads {read:.1f} GB/s: {', '.join(limits)}")
@@ -263,6 +273,7 @@ def main() -> int:
     parser.add_argument("--no-peer", action="store_true", help="our own types alone, in more rounds")
     sets = [one.name for one in INSTRUCTION_SETS[platform.machine()]]
     parser.add_argument("--instructions", choices=sets, help="that our kernels may use; without it the CPU's")
+    parser.add_argument("--cells", default="", help='"prefill_16x128 fp32,decode_1 bf16" measures these alone')
     parser.add_argument("--llama-cpp", type=Path, help="a build of llama.cpp to compare with")
     options = parser.parse_args()
     if options.instructions:
@@ -270,7 +281,13 @@ def main() -> int:
     if problem := cpu_library.library_unavailable_reason():
         print(problem, file=sys.stderr)
         return 1
-    result = run(options.seconds, not options.no_peer, options.llama_cpp, options.commit)
+    result = run(
+        options.seconds,
+        not options.no_peer,
+        options.llama_cpp,
+        list(filter(None, options.cells.split(","))),
+        options.commit,
+    )
     report(result)
     finish(result, options.out)
     return 0

@@ -37,26 +37,19 @@ class LlamaCpp:
         )  # fmt: skip
 
     def tasks(self, dtype: str, batches: tuple[int, ...]) -> dict[str, Callable[[], float]]:
-        """Return tokens/s of decoding rows and of reading prompts, by the names of our own tasks.
+        """Return tokens/s of decoding rows and of reading prompts, by the names of our own tasks; a process each."""
+        found = {f"decode_{rows} llama.cpp {dtype}": partial(self._decode, dtype, rows) for rows in batches}
+        for rows, length in PROMPTS:
+            found[f"prefill_{rows}x{length} llama.cpp {dtype}"] = partial(self._prefill, dtype, rows, length)
+        return found
 
-        Processes measure all of them, when a first one is called and when one is called again.
-        """
-        found: dict[str, float] = {}
-        names = [f"decode_{rows} llama.cpp {dtype}" for rows in batches]
-        names += [f"prefill_{rows}x{length} llama.cpp {dtype}" for rows, length in PROMPTS]
+    def _decode(self, dtype: str, rows: int) -> float:
+        return median(
+            self._speeds("tg", dtype, 4, (1,) * 5, 16) if rows == 1 else self._speeds("tg", dtype, 4, (rows,), 8)
+        )
 
-        def take(name: str) -> float:
-            if name not in found:
-                speeds = [
-                    median(self._speeds("tg", dtype, 4, (1,) * 5, 16)),
-                    *self._speeds("tg", dtype, 4, batches[1:], 8),
-                ]
-                for rows, length in PROMPTS:
-                    speeds += self._speeds("pp", dtype, length, (rows,), 1)
-                found.update(zip(names, speeds, strict=True))
-            return found.pop(name)
-
-        return {name: partial(take, name) for name in names}
+    def _prefill(self, dtype: str, rows: int, length: int) -> float:
+        return self._speeds("pp", dtype, length, (rows,), 1)[0]
 
     def _speeds(self, what: str, dtype: str, prompt: int, rows: tuple[int, ...], new_tokens: int) -> list[float]:
         """Return tokens/s of the prompts (pp) or of the new tokens (tg), for each number of rows."""
