@@ -143,7 +143,10 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
         fence_mbarrier_init();
     }
     __syncthreads();
-    allow_next_kernel();
+    // The next kernel's first loads (ffn.value: 8 MB of factors in all CTAs) delay the ring's, which are needed first. So
+    // it starts after the first of several units.
+    const bool starts_next_at_once = HAS_VALUE || cta_units.last - cta_units.first == 1;
+    if (starts_next_at_once) allow_next_kernel();
     if (warp == CONSUMERS / 32) {
         if (elect_one()) produce_tiles<FORMAT>(p, smem, ring, cta_units);
         return;
@@ -237,6 +240,7 @@ __global__ void __launch_bounds__(HAS_VALUE ? CONSUMERS + 32 : FORMAT == INT4 ? 
     int num_listed = 0;  // first warp: active rows of the value
     for (int unit = cta_units.first; unit < cta_units.last; ++unit) {
         const int out = unit * OUTPUTS_PER_UNIT + threadIdx.x;  // output of a thread of the first warp
+        if (!starts_next_at_once && unit == cta_units.first + 1) allow_next_kernel();
         request_scales(unit + 1);
         __pipeline_commit();
         const Quarters quarters(m.k);
