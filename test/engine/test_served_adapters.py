@@ -157,7 +157,9 @@ def test_a_session_keeps_its_adapter(model: Path, tmp_path: Path) -> None:
         with pytest.raises(ServiceError, match=r"adapter 'lora3' of digest .* is not loaded") as missing:
             say(engine, "two")
         assert missing.value.info.kind is ErrorKind.ADAPTER_NOT_FOUND
-        with pytest.raises(ServiceError, match=r"of digest .* is not loaded"):
+        with pytest.raises(
+            ServiceError, match=r"file for session .t. was begun with the adapter of digest .* is not loaded"
+        ):
             call(engine, "session_import", session_id="t", content=carried)
     with engine_with_adapters(model, db) as engine:
         call(engine, "session_import", session_id="t", content=carried)
