@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import struct
-import sys
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,18 +96,13 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Pack token ids as unsigned 32-bit little-endian."""
-    packed = array("I", tokens)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    """Pack token ids as unsigned 32-bit little-endian: the byte order of all processors that the kernels support."""
+    return array("I", tokens).tobytes()
 
 
 def unpack_tokens(data: bytes) -> list[int]:
     packed = array("I")
     packed.frombytes(data)
-    if sys.byteorder == "big":
-        packed.byteswap()
     return packed.tolist()
 
 

@@ -253,7 +253,7 @@ def parse_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
         decode=decode,
     )
     _check(given, task_options)
-    names = {field.name for field in msgspec.structs.fields(Options)} - {"plan", "out_field"}
+    names = {field.name for field in msgspec.structs.fields(Options)} - {"out_field"}
     values = {name: value for name, value in vars(given).items() if name in names}
     return Options(
         **values, task_options=task_options, out_field=given.out_field or OUT_FIELDS[task_options.task]
