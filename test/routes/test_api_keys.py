@@ -269,12 +269,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Two HTTP workers and an engine without a model. The keys file `keys.toml` is next to the log."""
     folder = tmp_path_factory.mktemp("keyed")
     flags = ("--http-workers", "2", "--keys-file", written(folder, FILE), "--log-format", "json")
-    running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    running.headers, running.admin_headers = bearer(FREE), bearer(CHIEF)
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        running.headers, running.admin_headers = bearer(FREE), bearer(CHIEF)
+        yield running
 
 
 def log_lines(service: Service) -> list[dict[str, Any]]:

@@ -44,12 +44,9 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A password from the environment, one sampler, and a short queue."""
     flags = ("--model-path", str(tiny_model), "--http-workers", "1", "--samplers", "naive", "--max-waiting-rows", "8")
-    running = Service(tmp_path_factory.mktemp("plain"), *flags, RWKV_PASSWORD="s3cret")
-    running.headers = {"Authorization": "Bearer s3cret"}
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path_factory.mktemp("plain"), *flags, RWKV_PASSWORD="s3cret") as running:
+        running.headers = {"Authorization": "Bearer s3cret"}
+        yield running
 
 
 def test_password_in_the_body(locked: Service) -> None:

@@ -53,12 +53,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedService]:
     file = folder / "keys.toml"
     file.write_text(keys_text({"stays": STAYS}))
     flags = ("--http-workers", "2", "--keys-file", str(file))
-    running = KeyedService(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    running.headers, running.admin_headers = bearer(STAYS), bearer(BOSS)
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with KeyedService(folder, *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        running.headers, running.admin_headers = bearer(STAYS), bearer(BOSS)
+        yield running
 
 
 def begun(service: Service, path: str, body: dict[str, Any], key: str) -> socket.socket:

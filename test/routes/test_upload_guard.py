@@ -34,12 +34,9 @@ def resident_mib(pid: int) -> int:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose key holders may send 2 MiB."""
     flags = ("--http-workers", "1", "--password", "s3cret", "--max-body-mb", "2", "--max-state-mb", "2")
-    running = Service(tmp_path_factory.mktemp("small"), *flags, program="test/fake_app.py", PYTHONPATH=".")
-    running.headers = {"Authorization": "Bearer s3cret"}
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path_factory.mktemp("small"), *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        running.headers = {"Authorization": "Bearer s3cret"}
+        yield running
 
 
 @pytest.mark.parametrize("framing", [f"Content-Length: {SENT_MIB * MIB}", "Transfer-Encoding: chunked"])

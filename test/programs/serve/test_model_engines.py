@@ -36,12 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fake(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     arguments = ("--models-dir", str(folder), "--admin-password", "boss", "--max-models", "3")
-    running = Service(tmp_path_factory.mktemp("service"), *arguments, program="test/fake_app.py", PYTHONPATH=".")
-    running.headers = ADMIN  # /status shows models and processes to an administrator
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(tmp_path_factory.mktemp("service"), *arguments, program="test/fake_app.py", PYTHONPATH=".") as running:
+        running.headers = ADMIN  # /status shows models and processes to an administrator
+        yield running
 
 
 def load(service: Service, file: str, name: str) -> dict[str, Any]:

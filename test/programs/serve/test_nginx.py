@@ -51,12 +51,9 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("locked")
     flags = ("--front", "nginx", "--password", PASSWORD, "--http-workers", "1")
-    running = Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".")
-    running.headers = {"Authorization": f"Bearer {PASSWORD}"}
-    try:
-        yield running.wait_ready()
-    finally:
-        running.close()
+    with Service(folder, *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+        running.headers = {"Authorization": f"Bearer {PASSWORD}"}
+        yield running
 
 
 def raw_answer(service: Service, *pieces: bytes) -> bytes:
