@@ -71,4 +71,5 @@ def _only_model(name: str, files: list[str]) -> str | None:
 
 def _manual_remedy(name: str) -> str:
     repository = "/".join(name.removeprefix(PREFIX).split("/")[:2])
-    return f"; or download the file from {_ENDPOINT}/{repository} on another machine and give its path as --model-path"
+    source = f"{_ENDPOINT}/{repository}"
+    return f"; try again, or download the file from {source} on another machine and give its path as --model-path"

@@ -169,7 +169,7 @@ def download(url: str) -> str:
         raise
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason given'}"
-        raise StartupError(f"{url} cannot be downloaded ({reason}); or give the path of a file") from error
+        raise StartupError(f"{url} cannot be downloaded ({reason}); try again, or give the path of a file") from error
     return str(folder / names[0])
 
 

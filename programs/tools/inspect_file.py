@@ -44,7 +44,7 @@ _ANY_FILE = FileKind(
     "path",
     "tensors",
     "give",
-    ".pth, .safetensors or .gguf",
+    ".pth, .safetensors, .st or .gguf",
     (".pth", ".pt", ".bin", ".safetensors", ".st", ".state", ".gguf"),
 )
 _STATE = re.compile(r"att\.time_state$")

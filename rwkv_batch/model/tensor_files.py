@@ -48,7 +48,7 @@ class FileKind:
     folder: str = "model path"
     content: str = "RWKV-7 weights"
     remedy: str = "give"
-    formats: str = ".pth, .safetensors or .gguf"
+    formats: str = ".pth, .safetensors, .st or .gguf"
     suffixes: tuple[str, ...] = (PTH, *SAFETENSORS, ".gguf")
     """The first bytes decide which of the formats a file has."""
 

@@ -189,7 +189,7 @@ def test_paths_that_are_not_files(tmp_path: Path) -> None:
             open_weights(pipe)
     other = tmp_path / "model.rwkvq"
     other.write_bytes(b"GGUF")
-    with pytest.raises(WeightsError, match=r"ends in '\.rwkvq'; RWKV-7 weights come as \.pth, \.safetensors or \.gguf"):
+    with pytest.raises(WeightsError, match=r"ends in '\.rwkvq'; .* come as \.pth, \.safetensors, \.st or \.gguf"):
         open_weights(other)
 
 

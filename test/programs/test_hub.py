@@ -104,7 +104,7 @@ def test_a_repository_of_one_model_needs_no_file(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("hub")
 def test_what_cannot_be_downloaded_says_where_the_file_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    remedy = "or download the file from https://huggingface.co/me/models on another machine .* --model-path"
+    remedy = "; try again, or .* the file from https://huggingface.co/me/models on another machine .* --model-path"
     with pytest.raises(StartupError, match=f"hf:me/models/none.pth cannot be downloaded .*{remedy}"):
         download("hf:me/models/none.pth")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

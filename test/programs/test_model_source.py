@@ -100,7 +100,7 @@ def test_a_split_model_is_downloaded_whole(server: _Server) -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("/none.pth", "cannot be downloaded .*404.*; or give the path of a file"),
+        ("/none.pth", "cannot be downloaded .*404.*; try again, or give the path of a file"),
         ("/sizeless.pth", "the server names a size of 0 bytes"),
         ("/endless.pth", f"the server sends more than the {len(MODEL)} bytes that it named"),
         (f"/m.pth#sha256={'0' * 64}", f"its SHA-256 is {SHA256}, not 0000"),

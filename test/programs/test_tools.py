@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_read_is_one_line(rwkv_batch: Run, tmp_path: Path)
     assert code == 1 and "a web page" in error and error.count("\n") == 1
     assert rwkv_batch("inspect", "none.pth")[::2] == (
         1,
-        "error: file none.pth does not exist; give a .pth, .safetensors or .gguf file\n",
+        "error: file none.pth does not exist; give a .pth, .safetensors, .st or .gguf file\n",
     )
 
 
