@@ -234,7 +234,7 @@ def compare_states(weights: Weights, args: argparse.Namespace) -> None:
     names = "wkv_state", "quarter", "bits_per_byte", "kl", "logits_error", "same_token"
     print("  ".join(f"{name:>14}" for name in names), flush=True)
     formats = [state_format for state_format in args.wkv_states if state_format is not StateFormat.FP32]
-    for row in by_state_format(weights, args.device, formats, texts, lambda line: print(line, flush=True)):
+    for row in by_state_format(weights, args.device, formats, texts):
         print(_line(row, names), flush=True)
         save_row(record, record["states"], row, args.out)
     finish(record, args.out)

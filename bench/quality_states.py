@@ -8,7 +8,7 @@ states, per quarter of the texts: an error that grows with the length shows in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -25,7 +25,6 @@ from rwkv_batch.tokenizer import Tokenizer
 
 QUARTERS = 4
 FIRST_SLOT = 2
-REPORT_EVERY = 2048
 
 
 @dataclass(slots=True)
@@ -100,12 +99,9 @@ def long_texts(count: int, num_tokens: int) -> Tensor:
 
 
 def by_state_format(
-    weights: Weights, device: str, formats: list[StateFormat], texts: Tensor, report: Callable[[str], None]
+    weights: Weights, device: str, formats: list[StateFormat], texts: Tensor
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per format and quarter of the texts.
-
-    `texts` is [texts, T + 1]. `report` gets a progress line at times.
-    """
+    """Yield a row per format and quarter of the texts [texts, T + 1]."""
     byte_table, count = Tokenizer().byte_table, texts.shape[1] - 1
     readers = {
         state_format: make_reader(weights, device, state_format, len(texts))
@@ -123,7 +119,3 @@ def by_state_format(
             for state_format, sums in compared.items():
                 yield {"wkv_state": state_format.value, "quarter": next_quarter, **sums.figures(Text([], num_bytes))}
             compared, num_bytes = {state_format: Compared() for state_format in readers}, 0
-        elif (i + 1) % REPORT_EVERY == 0:
-            report(
-                f"{i + 1} tokens, KL of this quarter so far: {[sums.kl / sums.tokens for sums in compared.values()]}"
-            )

@@ -43,7 +43,6 @@ from bench.chaos.health import (
     Sampler,
     Slope,
     all_figures,
-    cache_sizes,
     held_when_idle,
     name_of,
     names_of,
@@ -85,16 +84,16 @@ def inject_faults(disturbances: Disturbances, seconds: float, rng: random.Random
 
 def measure_idle(
     clients: list[Client], gate: threading.Event, service: Service
-) -> tuple[dict[str, Any], dict[str, int], dict[int, Figures]]:
-    """Pause all clients and measure the idle service: what it holds, its caches, its processes."""
+) -> tuple[dict[str, Any], dict[int, Figures]]:
+    """Pause all clients and measure the idle service: what it holds, and its processes."""
     gate.clear()
     for client in clients:
         client.is_waiting.wait(150)
     held = held_when_idle(service.url)
     time.sleep(3.0)
-    figures, caches = all_figures(service.process.pid), cache_sizes(service.url)
+    figures = all_figures(service.process.pid)
     gate.set()
-    return held, caches, figures
+    return held, figures
 
 
 def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str]) -> dict[str, Any]:
@@ -116,10 +115,10 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
     try:
         inject_faults(disturbances, seconds * STORM_SHARE, random.Random(arguments.seed))
         time.sleep(WARM_UP_S)  # the last restarted process fills its pools
-        held_before, caches_before, _ = measure_idle(clients, gate, service)
+        held_before, _ = measure_idle(clients, gate, service)
         quiet_since = time.monotonic()
         wait(seconds * (1 - STORM_SHARE), findings)
-        held_after, caches_after, after = measure_idle(clients, gate, service)
+        held_after, after = measure_idle(clients, gate, service)
     finally:
         stop(clients, gate)
         sampler.stop()
@@ -140,10 +139,8 @@ def run(folder: Path, arguments: argparse.Namespace, service_arguments: list[str
         "unexplained": len(findings.unexplained),
         "first_unexplained": findings.unexplained[:10],
         "held_at_rest": [held_before, held_after],
-        "caches_at_rest": [caches_before, caches_after],
         "growth_an_hour": {what: slope_record(one) for what, one in found.items()},
         "grows": [what for what, one in found.items() if one.grows],
-        "memory_mib": {f"{pid} {names[pid]}": one.rss >> 20 for pid, one in after.items()},
     }
 
 

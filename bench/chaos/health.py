@@ -36,7 +36,6 @@ _SIGMAS = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    rss: int
     anonymous: int
     """Resident bytes without a file behind them. File pages come and go with memory pressure."""
     threads: int
@@ -49,7 +48,7 @@ def figures_of(pid: int) -> Figures | None:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         descriptors = len(list(Path(f"/proc/{pid}/fd").iterdir()))
         rss, file_backed = (int(status[name].split()[0]) << 10 for name in ("VmRSS", "RssFile"))
-        return Figures(rss, rss - file_backed, int(status["Threads"]), descriptors)
+        return Figures(rss - file_backed, int(status["Threads"]), descriptors)
     except (OSError, KeyError, ValueError):
         return None
 
@@ -106,13 +105,6 @@ def held_when_idle(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
         if not any(held.values()) or time.monotonic() > deadline:
             return held
         time.sleep(0.5)
-
-
-def cache_sizes(url: str) -> dict[str, int]:
-    """Return the numbers of sessions by tier and the prefix cache's sizes. Each figure has a limit."""
-    pool = httpx.get(f"{url}/status", timeout=10, verify=False, headers=HEADERS).json()["pool"]
-    names = {"sessions": pool["sessions"], "l1": pool["l1"]["sessions"], "l2": pool["l2"]["sessions"]}
-    return names | {f"prefix_{name}": pool["prefix_cache"][name] for name in ("l1", "l2", "history_bytes")}
 
 
 def _held(status: dict[str, Any]) -> dict[str, Any]:

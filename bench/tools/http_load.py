@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import selectors
 import socket
 import time
@@ -49,18 +48,6 @@ def native_body(load: Load, client: int) -> dict[str, Any]:
     }
 
 
-def fim_body(load: Load, client: int) -> dict[str, Any]:
-    body = native_body(load, client)
-    prompts = body.pop("contents")
-    return {**body, "prefix": prompts, "suffix": ["end"] * len(prompts)}
-
-
-def session_body(load: Load, client: int) -> dict[str, Any]:
-    """Return the body for the state routes: one prompt, its own session."""
-    body = native_body(load, client)
-    return {**body, "contents": body["contents"][:1], "session_id": f"bench-{os.getpid()}-{client}"}
-
-
 def openai_chat_body(load: Load, client: int) -> dict[str, Any]:
     """Return the body for OpenAI's chat route: one conversation, `rows` answers."""
     message = {"role": "user", "content": load.prompts(client)[0]}
@@ -70,11 +57,6 @@ def openai_chat_body(load: Load, client: int) -> dict[str, Any]:
     }
 
 
-def openai_completion_body(load: Load, client: int) -> dict[str, Any]:
-    body = native_body(load, client)
-    return {**body, "prompt": body.pop("contents")}
-
-
 def translate_body(load: Load, client: int) -> dict[str, Any]:
     """Return the body for the translation route; every text is new."""
     texts = [f"{time.time_ns()} {prompt}" for prompt in load.prompts(client)]
@@ -82,19 +64,10 @@ def translate_body(load: Load, client: int) -> dict[str, Any]:
 
 
 BODIES: dict[str, Callable[[Load, int], dict[str, Any]]] = {
-    "/FIM/v1/batch-FIM": fim_body,
-    "/state/chat/completions": session_body,
-    "/multi_state/chat/completions": session_body,
     "/openai/v1/chat/completions": openai_chat_body,
-    "/openai/v1/completions": openai_completion_body,
-    "/v1/completions": openai_completion_body,
     "/translate/v1/batch-translate": translate_body,
 }
-MARKERS = {
-    "/openai/v1/chat/completions": b'"delta":{"content"',
-    "/openai/v1/completions": b'"text"',
-    "/v1/completions": b'"text"',
-}
+MARKERS = {"/openai/v1/chat/completions": b'"delta":{"content"'}
 """Bytes that mark new text in a stream; `"content"` on the other routes."""
 
 
