@@ -73,8 +73,9 @@ class FilteredRow {
   // each_presence(visit) calls visit(token, penalty) for the tokens with presence and frequency penalties.
   template <class EachPresence>
   void run(uint64_t seed, uint64_t step, const EachPresence& each_presence) {
-    for (auto step_of = filters_.steps.begin(); step_of != filters_.steps.end(); ++step_of) {
-      const int32_t name = *step_of;
+    const std::vector<int32_t>& steps = filters_.steps;
+    for (size_t i = 0; i < steps.size(); ++i) {
+      const int32_t name = steps[i];
       if (row_.largest == kNegativeInfinity) return;
       if (name != kTopNSigma) multiply();
       switch (name) {
@@ -88,7 +89,7 @@ class FilteredRow {
         case kDry: dry(), refresh(); break;
         case kTemperature: scale(); break;
         case kTopNSigma: {
-          const bool precedes_min_p = step_of + 1 != filters_.steps.end() && step_of[1] == kMinP;
+          const bool precedes_min_p = i + 1 < steps.size() && steps[i + 1] == kMinP;
           keep_from_sigma(precedes_min_p ? just_below(row_.largest + std::log(p_.min_p)) : kNegativeInfinity);
           break;
         }
@@ -145,7 +146,8 @@ class FilteredRow {
     const int32_t* last = filters_.window(p_.repeat_last_n, size);
     scratch_.seen.resize(row_.vocab);
     for (int i = 0; i < size; ++i) {
-      if (!scratch_.seen[last[i]]) change_by(last[i], [&](float value) { return value > 0 ? value / factor : value * factor; });
+      const auto penalise = [&](float value) { return value > 0 ? value / factor : value * factor; };
+      if (!scratch_.seen[last[i]]) change_by(last[i], penalise);
       scratch_.seen[last[i]] = 1;
     }
     for (int i = 0; i < size; ++i) scratch_.seen[last[i]] = 0;
@@ -208,7 +210,8 @@ class FilteredRow {
     double temperature = p_.temperature;
     if (p_.dynatemp_range > 0) {
       const Sums all = sums();
-      const double entropy = std::log(all.total) - all.weighted / all.total, most = std::log(static_cast<double>(count_left()));
+      const double entropy = std::log(all.total) - all.weighted / all.total;
+      const double most = std::log(static_cast<double>(count_left()));
       const double share = std::pow(most > 0 ? std::min(std::max(entropy / most, 0.0), 1.0) : 0.0, p_.dynatemp_exponent);
       const double low = std::max(temperature - p_.dynatemp_range, 0.0);
       temperature = low + (temperature + p_.dynatemp_range - low) * share;
@@ -227,7 +230,7 @@ class FilteredRow {
     factor_ = 1;
   }
 
-  // No token below `lowest` stays in the next step.
+  // `lowest`: the next step keeps no token below it, so this one may remove them.
   void keep_from_sigma(float lowest) {
     constexpr float kUnit = 0x1p-40f;  // the square of 1e30 is no fp32 number
     double sum[kLanes] = {}, squares[kLanes] = {};
@@ -281,7 +284,8 @@ class FilteredRow {
   void xtc(uint64_t seed, uint64_t step) {
     if (!(to_uniform(words_of_block(seed, step, 0, kDomainXtc).at[0]) < p_.xtc_probability)) return;
     const double enough = p_.xtc_threshold * row_.total_mass();
-    const float largest = row_.largest, floor = enough > 0 ? just_below(largest + std::log(enough) - 1e-5) : kNegativeInfinity;
+    const float largest = row_.largest;
+    const float floor = enough > 0 ? just_below(largest + std::log(enough) - 1e-5) : kNegativeInfinity;
     const auto is_probable = [&](float value) {
       return value > kNegativeInfinity && value >= floor && exp_nonpositive(value - largest) >= enough;
     };
@@ -316,7 +320,8 @@ class FilteredRow {
       products += t * (static_cast<double>(head[i].logit) - head[i + 1].logit), squares += t * t;
     }
     const double exponent = products / squares, excess = exponent - 1;
-    const double vocab = row_.vocab, k = std::pow(excess * std::exp2(filters_.mu) / (1 - std::pow(vocab, -excess)), 1 / exponent);
+    const double vocab = row_.vocab, share = 1 - std::pow(vocab, -excess);
+    const double k = std::pow(excess * std::exp2(filters_.mu) / share, 1 / exponent);
     return k >= 1 ? static_cast<int64_t>(std::min(k, vocab)) : (k < 1 ? 1 : row_.vocab);
   }
 

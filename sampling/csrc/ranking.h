@@ -140,7 +140,9 @@ struct Row {
     find_largest();
   }
 
-  void find_largest() { largest = maxima.empty() ? kNegativeInfinity : *std::max_element(maxima.begin(), maxima.end()); }
+  void find_largest() {
+    largest = maxima.empty() ? kNegativeInfinity : *std::max_element(maxima.begin(), maxima.end());
+  }
 
   // Returns the sum of exp((s - largest) * scale).
   double total_mass() const {
