@@ -157,6 +157,17 @@ def test_a_frame_is_bounded_at_both_ends(ends: Ends, monkeypatch: pytest.MonkeyP
         list(receiver.receive())
 
 
+def test_each_frame_may_have_exactly_the_limit(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = ends
+    message = (0, bytes(2000))
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", len(msgspec.msgpack.encode([message])))
+    for _ in range(2):
+        sender.send(message)
+    carry(sender, receiver)
+    incoming = receiver.receive()
+    assert [next(incoming) for _ in range(2)] == [message, message]
+
+
 def test_close_wakes_waiting_threads(ends: Ends) -> None:
     link, _ = ends
     ended: list[object] = []
