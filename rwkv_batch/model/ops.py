@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.adapter_table import AdapterTable, LayerAdapters
-from rwkv_batch.model.layer import Layer, Norm, Projections, Prologue
-from rwkv_batch.model.state import StateArena
+from rwkv_batch.model.layer import Layer, Linear, Norm, Projections, Prologue
+from rwkv_batch.model.state import ModelShape, StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
 Mixed = Any
@@ -168,3 +168,30 @@ class NormsRows(Protocol):
 
         rows: int64. The result has the dtype of x.
         """
+
+
+class DraftStep(Protocol):
+    """A model's decode step, with the likeliest tokens, in one launch."""
+
+    max_rows: int
+
+    def launch(self, rows: int, table: Tensor, step: Tensor, chosen: Tensor, guesses: Tensor) -> None:
+        """Run a step over rows 0 .. rows-1, and count it. A graph may capture it.
+
+        table [steps, 3, R] int64: the slots that each row reads and writes, which differ, and its token; a negative
+        token: the one in `chosen`. step [1] int64: the line of the table; counted up. chosen [R], guesses [steps, R]
+        int64 get the likeliest tokens.
+        """
+
+
+@runtime_checkable
+class MakesDraftSteps(Protocol):
+    """A backend with a `DraftStep` for small models."""
+
+    def fits_draft_step(self, shape: ModelShape, device: torch.device) -> bool:
+        """Return whether there is one for models of this shape with weights and states in fp16."""
+
+    def make_draft_step(
+        self, layers: Sequence[Layer], embedding: Tensor, ln_out: Norm, head: Linear, state: StateArena
+    ) -> DraftStep:
+        """layers: all, of `prepare_layer`; embedding: [V, C], normalised"""

@@ -10,7 +10,7 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -20,14 +20,18 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.core.drafters import CHUNK, MAX_DRAFT_TOKENS, RING, ModelDrafter, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.errors import StartupError
+from rwkv_batch.kernels.registry import choose_ops
+from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.ops import DraftStep, MakesDraftSteps
+from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
 from rwkv_batch.runner.graphs.guess import CHOSEN, GuessGraphs
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PrefillSize
 from rwkv_batch.runner.links import DeviceGuesses
-from rwkv_batch.runner.model_files import load_pipeline
-from rwkv_batch.runner.pipeline import Pipeline
+from rwkv_batch.runner.model_files import load_pipeline, open_model
+from rwkv_batch.runner.pipeline import Pipeline, Stage
 from sampling.rapid import RapidSampler
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 
@@ -39,16 +43,26 @@ FEW_TOKENS = 1
 """Up to this many known tokens are read one by one with graphs: a graph that reads more takes longer."""
 
 
-def fastest_dtypes(dtype: str, device: torch.device) -> tuple[str, ...]:
-    """Return the types of a draft model's weights to try. dtype: of the large model's
+def fastest_dtypes(dtype: str, device: torch.device, has_draft_step: bool) -> tuple[str, ...]:
+    """Return the types of a draft model's weights to try.
 
-    The kernels of fp8 take fewer launches per layer, which are most of a guess's time.
+    dtype: of the large model's; has_draft_step: in fp16 the draft model has a step of one launch. Launches take most of
+    a guess's time; without such a step fp8 has fewer of them than fp16.
     """
-    return ("fp8", "auto") if device.type == "cuda" and dtype in ("fp8", "int8", "int4") else ("auto",)
+    is_small = dtype in ("fp8", "int8", "int4")
+    return ("fp8", "auto") if device.type == "cuda" and is_small and not has_draft_step else ("auto",)
 
 
 def _load(config: EngineConfig, device: torch.device, dtypes: Sequence[str]) -> Pipeline:
-    """Load the draft model in the first type that it has kernels for. Raises StartupError."""
+    """Load the draft model in the first type that it has kernels for. Raises StartupError.
+
+    dtypes: empty: those of `fastest_dtypes`
+    """
+    if not dtypes:
+        shape = open_model(config.draft_model).shape
+        ops, _ = choose_ops("auto", device, shape.version)
+        has_draft_step = isinstance(ops, MakesDraftSteps) and ops.fits_draft_step(shape, device)
+        dtypes = fastest_dtypes(config.dtype, device, has_draft_step)
     own: dict[str, Any] = {"model_path": config.draft_model, "devices": (str(device),), "wkv_state": "auto"}
     own |= {"activation_bits": 8, "adapters": (), "layers": (), "resident": (), "deterministic": False}
     own["auto_fallback_fields"] = ("wkv_state", "kernels")
@@ -59,6 +73,21 @@ def _load(config: EngineConfig, device: torch.device, dtypes: Sequence[str]) -> 
         except StartupError as error:
             logger.warning("the draft model does not run in %s, so it runs in another type: %s", one.dtype, error)
     return load_pipeline(configs[-1])[1]
+
+
+def make_draft_step(stage: Stage) -> DraftStep | None:
+    """Return a model's step in one launch. None: it has none."""
+    state, head, embedding, ops = stage.state, stage.head, stage.embedding, stage.ops
+    is_fp16 = stage.precision.weights_name == "float16" and stage.precision.wkv_state is StateFormat.FP16
+    if (
+        not is_fp16
+        or not isinstance(ops, MakesDraftSteps)
+        or not ops.fits_draft_step(stage.shape, stage.precision.device)
+    ):
+        return None
+    assert state is not None and head is not None and embedding is not None, "a draft model is on one device"
+    layers = cast(Sequence[Layer], stage.layers)
+    return ops.make_draft_step(layers, embedding.table, head.ln_out, head.linear, state)
 
 
 class _Row(NamedTuple):
@@ -112,7 +141,7 @@ class DraftSteps:
 
     def __init__(self, config: EngineConfig, device: torch.device, dtypes: Sequence[str] = ()) -> None:
         """Load the model. dtypes: types of its weights to try, default `fastest_dtypes`. Raises StartupError."""
-        self._pipeline = _load(config, device, dtypes or fastest_dtypes(config.dtype, device))
+        self._pipeline = _load(config, device, dtypes)
         slots = FIRST_FREE_SLOT + MAX_ROWS * RING
         try:
             self._pipeline.allocate_slots(slots)
@@ -127,7 +156,8 @@ class DraftSteps:
             stages = make_graph_stages(self._pipeline.stages, READ_SIZES[-1].tokens, depth=2)
             vocab = self._pipeline.weights.shape.vocab
             sampler = RapidSampler(MAX_ROWS, vocab, device, [])
-            self._graphs = GuessGraphs(stages[0], MAX_ROWS, MAX_DRAFT_TOKENS + FEW_TOKENS, sampler)
+            step = make_draft_step(self._pipeline.stages[0])
+            self._graphs = GuessGraphs(stages[0], MAX_ROWS, MAX_DRAFT_TOKENS + FEW_TOKENS, sampler, step)
             self._reading = PrefillGraphs(stages, self._graphs.logits, sizes=READ_SIZES)
             self._reading.warm_up()
             self._graphs.warm_up()

@@ -136,8 +136,10 @@ def test_a_draft_model_takes_the_fastest_type_with_kernels(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert fastest_dtypes("int8", gpu) == ("fp8", "auto")
-    assert fastest_dtypes("fp16", gpu) == fastest_dtypes("int8", cpu) == ("auto",)
+    assert fastest_dtypes("int8", gpu, has_draft_step=False) == ("fp8", "auto")
+    assert fastest_dtypes("int8", gpu, has_draft_step=True) == ("auto",)
+    assert fastest_dtypes("fp16", gpu, has_draft_step=False) == ("auto",)
+    assert fastest_dtypes("int8", cpu, has_draft_step=False) == ("auto",)
 
     def load(config: EngineConfig) -> Any:
         if config.dtype == "fp8":

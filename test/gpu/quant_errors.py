@@ -20,8 +20,7 @@ from rwkv_batch.kernels.cuda.low_ranks import CudaProjections
 from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.packed_weights import WEIGHT_ONLY_ROWS
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear, CudaQuantValue
-from rwkv_batch.kernels.cuda.quantised_rows import sum_partials
-from rwkv_batch.kernels.cuda.quantised_weights import SKINNY_ROWS, SKINNY_ROWS_ON_HOPPER
+from rwkv_batch.kernels.cuda.quantised_rows import SKINNY_ROWS, SKINNY_ROWS_ON_HOPPER, sum_partials
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.loader import LayerLoader, Precision

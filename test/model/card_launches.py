@@ -37,7 +37,7 @@ from rwkv_batch.kernels.cuda.library import (
     WkvArgs,
 )
 from rwkv_batch.kernels.cuda.packed_weights import INPUT_STEP, NUMBERS
-from rwkv_batch.kernels.cuda.quantised_weights import SKINNY_ROWS
+from rwkv_batch.kernels.cuda.quantised_rows import SKINNY_ROWS
 from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, SHIFT_BLOCKS, TOKEN_CHANNELS, TOKEN_CTAS
 from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS
 from rwkv_batch.kernels.cuda.w8a8.arguments import W8A8Args, W8A8QuantiseArgs, W8A8SparseArgs

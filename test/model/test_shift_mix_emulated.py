@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cuda import packed_weights, quantised_rows, quantised_weights, skinny_quant
+from rwkv_batch.kernels.cuda import packed_weights, quantised_rows, skinny_quant
 from rwkv_batch.kernels.cuda import shift_mix as cuda_shift_mix
 from rwkv_batch.kernels.cuda.linear import Gemm
 from rwkv_batch.kernels.cuda.ops import CudaOps
@@ -61,7 +61,7 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
         source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
         return libraries[SOURCES.index(source)]
 
-    send_launches_to(library_of, monkeypatch, cuda_shift_mix, quantised_weights, skinny_quant, quantised_rows)
+    send_launches_to(library_of, monkeypatch, cuda_shift_mix, skinny_quant, quantised_rows)
     monkeypatch.setattr(cuda_shift_mix, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
     monkeypatch.setattr(packed_weights, "scaled_mm_dtypes", lambda device: (torch.float16,))
     monkeypatch.setattr(packed_weights, "fits_weight_only", lambda *args: False)
@@ -198,7 +198,7 @@ def test_adds_shares(
 def test_codes_are_those_of_the_halves(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
-    monkeypatch.setitem(quantised_weights.SKINNY_ROWS, Format.FP8, 2)
+    monkeypatch.setitem(quantised_rows.SKINNY_ROWS, Format.FP8, 2)
     made = with_fp16_rows(ops, libraries, lengths, mixes)
     mixed, halves, of, inputs = made.mixed, made.halves, made.of, made.inputs
     for i in range(3 if mixes == 6 else 1):

@@ -41,6 +41,7 @@ NAMES = (
     "w8a8/w8a8_mma",
     "w8a8/w8a8_sparse",
     "w8a8/w8a8_sparse_row",
+    "draft/draft_step",
 )
 HOPPER_NAMES = (
     "gemm/gemm_fp16",
@@ -248,6 +249,19 @@ class AdapterArgs(Structure):
     ]
 
 
+class DraftStepArgs(Structure):
+    """Mirrors the struct in draft/draft_step.cuh."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weights", "ups", "vectors", "mixes")],
+        *[(name, c_void_p) for name in ("embedding", "head", "out_weight", "out_bias", "wkv", "shift")],
+        *[(name, c_void_p) for name in ("table", "step", "chosen", "guesses")],
+        *[(name, c_void_p) for name in ("exchange", "keys", "v_first", "launches")],
+        *[(name, c_int64) for name in ("wkv_slot", "wkv_layer", "shift_slot", "shift_layer")],
+        *[(name, c_int) for name in ("num_layers", "width", "vocab", "rows", "table_rows")],
+    ]
+
+
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_add_partials": [c_void_p] * 3 + [c_int, c_int64, c_void_p],
@@ -273,6 +287,7 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_w8a8_mma": [POINTER(W8A8Args), c_void_p],
     "rwkv_w8a8_sparse": [POINTER(W8A8SparseArgs), c_void_p],
     "rwkv_w8a8_sparse_row": [POINTER(W8A8SparseArgs), c_void_p],
+    "rwkv_draft_step": [POINTER(DraftStepArgs), c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_gemm_fp16": [POINTER(Fp16LaunchArgs), c_void_p],

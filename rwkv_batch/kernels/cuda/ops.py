@@ -10,11 +10,13 @@ quantised_rows.py).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from native import machine
+from rwkv_batch.kernels.cuda import draft_step
 from rwkv_batch.kernels.cuda.adapters import CudaAdapterTable, has_adapters
 from rwkv_batch.kernels.cuda.channel_mix import channel_mix
 from rwkv_batch.kernels.cuda.hopper_gemm import (
@@ -50,10 +52,10 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
 from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, shift_and_mix
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
-from rwkv_batch.model.layer import Layer, Norm, Projections
+from rwkv_batch.model.layer import Layer, Linear, Norm, Projections
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.quant.w8a8 import Codes
-from rwkv_batch.model.state import HEAD_SIZE
+from rwkv_batch.model.state import HEAD_SIZE, ModelShape, StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
 FFN_STEP, MAX_FFN = 64, 16384
@@ -122,6 +124,18 @@ class CudaOps:
         if isinstance(layer.ffn_value, CudaQuantValue) and layer.ffn_value.needs_transposed:
             self.workspaces[device].transposed_weight = transposed_buffer(layer.ffn_value.packed.qweight)
         return prepare_layer(layer, self.is_deterministic)
+
+    def fits_draft_step(self, shape: ModelShape, device: torch.device) -> bool:
+        """See MakesDraftSteps."""
+        return draft_step.fits(shape, device)
+
+    def make_draft_step(
+        self, layers: Sequence[Layer], embedding: Tensor, ln_out: Norm, head: Linear, state: StateArena
+    ) -> draft_step.DraftStep:
+        """See MakesDraftSteps."""
+        num_sms = torch.cuda.get_device_properties(embedding.device).multi_processor_count
+        ours = [layer for layer in layers if isinstance(layer, CudaLayer)]
+        return draft_step.DraftStep(ours, embedding, ln_out, head, state, num_sms)
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:
         """Builds the kernels and the workspace.

@@ -8,8 +8,7 @@ from torch import Tensor
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
 from rwkv_batch.kernels.cuda.packed_weights import check_shape, has_fp8_gemm, pack
 from rwkv_batch.kernels.cuda.quantised_gemm import multiply_into, multiply_rows
-from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows
-from rwkv_batch.kernels.cuda.quantised_weights import QuantisedWeights
+from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows, QuantisedWeights
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm
 from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear, CudaW8A16Linear
 from rwkv_batch.model.layer import Linear

@@ -21,8 +21,7 @@ from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import launch_weight_only
 from rwkv_batch.kernels.cuda.hopper_quantised_launch import num_splits
 from rwkv_batch.kernels.cuda.library import cuda_pointer, library
 from rwkv_batch.kernels.cuda.packed_weights import scaled_mm
-from rwkv_batch.kernels.cuda.quantised_rows import PartialSums, QuantisedRows, quantise_rows
-from rwkv_batch.kernels.cuda.quantised_weights import QuantisedWeights
+from rwkv_batch.kernels.cuda.quantised_rows import PartialSums, QuantisedRows, QuantisedWeights, quantise_rows
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 
 

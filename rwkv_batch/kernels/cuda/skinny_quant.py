@@ -26,7 +26,7 @@ from rwkv_batch.kernels.cuda.library import (
 )
 from rwkv_batch.kernels.cuda.linear import Gemm, fits_skinny
 from rwkv_batch.kernels.cuda.packed_weights import INPUT_STEP, NUMBERS
-from rwkv_batch.kernels.cuda.quantised_weights import SKINNY_ROWS, QuantisedWeights
+from rwkv_batch.kernels.cuda.quantised_rows import SKINNY_ROWS, QuantisedWeights
 from rwkv_batch.model.quant.formats import Format
 
 GROUP_INPUTS = 128

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rwkv_batch.model.ops import DraftStep
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import GraphStage, StagedArrays
 from rwkv_batch.runner.graphs.decode import DeviceSampler, padded_sizes
@@ -26,9 +27,16 @@ READ, WRITE, TOKEN = range(3)
 class GuessGraphs:
     """Captures and replays steps over up to `max_rows` rows, of which a call takes up to `max_steps`. Engine thread."""
 
-    def __init__(self, graph_stage: GraphStage, max_rows: int, max_steps: int, sampler: DeviceSampler) -> None:
-        """graph_stage: of all layers"""
-        self._stage, self._sampler = graph_stage, sampler
+    def __init__(
+        self,
+        graph_stage: GraphStage,
+        max_rows: int,
+        max_steps: int,
+        sampler: DeviceSampler,
+        draft_step: DraftStep | None = None,
+    ) -> None:
+        """graph_stage: of all layers; draft_step: the same model's step of few rows in one launch, if it has one"""
+        self._stage, self._sampler, self._draft_step = graph_stage, sampler, draft_step
         self._sizes, device = padded_sizes(max_rows), graph_stage.device
         self._rows = rows = self._sizes[-1]
         self._max_steps = max_steps
@@ -91,7 +99,11 @@ class GuessGraphs:
         """Inside a graph: run a step, and count it."""
         staged, numbers = self._staged.on_device[0], self._numbers
         step, chosen = staged["step"], self._chosen
-        now = staged["table"].view(self._max_steps, 3, self._rows).index_select(0, step)[0]
+        table = staged["table"].view(self._max_steps, 3, self._rows)
+        if self._draft_step is not None and size <= self._draft_step.max_rows:
+            self._draft_step.launch(size, table, step, chosen, self._guesses)
+            return
+        now = table.index_select(0, step)[0]
         given = now[TOKEN, :size]
         inputs = StepInputs(
             tokens=torch.where(given < 0, chosen[:size], given),

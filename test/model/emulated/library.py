@@ -107,6 +107,13 @@ BODIES = {
     "init_arrival": "emulation::barriers[emulation::address(arrived)] = {};",
     "wait_loaded": "emulation::mbarrier_wait(emulation::address(arrived), parity);",
     "launch_with_carveout": "emulation::launch(kernel, grid, threads, smem_bytes, args...);",
+    "load_exchanged": "emulation::yield(); return load16(p);",
+    "store_exchanged": "*reinterpret_cast<uint32_t*>(p) = word;",
+    "load_key": "emulation::yield(); return *p;",
+    "store_key": "*p = key;",
+    "prefetch_bytes": "",
+    "load_weights": "return load16(p);",
+    "launch_together": "emulation::launch_clusters(kernel, grid, dim3(grid), threads, smem_bytes, args);",
     "launch_streaming": "emulation::launch(kernel, grid, threads, 0, args...);",
 }
 """Function -> what its body becomes."""
@@ -247,6 +254,7 @@ def send_launches_to(
         "library": Kernels,
         "hopper_library": Kernels,
         "cuda_pointer": lambda tensor, dtype=None: None if tensor is None else tensor.data_ptr(),
+        "slots_pointer": lambda slots, dtypes: slots.data_ptr(),
         "prepare_hopper_gemm": lambda device: work,
     }
     for module in modules:

@@ -1,0 +1,131 @@
+"""A decode step of a small model in one launch, with the likeliest tokens: a draft model guesses a token per row."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
+from rwkv_batch.kernels.cuda.layer import CudaLayer
+from rwkv_batch.kernels.cuda.library import DraftStepArgs, cuda_pointer, library, slots_pointer
+from rwkv_batch.model.layer import Linear, Norm
+from rwkv_batch.model.state import RWKV7, ModelShape, StateArena
+
+MAX_ROWS = 8
+WIDTHS = (256, 768, 1024)
+LOW_RANK, GATE_RANK = 64, 128
+SETS = 3
+"""Of the exchanged memory, at which layers take turns."""
+
+
+def fits(shape: ModelShape, device: torch.device) -> bool:
+    """Return whether the kernel takes models of this shape on the device, with weights and states in fp16."""
+    if device.type != "cuda" or not has_hopper_gemm(device) or shape.version != RWKV7 or shape.vocab % 8:
+        return False
+    low_rank = max(shape.decay_rank, shape.a_rank, shape.v_rank)
+    is_known = shape.width in WIDTHS and shape.ffn == 4 * shape.width
+    return is_known and low_rank <= LOW_RANK and shape.gate_rank <= GATE_RANK
+
+
+def in_order_of_loads(weight: Tensor) -> Tensor:
+    """Return a weight [N, K] in tiles of 8 outputs and chunks of 32 inputs: [N / 8, K / 32, 256].
+
+    A lane of a warp loads 16 adjacent bytes of a chunk: its right operands of two mma.m16n8k16.
+    """
+    outputs, inputs = weight.shape
+    chunks = weight.reshape(outputs // 8, 8, inputs // 32, 2, 2, 4, 2)  # output, chunk, mma, register, lane, half
+    return chunks.permute(0, 2, 1, 5, 3, 4, 6).reshape(outputs // 8, inputs // 32, 256)
+
+
+class DraftStep:
+    """Launches steps of one model; holds its weights as the kernel loads them, and the memory that CTAs exchange.
+
+    Engine thread.
+    """
+
+    max_rows = MAX_ROWS
+
+    def __init__(
+        self,
+        layers: Sequence[CudaLayer],
+        embedding: Tensor,
+        ln_out: Norm,
+        head: Linear,
+        state: StateArena,
+        num_ctas: int,
+    ) -> None:
+        """embedding: [V, C], normalised; num_ctas: multiprocessors of the device. See `fits`."""
+        device, width = embedding.device, embedding.shape[1]
+        exchanged = MAX_ROWS * (10 * width + 3 * LOW_RANK + GATE_RANK)  # fp16 numbers: DraftExchange::SIZE
+        tensors = {
+            "weights": torch.stack([_maps(layer) for layer in layers]),
+            "ups": torch.stack([_low_rank_ups(layer) for layer in layers]),
+            "vectors": torch.stack([_vectors(layer) for layer in layers]),
+            "mixes": torch.stack([torch.cat([layer.att_mix, layer.ffn_mix]) for layer in layers]),
+            "embedding": embedding,
+            "head": in_order_of_loads(head.weight),
+            "out_weight": ln_out.weight,
+            "out_bias": ln_out.bias,
+            "exchange": torch.full((SETS * exchanged,), -1, dtype=torch.int16, device=device),
+            "keys": torch.full((2 * MAX_ROWS * num_ctas,), -1, dtype=torch.int64, device=device),
+            "v_first": torch.empty(MAX_ROWS, width, dtype=torch.float32, device=device),
+            "launches": torch.zeros(1, dtype=torch.int32, device=device),
+        }
+        self._tensors = tensors
+        self._state = state
+        self._args = DraftStepArgs(
+            **{name: cuda_pointer(tensor, tensor.dtype) for name, tensor in tensors.items()},
+            wkv=slots_pointer(state.layer_wkv(0), (torch.float16,)),
+            shift=slots_pointer(state.att_shift(0), (torch.float16,)),
+            wkv_slot=state.wkv.stride(0),
+            wkv_layer=state.wkv.stride(1),
+            shift_slot=state.shift.stride(0),
+            shift_layer=state.shift.stride(1),
+            num_layers=len(layers),
+            width=width,
+            vocab=head.weight.shape[0],
+        )
+
+    def launch(self, rows: int, table: Tensor, step: Tensor, chosen: Tensor, guesses: Tensor) -> None:
+        """See `DraftStep` in model/ops.py."""
+        args = self._args
+        for name, tensor in (("table", table), ("step", step), ("chosen", chosen), ("guesses", guesses)):
+            setattr(args, name, cuda_pointer(tensor, torch.int64))
+        args.rows, args.table_rows = rows, table.shape[-1]
+        library().call("rwkv_draft_step", ctypes.byref(args))
+
+
+def _maps(layer: CudaLayer) -> Tensor:
+    """Return DraftWeights. ffn.value is four tiles for the same outputs, of a quarter of the inputs each."""
+    width = layer.att_mix.shape[1]
+    assert layer.rkv is not None, "its weights are fp16"
+    quarters = layer.ffn_value.weight.view(width // 8, 8, 4, width).transpose(1, 2)
+    inputs = [_padded(layer.low_in, 3, LOW_RANK, width), _padded(layer.gate_in, GATE_RANK, width)]
+    weights = [layer.rkv, *inputs, layer.output.weight, layer.ffn_key.weight, quarters]
+    return in_order_of_loads(torch.cat([weight.reshape(-1, width) for weight in weights])).flatten()
+
+
+def _low_rank_ups(layer: CudaLayer) -> Tensor:
+    """Return the second halves of the low-rank maps, by head and warp: chunks of v, w, a and g."""
+    width = layer.att_mix.shape[1]
+    low = _padded(layer.low_out, 3, width, LOW_RANK)
+    maps = torch.cat([*low, _padded(layer.gate_out, width, GATE_RANK)], 1)
+    return in_order_of_loads(maps).flatten()
+
+
+def _padded(weight: Tensor, *size: int) -> Tensor:
+    """Return a weight with zeros before its first axis (layer 0 has no v), and after the others, up to a size."""
+    missing = [want - has for want, has in zip(size, weight.shape, strict=True)]
+    first = (missing[0], 0) if len(size) == 3 else (0, missing[0])
+    after = [part for count in reversed(missing[1:]) for part in (0, count)]
+    return torch.nn.functional.pad(weight, (*after, *first))
+
+
+def _vectors(layer: CudaLayer) -> Tensor:
+    """Return [12, C] fp32: enum Vector."""
+    norms = [part for norm in (layer.ln1, layer.ln2, layer.ln_x) for part in (norm.weight, norm.bias)]
+    v0 = layer.w0 if layer.v_residual is None else layer.v_residual.v0
+    return torch.stack([*norms, layer.w0, layer.a0, v0, layer.k_k, layer.k_a, layer.r_k.flatten()])
