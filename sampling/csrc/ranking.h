@@ -42,11 +42,17 @@ struct Limits {
   bool allow(int64_t rank, double before) const { return rank < top_k && before < enough; }
 };
 
-// Returns the largest of kChunk logits without NaN.
-inline float largest_of(const float* logits) {
+// Returns the largest of kChunk logits, and sets `nans` if there are any. One loop: a second one takes as long again.
+inline float largest_of(const float* logits, int& nans) {
   float largest = kNegativeInfinity;
-#pragma omp simd reduction(max : largest)
-  for (int i = 0; i < kChunk; ++i) largest = logits[i] > largest ? logits[i] : largest;
+  int found = 0;
+#pragma omp simd reduction(max : largest) reduction(| : found)
+  for (int i = 0; i < kChunk; ++i) {
+    const float logit = logits[i];
+    largest = logit > largest ? logit : largest;
+    found |= logit != logit;
+  }
+  nans |= found;
   return largest;
 }
 
@@ -133,9 +139,10 @@ struct Row {
   }
 
   void find_maxima() {
+    int nans = 0;  // there are none any more
     for (size_t chunk = 0; chunk < maxima.size(); ++chunk) {
       const int begin = static_cast<int>(chunk) * kChunk;
-      maxima[chunk] = begin + kChunk <= size ? largest_of(s + begin) : *std::max_element(s + begin, s + size);
+      maxima[chunk] = begin + kChunk <= size ? largest_of(s + begin, nans) : *std::max_element(s + begin, s + size);
     }
     find_largest();
   }

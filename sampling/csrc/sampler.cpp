@@ -64,14 +64,6 @@ void each_presence(const SlotState& slot, Visit visit) {
   for (size_t i = 0; i < slot.seen.size(); ++i) visit(slot.seen[i], slot.counts[i] * frequency + presence);
 }
 
-// Whether any of kChunk logits is NaN.
-inline bool has_nan(const float* logits) {
-  int found = 0;
-#pragma omp simd reduction(| : found)
-  for (int i = 0; i < kChunk; ++i) found |= logits[i] != logits[i];
-  return found;
-}
-
 // Sets forbidden tokens among `size` to -inf, unless all are forbidden. Returns whether any is allowed. words: mask
 // words of these tokens.
 inline bool apply_mask(float* logits, const uint32_t* words, int size) {
@@ -94,8 +86,7 @@ float scan(float* logits, const uint32_t* mask, int vocab, std::vector<float>& m
   int odd = 0;
   for (int chunk = 0; chunk < whole; ++chunk) {
     if (mask && !apply_mask(logits + chunk * kChunk, mask + chunk * (kChunk / 32), kChunk)) continue;
-    maxima[chunk] = largest_of(logits + chunk * kChunk);
-    odd |= has_nan(logits + chunk * kChunk);
+    maxima[chunk] = largest_of(logits + chunk * kChunk, odd);
   }
   const int rest = whole * kChunk;
   if (rest < vocab && (!mask || apply_mask(logits + rest, mask + rest / 32, vocab - rest))) {
