@@ -194,4 +194,4 @@ class MakesDraftSteps(Protocol):
     def make_draft_step(
         self, layers: Sequence[Layer], embedding: Tensor, ln_out: Norm, head: Linear, state: StateArena
     ) -> DraftStep:
-        """layers: all, of `prepare_layer`; embedding: [V, C], normalised"""
+        """Return the step of a model. layers: all, of `prepare_layer`; embedding: [V, C], normalised"""

@@ -31,7 +31,7 @@ from rwkv_batch.runner.graphs.guess import CHOSEN, GuessGraphs
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PrefillSize
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.runner.model_files import load_pipeline, open_model
-from rwkv_batch.runner.pipeline import Pipeline, Stage
+from rwkv_batch.runner.pipeline import Pipeline, Stage, resolve_backends
 from sampling.rapid import RapidSampler
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 
@@ -43,14 +43,22 @@ FEW_TOKENS = 1
 """Up to this many known tokens are read one by one with graphs: a graph that reads more takes longer."""
 
 
-def fastest_dtypes(dtype: str, device: torch.device, has_draft_step: bool) -> tuple[str, ...]:
+def fastest_dtypes(dtype: str, draft: EngineConfig, device: torch.device) -> tuple[str, ...]:
     """Return the types of a draft model's weights to try.
 
-    dtype: of the large model's; has_draft_step: in fp16 the draft model has a step of one launch. Launches take most of
-    a guess's time; without such a step fp8 has fewer of them than fp16.
+    dtype: of the large model's weights; draft: the draft model's configuration. Launches take most of a guess's time.
+    In fp16, small models have a step of one launch; else fp8 has fewer launches than fp16. Raises StartupError.
     """
-    is_small = dtype in ("fp8", "int8", "int4")
-    return ("fp8", "auto") if device.type == "cuda" and is_small and not has_draft_step else ("auto",)
+    is_quantised = dtype in ("fp8", "int8", "int4")
+    if device.type != "cuda" or not is_quantised:
+        return ("auto",)
+    shape = open_model(draft.model_path).shape
+    try:
+        ops, _ = choose_ops(resolve_backends(shape.version, draft.devices, draft)["kernels"], device, shape.version)
+    except ValueError as error:
+        raise StartupError(str(error)) from error
+    has_draft_step = isinstance(ops, MakesDraftSteps) and ops.fits_draft_step(shape, device)
+    return ("auto",) if has_draft_step else ("fp8", "auto")
 
 
 def _load(config: EngineConfig, device: torch.device, dtypes: Sequence[str]) -> Pipeline:
@@ -58,15 +66,13 @@ def _load(config: EngineConfig, device: torch.device, dtypes: Sequence[str]) -> 
 
     dtypes: empty: those of `fastest_dtypes`
     """
-    if not dtypes:
-        shape = open_model(config.draft_model).shape
-        ops, _ = choose_ops("auto", device, shape.version)
-        has_draft_step = isinstance(ops, MakesDraftSteps) and ops.fits_draft_step(shape, device)
-        dtypes = fastest_dtypes(config.dtype, device, has_draft_step)
     own: dict[str, Any] = {"model_path": config.draft_model, "devices": (str(device),), "wkv_state": "auto"}
     own |= {"activation_bits": 8, "adapters": (), "layers": (), "resident": (), "deterministic": False}
     own["auto_fallback_fields"] = ("wkv_state", "kernels")
-    configs = [msgspec.structs.replace(config, **own, dtype=dtype) for dtype in dtypes]
+    draft = msgspec.structs.replace(config, **own)
+    configs = [
+        msgspec.structs.replace(draft, dtype=dtype) for dtype in dtypes or fastest_dtypes(config.dtype, draft, device)
+    ]
     for one in configs[:-1]:
         try:
             return load_pipeline(one)[1]
@@ -145,6 +151,7 @@ class DraftSteps:
         slots = FIRST_FREE_SLOT + MAX_ROWS * RING
         try:
             self._pipeline.allocate_slots(slots)
+            draft_step = make_draft_step(self._pipeline.stages[0])
         except (RuntimeError, MemoryError) as error:
             size = f"{slots} slots of {self._pipeline.slot_bytes >> 10} KiB for the draft model do not fit ({error})"
             raise StartupError(f"Out of memory: {size}. Take a smaller --draft-model.") from error
@@ -156,8 +163,7 @@ class DraftSteps:
             stages = make_graph_stages(self._pipeline.stages, READ_SIZES[-1].tokens, depth=2)
             vocab = self._pipeline.weights.shape.vocab
             sampler = RapidSampler(MAX_ROWS, vocab, device, [])
-            step = make_draft_step(self._pipeline.stages[0])
-            self._graphs = GuessGraphs(stages[0], MAX_ROWS, MAX_DRAFT_TOKENS + FEW_TOKENS, sampler, step)
+            self._graphs = GuessGraphs(stages[0], MAX_ROWS, MAX_DRAFT_TOKENS + FEW_TOKENS, sampler, draft_step)
             self._reading = PrefillGraphs(stages, self._graphs.logits, sizes=READ_SIZES)
             self._reading.warm_up()
             self._graphs.warm_up()

@@ -19,6 +19,7 @@ from rwkv_batch.core.drafters import CHUNK, Joined, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
+from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps, fastest_dtypes, groups_to_read
 from rwkv_batch.runner.graphs.guess import CHOSEN
@@ -136,10 +137,28 @@ def test_a_draft_model_takes_the_fastest_type_with_kernels(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert fastest_dtypes("int8", gpu, has_draft_step=False) == ("fp8", "auto")
-    assert fastest_dtypes("int8", gpu, has_draft_step=True) == ("auto",)
-    assert fastest_dtypes("fp16", gpu, has_draft_step=False) == ("auto",)
-    assert fastest_dtypes("int8", cpu, has_draft_step=False) == ("auto",)
+    asked = []
+
+    class Backend:
+        fits = False
+
+        def fits_draft_step(self, shape: ModelShape, device: torch.device) -> bool:
+            return self.fits
+
+        def make_draft_step(self, *_: object) -> None: ...
+
+    def choose(kernels: str, device: torch.device, version: str) -> tuple[Any, dict[str, str]]:
+        asked.append(kernels)
+        return Backend(), {}
+
+    monkeypatch.setattr("rwkv_batch.runner.draft_steps.choose_ops", choose)
+    draft = EngineConfig(model_path=str(model), kernels="naive")
+    assert fastest_dtypes("fp16", draft, gpu) == fastest_dtypes("int8", draft, cpu) == ("auto",)
+    assert not asked, "no backend is chosen where the type does not depend on it"
+    assert fastest_dtypes("int8", draft, gpu) == ("fp8", "auto")
+    Backend.fits = True
+    assert fastest_dtypes("int8", draft, gpu) == ("auto",)
+    assert asked == ["naive", "naive"]
 
     def load(config: EngineConfig) -> Any:
         if config.dtype == "fp8":

@@ -12,7 +12,12 @@ from rwkv_batch.runner.draft_steps import make_draft_step
 from rwkv_batch.runner.pipeline import Pipeline
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-LAYERS, VOCAB, SLOTS, STEPS = 3, 65536, 40, 5
+LAYERS, VOCAB, SLOTS, STEPS = (
+    4,
+    65536,
+    40,
+    5,
+)  # layers: so that a launch does not begin with the buffer of the one before
 
 
 @pytest.mark.parametrize("width", [768, 1024])

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
+from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, is_mps_active
 from rwkv_batch.kernels.cuda.layer import CudaLayer
 from rwkv_batch.kernels.cuda.library import DraftStepArgs, cuda_pointer, library, slots_pointer
 from rwkv_batch.model.layer import Linear, Norm
 from rwkv_batch.model.state import RWKV7, ModelShape, StateArena
 
 MAX_ROWS = 8
-WIDTHS = (256, 768, 1024)
+WIDTHS = (768, 1024)
 LOW_RANK, GATE_RANK = 64, 128
 SETS = 3
-"""Of the exchanged memory, at which layers take turns."""
+"""Buffers of exchanged activations, which layers use in rotation."""
+FP32, INT16, INT32, INT64 = torch.float32, torch.int16, torch.int32, torch.int64
 
 
 def fits(shape: ModelShape, device: torch.device) -> bool:
     """Return whether the kernel takes models of this shape on the device, with weights and states in fp16."""
-    if device.type != "cuda" or not has_hopper_gemm(device) or shape.version != RWKV7 or shape.vocab % 8:
+    if device.type != "cuda" or not has_hopper_gemm(device) or is_mps_active():
         return False
     low_rank = max(shape.decay_rank, shape.a_rank, shape.v_rank)
-    is_known = shape.width in WIDTHS and shape.ffn == 4 * shape.width
+    is_known = shape.version == RWKV7 and shape.width in WIDTHS and shape.ffn == 4 * shape.width and not shape.vocab % 8
     return is_known and low_rank <= LOW_RANK and shape.gate_rank <= GATE_RANK
 
 
@@ -61,23 +62,25 @@ class DraftStep:
         device, width = embedding.device, embedding.shape[1]
         exchanged = MAX_ROWS * (10 * width + 3 * LOW_RANK + GATE_RANK)  # fp16 numbers: DraftExchange::SIZE
         tensors = {
-            "weights": torch.stack([_maps(layer) for layer in layers]),
-            "ups": torch.stack([_low_rank_ups(layer) for layer in layers]),
-            "vectors": torch.stack([_vectors(layer) for layer in layers]),
+            "weights": _stacked(_maps, layers),
+            "ups": _stacked(_low_rank_ups, layers),
+            "vectors": _stacked(_vectors, layers),
             "mixes": torch.stack([torch.cat([layer.att_mix, layer.ffn_mix]) for layer in layers]),
             "embedding": embedding,
             "head": in_order_of_loads(head.weight),
             "out_weight": ln_out.weight,
             "out_bias": ln_out.bias,
-            "exchange": torch.full((SETS * exchanged,), -1, dtype=torch.int16, device=device),
-            "keys": torch.full((2 * MAX_ROWS * num_ctas,), -1, dtype=torch.int64, device=device),
-            "v_first": torch.empty(MAX_ROWS, width, dtype=torch.float32, device=device),
-            "launches": torch.zeros(1, dtype=torch.int32, device=device),
+            "exchange": torch.full((SETS * exchanged,), -1, dtype=INT16, device=device),
+            "keys": torch.full((2 * MAX_ROWS * num_ctas,), -1, dtype=INT64, device=device),
+            "v_first": torch.empty(MAX_ROWS, width, dtype=FP32, device=device),
+            "launches": torch.zeros(1, dtype=INT32, device=device),
         }
+        dtypes = dict.fromkeys(("vectors", "out_weight", "out_bias", "v_first"), FP32)
+        dtypes |= {"exchange": INT16, "keys": INT64, "launches": INT32}
         self._tensors = tensors
         self._state = state
         self._args = DraftStepArgs(
-            **{name: cuda_pointer(tensor, tensor.dtype) for name, tensor in tensors.items()},
+            **{name: cuda_pointer(tensor, dtypes.get(name, torch.float16)) for name, tensor in tensors.items()},
             wkv=slots_pointer(state.layer_wkv(0), (torch.float16,)),
             shift=slots_pointer(state.att_shift(0), (torch.float16,)),
             wkv_slot=state.wkv.stride(0),
@@ -93,9 +96,18 @@ class DraftStep:
         """See `DraftStep` in model/ops.py."""
         args = self._args
         for name, tensor in (("table", table), ("step", step), ("chosen", chosen), ("guesses", guesses)):
-            setattr(args, name, cuda_pointer(tensor, torch.int64))
+            setattr(args, name, cuda_pointer(tensor, INT64))
         args.rows, args.table_rows = rows, table.shape[-1]
         library().call("rwkv_draft_step", ctypes.byref(args))
+
+
+def _stacked(part: Callable[[CudaLayer], Tensor], layers: Sequence[CudaLayer]) -> Tensor:
+    """Return a part of each layer [layers, ...]; no two layers' parts are in memory beside the result."""
+    first = part(layers[0])
+    stacked = first.new_empty(len(layers), *first.shape)
+    for number, layer in enumerate(layers):
+        stacked[number] = part(layer)
+    return stacked
 
 
 def _maps(layer: CudaLayer) -> Tensor:

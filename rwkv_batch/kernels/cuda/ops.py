@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ class CudaOps:
     ) -> draft_step.DraftStep:
         """See MakesDraftSteps."""
         num_sms = torch.cuda.get_device_properties(embedding.device).multi_processor_count
-        ours = [layer for layer in layers if isinstance(layer, CudaLayer)]
+        ours = cast(Sequence[CudaLayer], layers)
         return draft_step.DraftStep(ours, embedding, ln_out, head, state, num_sms)
 
     def prepare_device(self, device: torch.device, width: int, ffn: int) -> None:

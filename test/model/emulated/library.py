@@ -113,7 +113,7 @@ BODIES = {
     "store_key": "*p = key;",
     "prefetch_bytes": "",
     "load_weights": "return load16(p);",
-    "launch_together": "emulation::launch_clusters(kernel, grid, dim3(grid), threads, smem_bytes, args);",
+    "launch_cooperative": "emulation::launch_clusters(kernel, grid, dim3(grid), threads, smem_bytes, args);",
     "launch_streaming": "emulation::launch(kernel, grid, threads, 0, args...);",
 }
 """Function -> what its body becomes."""

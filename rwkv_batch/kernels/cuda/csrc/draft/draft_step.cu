@@ -1,14 +1,13 @@
 // A whole decode step of a small fp16 model in one launch: layers, head and the likeliest tokens, for up to 8 rows.
 //
-// A small model's step waits for launches, of which each of its layers has seven. Here one CTA per SM stays for the
-// whole step. CTAs exchange activations through L2: a reader polls the words themselves until none is EMPTY, so a phase
+// A small model's step waits for launches: each layer has seven. Here one CTA per SM stays for the whole step. CTAs exchange activations through L2: a reader polls the words themselves until none is EMPTY, so a phase
 // waits for no fence. Weights do not depend on activations: before a CTA waits, it loads those of the phase into
-// registers; L2 is asked for them layers before. All phases of a layer share their code, so that it stays in the
+// registers; they were prefetched into L2 two layers before. All phases of a layer share their code, so that it stays in the
 // instruction cache.
 //
 // Phases of a layer: input projections (r, k, v and the first halves of the low-rank maps), WKV with the second halves
-// (a CTA per row and head), output map, ffn.key, ffn.value. Every CTA holds the residual stream and makes all norms. Of
-// a map, a CTA has tiles of 8 outputs, and each of its warps an eighth of the inputs.
+// (a CTA per row and head), output map, ffn.key, ffn.value. Every CTA holds the residual stream and makes all norms. A
+// CTA computes tiles of 8 outputs of a map; each warp takes an eighth of the inputs.
 #include "draft_step.cuh"
 #include "../mma.cuh"
 
@@ -17,7 +16,7 @@ namespace {
 constexpr int THREADS = 256, WARPS = 8, PAD = 8, AHEAD_LAYERS = 2;
 constexpr int GROUP = 4;  // tiles whose weights a CTA holds
 constexpr int READ = 0, WRITE = 1, TOKEN = 2;  // parts of the table
-constexpr int PREFETCHED = 1024;  // bytes of a layer's vectors that one CTA asks L2 for
+constexpr int PREFETCHED = 1024;  // bytes of a layer's vectors that one CTA prefetches
 enum Phase { INPUTS, OUTPUT, KEY, VALUE };
 
 // Left operands of N chunks of 32 inputs. a: this lane's row of a matrix for ldmatrix.
@@ -27,8 +26,8 @@ __device__ __forceinline__ void load_operand(Fragment (&chunks)[N], const __half
     for (int i = 0; i < N; ++i) chunks[i] = load_matrix<false>(a + 32 * i);
 }
 
-// Sums [8 rows, 8 outputs] of a @ w^T; lane t gets row t / 4, outputs t % 4 * 2 and + 1. Nobody reads the sums of mma's rows 8
-// to 15.
+// Sums [8 rows, 8 outputs] of a @ w^T; lane t gets row t / 4, outputs t % 4 * 2 and + 1. mma's rows 8 to
+// 15 are unused.
 template <int N>
 __device__ __forceinline__ float2 multiply(const Fragment* chunks, const uint4 (&w)[N]) {
     float c[4][4] = {};
@@ -94,7 +93,7 @@ struct Step {
         return low < 0 ? tile / (C / 8) : min(2 + low / (LOW_RANK / 8), 5);
     }
 
-    // Asks L2 for what this CTA reads in a layer, and for a part of the vectors. One warp.
+    // Prefetches into L2 what this CTA reads in a layer, and a part of the vectors. One warp.
     __device__ void prefetch(int ahead) const {
         const int64_t later = layer + ahead;
         if (later >= p.num_layers) return;
@@ -122,7 +121,7 @@ struct Step {
         if (bytes > 0) prefetch_bytes(at, bytes);
     }
 
-    // A map of the layer: waits for its inputs, and gives its outputs to the other CTAs.
+    // A map of the layer: waits for its inputs, and stores its outputs for the other CTAs.
     __device__ void project(int phase) {
         const bool is_value = phase == VALUE;
         const int begin = s.tiles[phase][0], last = s.tiles[phase][1];
@@ -519,7 +518,7 @@ __global__ void __launch_bounds__(THREADS, 1) draft_step_kernel(const __grid_con
 
 // Launches CTAs that wait for each other: the driver starts them only if all fit.
 template <typename Kernel>
-inline void launch_together(Kernel kernel, int grid, int threads, size_t smem_bytes, void* stream, const DraftStepArgs& args) {
+inline void launch_cooperative(Kernel kernel, int grid, int threads, size_t smem_bytes, void* stream, const DraftStepArgs& args) {
     cudaLaunchAttribute attribute = {};
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(grid);
@@ -534,13 +533,14 @@ inline void launch_together(Kernel kernel, int grid, int threads, size_t smem_by
 
 template <int CHUNKS>
 int launch_step(const DraftStepArgs& args, void* stream) {
-    if (DraftWeights<256 * CHUNKS>::OUTPUT < device_info().num_sms) return cudaErrorInvalidValue;  // a CTA would have no tile
+    // Every CTA must have tiles of the input projections and of ffn.key, in whose phases it updates the residual stream.
+    if (min(DraftWeights<256 * CHUNKS>::OUTPUT, 128 * CHUNKS) < device_info().num_sms) return cudaErrorInvalidValue;
     const size_t bytes = sizeof(typename Step<CHUNKS>::Smem);
     if (bytes > static_cast<size_t>(device_info().smem_bytes)) return cudaErrorInvalidValue;
     const cudaError_t error = cudaFuncSetAttribute(
         draft_step_kernel<CHUNKS>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (error != cudaSuccess) return error;
-    launch_together(draft_step_kernel<CHUNKS>, device_info().num_sms, THREADS, bytes, stream, args);
+    launch_cooperative(draft_step_kernel<CHUNKS>, device_info().num_sms, THREADS, bytes, stream, args);
     return launch_result();
 }
 

@@ -34,8 +34,8 @@ struct DraftWeights {
     static constexpr int UPS = 64 * (3 * LOW_RANK + GATE_RANK);
 };
 
-// The activations of a layer that CTAs exchange, in halves, for MAX_DRAFT_ROWS rows each. Layers take turns at SETS of them,
-// so that they stay in L2.
+// The activations of a layer that CTAs exchange, in halves, for MAX_DRAFT_ROWS rows each. Layers use SETS buffers in
+// rotation, so that they stay in L2.
 template <int C>
 struct DraftExchange {
     static constexpr int SETS = 3;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void await_exchanged(uint4 (&v)[N], const __half* fro
     } while (!written);
 }
 
-// Asks L2 for contiguous bytes, a multiple of 16; before sm_90 it does nothing.
+// Prefetches contiguous bytes, a multiple of 16, into L2; before sm_90 it does nothing.
 __device__ __forceinline__ void prefetch_bytes(const void* p, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
