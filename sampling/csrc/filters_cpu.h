@@ -232,32 +232,35 @@ class FilteredRow {
 
   // `lowest`: the next step keeps no token below it, so this one may remove them.
   void keep_from_sigma(float lowest) {
-    constexpr float kUnit = 0x1p-40f;  // the square of 1e30 is no fp32 number
-    double sum[kLanes] = {}, squares[kLanes] = {};
+    double sum[kLanes] = {}, squares[kLanes] = {};  // fp64: logits may be 1e38 or 1e-38
     int64_t count = 0;
     const float largest = row_.largest, factor = factor_;
     row_.each_chunk(kNegativeInfinity, [&](int begin, int end) {
-      float distances[kChunk] = {}, squared[kChunk];
+      float values[kChunk];
       float* s = row_.s + begin;
       int32_t found = 0;
       const auto visit = [&](int i) {
         const float value = s[i] *= factor;
         const bool is_left = value > kNegativeInfinity;
-        distances[i] = is_left ? (value - largest) * kUnit : 0.0f;
+        values[i] = is_left ? value : largest;
         found += is_left;
       };
+      std::fill(values, values + kChunk, largest);
       if (end - begin == kChunk)
         for (int i = 0; i < kChunk; ++i) visit(i);
       else
         for (int i = 0; i < end - begin; ++i) visit(i);
-      for (int i = 0; i < kChunk; ++i) squared[i] = distances[i] * distances[i];
-      add_chunk(distances, sum), add_chunk(squared, squares);
+      for (int at = 0; at < kChunk; at += kLanes)
+        for (int lane = 0; lane < kLanes; ++lane) {
+          const double distance = static_cast<double>(values[at + lane]) - largest;
+          sum[lane] += distance, squares[lane] += distance * distance;
+        }
       count += found;
     });
     factor_ = 1;
     for (int lane = 1; lane < kLanes; ++lane) sum[0] += sum[lane], squares[0] += squares[lane];
     const double mean = sum[0] / count, variance = squares[0] / count - mean * mean;
-    const double bound = largest - p_.top_n_sigma * std::sqrt(std::max(variance, 0.0)) / kUnit;
+    const double bound = largest - p_.top_n_sigma * std::sqrt(std::max(variance, 0.0));
     float floor = static_cast<float>(bound);  // the least float that is not below
     if (floor < bound) floor = std::nextafter(floor, std::numeric_limits<float>::infinity());
     floor = std::max(floor, lowest);
