@@ -107,6 +107,18 @@ def test_the_kernel_samples_the_tokens_of_the_definition(name: str) -> None:
                 one.append_tokens([4, 1], [[11, 12, 13], [5]])
 
 
+@pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e28])
+def test_sigma_of_tiny_and_huge_logits(scale: float) -> None:
+    """The squares of the smallest are no fp32 numbers."""
+    temperature = 2.0
+    rows, vocab = 40, 1003
+    params = [SamplingParams(seed=i, temperature=temperature, filters=Filters(top_n_sigma=1.0)) for i in range(rows)]
+    logits = (torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * (scale / 4)).expand(rows, vocab)
+    kernel, definition = (make(vocab, params, is_kernel) for is_kernel in (True, False))
+    tokens = [one.sample(logits.clone(), list(range(rows))).token_ids for one in (kernel, definition)]
+    assert torch.equal(*tokens)
+
+
 @pytest.mark.parametrize("name", ["every", "mirostat 2"])
 def test_a_row_samples_the_same_alone_and_in_a_batch(name: str) -> None:
     """Rows without filters and with others are in the batch."""
