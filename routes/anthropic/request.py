@@ -153,7 +153,9 @@ class OutputFormat(Fields):
     """The format of the answer's text."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema", description="A JSON Schema.")
+    schema_: dict[str, Any] = Field(
+        alias="schema", description="A JSON Schema. Keywords that cannot be enforced are left out."
+    )
 
 
 class OutputConfig(Fields):

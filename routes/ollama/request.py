@@ -118,7 +118,8 @@ class OllamaBody(Body):
     model: str = Field("rwkv7", max_length=256, description="A name of `/api/tags`. Others are 404.")
     stream: bool = Field(True, description="Answer with one JSON object per line. false: one object.")
     format: Literal["", "json"] | dict[str, Any] = Field(
-        "", description="json: a JSON object. A JSON Schema: JSON that is valid under it."
+        "",
+        description="json: a JSON object. A JSON Schema: JSON that is valid under it; keywords that cannot be enforced are left out.",
     )
     options: OllamaOptions = Field(OllamaOptions.model_validate({}), description="Decode parameters.")
     think: bool | Literal["low", "medium", "high"] = Field(
