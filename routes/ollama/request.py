@@ -119,7 +119,8 @@ class OllamaBody(Body):
     stream: bool = Field(True, description="Answer with one JSON object per line. false: one object.")
     format: Literal["", "json"] | dict[str, Any] = Field(
         "",
-        description="json: a JSON object. A JSON Schema: JSON that is valid under it; keywords that cannot be enforced are left out.",
+        description="json: a JSON object. A JSON Schema: JSON that is valid under it; keywords that cannot be enforced "
+        "are left out.",
     )
     options: OllamaOptions = Field(OllamaOptions.model_validate({}), description="Decode parameters.")
     think: bool | Literal["low", "medium", "high"] = Field(
