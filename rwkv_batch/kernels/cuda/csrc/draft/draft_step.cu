@@ -137,7 +137,7 @@ struct Step {
             for (int i = 0; i < GROUP; ++i)
 #pragma unroll
                 for (int j = 0; j < CHUNKS; ++j)
-                    if (i < count) w[i][j] = load_weights(from + i * Weights::TILE + j * 256);
+                    if (i < count) w[i][j] = load_packed(from + i * Weights::TILE + j * 256);
             if (first == begin) {
                 if (phase == INPUTS || phase == KEY) {
                     shift_mix(phase == INPUTS);
@@ -291,9 +291,9 @@ struct Step {
         const __half* ups = p.ups + (static_cast<int64_t>(layer) * HEADS + head) * Weights::UPS + warp * (Weights::UPS / WARPS) + lane * 8;
         uint4 up[3][2], g_up[4];
 #pragma unroll
-        for (int i = 0; i < 6; ++i) up[i / 2][i % 2] = load_weights(ups + 256 * i);
+        for (int i = 0; i < 6; ++i) up[i / 2][i % 2] = load_packed(ups + 256 * i);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) g_up[i] = load_weights(ups + 256 * (6 + i));
+        for (int i = 0; i < 4; ++i) g_up[i] = load_packed(ups + 256 * (6 + i));
         const int value = warp * 8 + lane / 4, keys = lane % 4 * 4;  // this thread's part of the state: also keys + 16, 32, 48
         __half* states = p.wkv + layer * p.wkv_layer + head * HEAD_SIZE * HEAD_SIZE + value * HEAD_SIZE + keys;
         const __half* from = states + s.slots[READ][row] * p.wkv_slot;
@@ -407,7 +407,7 @@ struct Step {
             if (tile >= tiles) return;
             const __half* from = p.head + static_cast<int64_t>(tile) * Weights::TILE + half * HALF * 256 + lane * 8;
 #pragma unroll
-            for (int i = 0; i < HALF; ++i) w[half][i] = load_weights(from + i * 256);
+            for (int i = 0; i < HALF; ++i) w[half][i] = load_packed(from + i * 256);
         };
         load(0);
         if (has_row()) {

@@ -89,7 +89,7 @@ __device__ __forceinline__ void prefetch_bytes(const void* p, uint32_t bytes) {
 }
 
 // Loads weights that no kernel writes. Its place among waits is kept.
-__device__ __forceinline__ uint4 load_weights(const __half* p) {
+__device__ __forceinline__ uint4 load_packed(const __half* p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
