@@ -1,9 +1,10 @@
 // A whole decode step of a small fp16 model in one launch: layers, head and the likeliest tokens, for up to 8 rows.
 //
-// A small model's step waits for launches: each layer has seven. Here one CTA per SM stays for the whole step. CTAs exchange activations through L2: a reader polls the words themselves until none is EMPTY, so a phase
-// waits for no fence. Weights do not depend on activations: before a CTA waits, it loads those of the phase into
-// registers; they were prefetched into L2 two layers before. All phases of a layer share their code, so that it stays in the
-// instruction cache.
+// A small model's step waits for launches: each layer has seven. Here one CTA per SM stays for the whole step. CTAs
+// exchange activations through L2: a reader polls the words themselves until none is EMPTY, so a phase needs no fence.
+// Weights do not depend on activations: before a CTA waits, it loads those of the phase into registers. They were
+// prefetched into L2 two layers before. All phases of a layer share their code, so that it stays in the instruction
+// cache.
 //
 // Phases of a layer: input projections (r, k, v and the first halves of the low-rank maps), WKV with the second halves
 // (a CTA per row and head), output map, ffn.key, ffn.value. Every CTA holds the residual stream and makes all norms. A
@@ -26,8 +27,7 @@ __device__ __forceinline__ void load_operand(Fragment (&chunks)[N], const __half
     for (int i = 0; i < N; ++i) chunks[i] = load_matrix<false>(a + 32 * i);
 }
 
-// Sums [8 rows, 8 outputs] of a @ w^T; lane t gets row t / 4, outputs t % 4 * 2 and + 1. mma's rows 8 to
-// 15 are unused.
+// Sums [8 rows, 8 outputs] of a @ w^T. Lane t gets row t / 4, outputs t % 4 * 2 and + 1; mma's rows 8 to 15 are unused.
 template <int N>
 __device__ __forceinline__ float2 multiply(const Fragment* chunks, const uint4 (&w)[N]) {
     float c[4][4] = {};
@@ -549,7 +549,7 @@ int launch_step(const DraftStepArgs& args, void* stream) {
 RWKV_API int rwkv_draft_step(const DraftStepArgs* args, void* stream) {
     if (args->rows < 1 || args->rows > MAX_DRAFT_ROWS) return cudaErrorInvalidValue;
     switch (args->width) {
-        case 256: return launch_step<1>(*args, stream);
+        case 256: return launch_step<1>(*args, stream);  // of tests
         case 768: return launch_step<3>(*args, stream);
         case 1024: return launch_step<4>(*args, stream);
         default: return cudaErrorInvalidValue;
