@@ -51,6 +51,7 @@ import torch
 
 from bench.tools.llama_cpp import LlamaCpp
 from bench.tools.record import Arguments, finish, origin
+from bench.tools.timers import host_s
 from demo.random_weights import write_random_model
 from native.instruction_sets import INSTRUCTION_SETS
 from rwkv_batch.kernels.cpu import library as cpu_library
@@ -67,7 +68,6 @@ SMALL = ("int8",)
 """Compared with bf16."""
 OURS = (*DTYPES, *SMALL)
 FIRST_SLOT = 2
-TARGETS = {"decode_1": 1.5, "decode_32": 10.0, "prefill_1x512": 1.5, "prefill_16x128": 1.5}
 
 Task = Callable[[], float]
 """Runs once; returns its rate (tokens/s or GB/s)."""
@@ -75,12 +75,7 @@ Task = Callable[[], float]
 
 def rate(amount: float, work: Callable[[], Any], times: int = 1) -> float:
     """Return amount / median seconds of `work` over `times` runs."""
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return amount / statistics.median(seconds)
+    return amount / statistics.median(host_s(work) for _ in range(times))
 
 
 def prompt(length: int) -> list[int]:
@@ -181,12 +176,6 @@ def machine(given_commit: str, has_peer: bool) -> dict[str, Any]:
     }
 
 
-def ratios_of_bests(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Return the ratios of each side's best round: other load on the machine affects these least."""
-    best = {name: max(one[name] for one in rounds) for name in rounds[0]}
-    return {name: float(f"{ratio:.4g}") for name, ratio in ratios(best).items()}
-
-
 def median_by_name(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(f"{statistics.median(row[name] for row in rows):.4g}") for name in rows[0]}
 
@@ -233,13 +222,11 @@ def run(seconds: float, has_peer: bool, llama_cpp: Path | None, cells: list[str]
         "rounds": len(rounds),
         "medians": median_by_name(rounds),
         "ratios": median_by_name([ratios(one) for one in rounds]),
-        "ratios_of_bests": ratios_of_bests(rounds),
         "over_llama_cpp": median_by_name(over := [ratios_to_llama_cpp(one) for one in rounds]),
         "over_llama_cpp_range": {
             name: [float(f"{end(one[name] for one in over):.4g}") for end in (min, max)] for name in over[0]
         },
         **{f"{dtype}_over_bf16": median_by_name(found) for dtype, found in small.items()},
-        "targets": TARGETS,
         "matrix_mb_per_step": round(matrices / 1e6, 1),
     }
 
@@ -248,9 +235,9 @@ def report(result: dict[str, Any]) -> None:
     print(f"{result['cpu']}, {result['threads']} threads, AMX {result['amx']}, load {result['load']}")
     print(f"torch {result['torch']}, rwkv {result['rwkv']}, commit {result['commit']}")
     print(f"{result['rounds']} rounds, OMP_WAIT_POLICY {result['omp_wait_policy']}")
-    medians, found, bests = result["medians"], result["ratios"], result["ratios_of_bests"]
+    medians, found = result["medians"], result["ratios"]
     for name, value in medians.items():
-        times = f"{found[name]:8.2f} x the peer's best ({bests[name]:.2f} best to best)" if name in found else ""
+        times = f"{found[name]:8.2f} x the peer's best" if name in found else ""
         print(f"{name:28} {value:10.1f}{'' if 'GB' in name else ' tokens/s'} {times}")
     for name, times in result["over_llama_cpp"].items():
         low, high = result["over_llama_cpp_range"][name]
@@ -262,9 +249,6 @@ def report(result: dict[str, Any]) -> None:
     for dtype in SMALL:
         shares = ", ".join(f"{name} {times:.2f}" for name, times in result[f"{dtype}_over_bf16"].items())
         print(f"{dtype} over bf16: {shares}")
-    for name, target in result["targets"].items() if found else ():
-        best = max(found[f"{name} {dtype}"] for dtype in OURS)
-        print(f"{name}: {best:.2f} of target {target}: {'reached' if best >= target else 'NOT reached'}")
 
 
 def main() -> int:

@@ -19,7 +19,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import torch
 
 from bench.tools.gpu_model import SIZES, VOCAB, active_share, random_stage
 from bench.tools.record import Arguments, commit, finish
+from bench.tools.timers import device_ms, nvidia_smi
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs
@@ -55,56 +55,24 @@ class Ceilings:
 
 def timed(work: Callable[[], object], seconds: float) -> float:
     """Return milliseconds per call, over the calls that fit into `seconds`. Two untimed calls come first."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(2):
         work()
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    repeats = max(3, int(seconds * 1e3 / begin.elapsed_time(end)))
-    begin.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / repeats
-
-
-@dataclass(slots=True)
-class Power:
-    """Power and clock by nvidia-smi: the median of the later half of the samples; None without nvidia-smi."""
-
-    watts: float | None = None
-    sm_mhz: float | None = None
+    return device_ms(work, max(3, int(seconds * 1e3 / device_ms(work))))
 
 
 @contextmanager
-def sample_power() -> Iterator[Power]:
-    """Sample power and clock of the GPU 20 times per second; the figures are set when the block ends."""
-    power = Power()
-    command = [
-        "nvidia-smi",
-        "-i",
-        os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
-        "--query-gpu=power.draw,clocks.sm",
-        "--format=csv,noheader,nounits",
-        "-lms",
-        "50",
-    ]
-    try:
-        sampler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
-        yield power
-        return
-    try:
-        yield power
-    finally:
-        sampler.terminate()
-        lines = [line.split(",") for line in sampler.communicate()[0].splitlines()]
-    samples = [(float(line[0]), float(line[1])) for line in lines if len(line) == 2]
+def sample_power() -> Iterator[dict[str, float | None]]:
+    """Sample power and clock of the GPU 20 times per second.
+
+    When the block ends, the figures have the median of the later half of the samples; None without nvidia-smi.
+    """
+    figures: dict[str, float | None] = {"watts": None, "sm_mhz": None}
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    with nvidia_smi("power.draw,clocks.sm", 50, "-i", card) as samples:
+        yield figures
     if late := samples[len(samples) // 2 :]:
-        power.watts, power.sm_mhz = (statistics.median(column) for column in zip(*late, strict=True))
+        watts, sm_mhz = zip(*late, strict=True)
+        figures |= {"watts": statistics.median(map(float, watts)), "sm_mhz": statistics.median(map(float, sm_mhz))}
 
 
 def measure_ceilings() -> Ceilings:
@@ -163,8 +131,7 @@ def decode(stage: Stage, batch: int, seconds: float) -> dict[str, Any]:
         "tok_s": batch / ms * 1e3,
         "sampler": name,
         "sampling_share": 1 - bare_ms / ms,
-        "watts": power.watts,
-        "sm_mhz": power.sm_mhz,
+        **power,
     }
 
 
@@ -191,8 +158,7 @@ def prefill(stage: Stage, batch: int, length: int, seconds: float) -> dict[str, 
         "T": length,
         "ms": ms,
         "tok_s": batch * length / ms * 1e3,
-        "watts": power.watts,
-        "sm_mhz": power.sm_mhz,
+        **power,
     }
 
 

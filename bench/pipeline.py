@@ -19,7 +19,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ import torch
 
 from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.record import Arguments, commit, finish, save
+from bench.tools.timers import nvidia_smi
 from bench.traffic import measure, numbers
 from programs.settings import parse_settings
 from rwkv_batch.engine import Engine
@@ -44,24 +44,11 @@ def busy_shares(devices: int) -> Iterator[list[float]]:
     The list is filled when the block ends. It covers the later half of the block. Without nvidia-smi it stays empty.
     """
     shares: list[float] = []
-    command = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
-    try:
-        sampler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
+    with nvidia_smi("index,utilization.gpu", 200) as samples:
         yield shares
-        return
-    try:
-        yield shares
-    finally:
-        sampler.terminate()
-        seen: dict[int, list[float]] = {}
-        for line in sampler.communicate()[0].splitlines():
-            index, _, percent = line.partition(",")
-            if index.strip().isdigit() and percent.strip().isdigit():
-                seen.setdefault(int(index), []).append(float(percent) / 100)
-        for index in range(devices):
-            late = seen.get(index, [])[len(seen.get(index, [])) // 2 :]
-            shares.append(round(statistics.median(late), 2) if late else 0.0)
+    for index in range(devices if samples else 0):
+        busy = [float(percent) / 100 for card, percent in samples if card == str(index) and percent.isdigit()]
+        shares.append(round(statistics.median(busy[len(busy) // 2 :]), 2) if busy else 0.0)
 
 
 class HostTime:

@@ -39,7 +39,7 @@ def run_round(engine: Engine, prompts: list[list[int]], cached: bool) -> dict[st
     answers = run_jobs(
         engine, [[GenerateRequest(prompt=prompt, use_prefix_cache=cached, **common)] for prompt in prompts]
     )
-    firsts = sorted(answer.first_s for answer in answers)
+    firsts = sorted(answer.times[0] for answer in answers)
     return {
         "ttft_p50_ms": 1e3 * statistics.median(firsts),
         "ttft_max_ms": 1e3 * firsts[-1],

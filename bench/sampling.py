@@ -19,8 +19,6 @@ import argparse
 import itertools
 import json
 import statistics
-import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +27,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from bench.tools.engine_jobs import PENALTIES, run_jobs
 from bench.tools.record import Arguments, finish, origin
+from bench.tools.timers import median_s
 from demo.engine_client import open_engine
 from rwkv_batch.engine import Engine
-from rwkv_batch.request import GenerateRequest, Job, JobEvents
+from rwkv_batch.request import GenerateRequest
 from sampling.cpu import CpuSampler
 from sampling.filtered_sampler import FilteredSampler
 from sampling.params import Filters, Method, SamplingParams
@@ -42,7 +42,6 @@ from sampling.row_filters import RowContext
 from sampling.sampler import Sampler
 
 VOCAB = 65536
-PENALTIES = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 CASES = {
     "greedy": [SamplingParams(temperature=0.0)],
     "open": [SamplingParams()],
@@ -78,7 +77,6 @@ REPEATS = 5
 """Measurements that are not of a graph."""
 HISTORY = 300
 """Steps before the measurement, so that penalties have tokens to act on."""
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -90,37 +88,11 @@ class Setting:
     """bytes/s of a large copy, read and write"""
 
 
-def event_seconds(run: Callable[[], object], repeats: int) -> float:
-    """Return the median device time of `run`."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / 1e3)
-    return statistics.median(times)
-
-
-def host_seconds(run: Callable[[], object], repeats: int) -> float:
-    """Return the median wall time of `run`."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def copy_bandwidth(device: torch.device) -> float:
     """Return bytes/s of a copy much larger than the cache. Counts read and write."""
     source = torch.ones(2**29 if device.type == "cuda" else 2**26, device=device)
     target = torch.empty_like(source)
-    seconds = event_seconds if device.type == "cuda" else host_seconds
-    return 2 * source.nbytes / seconds(lambda: target.copy_(source), 5)
+    return 2 * source.nbytes / median_s(device, lambda: target.copy_(source), 5)
 
 
 def logits_sets(rows: int, device: torch.device) -> list[Tensor]:
@@ -162,13 +134,13 @@ def measure(setting: Setting, name: str, rows: int, case: str) -> dict[str, obje
     for step in range(history):
         sampler.sample(sets[step % len(sets)].clone(), req_slots)
     if name == "rapid" and not has_filters:
-        seconds = event_seconds(graphed(plain, sets, rows), 20) / len(sets)
+        seconds = median_s(device, graphed(plain, sets, rows), 20) / len(sets)
     else:
-        clock = event_seconds if device.type == "cuda" else host_seconds
         # Samplers overwrite the logits: each step gets a copy of its own, made before, and freed after all steps.
         fresh = [logits.clone() for _ in range(REPEATS + 1) for logits in sets[:2]]
         copies = iter(fresh)
-        seconds = clock(lambda: [sampler.sample(next(copies), req_slots) for _ in sets[:2]], REPEATS) / len(sets[:2])
+        steps = lambda: [sampler.sample(next(copies), req_slots) for _ in sets[:2]]  # noqa: E731
+        seconds = median_s(device, steps, REPEATS) / len(sets[:2])
     moved = sets[0].nbytes
     floor = moved / setting.bandwidth
     return {
@@ -220,7 +192,6 @@ def engine_steps(args: argparse.Namespace, rows: int) -> Iterable[dict[str, obje
 
 def engine_seconds(engine: Engine, choice: list[SamplingParams], tokens: int) -> float:
     """Return the median seconds of a step while all rows sample; one row per element of `choice`."""
-    ends, times, refusals = threading.Event(), list[float](), list[object]()
     prompt = [(7919 * i * i) % 600 + 300 for i in range(tokens * 2 // 3)]
     requests = [
         GenerateRequest(
@@ -233,21 +204,7 @@ def engine_seconds(engine: Engine, choice: list[SamplingParams], tokens: int) ->
         )
         for row, params in enumerate(choice)
     ]
-
-    def sink(events: JobEvents) -> None:
-        times.append(time.perf_counter())
-        if events.done:
-            ends.set()
-
-    def admitted(refusal: object) -> None:
-        if refusal is not None:
-            refusals.append(refusal)
-            ends.set()
-
-    engine.submit(Job(job_id=f"sampling-{next(_numbers)}", rows=requests), sink, admitted)
-    ends.wait()
-    if refusals:
-        raise RuntimeError(f"the engine refused the rows: {refusals[0]}")
+    times = run_jobs(engine, [requests])[0].times
     return statistics.median(after - before for before, after in itertools.pairwise(times[tokens // 6 : -2]))
 
 

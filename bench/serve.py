@@ -48,23 +48,22 @@ MEMORY_FLAG = "--gpu-memory-utilization"
 
 def engine_alone(arguments: Sequence[str], reply: Connection) -> None:
     """Run the prompts of each load received through an engine here; sends a run as `over_http` returns it."""
+    from bench.tools.engine_jobs import PENALTIES
     from programs.settings.model_file import with_default_model
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import GenerateRequest, Job, JobEvents
     from rwkv_batch.tokenizer import Tokenizer
-    from sampling.params import SamplingParams
 
     engine = Engine(with_default_model(parse_settings(arguments, os.environ)).engine)
     engine.start()
     encode = Tokenizer().encode
-    sampling = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 
     def job(load: Load, client: int, turn: int) -> Job:
         rows = [
             GenerateRequest(
                 prompt=encode(prompt),
                 max_tokens=load.max_tokens,
-                sampling=sampling,
+                sampling=PENALTIES,
                 ignore_eos=True,
                 chunk_size=load.chunk_size if load.stream else 0,
             )

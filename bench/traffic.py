@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from bench.tools.engine_jobs import PENALTIES
 from bench.tools.record import Arguments, commit, finish
 from programs.settings import parse_settings
 from programs.settings.model_file import with_default_model
@@ -31,9 +32,7 @@ from rwkv_batch.calls import CancelJobs
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import freeze_garbage_collector
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
-from sampling.params import SamplingParams
 
-SAMPLING = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 LABEL = "bench"
 SETTLE_S = 1.0
 """Not counted, after every client got its first token."""
@@ -90,7 +89,7 @@ class Clients:
             max_tokens=self._random.randint(*self._new_tokens)
             if turn
             else self._random.randint(1, self._new_tokens[1]),
-            sampling=SAMPLING,
+            sampling=PENALTIES,
             ignore_eos=True,
             chunk_size=1,
         )

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
+from bench.tools.timers import device_ms
 from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Launch, Plan, TableLine, fits, launch_table, plan_w8a8
 from rwkv_batch.kernels.cuda.w8a8.products import W8A8Gemm, W8A8Weights, multiply, pitch_of, prepare_w8a8
 from rwkv_batch.model.quant.w8a8 import Codes, InputTransform
@@ -105,26 +106,15 @@ class Cell:
     def burst_us(self, plan: Plan, rows: int) -> float:
         """Return the median time of one launch in replays that are too short to reach the power limit."""
         graph, count = self.graph(plan, rows)
-        times = max(1, round(BURST_MS / replay_ms(graph, 2)))
-        return sorted(replay_ms(graph, times) for _ in range(3))[1] / count * 1000
+        times = max(1, round(BURST_MS / device_ms(graph.replay, 2)))
+        return sorted(device_ms(graph.replay, times) for _ in range(3))[1] / count * 1000
 
     def sustained_us(self, plan: Plan, rows: int) -> float:
         """Return one launch's time at the power limit."""
         graph, count = self.graph(plan, rows)
-        times = max(1, round(SUSTAINED_MS / 2 / replay_ms(graph, 2)))
-        replay_ms(graph, times)
-        return replay_ms(graph, times) / count * 1000
-
-
-def replay_ms(graph: torch.cuda.CUDAGraph, times: int) -> float:
-    """Return the time of one replay."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / times
+        times = max(1, round(SUSTAINED_MS / 2 / device_ms(graph.replay, 2)))
+        device_ms(graph.replay, times)
+        return device_ms(graph.replay, times) / count * 1000
 
 
 def time_cell(cell: Cell, rows: int, num_sms: int) -> tuple[Plan, dict[str, Any]]:
