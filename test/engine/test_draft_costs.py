@@ -44,7 +44,9 @@ def test_times_are_medians_without_the_first_step() -> None:
     assert times.drafts_s(drafts, 0.010) == pytest.approx(0.0125), "low, so that drafts are tried"
     for seconds in (60.0, 0.030, 0.031, 0.029, 5.0):
         times.count_drafts(drafts, 0.010, seconds)
-    assert times.drafts_s(drafts, 0.010) == pytest.approx(0.030)
+    for _ in range(4):
+        times.count_plain(plain, 0.010)
+    assert times.drafts_s(drafts, 0.010) == pytest.approx(0.030), "a few other steps make no time too old"
 
 
 def test_times_of_graphs_are_known() -> None:

@@ -59,6 +59,7 @@ def test_rows_that_differ_keep_what_is_their_own() -> None:
     (received,) = to_engine_decoder.decode(msgspec.msgpack.encode([pack(job)]))
     assert isinstance(received, Submit) and unpack(received) == job
     assert unpack(pack(Job(job_id="empty", rows=[]))).rows == []
+    assert pack(Job(job_id="two", rows=[plain, plain])).job.rows[1].mixture == [], "it is sent once"
 
 
 class Engine:

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -47,6 +48,15 @@ def test_first_tokens_and_the_times_between() -> None:
     assert sample(text, 'rwkv_inter_token_seconds_bucket{le="0.015"}') == 0
     assert sample(text, "rwkv_inter_token_seconds_count") == 4
     assert abs(sample(text, "rwkv_inter_token_seconds_sum") - 0.08) < 1e-9
+
+
+def test_rows_of_one_step_count_all_their_tokens() -> None:
+    times = TokenLatency()
+    times.arrived("a", 10.0)
+    for at, tokens in ((10.1, 1), (10.2, 2)):
+        times.observe([JobEvents(job_id="a", deltas=[Delta(row, b"x", tokens) for row in range(3)])], at)
+    assert sample(rendered(times), "rwkv_inter_token_seconds_count") == 6
+    assert abs(sample(rendered(times), "rwkv_inter_token_seconds_sum") - 0.3) < 1e-9
 
 
 def test_a_row_in_one_delta_and_a_dropped_job_have_no_latencies() -> None:
@@ -219,6 +229,12 @@ def test_the_cpus_memory_is_this_process_in_the_machine() -> None:
     machine = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) << 10
     assert used is not None and abs(used - resident) < 64 << 20
     assert (total, power) == (machine, None)
+
+
+def test_without_proc_the_cpu_has_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (OSError("no /proc"), "none of pages", "1"):
+        monkeypatch.setattr(Path, "read_text", Mock(side_effect=[text]))
+        assert DeviceMonitor().stats("cpu") == DeviceStats()
 
 
 def test_two_threads_may_render_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

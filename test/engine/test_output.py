@@ -184,6 +184,10 @@ def test_held_text_with_log_probabilities_is_whole_tokens() -> None:
         texts.append(b"" if delta is None else delta.text)
         assert output.has_held_text == (token in tokens[2:])
     assert texts == [b"a", b" b", b"", b""] and output.first_held_token() == 2
+    output = RowOutput(0, asked := request(stop_strings=[b"bcd"]), StopRules(asked, TABLE), TABLE)
+    output.append_token(tokens[1], TokenLogprob(b" b", -1.0, []))
+    delta = output.pop_delta()
+    assert delta is None or delta.text == b"", "also the first token"
 
 
 def test_the_end_token_has_a_log_probability_and_no_text() -> None:

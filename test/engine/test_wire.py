@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -122,6 +123,19 @@ def test_frames_to_a_slow_peer_keep_their_order(
     size = int.from_bytes(actual[:4], "big")
     assert DECODER.decode(actual[4 : 4 + size]) == [(0, LARGE)]
     assert DECODER.decode(actual[8 + size :]) == [(1, b"short")]
+
+
+def test_a_frame_to_a_full_socket_is_sent_whole(links: Ends) -> None:
+    sender, receiver = links
+    num_bytes = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            num_bytes += sender._connection.send(bytes(1 << 16), socket.MSG_DONTWAIT)
+    sender.send((1, b"short"))
+    receiver._connection.settimeout(WAIT_S)
+    while num_bytes > 0:
+        num_bytes -= len(receiver._connection.recv(min(num_bytes, 1 << 20)))
+    assert next(receiver.receive()) == (1, b"short")
 
 
 @pytest.mark.parametrize(("bound", "maximum"), [("MAX_WAITING_FRAMES", 3), ("MAX_WAITING_BYTES", 400_000)])

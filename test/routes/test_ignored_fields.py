@@ -95,6 +95,8 @@ def test_a_query_that_is_not_read_is_named(fake: Service, strict: Service) -> No
     assert refused.status_code == 422 and refused.json()["error"].startswith(problem)
     (warning,) = fake.get("/version?limit=3").json()["warnings"]
     assert warning["field"] == "?limit"
+    many = "&".join(f"x{i}=1" for i in range(MAX_WARNINGS + 5))
+    assert len(fake.get(f"/version?{many}").json()["warnings"]) == MAX_WARNINGS
 
 
 def test_the_access_log_names_the_ignored_fields(fake: Service) -> None:

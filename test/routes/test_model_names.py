@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from routes.request.model_names import TunedModel, parse_model_id
 from test.serving import Service, sse_data
 
 V1, COMPLETE = "/v1/chat/completions", "/openai/v1/completions"
@@ -43,6 +44,18 @@ def test_an_unknown_name_is_warned_of_or_refused(
 def test_a_fine_tuned_model_that_is_not_there_is_refused(fake: Service, path: str, body: dict[str, Any]) -> None:
     refused = fake.post(path, {**body, "model": "ft:rwkv7:me::1"})
     assert refused.status_code == 404 and "model 'ft:rwkv7:me::1' not found" in refused.text
+
+
+@pytest.mark.parametrize("tag", ["", ":latest"])
+def test_a_fine_tuned_model_has_a_state_an_adapter_or_both(tag: str) -> None:
+    """Its name in the engine never changes, because files have it."""
+    for kind, has_state, has_adapter, name in (
+        ("s", True, False, "ft-abac8132d08b91a7b50dbf03"),
+        ("l", False, True, "ft-29da97e849a23a9634bd90d4"),
+        ("b", True, True, "ft-142f63c4bbce55387d3bb24d"),
+    ):
+        found = parse_model_id(f"ft:rwkv7:me:poems:{kind}12{tag}")
+        assert found == TunedModel("rwkv7", "me", name, has_state, has_adapter)
 
 
 def test_the_entry_of_a_model_with_ollamas_tag(fake: Service) -> None:

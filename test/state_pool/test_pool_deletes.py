@@ -102,9 +102,9 @@ def test_sessions_in_use_stay_in_the_index(monkeypatch: pytest.MonkeyPatch, use:
     world = World()
     used, idle = session(**{use: 1}), [session() for _ in range(4)]
     world.index.extend([used, *idle])
-    world.index.l1 = (used,) if use == "slot" else ()
+    world.index.l1, world.index.l2 = ((used,) if use == tier else () for tier in ("slot", "host"))
     world.cleanup.run()
-    left = 2 if use == "slot" else 1
+    left = 2 if use in ("slot", "host") else 1
     assert world.index == [used, *idle[-left:]]
     world.cleanup.run()
     assert len(world.index) == left + 1

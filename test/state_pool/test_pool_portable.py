@@ -337,6 +337,7 @@ def test_failed_import_start_is_not_counted(tmp_path: Path, monkeypatch: pytest.
             with pytest.raises(RuntimeError):
                 driver.pool.import_export.import_session(f"t{i}", driver.pool.import_export.fit(file), Outcome())
     import_session(driver, "u", file.encode())
+    assert driver.pool.import_export._num_active == 0
     driver.pool.close()
 
 
