@@ -25,20 +25,21 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
-from test import longest_files
 from test.serving import Service
 
 MEMORY_GROWTH_MB = 500
 """Growth after which the garbage collector runs for ended engines."""
 _memory = {"most": MEMORY_GROWTH_MB}
+HERE = Path(__file__).parent
 ANSWER_S = 60.0
 """Default request timeout: httpx's five seconds are too short on a busy machine."""
 for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, ANSWER_S)
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 """Clients share a context. Each new one would read the certificates, which takes 30 ms of CPU time."""
-_running: dict[str | None, pytest.FixtureDef[Any]] = {}
-"""Shared fixtures by group name."""
+SHARED = ("service", "one_worker", "fake", "locked_fake", "demo")
+"""Fixtures of services. One worker runs all files that use the same one, which then starts once."""
+SLOW_FOLDERS = ("bench", "demo", "deploy", "fleet", "typing", "web")
 M_MMAP_THRESHOLD = -3
 LIBC = ctypes.CDLL(None)
 with contextlib.suppress(AttributeError):
@@ -119,17 +120,33 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
+def _shared(item: pytest.Item) -> list[pytest.FixtureDef[Any]]:
+    """Return the fixtures of shared services that the test's file could use."""
+    found = (item.session._fixturemanager.getfixturedefs(name, item) or [] for name in SHARED)
+    return [one for defined in found for one in defined[-1:] if one.scope in ("session", "package")]
+
+
+def _group(item: pytest.Item | None) -> str:
+    mark = item and item.get_closest_marker("xdist_group")
+    return str(mark.args[0]) if mark else ""
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the longest files first and mark those that are slow."""
-    if missing_files := longest_files.missing_files():
-        raise pytest.UsageError(f"test/longest_files.py lists missing files: {', '.join(missing_files)}")
-    if unlisted_files := longest_files.unlisted_files(items):
-        raise pytest.UsageError(f"add these files to SHARING in test/longest_files.py: {', '.join(unlisted_files)}")
-    items.sort(key=lambda item: longest_files.sort_key(item.path))
+    """Give each file to one worker, with the other files of its service. Groups with slow tests come first."""
+    groups: dict[Path, str] = {}
     for item in items:
-        if longest_files.is_slow(item.path):
+        if item.path.parent.name in SLOW_FOLDERS:
             item.add_marker(pytest.mark.slow)
+        used = [one.argname for one in _shared(item) if one.argname in item.fixturenames]  # type: ignore[attr-defined]
+        default = "emulated" if item.path.name.endswith("_emulated.py") else item.path.relative_to(HERE).as_posix()
+        groups.setdefault(item.path, default)
+        if used:
+            groups[item.path] = used[0]
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
+    slow = {_group(item) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (_group(item) not in slow, _group(item)))
 
 
 @pytest.hookimpl(trylast=True)
@@ -138,17 +155,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
     A later test starts a new one.
     """
-    here, then = (one and longest_files.group(one.nodeid.partition("::")[0]) for one in (item, nextitem))
-    if (found := longest_files.shared(item)) is not None:
-        _running[here] = found
-    if here != then and here in _running:
-        _running.pop(here).finish(item._request)  # type: ignore[attr-defined]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """See test/longest_files.py."""
-    return longest_files.scheduler(config, log)
+    if _group(item) in SHARED and _group(item) != _group(nextitem):
+        for one in _shared(item):
+            one.finish(item._request)  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:

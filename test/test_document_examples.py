@@ -21,6 +21,8 @@ import pytest
 
 from test.serving import ROOT, Service
 
+pytestmark = pytest.mark.slow
+
 ADDRESS = "http://127.0.0.1:8000"
 RUN = ("bash", "python", "json")
 OTHERS = ("", "toml", "yaml")

@@ -22,6 +22,8 @@ from test.batch_invariance import count_differences
 from test.conftest import IS_LONG
 from test.harness import RunningJob, make_request, paused_engine, run, started_engine, submit, tiny_model
 
+pytestmark = pytest.mark.slow
+
 SESSIONS, TURNS = 5 if IS_LONG else 3, 3
 FORMATS = [("int8", 8, "fp32"), ("int8", 16, "fp32"), ("int8", 8, "fp16"), ("int8", 8, "int8"), ("fp32", 8, "fp32")]
 

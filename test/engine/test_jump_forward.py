@@ -37,6 +37,8 @@ from test.harness import (
 )
 from test.pool_integrity import integrity_faults
 
+pytestmark = pytest.mark.slow
+
 PENALISED = SamplingParams(seed=5, temperature=1.2, presence_penalty=1.0, frequency_penalty=0.5, penalty_decay=0.9)
 FORM = lark('start: "The answer of the oracle is: " /[a-z]{3,8}/ ", and nothing else matters.\\n" /[0-9]+/ "!"')
 

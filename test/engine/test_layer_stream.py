@@ -15,6 +15,8 @@ from rwkv_batch.runner.layer_stream import NUM_BUFFERS, StreamedLayers
 from rwkv_batch.runner.pipeline import Pipeline
 from test.harness import tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def pipeline_of(model: Path, dtype: str, **fields: object) -> Pipeline:
     """Plain torch on the CPU."""

@@ -21,6 +21,8 @@ from state_pool.config import PoolConfig
 from test.engine.test_scheduler import Slots, job
 from test.harness import make_request, run, started_engine, submit, turn
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: list[dict[str, Any]] = [
     {"devices": ("cpu",) * 3, "micro_batches": 3},
     {"devices": ("cpu",) * 3, "micro_batches": 3, "overlap_on_cpu": True},

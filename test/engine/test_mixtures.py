@@ -36,6 +36,8 @@ from test.model.test_model import oracle
 from test.pool_integrity import integrity_faults
 from test.state_files import random_state, write_state
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("pirate", "poet", "clerk")
 MIXES: list[list[tuple[str, float]]] = [
     [("pirate", 1.0), ("poet", 1.0)],

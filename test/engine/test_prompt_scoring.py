@@ -17,6 +17,8 @@ from sampling.params import SamplingParams
 from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit
 from test.logprob_oracle import LogprobOracle
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 LONG_PROMPT = TOKENIZER.encode("one two three, a long text over many chunks. " * 12)
 PROMPTS = [TOKENIZER.encode(text) for text in ("Hi", "The weather in Paris", "猫が好き", "x = f(a, b)\n\nreturn x" * 3)]

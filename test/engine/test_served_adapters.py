@@ -23,6 +23,8 @@ from test.harness import call, eventually_holds, make_request, run, started_engi
 from test.pool_integrity import integrity_faults
 from test.state_files import random_state, write_state
 
+pytestmark = pytest.mark.slow
+
 ADAPTERS = tuple(f"lora{i}" for i in range(8))
 STATES = tuple(f"state{i}" for i in range(8))
 MIXES: list[list[tuple[str, float]]] = [

@@ -37,6 +37,8 @@ from test.harness import (
 )
 from test.pool_integrity import integrity_faults
 
+pytestmark = pytest.mark.slow
+
 CASES = 400 if "RWKV_LONG_TESTS" in os.environ else 4
 """Groups of some three jobs, per loop."""
 FORMS = (

@@ -23,6 +23,8 @@ from state_pool.session_file import SessionFile, decode
 from test.harness import call, make_request, run, started_engine, tiny_model, turn
 from test.state_files import random_state, write_state
 
+pytestmark = pytest.mark.slow
+
 INT8: dict[str, Any] = {"wkv_state": "int8"}
 NAMES = [f"s{i}" for i in range(4)]
 

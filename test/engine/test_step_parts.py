@@ -46,6 +46,8 @@ from test.harness import (
 from test.serving import wait_for
 from test.state_files import random_state, write_state
 
+pytestmark = pytest.mark.slow
+
 BOTH = [("poet", 1.0), ("", 1.0)]
 """A mixture of two states."""
 

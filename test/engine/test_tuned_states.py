@@ -24,6 +24,8 @@ from test.model.test_model import oracle
 from test.pool_integrity import integrity_faults
 from test.state_files import random_state, write_state
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("pirate", "poet", "clerk")
 SYSTEM = (
     "A long beginning that every prompt of this kind has in common, word for word, so that it is worth a state. " * 2

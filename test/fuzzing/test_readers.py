@@ -10,6 +10,8 @@ import pytest
 from test.fuzzing import headers
 from test.fuzzing.readers import READERS, run
 
+pytestmark = pytest.mark.slow
+
 COUNT = 100_000 if "RWKV_LONG_TESTS" in os.environ else 500
 
 

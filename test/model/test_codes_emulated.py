@@ -12,10 +12,9 @@ from rwkv_batch.kernels.cuda import hopper_gemm, hopper_gemm_weight_only
 from rwkv_batch.kernels.cuda.hopper_gemm_weight_only import fp16_gemm, launch_weight_only
 from rwkv_batch.kernels.cuda.packed_weights import pack
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
-from test.model import cuda_check
-from test.model.emulated.library import emulated, send_launches_to
+from test.model.emulated.library import emulated, needs_headers, send_launches_to
 
-pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+pytestmark = [pytest.mark.slow, needs_headers]
 
 
 @pytest.fixture(scope="module", params=WEIGHT_ONLY)

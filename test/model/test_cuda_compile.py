@@ -38,6 +38,8 @@ from test.model.card_launches import (
     to_compile,
 )
 
+pytestmark = pytest.mark.slow
+
 SOURCES = product_sources()
 
 

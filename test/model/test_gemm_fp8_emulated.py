@@ -13,10 +13,9 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import hopper_gemm, hopper_gemm_fp8, hopper_quantised_launch, packed_weights
 from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, launch_hopper_fp8
 from rwkv_batch.model.quant.formats import Format, quantise
-from test.model import cuda_check
-from test.model.emulated.library import emulated, emulation_of, send_launches_to
+from test.model.emulated.library import emulated, emulation_of, needs_headers, send_launches_to
 
-pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+pytestmark = [pytest.mark.slow, needs_headers]
 
 
 library = emulation_of("gemm_fp8", (96, 160, 320), (1,))

@@ -24,6 +24,8 @@ from test.gguf_encode import encode
 from test.harness import TOKENIZER, make_request, run, started_engine
 from test.model.test_gguf import METADATA, as_bytes
 
+pytestmark = pytest.mark.slow
+
 MOST_KL = {
     "q8_0": 0.0001,
     "q6_k": 0.0006,

@@ -12,10 +12,9 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import fused_input_projections, hopper_gemm
 from rwkv_batch.kernels.cuda.fused_input_projections import launch_fused_projections
 from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, HopperWorkspace
-from test.model import cuda_check
-from test.model.emulated.library import emulation_of, send_launches_to
+from test.model.emulated.library import emulation_of, needs_headers, send_launches_to
 
-pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+pytestmark = needs_headers
 ROWS = 21
 
 

@@ -30,6 +30,8 @@ from test.model.test_model import (
     random_rows,
 )
 
+pytestmark = pytest.mark.slow
+
 CASES: dict[str, dict[str, Any]] = {
     "RWKV-4": {"version": "4", "layers": 3, "width": 128},
     "RWKV-5.0": {"version": "5.0", "layers": 2, "width": 128, "heads": 4},

@@ -22,6 +22,8 @@ from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.pipeline import Pipeline
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Format]:

@@ -35,10 +35,9 @@ from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.quant.w8a8 import InputTransform
 from rwkv_batch.model.quant.w8a8 import quantise_rows as quantise_rows_w8a8
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, rows_of_tokens
-from test.model import cuda_check
-from test.model.emulated.library import emulated, send_launches_to
+from test.model.emulated.library import emulated, needs_headers, send_launches_to
 
-pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+pytestmark = [pytest.mark.slow, needs_headers]
 
 CPU = torch.device("cpu")
 SOURCES = ("shift_mix", "quantise", "skinny_quant")

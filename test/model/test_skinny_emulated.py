@@ -15,10 +15,9 @@ from rwkv_batch.kernels.cuda.linear import Gemm, skinny
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
-from test.model import cuda_check
-from test.model.emulated.library import emulated, send_launches_to
+from test.model.emulated.library import emulated, needs_headers, send_launches_to
 
-pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+pytestmark = [pytest.mark.slow, needs_headers]
 SHAPES = ((96, 512), (32, 256))
 
 

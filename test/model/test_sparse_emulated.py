@@ -14,10 +14,9 @@ from torch import Tensor
 from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_SPLITS
 from rwkv_batch.kernels.cuda.packed_weights import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
-from test.model import cuda_check
-from test.model.emulated.library import call, emulation_of
+from test.model.emulated.library import call, emulation_of, needs_headers
 
-pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+pytestmark = [pytest.mark.slow, needs_headers]
 WIDTH, FFN = 64, 2304
 FFN_OF_ONE_ROW = 8320
 """Three times as many rows of a warp as it looks at at once"""

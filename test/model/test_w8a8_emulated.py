@@ -25,10 +25,9 @@ from rwkv_batch.kernels.cuda.w8a8.products import (
 )
 from rwkv_batch.model.quant.w8a8 import Codes, input_transform, product, quantise_rows, quantise_weight
 from rwkv_batch.model.quant.w8a8 import InputTransform as Transform
-from test.model import cuda_check
-from test.model.emulated.library import emulated, send_launches_to
+from test.model.emulated.library import emulated, needs_headers, send_launches_to
 
-pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+pytestmark = [pytest.mark.slow, needs_headers]
 
 
 EMULATED_TILES = (8, 32, 80, 128)

@@ -17,9 +17,12 @@ from rwkv_batch.kernels.cpu import linear as cpu_linear
 from test.conftest import IS_LONG
 from test.model.test_w8a8_cpu import check_bits
 
-pytestmark = pytest.mark.skipif(
-    cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
+    ),
+]
 TESTED = ("avxvnni", "vnni", "avx512", "avx2") if IS_LONG else ("avx512", "avx2")
 """Newer CPUs have the others of a wheel in all tests."""
 INSTRUCTIONS = {one.name: one for one in INSTRUCTION_SETS["x86_64"] if one.name in TESTED}

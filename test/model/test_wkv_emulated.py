@@ -20,10 +20,9 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.state import pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs
-from test.model import cuda_check
-from test.model.emulated.library import call, emulation_of
+from test.model.emulated.library import call, emulation_of, needs_headers
 
-pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+pytestmark = [pytest.mark.slow, needs_headers]
 HEADS, RANK, GATE_RANK = 2, 128, 192
 WIDTH = 64 * HEADS
 

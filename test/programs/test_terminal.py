@@ -14,6 +14,8 @@ import pytest
 
 from test.serving import ROOT, START_TIMEOUT_S, Service, free_port
 
+pytestmark = pytest.mark.slow
+
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 

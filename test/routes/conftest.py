@@ -1,4 +1,4 @@
-"""Services with the fake engine that several files share. `test/longest_files.py` names the files of each."""
+"""Services with the fake engine that several files share."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ import pytest
 from test.resource_limits import run_bounded
 from test.serving import Service
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 MOST_MIB = 160.0
 """Limit of memory for a body of 4 MiB, its parsed form and the error."""

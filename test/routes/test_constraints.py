@@ -11,6 +11,8 @@ import pytest
 
 from test.serving import Service, row_texts, sse_data
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = {
     "type": "object",
     "properties": {

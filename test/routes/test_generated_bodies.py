@@ -25,6 +25,8 @@ from routes.route import Route
 from routes.table import ROUTES
 from test.serving import Service
 
+pytestmark = pytest.mark.slow
+
 BODIES = 20_000 if os.environ.get("RWKV_LONG_TESTS") else 1000
 WANT_FILES = (
     "/v1/states", "/openai/v1/files", "/openai/v1/batches", "/v1/models/load", "/v1/adapters",

@@ -14,7 +14,7 @@ from demo import files
 from test.adapter_files import write_adapter
 from test.serving import Service, row_texts, sse_data
 
-pytestmark = pytest.mark.skipif(not files.MODEL.is_file(), reason="no trained model in this tree")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not files.MODEL.is_file(), reason="no trained model in this tree")]
 TUNED = files.MODEL.parent / "tuned"
 ADMIN = {"Authorization": "Bearer the boss"}
 GREEDY = {"max_tokens": 16, "temperature": 0, "stop_tokens": [0, "\n"]}

@@ -13,6 +13,8 @@ import pytest
 
 from test.serving import ROOT, Service, row_texts, sse_data
 
+pytestmark = pytest.mark.slow
+
 PATH = "/translate/v1/batch-translate"
 ADDRESS = "http://127.0.0.1:8000"
 

@@ -19,6 +19,8 @@ from test.failing_calls import FILES, MEMORY, SOCKETS, FailingCalls, environment
 from test.serving import Service, children, wait_for
 from test.state_files import random_state, write_state
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 TURN = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 PROMPT = {**TURN, "contents": ["User: one"]}

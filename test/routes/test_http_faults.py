@@ -18,6 +18,8 @@ import pytest
 
 from test.serving import REQUEST_TIMEOUT_S, Service, raw_request, read_all, sse_data, wait_for
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 STATE = "/state/chat/completions"
 ENDLESS: dict[str, Any] = {"max_tokens": 1_000_000, "stream": True, "chunk_size": 1}

@@ -16,6 +16,8 @@ from routes.request.model_names import parse_model_id
 from routes.translation.languages import LABEL
 from test.serving import Service, raise_priority, training_processes, wait_for
 
+pytestmark = pytest.mark.slow
+
 ALICE, BOB = "key-of-alice", "key-of-bob"
 KEYS = f'[[key]]\nname = "alice"\nkey = "{ALICE}"\n[[key]]\nname = "bob"\nkey = "{BOB}"\n'
 ENDED = ("succeeded", "failed", "cancelled")

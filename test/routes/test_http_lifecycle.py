@@ -29,6 +29,8 @@ from test.serving import (
     wait_for,
 )
 
+pytestmark = pytest.mark.slow
+
 CHAT, BIG = "/v1/chat/completions", "/big_batch/completions"
 ENDLESS: dict[str, Any] = {
     "contents": ["a"],

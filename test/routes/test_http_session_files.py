@@ -24,6 +24,8 @@ from state_pool.session_file import SessionFile, decode
 from test.malformed_files import malformed_files
 from test.serving import REQUEST_TIMEOUT_S, Service
 
+pytestmark = pytest.mark.slow
+
 TURN = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 

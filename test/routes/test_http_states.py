@@ -12,6 +12,8 @@ import pytest
 from test.serving import Service, row_texts, sse_data
 from test.state_files import random_state, write_state
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "stop_tokens": []}
 ADMIN = {"Authorization": "Bearer the boss"}
 PROMPT = "User: hi\n\nAssistant:"

@@ -26,6 +26,8 @@ import pytest
 
 from test.serving import Service, wait_for
 
+pytestmark = pytest.mark.slow
+
 IS_LONG = os.environ.get("RWKV_LONG_TESTS") == "1"
 ABUSES = 2000 if IS_LONG else 150
 SILENCE_S = 0.3

@@ -26,6 +26,8 @@ from test.conftest import IS_LONG
 from test.routes.test_translation_memory import TMX
 from test.serving import Service
 
+pytestmark = pytest.mark.slow
+
 DOCUMENT = openapi_document(ROUTES)
 MOST_TOKENS, MOST_ROWS = 3, 4
 NO_LIMIT = (-1, -2)

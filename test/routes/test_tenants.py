@@ -11,6 +11,8 @@ import pytest
 
 from test.serving import Service, wait_for
 
+pytestmark = pytest.mark.slow
+
 ANNA, BERT, ROOT, ADMIN = "key-of-anna", "key-of-bert", "key-of-root", "password-of-admin"
 FILE = f"""
 [[key]]

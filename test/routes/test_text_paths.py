@@ -18,6 +18,8 @@ import pytest
 from test.conftest import IS_LONG
 from test.resource_limits import run_bounded
 
+pytestmark = pytest.mark.slow
+
 LETTERS = 400_000 if IS_LONG else 200_000
 TEXTS = {
     "spaces": " " * LETTERS,

@@ -7,6 +7,8 @@ import pytest
 from test.conftest import IS_LONG
 from test.sampling.test_required_text import check_random_texts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", range(1, 9) if IS_LONG else (1,))
 def test_a_random_model_gives_each_marker_once_and_tags_nest(seed: int) -> None:

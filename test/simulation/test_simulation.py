@@ -18,6 +18,8 @@ from test.conftest import IS_LONG
 from test.simulation.runs import FLEET_WORLDS, WorldFailed, run
 from test.simulation.world import OWN_WORLDS, SPECULATING_WORLDS
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 1000 if IS_LONG else 200
 """Seeds in which a planted fault must be found."""
 PART = 20

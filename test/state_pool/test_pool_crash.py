@@ -23,6 +23,8 @@ from test.conftest import IS_LONG
 from test.pool_child import crash_config
 from test.pool_fakes import Driver, FakeArena, expected_state
 
+pytestmark = pytest.mark.slow
+
 Key = tuple[str, int]
 ROOT_FOLDER = Path(__file__).parents[2]
 RANDOM_KILLS = 6 if IS_LONG else 3

@@ -20,6 +20,8 @@ from test.conftest import IS_LONG
 from test.pool_fakes import Driver, FakeArena, config_in, expected_state, fold
 from test.pool_integrity import integrity_faults
 
+pytestmark = pytest.mark.slow
+
 CHILD = """
 import os, sys
 from pathlib import Path

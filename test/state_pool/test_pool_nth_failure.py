@@ -14,6 +14,8 @@ import pytest
 from test.conftest import IS_LONG
 from test.failing_calls import SYNCS, environment
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STEP = 1 if IS_LONG else 12
 """Every twelfth call fails. Each run begins with another number, so together they try every second one."""

@@ -19,8 +19,10 @@ import torch
 from native.build import SHARED_HEADERS
 from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
 from rwkv_batch.kernels.cuda.library import HOPPER_SIGNATURES, SIGNATURES, SOURCES
+from test.model import cuda_check
 
 HERE = Path(__file__).parent
+needs_headers = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 BODIES = {
     "smem_address": "return emulation::address(p);",
     "current_device": "return 0;",

@@ -27,6 +27,8 @@ from test.programs.batch.runs import fake_service
 from test.programs.batch.test_openai_batches import CHAT, begun, client_of, ended, native_line
 from test.serving import Service, wait_for
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("anna", "ben", "carla")
 
 

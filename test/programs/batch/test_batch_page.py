@@ -15,6 +15,8 @@ from app import main
 from test.programs.batch.runs import read_jsonl, write_jsonl
 from test.serving import ROOT, Service
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
 
 

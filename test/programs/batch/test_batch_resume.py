@@ -19,6 +19,8 @@ from programs.batch.sidecar import Sidecar
 from test.programs.batch.runs import batch, errors_of, fake_service, read_jsonl, started, write_jsonl
 from test.serving import Service
 
+pytestmark = pytest.mark.slow
+
 BAD = {"text": ["no text"]}
 
 

@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from test.serving import ROOT, Service, free_port, wait_for
+
+pytestmark = pytest.mark.slow
 
 
 def example(name: str, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

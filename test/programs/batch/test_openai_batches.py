@@ -33,6 +33,8 @@ from routes.route import response_or_error
 from test.programs.batch.runs import fake_service
 from test.serving import Service, wait_for
 
+pytestmark = pytest.mark.slow
+
 CHAT, NATIVE = "/v1/chat/completions", "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
 

@@ -9,7 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from test.serving import ROOT
+
+pytestmark = pytest.mark.slow
 
 EACH_IN_A_PROCESS = """
 import os, sys, rwkv_batch.engine, rwkv_batch.runner.model_runner  # what takes longest is imported once

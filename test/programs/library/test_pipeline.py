@@ -25,6 +25,8 @@ from state_pool.sessions import Session
 from test.programs.library.pipelines import CTX, IDS, PLAIN, forward_results, script_results, write_ascii_model
 from test.serving import ROOT, wait_for
 
+pytestmark = pytest.mark.slow
+
 _MANY = 64
 """Number of states: the tokens that the engine logs before it stores a state."""
 

@@ -19,6 +19,8 @@ from programs.serve.child import Child
 from programs.serve.fork_context import MAX_PENDING_FORKS, ForkedContext
 from test.serving import ROOT, is_process_alive, wait_for
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 60
 ELSEWHERE = """
 import sys

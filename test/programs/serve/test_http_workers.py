@@ -20,6 +20,8 @@ from programs.serve.http_workers import HANG_S, SPARES, HttpWorkers, Worker
 from rwkv_batch.ipc.served_model import ModelCommand
 from test.serving import START_TIMEOUT_S, Service, children, is_process_alive, raw_request, read_all, wait_for
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 SHORT: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1}
 NOTICED = "engine engine-0 is lost"

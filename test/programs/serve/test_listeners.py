@@ -18,6 +18,8 @@ from programs.settings import parse_settings
 from rwkv_batch.errors import StartupError
 from test.serving import ROOT, free_port, wait_for
 
+pytestmark = pytest.mark.slow
+
 HOST = "127.0.0.1"
 
 

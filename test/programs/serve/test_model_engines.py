@@ -15,6 +15,8 @@ import pytest
 
 from test.serving import Service, children, wait_for
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 ADMIN = {"Authorization": "Bearer boss"}
 WAIT_S = 80
