@@ -28,7 +28,7 @@ serve: $(VENV)/.installed
 	exec $(BIN)/python app.py $(ARGS)
 
 # More workers than cores, because tests also wait.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not (slow or browser or cluster or proxy or gpu)" $(TEST_ARGS)
 

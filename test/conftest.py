@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import ssl
 import sys
 
@@ -24,20 +25,22 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from test.serving import Service
 
 MEMORY_GROWTH_MB = 500
 """Growth after which the garbage collector runs for ended engines."""
 _memory = {"most": MEMORY_GROWTH_MB}
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ANSWER_S = 60.0
 """Default request timeout: httpx's five seconds are too short on a busy machine."""
 for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, ANSWER_S)
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 """Clients share a context. Each new one would read the certificates, which takes 30 ms of CPU time."""
-SHARED = ("service", "one_worker", "fake", "locked_fake", "demo")
+SHARED = ("fake", "service", "one_worker", "two_keys", "locked_fake", "strict", "demo")
 """Fixtures of services. One worker runs all files that use the same one, which then starts once."""
 SLOW_FOLDERS = ("bench", "demo", "deploy", "fleet", "typing", "web")
 M_MMAP_THRESHOLD = -3
@@ -120,33 +123,36 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield running
 
 
-def _shared(item: pytest.Item) -> list[pytest.FixtureDef[Any]]:
-    """Return the fixtures of shared services that the test's file could use."""
-    found = (item.session._fixturemanager.getfixturedefs(name, item) or [] for name in SHARED)
-    return [one for defined in found for one in defined[-1:] if one.scope in ("session", "package")]
+@functools.cache
+def _group(file: Path) -> str:
+    """Return what a file shares: the service of its tests and fixtures, the emulation's headers, or only its name."""
+    if file.name.endswith("_emulated.py"):
+        return "emulated"
+    text = file.read_text(encoding="utf-8")
+    used = re.findall(r"^(?:def test_|@pytest\.fixture.*\ndef )\w+\(.*\b(\w+): Service\b", text, re.MULTILINE)
+    return next((name for name in SHARED if name in used and f"\ndef {name}(" not in text), str(file))
 
 
-def _group(item: pytest.Item | None) -> str:
-    mark = item and item.get_closest_marker("xdist_group")
-    return str(mark.args[0]) if mark else ""
+class _Groups(LoadFileScheduling):
+    """`--dist loadfile`, but files that share a service go to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(HERE.parent / super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return _Groups(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each file to one worker, with the other files of its service. Groups with slow tests come first."""
-    groups: dict[Path, str] = {}
+    """Sort the files by service, those with slow tests first: no long one then runs alone at the end."""
     for item in items:
         if item.path.parent.name in SLOW_FOLDERS:
             item.add_marker(pytest.mark.slow)
-        used = [one.argname for one in _shared(item) if one.argname in item.fixturenames]  # type: ignore[attr-defined]
-        default = "emulated" if item.path.name.endswith("_emulated.py") else item.path.relative_to(HERE).as_posix()
-        groups.setdefault(item.path, default)
-        if used:
-            groups[item.path] = used[0]
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
-    slow = {_group(item) for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (_group(item) not in slow, _group(item)))
+    slow = {_group(item.path) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (_group(item.path) not in slow, _group(item.path)))
 
 
 @pytest.hookimpl(trylast=True)
@@ -155,9 +161,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
     A later test starts a new one.
     """
-    if _group(item) in SHARED and _group(item) != _group(nextitem):
-        for one in _shared(item):
-            one.finish(item._request)  # type: ignore[attr-defined]
+    if nextitem is None or _group(item.path) != _group(nextitem.path):
+        for name in SHARED:
+            for one in item.session._fixturemanager.getfixturedefs(name, item) or ():
+                one.finish(item._request)  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:
