@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker per core; tests with sever
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # otherwise each child process compiles all modules
     sys.dont_write_bytecode = False
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ settings.register_profile(
     "steady", deadline=None, derandomize=not IS_LONG, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("steady")
+
+
+def rest_slow(values: Collection[Any], daily: int = 1) -> list[Any]:
+    """Return the values of a parametrised test. All but the first `daily` ones are marked `slow`."""
+    slow = [pytest.param(*(one if type(one) is tuple else (one,)), marks=pytest.mark.slow) for one in values]
+    return [*itertools.islice(values, daily), *slow[daily:]]
 
 
 def pytest_configure() -> None:

@@ -21,6 +21,7 @@ from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form, GrammarError, SchemaRule
 from sampling.grammar.matcher import Matcher
 from sampling.params import Method, SamplingParams
+from test.conftest import rest_slow
 from test.engine.schema_answers import answer, numbered, walk
 from test.harness import TOKENIZER, RunningJob, call, make_request, run, started_engine, submit, turn
 
@@ -106,7 +107,7 @@ def plain_answers(model: Path) -> list[tuple[bytes, FinishReason, int]]:
         return by_row(run(started, *mixed_rows()))
 
 
-@pytest.mark.parametrize("engine", LOOPS, indirect=True)
+@pytest.mark.parametrize("engine", rest_slow(LOOPS), indirect=True)
 def test_rows_give_the_same_text_alone_and_batched_in_every_loop_and_sampler(
     engine: Engine, plain_answers: list[tuple[bytes, FinishReason, int]]
 ) -> None:

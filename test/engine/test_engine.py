@@ -21,6 +21,7 @@ from rwkv_batch.request import FinishReason, GenerateRequest, SessionTurn
 from rwkv_batch.runner.step_sampling import InFlightStep, StepSampler
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
+from test.conftest import rest_slow
 from test.harness import (
     GREEDY,
     TOKENIZER,
@@ -41,7 +42,7 @@ SAMPLED = SamplingParams(
 )
 
 
-@pytest.fixture(scope="module", params=["plain", "overlapped"])
+@pytest.fixture(scope="module", params=rest_slow(["overlapped", "plain"]))
 def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with started_engine(model, overlap_on_cpu=request.param == "overlapped") as engine:
         yield engine

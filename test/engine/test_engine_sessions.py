@@ -23,6 +23,7 @@ from rwkv_batch.runner.step_sampling import InFlightStep
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from state_pool.session_file import decode
+from test.conftest import rest_slow
 from test.harness import (
     TOKENIZER,
     RunningJob,
@@ -38,7 +39,7 @@ from test.harness import (
 from test.serving import wait_for
 
 
-@pytest.fixture(scope="module", params=["plain", "overlapped"])
+@pytest.fixture(scope="module", params=rest_slow(["overlapped", "plain"]))
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engine]:
     pool = PoolConfig(state_db=str(tmp_path_factory.mktemp("db") / "s.db"), l1_sessions=4, l2_sessions=4)
     with started_engine(model, pool, overlap_on_cpu=request.param == "overlapped") as engine:

@@ -11,6 +11,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Resumed
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import Filters, SamplingParams
+from test.conftest import rest_slow
 from test.harness import TOKENIZER, make_request, run, started_engine, turn
 
 EVERY = Filters(
@@ -26,7 +27,7 @@ EVERY = Filters(
 MIROSTAT = Filters(mirostat=2, mirostat_tau=4.0)
 
 
-@pytest.fixture(scope="module", params=["cpu", "naive"])
+@pytest.fixture(scope="module", params=rest_slow(["cpu", "naive"]))
 def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Engine]:
     with started_engine(tiny_model, samplers=(request.param,)) as running:
         yield running

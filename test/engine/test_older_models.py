@@ -15,6 +15,7 @@ from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.pipeline import resolve_backends
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
+from test.conftest import rest_slow
 from test.harness import make_request, run, started_engine, turn
 from test.model.random_older_weights import random_older_weights
 from test.state_files import random_state, write_state
@@ -25,7 +26,7 @@ EXACT = cpu_library.library_unavailable_reason() is None
 """Without packed matrices, the last bits of a product depend on the batch."""
 
 
-@pytest.mark.parametrize("version", ["4", "6"])
+@pytest.mark.parametrize("version", rest_slow(["4", "6"]))
 def test_an_older_model_runs_as_any_other(tmp_path: Path, version: str) -> None:
     model, pool = tmp_path / "model.safetensors", PoolConfig(state_db=str(tmp_path / "s.db"), l1_sessions=1)
     save_file(random_older_weights(version, 3, 128, vocab=65536), model)

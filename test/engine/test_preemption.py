@@ -18,12 +18,13 @@ from rwkv_batch.request import FinishReason, GenerateRequest, Priority
 from rwkv_batch.runner.step_sampling import InFlightStep
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
+from test.conftest import rest_slow
 from test.harness import RunningJob, call, free_slots, make_request, run, started_engine, submit, turn
 
 STEPS_BETWEEN = 8
 
 
-@pytest.fixture(scope="module", params=["plain", "overlapped"])
+@pytest.fixture(scope="module", params=rest_slow(["overlapped", "plain"]))
 def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     pool = PoolConfig(state_db="", l1_sessions=4, l2_sessions=4)
     with started_engine(model, pool, max_running=8, overlap_on_cpu=request.param == "overlapped") as engine:

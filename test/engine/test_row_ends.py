@@ -19,6 +19,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorInfo, ErrorKind
 from rwkv_batch.request import FinishReason, GenerateRequest, Job, Priority, PromptLogprobs
 from state_pool.config import PoolConfig
+from test.conftest import rest_slow
 from test.engine.test_scheduler import job as job_of
 from test.harness import TOKENIZER, WAIT_S, RunningJob, has_rows_without_job, make_request, submit, turn
 from test.pool_integrity import integrity_faults
@@ -230,7 +231,7 @@ def test_a_kept_turn_is_not_reported_as_timed_out(
         assert (finish.reason, finish.error) == (FinishReason.LENGTH, None)
 
 
-@pytest.mark.parametrize("durability", ["log", "lazy", "turn", ""])
+@pytest.mark.parametrize("durability", rest_slow(["log", "lazy", "turn", ""]))
 @pytest.mark.parametrize("end", ["confirmed", "confirmed early", "cancelled", "never confirmed", "deleted", "stopped"])
 def test_a_turn_is_stored_only_after_its_start_was_confirmed(
     model: Path, tmp_path: Path, durability: str, end: str

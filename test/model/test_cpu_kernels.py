@@ -28,6 +28,7 @@ from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.pipeline import Stage
+from test.conftest import rest_slow
 
 needs_compiler = pytest.mark.skipif(
     cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
@@ -112,7 +113,7 @@ def test_fp16_values_of_a_gpu_stage() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("threads", rest_slow([5, 1, 2]))
 def test_layers_are_bit_identical_for_any_number_of_threads(threads: int) -> None:
     inputs, x = random_inputs(BATCHES[2]), normal(42, WIDTH, seed=1)
     expected = run(CpuOps(), STAGES[0], x, None, inputs)

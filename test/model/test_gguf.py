@@ -106,6 +106,7 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
     assert torch.equal(ours, theirs) if dtype in ("fp32", "bf16") else torch.allclose(ours, theirs, atol=0.2)
 
 
+@pytest.mark.slow
 def test_the_greedy_text_is_that_of_the_source(tmp_path: Path) -> None:
     source = ensure_model()
     write_model(open_weights(source), tmp_path / "demo.gguf", "fp16")

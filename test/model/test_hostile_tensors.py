@@ -33,6 +33,7 @@ def refusals(folder: str) -> dict[str, str]:
     return {name: refusal(str(path)) for name, path in hostile_files(Path(folder))}
 
 
+@pytest.mark.slow
 def test_hostile_files_are_refused_and_take_little_memory(tmp_path: Path) -> None:
     cost = run_bounded(refusals, str(tmp_path), cpu_s=60, memory_mib=1024)
     assert cost.result is not None, "a file took more than the limit"

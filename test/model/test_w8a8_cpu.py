@@ -116,6 +116,7 @@ def test_what_does_not_fit_is_refused() -> None:
             CpuW8A8Linear(dataclasses.replace(stored, transform=w8a8.InputTransform(stored.transform.factors, wrong)))
 
 
+@pytest.mark.slow
 def test_a_model_gives_the_same_bits_for_any_batch_and_split(tmp_path: Path) -> None:
     weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=2, width=256))
     pipelines = {kernels: Pipeline(weights, ("cpu",), "int8", kernels) for kernels in ("cpu", "naive")}

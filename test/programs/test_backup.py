@@ -197,6 +197,7 @@ def killed(action: object, seconds: float) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     """A killed backup leaves no file of its name. A killed restore can be repeated."""
     old = tmp_path / "old"

@@ -114,6 +114,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         read_defaults(str(tmp_path / "none.json"), "m.pth")
 
 
+@pytest.mark.slow
 def test_a_service_shows_them(tmp_path: Path, tiny_model: Path) -> None:
     file = str(written(tmp_path / "g.json"))
     with Service(

@@ -483,6 +483,7 @@ def test_sighup_reloads_the_keys(keyed: Service) -> None:
     wait_for(lambda: all_answer("brand-new-key", 401) and all_answer(FREE, 200), 20, "the old file is in force")
 
 
+@pytest.mark.slow
 def test_a_key_that_has_used_its_tokens_stays_refused_when_an_engine_is_lost(tmp_path: Path) -> None:
     """Whichever of the two engines held the ledger. The key would have to wait for more than an hour."""
     flags = ("--replicas", "2", "--http-workers", "2", "--keys-file", written(tmp_path, FILE), "--engine-wait-s", "60")

@@ -208,6 +208,7 @@ def test_usage_only_on_request(client: OpenAI) -> None:
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
+@pytest.mark.slow
 def test_log_probabilities_without_a_stream_are_limited(client: OpenAI) -> None:
     large_fields: dict[str, Any] = {"n": 128, "max_tokens": 8192, "logprobs": True, "top_logprobs": 5}
     with pytest.raises(BadRequestError) as refusal:

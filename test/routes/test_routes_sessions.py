@@ -74,6 +74,7 @@ def prompts_of(number: int) -> list[str]:
     return [f"User: question {number}.{turn}, please?\n\nAssistant:" for turn in range(TURNS)]
 
 
+@pytest.mark.slow
 def test_interleaved_sessions_are_the_same_as_alone(service: Service) -> None:
     sessions = [(number, new_id("many")) for number in range(SESSIONS)]
     answers_by_number: dict[int, list[str]] = {number: [] for number, _ in sessions}

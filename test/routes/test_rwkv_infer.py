@@ -102,6 +102,7 @@ def states(service: Service) -> dict[str, Any]:
     return {one["name"]: one for one in service.get("/v1/states").json()["data"]}
 
 
+@pytest.mark.slow
 def test_the_readmes_commands(infer: Service) -> None:
     """In the README's order: a model is loaded twice under one name, then with an adapter."""
     success = {"status": "success"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from test.conftest import rest_slow
 from test.harness import TOKENIZER
 from test.logprob_oracle import LogprobOracle
 from test.serving import Service
@@ -38,7 +39,7 @@ def check(score: dict[str, Any], oracle: LogprobOracle, prompt: list[int], candi
     assert score["is_greedy"] == (likeliest == candidate)
 
 
-@pytest.mark.parametrize("pad_zero", [False, True])
+@pytest.mark.parametrize("pad_zero", rest_slow([True, False]))
 def test_every_candidate_after_every_prompt(service: Service, oracle: LogprobOracle, pad_zero: bool) -> None:
     contents = [*CONTENTS, ""] if pad_zero else CONTENTS
     answer = scores_of(service, **{**EVERY, "contents": contents, "pad_zero": pad_zero, "model": "mine"})

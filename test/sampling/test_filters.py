@@ -20,6 +20,7 @@ from sampling.filters import Group, apply_filters
 from sampling.naive import NaiveSampler
 from sampling.params import DEFAULT_ORDER, MAX_WINDOW, Filters, SamplingParams
 from sampling.row_filters import BreakerMasks, RowContext
+from test.conftest import rest_slow
 
 pytestmark = [
     pytest.mark.usefixtures("two_threads"),
@@ -168,7 +169,7 @@ DRAWN = (
 )
 
 
-@pytest.mark.parametrize("name", [*DRAWN, "order"])
+@pytest.mark.parametrize("name", rest_slow(["order", *DRAWN], 3))
 def test_a_hundred_thousand_draws_of_the_kernel_follow_the_definition(name: str) -> None:
     """Mirostat's bound stays where it is at a learning rate of 0. XTC is a mixture of two distributions."""
     rows, steps, vocab = 2000, 50, 64

@@ -22,6 +22,7 @@ from sampling.params import DEFAULT_ORDER, MAX_WINDOW, Filters, SamplingParams
 from sampling.rapid import Entry, SlotState
 from sampling.rapid_filters import lists_of, packed
 from sampling.row_filters import RowContext, split
+from test.conftest import rest_slow
 from test.sampling.test_filters import CASES, context
 
 pytestmark = pytest.mark.skipif(machine.cpp_unavailable_reason() is not None, reason="needs a C++ compiler")
@@ -114,7 +115,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("vocab", [1003, 4096])
+@pytest.mark.parametrize("vocab", rest_slow([4096, 1003]))
 def test_the_kernel_keeps_what_the_definition_keeps(library: ctypes.CDLL, name: str, vocab: int) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2.5
     if vocab == 4096:
@@ -163,7 +164,7 @@ def _mix(rng: random.Random, vocab: int) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", rest_slow(range(40), 8))
 def test_any_mix_on_any_row_keeps_what_the_definition_keeps(library: ctypes.CDLL, seed: int) -> None:
     rng = random.Random(seed)
     vocab = rng.choice((5, 64, 1003, 5000, 9000))

@@ -19,6 +19,7 @@ from rwkv_batch.translation.segments import Split, split_text
 from sampling.grammar import masks
 from sampling.grammar.constraint import EARLY_ENDS, NoTokenLeftError, RequiredText
 from sampling.grammar.required_text import MarkerAutomaton, RequiredTextMatcher, RequiredTexts, State
+from test.conftest import rest_slow
 from test.harness import TOKENIZER
 
 PLAIN = ["the cat", "sees", "two dogs", "and", "5 apples", "，", "a_b", "it's > 3", "猫"]
@@ -111,6 +112,7 @@ def assert_complete(required: RequiredText, answer: str) -> None:
         assert left != before, (required, answer)
 
 
+@pytest.mark.slow
 def test_a_random_model_gives_each_marker_once_and_tags_nest() -> None:
     check_random_texts(0, 500)
 
@@ -149,7 +151,7 @@ STATES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", rest_slow(STATES, 2))
 @pytest.mark.parametrize("has_words", [True, False])
 def test_a_mask_allows_what_the_text_may_continue_with(state: State, has_words: bool) -> None:
     one = automaton("<0>", "</0>", "{a}", "{ab}", "%s", ends=("\n\n", "\nGerman:"))

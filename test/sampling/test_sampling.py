@@ -16,6 +16,7 @@ from sampling.naive import NaiveSampler
 from sampling.params import Method, SamplingParams
 from sampling.registry import sampler_class
 from sampling.sampler import Logprobs, Sampler, SamplerOutput
+from test.conftest import rest_slow
 from test.sampling_oracle import OracleRow
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -48,7 +49,11 @@ class FromCpu:
 
 
 @pytest.fixture(
-    params=["naive", pytest.param("cpu", marks=needs_cpp), *(pytest.param(n, marks=needs_gpu) for n in ON_GPU)]
+    params=[
+        pytest.param("naive", marks=pytest.mark.slow),
+        pytest.param("cpu", marks=needs_cpp),
+        *(pytest.param(n, marks=needs_gpu) for n in ON_GPU),
+    ]
 )
 def make(request: pytest.FixtureRequest) -> Make:
     """Create a sampler with one request slot per parameters."""
@@ -310,7 +315,7 @@ def test_forbidden_tokens_at_the_end_add_no_mass(make: Make, vocab: int) -> None
     assert torch.equal(tokens, naive.sample(logits, list(range(len(params))), _packed(bits)).token_ids)
 
 
-@pytest.mark.parametrize("allowed", [1, 3, 60, 3000, 60_000])
+@pytest.mark.parametrize("allowed", rest_slow([60, 1, 3, 3000, 60_000], 2))
 def test_masked_tokens_equal_the_definition(make: Make, allowed: int) -> None:
     """In vocabularies of many chunks; a mask leaves tokens in few of them."""
     params, vocab = mixed_params(), 65536

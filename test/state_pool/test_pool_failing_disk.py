@@ -16,6 +16,7 @@ from state_pool.cache import checkpoints
 from state_pool.disk.operations import Checkpoint
 from state_pool.disk.state_store import Connection
 from state_pool.errors import PoolFull, SessionUnusable, TurnNotStored
+from test.conftest import rest_slow
 from test.pool_fakes import Driver, Outcome, end, expected_state, get_session, get_store
 from test.state_pool.stored_sessions import WORDS, holds, reopen
 
@@ -54,7 +55,9 @@ def mend_disk(driver: Driver) -> None:
 @MODES
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("full", "no space is left"), ("read-only", "is read-only"), *((how, "moved or removed") for how in MOVED)],
+    rest_slow(
+        [("full", "no space is left"), ("read-only", "is read-only"), *((how, "moved or removed") for how in MOVED)]
+    ),
 )
 def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
     tmp_path: Path, durability: str, how: str, words: str

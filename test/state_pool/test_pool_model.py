@@ -373,10 +373,11 @@ TestLazy = LazyMachine.TestCase
 TestLazy.settings = settings(_SETTINGS, max_examples=15)
 TestTight = TightMachine.TestCase
 TestTight.settings = settings(_SETTINGS, max_examples=20 if IS_LONG else 15)
-TestPrefixes = PrefixMachine.TestCase
+TestPrefixes = pytest.mark.slow(PrefixMachine.TestCase)
 TestPrefixes.settings = settings(_SETTINGS, max_examples=90 if IS_LONG else 50, stateful_step_count=50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"] if IS_LONG else ["log"])
 def test_a_thousand_sessions_over_small_tiers(durability: str) -> None:
     """1,000 sessions, 4 in slots and 8 in host memory. Forks, cancels, deletes and restarts are random."""

@@ -376,6 +376,7 @@ _HEADER = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(_HEADER | _ANYTHING, st.binary(max_size=48))
 def test_random_headers_raise_only_invalid_session_file(header: object, body: bytes) -> None:

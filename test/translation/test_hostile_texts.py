@@ -12,6 +12,7 @@ from native.sandbox import Sandbox, limit_memory, limit_next_cpu, receive, send
 from rwkv_batch.translation.documents import document
 from rwkv_batch.translation.documents.document import DocumentError
 from rwkv_batch.translation.documents.sandbox import MEMORY_BYTES
+from test.conftest import rest_slow
 from test.translation.documents import archive, read
 
 CPU_S = 30
@@ -43,7 +44,7 @@ FILES: dict[str, list[bytes]] = {
 OUTCOMES = {"refused", "has no text", "stays"}
 
 
-@pytest.mark.parametrize("ending", FILES)
+@pytest.mark.parametrize("ending", rest_slow(FILES, 2))
 def test_hostile_files_harm_nobody(ending: str) -> None:
     files = [*EVERY_FORMAT, *FILES[ending]]
     assert len(files) >= 10

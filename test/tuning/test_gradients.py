@@ -20,6 +20,7 @@ from rwkv_batch.tuning.model import MemoryPlan, TrainingModel, Tunables, new_tun
 from rwkv_batch.tuning.packing import pack
 from rwkv_batch.tuning.trainer import Schedule, Trainer
 from rwkv_batch.tuning.wkv import CHUNK, wkv_chunked
+from test.conftest import rest_slow
 
 needs_compiler = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="no C++ compiler")
 LAYERS, WIDTH, VOCAB, RANKS = 4, 128, 96, (16, 16, 8, 24)
@@ -127,7 +128,7 @@ def reference() -> tuple[float, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("dtype", "limit", "recomputes"),
-    [(torch.float32, 1e-4, False), (torch.float32, 1e-4, True), (torch.bfloat16, 2e-2, False)],
+    rest_slow([(torch.float32, 1e-4, False), (torch.float32, 1e-4, True), (torch.bfloat16, 2e-2, False)]),
 )
 def test_gradients_are_those_of_the_plain_reference(dtype: torch.dtype, limit: float, recomputes: bool) -> None:
     """Four documents in three rows, against each alone in fp64."""

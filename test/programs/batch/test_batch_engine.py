@@ -38,6 +38,7 @@ def test_lines_are_answered_as_by_the_engine_alone(tiny_model: Path, tmp_path: P
     assert [line["completion"] for line in read_jsonl(target)] == alone
 
 
+@pytest.mark.slow
 def test_prompts_that_the_engine_refuses_fail_alone(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

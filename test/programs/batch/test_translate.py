@@ -192,6 +192,7 @@ def test_other_files_are_not_overwritten(fake: Service, tmp_path: Path, capsys: 
         assert table.read().startswith(b"\xef\xbb\xbfsource,") and pipe.is_fifo()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_keeps_each_finished_text_and_a_changed_file_asks_for_its_new_texts(
     fake: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

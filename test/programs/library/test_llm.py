@@ -40,6 +40,7 @@ def wait_idle(llm: LLM) -> None:
     wait_for(lambda: not jobs(), 20, "the engine has nothing to do")
 
 
+@pytest.mark.slow
 def test_answers_are_the_services(llm: LLM, service: Service) -> None:
     plain = {"temperature": 0, "max_tokens": 8}
     unpenalised = {"alpha_presence": 0, "alpha_frequency": 0}  # over HTTP the family's penalties are the default

@@ -101,6 +101,7 @@ def test_a_folder_removed_before_locking_is_recreated(temporary_root: Path, monk
     folder.remove()
 
 
+@pytest.mark.slow
 def test_a_service_removes_folders_of_a_killed_one(temporary_root: Path, tmp_path: Path) -> None:
     flags = ("--http-workers", "1", "--files-dir", "none")
     killed = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")

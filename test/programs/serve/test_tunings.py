@@ -68,6 +68,7 @@ def context_of(store: Store, tune_device: str = "cpu") -> Context:
     return context
 
 
+@pytest.mark.slow
 def test_jobs_that_cannot_run_fail_with_the_reason_and_others_follow(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
