@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from native.files import make_private_folder, sync, write_synced
 from routes.config import HttpConfig
+
+_Record = TypeVar("_Record")
 
 
 class Purpose(enum.StrEnum):
@@ -153,6 +155,48 @@ class StoreFullError(Exception):
     """A limit is reached. The message names it."""
 
 
+class Records(Generic[_Record]):
+    """Records of one kind: the rows of a table with the columns id, owner, created and record."""
+
+    def __init__(self, store: Store, table: str, kind: type[_Record]) -> None:
+        self._store, self._table, self._kind = store, table, kind
+
+    def select(self, condition: str, *values: Any) -> list[_Record]:
+        """Return the records of rows. `condition`: SQL after WHERE."""
+        with self._store.open() as database:
+            rows = database.execute(f"SELECT record FROM {self._table} WHERE {condition}", values).fetchall()
+        return [msgspec.json.decode(row[0], type=self._kind) for row in rows]
+
+    def get(self, owner: str, record_id: str) -> _Record | None:
+        """Return a record if the owner may see it. Owner "" sees all."""
+        found = self.select("id = ? AND (? = '' OR owner = ?)", record_id, owner, owner)
+        return found[0] if found else None
+
+    def page(
+        self, owner: str, after: str, limit: int, newest_first: bool = True, condition: str = "TRUE", *values: Any
+    ) -> list[_Record]:
+        """Return a page of the records that the owner may see. `after`: the last id of the previous page."""
+        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
+        return self.select(
+            f"{condition} AND (? = '' OR owner = ?) AND (? = '' OR (created, id) {beyond} "
+            f"(SELECT created, id FROM {self._table} WHERE id = ?)) ORDER BY created {order}, id {order} LIMIT ?",
+            *(*values, owner, owner, after, after, limit),
+        )
+
+    def update(
+        self, database: sqlite3.Connection, record_id: str, change: Callable[[_Record], _Record]
+    ) -> tuple[_Record, _Record]:
+        """Change a record that has a status. Return it before and after. Raises KeyError if it does not exist."""
+        row = database.execute(f"SELECT record FROM {self._table} WHERE id = ?", (record_id,)).fetchone()
+        if row is None:
+            raise KeyError(record_id)
+        before = msgspec.json.decode(row[0], type=self._kind)
+        after = change(before)
+        change_row = f"UPDATE {self._table} SET record = ?1, status = json_extract(?1, '$.status') WHERE id = ?2"
+        database.execute(change_row, (msgspec.json.encode(after).decode(), record_id))
+        return before, after
+
+
 class Store:
     """Files and batches in one folder."""
 
@@ -162,6 +206,8 @@ class Store:
         self._max_bytes = max_bytes
         self._max_entries = max_entries
         self._is_created = False
+        self._files, self._batches = Records(self, "files", StoredFile), Records(self, "batches", Batch)
+        self.file, self.batch = self._files.get, self._batches.get
 
     @property
     def runs(self) -> Path:
@@ -225,24 +271,9 @@ class Store:
             with self.open() as database:
                 database.execute("DELETE FROM uploads WHERE id = ?", (file_id,))
 
-    def file(self, owner: str, file_id: str) -> StoredFile | None:
-        """Return a file if the owner may see it. Owner "" sees all files."""
-        with self.open() as database:
-            query = "SELECT record FROM files WHERE id = ? AND (? = '' OR owner = ?)"
-            row = database.execute(query, (file_id, owner, owner)).fetchone()
-        return None if row is None else msgspec.json.decode(row[0], type=StoredFile)
-
     def files(self, owner: str, purpose: str, after: str, limit: int, newest_first: bool) -> list[StoredFile]:
         """Return a page of the files that the owner may see."""
-        order, beyond = ("DESC", "<") if newest_first else ("ASC", ">")
-        query = (
-            "SELECT record FROM files WHERE (? = '' OR owner = ?) AND (? = '' OR purpose = ?) AND (? = '' OR "
-            f"(created, id) {beyond} (SELECT created, id FROM files WHERE id = ?)) "
-            f"ORDER BY created {order}, id {order} LIMIT ?"
-        )
-        with self.open() as database:
-            rows = database.execute(query, (owner, owner, purpose, purpose, after, after, limit)).fetchall()
-        return [msgspec.json.decode(row[0], type=StoredFile) for row in rows]
+        return self._files.page(owner, after, limit, newest_first, "(? = '' OR purpose = ?)", purpose, purpose)
 
     def delete_file(self, owner: str, file_id: str) -> bool:
         """Delete a file. Return whether it existed."""
@@ -286,42 +317,20 @@ class Store:
             row = (batch.id, batch.owner, batch.created_at, batch.status, _to_json(batch))
             database.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", row)
 
-    def batch(self, owner: str, batch_id: str) -> Batch | None:
-        """Return a batch if the owner may see it. Owner "" sees all batches."""
-        with self.open() as database:
-            query = "SELECT record FROM batches WHERE id = ? AND (? = '' OR owner = ?)"
-            row = database.execute(query, (batch_id, owner, owner)).fetchone()
-        return None if row is None else msgspec.json.decode(row[0], type=Batch)
-
     def batches(self, owner: str, after: str, limit: int) -> list[Batch]:
         """Return a page of the batches that the owner may see. The newest come first. Documents are left out."""
-        query = (
-            "SELECT record FROM batches WHERE id LIKE 'batch%' AND (? = '' OR owner = ?) AND (? = '' OR "
-            "(created, id) < (SELECT created, id FROM batches WHERE id = ?)) ORDER BY created DESC, id DESC LIMIT ?"
-        )
-        with self.open() as database:
-            rows = database.execute(query, (owner, owner, after, after, limit)).fetchall()
-        return [msgspec.json.decode(row[0], type=Batch) for row in rows]
+        return self._batches.page(owner, after, limit, True, "id LIKE 'batch%'")
 
     def active_batches(self) -> list[Batch]:
         """Return the batches that the runner has to process, oldest first."""
         if not self._folder.exists():
             return []
-        query = f"SELECT record FROM batches WHERE status IN ({_PLACEHOLDERS}) ORDER BY created, id"
-        with self.open() as database:
-            rows = database.execute(query, ACTIVE_STATUSES).fetchall()
-        return [msgspec.json.decode(row[0], type=Batch) for row in rows]
+        return self._batches.select(f"status IN ({_PLACEHOLDERS}) ORDER BY created, id", *ACTIVE_STATUSES)
 
     def update(self, batch_id: str, update: Callable[[Batch], Batch]) -> Batch:
         """Change a batch in one transaction. Raises KeyError if it does not exist."""
         with self.open() as database:
-            row = database.execute("SELECT record FROM batches WHERE id = ?", (batch_id,)).fetchone()
-            if row is None:
-                raise KeyError(batch_id)
-            batch = update(msgspec.json.decode(row[0], type=Batch))
-            values = (batch.status, _to_json(batch), batch_id)
-            database.execute("UPDATE batches SET status = ?, record = ? WHERE id = ?", values)
-        return batch
+            return self._batches.update(database, batch_id, update)[1]
 
     @contextmanager
     def open(self) -> Iterator[sqlite3.Connection]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from routes.file_store import Store, StoreFullError
+from routes.file_store import Records, Store, StoreFullError
 
 MAX_ACTIVE, MAX_ACTIVE_PER_OWNER = 64, 8
 """Jobs that wait or run, of all keys and of one."""
@@ -85,7 +85,8 @@ class JobStore:
     """Jobs and their events. Safe for threads and processes."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self._jobs = store, Records(store, "tunings", Job)
+        self.job = self._jobs.get
 
     def add(self, job: Job) -> None:
         """Add a job. Raises StoreFullError, OSError."""
@@ -97,40 +98,22 @@ class JobStore:
                     f"{own} jobs of this key and {count} of all wait or run, the limits are {MAX_ACTIVE_PER_OWNER} and "
                     f"{MAX_ACTIVE}; wait or cancel some"
                 )
-            row = (job.id, job.owner, job.created_at, job.status, _to_json(job))
+            row = (job.id, job.owner, job.created_at, job.status, msgspec.json.encode(job).decode())
             database.execute("INSERT INTO tunings VALUES (?, ?, ?, ?, ?)", row)
-
-    def job(self, owner: str, job_id: str) -> Job | None:
-        """Return a job if the owner may see it. Owner "" sees all."""
-        with self._store.open() as database:
-            query = "SELECT record FROM tunings WHERE id = ? AND (? = '' OR owner = ?)"
-            row = database.execute(query, (job_id, owner, owner)).fetchone()
-        return None if row is None else msgspec.json.decode(row[0], type=Job)
 
     def jobs(self, owner: str, after: str = "", limit: int = 1 << 30) -> list[Job]:
         """Return a page of the jobs that the owner may see. The newest come first."""
-        query = (
-            "SELECT record FROM tunings WHERE (? = '' OR owner = ?) AND (? = '' OR "
-            "(created, id) < (SELECT created, id FROM tunings WHERE id = ?)) ORDER BY created DESC, id DESC LIMIT ?"
-        )
-        with self._store.open() as database:
-            rows = database.execute(query, (owner, owner, after, after, limit)).fetchall()
-        return [msgspec.json.decode(row[0], type=Job) for row in rows]
+        return self._jobs.page(owner, after, limit)
 
     def active(self) -> list[Job]:
         """Return the jobs that wait or run, oldest first; the running one is the first."""
-        query = "SELECT record FROM tunings WHERE status IN (?, ?) ORDER BY status = ?, created, id"
-        with self._store.open() as database:
-            rows = database.execute(query, (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.QUEUED)).fetchall()
-        return [msgspec.json.decode(row[0], type=Job) for row in rows]
+        values = (JobStatus.QUEUED, JobStatus.RUNNING, JobStatus.QUEUED)
+        return self._jobs.select("status IN (?, ?) ORDER BY status = ?, created, id", *values)
 
     def models(self, owner: str) -> list[Job]:
         """Return the jobs whose models the owner may use."""
-        query = "SELECT record FROM tunings WHERE status = ? AND (? = '' OR owner = ?) ORDER BY created, id"
-        with self._store.open() as database:
-            rows = database.execute(query, (JobStatus.SUCCEEDED, owner, owner)).fetchall()
-        found = [msgspec.json.decode(row[0], type=Job) for row in rows]
-        return [job for job in found if not job.is_deleted]
+        condition = "status = ? AND (? = '' OR owner = ?) ORDER BY created, id"
+        return [job for job in self._jobs.select(condition, JobStatus.SUCCEEDED, owner, owner) if not job.is_deleted]
 
     def num_models(self, owner: str) -> int:
         """Return how many models the owner has, or will have when the jobs have ended."""
@@ -145,13 +128,7 @@ class JobStore:
         Adds the events, unless the job had ended before. Figures are added once: a continued process repeats some.
         """
         with self._store.open() as database:
-            row = database.execute("SELECT record FROM tunings WHERE id = ?", (job_id,)).fetchone()
-            if row is None:
-                raise KeyError(job_id)
-            before = msgspec.json.decode(row[0], type=Job)
-            job = change(before)
-            values = (job.status, _to_json(job), job_id)
-            database.execute("UPDATE tunings SET status = ?, record = ? WHERE id = ?", values)
+            before, job = self._jobs.update(database, job_id, change)
             known = "SELECT 1 FROM tuning_events WHERE job = ? AND json_extract(record, '$.message') = ?"
             for one in events if before.status not in ENDED else ():
                 if one["data"] and database.execute(known, (job_id, one["message"])).fetchone():
@@ -184,7 +161,3 @@ def make_event(message: str, level: str = "info", data: dict[str, Any] | None = 
         "object": "fine_tuning.job.event", "created_at": int(time.time()), "level": level, "message": message,
         "type": kind, "data": data or {},
     }  # fmt: skip
-
-
-def _to_json(job: Job) -> str:
-    return msgspec.json.encode(job).decode()
