@@ -24,13 +24,14 @@
 // Registers: a state warp holds 16 values x 64 keys of S in fp32 accumulators; S and u become left operands in place.
 //
 // Grid: (head, row). Few (head, row) pairs and long rows: a cluster of two CTAs per pair, the second one adds teams.
-// Block: four warps that carry the state, and 2 or 4 teams of four warps (in a cluster 3). Per chunk the state warps
+// Block: four warps that carry the state, and 2 or 4 teams of four warps. In a cluster 3, and the second CTA has four
+// teams and no state: teams limit the speed, and five in a CTA get too few registers. Per chunk the state warps
 // compute only u, y and the new S. Teams take chunks in turn. They compute the operands before the state is ready, and
 // the epilogue (group norm, bonus, gate) after it.
-// Shared memory: 60 KB with 2 teams, two CTAs per SM; 118 KB with 4; 146 KB per CTA of a cluster (wkv_chunk_smem.cuh).
+// Shared memory: 60 KB with 2 teams, two CTAs per SM; 118 KB with 4; 193 KB per CTA of a cluster (wkv_chunk_smem.cuh).
 // Bound: with few rows the latency of the chain of chunks, else instruction issue. Bytes: 18 * 64 per head and token,
 // and the state once in and out. Share of 4.8 TB/s (H200, 64 heads, fp16): 32 rows of 512 tokens 42 %, 8 rows of 512
-// 41 %, one row of 4,096 27 %, one row of 512 22 %.
+// 41 %, one row of 4,096 32 %, one row of 512 25 %.
 // Made for: heads of 64, rows of any length.
 #include "cluster.cuh"
 #include "wkv_chunk_operands.cuh"
@@ -67,7 +68,6 @@ struct Chunk {
 template <int TEAMS, bool PAIRED>
 __device__ __forceinline__ void carry_state(
     const WkvArgs& p, int state_bytes, Smem<TEAMS, PAIRED>& smem, int head, int row) {
-    constexpr int OWN = PAIRED ? TEAMS - 1 : TEAMS, ALL = PAIRED ? OWN + TEAMS : OWN;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const auto head_at = [&](int64_t slot) {
         const int64_t elements = state_bytes == 1 ? sizeof(Int8State) : HEAD_SIZE * HEAD_SIZE;
@@ -82,18 +82,18 @@ __device__ __forceinline__ void carry_state(
     do {
         const int count = Tokens(p, row).count;
         for (int done = 0; done < count; done += CHUNK) {
-            if (!PAIRED || team < OWN) {
+            if (!PAIRED || team < TEAMS) {
                 barrier_sync(full_barrier<TEAMS>(team), 2 * TEAM);
                 advance_state(smem.stages[team], smem.scratch[team].y, s, warp * 16, lane);
                 barrier_arrive(empty_barrier<TEAMS>(team), 2 * TEAM);
             } else {
-                RemoteChunk& chunk = smem.remote[team - OWN];
+                RemoteChunk& chunk = smem.remote[team - TEAMS];
                 cluster::wait(&chunk.full, parity);
                 advance_state(chunk.stage, chunk.y, s, warp * 16, lane);
                 __syncwarp();
-                if (lane == 0) cluster::arrive_remote(&smem.used[team - OWN], 1);
+                if (lane == 0) cluster::arrive_remote(&smem.used[team - TEAMS], 1);
             }
-            if (++team == ALL) team = 0, parity ^= 1;
+            if (++team == ALL_TEAMS<TEAMS, PAIRED>) team = 0, parity ^= 1;
         }
         const int64_t to = p.write_slots[row];
         store_state(head_at(to), head_at(from), state_bytes, s, warp, lane);
@@ -106,7 +106,6 @@ __device__ __forceinline__ void carry_state(
 template <int TEAMS, bool PAIRED>
 __device__ __forceinline__ void make_chunks(
     const WkvArgs& p, Smem<TEAMS, PAIRED>& smem, int head, int row, int team, bool is_remote) {
-    constexpr int STEP = PAIRED ? 2 * TEAMS - 1 : TEAMS;
     const ThreadPosition at(threadIdx.x & (TEAM - 1));
     const int part = (at.warp + team) & 3, barrier = team_barrier(team);  // spreads the warps that compute T over the schedulers
     TeamScratch& scratch = smem.scratch[team];
@@ -116,7 +115,7 @@ __device__ __forceinline__ void make_chunks(
     const auto left_at = [&](const Chunk& chunk) { return chunk.tokens.count - chunk.first - at.token; };
     const auto offset_of = [&](const Chunk& chunk) { return (chunk.tokens.start + chunk.first + at.token) * width + head * HEAD_SIZE + at.channel; };
     Chunk next(p, row);
-    next.skip(p, is_remote ? TEAMS - 1 + team : team);
+    next.skip(p, is_remote ? TEAMS + team : team);
     Inputs in;
     if (next.exists) in.load(p, offset_of(next), left_at(next));
     barrier_sync(BLOCK_BARRIER, (1 + TEAMS) * TEAM);
@@ -124,7 +123,7 @@ __device__ __forceinline__ void make_chunks(
     while (next.exists) {
         const int64_t from = offset_of(next);
         const int left = left_at(next);
-        next.skip(p, STEP);
+        next.skip(p, ALL_TEAMS<TEAMS, PAIRED>);
         PendingBonus kept;
         make_vectors(smem.constants, in, scratch, stage, kept, at, barrier);
         barrier_sync(barrier, TEAM);
@@ -163,10 +162,10 @@ __global__ void __launch_bounds__((1 + TEAMS) * TEAM, BLOCKS) wkv_chunk_kernel(c
     auto& smem = *reinterpret_cast<Smem<TEAMS, PAIRED>*>(dynamic);
     const int rank = PAIRED ? cluster::rank() : 0;
     const int head = PAIRED ? blockIdx.x >> 1 : blockIdx.x, row = blockIdx.y;
-    const int team = __shfl_sync(FULL_MASK, static_cast<int>(threadIdx.x / TEAM), 0) - 1;  // so that nvcc knows it is uniform in a warp
+    const int team = __shfl_sync(FULL_MASK, static_cast<int>(threadIdx.x / TEAM), 0) - (rank == 0 ? 1 : 0);  // so that nvcc knows it is uniform in a warp
     if (PAIRED) {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < TEAMS; ++i) cluster::init(&smem.remote[i].full, 1), cluster::init(&smem.used[i], TEAM / 32);
+            for (int i = 0; i < FAR_TEAMS<TEAMS, PAIRED>; ++i) cluster::init(&smem.remote[i].full, 1), cluster::init(&smem.used[i], TEAM / 32);
             cluster::publish();
         }
         __syncwarp();
@@ -174,18 +173,13 @@ __global__ void __launch_bounds__((1 + TEAMS) * TEAM, BLOCKS) wkv_chunk_kernel(c
     }
     allow_next_kernel();
     wait_for_previous_kernel();
-    if (continues(p, row)) {  // the CTA of the row before runs it
-    } else if (team < 0) {
+    if (!continues(p, row)) {  // else the CTA of the row before runs it
         load_constants(p, head, smem.constants);
-        if (rank == 0) {
+        if (team < 0) {
             carry_state(p, state_bytes, smem, head, row);
         } else {
-            barrier_sync(BLOCK_BARRIER, (1 + TEAMS) * TEAM);
+            make_chunks(p, smem, head, row, team, rank != 0);
         }
-    } else if (PAIRED && rank == 0 && team == TEAMS - 1) {
-        barrier_sync(BLOCK_BARRIER, (1 + TEAMS) * TEAM);
-    } else {
-        make_chunks(p, smem, head, row, team, rank != 0);
     }
     if (PAIRED) {  // neither CTA exits while the other may access its shared memory
         __syncwarp();

@@ -48,16 +48,24 @@ struct RemoteChunk {
     uint64_t full;  // mbarrier: the operands have arrived
 };
 
+// Teams of the CTA without the state, which has one in place of the state warps; of both.
+template <int TEAMS, bool PAIRED>
+constexpr int FAR_TEAMS = PAIRED ? TEAMS + 1 : 0;
+template <int TEAMS, bool PAIRED>
+constexpr int ALL_TEAMS = TEAMS + FAR_TEAMS<TEAMS, PAIRED>;
+
+// TEAMS: of the CTA that has the state.
 template <int TEAMS, bool PAIRED>
 struct Smem {
-    ChunkOperands stages[TEAMS];
-    TeamScratch scratch[TEAMS];
+    ChunkOperands stages[TEAMS + PAIRED];
+    TeamScratch scratch[TEAMS + PAIRED];
     Constants constants;
-    RemoteChunk remote[PAIRED ? TEAMS : 0];
-    uint64_t used[PAIRED ? TEAMS : 0];  // mbarriers of the CTA without state: y is there
+    RemoteChunk remote[FAR_TEAMS<TEAMS, PAIRED>];
+    uint64_t used[FAR_TEAMS<TEAMS, PAIRED>];  // mbarriers of the CTA without state: y is there
 };
 
 // Named barriers: the CTA's; one per team; per team "operands are ready"; per team "operands are used and y is there".
+// Teams of the CTA without the state do not use the last two.
 constexpr int BLOCK_BARRIER = 0;
 __device__ __forceinline__ int team_barrier(int team) { return 1 + team; }
 template <int TEAMS>
