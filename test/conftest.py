@@ -159,7 +159,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent.name in SLOW_FOLDERS:
             item.add_marker(pytest.mark.slow)
     slow = {_group(item.path) for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (_group(item.path) not in slow, _group(item.path)))
+    items.sort(key=lambda item: ((group := _group(item.path)) not in slow, group not in SHARED, group))
 
 
 @pytest.hookimpl(trylast=True)

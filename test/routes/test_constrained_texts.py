@@ -37,13 +37,13 @@ GAPS: dict[str, dict[str, Any]] = {
 ASKED = RAW | CHATS | GAPS
 
 
-def ask(one_worker: Service, request_name: str, **fields: Any) -> httpx.Response:
-    return one_worker.post(request_name.split(maxsplit=1)[0], {"temperature": 0, **ASKED[request_name], **fields})
+def ask(service: Service, request_name: str, **fields: Any) -> httpx.Response:
+    return service.post(request_name.split(maxsplit=1)[0], {"temperature": 0, **ASKED[request_name], **fields})
 
 
-def streamed(one_worker: Service, request_name: str, **fields: Any) -> str:
+def streamed(service: Service, request_name: str, **fields: Any) -> str:
     """Return all deltas of content of a streamed answer."""
-    body_text = ask(one_worker, request_name, stream=True, chunk_size=1, **fields).text
+    body_text = ask(service, request_name, stream=True, chunk_size=1, **fields).text
     if request_name.endswith("responses"):
         events = [
             json.loads(line.removeprefix("data: ")) for line in body_text.splitlines() if line.startswith("data: {")
@@ -52,10 +52,10 @@ def streamed(one_worker: Service, request_name: str, **fields: Any) -> str:
     return row_texts(sse_data(body_text))[0]
 
 
-def whole(one_worker: Service, request_name: str, **fields: Any) -> str:
+def whole(service: Service, request_name: str, **fields: Any) -> str:
     """Return the text of an answer that ended by itself. The answer has the format of its route."""
     session = {"session_id": json.dumps([request_name, fields])} if "state" in request_name else {}
-    body_text = ask(one_worker, request_name, **session, **fields).json()
+    body_text = ask(service, request_name, **session, **fields).json()
     if "output" in body_text:
         assert body_text["status"] == "completed", body_text
         return "".join(part["text"] for item in body_text["output"] for part in item["content"])
@@ -66,28 +66,28 @@ def whole(one_worker: Service, request_name: str, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("request_name", ASKED)
-def test_default_stops_do_not_cut_constrained_text(one_worker: Service, request_name: str) -> None:
+def test_default_stops_do_not_cut_constrained_text(service: Service, request_name: str) -> None:
     for text in ("User: a\n\nb", "User"):
-        assert whole(one_worker, request_name, choice=[text]) == text
-    assert json.loads(whole(one_worker, request_name, json_schema={"const": {"role": "User"}})) == {"role": "User"}
-    assert whole(one_worker, request_name, choice=["a\n\nb"], stop_tokens=["\n\n"]) == "a", (
+        assert whole(service, request_name, choice=[text]) == text
+    assert json.loads(whole(service, request_name, json_schema={"const": {"role": "User"}})) == {"role": "User"}
+    assert whole(service, request_name, choice=["a\n\nb"], stop_tokens=["\n\n"]) == "a", (
         "stops that the request names do"
     )
 
 
 @pytest.mark.parametrize("request_name", GAPS)
-def test_the_fim_stop_does_not_cut_constrained_text(one_worker: Service, request_name: str) -> None:
-    assert whole(one_worker, request_name, json_schema={"const": "a✿b"}) == '"a✿b"'
-    assert whole(one_worker, request_name, json_schema={"const": "a✿b"}, stop_tokens=["✿"]) == '"a'
+def test_the_fim_stop_does_not_cut_constrained_text(service: Service, request_name: str) -> None:
+    assert whole(service, request_name, json_schema={"const": "a✿b"}) == '"a✿b"'
+    assert whole(service, request_name, json_schema={"const": "a✿b"}, stop_tokens=["✿"]) == '"a'
 
 
 @pytest.mark.parametrize("request_name", CHATS)
-def test_constrained_text_is_returned_unchanged(one_worker: Service, request_name: str) -> None:
+def test_constrained_text_is_returned_unchanged(service: Service, request_name: str) -> None:
     for text in (" no", "  ", "\n<think>a</think> b", "<think>a</think>"):
-        assert whole(one_worker, request_name, choice=[text]) == text
-        assert streamed(one_worker, request_name, choice=[text]) == text
-    assert whole(one_worker, request_name, regex=" {5}") == " " * 5
-    assert whole(one_worker, request_name, grammar='start: " " X\nX: "x"') == " x"
+        assert whole(service, request_name, choice=[text]) == text
+        assert streamed(service, request_name, choice=[text]) == text
+    assert whole(service, request_name, regex=" {5}") == " " * 5
+    assert whole(service, request_name, grammar='start: " " X\nX: "x"') == " x"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ def test_reasoning_is_split_from_constrained_text(body: ConversationBody) -> Non
 @pytest.mark.parametrize(
     "request_name", ["/v1/chat/completions", "/openai/v1/chat/completions", "/openai/v1/responses"]
 )
-def test_events_contain_no_unicode_line_breaks(one_worker: Service, request_name: str) -> None:
+def test_events_contain_no_unicode_line_breaks(service: Service, request_name: str) -> None:
     text = "a\u2028\u2028b\u2029c\u0085d\\\u2028\u201ce\u2026"
-    assert streamed(one_worker, request_name, choice=[text]) == text
+    assert streamed(service, request_name, choice=[text]) == text

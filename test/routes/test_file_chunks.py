@@ -31,6 +31,8 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from test.fake_engine import LARGE_FILE
 from test.serving import REQUEST_TIMEOUT_S, Service, raw_request, wait_for
 
+pytestmark = pytest.mark.slow
+
 CONTENT = bytes(range(256)) * (CHUNK_BYTES // 128) + b"the end"
 
 

@@ -16,6 +16,8 @@ import pytest
 
 from test.serving import Service, raw_request, read_all, sse_data, wait_for
 
+pytestmark = pytest.mark.slow
+
 NATIVE, OPENAI = "/v1/chat/completions", "/openai/v1/chat/completions"
 STAYS, LEAVES, OTHER, BOSS = (f"sk-{name}-0123456789" for name in ("stays", "leaves", "another", "boss"))
 ENDLESS: dict[str, Any] = {"contents": ["abc"], "max_tokens": 1_000_000, "chunk_size": 1}

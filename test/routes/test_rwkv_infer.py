@@ -18,6 +18,8 @@ from test.model.random_older_weights import random_older_weights
 from test.serving import Service
 from test.state_files import random_state, write_state
 
+pytestmark = pytest.mark.slow
+
 ADMIN = {"Authorization": "Bearer the boss"}
 MODEL = "RWKV x060 1B6 Base"
 FILE = "models/RWKV-x060-World-1B6-v2.1-20240328-ctx4096.pth"

@@ -17,6 +17,8 @@ from test.harness import make_request, run, started_engine
 from test.programs.batch.runs import fake_service
 from test.serving import wait_for
 
+pytestmark = pytest.mark.slow
+
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 

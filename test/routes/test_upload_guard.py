@@ -20,6 +20,8 @@ from routes.serving.connections import Connection
 from routes.serving.upload_guard import MAX_STUCK_CHECKS, BrokenForms, UploadGuard
 from test.serving import Service, read_all, wait_for
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20
 SENT_MIB = 2048

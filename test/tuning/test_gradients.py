@@ -181,6 +181,7 @@ def test_fused_functions_give_the_same_bits_with_any_number_of_threads() -> None
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TrainingModel, pytest.param(CpuTrainingModel, marks=needs_compiler)])
 def test_gradients_of_a_long_document_are_those_of_fp64(kind: type[TrainingModel]) -> None:
     """The reference is the same model in fp64, which the test above compares token by token."""
