@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 
-from rwkv_batch.core.draft_costs import HOST_ROW_S, HOST_S, Candidate, Chooser, Shape, StepTimes, best_length
+from rwkv_batch.core.draft_costs import (
+    FIRST_PROBES,
+    HOST_ROW_S,
+    HOST_S,
+    PROBE_SHARE,
+    Candidate,
+    Chooser,
+    ProbeBudget,
+    Shape,
+    StepTimes,
+    best_length,
+)
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -23,6 +34,7 @@ from rwkv_batch.core.drafters import (
     Wanted,
 )
 from rwkv_batch.core.scheduler import ScheduledRow
+from rwkv_batch.core.sequence import Phase
 from rwkv_batch.core.speculation import Speculation
 from test.harness import make_request
 
@@ -252,6 +264,38 @@ def test_drafts_pay_with_the_times_of_a_gpu(
     first, *others = [gpu.speed(num_rows) for _ in range(3)]
     assert first > 0.96
     assert sum(others) / len(others) > least, others
+
+
+def test_a_draft_accepts_only_new_tokens() -> None:
+    draft = Draft(predicted(0.9).sequence.drafters[0], [1, 2, 3], start=1)
+    for num_accepted, ids, accepts in (
+        (0, [7], False),
+        (0, [7, 1], True),
+        (1, [7, 1], False),
+        (1, [7, 1, 2], True),
+        (1, [7, 1, 9], False),
+        (1, [7, 1, 2, 3], True),
+        (1, [7, 1, 2, 3, 4], False),
+    ):
+        draft.num_accepted = num_accepted
+        assert draft.accepts(ids) == accepts, ids
+
+
+@pytest.mark.parametrize(("lease", "is_held", "slot"), [(None, True, 9), (True, True, 3), (True, False, 9)])
+def test_a_session_does_not_continue_from_text_that_may_be_a_stop(lease: Any, is_held: bool, slot: int) -> None:
+    slots: Any = SimpleNamespace(drop_ref=lambda _: None)
+    sequence = predicted(0.9).sequence
+    sequence.draft = draft = Draft(sequence.drafters[0], [1, 2], start=1)
+    draft.slot, draft.num_accepted = 9, 2
+    sequence.lease, sequence.phase, sequence.output = lease, Phase.RUNNING, SimpleNamespace(has_held_text=is_held)
+    Speculation("auto", slots, lambda _: None).settle(sequence)
+    assert sequence.slot == slot and sequence.draft is None
+
+
+def test_a_probe_budget_grows_from_the_first_step() -> None:
+    budget = ProbeBudget()
+    budget.add(are_paying=False)
+    assert budget.steps == FIRST_PROBES + PROBE_SHARE
 
 
 def test_two_steps_in_flight_are_not_measured() -> None:

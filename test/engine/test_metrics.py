@@ -75,7 +75,7 @@ def test_refusals_and_devices_are_reported() -> None:
     metrics.observe_arrival("a")
     metrics.observe_refusal("a", ErrorKind.OVERLOADED)
     text = metrics.render({"devices": ["cpu", "cpu", "cuda:99"], "running_rows": 3})
-    assert sample(text, 'rwkv_jobs_refused_total{kind="overloaded"}') == 1
+    assert sample(text, 'rwkv_jobs_refused_total{kind="overloaded"}') == 1 and not metrics._times._last
     assert sample(text, "rwkv_running_rows") == 3
     used = sample(text, 'rwkv_device_memory_used_bytes{device="cpu"}')
     assert 1e6 < used < sample(text, 'rwkv_device_memory_total_bytes{device="cpu"}')

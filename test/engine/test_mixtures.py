@@ -297,6 +297,7 @@ def test_tokens_that_are_read_again_are_reported_and_bounded(model: Path, tmp_pa
         refused = turn_with(limit=lengths[-1] - 1).error
         assert refused is not None and (refused.kind, refused.field) == (ErrorKind.INVALID_FIELD, "session_id")
         assert f"{lengths[-1]} tokens of the session" in refused.message and "--max-request-tokens" in refused.message
+        assert refused.given == lengths[-1]
         assert turn_with(limit=lengths[-1]).error is None, "the session is as it was"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rwkv_batch.ipc.process import LogConfig, set_up_logging
+from rwkv_batch.ipc.process import _GREEN, _RED, _YELLOW, LogConfig, _Text, set_up_logging
 
 CHILD = """
 import sys, threading, time
@@ -27,6 +27,14 @@ thread.start()
 thread.join()
 print("goes on")
 """
+
+
+def test_headlines_and_problems_are_coloured() -> None:
+    colours = [
+        _Text._colour(logging.makeLogRecord({"levelno": level, "is_headline": is_headline}))
+        for level, is_headline in ((10, False), (20, False), (20, True), (30, False), (40, False), (50, False))
+    ]
+    assert colours == ["", "", _GREEN, _YELLOW, _RED, _RED]
 
 
 @pytest.mark.parametrize("ends", ["dies", "leaves"])

@@ -18,6 +18,7 @@ from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, StartupError
 from rwkv_batch.ipc import server
 from rwkv_batch.ipc.held_ledger import Arrivals
+from rwkv_batch.ipc.quotas import CountedJob
 from rwkv_batch.ipc.server import BATCHES, EngineMonitor, EngineServer, started_engine
 from rwkv_batch.ipc.wire import (
     Admitted,
@@ -31,9 +32,10 @@ from rwkv_batch.ipc.wire import (
     Hello,
     LinkFull,
     Observe,
+    RestoreQuotas,
     Submit,
 )
-from rwkv_batch.request import Delta, Job, JobEvents, Load
+from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Load, Usage
 from test.engine.test_engine_links import Scripted, job
 from test.harness import make_request
 
@@ -128,6 +130,20 @@ def test_the_batch_process_is_listed_by_itself() -> None:
     processes = status["processes"]
     assert status["a"] == 1 and [one["name"] for one in processes["http_workers"]] == ["http-0"]
     assert (processes["batches"]["name"], processes["batches"]["pid"]) == (BATCHES, 9)
+
+
+def test_restored_jobs_end_with_their_connection() -> None:
+    made = EngineServer(Engine())  # type: ignore[arg-type]
+    usage = Usage("a", "key", ClientLimits(rows=1), 1, 10)
+    seen: list[int] = []
+
+    def messages() -> Iterator[Any]:
+        yield RestoreQuotas([], [CountedJob(usage)])
+        seen.append(len(made._ledger._owners))
+
+    made.serve(Scripted(messages()))  # type: ignore[arg-type]
+    assert seen == [1] and not made._ledger._owners
+    assert made._ledger.acquire(msgspec.structs.replace(usage, job_id="b"), "other") is None
 
 
 def test_metrics_are_rendered_where_they_are_counted() -> None:

@@ -16,6 +16,7 @@ from routes.openai.responses_body import ResponsesBody
 from routes.request import json_body
 from routes.request.bodies import PromptBody
 from routes.request.fields import describe_value, error_field_name, error_value
+from routes.request.form_body import MAX_FORM_FIELDS, parse_form
 from routes.request.json_body import parse_json, validate
 from routes.state import BranchBody, DeleteBody, ExportQuery, ImportQuery, TurnBody
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
@@ -95,6 +96,12 @@ def test_a_lone_surrogate_is_an_error_of_its_field(body: bytes, field: str, give
     info = error_of(parse_json, body, 9)
     assert (info.kind, info.field, info.given) == (ErrorKind.INVALID_FIELD, field, given)
     assert info.message.startswith(f"{field}: must be text with a UTF-8 form, but has a lone surrogate (")
+
+
+def test_a_form_has_at_most_so_many_fields() -> None:
+    fields = b"&".join([b"a=1"] * MAX_FORM_FIELDS)
+    assert parse_form(fields, ()) == {"a": "1"}
+    assert error_of(parse_form, fields + b"&b=1", ()).kind is ErrorKind.NOT_JSON
 
 
 def test_errors_repeat_at_most_200_characters() -> None:
@@ -177,6 +184,7 @@ def test_errors_repeat_at_most_200_characters() -> None:
         (PromptBody, {"contents": ["a"], "session_id": "x" * 257}, "session_id",
          "session_id: must have at most 256 characters…", ANY),
         (ChatBody, {"messages": [{"role": "user"}], "logit_bias": {"x": "y"}}, "logit_bias.x", "…", "y"),
+        (ChatBody, {**TALK, "logit_bias": {"": 1}}, 'logit_bias.""', "…", ""),
         (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type",
          "…", "image"),
     ],

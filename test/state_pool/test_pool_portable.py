@@ -22,7 +22,7 @@ from state_pool.session_file import InvalidSessionFile, SessionFile, decode
 from state_pool.session_key import SessionKey
 from state_pool.turns.import_export import MAX_CONCURRENT
 from test.malformed_files import as_format_1, join, malformed_files, split, with_metadata
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, get_store
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, get_session, get_store
 
 
 def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
@@ -66,6 +66,9 @@ def test_export_and_import_from_every_tier(tmp_path: Path, durability: str) -> N
     for i in range(6):
         import_session(driver, f"copy{i}", export(driver, f"s{i}"))
         assert np.array_equal(driver.state(f"copy{i}"), expected_state([i, 7]))
+    import_session(driver, "stored", export(driver, "s0"))
+    stored = get_session(driver, "stored")
+    assert (stored.turn, stored.disk_turn) == (1, -1 if durability == "memory" else 1)
     import_session(driver, "fork", export(driver, "fork", 1))
     driver.turn("fork", [2])
     assert np.array_equal(driver.state("fork"), expected_state([1, 2]))
