@@ -13,12 +13,15 @@ from rwkv_batch.kernels.cuda.ops import CudaOps
 from rwkv_batch.kernels.cuda.w8a8.linear import CudaInt8Linear, CudaW8A8Linear, CudaW8A16Linear
 from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Launch, Plan, fits
 from rwkv_batch.kernels.cuda.w8a8.products import (
+    Cleared,
+    ExactSums,
     W8A8Gemm,
     W8A8Mix,
     W8A8Weights,
     multiply,
     multiply_by_mma,
     multiply_sparse,
+    multiply_sparse_row,
     pitch_of,
     prepare_w8a8,
     quantise_inputs,
@@ -100,6 +103,18 @@ def wanted(x: Codes, w: Codes, bits: int = 8) -> Tensor:
 def poisoned(rows: int, n: int) -> Tensor:
     """[rows + 8, n] NaN: the last 8 rows must stay."""
     return torch.full((rows + 8, n), torch.nan, dtype=torch.float16, device=GPU)
+
+
+def scaled(of: ExactSums) -> Tensor:
+    """Return y [T, n] fp16 of exact sums, as `shift_mix` reads them."""
+    return (of.sums.float() * (of.row_scales[: len(of.sums), None] * of.output_scales)).half()
+
+
+def largest_of(x: Tensor, weights: W8A8Weights) -> Tensor:
+    """Bits of the rows' largest max(x, 0)^2, of the rest and of segment 1: [T, 2] int32; x [T, K] in stored order."""
+    v = torch.where(x <= 0, 0, x.float()).square() * weights.stored_factors.abs()
+    rest = v[:, 128:].amax(1) if v.shape[1] > 128 else torch.zeros_like(v[:, 0])
+    return torch.stack([rest, v[:, :128].amax(1)], 1).view(torch.int32)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -203,6 +218,10 @@ def test_a_channel_mix_has_the_same_bits_in_stored_order(rows: int, kind: type[C
     key.feed(value)
     assert same_bits(key(x), hidden)
     assert same_bits(value.multiply_stored(key.multiply_codes(key.quantise(x))), y)
+    cleared = prepare_w8a8(GPU).cleared_of(rows, 768)
+    if cleared is not None and isinstance(value, CudaW8A8Linear):
+        cleared.sums.zero_(), cleared.largest.zero_()
+        assert same_bits(scaled(value.multiply_fed(key, key.quantise(x), cleared)), y)
 
 
 @hopper
@@ -222,7 +241,11 @@ def test_few_rows_by_active_inputs_have_the_bits_of_the_definition(rows: int, k:
         in_order = x[:, matrix.weights.order.long()].contiguous()
         torch.cuda.synchronize()  # weights are read before the previous kernel ends
         for _ in range(20):
-            y = multiply_sparse(in_order, matrix.weights, transposed)
+            cleared = Cleared(torch.zeros(rows, n, dtype=torch.int32, device=GPU), largest_of(in_order, matrix.weights))
+            if rows > 1:
+                y = scaled(multiply_sparse(in_order, matrix.weights, transposed, cleared))
+            else:
+                y = multiply_sparse_row(in_order, matrix.weights, transposed)
             wanted = product(inputs, matrix.codes).half()
             assert torch.equal(y.isnan(), wanted.isnan())
             assert same_bits(y.nan_to_num(7), wanted.nan_to_num(7)), f"{share}"

@@ -41,7 +41,7 @@ from rwkv_batch.kernels.cuda.quantised_rows import SKINNY_ROWS
 from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, SHIFT_BLOCKS, TOKEN_CHANNELS, TOKEN_CTAS
 from rwkv_batch.kernels.cuda.skinny_quant import MAX_MIXED_GEMM_ROWS
 from rwkv_batch.kernels.cuda.w8a8.arguments import W8A8Args, W8A8QuantiseArgs, W8A8SparseArgs
-from rwkv_batch.kernels.cuda.w8a8.products import SPARSE_COLUMNS, SPARSE_SPLITS
+from rwkv_batch.kernels.cuda.w8a8.products import SPARSE_COLUMNS
 from rwkv_batch.model.quant.formats import Format
 from sampling import rapid
 from test.conftest import IS_LONG
@@ -353,8 +353,9 @@ class Launcher:
                     "rwkv_wkv_few", byref(WkvArgs(rows=rows, heads=width // 64)), byref(up_weights), item
                 )
             yield from self.call("rwkv_sparse_value", *[SOMEWHERE] * 5, rows, width, 4 * width)
+            yield from self.call("rwkv_add_exact_sums", *[SOMEWHERE] * 5, rows, width)
             sparse = W8A8SparseArgs(rows=rows, width=width, ffn=4 * width)
-            if width % SPARSE_COLUMNS == 0 and width // SPARSE_COLUMNS * SPARSE_SPLITS <= self._card.num_sms:
+            if width % SPARSE_COLUMNS == 0:
                 yield from self.call("rwkv_w8a8_sparse_row" if rows == 1 else "rwkv_w8a8_sparse", byref(sparse))
             for format_, number in NUMBERS.items():
                 if rows == 1:

@@ -27,7 +27,7 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.kernels.cuda.w8a8 import linear
 from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
-from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
+from rwkv_batch.kernels.cuda.w8a8.products import ExactSums, W8A8Mix, W8A8Workspace
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Norm, Prologue
@@ -56,7 +56,7 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
     """Its kernels on the CPU, of a GPU that multiplies fp8 codes."""
 
     def library_of(name: str) -> ctypes.CDLL:
-        known = {"rwkv_two_part_rows": "quantise", "rwkv_add_partials": "shift_mix"}
+        known = {"rwkv_two_part_rows": "quantise", "rwkv_add_partials": "shift_mix", "rwkv_add_exact_sums": "shift_mix"}
         source = known.get(name) or name.removeprefix("rwkv_").removesuffix("_rows")
         return libraries[SOURCES.index(source)]
 
@@ -254,7 +254,9 @@ def test_rows_in_8_bits_have_the_bits_of_the_definition(
 ) -> None:
     """Rounded after the mix is rounded to fp16, which adapters read; a row with NaN has a NaN scale."""
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", width)
-    monkeypatch.setattr(linear, "prepare_w8a8", lambda device: None)
+    unused = W8A8Workspace(torch.empty(0), torch.empty(0), 4, torch.empty(0))
+    for module in (linear, cuda_shift_mix):
+        monkeypatch.setattr(module, "prepare_w8a8", lambda device: unused)
     for library in libraries:
         library.emulation_set(4, 227 << 10)
     inputs, of = step(lengths), w8a8_prologue(mixes)
@@ -283,13 +285,45 @@ def test_rows_in_8_bits_have_the_bits_of_the_definition(
         assert torch.equal(actual.scales[:tokens].nan_to_num(7), expected.scales.nan_to_num(7))
 
 
+@pytest.mark.parametrize("lengths", [[1] * 3, [2, 1]], ids=["decode", "ragged"])
+@pytest.mark.parametrize("mixes", [6, 1])
+def test_exact_sums_have_the_bits_of_a_delta_in_fp16(
+    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+) -> None:
+    """The start of a channel mix clears what its launches add to, of the step's tokens."""
+    tokens = sum(lengths)
+    cleared = torch.full((tokens * (WIDTH + 2) + 8,), 7, dtype=torch.int32)
+    work = W8A8Workspace(torch.empty(0), torch.empty(0), 4, cleared)
+    for module in (linear, cuda_shift_mix):
+        monkeypatch.setattr(module, "prepare_w8a8", lambda device: work)
+    for library in libraries:
+        library.emulation_set(4, 227 << 10)
+    inputs, of = step(lengths), w8a8_prologue(mixes)
+    x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
+    sums = torch.randint(-(2**30), 2**30, (tokens, WIDTH), dtype=torch.int32)
+    delta = ExactSums(sums, torch.rand(tokens) * 1e-8, torch.rand(WIDTH))
+    y = (sums.float() * (delta.row_scales[:, None] * delta.output_scales)).half()
+    plain, after, read = shift.clone(), shift.clone(), sums.clone()
+    out, mixed = ops.shift_mix(x, y, of, plain, inputs)
+    cleared.fill_(7)
+    out_of_sums, mixed_of_sums = ops.shift_mix(x, delta, of, after, inputs)
+    assert torch.equal(out, out_of_sums) and torch.equal(plain, after) and torch.equal(sums, read)
+    assert torch.equal(out, ops.add(x, delta))
+    assert isinstance(mixed, W8A8Mix) and isinstance(mixed_of_sums, W8A8Mix)
+    assert torch.equal(mixed.codes.codes, mixed_of_sums.codes.codes)
+    assert (cleared[tokens * (WIDTH + 2) :] == 7).all()
+    assert (cleared[: tokens * (WIDTH + 2)] == (0 if mixes == 1 else 7)).all()
+
+
 @pytest.mark.parametrize("format_", [None, Format.FP8, Format.INT4, Format.W8A8])
 @pytest.mark.parametrize("mixes", [6, 1])
 def test_prompts_of_a_processor_a_token_have_the_bits_of_longer_ones(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, mixes: int, format_: Format | None
 ) -> None:
     """In slots that are read and written, and in others; INT4 stands for rows in two parts, None for halves."""
-    monkeypatch.setattr(linear, "prepare_w8a8", lambda device: None)
+    unused = W8A8Workspace(torch.empty(0), torch.empty(0), 4, torch.empty(0))
+    for module in (linear, cuda_shift_mix):
+        monkeypatch.setattr(module, "prepare_w8a8", lambda device: unused)
     monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows: format_ is Format.INT4)
     of = w8a8_prologue(mixes) if format_ is Format.W8A8 else prologue(mixes)
     lengths = [9, 1, 14, 2]

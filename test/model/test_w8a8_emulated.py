@@ -14,12 +14,14 @@ from rwkv_batch.kernels.cuda.w8a8 import mixed_launch, products
 from rwkv_batch.kernels.cuda.w8a8.mixed_launch import launch_mixed
 from rwkv_batch.kernels.cuda.w8a8.plans import TILES, Plan, Tile
 from rwkv_batch.kernels.cuda.w8a8.products import (
+    Cleared,
     W8A8Gemm,
     W8A8Weights,
     W8A8Workspace,
     multiply,
     multiply_by_mma,
     multiply_sparse,
+    multiply_sparse_row,
     pitch_of,
     quantise_mixed,
 )
@@ -50,7 +52,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -
     """Launches go to the emulation."""
     send_launches_to(libraries.__getitem__, monkeypatch, hopper_gemm, mixed_launch, products)
     monkeypatch.setattr(products, "has_hopper_gemm", lambda device: True)
-    work = W8A8Workspace(torch.empty(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int32), 4)
+    empty = torch.empty(0, dtype=torch.int32)
+    work = W8A8Workspace(torch.empty(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.int32), 4, empty)
     monkeypatch.setattr(products, "prepare_w8a8", lambda device: work)
 
 
@@ -83,6 +86,12 @@ def rows_of(rows: int, sizes: Tensor) -> Tensor:
     if rows > 6:
         x[5, 17], x[6, k - 1] = torch.nan, torch.inf
     return x.half()
+
+
+def largest_of(x: Tensor, weights: W8A8Weights) -> Tensor:
+    """Bits of the rows' largest max(x, 0)^2, of the rest and of segment 1: [R, 2] int32; x [R, K] in stored order."""
+    v = torch.where(x <= 0, 0, x.float()).square() * weights.stored_factors.abs()
+    return torch.stack([v[:, 128:].amax(1), v[:, :128].amax(1)], 1).view(torch.int32)
 
 
 def same(got: Tensor, wanted: Tensor) -> bool:
@@ -143,12 +152,13 @@ def assert_products(
         assert torch.equal(gemm.y.view(torch.int16), y.view(torch.int16))
 
 
-@pytest.mark.parametrize(("rows", "k"), [(1, 384), (20, 1664), (260, 256)])
+@pytest.mark.parametrize(("rows", "k", "num_sms"), [(1, 384, 1), (20, 1664, 1), (260, 256, 1), (7, 384, 6)])
 def test_low_ranks_in_the_same_launch(
-    rows: int, k: int, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+    rows: int, k: int, num_sms: int, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bits of the definition, and fp16 products next to them, some of which read others."""
-    libraries["rwkv_gemm_w8a8"].emulation_set(1, 227 << 10)  # one SM: no CTA waits for another
+    libraries["rwkv_gemm_w8a8"].emulation_set(num_sms, 227 << 10)
+    libraries["rwkv_gemm_w8a8"].emulation_set_resident(num_sms)
     monkeypatch.setattr(mixed_launch, "FP16_SPLITS", 1)
     gemms, wanted = random_gemms(rows, k, (192, 64, 128))
     low = []
@@ -200,13 +210,11 @@ def test_hopper_has_the_bits_of_the_definition(is_unsigned: bool, tile: Tile) ->
 )
 @pytest.mark.parametrize("share", [0.12, 1.0])
 def test_sparse_rows_have_the_bits_of_the_definition(
-    rows: int, k: int, n: int, share: float, libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+    rows: int, k: int, n: int, share: float, libraries: dict[str, ctypes.CDLL]
 ) -> None:
     """Inputs that are negative, and those whose code is zero, are left out; a row with NaN stays so."""
-    work = W8A8Workspace(torch.empty(8 * 4160, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.int32), 8)
-    monkeypatch.setattr(products, "prepare_w8a8", lambda device: work)
+    sums = torch.zeros(8, n, dtype=torch.int32)
     libraries["rwkv_w8a8_sparse"].emulation_set(8, 227 << 10)
-    libraries["rwkv_w8a8_sparse"].emulation_set_resident(4)
     sizes = channels(k)
     weights, codes, transform = made(n, k, sizes)
     x = torch.randn(rows, k).abs() * sizes * torch.where(torch.rand(rows, k) < share, 1, -1)
@@ -219,10 +227,25 @@ def test_sparse_rows_have_the_bits_of_the_definition(
     v = x.float()
     inputs = quantise_rows(torch.where(v <= 0, 0, v).square(), transform, unsigned=True)
     in_order = x[:, weights.order.long()].contiguous()
-    y = multiply_sparse(in_order, weights, weights.codes.T.contiguous())
+    transposed = weights.codes.T.contiguous()
+    if rows == 1:
+        y = multiply_sparse_row(in_order, weights, transposed)
+    else:
+        found = multiply_sparse(in_order, weights, transposed, Cleared(sums[:rows], largest_of(in_order, weights)))
+        y = (found.sums.float() * (found.row_scales[:, None] * found.output_scales)).half()
+        assert (sums[rows:] == 0).all()
     wanted = product(inputs, codes).half()
     assert wanted[[i for i in range(rows) if i != 3]].isfinite().all()
     assert same(y, wanted)
+
+
+@pytest.mark.parametrize("rows", [5, 32])
+def test_outputs_raise_the_largest_inputs_of_the_map_that_they_feed(rows: int) -> None:
+    (gemm,), _ = random_gemms(rows, 256, (5120,))
+    fed, _, _ = made(64, 5120, channels(5120))
+    largest = torch.zeros(rows, 2, dtype=torch.int32)
+    multiply([gemm], fed=fed, largest=largest)
+    assert torch.equal(largest, largest_of(gemm.y, fed))
 
 
 def test_a_matrix_that_the_kernels_do_not_take_is_refused() -> None:

@@ -34,7 +34,8 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     sum_partials,
 )
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
-from rwkv_batch.kernels.cuda.w8a8.linear import CudaInt8Linear
+from rwkv_batch.kernels.cuda.w8a8.linear import CudaInt8Linear, CudaW8A8Linear
+from rwkv_batch.kernels.cuda.w8a8.products import ExactSums, prepare_w8a8
 from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS, Workspace
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
 from rwkv_batch.model.layer import Layer
@@ -53,7 +54,7 @@ def channel_mix(
     x: Tensor | QuantisedRows | Codes | DeferredMix | SingleRowInput,
     adapters: LayerAdapters | None,
     workspaces: Mapping[torch.device, Workspace],
-) -> Tensor | PartialSums | RowSums:
+) -> Tensor | PartialSums | RowSums | ExactSums:
     """See `CudaOps.channel_mix`."""
     if isinstance(x, QuantisedRows):
         assert adapters is None, "adapters read fp16 inputs, so these are not quantised"
@@ -61,6 +62,10 @@ def channel_mix(
     key, value = layer.ffn_key, layer.ffn_value
     if isinstance(key, CudaInt8Linear) and isinstance(value, CudaInt8Linear) and adapters is None:
         assert isinstance(x, Tensor | Codes), "inputs of int8 weights"
+        if isinstance(x, Codes) and isinstance(value, CudaW8A8Linear):
+            cleared = prepare_w8a8(value.weight.device).cleared_of(len(x.codes), len(value.weight))
+            if cleared is not None:
+                return value.multiply_fed(key, x, cleared)
         return value.multiply_stored(key.to_stored(x))
     assert not isinstance(x, Codes), "adapters read fp16 inputs"
     if isinstance(x, DeferredMix):

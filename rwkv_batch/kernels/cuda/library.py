@@ -71,7 +71,7 @@ class ShiftMixArgs(Structure):
     """Mirrors the struct in mix/shift_mix.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("x", "delta", "partials", "sums", "to_clear")],
+        *[(name, c_void_p) for name in ("x", "delta", "partials", "sums", "to_clear", "row_scales", "output_scales")],
         *[(name, c_void_p) for name in ("x_out", "mixed", "quantised", "scales", "ratios")],
         *[(name, c_void_p) for name in ("shift", "last_h", "weight", "bias", "mix")],
         *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
@@ -265,6 +265,7 @@ class DraftStepArgs(Structure):
 SIGNATURES: dict[str, list[type]] = {
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_add_partials": [c_void_p] * 3 + [c_int, c_int64, c_void_p],
+    "rwkv_add_exact_sums": [*[c_void_p] * 5, c_int, c_int, c_void_p],
     "rwkv_norm_rows": [c_void_p] * 5 + [c_int, c_int, c_void_p],
     "rwkv_relu_square": [c_void_p, c_int64, c_void_p],
     "rwkv_low_rank_act": [c_void_p, c_int64, c_void_p, c_int64, c_void_p],

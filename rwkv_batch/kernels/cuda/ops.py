@@ -47,10 +47,12 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
     QuantisedRows,
     RowSums,
     SingleRowInput,
+    add_exact_sums,
     add_partial_sums,
     add_sums,
 )
 from rwkv_batch.kernels.cuda.shift_mix import MAX_WIDTH, shift_and_mix
+from rwkv_batch.kernels.cuda.w8a8.products import ExactSums
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.adapter_table import AdaptedLinear, LayerAdapters
 from rwkv_batch.model.layer import Layer, Linear, Norm, Projections
@@ -236,8 +238,10 @@ class CudaOps:
         assert isinstance(layer.output, CudaQuantLinear), "quantised rows need quantised weights"
         return multiply_to_partials(layer.output, y)
 
-    def add(self, x: Tensor, delta: Tensor | PartialSums | RowSums) -> Tensor:
+    def add(self, x: Tensor, delta: Tensor | PartialSums | RowSums | ExactSums) -> Tensor:
         """As naive."""
+        if isinstance(delta, ExactSums):
+            return add_exact_sums(x, delta)
         if isinstance(delta, Tensor):
             return x + delta
         return add_sums(x, delta) if isinstance(delta, RowSums) else add_partial_sums(x, delta)
@@ -247,11 +251,11 @@ class CudaOps:
         layer: Layer,
         x: Tensor | QuantisedRows | Codes | DeferredMix | SingleRowInput,
         adapters: LayerAdapters | None = None,
-    ) -> Tensor | PartialSums | RowSums:
+    ) -> Tensor | PartialSums | RowSums | ExactSums:
         """As naive, with more formats of x and of the result.
 
-        x [T, C] is fp16 or quantised. The result is [T, C] fp16, split-K partials, or one row's fixed-point sums. With
-        few rows, only the rows of ffn.value are read whose input is not zero.
+        x [T, C] is fp16 or quantised. The result is [T, C] fp16, split-K partials, one row's fixed-point sums, or exact
+        sums. With few rows, only the rows of ffn.value are read whose input is not zero.
         """
         assert isinstance(layer, CudaLayer), "prepare_layer comes first"
         return channel_mix(layer, x, adapters, self.workspaces)

@@ -15,7 +15,7 @@ from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import TWO_PART_DTYPE
 from rwkv_batch.kernels.cuda.hopper_quantised_launch import fits_two_part_gemm
 from rwkv_batch.kernels.cuda.library import NormMixArgs, cuda_pointer, hopper_library, library
 from rwkv_batch.kernels.cuda.packed_weights import Packed, has_fp8_gemm
-from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix
+from rwkv_batch.kernels.cuda.w8a8.products import ExactSums, W8A8Mix
 from rwkv_batch.model.quant.formats import Format
 
 SCALE_ALIGNMENT = 4
@@ -141,6 +141,15 @@ def add_sums(x: Tensor, delta: RowSums) -> Tensor:
     out = torch.empty_like(x)
     places = cuda_pointer(x), cuda_pointer(delta.sums, torch.int64), cuda_pointer(out)
     hopper_library().call("rwkv_add_fixed_point", *places, x.shape[1])
+    return out
+
+
+def add_exact_sums(x: Tensor, delta: ExactSums) -> Tensor:
+    """Returns x [T, C] fp16 plus delta: [T, C] fp16."""
+    out, (sums, rows, outputs) = torch.empty_like(x), delta
+    scales = cuda_pointer(rows, torch.float32), cuda_pointer(outputs, torch.float32)
+    places = cuda_pointer(x), cuda_pointer(sums, torch.int32), *scales, cuda_pointer(out)
+    library().call("rwkv_add_exact_sums", *places, *x.shape)
     return out
 
 

@@ -26,7 +26,7 @@ from rwkv_batch.kernels.cuda.quantised_rows import (
 )
 from rwkv_batch.kernels.cuda.skinny_quant import fits_hopper_row, fits_row_value
 from rwkv_batch.kernels.cuda.w8a8.linear import CudaW8A8Linear
-from rwkv_batch.kernels.cuda.w8a8.products import W8A8Mix, empty_rows
+from rwkv_batch.kernels.cuda.w8a8.products import ExactSums, W8A8Mix, empty_rows, prepare_w8a8
 from rwkv_batch.kernels.cuda.workspace import Workspace
 from rwkv_batch.model.layer import MIX_ORDER, Prologue
 from rwkv_batch.model.quant.formats import Format
@@ -50,7 +50,7 @@ class HasWorkspaces(Protocol):
 def shift_and_mix(
     ops: HasWorkspaces,
     x: Tensor,
-    delta: Tensor | PartialSums | RowSums | None,
+    delta: Tensor | PartialSums | RowSums | ExactSums | None,
     prologue: Prologue,
     shift: Tensor,
     inputs: StepInputs,
@@ -66,7 +66,7 @@ def shift_and_mix(
     if ragged and isinstance(delta, PartialSums):  # the kernel of prompts has no registers for them
         delta = sum_partials(delta)
     is_lone = tokens == 1 and not is_adapted
-    if is_lone and not isinstance(delta, PartialSums) and _defers_mix(prologue):
+    if is_lone and not isinstance(delta, PartialSums | ExactSums) and _defers_mix(prologue):
         return _defer_mix(x, delta, prologue, shift, inputs, work)
     quantised = None if is_adapted else _quantised_mix(x, prologue)
     in_8_bits = None if is_adapted else _w8a8_mix(x, prologue)
@@ -100,6 +100,12 @@ def shift_and_mix(
     )
     if in_8_bits is not None:
         _fill_w8a8(args, in_8_bits, prologue)
+        cleared = prepare_w8a8(x.device).cleared_of(tokens, width) if len(mix) == 1 else None
+        args.to_clear = None if cleared is None else cuda_pointer(cleared.sums, torch.int32)
+    if isinstance(delta, ExactSums):
+        args.sums = cuda_pointer(delta.sums, torch.int32)
+        args.row_scales = cuda_pointer(delta.row_scales, torch.float32)
+        args.output_scales = cuda_pointer(delta.output_scales, torch.float32)
     library().call("rwkv_shift_mix", ctypes.byref(args), rows)
     if added is not None:
         return x_out, [SingleRowInput(mixed[0], added)]
@@ -108,7 +114,7 @@ def shift_and_mix(
 
 def _row_args(
     x: Tensor,
-    delta: Tensor | PartialSums | RowSums | None,
+    delta: Tensor | PartialSums | RowSums | ExactSums | None,
     x_out: Tensor,
     prologue: Prologue,
     shift: Tensor,

@@ -500,6 +500,7 @@ inline uint32_t __umulhi(uint32_t x, uint32_t y) { return static_cast<uint64_t>(
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int atomicAdd(int* at, int by) { return std::exchange(*at, *at + by); }
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long by) { return std::exchange(*at, *at + by); }
+inline unsigned atomicMax(unsigned* at, unsigned by) { return std::exchange(*at, std::max(*at, by)); }
 inline long long __float2ll_rn(float x) { return std::llrint(x); }
 using std::max;
 using std::min;

@@ -26,7 +26,7 @@ class W8A8Args(Structure):
         *[(name, c_int) for name in ("count", "rows", "k", "pitch", "is_unsigned", "is_two_byte")],
         *[(name, c_int) for name in ("tile_rows", "splits", "in_memory", "pair")],
         *[(name, c_int) for name in ("warpgroups", "blocks", "lead", "ctas_per_sm")],
-        *[(name, c_void_p) for name in ("exchange", "counters")],
+        *[(name, c_void_p) for name in ("exchange", "counters", "fed_factors", "fed_largest")],
     ]
 
 
@@ -45,7 +45,7 @@ class W8A8SparseArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("h", "weights", "factors", "weight_scales", "weight_ratios", "y")],
-        *[(name, c_void_p) for name in ("exchange", "counters")],
+        *[(name, c_void_p) for name in ("sums", "scales", "largest")],
         *[(name, c_int) for name in ("rows", "width", "ffn", "unused")],
     ]
 

@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.w8a8.products import (
+    Cleared,
+    ExactSums,
     W8A8Gemm,
     W8A8Mix,
     W8A8Weights,
     fits_sparse,
     multiply,
     multiply_sparse,
+    multiply_sparse_row,
     prepare_w8a8,
     quantise_inputs,
     quantise_mixed,
 )
 from rwkv_batch.kernels.cuda.w8a8.row import RowGemm, fits_row, multiply_row
-from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import Quantised
 from rwkv_batch.model.quant.w8a8 import Codes
@@ -127,9 +129,16 @@ class CudaW8A8Linear(CudaInt8Linear):
 
     def multiply_stored(self, x: Tensor) -> Tensor:
         """Map [T, in] fp16 to [T, out] fp16, as `CudaInt8Linear`."""
-        if self.transposed is not None and 0 < len(x) <= MAX_SPARSE_ROWS:
-            return multiply_sparse(x, self.weights, self.transposed)
+        if self.transposed is not None and len(x) == 1:
+            return multiply_sparse_row(x, self.weights, self.transposed)
         return super().multiply_stored(x)
+
+    def multiply_fed(self, key: CudaInt8Linear, x: Codes, cleared: Cleared) -> ExactSums:
+        """Map quantised [T, in of key] by `key`, which feeds this map, and by this one."""
+        hidden = torch.empty(len(x.codes), len(key.weight), dtype=torch.float16, device=key.weight.device)
+        multiply([W8A8Gemm(x, key.weights, hidden)], fed=self.weights, largest=cleared.largest)
+        assert self.transposed is not None, "cleared sums are for widths that multiply_sparse takes"
+        return multiply_sparse(hidden, self.weights, self.transposed, cleared)
 
 
 class CudaW8A16Linear(CudaInt8Linear):

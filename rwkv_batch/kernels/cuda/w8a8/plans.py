@@ -54,6 +54,10 @@ class Plan(NamedTuple):
     """2 is for tiles of 8 rows"""
 
 
+FED_PLAN = Plan(Tile(32))
+"""Of few rows that feed ffn.value"""
+
+
 class Launch(NamedTuple):
     """The sizes and types that choose a plan."""
 

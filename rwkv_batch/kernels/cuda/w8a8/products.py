@@ -21,6 +21,7 @@ from rwkv_batch.kernels.cuda.w8a8.arguments import (
 )
 from rwkv_batch.kernels.cuda.w8a8.plans import (
     BLOCK_OUTPUTS,
+    FED_PLAN,
     MAX_EXCHANGED_ROWS,
     MAX_TILE_ROWS,
     SEGMENT,
@@ -28,15 +29,18 @@ from rwkv_batch.kernels.cuda.w8a8.plans import (
     Plan,
     plan_w8a8,
 )
+from rwkv_batch.kernels.cuda.workspace import MAX_SPARSE_ROWS
 from rwkv_batch.model.quant.w8a8 import Codes, InputTransform
 
 MAX_K = 16384
 MAX_OUTPUTS_PER_TILE = 128
 """Outputs of a tile whose sums are exchanged."""
 COUNTERS_PER_TILE = 8
-SPARSE_COLUMNS, SPARSE_SPLITS = 128, 4
-"""Outputs of a tile of csrc/w8a8/w8a8_sparse.cu, n is a multiple; CTAs that share it."""
+SPARSE_COLUMNS = 128
+"""Outputs of a tile of csrc/w8a8/w8a8_sparse.cu; n is a multiple."""
 INT8_DTYPES = (torch.int8, torch.uint8)
+MAX_SUM_OUTPUTS = 4096
+"""Of a row's exact sums that CTAs add in memory; the next kernel scales them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,26 @@ class W8A8Mix:
         return Codes(*(values[i] for values in self.codes))
 
 
+class Cleared(NamedTuple):
+    """What the launches of a channel mix of few rows add to. The largest inputs lie behind the sums."""
+
+    sums: Tensor
+    """[T, n] int32: exact sums of ffn.value"""
+    largest: Tensor
+    """[T, 2] int32: bits of its largest inputs of the rest and of segment 1"""
+
+
+class ExactSums(NamedTuple):
+    """Outputs of a channel mix before they are scaled, as the next `shift_mix` reads them."""
+
+    sums: Tensor
+    """[T, n] int32"""
+    row_scales: Tensor
+    """[T] fp32"""
+    output_scales: Tensor
+    """[n] fp32"""
+
+
 @dataclass(slots=True)
 class W8A8Workspace:
     """Memory through which CTAs exchange sums on one device. Launches that use it must not run at once."""
@@ -143,6 +167,15 @@ class W8A8Workspace:
     counters: Tensor
     """[tiles, 8] int32, a multiple of the splits between launches"""
     num_sms: int
+    cleared: Tensor
+    """[MAX_SPARSE_ROWS * (MAX_SUM_OUTPUTS + 2)] int32"""
+
+    def cleared_of(self, rows: int, n: int) -> Cleared | None:
+        """Return what `shift_mix` clears before a channel mix of n outputs; None if its results are scaled at once."""
+        if not 1 < rows <= MAX_SPARSE_ROWS or n % SPARSE_COLUMNS or not len(self.cleared):
+            return None
+        sums, largest = self.cleared[: rows * (n + 2)].split((rows * n, rows * 2))
+        return Cleared(sums.view(rows, n), largest.view(rows, 2))
 
 
 @functools.cache
@@ -156,6 +189,7 @@ def prepare_w8a8(device: torch.device) -> W8A8Workspace:
         torch.empty(size, dtype=torch.uint8, device=device),
         torch.zeros(num_sms, COUNTERS_PER_TILE, dtype=torch.int32, device=device),
         num_sms,
+        torch.empty(MAX_SPARSE_ROWS * (MAX_SUM_OUTPUTS + 2) if is_hopper else 0, dtype=torch.int32, device=device),
     )
 
 
@@ -218,11 +252,19 @@ def quantise_mixed(
     return [Codes(*parts) for parts in zip(*out, strict=True)]
 
 
-def multiply(gemms: Sequence[W8A8Gemm], plan: Plan | None = None, bits: int = 8) -> None:
+def multiply(
+    gemms: Sequence[W8A8Gemm],
+    plan: Plan | None = None,
+    bits: int = 8,
+    fed: W8A8Weights | None = None,
+    largest: Tensor | None = None,
+) -> None:
     """Run up to 3 GEMMs of the same K and rows, with inputs in 8 or 16 bits.
 
     They run in one launch. plan: for tests and tuning; None: the best known. GPUs without Hopper's kernels use
     mma.sync. Raises ValueError for shapes that do not match.
+
+    fed, largest: ffn.value, whose largest inputs [T, 2] int32 are raised by one GEMM of few rows that feeds it.
     """
     device = gemms[0].y.device
     if not has_hopper_gemm(device):
@@ -232,12 +274,17 @@ def multiply(gemms: Sequence[W8A8Gemm], plan: Plan | None = None, bits: int = 8)
     if launch.rows == 0:
         return
     work = prepare_w8a8(device)
-    if plan is None:
+    if fed is not None:
+        plan = FED_PLAN
+    elif plan is None:
         plan = plan_w8a8(launch, work.num_sms, not is_mps_active())
     for name, value in plan.tile._asdict().items():
         setattr(args, name, value)
     args.lead, args.ctas_per_sm = plan.lead, plan.ctas_per_sm
     args.exchange, args.counters = work.exchange.data_ptr(), work.counters.data_ptr()
+    if fed is not None:
+        args.fed_factors = cuda_pointer(fed.stored_factors, torch.float32)
+        args.fed_largest = cuda_pointer(largest, torch.int32)
     hopper_library().call("rwkv_w8a8", ctypes.byref(args))
 
 
@@ -250,39 +297,54 @@ def multiply_by_mma(gemms: Sequence[W8A8Gemm], bits: int = 8) -> None:
 def fits_sparse(n: int, device: torch.device) -> bool:
     """Whether few rows should skip inputs that are zero: `multiply_sparse` takes n outputs on the device.
 
-    Measured on Hopper only. All CTAs must run at once.
+    Measured on Hopper only.
     """
-    if n % SPARSE_COLUMNS or not has_hopper_gemm(device) or is_mps_active():
-        return False
-    return n // SPARSE_COLUMNS * SPARSE_SPLITS <= prepare_w8a8(device).num_sms
+    return n % SPARSE_COLUMNS == 0 and has_hopper_gemm(device)
 
 
-def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tensor:
-    """Quantise max(x, 0)^2 and multiply it, x [T <= 8, K] fp16 in stored order -> y [T, n] fp16.
+def multiply_sparse_row(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tensor:
+    """Quantise max(x, 0)^2 and multiply it, x [1, K] fp16 in stored order -> y [1, n] fp16.
 
-    transposed: the weights' codes [K, n]. Only the rows are read whose code is not zero in all of x. Raises ValueError
-    for shapes that do not match.
+    transposed: the weights' codes [K, n]. Only the rows are read whose code is not zero. Raises ValueError for shapes
+    that do not match.
     """
+    y = x.new_empty(1, len(weights.codes))
+    _call_sparse("rwkv_w8a8_sparse_row", x, weights, transposed, y=cuda_pointer(y))
+    return y
+
+
+def multiply_sparse(x: Tensor, weights: W8A8Weights, transposed: Tensor, cleared: Cleared) -> ExactSums:
+    """As `multiply_sparse_row` for x [T <= 8, K]; adds to the sums, and reads the largest inputs, of `cleared`."""
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    places = cuda_pointer(cleared.sums, torch.int32), cuda_pointer(cleared.largest, torch.int32)
+    _call_sparse(
+        "rwkv_w8a8_sparse",
+        x,
+        weights,
+        transposed,
+        sums=places[0],
+        largest=places[1],
+        scales=cuda_pointer(scales, torch.float32),
+    )
+    return ExactSums(cleared.sums, scales, weights.scales)
+
+
+def _call_sparse(kernel: str, x: Tensor, weights: W8A8Weights, transposed: Tensor, **places: int | None) -> None:
     (rows, k), n = x.shape, len(weights.codes)
     if transposed.shape != (k, n):
         raise ValueError(f"inputs {tuple(x.shape)} do not fit the transposed weights {tuple(transposed.shape)}")
-    y, work = x.new_empty(rows, n), prepare_w8a8(x.device)
-    kernel = "rwkv_w8a8_sparse_row" if rows == 1 else "rwkv_w8a8_sparse"
     args = W8A8SparseArgs(
         h=cuda_pointer(x),
         weights=cuda_pointer(transposed, torch.int8),
         factors=cuda_pointer(weights.stored_factors, torch.float32),
         weight_scales=cuda_pointer(weights.scales, torch.float32),
         weight_ratios=cuda_pointer(weights.ratios, torch.int32),
-        y=cuda_pointer(y),
-        exchange=work.exchange.data_ptr(),
-        counters=work.counters.data_ptr(),
         rows=rows,
         width=n,
         ffn=k,
+        **places,
     )
     library().call(kernel, ctypes.byref(args))
-    return y
 
 
 def _launch_args(gemms: Sequence[W8A8Gemm], bits: int) -> tuple[W8A8Args, Launch]:

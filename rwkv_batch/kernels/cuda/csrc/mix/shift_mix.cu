@@ -8,6 +8,8 @@
 //        delta     [T, C]      fp16, nullable
 //        partials  [S, T, C]   fp32, nullable; decode only: delta as split-K partials, added in order, rounded to fp16
 //        sums      [8, C / 8]  int64, nullable; one decode row only: delta in fixed point (fixed_point_sums.cuh)
+//                  [T, C]      with W8A8: s32, at most one token per SM: delta as a W8A8 GEMM's exact sums (w8a8.cuh)
+//        row_scales [T], output_scales [C] fp32, of these
 //        factors   [C] fp32    of each quantised mix by channel, with W8A8 (w8a8_rows.cuh)
 //        order     [C] u16     of each quantised mix, with W8A8: the channel at a position
 //        mix       [M, C]      fp16; M = 6 (time mix: r, k, v, w, a, g) or 1 (channel mix)
@@ -22,6 +24,8 @@
 //                  W8A8        [K, T, C] s8 by position, scales [K, pitch] fp32, ratios [K, pitch] s32 (w8a8_rows.cuh);
 //                              C % 128 == 0; not with partials
 //        to_clear  [8, C / 8]  int64, nullable; one decode row only: fixed-point sums to zero after `sums` was read
+//                  [T, C]      with W8A8: s32, at most one token per SM: to zero, other sums than `sums`, and the
+//                              [T, 2] words behind them
 //
 // inout  shift     [slots, C]  fp16; reads read_slots[row], writes write_slots[row]; of prompts, a row that continues
 //                              the one before reads no slot
@@ -68,6 +72,19 @@ __device__ __forceinline__ Moments moments(
     return merge_moments(scratch, blockDim.x >> 5, width);
 }
 
+// x + delta of eight channels; delta may be exact sums.
+__device__ __forceinline__ uint4 load_exact_sum(const ShiftMixArgs& a, int row, int64_t at, const float (&output_scales)[8]) {
+    const uint4 x = load16(a.x + at);
+    if (a.delta != nullptr) return add_packed(x, load16(a.delta + at));
+    return a.sums == nullptr ? x : add_packed(x, scale_exact_sums(static_cast<const int*>(a.sums) + at, a.row_scales[row], output_scales));
+}
+__device__ __forceinline__ void clear_exact_sums(const ShiftMixArgs& a, int row, int64_t at) {
+    if (a.to_clear == nullptr) return;
+    int* const sums = static_cast<int*>(a.to_clear);
+    *reinterpret_cast<uint4*>(sums + at) = *reinterpret_cast<uint4*>(sums + at + 4) = make_uint4(0, 0, 0, 0);
+    if (const int64_t first = static_cast<int64_t>(row) * a.width; at == first) reinterpret_cast<uint2*>(sums + static_cast<int64_t>(a.tokens) * a.width)[row] = make_uint2(0, 0);
+}
+
 // Decode: one CTA per token. PRELOADED: norm weights are loaded before the previous kernel ends, mix weights too unless
 // delta is partials, which need the registers. Two-part kernels use few registers, to fit next to a GEMM's
 // CTA.
@@ -82,10 +99,14 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
     constexpr bool MIX_PRELOADED = PRELOADED && (!PARTIALS || MIXES == 1);
     const int width = a.width, channel = threadIdx.x * 8, token = blockIdx.x;
     const bool active = channel < width;
-    float weight[8] = {}, bias[8] = {};
+    float weight[8] = {}, bias[8] = {}, output_scales[8] = {};
     uint4 mix[GROUP] = {};
     W8A8Channels<QUANTISED_MIXES<MIXES>> channels;
-    if constexpr (PRELOADED && OUT == OutputFormat::W8A8) channels.load(a, channel, active);
+    constexpr bool READS_EXACT_SUMS = PRELOADED && OUT == OutputFormat::W8A8;
+    if constexpr (READS_EXACT_SUMS) {
+        channels.load(a, channel, active);
+        if (a.sums != nullptr && active) load_fp32x8(a.output_scales + channel, output_scales);
+    }
     const auto load_mixes = [&] {
 #pragma unroll
         for (int m = 0; m < GROUP; ++m) mix[m] = load16(a.mix + m * width + channel);
@@ -120,22 +141,24 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
     wait_for_previous_kernel();
     const int64_t at = static_cast<int64_t>(token) * width + channel;
     if (!early_slots) load_slots();
+    const auto load_token = [&](int row, int64_t from) {
+        if (READS_EXACT_SUMS) return load_exact_sum(a, row, from, output_scales);
+        const uint4 x = load16(a.x + from);
+        if (a.delta != nullptr) return add_packed(x, load16(a.delta + from));
+        if (RAGGED || a.sums == nullptr) return x;
+        return add_packed(x, load_fixed_point(static_cast<const unsigned long long*>(a.sums), width, channel));
+    };
     if (active) {
-        packed = load16(a.x + at);
         if constexpr (PARTIALS) {
-            packed = add_packed(packed, sum_partials(a.partials, a.num_splits, static_cast<int64_t>(a.tokens) * width, at));
-        } else if (a.delta != nullptr) {
-            packed = add_packed(packed, load16(a.delta + at));
-        } else if (a.sums != nullptr) {
-            packed = add_packed(packed, load_fixed_point(a.sums, width, channel));
+            packed = add_packed(load16(a.x + at), sum_partials(a.partials, a.num_splits, static_cast<int64_t>(a.tokens) * width, at));
+        } else {
+            packed = load_token(token, at);
         }
         if (PRELOADED && !MIX_PRELOADED) load_mixes();
     }
     uint4 packed_other = make_uint4(0, 0, 0, 0);
     if (RAGGED) {
-        const int64_t other_at = static_cast<int64_t>(other) * width + channel;
-        if (active) packed_other = load16(a.x + other_at);
-        if (active && a.delta != nullptr) packed_other = add_packed(packed_other, load16(a.delta + other_at));
+        if (active) packed_other = load_token(other, static_cast<int64_t>(other) * width + channel);
         const float2 part = warp_moments(packed_other, active, warp_weight(width));
         if ((threadIdx.x & 31) == 0) scratch_of_other[threadIdx.x >> 5] = part;
     }
@@ -164,7 +187,11 @@ __global__ void __launch_bounds__(512, !PRELOADED ? 3 : OUT == OutputFormat::TWO
     write_mixed<MIXES, GROUP, OUT, PRELOADED>(
         a, h, change, mix, token, channel, active, largest, channels,
         [](__half* p, const uint4& v) { store_evict_first(p, v); });
-    if (a.to_clear != nullptr && active) clear_fixed_point(a.to_clear, width, channel);
+    if (READS_EXACT_SUMS && active) {
+        clear_exact_sums(a, token, at);
+    } else if (a.to_clear != nullptr && active) {
+        clear_fixed_point(static_cast<unsigned long long*>(a.to_clear), width, channel);
+    }
 }
 
 // Decode with partials, which are four times the token's other bytes. TOKEN_CTAS small CTAs share a token's channels;
@@ -432,7 +459,8 @@ RWKV_API int rwkv_shift_mix(const ShiftMixArgs* a, int rows, void* stream) {
     if (a->partials != nullptr && (a->cu_seqlens != nullptr || is_w8a8)) return static_cast<int>(cudaErrorInvalidValue);
     if (a->token_ctas != 1 && (!clusters || a->partials == nullptr || a->quantised == nullptr || a->scales != nullptr))
         return static_cast<int>(cudaErrorInvalidValue);
-    if ((a->sums != nullptr || a->to_clear != nullptr) && (a->tokens != 1 || a->cu_seqlens != nullptr)) return static_cast<int>(cudaErrorInvalidValue);
+    const bool may_have_sums = is_w8a8 ? a->tokens <= device_info().num_sms : a->tokens == 1 && a->cu_seqlens == nullptr;
+    if ((a->sums != nullptr || a->to_clear != nullptr) && !may_have_sums) return static_cast<int>(cudaErrorInvalidValue);
     const int threads = (a->width / 8 + 31) / 32 * 32;
     const auto launch_as = [&](auto mixes) {
         if (a->quantised == nullptr) return launch_shift_mix<mixes.value, OutputFormat::FP16>(*a, threads, stream);
@@ -468,6 +496,24 @@ RWKV_API int rwkv_add_partials(const void* x, const void* partials, void* out, i
     const dim3 blocks(static_cast<unsigned>((count / 8 + THREADS - 1) / THREADS));
     launch(sum_partials_kernel, blocks, THREADS, stream, static_cast<const __half*>(x), static_cast<const float*>(partials),
            static_cast<__half*>(out), num_splits, count);
+    return launch_result();
+}
+
+// out = x + y of exact sums.
+__global__ void __launch_bounds__(512) add_exact_sums_kernel(const __half* x, const int* sums, const float* row_scales, const float* output_scales, __half* out, int width) {
+    const int channel = threadIdx.x * 8;
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * width + channel;
+    float scales[8];
+    if (channel < width) load_fp32x8(output_scales + channel, scales);
+    allow_next_kernel();
+    wait_for_previous_kernel();
+    if (channel < width) store16(out + at, add_packed(load16(x + at), scale_exact_sums(sums + at, row_scales[blockIdx.x], scales)));
+}
+
+// x [T, C] fp16, sums [T, C] s32, row_scales [T] and output_scales [C] fp32 -> out [T, C] fp16.
+RWKV_API int rwkv_add_exact_sums(const void* x, const void* sums, const void* row_scales, const void* output_scales, void* out, int tokens, int width, void* stream) {
+    launch(add_exact_sums_kernel, dim3(tokens), (width / 8 + 31) / 32 * 32, stream, static_cast<const __half*>(x), static_cast<const int*>(sums),
+           static_cast<const float*>(row_scales), static_cast<const float*>(output_scales), static_cast<__half*>(out), width);
     return launch_result();
 }
 

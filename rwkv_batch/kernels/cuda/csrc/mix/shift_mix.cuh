@@ -11,8 +11,9 @@ struct ShiftMixArgs {
     const __half* x;
     const __half* delta;
     const float* partials;
-    const unsigned long long* sums;
-    unsigned long long* to_clear;
+    const void* sums;
+    void* to_clear;
+    const float *row_scales, *output_scales;  // with W8A8, of the sums
     __half* x_out;
     __half* mixed;
     uint2* quantised;

@@ -18,6 +18,8 @@
 //
 // inout  exchange       [CTAs, outputs, ROWS] s32       with GLOBAL: sums on their way between CTAs
 //        counters       [tiles, 8] s32                 with GLOBAL: a multiple of SPLITS between launches
+//        fed_largest    [T, 2] u32                     with FEEDS: bits of the largest max(y, 0)^2 * |fed_factors|, of the rest
+//                                                      and of segment 1, for ffn.value's rounding
 //
 // Inputs in two bytes are two adjacent rows of x, high bytes first, with the same scales. y has T / 2 rows then:
 //   y[t / 2, n] = fp16((float(S[t, n]) + float(S[t + 1, n]) / 256) * (input_scales[t] * weight_scales[n]))
@@ -44,7 +46,7 @@
 
 #include "../common.cuh"
 #include "hopper_int8.cuh"
-#include "w8a8_args.cuh"
+#include "w8a8_rows.cuh"
 
 constexpr int DEPTH = SEGMENT;     // of K a stage
 constexpr int BLOCK_OUTPUTS = 64;  // wgmma's M
@@ -65,6 +67,8 @@ struct W8A8Launch {
     int groups, row_blocks, band;  // row_blocks: of STACKED tiles; band: row blocks that all outputs are computed of before the next ones
     int4* exchange;       // GLOBAL: [tiles][FINISHERS][SPLITS - 1][SHARE / 8][THREADS]
     unsigned* counters;   // GLOBAL: [tiles][8], counted up by every launch, of 2 and of 4 splits apart
+    const float* fed_factors;  // FEEDS
+    unsigned* fed_largest;
     int is_two_byte;
     int lead;  // stages that each warpgroup is ahead of the next one, so that epilogues overlap with products
 };
@@ -94,6 +98,7 @@ struct W8A8Tile {
     static constexpr int EXCHANGE_BYTES = (SPLITS - 1) * (SHARE / 8) * THREADS * 16;
     static constexpr bool OWN_EXCHANGE = EXCHANGE_BYTES <= 32 * 1024 && !GLOBAL;  // else in the ring, or in memory
     static constexpr int BARRIER_BYTES = 256;
+    static constexpr bool FEEDS = SPLITS == 1 && ROWS == 32;
     static constexpr int OTHER_BYTES = ALL_STAGING + (OWN_EXCHANGE ? EXCHANGE_BYTES : 0) + 2 * SCALE_BYTES + BARRIER_BYTES;
     static constexpr int ROOM = (LEAN ? 113 : 227) * 1024 - 1024 - OTHER_BYTES;
     static constexpr int STAGES = ROOM / STAGE_BYTES < 12 ? ROOM / STAGE_BYTES : 12;
@@ -164,6 +169,16 @@ __device__ __forceinline__ void meet_ctas(unsigned* counter) {
     do {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
     } while (static_cast<int>(now - wanted) < 0);
+}
+
+// Raises a row's largest inputs of ffn.value. Eight lanes hold 64 outputs of the row.
+__device__ __forceinline__ void raise_largest(unsigned* largest, const W8A8Octet& octet, const int4& halves, bool stores) {
+    float v[8];
+    octet.scale<true>(*reinterpret_cast<const uint4*>(&halves), v);
+    uint32_t bits = largest_bits(v);
+#pragma unroll
+    for (int offset = 1; offset < 8; offset <<= 1) bits = max(bits, __shfl_xor_sync(FULL_MASK, bits, offset));
+    if (stores && threadIdx.x % 8 == 0) atomicMax(largest, bits);
 }
 
 template <typename Tile>
@@ -314,6 +329,8 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
                 const int output = min(my_outputs + i / 2 * BLOCK_OUTPUTS + warp * 16 + lane / 4 + i % 2 * 8, gemm.n - 1);
                 of_output[i] = __ldg(gemm.weight_scales + output), ratio[i] = __ldg(gemm.weight_ratios + output);
             }
+            W8A8Octet octet = {};  // of the outputs that a thread stores
+            if (Tile::FEEDS && p.fed_largest != nullptr && my_outputs < gemm.n) octet.load(p.fed_factors, my_outputs + tid % 8 * 8);
             if (WARPGROUPS > 1 && p.lead > 0) {
                 if (group > 0) mbarrier_wait(at.lead + 8 * (group - 1), lead_parity);
                 lead_parity ^= 1;
@@ -398,6 +415,7 @@ __global__ void __launch_bounds__(Tile::THREADS + 128, Tile::LEAN ? 2 : 1) w8a8_
 #pragma unroll
                     for (int i = 0; i < LINES; ++i) {
                         if (inside && row < p.rows) store_outputs(y, lines[i], gemm.out_fp32);
+                        if (Tile::FEEDS && p.fed_largest != nullptr) raise_largest(p.fed_largest + 2 * row + (output < SEGMENT), octet, lines[i], inside && row < p.rows);
                         row += 16, y += static_cast<int64_t>(16 >> p.is_two_byte) * gemm.n * bytes;
                     }
                 }

@@ -21,6 +21,9 @@ struct W8A8Args {
     int is_two_byte;  // an input is two adjacent rows, high bytes first: y has rows / 2 rows
     int tile_rows, splits, in_memory, pair, warpgroups, blocks, lead, ctas_per_sm;  // the plan; w8a8_mma.cu has none
     void *exchange, *counters;                                                      // read with in_memory
+    // Of one GEMM of few rows that feeds ffn.value; null: none.
+    const float* fed_factors;  // [n], by output
+    unsigned* fed_largest;     // [rows, 2]: bits of the largest inputs of the rest, of segment 1; to be raised
 };
 
 // ffn.value by the inputs that are not zero.
@@ -30,9 +33,10 @@ struct W8A8SparseArgs {
     const float* factors;
     const float* weight_scales;
     const int* weight_ratios;
-    __half* y;
-    void* exchange;
-    unsigned* counters;
+    __half* y;             // of one row
+    int* sums;             // of more: S, which the launch adds to
+    float* scales;         // of more: the rows'
+    const uint2* largest;  // of more: bits of the rows' largest inputs of the rest, of segment 1
     int rows, width, ffn, unused;
 };
 

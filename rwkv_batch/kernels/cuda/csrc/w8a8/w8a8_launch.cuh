@@ -41,6 +41,8 @@ int launch_w8a8(const W8A8Args& args, void* stream) {
     p.row_blocks = (args.rows + Tile::ROWS * Tile::STACKED - 1) / (Tile::ROWS * Tile::STACKED), p.band = 1;
     while (p.band * 2 * Tile::STACKED <= MAX_BAND && static_cast<int64_t>(p.band) * 2 * Tile::STACKED * Tile::ROWS * args.k <= BAND_BYTES) p.band *= 2;
     if (p.lead > stages || p.lead >= Tile::STAGES || args.pitch < (args.rows + Tile::ROWS - 1) / Tile::ROWS * Tile::ROWS) return REFUSED;
+    p.fed_factors = args.fed_factors, p.fed_largest = args.fed_largest;
+    if (p.fed_largest != nullptr && (!Tile::FEEDS || args.count > 1 || args.is_two_byte || args.gemms[0].out_fp32)) return REFUSED;
     for (int i = 0; i < args.count; ++i) {
         const W8A8GemmArgs& m = args.gemms[i];
         W8A8Gemm& gemm = p.gemms[i];

@@ -5,20 +5,18 @@
 // in     h               [T, F]  fp16   by position
 //        weights         [F, C]  s8     W transposed, by position
 //        factors         [F]     fp32   by position
-//        weight_scales   [C]     fp32
 //        weight_ratios   [C]     s32
+//        largest         [T, 2]  u32    bits of the rows' largest inputs of the rest, of segment 1
 //
-// out    y               [T, C]  fp16
+// out    scales          [T]     fp32
 //
-// Four CTAs compute 128 columns, each a quarter of F. They exchange the rows' largest values, and at the end sums, through
-// memory. A warp rounds its inputs, lists the active rows of Wt with their codes, and multiplies 32 at a time: a lane has
-// 16 columns of eight rows, and transposes them in registers. The first 128 positions are segment 1, and all of one warp.
+// inout  sums            [T, C]  s32    S is added
 //
-// inout  exchange        [tiles, 4] SparseExchange
-//        counters        [tiles, 8] u32            multiples of 4 between launches
+// Four CTAs compute 128 columns, each a quarter of F. A warp rounds its inputs, lists the active rows of Wt with their
+// codes, and multiplies 32 at a time: a lane has 16 columns of eight rows, and transposes them in registers. The first 128
+// positions are segment 1, and all of one warp.
 //
-// Grid: 4 C / 128, at most one CTA per SM: all must be resident. (Clusters would share SMs: an H200 has room for 30 of four
-// CTAs at one CTA per SM, not 32.)
+// Grid: 4 C / 128.
 // Block: 512 threads; mma.m16n8k32.
 // Shared memory: 66 KB, lists, then sums.
 // Bound: memory; C bytes per active row in pieces of 128.
@@ -41,14 +39,8 @@ struct SparseSmem {
         ActiveList lists[WARPS];
         int4 sums[WARPS][COLUMNS * MAX_ROWS / 4];  // after the main loop
     };
-    uint2 largest[WARPS][MAX_ROWS];  // W8A8Largest of each warp
-    float row_scales[MAX_ROWS], column_scales[COLUMNS];
-    int column_ratios[COLUMNS];
-};
-// What a CTA gives to the other three of its tile.
-struct SparseExchange {
-    int4 sums[COLUMNS * MAX_ROWS / 4];
-    uint2 largest[MAX_ROWS];
+    __align__(16) int column_ratios[COLUMNS];  // of the warp that has segment 1
+    int totals[COLUMNS * MAX_ROWS];
 };
 
 // Bytes i of four words in word i.
@@ -67,16 +59,6 @@ struct Range {
         first = number * each, count = max(min(each, ffn - first), 0);
     }
 };
-
-// One thread of each of the CTAs of a tile; what they stored before is visible after.
-__device__ __forceinline__ void meet_ctas(unsigned* counter) {
-    unsigned before, now;
-    asm volatile("fence.acq_rel.gpu;\natom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    const unsigned wanted = before / SPLITS * SPLITS + SPLITS;
-    do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-    } while (static_cast<int>(now - wanted) < 0);
-}
 
 // Lists a warp's active positions. rows: codes of 8 positions from `at` on. has_large: the first 16 lanes have segment 1,
 // which takes whole steps; they end at large_end. Returns the list's end.
@@ -118,21 +100,6 @@ __device__ __forceinline__ int list_active(ActiveList& list, const uint2 (&rows)
     if (lane < end - count) list.codes[count + lane] = make_uint2(0, 0), list.positions[count + lane] = PADDING;
     __syncwarp();
     return end;
-}
-
-// Requests the rows of Wt, of a CTA's columns, whose input is above zero in a row of the batch: a little more than have
-// a code, but before the codes are known. h: of 8 positions; weights: of the first.
-__device__ __forceinline__ void prefetch_positive(const uint4 (&h)[MAX_ROWS], const int8_t* weights, int width) {
-    uint32_t largest[4] = {};  // two fp16 numbers each, compared as integers
-#pragma unroll
-    for (int row = 0; row < MAX_ROWS; ++row) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) largest[w] = __vmaxs2(largest[w], word_of(h[row], w));
-    }
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        if ((largest[j / 2] >> 16 * (j % 2) & 0xffffu) != 0) prefetch_l2(weights + static_cast<int64_t>(j) * width);
-    }
 }
 
 // Multiplies entries begin .. end - 1 of a list, whole steps. sums[m]: columns 2m and 2m + 1 of the lane, rows 2t, 2t + 1.
@@ -187,10 +154,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
     const bool inside = 8 * lane < range.count, is_large = range.number == 0 && lane < SEGMENT / 8;
     W8A8Octet octet = {};
     if (inside) octet.load(a.factors, range.first + 8 * lane);
-    if (threadIdx.x < COLUMNS) {
-        smem.column_scales[threadIdx.x] = __ldg(a.weight_scales + tile * COLUMNS + threadIdx.x);
-        smem.column_ratios[threadIdx.x] = __ldg(a.weight_ratios + tile * COLUMNS + threadIdx.x);
-    }
+    if (range.number == 0) reinterpret_cast<int4*>(smem.column_ratios)[lane] = __ldg(reinterpret_cast<const int4*>(a.weight_ratios + tile * COLUMNS) + lane);
     allow_next_kernel();
     wait_for_previous_kernel();
     uint4 h[MAX_ROWS];
@@ -199,46 +163,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
         h[row] = make_uint4(0, 0, 0, 0);
         if (row < a.rows && inside) h[row] = load16(a.h + static_cast<int64_t>(row) * a.ffn + range.first + 8 * lane);
     }
-    if (inside) prefetch_positive(h, a.weights + static_cast<int64_t>(range.first + 8 * lane) * a.width + tile * COLUMNS, a.width);
-    float v[8];
-    W8A8Largest largest;  // of row lane % 8
-#pragma unroll
-    for (int row = 0; row < MAX_ROWS; ++row) {
-        if (row >= a.rows) break;
-        W8A8Largest of_row;
-        if (inside) {
-            octet.template scale<true>(h[row], v);
-            of_row.add(largest_bits(v), is_large);
-        }
-        of_row.reduce_warp();
-        if ((lane & 7) == row) largest = of_row;
-    }
-    if (lane < MAX_ROWS) smem.largest[warp][lane] = make_uint2(largest.rest, largest.large);
-    __syncthreads();
-    largest = W8A8Largest();
-#pragma unroll
-    for (int i = 0; i < WARPS; i += 4) {
-        const uint2 of_warp = smem.largest[i + (lane >> 3)][lane & 7];
-        largest.rest = max(largest.rest, static_cast<int>(of_warp.x)), largest.large = max(largest.large, of_warp.y);
-    }
-#pragma unroll
-    for (int offset = 8; offset < 32; offset <<= 1) {
-        largest.rest = max(largest.rest, __shfl_xor_sync(FULL_MASK, largest.rest, offset));
-        largest.large = max(largest.large, __shfl_xor_sync(FULL_MASK, largest.large, offset));
-    }
-    SparseExchange* const of_tile = static_cast<SparseExchange*>(a.exchange) + tile * SPLITS;
-    unsigned* const counter = a.counters + 8 * tile;
-    if (threadIdx.x < MAX_ROWS) __stcg(&of_tile[rank].largest[threadIdx.x], make_uint2(largest.rest, largest.large));
-    __syncwarp();
-    if (threadIdx.x == 0) meet_ctas(counter);
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < SPLITS; ++i) {
-        const uint2 of_cta = __ldcg(&of_tile[i].largest[lane & 7]);
-        largest.rest = max(largest.rest, static_cast<int>(of_cta.x)), largest.large = max(largest.large, of_cta.y);
-    }
-    const W8A8Row<true> of_row(largest.rest, largest.of_large());  // of row lane % 8
-    if (threadIdx.x < MAX_ROWS) smem.row_scales[threadIdx.x] = of_row.scale;
+    const uint2 largest = (lane & 7) < a.rows ? __ldcg(a.largest + (lane & 7)) : make_uint2(0, 0);
+    const W8A8Row<true> of_row(largest.x, largest.y);  // of row lane % 8
+    if (blockIdx.x == 0 && threadIdx.x < a.rows) a.scales[threadIdx.x] = of_row.scale;
 
     ActiveList& list = smem.lists[warp];
     uint2 codes[MAX_ROWS];
@@ -248,6 +175,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
         const float inverse = is_large ? of_large : of_rest;
         codes[row] = make_uint2(0, 0);
         if (row >= a.rows || !inside) continue;
+        float v[8];
         octet.template scale<true>(h[row], v);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(v[j], inverse);
@@ -273,37 +201,28 @@ __global__ void __launch_bounds__(WARPS * 32, 1) w8a8_sparse_kernel(const __grid
 #pragma unroll
     for (int m = 0; m < 8; ++m) smem.sums[warp][m * 32 + lane] = make_int4(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
     __syncthreads();
-    // Item i = 32 m + lane has columns 16 g + 2 m and the next, rows 2 t and 2 t + 1. CTA m / 2 finishes it.
-    constexpr int ITEMS = COLUMNS * MAX_ROWS / 4, SHARE = ITEMS / SPLITS;
-    const auto add = [](int4& to, const int4& v) { to.x += v.x, to.y += v.y, to.z += v.z, to.w += v.w; };
-    int4 total = make_int4(0, 0, 0, 0);
-    if (threadIdx.x < ITEMS) {
+    // Item i = 32 m + lane has columns 16 g + 2 m and the next, rows 2 t and 2 t + 1.
+    constexpr int ITEMS = COLUMNS * MAX_ROWS / 4;
+    if (const int item = threadIdx.x; item < ITEMS) {
+        int4 total = make_int4(0, 0, 0, 0);
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) add(total, smem.sums[i][threadIdx.x]);
-        __stcg(&of_tile[rank].sums[threadIdx.x], total);
+        for (int i = 0; i < WARPS; ++i) {
+            const int4 v = smem.sums[i][item];
+            total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+        }
+        int* const of_rows = smem.totals + item % 4 * 2 * COLUMNS + item % 32 / 4 * LANE_COLUMNS + item / 32 * 2;
+        *reinterpret_cast<int2*>(of_rows) = make_int2(total.x, total.z);
+        *reinterpret_cast<int2*>(of_rows + COLUMNS) = make_int2(total.y, total.w);
     }
     __syncthreads();
-    if (threadIdx.x == 0) meet_ctas(counter);
-    __syncthreads();
-    const int item = rank * SHARE + threadIdx.x;
-    if (threadIdx.x >= SHARE) return;
-    total = make_int4(0, 0, 0, 0);
-#pragma unroll
-    for (int i = 0; i < SPLITS; ++i) add(total, __ldcg(&of_tile[i].sums[item]));
-    const int column = item % 32 / 4 * LANE_COLUMNS + item / 32 * 2, row = item % 4 * 2;
-    const float low = smem.column_scales[column], high = smem.column_scales[column + 1];
-    __half* const y = a.y + static_cast<int64_t>(row) * a.width + tile * COLUMNS + column;
-    const auto store = [&](__half* to, int of_low, int of_high, float scale) {
-        *reinterpret_cast<__half2*>(to) = __floats2half2_rn(scaled_sum(of_low, scale, low), scaled_sum(of_high, scale, high));
-    };
-    if (row < a.rows) store(y, total.x, total.z, smem.row_scales[row]);
-    if (row + 1 < a.rows) store(y + a.width, total.y, total.w, smem.row_scales[row + 1]);
+    for (int i = threadIdx.x; i < a.rows * COLUMNS; i += WARPS * 32)
+        atomicAdd(a.sums + static_cast<int64_t>(i / COLUMNS) * a.width + tile * COLUMNS + i % COLUMNS, smem.totals[i]);
 }
 
 RWKV_API int rwkv_w8a8_sparse(const W8A8SparseArgs* a, void* stream) {
     if (a->rows == 0) return 0;
     const int ctas = a->width / COLUMNS * SPLITS;
-    if (a->rows > MAX_ROWS || a->ffn > SPLITS * WARPS * RANGE || a->ffn % SEGMENT || a->width % COLUMNS || ctas > device_info().num_sms)
+    if (a->rows > MAX_ROWS || a->ffn > SPLITS * WARPS * RANGE || a->ffn % SEGMENT || a->width % COLUMNS)
         return static_cast<int>(cudaErrorInvalidValue);
     static bool raised[MAX_DEVICES] = {};
     if (!raised[current_device()]) {
