@@ -101,6 +101,7 @@ def test_there_is_no_debt_if_masks_do_not_block_steps() -> None:
     assert steps.steps_of_rows(20, mask_s=PART_S)[constrained] == 20
 
 
+@pytest.mark.slow
 def test_rows_that_skip_steps_give_the_same_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill, charge = Masks.fill, MaskTimeBalancer.charge_masks
     rows = [

@@ -48,6 +48,7 @@ def random_text(rng: random.Random) -> str:
     return "".join(parts)
 
 
+@pytest.mark.slow
 def test_random_text_as_the_reference(tokenizer: Tokenizer, reference) -> None:  # type: ignore[no-untyped-def]
     rng = random.Random(0)
     for _ in range(3000):

@@ -241,6 +241,7 @@ for reserved in (False, True):  # each thread has memory of its own
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the heap of glibc 2.33 or later")
 def test_reserved_memory_is_enough_for_the_largest_step() -> None:

@@ -446,6 +446,7 @@ def test_the_access_log_has_a_line_per_request(keyed: Service) -> None:
     assert (lines["silent-leaver"]["status"], lines["silent-leaver"]["outcome"]) == (499, "client_left")
 
 
+@pytest.mark.slow
 def test_a_file_of_many_keys_is_read_in_linear_time(tmp_path: Path) -> None:
     """Each key was compared with all others: 20,000 took minutes, at every SIGHUP."""
     file = tmp_path / "keys.toml"

@@ -131,6 +131,7 @@ def test_the_log_does_not_show_the_password(locked: Service) -> None:
     assert '"level":"info"' in locked.log.read_text()
 
 
+@pytest.mark.slow
 def test_bearer_token(plain: Service) -> None:
     assert plain.post(CHAT, BODY).status_code == 200
     assert plain.get("/v1/models").status_code == 200
@@ -139,6 +140,7 @@ def test_bearer_token(plain: Service) -> None:
     assert plain.get("/status", params={"password": "s3cret"}).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["/openai/v1", "/v1"])
 def test_openais_package_knows_a_wrong_password_and_a_full_queue(plain: Service, prefix: str) -> None:
     base = plain.url + prefix
@@ -166,6 +168,7 @@ SAMPLING = {
 }
 
 
+@pytest.mark.slow
 def test_every_route_uses_the_configured_sampler(plain: Service) -> None:
     """`--samplers` takes precedence over a route's preferred sampler."""
     for path, body in SAMPLING.items():

@@ -257,6 +257,7 @@ def service_options(service: Service, path: str) -> Any:
     return service.request("OPTIONS", path, headers={"Origin": "http://a", "Access-Control-Request-Method": "POST"})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_tutorials_examples(service: Service) -> None:
     ran = subprocess.run(

@@ -13,6 +13,7 @@ import pytest
 
 from routes.ollama.models import REFUSED
 from routes.table import ROUTES
+from test.conftest import rest_slow
 from test.serving import Service, sse_data, wait_for
 from test.state_files import random_state, write_state
 
@@ -202,7 +203,9 @@ def test_every_route_is_tested() -> None:
     assert {route.path for route in ROUTES} == {path for path, _ in ASKED} | CARRIED
 
 
-@pytest.mark.parametrize(("path", "body"), ASKED, ids=lambda value: value if isinstance(value, str) else None)
+@pytest.mark.parametrize(
+    ("path", "body"), rest_slow(ASKED, 40), ids=lambda value: value if isinstance(value, str) else None
+)
 def test_answers_match_the_schema(
     service: Service, published: Published, path: str, body: dict[str, Any] | None
 ) -> None:

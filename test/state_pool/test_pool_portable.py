@@ -400,6 +400,7 @@ def test_random_changes_raise_only_invalid_session_file(data: st.DataObject) -> 
         decode(bytes(content))
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200), st.dictionaries(st.text(max_size=8), st.integers() | st.text() | st.none(), max_size=4))
 def test_random_bytes_raise_only_invalid_session_file(tail: bytes, header: dict[str, object]) -> None:
     text = json.dumps(header).encode()

@@ -23,6 +23,7 @@ from lxml import etree
 from rwkv_batch.translation.documents.document import DocumentError, decode, requests
 from rwkv_batch.translation.documents.formats import translated_name
 from rwkv_batch.translation.documents.plurals import plural_forms
+from test.conftest import rest_slow
 from test.translation.documents import archive, docx, epub, read, round_trip
 
 MARKDOWN = """---
@@ -610,7 +611,9 @@ HOSTILE: list[Hostile] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ending", "make"), HOSTILE, ids=[f"{e}-{i}" for i, (e, _) in enumerate(HOSTILE)])
+@pytest.mark.parametrize(
+    ("ending", "make"), rest_slow(HOSTILE, 60), ids=[f"{e}-{i}" for i, (e, _) in enumerate(HOSTILE)]
+)
 def test_hostile_files_are_refused_by_name(ending: str, make: Callable[[], bytes]) -> None:
     with pytest.raises(DocumentError, match=r"^\S.{10,}"):
         document = read(make(), f"a.{ending}")

@@ -55,6 +55,7 @@ def bounded(term: str) -> str:
     return f"{left and f'(?<!{left})'}{re.escape(term)}{right and f'(?!{right})'}"
 
 
+@pytest.mark.slow
 def test_the_pattern_of_terms_finds_what_an_alternation_finds() -> None:
     dice = random.Random(3)
 
