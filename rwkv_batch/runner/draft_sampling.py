@@ -7,11 +7,14 @@ from itertools import islice
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from native.tensors import on_device
 from rwkv_batch.core.drafters import Draft, DraftModel, Joined, ModelDrafter, Wanted
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.core.speculation import Speculation
+from rwkv_batch.runner.draft_steps import DraftSteps
 from rwkv_batch.runner.links import HostCopy, LastTokens
 from rwkv_batch.runner.step_sampling import InFlightStep, SampledToken, StepSampler, select_rows
 from sampling.filtered_sampler import FilteredSampler
@@ -45,10 +48,11 @@ class DraftSampler:
         self.may_sample_ahead = device.type == "cuda"
         """On a CPU, tokens after rejected ones cost more than the launches that are saved."""
 
-    def sample_ahead(self, step: InFlightStep) -> None:
+    def sample_ahead(self, step: InFlightStep, model: DraftSteps | None) -> None:
         """Sample at once for rows whose sampler can: they have no grammar, filters or log-probabilities.
 
-        Counts no token. Waits for the draft model's guesses, but not for the step.
+        Counts no token. Waits for the draft model's guesses, but not for the step. If the model guessed all drafts of
+        the step and they are sampled at once, it begins to guess the next ones.
         """
         if step.draft_logits is None:
             return
@@ -74,6 +78,24 @@ class DraftSampler:
             tokens = ahead.sample_ahead(select_rows(step.draft_logits, row_indices), req_slots, runs)
             pairs = [(row.sequence, one) for row, one in zip(rows, drafts, strict=True)]
             step.ahead.append((pairs, HostCopy(tokens)))
+            if model is not None and len(pairs) == sum(row.sequence.draft is not None for row in step.rows):
+                self._guess_ahead(pairs, tokens, model)
+
+    def _guess_ahead(self, pairs: list[tuple[Sequence, Draft]], tokens: Tensor, model: DraftSteps) -> None:
+        """Let the model guess after the drafts of all rows. tokens: sampled after each drafted one"""
+        rows = list[tuple[ModelDrafter, list[int]]]()
+        for _, draft in pairs:
+            if not draft.num_next or not isinstance(draft.drafter.drafter, ModelDrafter):
+                return
+            rows.append((draft.drafter.drafter, draft.tokens))
+        last = self._last_tokens.sampled_tokens
+        longest, at, first = max(len(draft.tokens) for _, draft in pairs), [], len(last)
+        for sequence, draft in pairs:
+            count = len(draft.tokens)
+            at.append([sequence.req_slot, *range(first, first + count), *[first] * (longest - count)])
+            first += count
+        sampled = torch.cat([last, tokens])[on_device(at, torch.int64, tokens.device)]
+        model.guess_ahead(rows, max(draft.num_next for _, draft in pairs), sampled)
 
     def guess_next(self, step: InFlightStep, sampled: list[SampledToken], model: DraftModel | None) -> None:
         """Let the draft model guess for the next step. Waits for this step.

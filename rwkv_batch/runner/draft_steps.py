@@ -7,6 +7,7 @@ were accepted, so nothing is read again. A row that ends frees its ring.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 import weakref
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
-from rwkv_batch.runner.graphs.guess import CHOSEN, GuessGraphs
+from rwkv_batch.runner.graphs.guess import CHOSEN, GuessGraphs, Verified
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PrefillSize
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.runner.model_files import load_pipeline, open_model
@@ -133,6 +134,13 @@ def groups_to_read(rows: Sequence[_Row]) -> list[list[_Row]]:
     return groups
 
 
+class _Begun(NamedTuple):
+    """Steps that the device runs before the host knows which guesses were accepted."""
+
+    rows: list[Verified]
+    num_steps: int
+
+
 class DraftSteps:
     """Implements `DraftModel`. Engine thread."""
 
@@ -157,6 +165,7 @@ class DraftSteps:
             raise StartupError(f"Out of memory: {size}. Take a smaller --draft-model.") from error
         self._rings: weakref.WeakKeyDictionary[ModelDrafter, int] = weakref.WeakKeyDictionary()
         self._free = list(range(MAX_ROWS))
+        self._begun: _Begun | None = None
         self._graphs: GuessGraphs | None = None
         self._reading: PrefillGraphs | None = None
         if device.type == "cuda" and DecodeGraphs.unavailable_reason(self._pipeline.stages, Greedy()) is None:
@@ -171,10 +180,11 @@ class DraftSteps:
     @torch.inference_mode()
     def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
         """See `DraftModel`."""
-        started = time.monotonic()
+        started, begun, self._begun = time.monotonic(), self._begun, None
+        num_begun = begun.num_steps if begun is not None and self._fits(begun.rows, wanted) else 0
         rows = [row for one in wanted if (row := self._row(one)) is not None]
         if self._graphs is not None:
-            return self._run_graphs(self._graphs, rows, started)
+            return self._run_graphs(self._graphs, rows, started, num_begun)
         tokens = self._run(rows) if rows else None
         if tokens is None:
             return None
@@ -182,6 +192,37 @@ class DraftSteps:
         for row in guessing:
             row.drafter.guesses = [0] * row.num_tokens
         return DeviceGuesses([row.drafter for row in guessing], tokens, started)
+
+    def guess_ahead(self, rows: Sequence[tuple[ModelDrafter, list[int]]], num_steps: int, sampled: Tensor) -> None:
+        """Begin to guess behind a launched step that verifies drafted tokens of rows. `guess` goes on.
+
+        sampled: see `fill_table`. Does not wait for the device.
+        """
+        if self._graphs is None or any(drafter not in self._rings for drafter, _ in rows):
+            return
+        verified = [
+            Verified(self._first_slot(drafter), drafter.num_read, len(drafter.guesses), tokens)
+            for drafter, tokens in rows
+        ]
+        self._graphs.fill_ahead(verified, sampled, RING, num_steps + 1)
+        self._graphs.replay(len(rows), num_steps)
+        self._begun = _Begun(verified, num_steps)
+
+    def _fits(self, rows: list[Verified], wanted: Sequence[Wanted]) -> bool:
+        """Return whether steps begun for `rows` are for these texts: accepted guesses and the next token follow."""
+        if len(rows) != len(wanted):
+            return False
+        for row, (drafter, ids, length, _) in zip(rows, wanted, strict=True):
+            if drafter not in self._rings or row[:2] != (self._first_slot(drafter), drafter.num_read):
+                return False
+            text = ids[row.position : length]
+            matches = list(map(operator.eq, row.tokens, text))
+            if matches != [True] * (len(text) - 1) + [False] * (len(matches) >= len(text)):
+                return False
+        return True
+
+    def _first_slot(self, drafter: ModelDrafter) -> int:
+        return FIRST_FREE_SLOT + self._rings[drafter] * RING
 
     def graph_s(self, num_rows: int) -> float:
         """See `DraftModel`."""
@@ -233,10 +274,13 @@ class DraftSteps:
         chosen: list[int] = self._pipeline.forward(inputs).argmax(-1).tolist()
         return chosen
 
-    def _run_graphs(self, graphs: GuessGraphs, rows: list[_Row], started: float) -> DeviceGuesses | None:
+    def _run_graphs(
+        self, graphs: GuessGraphs, rows: list[_Row], started: float, num_begun: int
+    ) -> DeviceGuesses | None:
         """Guess with graphs, without waiting between them.
 
         A row that reads a token more than others guesses one less: a step for it alone would cost all rows.
+        num_begun: steps for these rows that are launched already
         """
         # All but the last token, of rows that have many to read, or only read.
         reading = [row for row in rows if len(row.known) > (FEW_TOKENS if row.num_tokens else 0)]
@@ -247,18 +291,21 @@ class DraftSteps:
             return None
         read = [len(row.known) if len(row.known) > FEW_TOKENS else 0 for row in guessing]
         firsts = [len(row.tokens) - 1 - count for row, count in zip(guessing, read, strict=True)]
-        num_steps = max(max(row.num_tokens for row in guessing) + min(firsts), max(firsts) + 1)
-        steps = [
-            (
-                [row.slot(count + number) for row, count in zip(guessing, read, strict=True)],
-                [row.slot(count + number + 1) for row, count in zip(guessing, read, strict=True)],
-                [
-                    row.tokens[count + number] if count + number < len(row.tokens) else CHOSEN
-                    for row, count in zip(guessing, read, strict=True)
-                ],
-            )
-            for number in range(num_steps)
-        ]
+        num_steps = max(max(row.num_tokens for row in guessing) + min(firsts), max(firsts) + 1, num_begun)
+        if num_begun:
+            tokens = graphs.replay(len(rows), num_steps - num_begun)[:num_steps, : len(rows)]
+        else:
+            tokens = graphs.run([self._table_line(guessing, read, number) for number in range(num_steps)])
         for row, first in zip(guessing, firsts, strict=True):
             row.drafter.guesses = [0] * min(row.num_tokens, num_steps - first)
-        return DeviceGuesses([row.drafter for row in guessing], graphs.run(steps).T.contiguous(), started, firsts)
+        return DeviceGuesses([row.drafter for row in guessing], tokens.T.contiguous(), started, firsts)
+
+    @staticmethod
+    def _table_line(rows: list[_Row], read: list[int], number: int) -> tuple[list[int], list[int], list[int]]:
+        """Return the slots and tokens of a step: see `GuessGraphs.run`. read: tokens that each row has read before"""
+        counts = [count + number for count in read]
+        return (
+            [row.slot(count) for row, count in zip(rows, counts, strict=True)],
+            [row.slot(count + 1) for row, count in zip(rows, counts, strict=True)],
+            [row.tokens[count] if count < len(row.tokens) else CHOSEN for row, count in zip(rows, counts, strict=True)],
+        )

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.drafters import CHUNK, Joined, Wanted
+from rwkv_batch.core.drafters import CHUNK, MAX_DRAFT_TOKENS, Joined, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps, fastest_dtypes, groups_to_read
-from rwkv_batch.runner.graphs.guess import CHOSEN
+from rwkv_batch.runner.graphs.guess import CHOSEN, Verified, fill_table
 from rwkv_batch.runner.graphs.prefill import PrefillSize, smallest_fitting
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.runner.model_files import load_pipeline
@@ -41,17 +41,33 @@ class FakeDraftGraphs:
 
     def __init__(self, model: DraftSteps) -> None:
         self._pipeline = model._pipeline
+        self._table = torch.zeros(MAX_DRAFT_TOKENS + 1, 3, MAX_ROWS, dtype=torch.int64)
+        self._guesses = torch.zeros(MAX_DRAFT_TOKENS + 1, MAX_ROWS, dtype=torch.int64)
+        self._step = self.num_runs = self.num_ahead = 0
 
     def seconds(self, num_rows: int) -> float:
         return 0.0
 
     def run(self, steps: list[tuple[list[int], list[int], list[int]]]) -> Tensor:
-        chosen = [[0] * len(steps[0][0])]
-        for reads, writes, given in steps:
-            tokens = [[last if one == CHOSEN else one] for one, last in zip(given, chosen[-1], strict=True)]
-            inputs = step_inputs(tokens, reads, writes, list(range(len(given))))
-            chosen.append(self._pipeline.forward(inputs).argmax(-1).tolist())
-        return torch.tensor(chosen[1:])
+        self._step, rows = 0, len(steps[0][0])
+        self.num_runs += 1
+        self._table[: len(steps), :, :rows] = torch.tensor(steps)
+        return self.replay(rows, len(steps))[: len(steps), :rows]
+
+    def fill_ahead(self, rows: list[Verified], sampled: Tensor, num_slots: int, num_steps: int) -> None:
+        self._step = 0
+        self.num_ahead += 1
+        fill_table(self._table[:num_steps, :, : len(rows)], rows, sampled, num_slots)
+
+    def replay(self, num_rows: int, num_steps: int) -> Tensor:
+        for number in range(self._step, self._step + num_steps):
+            reads, writes, given = self._table[number, :, :num_rows].tolist()
+            chosen = self._guesses[number - 1].tolist()
+            tokens = [[last if one == CHOSEN else one] for one, last in zip(given, chosen, strict=False)]
+            inputs = step_inputs(tokens, reads, writes, list(range(num_rows)))
+            self._guesses[number, :num_rows] = self._pipeline.forward(inputs).argmax(-1)
+        self._step += num_steps
+        return self._guesses
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +86,11 @@ def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) ->
     expected = rows_of(run(engine, *plain, return_token_ids=True))
     steps = engine.model_runner.draft_model
     assert steps is not None
-    reading = None
+    graphs = reading = None
     if has_graphs:  # as on a GPU
-        steps._graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
+        steps._graphs = graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
         steps._reading = reading = FakeReadingGraphs(steps)  # type: ignore[assignment]
-        engine.model_runner.drafts.may_sample_ahead = True
+        engine.model_runner.drafts.may_sample_ahead = engine.model_runner._tokens._is_read = True
     for share in (1.0, 0.7):
         engine.speculation.model = faulty = Faulty(steps, share)
         before = engine.speculation.totals["model"]
@@ -82,6 +98,7 @@ def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) ->
         drafted, accepted = map(operator.sub, engine.speculation.totals["model"], before)
         assert accepted == drafted > 60 if share == 1.0 else 20 < accepted < drafted
         assert (faulty.num_early > 0) == has_graphs, "guesses come before the text is processed"
+    assert graphs is None or graphs.num_ahead > graphs.num_runs > 0, "most guesses do not wait for the host"
     assert reading is None or reading.lengths, "prompts are read by graphs"
     assert eventually_holds(engine, lambda: len(steps._free) == MAX_ROWS), "rows that ended free their rings"
 

@@ -1,17 +1,20 @@
 """A draft model's guesses as CUDA graphs: one replay per token, and the host stages all tokens of a call at once.
 
 A graph reads its step's slots from a table on the device, at a row that it counts up itself. It reads the token of the
-table, or the one that it chose in the step before.
+table, or the one that it chose in the step before. The device fills in the table if the guesses follow a step that
+verifies the last ones: it need not wait until the host knows which were accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from native.tensors import on_device
 from rwkv_batch.model.ops import DraftStep
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import GraphStage, StagedArrays
@@ -22,6 +25,41 @@ CHOSEN = -1
 """Token of a step that reads the one chosen in the step before."""
 READ, WRITE, TOKEN = range(3)
 """Columns of the table."""
+
+
+class Verified(NamedTuple):
+    """A row whose guesses a launched step verifies."""
+
+    ring: int
+    """the first slot of its ring"""
+    position: int
+    """tokens before its drafted ones"""
+    num_guesses: int
+    """The model has read all guesses but the last."""
+    tokens: list[int]
+    """the drafted ones, the first guesses"""
+
+
+def fill_table(table: Tensor, rows: Sequence[Verified], sampled: Tensor, num_slots: int) -> None:
+    """Fill in steps after the accepted guesses of rows. Does not wait for the device.
+
+    table: [steps, 3, B]. sampled: [B, k + 1] int64: the token after the known ones, and those after each drafted one,
+    for k the most drafted tokens of a row. num_slots: of a ring.
+
+    A row first reads the token after the accepted ones, or the last accepted one if the model has not read it.
+    """
+    longest = sampled.shape[1] - 1
+    given: list[list[float]] = [[*row[:3], *row.tokens, *[CHOSEN] * (longest - len(row.tokens))] for row in rows]
+    numbers = on_device(given, torch.int64, table.device)
+    ring, position, num_guesses = numbers[:, :3].unbind(1)
+    accepted = (sampled[:, :-1] == numbers[:, 3:]).cumprod(1).sum(1)
+    read = torch.minimum(accepted, num_guesses - 1)
+    steps = torch.arange(len(table) + 1, device=table.device)
+    slots = ring + (position + read + steps[:, None]) % num_slots
+    table[:, READ], table[:, WRITE], table[:, TOKEN] = slots[:-1], slots[1:], CHOSEN
+    table[0, TOKEN] = sampled.gather(1, read[:, None])[:, 0]
+    last = sampled.gather(1, accepted[:, None])[:, 0]
+    table[1, TOKEN] = torch.where(accepted > read, last, CHOSEN)
 
 
 class GuessGraphs:
@@ -67,12 +105,27 @@ class GuessGraphs:
         Returns the chosen tokens [steps, B] int64. The next run overwrites them. Does not wait.
         """
         num_rows = len(steps[0][READ])
-        size = self._size_for(num_rows)
-        graph = self._graph(size)
-        self._fill(size, steps)
-        for _ in steps:
+        self._fill(self._size_for(num_rows), steps)
+        return self.replay(num_rows, len(steps))[: len(steps), :num_rows]
+
+    @torch.inference_mode()
+    def fill_ahead(self, rows: Sequence[Verified], sampled: Tensor, num_slots: int, num_steps: int) -> None:
+        """Prepare up to `num_steps` steps that follow a step that verifies guesses: see `fill_table`."""
+        num_rows, staged = len(rows), self._staged.on_device[0]
+        table = staged["table"].view(self._max_steps, 3, self._rows)[:num_steps]
+        fill_table(table[..., :num_rows], rows, sampled, num_slots)
+        unused = table[..., num_rows : self._size_for(num_rows)]
+        if unused.numel():
+            unused[:, READ], unused[:, WRITE], unused[:, TOKEN] = ZERO_SLOT, DUMMY_SLOT, 0
+        staged["step"].zero_()
+
+    @torch.inference_mode()
+    def replay(self, num_rows: int, num_steps: int) -> Tensor:
+        """Launch the next prepared steps. Returns the tokens of all steps [max_steps, max_rows], see `run`."""
+        graph = self._graph(self._size_for(num_rows))
+        for _ in range(num_steps):
             graph.replay()
-        return self._guesses[: len(steps), :num_rows]
+        return self._guesses
 
     def _size_for(self, num_rows: int) -> int:
         return next(size for size in self._sizes if size >= num_rows)
