@@ -35,7 +35,6 @@ import torch
 from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.record import Arguments, commit, finish
 from demo.files import ensure_model
-from native.tensors import on_device
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core import speculation as core_speculation
 from rwkv_batch.core.drafters import Drafter, DraftModel, ModelDrafter, Wanted
@@ -50,6 +49,7 @@ from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 
+ORACLE_GUESSES = 65536
 TIMELINE_ROWS = 8
 """Rows at most of a timeline."""
 FORCED, OTHER = 300, 301
@@ -70,9 +70,10 @@ class Oracle:
 
     def __init__(self, model: DraftModel | None, rate: float, device: torch.device, seed: int = 0) -> None:
         """model: None: guesses take no time; seed: of which guesses are right"""
-        self._model, self._device = model, device
-        self._rate = rate
-        self._rng = random.Random(seed)
+        self._model = model
+        guesses = random.Random(seed).choices((FORCED, OTHER), (rate, 1 - rate), k=ORACLE_GUESSES)
+        self._guesses = torch.tensor(guesses, device=device)
+        self._first = 0
 
     def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
         """See DraftModel."""
@@ -83,11 +84,12 @@ class Oracle:
         if self._model is not None:
             self._model.guess(wanted)
         longest = max(one.num_tokens for one in wanted)
-        rows = [[FORCED if self._rng.random() < self._rate else OTHER for _ in range(longest)] for _ in wanted]
         for drafter, _, length, count in wanted:
             drafter.num_read, drafter.guesses = length, [0] * count
-        # They are there when the draft model's steps are done: the copy is behind them on the device.
-        tokens = on_device([token for row in rows for token in row], torch.int64, self._device).view(len(rows), -1)
+        # The host reads them when the draft model's steps are done: their copy is behind these on the device.
+        first = self._first if self._first + longest * len(wanted) <= ORACLE_GUESSES else 0
+        self._first = first + longest * len(wanted)
+        tokens = self._guesses[first : self._first].view(len(wanted), longest)
         return DeviceGuesses([one.drafter for one in wanted], tokens, started)
 
     def graph_s(self, num_rows: int) -> float:

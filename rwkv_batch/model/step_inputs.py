@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from native.tensors import pinned
+from native.tensors import on_device, pinned
 
 CONTINUES = -1
 """Read slot of a row that continues the row before it: its state is the one after that row, which has its own slot."""
@@ -23,6 +24,17 @@ class AdapterTiles:
     """[tiles, 16] int32: token indices; -1: none"""
     numbers: Tensor
     """[tiles] int32: adapter number; 0: no adapter, after all others; -1: unused tile"""
+
+
+class LateTokens(NamedTuple):
+    """Tokens that the host does not know yet."""
+
+    tokens: Tensor
+    """[n] int64 on a device"""
+    places: list[float]
+    """indices in `StepInputs.tokens`"""
+    sources: list[float]
+    """indices in `tokens`, one per place"""
 
 
 @dataclass(slots=True)
@@ -57,8 +69,7 @@ class StepInputs:
     """[T] int64 on the CPU: adapter number of each token, 0 for none; None: no row has one"""
     adapter_tiles: AdapterTiles | None = None
     """the same for graphs, on the device"""
-    late_tokens: Sequence[tuple[int, Tensor]] = ()
-    """(index, tokens [n] int64 on a device that replace those from there on)"""
+    late_tokens: Sequence[LateTokens] = ()
 
     def to(self, device: torch.device) -> StepInputs:
         """Return a copy on a device, with the late tokens. Does not wait for the device."""
@@ -82,14 +93,22 @@ class StepInputs:
 
     def place_late_tokens(self, tokens: Tensor) -> None:
         """Copy the late tokens into tokens [T] int64 on their device."""
-        for at, late in self.late_tokens:
-            tokens[at : at + len(late)].copy_(late)
+        for late in self.late_tokens:
+            at = on_device([late.places, late.sources], torch.int64, tokens.device)
+            tokens.index_copy_(0, at[0], late.tokens.index_select(0, at[1]))
 
 
 def step_inputs(
-    rows: list[list[int]], read_slots: list[int], write_slots: list[int], logit_rows: list[int]
+    rows: list[list[int]],
+    read_slots: list[int],
+    write_slots: list[int],
+    logit_rows: list[int],
+    drafted: Sequence[int] = (),
 ) -> StepInputs:
-    """Build inputs on the CPU from each row's token ids. logit_rows: rows with logits after their last token."""
+    """Build inputs on the CPU from each row's token ids.
+
+    logit_rows: rows with logits after their last token; drafted: further tokens with logits
+    """
     ends = [0]
     for row in rows:
         ends.append(ends[-1] + len(row))
@@ -98,7 +117,7 @@ def step_inputs(
         cu_seqlens=int64_tensor(ends),
         read_slots=int64_tensor(read_slots),
         write_slots=int64_tensor(write_slots),
-        logit_tokens=int64_tensor([ends[i + 1] - 1 for i in logit_rows]),
+        logit_tokens=int64_tensor([*(ends[i + 1] - 1 for i in logit_rows), *drafted]),
         # The kernels of rows of one token know no rows that continue others.
         max_seqlen=max(*(len(row) for row in rows), 1 + (CONTINUES in read_slots)),
     )

@@ -160,7 +160,7 @@ class DeviceGuesses:
     def __init__(
         self, drafters: list[ModelDrafter], tokens: Tensor, started: float, firsts: list[int] | None = None
     ) -> None:
-        """tokens [B, k] int64: a row per drafter, k at least the number of its guesses
+        """tokens [B, k] int64, contiguous: a row per drafter, k at least the number of its guesses
         started: by time.monotonic()
         firsts: the number of each one's first guess; None: 0
         """
@@ -173,10 +173,10 @@ class DeviceGuesses:
         for drafter in drafters:
             drafter.pending = self
 
-    def of(self, drafter: ModelDrafter) -> Tensor:
-        """Return a drafter's guesses [k] int64 on the device."""
+    def first_of(self, drafter: ModelDrafter) -> int:
+        """Return the index of a drafter's first guess in `tokens` as one list."""
         i = self._drafters.index(drafter)
-        return self.tokens[i, self._firsts[i] :]
+        return i * self.tokens.shape[1] + self._firsts[i]
 
     def read(self) -> None:
         """See `Guesses`."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from native.tensors import on_device
-from rwkv_batch.core.drafters import Draft, ModelDrafter
+from rwkv_batch.core.drafters import ModelDrafter
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.adapter_table import NO_ADAPTER
-from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, int64_tensor, step_inputs
+from rwkv_batch.model.step_inputs import CONTINUES, LateTokens, StepInputs, step_inputs
 from rwkv_batch.runner.links import DeviceGuesses, LastTokens
 from state_pool.origins import Adapters
 
@@ -80,7 +80,7 @@ class RowInputs:
         A draft's device row continues its row's. The logits of drafts come last.
         """
         reads, writes, tokens, sequences = list[int](), list[int](), list[list[int]](), list[Sequence]()
-        logit_rows, drafts = list[int](), list[tuple[int, Draft]]()
+        logit_rows, drafted, late, num_tokens = list[int](), list[int](), dict[DeviceGuesses, LateTokens](), 0
         for row in rows:
             sequence = row.sequence
             first = sequence.num_computed_tokens
@@ -92,21 +92,33 @@ class RowInputs:
                 reads.append(read)
                 writes.append(write)
                 tokens.append(known)
+                num_tokens += len(known)
                 sequences.append(sequence)
             if (draft := sequence.draft) is not None:
-                if (late := late_tokens(draft)) is None or late.device != self._device:
+                places = range(num_tokens, num_tokens + len(draft.tokens))
+                draft.first_logit = len(drafted)
+                drafted += places
+                drafter = draft.drafter.drafter
+                if (
+                    isinstance(drafter, ModelDrafter)
+                    and isinstance(guesses := drafter.pending, DeviceGuesses)
+                    and guesses.tokens.device == self._device
+                ):
+                    one = late.get(guesses)
+                    if one is None:
+                        one = late[guesses] = LateTokens(guesses.tokens.view(-1), [], [])
+                    first = guesses.first_of(drafter)
+                    one.places.extend(places)
+                    one.sources.extend(range(first, first + len(places)))
+                else:
                     draft.read_guesses()
-                drafts.append((len(tokens), draft))
                 reads.append(CONTINUES)
                 writes.append(draft.slot)
                 tokens.append(draft.tokens)
+                num_tokens += len(draft.tokens)
                 sequences.append(sequence)
-        inputs = step_inputs(tokens, reads, writes, logit_rows)
-        if drafts:
-            inputs.logit_tokens = _logit_tokens(inputs, drafts)
-            inputs.late_tokens = [
-                (int(inputs.cu_seqlens[i]), late) for i, one in drafts if (late := late_tokens(one)) is not None
-            ]
+        inputs = step_inputs(tokens, reads, writes, logit_rows, drafted)
+        inputs.late_tokens = list(late.values())
         if (adapters := self.adapters_of(sequences)) is not None:
             inputs.adapters = torch.tensor(adapters).repeat_interleave(torch.tensor([len(ids) for ids in tokens]))
         pending = [i for i, sequence in enumerate(sequences) if sequence.is_next_token_pending]
@@ -123,26 +135,6 @@ class RowInputs:
         if not self._adapters.num_refs or all(sequence.adapter is None for sequence in sequences):
             return None
         return [NO_ADAPTER if one.adapter is None else one.adapter.slot_index for one in sequences]
-
-
-def _logit_tokens(inputs: StepInputs, drafts: list[tuple[int, Draft]]) -> Tensor:
-    """Return the tokens with logits [R] int64: those of `inputs`, then all drafted ones.
-
-    drafts: with their device rows
-    """
-    drafted = list[int]()
-    for row, draft in drafts:
-        draft.first_logit = len(drafted)
-        drafted += range(int(inputs.cu_seqlens[row]), int(inputs.cu_seqlens[row + 1]))
-    return torch.cat([inputs.logit_tokens, int64_tensor(drafted)])
-
-
-def late_tokens(draft: Draft) -> Tensor | None:
-    """Return a draft's tokens [n] int64 on a device if the host does not know them."""
-    drafter = draft.drafter.drafter
-    if isinstance(drafter, ModelDrafter) and isinstance(drafter.pending, DeviceGuesses):
-        return drafter.pending.of(drafter)[: len(draft.tokens)]
-    return None
 
 
 def slots_of(sequences: list[Sequence]) -> tuple[list[int], list[int]]:

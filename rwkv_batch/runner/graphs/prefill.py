@@ -146,7 +146,7 @@ class PrefillGraphs:
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
         self.seconds: dict[PrefillSize, float] = {}
         """of captured graphs, on all stages"""
-        self._size_of: dict[Shape, PrefillSize] = {}
+        self._size_of: dict[tuple[int, int, int], PrefillSize] = {}
         self._staged = StagedPrompts(
             PrefillSize(max(*ROWS, VERIFY_SIZES[-1].rows), max(TOKENS)),
             [graph_stage.device for graph_stage in graph_stages],
@@ -154,20 +154,25 @@ class PrefillGraphs:
         )
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
-        """Return the smallest graph for a step. None: no graph fits."""
-        return smallest_fitting(self.sizes, inputs)
+        """Return the smallest graph for a step. None: see `smallest_fitting`."""
+        size = NO_SIZE if inputs.tokens.is_cuda or inputs.adapters is not None else self._smallest(*shape_of(inputs))
+        return None if size is NO_SIZE else size
+
+    def _smallest(self, rows: int, tokens: int, logits: int) -> PrefillSize:
+        size = self._size_of.get((rows, tokens, logits))
+        if size is None:
+            size = next((one for one in self.sizes if holds(one, rows, tokens, logits)), NO_SIZE)
+            if len(self._size_of) > MAX_SHAPES:
+                self._size_of.clear()
+            self._size_of[rows, tokens, logits] = size
+        return size
 
     def seconds_of(self, shape: Shape) -> float:
         """Return the seconds of the smallest graph for a step. 0: no graph fits.
 
         A graph that is not captured yet counts as the slowest smaller one.
         """
-        size = self._size_of.get(shape)
-        if size is None:
-            size = next((one for one in self.sizes if holds(one, *shape[:3])), NO_SIZE)
-            if len(self._size_of) > MAX_SHAPES:
-                self._size_of.clear()
-            self._size_of[shape] = size
+        size = self._smallest(*shape[:3])
         if size in self.seconds or size is NO_SIZE:
             return self.seconds.get(size, 0.0)
         return max((seconds for one, seconds in self.seconds.items() if one.tokens <= size.tokens), default=1e-6)
@@ -214,8 +219,12 @@ def smallest_fitting(sizes: Sequence[PrefillSize], inputs: StepInputs) -> Prefil
     """
     if inputs.tokens.is_cuda or inputs.adapters is not None:
         return None
-    shape = len(inputs.read_slots), len(inputs.tokens), len(inputs.logit_tokens)
-    return next((size for size in sizes if holds(size, *shape)), None)
+    return next((size for size in sizes if holds(size, *shape_of(inputs))), None)
+
+
+def shape_of(inputs: StepInputs) -> tuple[int, int, int]:
+    """Return the numbers of rows, tokens and logits."""
+    return len(inputs.read_slots), len(inputs.tokens), len(inputs.logit_tokens)
 
 
 def holds(size: PrefillSize, rows: int, tokens: int, logits: int) -> bool:
