@@ -17,8 +17,11 @@ EXPIRY_STEPS = 100
 """Steps without drafts after which the slowest one with drafts of each kind is forgotten."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
-HOST_S, HOST_ROW_S = 0.0003, 0.00005
-"""Work between the graphs of two steps with drafts, and for each device row, before it is measured."""
+HOST_S, HOST_ROW_S = 0.0002, 0.00001
+"""Time between the graphs of two steps with drafts, and for each device row, before it is measured: low, so that drafts
+are tried."""
+FIRST_HOST_S, FIRST_HOST_ROW_S = 0.0003, 0.00005
+"""The same for a step with drafts after one without: nothing hides what the host does for it."""
 ASSUMED_FACTOR = 1.25
 """Times of a plain step that one with drafts takes without graphs. Low, so that drafts are tried and measured."""
 ASSUMED_GUESS = 0.1
@@ -77,8 +80,9 @@ class StepTimes:
         self._graph_s = graph_s
         self._plain = Times()
         """by number of tokens, without graphs; by its logarithm, what they took beyond their graph"""
-        self._added = Times()
-        """by logarithm of the number of tokens: what steps with drafts took beyond `_least_s`"""
+        self._added, self._added_first = Times(), Times()
+        """by logarithm of the number of tokens: what steps with drafts took beyond `_least_s`, after others with drafts
+        and after steps without"""
         self._guess = Times()
         self._num_plain = 0
         """steps since one with drafts"""
@@ -90,11 +94,17 @@ class StepTimes:
         graph_s = self._graph_s(shape)
         return graph_s and graph_s + max(0.0, self._plain.median_near(shape.tokens.bit_length(), 0.0))
 
-    def drafts_s(self, shape: Shape, plain_s: float) -> float:
-        """Return the seconds of a step with drafts without its guesses; 0: it fits no graph."""
-        least_s = self._least_s(shape, plain_s)
-        host_s = HOST_S + HOST_ROW_S * shape.rows if self._graph_s is not None else 0.0
-        return least_s and max(plain_s, least_s + self._added.median_near(shape.tokens.bit_length(), host_s))
+    def drafts_s(self, shape: Shape, plain_s: float, is_first: bool = False) -> float:
+        """Return the seconds of a step with drafts without its guesses; 0: it fits no graph.
+
+        is_first: the step before has none
+        """
+        least_s, added, host_s = self._least_s(shape, plain_s), self._added, HOST_S + HOST_ROW_S * shape.rows
+        if is_first:
+            added, host_s = self._added_first, FIRST_HOST_S + FIRST_HOST_ROW_S * shape.rows
+        if self._graph_s is None:
+            host_s = 0.0
+        return least_s and max(plain_s, least_s + added.median_near(shape.tokens.bit_length(), host_s))
 
     def guess_s(self, num_rows: int, plain_s: float, model_s: Callable[[int], float]) -> float:
         """Return the seconds of each token that the draft model guesses for rows. model_s: of its graph; 0: none"""
@@ -108,16 +118,18 @@ class StepTimes:
         self._num_plain += 1
         if self._num_plain % EXPIRY_STEPS == 0:
             self._added.forget_slowest()
+            self._added_first.forget_slowest()
         if self._graph_s is None:
             self._plain.count(shape.tokens, seconds)
         elif graph_s := self._graph_s(shape):
             self._plain.count(shape.tokens.bit_length(), seconds - graph_s)
 
-    def count_drafts(self, shape: Shape, plain_s: float, seconds: float) -> None:
-        """Count a step with drafts, without its guesses."""
+    def count_drafts(self, shape: Shape, plain_s: float, seconds: float, is_first: bool = False) -> None:
+        """Count a step with drafts, without its guesses. is_first: see `drafts_s`"""
         self._num_plain = 0
         if plain_s and (least_s := self._least_s(shape, plain_s)):
-            self._added.count(shape.tokens.bit_length(), seconds - least_s)
+            added = self._added_first if is_first else self._added
+            added.count(shape.tokens.bit_length(), seconds - least_s)
 
     def count_guess(self, seconds: float) -> None:
         """Count the seconds of a guessed token."""
@@ -125,7 +137,8 @@ class StepTimes:
 
     def figures(self) -> dict[str, dict[int, float]]:
         """Return the medians."""
-        return {"plain": self._plain.medians, "added": self._added.medians, "guess": self._guess.medians}
+        times = {"plain": self._plain, "added": self._added, "added_first": self._added_first, "guess": self._guess}
+        return {name: one.medians for name, one in times.items()}
 
 
 def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKENS) -> tuple[int, float]:
@@ -201,8 +214,8 @@ class Chooser:
             before = speed
         return best
 
-    def evaluate(self, lengths: dict[int, int]) -> Choice:
-        """Return what drafts of these lengths yield, and in what time."""
+    def evaluate(self, lengths: dict[int, int], is_first: bool = False) -> Choice:
+        """Return what drafts of these lengths yield, and in what time. is_first: see `StepTimes.drafts_s`"""
         rows, tokens, logits, _ = self._plain
         expected, num_guesses, all_whole, least, lost = float(logits), 0, 1.0, 1.0, 0.0
         for row, rate, _, _, is_guessed in self._rows:
@@ -219,7 +232,7 @@ class Chooser:
                     least = min(least, chance)
                     lost += chance * chance
         shape = Shape(rows, tokens, logits, drafts=rows - self._plain.rows)
-        seconds = self._times.drafts_s(shape, self.nothing.seconds)
+        seconds = self._times.drafts_s(shape, self.nothing.seconds, is_first)
         if seconds and num_guesses:
             # After a draft that is accepted whole, the model first reads its last token. Unless all rows must, it
             # guesses one less for this row.

@@ -160,6 +160,8 @@ class Speculation:
         self._probes = ProbeBudget()
         self._are_paying = False
         """whether the last step had drafts because they pay"""
+        self._has_drafts = False
+        """whether the last step had any"""
         self._last_end = self._begun = 0.0
         """when the last step ended, and when the last one was begun"""
         self._guesses: Guesses | None = None
@@ -223,7 +225,7 @@ class Speculation:
         self._probes.add(bool(best.lengths))
         if len(best.lengths) < len(candidates) and self._probes.is_enough:
             probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates[:PROBE_ROWS]}
-            probed = chooser.evaluate(probes | best.lengths)
+            probed = chooser.evaluate(probes | best.lengths, is_first=not self._has_drafts)
             reading_s = READ_GUESSES * guess_s if any(one.is_guessed for one in candidates) else 0.0
             # Tokens that it is expected to yield pay for a part.
             gain = (probed.num_tokens - best.num_tokens) / shape.logits
@@ -360,6 +362,7 @@ class Speculation:
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return
         now, last_end = time.monotonic(), self._last_end
+        had_drafts, self._has_drafts = self._has_drafts, num_draft_tokens > 0
         since, self._last_end = max(started, last_end), now
         if not num_draft_tokens and all(row.num_tokens == 1 for row in rows):
             shape = Shape(len(rows), len(rows), len(rows))
@@ -375,7 +378,7 @@ class Speculation:
                 if self._guesses is not None and times is self._measured:
                     guessing_s = self._guesses.seconds
                     times.count_guess(guessing_s / self._num_guesses)
-                times.count_drafts(size, plain_s, now - since - guessing_s)
+                times.count_drafts(size, plain_s, now - since - guessing_s, is_first=not had_drafts)
 
     def status(self) -> dict[str, Any]:
         """Return the figures of /status as plain data."""

@@ -91,11 +91,20 @@ class StepInputs:
             adapters=self.adapters,
         )
 
-    def place_late_tokens(self, tokens: Tensor) -> None:
-        """Copy the late tokens into tokens [T] int64 on their device."""
+    def place_late_tokens(self, tokens: Tensor, staged: tuple[Tensor, Tensor] | None = None) -> None:
+        """Copy the late tokens into tokens [T] int64 on their device.
+
+        staged: all places and all sources, if they are on that device
+        """
+        first = 0
         for late in self.late_tokens:
-            at = on_device([late.places, late.sources], torch.int64, tokens.device)
-            tokens.index_copy_(0, at[0], late.tokens.index_select(0, at[1]))
+            end = first + len(late.places)
+            if staged is None:
+                places, sources = on_device([late.places, late.sources], torch.int64, tokens.device)
+            else:
+                places, sources = (numbers[first:end] for numbers in staged)
+            tokens.index_copy_(0, places, late.tokens.index_select(0, sources))
+            first = end
 
 
 def step_inputs(

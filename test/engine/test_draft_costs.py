@@ -181,6 +181,8 @@ class SimulatedGpu:
 
     host_ms = (0.1, 0.0)
     """of a step with drafts, and of each of its rows"""
+    first_ms = 0.0
+    """of one after a step without drafts, besides"""
 
     def __init__(self, rate: float, seed: int, has_graphs: bool = True) -> None:
         self.rate, self.rng = rate, random.Random(seed)
@@ -212,7 +214,7 @@ class SimulatedGpu:
         """Return how many times as fast as without drafts the rows' answers are, until the first one ends."""
         drafters = [RowDrafter(ModelDrafter(), self.speculation.pool("model")) for _ in range(num_rows)]
         rows, unread = [row_that_decodes(one, tokens) for one in drafters], [1] * num_rows
-        began, self.noise, (host_ms, row_ms) = self.clock, 0.0, self.host_ms
+        began, self.noise, (host_ms, row_ms), had_drafts = self.clock, 0.0, self.host_ms, False
         while max(len(row.sequence.token_ids) for row in rows) <= tokens:
             scheduled = [ScheduledRow(rows[i].sequence, unread[i], samples_token=True) for i in range(num_rows)]
             launched = self.clock
@@ -221,7 +223,9 @@ class SimulatedGpu:
             num_drafted = sum(len(one.tokens) for one in drafts if one is not None)
             read, drafting = sum(row.num_tokens for row in scheduled), num_rows - drafts.count(None)
             shape = Shape(num_rows + drafting, read + num_drafted, num_rows + num_drafted, drafting)
-            self.pass_time(1000 * gpu_graph_s(shape) + (host_ms + row_ms * num_rows if num_drafted else 0.02))
+            added_ms = host_ms + row_ms * num_rows + (0 if had_drafts else self.first_ms) if num_drafted else 0.02
+            had_drafts = num_drafted > 0
+            self.pass_time(1000 * gpu_graph_s(shape) + added_ms)
             for i, draft in enumerate(drafts):
                 sequence = rows[i].sequence
                 sequence.token_ids.append(7)

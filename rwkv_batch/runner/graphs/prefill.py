@@ -72,7 +72,7 @@ SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize
 
 def input_lengths(rows: int, tokens: int) -> dict[str, int]:
     """Return the array lengths of a step's inputs."""
-    per_token = dict.fromkeys(("tokens", "token_rows"), tokens)
+    per_token = dict.fromkeys(("tokens", "token_rows", "late_places", "late_sources"), tokens)
     per_row = dict.fromkeys(("read_slots", "write_slots"), rows)
     return {**per_token, **per_row, "cu_seqlens": rows + 1, "logit_tokens": max(rows, tokens)}
 
@@ -102,7 +102,12 @@ class StagedPrompts:
         with self.arrays.filling() as host:
             for name, values in padded(inputs, size).items():
                 host[name][: len(values)] = values
-        inputs.place_late_tokens(self.arrays.on_device[0]["tokens"])
+            end = 0
+            for late in inputs.late_tokens:
+                first, end = end, end + len(late.places)
+                host["late_places"][first:end], host["late_sources"][first:end] = late.places, late.sources
+        staged = self.arrays.on_device[0]
+        inputs.place_late_tokens(staged["tokens"], (staged["late_places"], staged["late_sources"]))
 
     def fill_padding(self, size: PrefillSize) -> None:
         """Stage a step of padding only, for the capture of a graph. Drafts are rows that continue others, as later."""
