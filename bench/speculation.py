@@ -37,13 +37,13 @@ from bench.tools.record import Arguments, commit, finish
 from demo.files import ensure_model
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core import speculation as core_speculation
-from rwkv_batch.core.drafters import Drafter, DraftModel, ModelDrafter, Wanted
+from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, Drafter, DraftModel, ModelDrafter, Wanted
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.speculation import MAX_ROWS, make_drafters
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
 from rwkv_batch.runner.draft_steps import DraftSteps
-from rwkv_batch.runner.links import DeviceGuesses
+from rwkv_batch.runner.links import DeviceGuesses, TokenCopies
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.grammar.constraint import Constraint, Form
 from sampling.params import SamplingParams
@@ -74,6 +74,7 @@ class Oracle:
         guesses = random.Random(seed).choices((FORCED, OTHER), (rate, 1 - rate), k=ORACLE_GUESSES)
         self._guesses = torch.tensor(guesses, device=device)
         self._first = 0
+        self._copies = TokenCopies(device, MAX_ROWS * MAX_DRAFT_TOKENS)
 
     def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
         """See DraftModel."""
@@ -90,7 +91,7 @@ class Oracle:
         first = self._first if self._first + longest * len(wanted) <= ORACLE_GUESSES else 0
         self._first = first + longest * len(wanted)
         tokens = self._guesses[first : self._first].view(len(wanted), longest)
-        return DeviceGuesses([one.drafter for one in wanted], tokens, started)
+        return DeviceGuesses([one.drafter for one in wanted], tokens, started, copies=self._copies)
 
     def graph_s(self, num_rows: int) -> float:
         """See DraftModel."""

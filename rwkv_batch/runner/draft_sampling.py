@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Protocol
 
@@ -154,10 +154,11 @@ class DraftSampler:
             jobs.commit(rows_to_sample, self._step_sampler.read(part), step.number)
         return num_accepted
 
-    def count_ahead(self) -> None:
+    def count_ahead(self, sampling_rows: Iterable[ScheduledRow] = ()) -> None:
         """Count the accepted tokens of earlier steps in the samplers. Call before the next sampling.
 
         The host has launched the next step's layers by then, if possible. Does not wait for the device.
+        sampling_rows: of the next step; their last tokens are replaced by those that it samples
         """
         uncounted, self._uncounted = self._uncounted, []
         groups: dict[Sampler | FilteredSampler, list[tuple[int, list[int]]]] = {}
@@ -168,7 +169,8 @@ class DraftSampler:
         for sampler, counted in groups.items():
             req_slots, runs = [req_slot for req_slot, _ in counted], [run for _, run in counted]
             sampler.append_tokens(req_slots, runs)
-            self._last_tokens.receive(self._last_tokens.store(req_slots, [run[-1] for run in runs]))
+            if not {sequence for sequence, _ in uncounted} <= {row.sequence for row in sampling_rows}:
+                self._last_tokens.receive(self._last_tokens.store(req_slots, [run[-1] for run in runs]))
 
     @torch.inference_mode()
     def _sample_one(self, step: InFlightStep, rows: Rows) -> InFlightStep:

@@ -30,7 +30,7 @@ from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
 from rwkv_batch.runner.graphs.guess import CHOSEN, GuessGraphs, Verified
 from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PrefillSize
-from rwkv_batch.runner.links import DeviceGuesses
+from rwkv_batch.runner.links import DeviceGuesses, TokenCopies
 from rwkv_batch.runner.model_files import load_pipeline, open_model
 from rwkv_batch.runner.pipeline import Pipeline, Stage, resolve_backends
 from sampling.rapid import RapidSampler
@@ -166,6 +166,7 @@ class DraftSteps:
         self._rings: weakref.WeakKeyDictionary[ModelDrafter, int] = weakref.WeakKeyDictionary()
         self._free = list(range(MAX_ROWS))
         self._begun: _Begun | None = None
+        self._copies = TokenCopies(device, MAX_ROWS * (MAX_DRAFT_TOKENS + FEW_TOKENS))
         self._graphs: GuessGraphs | None = None
         self._reading: PrefillGraphs | None = None
         if device.type == "cuda" and DecodeGraphs.unavailable_reason(self._pipeline.stages, Greedy()) is None:
@@ -298,7 +299,8 @@ class DraftSteps:
             tokens = graphs.run([self._table_line(guessing, read, number) for number in range(num_steps)])
         for row, first in zip(guessing, firsts, strict=True):
             row.drafter.guesses = [0] * min(row.num_tokens, num_steps - first)
-        return DeviceGuesses([row.drafter for row in guessing], tokens.T.contiguous(), started, firsts)
+        drafters = [row.drafter for row in guessing]
+        return DeviceGuesses(drafters, tokens.T.contiguous(), started, firsts, self._copies)
 
     @staticmethod
     def _table_line(rows: list[_Row], read: list[int], number: int) -> tuple[list[int], list[int], list[int]]:

@@ -154,41 +154,6 @@ class HostCopy:
         return numbers
 
 
-class DeviceGuesses:
-    """Implements `Guesses`: tokens on a device, on their way to the host."""
-
-    def __init__(
-        self, drafters: list[ModelDrafter], tokens: Tensor, started: float, firsts: list[int] | None = None
-    ) -> None:
-        """tokens [B, k] int64, contiguous: a row per drafter, k at least the number of its guesses
-        started: by time.monotonic()
-        firsts: the number of each one's first guess; None: 0
-        """
-        self._drafters, self.tokens = drafters, tokens
-        self._firsts = firsts or [0] * len(drafters)
-        self._copy: HostCopy | None = HostCopy(tokens)
-        self._started = started
-        self.seconds = 0.0
-        """see `Guesses`"""
-        for drafter in drafters:
-            drafter.pending = self
-
-    def first_of(self, drafter: ModelDrafter) -> int:
-        """Return the index of a drafter's first guess in `tokens` as one list."""
-        i = self._drafters.index(drafter)
-        return i * self.tokens.shape[1] + self._firsts[i]
-
-    def read(self) -> None:
-        """See `Guesses`."""
-        if self._copy is None:
-            return
-        rows = self._copy.read()[0].tolist()
-        for drafter, first, guesses in zip(self._drafters, self._firsts, rows, strict=True):
-            drafter.guesses[:] = guesses[first : first + len(drafter.guesses)]
-            drafter.pending = None
-        self._copy, self.seconds = None, time.monotonic() - self._started
-
-
 class TokenCopy:
     def __init__(self, buffer: _PinnedBuffer, count: int, release: Callable[[_PinnedBuffer], None]) -> None:
         """release: called once with the buffer, after `tokens` or when this object is dropped."""
@@ -233,3 +198,46 @@ class TokenCopies:
         self._copier.copy(buffer.memory, tokens, count)
         buffer.arrived.record(self._stream)
         return TokenCopy(buffer, count, self._free.append)
+
+
+class DeviceGuesses:
+    """Implements `Guesses`: tokens on a device, on their way to the host."""
+
+    def __init__(
+        self,
+        drafters: list[ModelDrafter],
+        tokens: Tensor,
+        started: float,
+        firsts: list[int] | None = None,
+        copies: TokenCopies | None = None,
+    ) -> None:
+        """tokens [B, k] int64, contiguous: a row per drafter, k at least the number of its guesses
+        started: by time.monotonic()
+        firsts: the number of each one's first guess; None: 0
+        copies: of the tokens' device
+        """
+        self._drafters, self.tokens = drafters, tokens
+        self._firsts = firsts or [0] * len(drafters)
+        flat = tokens.view(-1)
+        self._copy: HostCopy | TokenCopy | None = HostCopy(flat) if copies is None else copies.start(flat)
+        self._started = started
+        self.seconds = 0.0
+        """see `Guesses`"""
+        for drafter in drafters:
+            drafter.pending = self
+
+    def first_of(self, drafter: ModelDrafter) -> int:
+        """Return the index of a drafter's first guess in `tokens` as one list."""
+        i = self._drafters.index(drafter)
+        return i * self.tokens.shape[1] + self._firsts[i]
+
+    def read(self) -> None:
+        """See `Guesses`."""
+        if self._copy is None:
+            return
+        tokens, count = self._copy.tokens(), self.tokens.shape[1]
+        for number, (drafter, first) in enumerate(zip(self._drafters, self._firsts, strict=True)):
+            begin = number * count + first
+            drafter.guesses[:] = tokens[begin : begin + len(drafter.guesses)]
+            drafter.pending = None
+        self._copy, self.seconds = None, time.monotonic() - self._started

@@ -232,7 +232,7 @@ class ModelRunner:
             logits = self._forward(inputs, None if is_routed else self._logits, between)
         logits, step.draft_logits = split_drafts(logits, step.sampling_rows)
         self.step_sampler.admit(rows, started)  # behind the layers, which the device runs meanwhile
-        self.drafts.count_ahead()
+        self.drafts.count_ahead(step.sampling_rows)
         self.step_sampler.sample(step, mix_logits(logits, step.sampling_rows), self._tokens)
         if x is not None:  # the head runs on scored prompt tokens separately
             step.scored = self._scorer.launch(x, rows)

@@ -108,7 +108,6 @@ class GuessGraphs:
         self._fill(self._size_for(num_rows), steps)
         return self.replay(num_rows, len(steps))[: len(steps), :num_rows]
 
-    @torch.inference_mode()
     def fill_ahead(self, rows: Sequence[Verified], sampled: Tensor, num_slots: int, num_steps: int) -> None:
         """Prepare up to `num_steps` steps that follow a step that verifies guesses: see `fill_table`."""
         num_rows, staged = len(rows), self._staged.on_device[0]
@@ -119,7 +118,6 @@ class GuessGraphs:
             unused[:, READ], unused[:, WRITE], unused[:, TOKEN] = ZERO_SLOT, DUMMY_SLOT, 0
         staged["step"].zero_()
 
-    @torch.inference_mode()
     def replay(self, num_rows: int, num_steps: int) -> Tensor:
         """Launch the next prepared steps. Returns the tokens of all steps [max_steps, max_rows], see `run`."""
         graph = self._graph(self._size_for(num_rows))
