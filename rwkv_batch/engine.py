@@ -372,7 +372,7 @@ class Engine:
             num_accepted = self._verify_drafts(step) if step.num_drafted else 0
             if num_added := self.jobs.jump_forward.num_tokens - before + num_accepted:
                 self.throughput.count_added(num_added)
-            self.speculation.count_step(step.rows, step.started, step.num_drafted)
+            self.speculation.count_step(step.rows, step.started, step.num_drafted, step.host_s)
             self._sample_constrained()  # before the delivery: the device waits for it
             interleave_now()
             if not finished_step.has_drafts:

@@ -19,7 +19,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
 HOST_S, HOST_ROW_S = 0.0002, 0.00001
 """Time between the graphs of two steps with drafts, and for each device row, before it is measured: low, so that drafts
-are tried."""
+are tried. The device guesses meanwhile."""
 FIRST_HOST_S, FIRST_HOST_ROW_S = 0.0003, 0.00005
 """The same for a step with drafts after one without: nothing hides what the host does for it."""
 ASSUMED_FACTOR = 1.25
@@ -81,8 +81,10 @@ class StepTimes:
         self._plain = Times()
         """by number of tokens, without graphs; by its logarithm, what they took beyond their graph"""
         self._added, self._added_first = Times(), Times()
-        """by logarithm of the number of tokens: what steps with drafts took beyond `_least_s`, after others with drafts
-        and after steps without"""
+        """by logarithm of the number of tokens: what steps with drafts took beyond `_least_s` and guesses or the host,
+        after others with drafts and after steps without"""
+        self._host = Times()
+        """by logarithm of the number of rows: from the tokens of a step with drafts to the launch of the next one"""
         self._guess = Times()
         self._num_plain = 0
         """steps since one with drafts"""
@@ -94,17 +96,18 @@ class StepTimes:
         graph_s = self._graph_s(shape)
         return graph_s and graph_s + max(0.0, self._plain.median_near(shape.tokens.bit_length(), 0.0))
 
-    def drafts_s(self, shape: Shape, plain_s: float, is_first: bool = False) -> float:
-        """Return the seconds of a step with drafts without its guesses; 0: it fits no graph.
+    def drafts_s(self, shape: Shape, plain_s: float, guesses_s: float = 0.0, is_first: bool = False) -> float:
+        """Return the seconds of a step with drafts; 0: it fits no graph.
 
-        is_first: the step before has none
+        guesses_s: of its guesses; is_first: the step before has no drafts
         """
-        least_s, added, host_s = self._least_s(shape, plain_s), self._added, HOST_S + HOST_ROW_S * shape.rows
-        if is_first:
+        least_s, added, host_s = self._least_s(shape, plain_s), self._added, 0.0
+        if self._graph_s is not None and is_first:
             added, host_s = self._added_first, FIRST_HOST_S + FIRST_HOST_ROW_S * shape.rows
-        if self._graph_s is None:
-            host_s = 0.0
-        return least_s and max(plain_s, least_s + added.median_near(shape.tokens.bit_length(), host_s))
+        elif self._graph_s is not None:
+            host_s = HOST_S + HOST_ROW_S * shape.rows
+            guesses_s = max(guesses_s, self._host.median_near(shape.rows.bit_length(), 0.0))
+        return least_s and max(plain_s, least_s + added.median_near(shape.tokens.bit_length(), host_s)) + guesses_s
 
     def guess_s(self, num_rows: int, plain_s: float, model_s: Callable[[int], float]) -> float:
         """Return the seconds of each token that the draft model guesses for rows. model_s: of its graph; 0: none"""
@@ -124,12 +127,28 @@ class StepTimes:
         elif graph_s := self._graph_s(shape):
             self._plain.count(shape.tokens.bit_length(), seconds - graph_s)
 
-    def count_drafts(self, shape: Shape, plain_s: float, seconds: float, is_first: bool = False) -> None:
-        """Count a step with drafts, without its guesses. is_first: see `drafts_s`"""
+    def count_drafts(
+        self,
+        shape: Shape,
+        plain_s: float,
+        seconds: float,
+        guesses_s: float,
+        is_first: bool = False,
+        host_s: float = 0.0,
+    ) -> None:
+        """Count a step with drafts.
+
+        guesses_s, is_first: see `drafts_s`; host_s: from the tokens of the step before to its launch
+        """
         self._num_plain = 0
-        if plain_s and (least_s := self._least_s(shape, plain_s)):
-            added = self._added_first if is_first else self._added
-            added.count(shape.tokens.bit_length(), seconds - least_s)
+        least_s = self._least_s(shape, plain_s)
+        if not (plain_s and least_s):
+            return
+        if is_first:
+            self._added_first.count(shape.tokens.bit_length(), seconds - least_s - guesses_s)
+        else:
+            self._added.count(shape.tokens.bit_length(), seconds - least_s - max(guesses_s, host_s))
+            self._host.count(shape.rows.bit_length(), host_s)
 
     def count_guess(self, seconds: float) -> None:
         """Count the seconds of a guessed token."""
@@ -137,8 +156,8 @@ class StepTimes:
 
     def figures(self) -> dict[str, dict[int, float]]:
         """Return the medians."""
-        times = {"plain": self._plain, "added": self._added, "added_first": self._added_first, "guess": self._guess}
-        return {name: one.medians for name, one in times.items()}
+        times = {"plain": self._plain, "added": self._added, "added_first": self._added_first, "host": self._host}
+        return {name: one.medians for name, one in (times | {"guess": self._guess}).items()}
 
 
 def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKENS) -> tuple[int, float]:
@@ -231,14 +250,14 @@ class Chooser:
                     all_whole *= chance
                     least = min(least, chance)
                     lost += chance * chance
-        shape = Shape(rows, tokens, logits, drafts=rows - self._plain.rows)
-        seconds = self._times.drafts_s(shape, self.nothing.seconds, is_first)
-        if seconds and num_guesses:
+        guesses_s = 0.0
+        if num_guesses:
             # After a draft that is accepted whole, the model first reads its last token. Unless all rows must, it
             # guesses one less for this row.
             expected -= (1 - all_whole / least) * lost
-            seconds += self._guess_s * (num_guesses + all_whole)
-        return Choice(lengths, shape, seconds, expected)
+            guesses_s = self._guess_s * (num_guesses + all_whole)
+        shape = Shape(rows, tokens, logits, drafts=rows - self._plain.rows)
+        return Choice(lengths, shape, self._times.drafts_s(shape, self.nothing.seconds, guesses_s, is_first), expected)
 
 
 FIRST_PROBES, MAX_PROBES = 1.0, 4.0

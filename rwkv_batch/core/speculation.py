@@ -357,8 +357,8 @@ class Speculation:
         name, (drafted, accepted) = draft.drafter.name, self.totals.get(draft.drafter.name, DraftTotals())
         self.totals[name] = DraftTotals(drafted + len(draft.tokens), accepted + draft.num_accepted)
 
-    def count_step(self, rows: list[ScheduledRow], started: float, num_draft_tokens: int) -> None:
-        """Measure a step whose tokens are committed. started: its launch"""
+    def count_step(self, rows: list[ScheduledRow], started: float, num_draft_tokens: int, host_s: float = 0.0) -> None:
+        """Measure a step whose tokens are committed. started: its launch; host_s: see `InFlightStep`"""
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return
         now, last_end = time.monotonic(), self._last_end
@@ -378,7 +378,7 @@ class Speculation:
                 if self._guesses is not None and times is self._measured:
                     guessing_s = self._guesses.seconds
                     times.count_guess(guessing_s / self._num_guesses)
-                times.count_drafts(size, plain_s, now - since - guessing_s, is_first=not had_drafts)
+                times.count_drafts(size, plain_s, now - since, guessing_s, not had_drafts, host_s)
 
     def status(self) -> dict[str, Any]:
         """Return the figures of /status as plain data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Protocol
@@ -44,6 +45,8 @@ class DraftSampler:
         self._last_tokens = last_tokens
         self.are_logits_shared = has_graphs
         """Whether the step's other launches overwrite its logits."""
+        self._read = 0.0
+        """when the host had the tokens of the last step"""
         self._uncounted: list[tuple[Sequence, list[int]]] = []
         self.may_sample_ahead = device.type == "cuda"
         """On a CPU, tokens after rejected ones cost more than the launches that are saved."""
@@ -105,6 +108,8 @@ class DraftSampler:
 
         sampled: the tokens of `step.sampling_rows`
         """
+        read_before, self._read = self._read, time.monotonic()
+        step.host_s = max(0.0, step.layers_launched - read_before)
         if not step.num_drafted:
             return
         wanted = list[Wanted]()

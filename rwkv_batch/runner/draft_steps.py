@@ -7,7 +7,6 @@ were accepted, so nothing is read again. A row that ends frees its ring.
 from __future__ import annotations
 
 import logging
-import operator
 import time
 import weakref
 from collections.abc import Sequence
@@ -213,12 +212,12 @@ class DraftSteps:
         """Return whether steps begun for `rows` are for these texts: accepted guesses and the next token follow."""
         if len(rows) != len(wanted):
             return False
-        for row, (drafter, ids, length, _) in zip(rows, wanted, strict=True):
-            if drafter not in self._rings or row[:2] != (self._first_slot(drafter), drafter.num_read):
+        for (ring, position, _, tokens), (drafter, ids, length, _) in zip(rows, wanted, strict=True):
+            is_same = drafter in self._rings and (ring, position) == (self._first_slot(drafter), drafter.num_read)
+            if not is_same or length <= position:
                 return False
-            text = ids[row.position : length]
-            matches = list(map(operator.eq, row.tokens, text))
-            if matches != [True] * (len(text) - 1) + [False] * (len(matches) >= len(text)):
+            *accepted, last = ids[position:length]
+            if tokens[: len(accepted)] != accepted or tokens[len(accepted) :][:1] == [last]:
                 return False
         return True
 

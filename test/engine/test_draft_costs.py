@@ -55,7 +55,7 @@ def test_times_are_medians_without_the_first_step() -> None:
     assert times.plain_s(plain) == times.plain_s(Shape(7, 7, 7)) == 0.010, "that of the nearest size"
     assert times.drafts_s(drafts, 0.010) == pytest.approx(0.0125), "low, so that drafts are tried"
     for seconds in (60.0, 0.030, 0.031, 0.029, 5.0):
-        times.count_drafts(drafts, 0.010, seconds)
+        times.count_drafts(drafts, 0.010, seconds, 0.0)
     for _ in range(4):
         times.count_plain(plain, 0.010)
     assert times.drafts_s(drafts, 0.010) == pytest.approx(0.030), "a few other steps make no time too old"
@@ -183,10 +183,12 @@ class SimulatedGpu:
     """of a step with drafts, and of each of its rows"""
     first_ms = 0.0
     """of one after a step without drafts, besides"""
+    hidden_ms = 0.0
+    """of the host, while the device guesses"""
 
     def __init__(self, rate: float, seed: int, has_graphs: bool = True) -> None:
         self.rate, self.rng = rate, random.Random(seed)
-        self.clock, self.noise = 100.0, 0.0
+        self.clock, self.noise, self.lengths = 100.0, 0.0, Counter[int]()
         slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
         self.has_graphs = has_graphs
         self.speculation = Speculation("auto", slots, lambda _: None, self, gpu_graph_s if has_graphs else None)
@@ -202,7 +204,8 @@ class SimulatedGpu:
         for one, later in zip(wanted, behind, strict=True):
             one.drafter.num_read, one.drafter.guesses = one.length, [7] * min(one.num_tokens, num_steps - later)
         seconds = of_size(GUESS_MS, len(wanted)) / 1000 * num_steps
-        self.pass_time(1000 * seconds + reading_ms)
+        self.lengths[num_steps] += 1
+        self.pass_time(max(1000 * seconds, self.hidden_ms) + reading_ms)
         return SimpleNamespace(seconds=seconds, read=lambda: None)
 
     def pass_time(self, ms: float) -> None:
@@ -236,7 +239,7 @@ class SimulatedGpu:
                     sequence.token_ids += [7] * draft.num_accepted
                     unread[i] += draft.num_accepted % len(right)
                     self.speculation.drop(sequence)
-            self.speculation.count_step(scheduled, launched, num_drafted)
+            self.speculation.count_step(scheduled, launched, num_drafted, self.hidden_ms / 1000)
         sampled = sum(len(row.sequence.token_ids) - 1 for row in rows) / num_rows
         plain_s = sampled * (gpu_graph_s(Shape(num_rows, num_rows, num_rows)) + 0.00002)
         return plain_s / (self.clock - began - self.noise)
@@ -340,11 +343,11 @@ def test_slow_steps_are_forgotten(monkeypatch: pytest.MonkeyPatch, num_rows: int
     monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: gpu.clock))
     count, num_slow = gpu.speculation.count_step, 6
 
-    def count_slow(rows: list[ScheduledRow], started: float, num_drafted: int) -> None:
+    def count_slow(rows: list[ScheduledRow], started: float, num_drafted: int, host_s: float) -> None:
         nonlocal num_slow
         if num_drafted and num_slow:
             gpu.clock, num_slow = gpu.clock + 0.025, num_slow - 1
-        count(rows, started, num_drafted)
+        count(rows, started, num_drafted, host_s)
 
     gpu.speculation.count_step = count_slow  # type: ignore[method-assign]
     speeds = [gpu.speed(num_rows) for _ in range(8)]
@@ -361,6 +364,29 @@ def test_a_choice_counts_all_of_its_time() -> None:
     assert choice.seconds == pytest.approx(gpu_graph_s(choice.size) + HOST_S + 3 * HOST_ROW_S + 0.00035 * 2.81)
     lengths = chooser.best(0.0).lengths
     assert lengths[0] > 2 * lengths.get(1, 0) > 0
+
+
+def test_guesses_that_the_host_hides_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device guesses while the host processes the tokens of the step before."""
+    lengths, speeds = [], []
+    for hidden_ms in (0.0, 2.4):
+        gpu = SimulatedGpu(0.8, seed=3)
+        gpu.hidden_ms = hidden_ms
+        monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda gpu=gpu: gpu.clock))
+        speeds.append(sum(gpu.speed(4) for _ in range(4)) / 4)
+        lengths.append(sum(gpu.lengths.elements()) / gpu.lengths.total())
+    assert lengths[0] + 0.5 < lengths[1] and 1.3 < speeds[1] < speeds[0], (lengths, speeds)
+
+
+def test_the_first_draft_says_nothing_of_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing hides what the host does for a draft after a step without one, as for most drafts of a wrong drafter."""
+    gpu = SimulatedGpu(0.0, seed=3)
+    gpu.first_ms = 1.5
+    monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: gpu.clock))
+    assert [gpu.speed(1) for _ in range(8)][-1] > 0.98
+    gpu.rate = 0.7
+    gpu.speculation._pools.clear()  # another drafter
+    assert sum(gpu.speed(1) for _ in range(4)) / 4 > 1.3
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 8])

@@ -124,6 +124,7 @@ class Step:
     tokens: list[int]
     started: float = 0.0
     launched: float = 0.0
+    host_s: float = 0.0
     awaits_masks: bool = False
     number: int = -1
     draft_states: dict[Sequence, list[int]] = field(default_factory=dict)
