@@ -15,7 +15,6 @@ from rwkv_batch.core.drafters import Draft, DraftModel, Joined, ModelDrafter, Wa
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase, Sequence
 from rwkv_batch.core.speculation import Speculation
-from rwkv_batch.runner.draft_steps import DraftSteps
 from rwkv_batch.runner.links import HostCopy, LastTokens
 from rwkv_batch.runner.step_sampling import InFlightStep, SampledToken, StepSampler, select_rows
 from sampling.filtered_sampler import FilteredSampler
@@ -30,6 +29,17 @@ class Commits(Protocol):
     def commit(self, rows: Rows, sampled: list[SampledToken], step: int) -> None: ...
 
     def commit_ahead(self, sequence: Sequence, draft: Draft) -> int: ...
+
+
+class GuessesAhead(Protocol):
+    """A draft model that can begin before the host knows which of its last guesses were accepted."""
+
+    def guess_ahead(self, rows: list[tuple[ModelDrafter, list[int]]], num_steps: int, sampled: Tensor) -> None:
+        """Begin to guess behind a launched step that verifies drafted tokens of rows.
+
+        sampled: [B, k + 1] int64: the token after the known ones, and those after each drafted one, for k the most
+        drafted tokens of a row
+        """
 
 
 class DraftSampler:
@@ -51,7 +61,7 @@ class DraftSampler:
         self.may_sample_ahead = device.type == "cuda"
         """On a CPU, tokens after rejected ones cost more than the launches that are saved."""
 
-    def sample_ahead(self, step: InFlightStep, model: DraftSteps | None) -> None:
+    def sample_ahead(self, step: InFlightStep, model: GuessesAhead | None) -> None:
         """Sample at once for rows whose sampler can: they have no grammar, filters or log-probabilities.
 
         Counts no token. Waits for the draft model's guesses, but not for the step. If the model guessed all drafts of
@@ -84,7 +94,7 @@ class DraftSampler:
             if model is not None and len(pairs) == sum(row.sequence.draft is not None for row in step.rows):
                 self._guess_ahead(pairs, tokens, model)
 
-    def _guess_ahead(self, pairs: list[tuple[Sequence, Draft]], tokens: Tensor, model: DraftSteps) -> None:
+    def _guess_ahead(self, pairs: list[tuple[Sequence, Draft]], tokens: Tensor, model: GuessesAhead) -> None:
         """Let the model guess after the drafts of all rows. tokens: sampled after each drafted one"""
         rows = list[tuple[ModelDrafter, list[int]]]()
         for _, draft in pairs:
