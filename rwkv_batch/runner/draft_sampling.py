@@ -55,7 +55,7 @@ class DraftSampler:
         self._last_tokens = last_tokens
         self.are_logits_shared = has_graphs
         """Whether the step's other launches overwrite its logits."""
-        self._read = 0.0
+        self.read_at = 0.0
         """when the host had the tokens of the last step"""
         self._uncounted: list[tuple[Sequence, list[int]]] = []
         self.may_sample_ahead = device.type == "cuda"
@@ -118,8 +118,7 @@ class DraftSampler:
 
         sampled: the tokens of `step.sampling_rows`
         """
-        read_before, self._read = self._read, time.monotonic()
-        step.host_s = max(0.0, step.layers_launched - read_before)
+        self.read_at = time.monotonic()
         if not step.num_drafted:
             return
         wanted = list[Wanted]()

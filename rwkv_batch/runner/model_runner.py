@@ -230,7 +230,7 @@ class ModelRunner:
             logits = self.pipeline.stages[-1].logits(x, inputs)
         else:
             logits = self._forward(inputs, None if is_routed else self._logits, between)
-        step.layers_launched = time.monotonic()
+        step.host_s = time.monotonic() - self.drafts.read_at
         logits, step.draft_logits = split_drafts(logits, step.sampling_rows)
         self.step_sampler.admit(rows, started)  # behind the layers, which the device runs meanwhile
         self.drafts.count_ahead(step.sampling_rows)

@@ -76,10 +76,8 @@ class InFlightStep:
     number: int = -1
     launched: float = 0.0
     """when its launch ended"""
-    layers_launched: float = 0.0
-    """when its layers were launched"""
     host_s: float = 0.0
-    """from when the host had the tokens of the step before until then"""
+    """from when the host had the tokens of the last step until this one's layers were launched"""
     deferred: DeferredSample | None = None
     tokens_sent: int = 0
     """number for `LastTokens.receive` of the sampled tokens"""
