@@ -196,7 +196,7 @@ class DraftSteps:
     def guess_ahead(self, rows: Sequence[tuple[ModelDrafter, list[int]]], num_steps: int, sampled: Tensor) -> None:
         """Begin to guess behind a launched step that verifies drafted tokens of rows. `guess` goes on.
 
-        sampled: see `fill_table`. Does not wait for the device.
+        sampled [B, k + 1]: see `fill_table`. Does not wait for the device.
         """
         if self._graphs is None or any(drafter not in self._rings for drafter, _ in rows):
             return

@@ -109,7 +109,10 @@ class GuessGraphs:
         return self.replay(num_rows, len(steps))[: len(steps), :num_rows]
 
     def fill_ahead(self, rows: Sequence[Verified], sampled: Tensor, num_slots: int, num_steps: int) -> None:
-        """Prepare up to `num_steps` steps that follow a step that verifies guesses: see `fill_table`."""
+        """Prepare up to `num_steps` steps that follow a step that verifies guesses.
+
+        sampled [B, k + 1]: see `fill_table`
+        """
         num_rows, staged = len(rows), self._staged.on_device[0]
         table = staged["table"].view(self._max_steps, 3, self._rows)[:num_steps]
         fill_table(table[..., :num_rows], rows, sampled, num_slots)
