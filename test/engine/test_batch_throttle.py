@@ -231,6 +231,14 @@ def test_prompts_of_batch_rows_are_read_at_once_where_none_decodes() -> None:
     assert late[0] in [row.sequence for row in steps.step()]
 
 
+def test_a_step_without_pieces_reads_the_prompts_of_any_number_of_batch_rows() -> None:
+    steps = Steps(max_batch_rows=0, req_slots=192, budget=1024)
+    steps.chat()
+    steps.step()
+    steps.batch(3 * MAX_ROWS_IN_PIECES, prompt_tokens=8)
+    assert len(of_batch(steps.step())) == 3 * MAX_ROWS_IN_PIECES
+
+
 def prompts_of_batch(rows: list[ScheduledRow], before: list[Sequence]) -> list[ScheduledRow]:
     """Return new batch rows with more than one token to read."""
     return [row for row in of_batch(rows) if row.sequence not in before and row.num_tokens > 1]

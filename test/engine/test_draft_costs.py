@@ -35,7 +35,7 @@ from rwkv_batch.core.drafters import (
 )
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase
-from rwkv_batch.core.speculation import Speculation
+from rwkv_batch.core.speculation import MAX_ROWS, Speculation
 from test.harness import make_request
 
 
@@ -297,6 +297,14 @@ def test_a_session_does_not_continue_from_text_that_may_be_a_stop(lease: Any, is
     sequence.lease, sequence.phase, sequence.output = lease, Phase.RUNNING, SimpleNamespace(has_held_text=is_held)
     Speculation("auto", slots, lambda _: None).settle(sequence)
     assert sequence.slot == slot and sequence.draft is None
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_large_steps_have_no_drafts(more: int) -> None:
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    rows = [predicted(0.9) for _ in range(MAX_ROWS + more)]
+    Speculation("ngram", slots, lambda _: None).add_drafts(rows)
+    assert [row.sequence.draft is None for row in rows] == [bool(more)] * len(rows)
 
 
 def test_a_probe_budget_grows_from_the_first_step() -> None:
