@@ -20,6 +20,7 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     fits_hopper_gemm,
     hopper_gemm_unavailable_reason,
     plan_hopper_gemm,
+    plan_row_blocks,
 )
 from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import (
     FP8_TILE_ROWS,
@@ -70,6 +71,14 @@ def test_every_transposed_plan_has_a_kernel_and_no_idle_warpgroup(width: int) ->
 def test_groups_of_four_gpus_fill_their_tiles() -> None:
     """320 and 960 rows in four groups."""
     assert [plan_hopper_gemm(rows, SHAPES["key"], PROCESSORS).tile_rows for rows in (80, 240)] == [80, 240]
+
+
+def test_split_k_over_many_rows_runs_on_all_sms() -> None:
+    """The low ranks down are 7 tiles in 4 splits: 132 SMs take four blocks of rows."""
+    rows = (200, 320, 512, 960)
+    assert [plan_row_blocks(count, 7, 4, PROCESSORS).tile_rows for count in rows] == [224, 80, 128, 240]
+    assert [plan_row_blocks(count, 128, 1, PROCESSORS).tile_rows for count in rows] == [224, 160, 256, 240]
+    assert plan_row_blocks(320, 16, 4, PROCESSORS).tile_rows == 160, "there is room for two blocks"
 
 
 def test_few_outputs_use_split_k() -> None:

@@ -45,6 +45,7 @@ LARGEST_TILE = 320
 """Rows of the largest tile of any of these kernels (fp8). The split-K workspace has this size."""
 MAX_MULTI_TILE_ROWS = 1024
 """Maximum fp16 rows with weights [n, k] over several tiles; cuBLAS is faster for all but small weights."""
+MAX_ROW_BLOCKS = MAX_MULTI_TILE_ROWS // MAX_HOPPER_ROWS
 SPLITS = (1, 2, 4)
 FP16_SPLITS = 4
 """Split-K of the low ranks down, in a launch with 8-bit GEMMs and elsewhere: the bits do not depend on the rows."""
@@ -143,10 +144,26 @@ def plan_hopper_gemm(
 @functools.cache
 def max_splits(shapes: tuple[GemmShape, ...], num_sms: int, co_resident: bool, depth: int) -> int:
     """Returns the largest split-K whose CTAs all run at once. Each CTA gets whole steps of `depth` inputs."""
-    tiles = sum(-(-shape.n // TILE_N) for shape in shapes)
+    tiles = count_tiles(shapes)
     choices = SPLITS if co_resident else SPLITS[:1]
     fitting = (s for s in choices if tiles * s <= num_sms and all(shape.k % (depth * s) == 0 for shape in shapes))
     return max(fitting, default=1)
+
+
+def count_tiles(shapes: Sequence[GemmShape]) -> int:
+    """Returns the tiles of outputs of a launch."""
+    return sum(-(-shape.n // TILE_N) for shape in shapes)
+
+
+def plan_row_blocks(rows: int, tiles: int, splits: int, num_sms: int) -> Plan:
+    """Returns the plan of a launch with `tiles` tiles of outputs, over one or several blocks of rows.
+
+    Several blocks with split-K: as many as run at once. Otherwise as few as hold the rows.
+    """
+    blocks = -(-rows // MAX_HOPPER_ROWS)
+    if blocks > 1 and splits > 1:
+        blocks = max(blocks, min(MAX_ROW_BLOCKS, num_sms // (tiles * splits)))
+    return Plan(next(size for size in TILE_ROWS if size >= -(-rows // blocks)), splits)
 
 
 def may_return_fp32(rows: int, shape: GemmShape, device: torch.device) -> bool:
@@ -170,8 +187,8 @@ def launch_hopper_gemm(gemms: Sequence[Fp16Gemm], transposed: bool) -> None:
     dtype = gemms[0][2].dtype
     args = Fp16LaunchArgs(count=len(gemms), rows=rows, transposed=transposed, to_fp32=dtype == torch.float32)
     shapes = fill_fp16_gemms(args.gemms[: len(gemms)], gemms, rows, transposed, dtype)
-    blocks = -(-rows // MAX_HOPPER_ROWS)  # of rows
-    plan = plan_hopper_gemm(-(-rows // blocks), shapes, work.num_sms // blocks, not is_mps_active())
+    splits = max_splits(shapes, work.num_sms // -(-rows // MAX_HOPPER_ROWS), not is_mps_active(), TILE_K)
+    plan = plan_row_blocks(rows, count_tiles(shapes), splits, work.num_sms)
     launch_hopper_kernel("rwkv_gemm_fp16", args, plan, work)
 
 
@@ -189,8 +206,8 @@ def launch_in_order(gemms: Sequence[Fp16Gemm], splits: int, transposed: bool = F
     if k % (TILE_K * splits):
         raise ValueError(f"{splits} splits take inputs that are a multiple of {TILE_K * splits}, not {k}")
     work = prepare_hopper_gemm(device)
-    tiles = sum(-(-y.shape[1] // TILE_N) for _, _, y, _ in gemms)
-    max_blocks = 1 if transposed else MAX_MULTI_TILE_ROWS // MAX_HOPPER_ROWS
+    tiles = count_tiles([GemmShape(y.shape[1], k) for _, _, y, _ in gemms])
+    max_blocks = 1 if transposed else MAX_ROW_BLOCKS
     blocks = max_blocks if splits == 1 else max(1, min(max_blocks, work.num_sms // (tiles * splits)))
     step = blocks * MAX_HOPPER_ROWS
     for start in range(0, rows, step):
@@ -198,8 +215,7 @@ def launch_in_order(gemms: Sequence[Fp16Gemm], splits: int, transposed: bool = F
         count, dtype = len(part[0][1]), part[0][2].dtype
         args = Fp16LaunchArgs(count=len(part), rows=count, transposed=transposed, to_fp32=dtype == torch.float32)
         fill_fp16_gemms(args.gemms[: len(part)], part, count, transposed, dtype)
-        tile = -(-count // -(-count // MAX_HOPPER_ROWS))
-        plan = Plan(next(size for size in TILE_ROWS if size >= tile), splits)
+        plan = plan_row_blocks(count, tiles, splits, work.num_sms)
         launch_hopper_kernel("rwkv_gemm_fp16", args, plan, work)
 
 
