@@ -20,7 +20,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
 HOST_S, HOST_ROW_S = 0.0002, 0.00001
 """Time between the graphs of two steps with drafts, and for each device row, before it is measured: low, so that drafts
 are tried. The device guesses meanwhile."""
-FIRST_HOST_S, FIRST_HOST_ROW_S = 0.0003, 0.00005
+FIRST_HOST_S, FIRST_HOST_ROW_S = 0.0005, 0.0001
 """The same for a step with drafts after one without: nothing hides what the host does for it."""
 ASSUMED_FACTOR = 1.25
 """Times of a plain step that one with drafts takes without graphs. Low, so that drafts are tried and measured."""
@@ -121,7 +121,6 @@ class StepTimes:
         self._num_plain += 1
         if self._num_plain % EXPIRY_STEPS == 0:
             self._added.forget_slowest()
-            self._added_first.forget_slowest()
         if self._graph_s is None:
             self._plain.count(shape.tokens, seconds)
         elif graph_s := self._graph_s(shape):
