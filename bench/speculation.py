@@ -41,6 +41,7 @@ from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, Drafter, DraftModel, Mode
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.speculation import MAX_ROWS, make_drafters
 from rwkv_batch.engine import Engine
+from rwkv_batch.ipc.process import freeze_garbage_collector
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority
 from rwkv_batch.runner.draft_steps import DraftSteps
 from rwkv_batch.runner.links import DeviceGuesses, TokenCopies
@@ -139,6 +140,7 @@ class Answer:
 def started(path: Path, **fields: Any) -> Iterator[Engine]:
     engine = Engine(EngineConfig(model_path=str(path), speculate="auto", pool=PoolConfig(state_db=""), **fields))
     engine.start()
+    freeze_garbage_collector()  # as an engine's process does
     try:
         yield engine
     finally:
