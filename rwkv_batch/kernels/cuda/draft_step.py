@@ -34,11 +34,11 @@ def fits(shape: ModelShape, device: torch.device) -> bool:
 def in_order_of_loads(weight: Tensor) -> Tensor:
     """Return a weight [N, K] in tiles of 8 outputs and chunks of 32 inputs: [N / 8, K / 32, 256].
 
-    A lane of a warp loads 16 adjacent bytes of a chunk: its right operands of two mma.m16n8k16.
+    A lane of a warp loads 8 inputs of one output: its left operands of two mma.m16n8k16.
     """
     outputs, inputs = weight.shape
-    chunks = weight.reshape(outputs // 8, 8, inputs // 32, 2, 2, 4, 2)  # output, chunk, mma, register, lane, half
-    return chunks.permute(0, 2, 1, 5, 3, 4, 6).reshape(outputs // 8, inputs // 32, 256)
+    chunks = weight.reshape(outputs // 8, 8, inputs // 32, 32)
+    return chunks.transpose(1, 2).reshape(outputs // 8, inputs // 32, 256)
 
 
 class DraftStep:
@@ -71,7 +71,7 @@ class DraftStep:
             "out_weight": ln_out.weight,
             "out_bias": ln_out.bias,
             "exchange": torch.full((SETS * exchanged,), -1, dtype=INT16, device=device),
-            "keys": torch.full((2 * MAX_ROWS * num_ctas,), -1, dtype=INT64, device=device),
+            "keys": torch.full((MAX_ROWS * num_ctas,), -1, dtype=INT64, device=device),
             "v_first": torch.empty(MAX_ROWS, width, dtype=FP32, device=device),
             "launches": torch.zeros(1, dtype=INT32, device=device),
         }

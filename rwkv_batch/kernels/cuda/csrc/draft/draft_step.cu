@@ -2,42 +2,38 @@
 //
 // A small model's step waits for launches: each layer has seven. Here one CTA per SM stays for the whole step. CTAs
 // exchange activations through L2: a reader polls the words themselves until none is EMPTY, so a phase needs no fence.
-// Weights do not depend on activations: before a CTA waits, it loads those of the phase into registers. They were
-// prefetched into L2 two layers before. All phases of a layer share their code, so that it stays in the instruction
+// Weights and states do not depend on activations: bulk copies bring them into a ring in shared memory, a layer ahead,
+// so that polls do not wait behind loads. All phases of a layer share their code, so that it stays in the instruction
 // cache.
 //
 // Phases of a layer: input projections (r, k, v and the first halves of the low-rank maps), WKV with the second halves
-// (a CTA per row and head), output map, ffn.key, ffn.value. Every CTA holds the residual stream and makes all norms. A
-// CTA computes tiles of 8 outputs of a map; each warp takes an eighth of the inputs.
+// (a CTA per row and head), output map, ffn.key, ffn.value. A CTA computes tiles of 8 outputs of a map. Each of its warps
+// has an eighth of the channels: it polls them, holds their residual stream in registers, and multiplies them.
 #include "draft_step.cuh"
+#include "../hopper.cuh"
 #include "../mma.cuh"
 
 namespace {
 
-constexpr int THREADS = 256, WARPS = 8, PAD = 8, AHEAD_LAYERS = 2;
-constexpr int GROUP = 4;  // tiles whose weights a CTA holds
+constexpr int THREADS = 256, WARPS = 8;
+constexpr int GROUP = 4;  // tiles that a CTA multiplies at once
+constexpr bool LATE = true;
 constexpr int READ = 0, WRITE = 1, TOKEN = 2;  // parts of the table
-constexpr int PREFETCHED = 1024;  // bytes of a layer's vectors that one CTA prefetches
+constexpr int PARTIAL_ROW = 12;  // floats from a row of partial sums to the next one: without bank conflicts
 enum Phase { INPUTS, OUTPUT, KEY, VALUE };
 
-// Left operands of N chunks of 32 inputs. a: this lane's row of a matrix for ldmatrix.
+// Sums of 8 outputs of a tile, and of 8 of another one, over N chunks of 32 inputs of 8 rows. Lane t gets of output t / 4
+// the rows t % 4 * 2 and + 1: x and y of the first tile, z and w of the second.
 template <int N>
-__device__ __forceinline__ void load_operand(Fragment (&chunks)[N], const __half* a) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) chunks[i] = load_matrix<false>(a + 32 * i);
-}
-
-// Sums [8 rows, 8 outputs] of a @ w^T. Lane t gets row t / 4, outputs t % 4 * 2 and + 1; mma's rows 8 to 15 are unused.
-template <int N>
-__device__ __forceinline__ float2 multiply(const Fragment* chunks, const uint4 (&w)[N]) {
+__device__ __forceinline__ float4 multiply(const uint4 (&rows)[N], const uint4 (&tile)[N], const uint4 (&other)[N]) {
     float c[4][4] = {};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const uint32_t(&k)[4] = chunks[i].x;  // of 8 inputs each
-        mma(c[i % 2 * 2], Fragment{{k[0], k[1], k[1], k[1]}}, w[i].x, w[i].y);
-        mma(c[i % 2 * 2 + 1], Fragment{{k[2], k[3], k[3], k[3]}}, w[i].z, w[i].w);
+        mma(c[i % 2 * 2], Fragment{{tile[i].x, other[i].x, tile[i].y, other[i].y}}, rows[i].x, rows[i].y);
+        mma(c[i % 2 * 2 + 1], Fragment{{tile[i].z, other[i].z, tile[i].w, other[i].w}}, rows[i].z, rows[i].w);
     }
-    return make_float2((c[0][0] + c[1][0]) + (c[2][0] + c[3][0]), (c[0][1] + c[1][1]) + (c[2][1] + c[3][1]));
+    const auto sum = [&](int i) { return (c[0][i] + c[1][i]) + (c[2][i] + c[3][i]); };
+    return make_float4(sum(0), sum(1), sum(2), sum(3));
 }
 
 // Larger for larger logits, and for the lower of tokens with equal ones. Never EMPTY_KEY.
@@ -57,35 +53,51 @@ struct Head {  // shared memory of the WKV phase
     alignas(16) __half rkv[3][HEAD_SIZE];
     __half low[3 * LOW_RANK + GATE_RANK];
     float up[4][HEAD_SIZE];  // outputs of the low-rank maps: v_gate, w, a, g
-    float vectors[WARPS][6][HEAD_SIZE];  // of each warp: decay, k, -kk, kk * a, r, v
+    float vectors[WARPS][5][HEAD_SIZE];  // of each warp: decay, k, -kk, kk * a, r * decay
     float y[HEAD_SIZE];
+};
+
+struct Source {  // of a stage of the ring
+    const char* at;  // in layer 0
+    uint32_t layer_bytes, bytes;  // from one layer to the next; of the stage
 };
 
 // CHUNKS: C / 256
 template <int CHUNKS>
 struct Step {
-    static constexpr int C = 256 * CHUNKS, LD = C + PAD, HEADS = C / HEAD_SIZE, OPERAND = MAX_DRAFT_ROWS * LD;
-    using Exchange = DraftExchange<C>;
-    using Weights = DraftWeights<C>;
+    using Exchange = DraftExchange<256 * CHUNKS>;
+    using Weights = DraftWeights<256 * CHUNKS>;
+    static constexpr int C = 256 * CHUNKS, HEADS = C / HEAD_SIZE, TILE_BYTES = 2 * Weights::TILE;
+    static constexpr int UPS_STAGES = 4, UPS_BYTES = 2 * Weights::UPS / UPS_STAGES, STATE_BYTES = 2 * HEAD_SIZE * HEAD_SIZE;
+    static constexpr int STAGE_BYTES = TILE_BYTES > UPS_BYTES ? TILE_BYTES : UPS_BYTES, STAGES = (204 << 10) / STAGE_BYTES;
 
     struct Smem {
-        Head head;
-        float partials[GROUP][WARPS][MAX_DRAFT_ROWS][8];
+        alignas(128) char ring[STAGES][STAGE_BYTES];  // a layer's tiles, ups and states in the order of their use, at last the head's
+        union {
+            Head head;
+            float partials[GROUP][WARPS][MAX_DRAFT_ROWS * PARTIAL_ROW];
+            uint4 operands[8][CHUNKS][32];  // of the head: each warp's channels
+        };
+        alignas(16) float2 moments[MAX_DRAFT_ROWS][WARPS];
+        unsigned long long arrived[STAGES];  // mbarriers
         unsigned long long keys[WARPS][MAX_DRAFT_ROWS];
+        Source sources[THREADS];
         int slots[2][MAX_DRAFT_ROWS];
         int tiles[4][2];  // of each phase: this CTA's first, and the one after its last
-        alignas(16) __half operands[6 * OPERAND];  // of each mixed input, or of each quarter of ffn.value's inputs: [8][LD]
     };
 
     const DraftStepArgs& p;
     Smem& s;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cta = blockIdx.x;
-    const int matrix_row = (lane & 7) * LD + (lane >> 3) * 8;  // in an operand, for ldmatrix
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, cta = blockIdx.x, num_ctas = gridDim.x;
+    const int row = lane >> 2, quad = lane & 3, channel = 32 * CHUNKS * warp + 8 * quad;  // this lane's: also channel + 32, ...
     int layer = 0, first_set;
+    int layer_stages, all_stages;  // of a layer; of all layers and the head
+    int taken = 0, freed = 0, filled = 0;  // stages: of this warp, of all warps, of the warp that fills them
     __half* exchange;  // the layer's
-    float x[CHUNKS][8];  // residual stream of row `warp`: channels 256 i + 8 lane to + 7
+    float x[CHUNKS][8];  // residual stream
 
-    __device__ bool has_row() const { return warp < p.rows; }
+    __device__ bool has_row() const { return row < p.rows; }
+    __device__ bool fills() const { return warp == WARPS - 1; }
     __device__ __half* of_layer(int which) const { return p.exchange + (first_set + which + Exchange::SETS) % Exchange::SETS * Exchange::SIZE; }
     __device__ const float* vector(int which) const { return p.vectors + (layer * NUM_VECTORS + which) * C; }
     __device__ static int input_mix(int tile) {
@@ -93,85 +105,144 @@ struct Step {
         return low < 0 ? tile / (C / 8) : min(2 + low / (LOW_RANK / 8), 5);
     }
 
-    // Prefetches into L2 what this CTA reads in a layer, and a part of the vectors. One warp.
-    __device__ void prefetch(int ahead) const {
-        const int64_t later = layer + ahead;
-        if (later >= p.num_layers) return;
-        const void* at = nullptr;
-        int bytes = 0;
-        if (lane < 4) {
-            const int first = s.tiles[lane][0], count = s.tiles[lane][1] - first;
-            const int base = lane == INPUTS ? 0 : lane == OUTPUT ? Weights::OUTPUT : lane == KEY ? Weights::KEY : Weights::VALUE;
-            const int of_tile = lane == VALUE ? 4 : 1;
-            at = p.weights + later * Weights::SIZE + (base + first * of_tile) * Weights::TILE, bytes = count * of_tile * 2 * Weights::TILE;
-        } else if (lane < 6 && cta < p.rows * HEADS) {
-            const int head = cta % HEADS;
-            at = p.ups + (later * HEADS + head) * Weights::UPS, bytes = 2 * Weights::UPS;
-            if (lane == 5) {
-                at = p.wkv + later * p.wkv_layer + s.slots[READ][cta / HEADS] * p.wkv_slot + head * HEAD_SIZE * HEAD_SIZE;
-                bytes = 2 * HEAD_SIZE * HEAD_SIZE;
+    // Tiles of a phase before a CTA's first. The maps of few tiles leave the first CTAs to WKV.
+    __device__ int tiles_before(int phase, int cta) const {
+        if (phase == INPUTS || phase == KEY) return (phase == KEY ? C / 2 : Weights::OUTPUT) * cta / num_ctas;
+        return max(0, C / 8 - (C / 8 + num_ctas - 1) / num_ctas * (num_ctas - cta));
+    }
+
+    // Stages of this CTA in a layer. The first of them, `index` of which this is, sets its source.
+    __device__ int set_source(int index, const int64_t* line) {
+        const int inputs = s.tiles[INPUTS][1] - s.tiles[INPUTS][0], output = s.tiles[OUTPUT][1] - s.tiles[OUTPUT][0];
+        const int key = s.tiles[KEY][1] - s.tiles[KEY][0], value = GROUP * (s.tiles[VALUE][1] - s.tiles[VALUE][0]);
+        const int of_head = UPS_STAGES + 1, heads = of_head * max(0, (p.rows * HEADS - cta + num_ctas - 1) / num_ctas);
+        Source& source = s.sources[index];
+        int tile = index, i = index - inputs;
+        source.layer_bytes = 2 * Weights::SIZE, source.bytes = TILE_BYTES;
+        if (i < 0) {
+            tile += s.tiles[INPUTS][0];
+        } else if (i < heads) {
+            const int item = cta + i / of_head * num_ctas, head = item % HEADS, part = i % of_head;
+            source.at = reinterpret_cast<const char*>(p.ups + head * Weights::UPS) + part * UPS_BYTES;
+            source.layer_bytes = 2 * HEADS * Weights::UPS, source.bytes = UPS_BYTES;
+            if (part == UPS_STAGES) {
+                source.at = reinterpret_cast<const char*>(p.wkv + line[READ * p.table_rows + item / HEADS] * p.wkv_slot) + head * STATE_BYTES;
+                source.layer_bytes = 2 * p.wkv_layer, source.bytes = STATE_BYTES;
             }
-        } else if (lane == 6 && cta < p.rows) {
-            at = p.shift + later * p.shift_layer + s.slots[READ][cta] * p.shift_slot, bytes = 4 * C;
-        } else if (lane < 9 && lane > 6) {
-            const int size = lane == 7 ? 4 * NUM_VECTORS * C : 2 * NUM_MIXES * C, begin = cta * PREFETCHED;
-            const char* from = lane == 7 ? reinterpret_cast<const char*>(p.vectors) : reinterpret_cast<const char*>(p.mixes);
-            at = from + later * size + begin, bytes = min(PREFETCHED, size - begin);
+            tile = -1;
+        } else if ((i -= heads) < output) {
+            tile = Weights::OUTPUT + s.tiles[OUTPUT][0] + i;
+        } else if ((i -= output) < key) {
+            tile = Weights::KEY + s.tiles[KEY][0] + i;
+        } else {
+            tile = Weights::VALUE + GROUP * s.tiles[VALUE][0] + i - key;
         }
-        if (bytes > 0) prefetch_bytes(at, bytes);
+        if (tile >= 0) source.at = reinterpret_cast<const char*>(p.weights + tile * Weights::TILE);
+        return inputs + heads + output + key + value;
+    }
+
+    // Starts the copy of a stage. One thread, after all have read what was there.
+    __device__ void fill(int number) {
+        if (number >= all_stages) return;
+        const int of_layer = number / layer_stages;
+        const char* from;
+        uint32_t bytes = TILE_BYTES;
+        if (of_layer < p.num_layers) {
+            const Source& source = s.sources[number - of_layer * layer_stages];
+            from = source.at + static_cast<int64_t>(of_layer) * source.layer_bytes, bytes = source.bytes;
+        } else {
+            from = reinterpret_cast<const char*>(p.head) + static_cast<int64_t>(cta + (number - p.num_layers * layer_stages) * num_ctas) * TILE_BYTES;
+        }
+        const uint32_t barrier = hopper::smem_address(&s.arrived[number % STAGES]);
+        hopper::mbarrier_expect_tx(barrier, bytes);
+        hopper::bulk_load(hopper::smem_address(s.ring[number % STAGES]), from, bytes, barrier);
+    }
+
+    // Fills the stages that all warps have read.
+    __device__ void refill() {
+        if (!fills()) return;
+        if (filled + lane < freed + STAGES) fill(filled + lane);
+        filled = freed + STAGES;
+    }
+
+    __device__ const char* await_stage(int number) {
+        hopper::mbarrier_wait(hopper::smem_address(&s.arrived[number % STAGES]), number / STAGES & 1);
+        return s.ring[number % STAGES];
     }
 
     // A map of the layer: waits for its inputs, and stores its outputs for the other CTAs.
     __device__ void project(int phase) {
-        const bool is_value = phase == VALUE;
+        const bool is_value = phase == VALUE, has_norm = phase == INPUTS || phase == KEY;
         const int begin = s.tiles[phase][0], last = s.tiles[phase][1];
-        const int base = phase == INPUTS ? 0 : phase == OUTPUT ? Weights::OUTPUT : phase == KEY ? Weights::KEY : Weights::VALUE;
-        const __half* weights = p.weights + static_cast<int64_t>(layer) * Weights::SIZE + base * Weights::TILE + warp * CHUNKS * 256 + lane * 8;
+        float y[CHUNKS][8];  // normalised
+        uint4 before[CHUNKS], operands[GROUP][CHUNKS];  // before: of the token before
+        if (phase == OUTPUT && fills()) clear();
 #pragma unroll 1
         for (int first = begin, next; first < last; first = next) {
             next = min(first + (is_value ? 1 : GROUP), last);
             const int count = is_value ? GROUP : next - first;  // of tiles; all quarters of one are multiplied at once
-            const __half* from = weights + (is_value ? GROUP * first : first) * Weights::TILE;
             uint4 w[GROUP][CHUNKS];
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i)
-#pragma unroll
-                for (int j = 0; j < CHUNKS; ++j)
-                    if (i < count) w[i][j] = load_packed(from + i * Weights::TILE + j * 256);
-            if (first == begin) {
-                if (phase == INPUTS || phase == KEY) {
-                    shift_mix(phase == INPUTS);
-                } else {
-                    gather(exchange + (is_value ? Exchange::HIDDEN : Exchange::Y), is_value);
-                }
-            }
-            __syncthreads();
-            float2 sum = make_float2(0.0f, 0.0f);
-            Fragment operand[CHUNKS];
-            int loaded = -1;
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
                 if (i >= count) break;
-                const int which = is_value ? i : phase == INPUTS ? input_mix(first + i) : 0;
-                if (which != loaded) load_operand(operand, s.operands + which * OPERAND + warp * CHUNKS * 32 + matrix_row);
-                loaded = which;
-                const float2 one = multiply(operand, w[i]);
-                sum = is_value ? make_float2(sum.x + one.x, sum.y + one.y) : one;
-                if (!is_value || i == GROUP - 1) *reinterpret_cast<float2*>(&s.partials[is_value ? 0 : i][warp][lane / 4][lane % 4 * 2]) = sum;
+                const char* from = await_stage(taken + i) + 512 * CHUNKS * warp + 16 * lane;
+#pragma unroll
+                for (int j = 0; j < CHUNKS; ++j) w[i][j] = load16(from + 512 * j);
+            }
+            taken += count;
+            const int mix = phase == INPUTS ? input_mix(first) : CHANNEL_MIX, last_mix = phase == INPUTS ? input_mix(next - 1) : mix;
+            if (has_norm) {
+                const __half* mixes = p.mixes + layer * NUM_MIXES * C + channel;
+                uint4 share[2][CHUNKS];
+#pragma unroll
+                for (int j = 0; j < CHUNKS; ++j) share[0][j] = load16(mixes + mix * C + 32 * j), share[1][j] = load16(mixes + last_mix * C + 32 * j);
+                if (first == begin) shift(phase == INPUTS, y, before);
+                blend(operands[0], y, before, share[0]);
+                if (last_mix != mix) blend(operands[1], y, before, share[1]);
+            } else if (first == begin) {
+                await_row(operands, exchange + (is_value ? Exchange::HIDDEN + 4 * row * C : Exchange::Y + row * C), is_value ? GROUP : 1);
+            }
+            if (LATE) refill();
+            float4 sums[2];
+            if (is_value) {
+                sums[0] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) {
+                    const float4 one = multiply(operands[i], w[i], w[i]);
+                    sums[0].x += one.x, sums[0].y += one.y;
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    sums[i] = multiply(operands[0], w[2 * i], w[2 * i + 1]);
+                    if (last_mix == mix) continue;
+                    const float4 other = multiply(operands[1], w[2 * i], w[2 * i + 1]);
+                    if (input_mix(first + 2 * i) != mix) sums[i].x = other.x, sums[i].y = other.y;
+                    if (input_mix(first + 2 * i + 1) != mix) sums[i].z = other.z, sums[i].w = other.w;
+                }
+            }
+            if (2 * quad < p.rows) {
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) {
+                    if (i >= next - first) break;
+                    float* to = s.partials[i][warp] + 2 * quad * PARTIAL_ROW + row;
+                    to[0] = i % 2 ? sums[i / 2].z : sums[i / 2].x, to[PARTIAL_ROW] = i % 2 ? sums[i / 2].w : sums[i / 2].y;
+                }
             }
             __syncthreads();
-            const int row = lane / 4, pair = lane % 4 * 2;
-            if (warp < next - first && row < p.rows) store_outputs(phase, row, 8 * (first + warp) + pair, s.partials[warp][0][row] + pair);
-            if (next < last) __syncthreads();
+            freed = taken;
+            if (!LATE) refill();
+            if (warp < next - first && has_row()) store_outputs(phase, 8 * (first + warp) + 2 * quad, s.partials[warp][0] + row * PARTIAL_ROW + 2 * quad);
+            __syncthreads();
         }
     }
 
     // Adds the warps' sums of two outputs of a row, applies the map's activation, and stores them.
-    __device__ void store_outputs(int phase, int row, int output, const float* partials) {
+    __device__ void store_outputs(int phase, int output, const float* partials) {
         float2 y = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int k = 0; k < WARPS; ++k) {
-            const float2 part = *reinterpret_cast<const float2*>(partials + k * 8 * MAX_DRAFT_ROWS);
+            const float2 part = *reinterpret_cast<const float2*>(partials + k * MAX_DRAFT_ROWS * PARTIAL_ROW);
             y.x += part.x, y.y += part.y;
         }
         int at = phase == OUTPUT ? Exchange::ATT : Exchange::FFN, width = C;
@@ -188,140 +259,145 @@ struct Step {
         store_exchanged(exchange + at + row * width + output, pack2(y.x, y.y));
     }
 
-    // Waits for values [rows][C], or [rows][4C], and makes operands of them.
-    __device__ void gather(const __half* from, bool is_wide) {
-        constexpr int AT_ONCE = 4;
-        const int units = p.rows * (C / 8) * (is_wide ? 4 : 1);
-#pragma unroll 1
-        for (int first = threadIdx.x; first < units; first += AT_ONCE * THREADS) {
-            const int count = (units - first + THREADS - 1) / THREADS;
-            uint4 v[AT_ONCE];
-            await_exchanged(v, from + 8 * first, 8 * THREADS, count);
+    // Waits for this lane's channels at row[i * C], i below `count`.
+    template <int N>
+    __device__ void await_row(uint4 (&v)[N][CHUNKS], const __half* from, int count) const {
+        if (!has_row()) count = 0;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                const int unit = first + i * THREADS, part = unit / (C / 8), channel = (unit - part * (C / 8)) * 8;
-                const int row = is_wide ? part >> 2 : part, operand = is_wide ? part & 3 : 0;
-                if (i < count) store16(s.operands + operand * OPERAND + row * LD + channel, v[i]);
+        for (int i = 0; i < N; ++i)
+#pragma unroll
+            for (int j = 0; j < CHUNKS; ++j) {
+                v[i][j] = make_uint4(0, 0, 0, 0);
+                if (i < count) v[i][j] = load_exchanged(from + channel + i * C + 32 * j);
+            }
+        bool written;
+        do {
+            written = true;
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+#pragma unroll
+                for (int j = 0; j < CHUNKS; ++j)
+                    if (!is_written(v[i][j])) v[i][j] = load_exchanged(from + channel + i * C + 32 * j), written = false;
+        } while (!written);
+        __syncwarp();
+    }
+
+    // Adds `delta` [rows, C] to the residual stream, once it is written, and normalises it.
+    __device__ void normalise(const float* weight, const float* bias, const __half* delta, float (&y)[CHUNKS][8]) {
+        float scale[CHUNKS][8];
+#pragma unroll
+        for (int j = 0; j < CHUNKS; ++j) load_fp32x8(weight + channel + 32 * j, scale[j]), load_fp32x8(bias + channel + 32 * j, y[j]);
+        if (delta != nullptr) {
+            uint4 v[1][CHUNKS];
+            await_row(v, delta + row * C, 1);
+#pragma unroll
+            for (int j = 0; j < CHUNKS; ++j) {
+                float d[8];
+                unpack8(v[0][j], d);
+#pragma unroll
+                for (int k = 0; k < 8; ++k) x[j][k] += d[k];
             }
         }
-    }
-
-    // Adds `delta` [C] to this warp's residual stream, once it is written.
-    __device__ void add(const __half* delta) {
-        uint4 v[CHUNKS];
-        await_exchanged(v, delta + 8 * lane, 256);
-#pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
-            float d[8];
-            unpack8(v[i], d);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) x[i][j] += d[j];
-        }
-    }
-
-    // The mean of this warp's residual stream, and one over its standard deviation.
-    __device__ float2 moments() const {
         float sum = 0.0f, squares = 0.0f;
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i)
+        for (int j = 0; j < CHUNKS; ++j)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) sum += x[i][j], squares += x[i][j] * x[i][j];
+            for (int k = 0; k < 8; ++k) sum += x[j][k], squares += x[j][k] * x[j][k];
 #pragma unroll
-        for (int offset = 16; offset > 0; offset >>= 1) {
+        for (int offset = 1; offset < 4; offset *= 2) {
             sum += __shfl_xor_sync(FULL_MASK, sum, offset);
             squares += __shfl_xor_sync(FULL_MASK, squares, offset);
         }
-        const float mean = sum * (1.0f / C);
-        return make_float2(mean, rsqrtf(max(squares * (1.0f / C) - mean * mean, 0.0f) + NORM_EPS));
+        if (quad == 0) s.moments[row][warp] = make_float2(sum, squares);
+        __syncthreads();
+        sum = squares = 0.0f;
+#pragma unroll
+        for (int k = 0; k < WARPS; k += 2) {
+            const float4 two = *reinterpret_cast<const float4*>(&s.moments[row][k]);
+            sum += two.x + two.z, squares += two.y + two.w;
+        }
+        const float mean = sum * (1.0f / C), factor = rsqrtf(max(squares * (1.0f / C) - mean * mean, 0.0f) + NORM_EPS);
+#pragma unroll
+        for (int j = 0; j < CHUNKS; ++j)
+#pragma unroll
+            for (int k = 0; k < 8; ++k) y[j][k] += (x[j][k] - mean) * factor * scale[j][k];
     }
 
-    // Residual add, LayerNorm, token shift and this CTA's mixes of this warp's row.
-    __device__ void shift_mix(bool is_time_mix) {
-        if (warp == WARPS - 1 && is_time_mix) clear(), prefetch(AHEAD_LAYERS);
-        if (!has_row()) return;
-        const int first = is_time_mix ? input_mix(s.tiles[INPUTS][0]) : 0, last = is_time_mix ? input_mix(s.tiles[INPUTS][1] - 1) : 0;
-        const float* norm = vector(is_time_mix ? LN1 : LN2) + 8 * lane;
-        const __half* mix = p.mixes + (layer * NUM_MIXES + (is_time_mix ? first : CHANNEL_MIX)) * C + 8 * lane;
-        __half* shift = p.shift + layer * p.shift_layer + (is_time_mix ? 0 : C) + 8 * lane;
-        float weight[CHUNKS][8], bias[CHUNKS][8];
-        uint4 before[CHUNKS], share[CHUNKS];
+    // Residual add, LayerNorm and token shift.
+    __device__ void shift(bool is_time_mix, float (&y)[CHUNKS][8], uint4 (&before)[CHUNKS]) {
+        __half* shifts = p.shift + layer * p.shift_layer + (is_time_mix ? 0 : C) + channel;
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) {
-            load_fp32x8(norm + 256 * i, weight[i]), load_fp32x8(norm + C + 256 * i, bias[i]);
-            before[i] = load16(shift + s.slots[READ][warp] * p.shift_slot + 256 * i);
-            share[i] = load16(mix + 256 * i);
+        for (int j = 0; j < CHUNKS; ++j) before[j] = load16(shifts + s.slots[READ][has_row() ? row : 0] * p.shift_slot + 32 * j);
+        const __half* delta = is_time_mix ? of_layer(layer - 1) + Exchange::FFN : exchange + Exchange::ATT;
+        const float* norm = vector(is_time_mix ? LN1 : LN2);
+        normalise(norm, norm + C, is_time_mix && layer == 0 ? nullptr : delta, y);
+        if (has_row() && cta == num_ctas - 1 - row % num_ctas) {
+#pragma unroll
+            for (int j = 0; j < CHUNKS; ++j) store16(shifts + s.slots[WRITE][row] * p.shift_slot + 32 * j, pack8(y[j]));
         }
-        if (!is_time_mix || layer > 0) add((is_time_mix ? of_layer(layer - 1) + Exchange::FFN : exchange + Exchange::ATT) + warp * C);
-        const float2 m = moments();
+    }
+
+    __device__ static void blend(uint4 (&operand)[CHUNKS], const float (&y)[CHUNKS][8], const uint4 (&before)[CHUNKS], const uint4 (&share)[CHUNKS]) {
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i)
+        for (int j = 0; j < CHUNKS; ++j) {
+            float old[8], part[8], mixed[8];
+            unpack8(before[j], old), unpack8(share[j], part);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) weight[i][j] = (x[i][j] - m.x) * m.y * weight[i][j] + bias[i][j];  // normalised
-        __half* to = s.operands + first * OPERAND + warp * LD + 8 * lane;
-#pragma unroll 1
-        for (int which = first;; to += OPERAND) {
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
-                float old[8], part[8], mixed[8];
-                unpack8(before[i], old), unpack8(share[i], part);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) mixed[j] = weight[i][j] + (old[j] - weight[i][j]) * part[j];
-                store16(to + 256 * i, pack8(mixed));
-            }
-            if (++which > last) break;
-            mix += C;
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) share[i] = load16(mix + 256 * i);
-        }
-        if (cta == warp % static_cast<int>(gridDim.x)) {
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) store16(shift + s.slots[WRITE][warp] * p.shift_slot + 256 * i, pack8(weight[i]));
+            for (int k = 0; k < 8; ++k) mixed[k] = y[j][k] + (old[k] - y[j][k]) * part[k];
+            operand[j] = pack8(mixed);
         }
     }
 
     __device__ void wkv() {
 #pragma unroll 1
-        for (int item = cta; item < p.rows * HEADS; item += gridDim.x) wkv_head(item / HEADS, item % HEADS);
+        for (int item = cta; item < p.rows * HEADS; item += num_ctas) wkv_head(item / HEADS, item % HEADS);
     }
 
-    __device__ void wkv_head(int row, int head) {
+    __device__ void wkv_head(int of_row, int head) {
         Head& h = s.head;
         const bool has_gate = layer > 0;
-        const int channel = head * HEAD_SIZE + 2 * lane;
-        const __half* ups = p.ups + (static_cast<int64_t>(layer) * HEADS + head) * Weights::UPS + warp * (Weights::UPS / WARPS) + lane * 8;
+        const int own = head * HEAD_SIZE + 2 * lane;
+        const char* ups = await_stage(taken + warp / 2) + warp % 2 * (UPS_BYTES / 2) + 16 * lane;
         uint4 up[3][2], g_up[4];
 #pragma unroll
-        for (int i = 0; i < 6; ++i) up[i / 2][i % 2] = load_packed(ups + 256 * i);
+        for (int i = 0; i < 6; ++i) up[i / 2][i % 2] = load16(ups + 512 * i);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) g_up[i] = load_packed(ups + 256 * (6 + i));
-        const int value = warp * 8 + lane / 4, keys = lane % 4 * 4;  // this thread's part of the state: also keys + 16, 32, 48
-        __half* states = p.wkv + layer * p.wkv_layer + head * HEAD_SIZE * HEAD_SIZE + value * HEAD_SIZE + keys;
-        const __half* from = states + s.slots[READ][row] * p.wkv_slot;
+        for (int i = 0; i < 4; ++i) g_up[i] = load16(ups + 512 * (6 + i));
+        const int value = warp * 8 + row, keys = quad * 4;  // this thread's part of the state: also keys + 16, 32, 48
+        const __half* from = reinterpret_cast<const __half*>(await_stage(taken + UPS_STAGES)) + value * HEAD_SIZE + keys;
         uint2 stored[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) stored[i] = *reinterpret_cast<const uint2*>(from + 16 * i);
-        const auto pair = [&](int which) { return *reinterpret_cast<const float2*>(vector(which) + channel); };
+        taken += UPS_STAGES + 1;
+        const auto pair = [&](int which) { return *reinterpret_cast<const float2*>(vector(which) + own); };
         const float2 w0 = pair(W0), a0 = pair(A0), v0 = pair(V0), k_k = pair(K_K), k_a = pair(K_A);
         const float2 r_k = pair(R_K), norm_weight = pair(LN_X), norm_bias = pair(LN_X + 1);
-        float2& kept = *reinterpret_cast<float2*>(p.v_first + row * C + channel);  // read where it was written
+        float2& kept = *reinterpret_cast<float2*>(p.v_first + of_row * C + own);  // read where it was written
         const float2 v_first = has_gate ? kept : float2();
 
-        const __half* inputs = exchange + row * Exchange::INPUTS;
+        const __half* inputs = exchange + of_row * Exchange::INPUTS;
         const int unit = threadIdx.x, part = unit >> 3;
         if (unit < 24 + (3 * LOW_RANK + GATE_RANK) / 8) {
-            uint4 v[1];
-            await_exchanged(v, inputs + (part < 3 ? part * C + head * HEAD_SIZE + (unit & 7) * 8 : 3 * C + (unit - 24) * 8), 0);
-            store16(&h.rkv[0][0] + 8 * unit, v[0]);  // `low` follows `rkv`
+            const __half* at = inputs + (part < 3 ? part * C + head * HEAD_SIZE + (unit & 7) * 8 : 3 * C + (unit - 24) * 8);
+            uint4 v;
+            do v = load_exchanged(at);
+            while (!is_written(v));
+            store16(&h.rkv[0][0] + 8 * unit, v);  // `low` follows `rkv`
         }
         __syncthreads();
-        Fragment inner[10];  // all rows are this one
-        load_operand(inner, h.low + (lane >> 3) * 8);
-        const auto give = [&](int map, const float2& y) {
-            if (lane < 4) *reinterpret_cast<float2*>(&h.up[map][warp * 8 + 2 * lane]) = y;  // this warp's 8 outputs
+        freed = taken;
+        refill();
+        const auto map = [&](int which, int chunk, const auto& weights) {
+            std::remove_const_t<std::remove_reference_t<decltype(weights)>> inner;  // all rows are this one
+            constexpr int N = sizeof(inner) / 16;
+#pragma unroll
+            for (int i = 0; i < N; ++i) inner[i] = load16(h.low + 32 * (chunk + i) + 8 * quad);
+            const float y = multiply(inner, weights, weights).x;
+            if (quad == 0) h.up[which][value] = y;
         };
 #pragma unroll
-        for (int i = 0; i < 3; ++i) give(i, multiply(inner + 2 * i, up[i]));
-        give(3, multiply(inner + 6, g_up));
+        for (int i = 0; i < 3; ++i) map(i, 2 * i, up[i]);
+        map(3, 6, g_up);
         __syncthreads();
 
         // Every warp makes the head's vectors: a lane has two channels.
@@ -338,18 +414,23 @@ struct Step {
         }
         float2 kk = {k_raw.x * k_k.x, k_raw.y * k_k.y};
         const float2 k = {k_raw.x * (1.0f + (a.x - 1.0f) * k_a.x), k_raw.y * (1.0f + (a.y - 1.0f) * k_a.y)};
+        const float2 decay = {__expf(DECAY_SCALE * sigmoidf(w0.x + w.x)), __expf(DECAY_SCALE * sigmoidf(w0.y + w.y))};
+        // y = state (r decay) + sa (r b) + v (r k): the sums over keys need no new state.
         float squares = kk.x * kk.x + kk.y * kk.y, bonus = r.x * k.x * r_k.x + r.y * k.y * r_k.y;
+        float r_b = r.x * kk.x * a.x + r.y * kk.y * a.y, r_times_k = r.x * k.x + r.y * k.y;
 #pragma unroll
         for (int offset = 16; offset > 0; offset >>= 1) {
             squares += __shfl_xor_sync(FULL_MASK, squares, offset);
             bonus += __shfl_xor_sync(FULL_MASK, bonus, offset);
+            r_b += __shfl_xor_sync(FULL_MASK, r_b, offset);
+            r_times_k += __shfl_xor_sync(FULL_MASK, r_times_k, offset);
         }
         const float scale = rsqrtf(max(squares, 1e-24f));
-        kk.x *= scale, kk.y *= scale;
-        float(&vectors)[6][HEAD_SIZE] = h.vectors[warp];
+        kk.x *= scale, kk.y *= scale, r_b *= scale;
+        float(&vectors)[5][HEAD_SIZE] = h.vectors[warp];
         const auto keep = [&](int i, float x0, float x1) { *reinterpret_cast<float2*>(&vectors[i][2 * lane]) = make_float2(x0, x1); };
-        keep(0, __expf(DECAY_SCALE * sigmoidf(w0.x + w.x)), __expf(DECAY_SCALE * sigmoidf(w0.y + w.y)));
-        keep(1, k.x, k.y), keep(2, -kk.x, -kk.y), keep(3, kk.x * a.x, kk.y * a.y), keep(4, r.x, r.y), keep(5, v.x, v.y);
+        keep(0, decay.x, decay.y), keep(1, k.x, k.y), keep(2, -kk.x, -kk.y), keep(3, kk.x * a.x, kk.y * a.y);
+        keep(4, r.x * decay.x, r.y * decay.y);
         __syncwarp();
 
         float state[4][4], sa = 0.0f, y = 0.0f;
@@ -357,23 +438,17 @@ struct Step {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             unpack2(stored[i].x, state[i][0], state[i][1]), unpack2(stored[i].y, state[i][2], state[i][3]);
-            const float4 a = four(2, i);
-            sa += state[i][0] * a.x + state[i][1] * a.y + state[i][2] * a.z + state[i][3] * a.w;
+            const float4 minus_kk = four(2, i), decayed_r = four(4, i);
+            sa += (state[i][0] * minus_kk.x + state[i][1] * minus_kk.y) + (state[i][2] * minus_kk.z + state[i][3] * minus_kk.w);
+            y += (state[i][0] * decayed_r.x + state[i][1] * decayed_r.y) + (state[i][2] * decayed_r.z + state[i][3] * decayed_r.w);
         }
-        sa += __shfl_xor_sync(FULL_MASK, sa, 1);
-        sa += __shfl_xor_sync(FULL_MASK, sa, 2);
-        const float own_v = vectors[5][value];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float4 decay = four(0, i), new_k = four(1, i), b = four(3, i), receptance = four(4, i);
-            state[i][0] = state[i][0] * decay.x + sa * b.x + own_v * new_k.x, y += state[i][0] * receptance.x;
-            state[i][1] = state[i][1] * decay.y + sa * b.y + own_v * new_k.y, y += state[i][1] * receptance.y;
-            state[i][2] = state[i][2] * decay.z + sa * b.z + own_v * new_k.z, y += state[i][2] * receptance.z;
-            state[i][3] = state[i][3] * decay.w + sa * b.w + own_v * new_k.w, y += state[i][3] * receptance.w;
+        for (int offset = 1; offset < 4; offset *= 2) {
+            sa += __shfl_xor_sync(FULL_MASK, sa, offset);
+            y += __shfl_xor_sync(FULL_MASK, y, offset);
         }
-        y += __shfl_xor_sync(FULL_MASK, y, 1);
-        y += __shfl_xor_sync(FULL_MASK, y, 2);
-        if (lane % 4 == 0) h.y[value] = y;
+        const float low_v = __shfl_sync(FULL_MASK, v.x, value / 2), high_v = __shfl_sync(FULL_MASK, v.y, value / 2), own_v = value % 2 ? high_v : low_v;
+        if (quad == 0) h.y[value] = y + sa * r_b + own_v * r_times_k;
         __syncthreads();
         if (warp == 0) {
             const float y0 = h.y[2 * lane], y1 = h.y[2 * lane + 1];
@@ -387,115 +462,117 @@ struct Step {
             const float2 gate = mapped(3);
             const float out0 = ((y0 - mean) * factor * norm_weight.x + norm_bias.x + bonus * v.x) * gate.x;
             const float out1 = ((y1 - mean) * factor * norm_weight.y + norm_bias.y + bonus * v.y) * gate.y;
-            store_exchanged(exchange + Exchange::Y + row * C + channel, pack2(out0, out1));
+            store_exchanged(exchange + Exchange::Y + of_row * C + own, pack2(out0, out1));
         }
-        __half* to = states + s.slots[WRITE][row] * p.wkv_slot;
+        __half* to = p.wkv + layer * p.wkv_layer + s.slots[WRITE][of_row] * p.wkv_slot + (head * HEAD_SIZE + value) * HEAD_SIZE + keys;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            *reinterpret_cast<uint2*>(to + 16 * i) = make_uint2(pack2(state[i][0], state[i][1]), pack2(state[i][2], state[i][3]));
-        if (p.rows * HEADS > static_cast<int>(gridDim.x)) __syncthreads();  // the next head overwrites this one
+        for (int i = 0; i < 4; ++i) {
+            const float4 decays = four(0, i), new_k = four(1, i), b = four(3, i);
+            const float n0 = state[i][0] * decays.x + sa * b.x + own_v * new_k.x, n1 = state[i][1] * decays.y + sa * b.y + own_v * new_k.y;
+            const float n2 = state[i][2] * decays.z + sa * b.z + own_v * new_k.z, n3 = state[i][3] * decays.w + sa * b.w + own_v * new_k.w;
+            *reinterpret_cast<uint2*>(to + 16 * i) = make_uint2(pack2(n0, n1), pack2(n2, n3));
+        }
+        __syncthreads();  // the next phase overwrites this memory
     }
 
-    // The likeliest token of each row, once the last layer is done. Each warp has tiles of 8 tokens, whose weights it streams
-    // in two halves.
-    __device__ void choose(int64_t step, int half_of_keys) {
-        constexpr int HALF = 4 * CHUNKS;
-        const int warps = gridDim.x * WARPS, tiles = p.vocab / 8;
-        int tile = cta * WARPS + warp;
-        uint4 w[2][HALF];
-        const auto load = [&](int half) {
-            if (tile >= tiles) return;
-            const __half* from = p.head + static_cast<int64_t>(tile) * Weights::TILE + half * HALF * 256 + lane * 8;
+    // The likeliest token of each row, once the last layer is done. Each warp has tiles of 8 tokens.
+    __device__ void choose(int64_t step) {
+        refill();
+        float y[CHUNKS][8];
+        normalise(p.out_weight, p.out_bias, of_layer(p.num_layers - 1) + Exchange::FFN, y);
 #pragma unroll
-            for (int i = 0; i < HALF; ++i) w[half][i] = load_packed(from + i * 256);
-        };
-        load(0);
-        if (has_row()) {
-            add(of_layer(p.num_layers - 1) + Exchange::FFN + warp * C);
-            const float2 m = moments();
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) {
-                float weight[8], bias[8];
-                load_fp32x8(p.out_weight + 256 * i + 8 * lane, weight), load_fp32x8(p.out_bias + 256 * i + 8 * lane, bias);
-#pragma unroll
-                for (int j = 0; j < 8; ++j) weight[j] = (x[i][j] - m.x) * m.y * weight[j] + bias[j];
-                store16(s.operands + warp * LD + 256 * i + 8 * lane, pack8(weight));
-            }
-        }
-        load(1);
+        for (int j = 0; j < CHUNKS; ++j) s.operands[warp][j][lane] = pack8(y[j]);
         __syncthreads();
-        unsigned long long best = 0;
+        uint4 operands[8][CHUNKS];
+#pragma unroll
+        for (int i = 0; i < 8 * CHUNKS; ++i) operands[i / CHUNKS][i % CHUNKS] = s.operands[i / CHUNKS][i % CHUNKS][lane];
+        unsigned long long best[2] = {};
 #pragma unroll 1
-        while (tile < tiles) {
-            const int token = tile * 8 + lane % 4 * 2;
-            tile += warps;
+        for (int number = taken + warp; number < all_stages; number += WARPS) {
+            const char* from = await_stage(number) + 16 * lane;
             float2 sums = make_float2(0.0f, 0.0f);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                Fragment operand[HALF];
-                load_operand(operand, s.operands + matrix_row + half * HALF * 32);
-                const float2 part = multiply(operand, w[half]);
+            for (int i = 0; i < 8; ++i) {
+                uint4 w[CHUNKS];
+#pragma unroll
+                for (int j = 0; j < CHUNKS; ++j) w[j] = load16(from + 512 * (CHUNKS * i + j));
+                const float4 part = multiply(operands[i], w, w);
                 sums.x += part.x, sums.y += part.y;
-                load(half);
             }
-            const unsigned long long k0 = key_of(sums.x, token), k1 = key_of(sums.y, token + 1);
-            best = max(best, max(k0, k1));
+            __syncwarp();
+            if (lane == 0) fill(number + STAGES);
+            const int token = (cta + (number - taken) * num_ctas) * 8 + row;
+            best[0] = max(best[0], key_of(sums.x, token)), best[1] = max(best[1], key_of(sums.y, token));
         }
-        best = max_over_lanes(max_over_lanes(best, 1), 2);
-        if (lane % 4 == 0) s.keys[warp][lane / 4] = best;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            best[i] = max_over_lanes(max_over_lanes(max_over_lanes(best[i], 4), 8), 16);
+            if (lane < 4) s.keys[warp][2 * lane + i] = best[i];
+        }
         __syncthreads();
-        unsigned long long* keys = p.keys + half_of_keys * MAX_DRAFT_ROWS * gridDim.x;
         if (static_cast<int>(threadIdx.x) < p.rows) {
-            best = 0;
-            for (int i = 0; i < WARPS; ++i) best = max(best, s.keys[i][threadIdx.x]);
-            store_key(keys + threadIdx.x * gridDim.x + cta, best);
+            best[0] = 0;
+            for (int i = 0; i < WARPS; ++i) best[0] = max(best[0], s.keys[i][threadIdx.x]);
+            store_key(p.keys + threadIdx.x * num_ctas + cta, best[0]);
         }
         if (cta != 0) return;
-        if (has_row()) {
-            best = 0;
-            for (int other = lane; other < static_cast<int>(gridDim.x); other += 32) {
+        if (warp < p.rows) {
+            best[0] = 0;
+            for (int other = lane; other < num_ctas; other += 32) {
+                unsigned long long* at = p.keys + warp * num_ctas + other;
                 unsigned long long key;
-                do key = load_key(keys + warp * gridDim.x + other);
+                do key = load_key(at);
                 while (key == EMPTY_KEY);
-                best = max(best, key);
+                best[0] = max(best[0], key);
+                store_key(at, EMPTY_KEY);  // for the next launch
             }
-            for (int offset = 16; offset > 0; offset >>= 1) best = max_over_lanes(best, offset);
-            if (lane == 0) p.chosen[warp] = p.guesses[step * p.table_rows + warp] = 0x7fffffff - static_cast<int>(best & 0x7fffffff);
+            for (int offset = 16; offset > 0; offset >>= 1) best[0] = max_over_lanes(best[0], offset);
+            if (lane == 0) p.chosen[warp] = p.guesses[step * p.table_rows + warp] = 0x7fffffff - static_cast<int>(best[0] & 0x7fffffff);
         }
         __syncthreads();  // after all keys have come, no CTA reads the counters any more
-        if (threadIdx.x == 0) *p.step = step + 1, *p.launches = (*p.launches + 1) % (2 * Exchange::SETS);
+        if (threadIdx.x == 0) *p.step = step + 1, *p.launches = (*p.launches + 1) % Exchange::SETS;
     }
 
-    // Makes the set of the next layer EMPTY. One warp, in a layer's first phase: every CTA has read what the layer before the
+    // Makes the set of the next layer EMPTY. One warp, in the output map's phase: every CTA has read what the layer before the
     // last one wrote, which was in this set, and none writes to it before all CTAs have come to the layer's end.
     __device__ void clear() const {
         const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
         __half* to = of_layer(layer + 1);
 #pragma unroll 1
-        for (int i = cta * 32 + lane; i < Exchange::SIZE / 8; i += gridDim.x * 32) store16(to + 8 * i, empty);
+        for (int i = cta * 32 + lane; i < Exchange::SIZE / 8; i += num_ctas * 32) store16(to + 8 * i, empty);
         __threadfence();
     }
 
+    // Prefetches this CTA's share of `bytes` into L2.
+    __device__ void prefetch(const void* from, int64_t bytes) const {
+        const int share = static_cast<int>(bytes / 16 + num_ctas - 1) / num_ctas * 16;
+        const int64_t begin = static_cast<int64_t>(cta) * share;
+        if (begin < bytes) prefetch_bytes(static_cast<const char*>(from) + begin, static_cast<uint32_t>(min(static_cast<int64_t>(share), bytes - begin)));
+    }
+
     __device__ void run() {
-        const int launch = *p.launches;
         const int64_t step = *p.step, *line = p.table + 3 * step * p.table_rows;
-        first_set = launch * (p.num_layers % Exchange::SETS) % Exchange::SETS;
+        first_set = *p.launches * (p.num_layers % Exchange::SETS) % Exchange::SETS;
         if (threadIdx.x < 8) {
-            const int phase = threadIdx.x / 2, side = threadIdx.x % 2;
-            const int tiles = phase == INPUTS ? Weights::OUTPUT : phase == KEY ? C / 2 : C / 8;
-            s.tiles[phase][side] = tiles * (cta + side) / static_cast<int>(gridDim.x);
+            s.tiles[threadIdx.x / 2][threadIdx.x % 2] = tiles_before(threadIdx.x / 2, cta + threadIdx.x % 2);
         } else if (warp == 1 && lane < 2 * p.rows) {
             s.slots[lane % 2][lane / 2] = static_cast<int>(line[lane % 2 * p.table_rows + lane / 2]);
-        }
-        if (has_row()) {
-            const int64_t given = line[TOKEN * p.table_rows + warp], token = given < 0 ? p.chosen[warp] : given;
-#pragma unroll
-            for (int i = 0; i < CHUNKS; ++i) unpack8(load16(p.embedding + token * C + 256 * i + 8 * lane), x[i]);
+        } else if (warp == 2 && lane < STAGES) {
+            hopper::mbarrier_init(hopper::smem_address(&s.arrived[lane]), 1);
+            hopper::fence_mbarrier_init();
+        } else if (warp == 3 && lane == 0) {
+            prefetch(p.vectors, 4ll * p.num_layers * NUM_VECTORS * C), prefetch(p.mixes, 2ll * p.num_layers * NUM_MIXES * C);
         }
         __syncthreads();
-        if (warp < AHEAD_LAYERS) prefetch(warp);
-        const int keys = MAX_DRAFT_ROWS * gridDim.x, own_key = cta * THREADS + threadIdx.x;
-        if (own_key < keys) p.keys[(1 - launch % 2) * keys + own_key] = EMPTY_KEY;
+        layer_stages = set_source(threadIdx.x, line);
+        all_stages = p.num_layers * layer_stages + (p.vocab / 8 - cta + num_ctas - 1) / num_ctas;
+        const int64_t given = has_row() ? line[TOKEN * p.table_rows + row] : 0, token = given < 0 ? p.chosen[row] : given;
+#pragma unroll
+        for (int j = 0; j < CHUNKS; ++j) unpack8(load16(p.embedding + token * C + channel + 32 * j), x[j]);
+        __syncthreads();
+        refill();
+        for (int i = cta * WARPS + warp; lane == 0 && i < p.rows * p.num_layers; i += num_ctas * WARPS)
+            prefetch_bytes(p.shift + s.slots[READ][i % p.rows] * p.shift_slot + i / p.rows * p.shift_layer, 4 * C);
 #pragma unroll 1
         for (; layer < p.num_layers; ++layer) {
             exchange = of_layer(layer);
@@ -505,7 +582,7 @@ struct Step {
                 if (phase == INPUTS) wkv();
             }
         }
-        choose(step, launch % 2);
+        choose(step);
     }
 };
 

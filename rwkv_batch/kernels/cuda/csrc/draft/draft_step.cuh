@@ -16,9 +16,9 @@ struct DraftStepArgs {
     const int64_t* table;  // [steps, 3, table_rows]: slots to read and write, and tokens; -1: the row's `chosen`
     int64_t *step, *chosen, *guesses;  // [1], counted up; [table_rows]; [steps, table_rows]
     __half* exchange;  // [DraftExchange::SETS, SIZE], all bits set
-    unsigned long long* keys;  // [2, MAX_DRAFT_ROWS, CTAs], all bits set
+    unsigned long long* keys;  // [MAX_DRAFT_ROWS, CTAs], all bits set
     float* v_first;  // [MAX_DRAFT_ROWS, C]
-    int* launches;  // [1], counted modulo 6: which set the first layer has, and which half of `keys` a launch uses
+    int* launches;  // [1], counted modulo SETS: which set the first layer has
     int64_t wkv_slot, wkv_layer, shift_slot, shift_layer;  // halves from one to the next
     int num_layers, width, vocab, rows, table_rows;
 };
@@ -66,31 +66,11 @@ __device__ __forceinline__ void store_key(unsigned long long* p, unsigned long l
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(key) : "memory");
 }
 
-// Waits until 16 bytes at each of from + i * stride are written, for i below `count`.
-template <int N>
-__device__ __forceinline__ void await_exchanged(uint4 (&v)[N], const __half* from, int stride, int count = N) {
-    bool written;
-    do {
-        written = true;
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-            if (i < count) v[i] = load_exchanged(from + i * stride);
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-            if (i < count) written &= v[i].x != EMPTY && v[i].y != EMPTY && v[i].z != EMPTY && v[i].w != EMPTY;
-    } while (!written);
-}
+__device__ __forceinline__ bool is_written(const uint4& v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
 
 // Prefetches contiguous bytes, a multiple of 16, into L2; before sm_90 it does nothing.
 __device__ __forceinline__ void prefetch_bytes(const void* p, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 #endif
-}
-
-// Loads weights that no kernel writes. Its place among waits is kept.
-__device__ __forceinline__ uint4 load_packed(const __half* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
 }
