@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, is_mps_active
 from rwkv_batch.kernels.cuda.layer import CudaLayer
-from rwkv_batch.kernels.cuda.library import DraftStepArgs, cuda_pointer, library, slots_pointer
+from rwkv_batch.kernels.cuda.library import DraftStepArgs, cuda_pointer, hopper_library, slots_pointer
 from rwkv_batch.model.layer import Linear, Norm
 from rwkv_batch.model.state import RWKV7, ModelShape, StateArena
 
@@ -98,7 +98,7 @@ class DraftStep:
         for name, tensor in (("table", table), ("step", step), ("chosen", chosen), ("guesses", guesses)):
             setattr(args, name, cuda_pointer(tensor, INT64))
         args.rows, args.table_rows = rows, table.shape[-1]
-        library().call("rwkv_draft_step", ctypes.byref(args))
+        hopper_library().call("rwkv_draft_step", ctypes.byref(args))
 
 
 def _stacked(part: Callable[[CudaLayer], Tensor], layers: Sequence[CudaLayer]) -> Tensor:

@@ -41,7 +41,6 @@ NAMES = (
     "w8a8/w8a8_mma",
     "w8a8/w8a8_sparse",
     "w8a8/w8a8_sparse_row",
-    "draft/draft_step",
 )
 HOPPER_NAMES = (
     "gemm/gemm_fp16",
@@ -58,6 +57,7 @@ HOPPER_NAMES = (
     "w8a8/w8a8_middle",
     "w8a8/w8a8_many",
     "w8a8/w8a8_many_unsigned",
+    "draft/draft_step",
 )
 MAX_GEMMS = 8
 MAX_HOPPER_GEMMS = 12
@@ -288,7 +288,6 @@ SIGNATURES: dict[str, list[type]] = {
     "rwkv_w8a8_mma": [POINTER(W8A8Args), c_void_p],
     "rwkv_w8a8_sparse": [POINTER(W8A8SparseArgs), c_void_p],
     "rwkv_w8a8_sparse_row": [POINTER(W8A8SparseArgs), c_void_p],
-    "rwkv_draft_step": [POINTER(DraftStepArgs), c_void_p],
 }
 HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_gemm_fp16": [POINTER(Fp16LaunchArgs), c_void_p],
@@ -301,6 +300,7 @@ HOPPER_SIGNATURES: dict[str, list[type]] = {
     "rwkv_add_fixed_point": [*[c_void_p] * 3, c_int, c_void_p],
     "rwkv_hopper_few": [POINTER(QuantLaunchArgs), c_void_p],
     "rwkv_w8a8": [POINTER(W8A8Args), c_void_p],
+    "rwkv_draft_step": [POINTER(DraftStepArgs), c_void_p],
     **{f"rwkv_weight_only_{name}": [POINTER(WeightOnlyLaunchArgs), c_void_p] for name in ("fp8", "int4")},
 }
 

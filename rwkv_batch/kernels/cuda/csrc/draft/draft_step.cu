@@ -105,9 +105,15 @@ struct Step {
         return low < 0 ? tile / (C / 8) : min(2 + low / (LOW_RANK / 8), 5);
     }
 
-    // Tiles of a phase before a CTA's first. The maps of few tiles leave the first CTAs to WKV.
+    // Tiles of a phase before a CTA's first. Of 132 CTAs each has input projections of one mix, and the maps of few tiles leave
+    // the first CTAs to WKV.
     __device__ int tiles_before(int phase, int cta) const {
-        if (phase == INPUTS || phase == KEY) return (phase == KEY ? C / 2 : Weights::OUTPUT) * cta / num_ctas;
+        if (phase == KEY) return C / 2 * cta / num_ctas;
+        if (phase == INPUTS) {
+            const int of_map = num_ctas * 8 / 33, maps = 3 * of_map;  // CTAs of each of r, k and v
+            if (maps == 0) return Weights::OUTPUT * cta / num_ctas;
+            return cta < maps ? C / 8 * cta / of_map : 3 * C / 8 + (Weights::OUTPUT - 3 * C / 8) * (cta - maps) / (num_ctas - maps);
+        }
         return max(0, C / 8 - (C / 8 + num_ctas - 1) / num_ctas * (num_ctas - cta));
     }
 
@@ -174,14 +180,15 @@ struct Step {
     __device__ void project(int phase) {
         const bool is_value = phase == VALUE, has_norm = phase == INPUTS || phase == KEY;
         const int begin = s.tiles[phase][0], last = s.tiles[phase][1];
-        float y[CHUNKS][8];  // normalised
-        uint4 before[CHUNKS], operands[GROUP][CHUNKS];  // before: of the token before
+        float2 m;
         if (phase == OUTPUT && fills()) clear();
 #pragma unroll 1
         for (int first = begin, next; first < last; first = next) {
+            const int mix = phase == INPUTS ? input_mix(first) : CHANNEL_MIX;
             next = min(first + (is_value ? 1 : GROUP), last);
+            while (phase == INPUTS && input_mix(next - 1) != mix) --next;
             const int count = is_value ? GROUP : next - first;  // of tiles; all quarters of one are multiplied at once
-            uint4 w[GROUP][CHUNKS];
+            uint4 w[GROUP][CHUNKS], operands[GROUP][CHUNKS];
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
                 if (i >= count) break;
@@ -190,15 +197,13 @@ struct Step {
                 for (int j = 0; j < CHUNKS; ++j) w[i][j] = load16(from + 512 * j);
             }
             taken += count;
-            const int mix = phase == INPUTS ? input_mix(first) : CHANNEL_MIX, last_mix = phase == INPUTS ? input_mix(next - 1) : mix;
             if (has_norm) {
-                const __half* mixes = p.mixes + layer * NUM_MIXES * C + channel;
-                uint4 share[2][CHUNKS];
+                float scale[CHUNKS][8], bias[CHUNKS][8];
+                load_shift(mix, scale, bias);
+                if (first == begin && (phase == KEY || layer > 0)) add(phase == KEY ? exchange + Exchange::ATT : of_layer(layer - 1) + Exchange::FFN);
+                if (first == begin) m = moments();
 #pragma unroll
-                for (int j = 0; j < CHUNKS; ++j) share[0][j] = load16(mixes + mix * C + 32 * j), share[1][j] = load16(mixes + last_mix * C + 32 * j);
-                if (first == begin) shift(phase == INPUTS, y, before);
-                blend(operands[0], y, before, share[0]);
-                if (last_mix != mix) blend(operands[1], y, before, share[1]);
+                for (int j = 0; j < CHUNKS; ++j) operands[0][j] = normalise(j, m, scale, bias);
             } else if (first == begin) {
                 await_row(operands, exchange + (is_value ? Exchange::HIDDEN + 4 * row * C : Exchange::Y + row * C), is_value ? GROUP : 1);
             }
@@ -212,14 +217,7 @@ struct Step {
                     sums[0].x += one.x, sums[0].y += one.y;
                 }
             } else {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    sums[i] = multiply(operands[0], w[2 * i], w[2 * i + 1]);
-                    if (last_mix == mix) continue;
-                    const float4 other = multiply(operands[1], w[2 * i], w[2 * i + 1]);
-                    if (input_mix(first + 2 * i) != mix) sums[i].x = other.x, sums[i].y = other.y;
-                    if (input_mix(first + 2 * i + 1) != mix) sums[i].z = other.z, sums[i].w = other.w;
-                }
+                sums[0] = multiply(operands[0], w[0], w[1]), sums[1] = multiply(operands[0], w[2], w[3]);
             }
             if (2 * quad < p.rows) {
 #pragma unroll
@@ -233,6 +231,7 @@ struct Step {
             freed = taken;
             if (!LATE) refill();
             if (warp < next - first && has_row()) store_outputs(phase, 8 * (first + warp) + 2 * quad, s.partials[warp][0] + row * PARTIAL_ROW + 2 * quad);
+            if (has_norm && first == begin && has_row() && cta == num_ctas - 1 - row % num_ctas) store_shift(phase == INPUTS, m);
             __syncthreads();
         }
     }
@@ -282,22 +281,21 @@ struct Step {
         __syncwarp();
     }
 
-    // Adds `delta` [rows, C] to the residual stream, once it is written, and normalises it.
-    __device__ void normalise(const float* weight, const float* bias, const __half* delta, float (&y)[CHUNKS][8]) {
-        float scale[CHUNKS][8];
+    // Adds `delta` [rows, C] to the residual stream, once it is written.
+    __device__ void add(const __half* delta) {
+        uint4 v[1][CHUNKS];
+        await_row(v, delta + row * C, 1);
 #pragma unroll
-        for (int j = 0; j < CHUNKS; ++j) load_fp32x8(weight + channel + 32 * j, scale[j]), load_fp32x8(bias + channel + 32 * j, y[j]);
-        if (delta != nullptr) {
-            uint4 v[1][CHUNKS];
-            await_row(v, delta + row * C, 1);
+        for (int j = 0; j < CHUNKS; ++j) {
+            float d[8];
+            unpack8(v[0][j], d);
 #pragma unroll
-            for (int j = 0; j < CHUNKS; ++j) {
-                float d[8];
-                unpack8(v[0][j], d);
-#pragma unroll
-                for (int k = 0; k < 8; ++k) x[j][k] += d[k];
-            }
+            for (int k = 0; k < 8; ++k) x[j][k] += d[k];
         }
+    }
+
+    // One over the standard deviation of this row's residual stream, and minus the mean times that. All threads.
+    __device__ float2 moments() {
         float sum = 0.0f, squares = 0.0f;
 #pragma unroll
         for (int j = 0; j < CHUNKS; ++j)
@@ -317,35 +315,41 @@ struct Step {
             sum += two.x + two.z, squares += two.y + two.w;
         }
         const float mean = sum * (1.0f / C), factor = rsqrtf(max(squares * (1.0f / C) - mean * mean, 0.0f) + NORM_EPS);
-#pragma unroll
-        for (int j = 0; j < CHUNKS; ++j)
-#pragma unroll
-            for (int k = 0; k < 8; ++k) y[j][k] += (x[j][k] - mean) * factor * scale[j][k];
+        return make_float2(factor, -mean * factor);
     }
 
-    // Residual add, LayerNorm and token shift.
-    __device__ void shift(bool is_time_mix, float (&y)[CHUNKS][8], uint4 (&before)[CHUNKS]) {
-        __half* shifts = p.shift + layer * p.shift_layer + (is_time_mix ? 0 : C) + channel;
+    __device__ uint4 normalise(int j, float2 m, const float (&scale)[CHUNKS][8], const float (&bias)[CHUNKS][8]) const {
+        float y[8];
 #pragma unroll
-        for (int j = 0; j < CHUNKS; ++j) before[j] = load16(shifts + s.slots[READ][has_row() ? row : 0] * p.shift_slot + 32 * j);
-        const __half* delta = is_time_mix ? of_layer(layer - 1) + Exchange::FFN : exchange + Exchange::ATT;
-        const float* norm = vector(is_time_mix ? LN1 : LN2);
-        normalise(norm, norm + C, is_time_mix && layer == 0 ? nullptr : delta, y);
-        if (has_row() && cta == num_ctas - 1 - row % num_ctas) {
+        for (int k = 0; k < 8; ++k) y[k] = (x[j][k] * m.x + m.y) * scale[j][k] + bias[j][k];
+        return pack8(y);
+    }
+    __device__ void load_norm(const float* weights, const float* biases, float (&scale)[CHUNKS][8], float (&bias)[CHUNKS][8]) const {
 #pragma unroll
-            for (int j = 0; j < CHUNKS; ++j) store16(shifts + s.slots[WRITE][row] * p.shift_slot + 32 * j, pack8(y[j]));
-        }
+        for (int j = 0; j < CHUNKS; ++j) load_fp32x8(weights + channel + 32 * j, scale[j]), load_fp32x8(biases + channel + 32 * j, bias[j]);
+    }
+    __device__ __half* shifts(bool is_time_mix, int side) const {
+        return p.shift + layer * p.shift_layer + s.slots[side][has_row() ? row : 0] * p.shift_slot + (is_time_mix ? 0 : C) + channel;
     }
 
-    __device__ static void blend(uint4 (&operand)[CHUNKS], const float (&y)[CHUNKS][8], const uint4 (&before)[CHUNKS], const uint4 (&share)[CHUNKS]) {
+    // Scale and bias of LayerNorm and token shift together: both are linear.
+    __device__ void load_shift(int mix, float (&scale)[CHUNKS][8], float (&bias)[CHUNKS][8]) const {
+        const bool is_time_mix = mix != CHANNEL_MIX;
+        const __half *before = shifts(is_time_mix, READ), *shares = p.mixes + (layer * NUM_MIXES + mix) * C + channel;
+        load_norm(vector(is_time_mix ? LN1 : LN2), vector(is_time_mix ? LN1 + 1 : LN2 + 1), scale, bias);
 #pragma unroll
         for (int j = 0; j < CHUNKS; ++j) {
-            float old[8], part[8], mixed[8];
-            unpack8(before[j], old), unpack8(share[j], part);
+            float old[8], share[8];
+            unpack8(load16(before + 32 * j), old), unpack8(load16(shares + 32 * j), share);
 #pragma unroll
-            for (int k = 0; k < 8; ++k) mixed[k] = y[j][k] + (old[k] - y[j][k]) * part[k];
-            operand[j] = pack8(mixed);
+            for (int k = 0; k < 8; ++k) scale[j][k] *= 1.0f - share[k], bias[j][k] += (old[k] - bias[j][k]) * share[k];
         }
+    }
+    __device__ void store_shift(bool is_time_mix, float2 m) const {
+        float scale[CHUNKS][8], bias[CHUNKS][8];
+        load_norm(vector(is_time_mix ? LN1 : LN2), vector(is_time_mix ? LN1 + 1 : LN2 + 1), scale, bias);
+#pragma unroll
+        for (int j = 0; j < CHUNKS; ++j) store16(shifts(is_time_mix, WRITE) + 32 * j, normalise(j, m, scale, bias));
     }
 
     __device__ void wkv() {
@@ -478,10 +482,12 @@ struct Step {
     // The likeliest token of each row, once the last layer is done. Each warp has tiles of 8 tokens.
     __device__ void choose(int64_t step) {
         refill();
-        float y[CHUNKS][8];
-        normalise(p.out_weight, p.out_bias, of_layer(p.num_layers - 1) + Exchange::FFN, y);
+        float scale[CHUNKS][8], bias[CHUNKS][8];
+        load_norm(p.out_weight, p.out_bias, scale, bias);
+        add(of_layer(p.num_layers - 1) + Exchange::FFN);
+        const float2 m = moments();
 #pragma unroll
-        for (int j = 0; j < CHUNKS; ++j) s.operands[warp][j][lane] = pack8(y[j]);
+        for (int j = 0; j < CHUNKS; ++j) s.operands[warp][j][lane] = normalise(j, m, scale, bias);
         __syncthreads();
         uint4 operands[8][CHUNKS];
 #pragma unroll
@@ -589,8 +595,10 @@ struct Step {
 template <int CHUNKS>
 __global__ void __launch_bounds__(THREADS, 1) draft_step_kernel(const __grid_constant__ DraftStepArgs p) {
     extern __shared__ __align__(16) unsigned char dynamic[];
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     Step<CHUNKS> step{p, *reinterpret_cast<typename Step<CHUNKS>::Smem*>(dynamic)};
     step.run();
+#endif
 }
 
 // Launches CTAs that wait for each other: the driver starts them only if all fit.

@@ -68,9 +68,7 @@ __device__ __forceinline__ void store_key(unsigned long long* p, unsigned long l
 
 __device__ __forceinline__ bool is_written(const uint4& v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
 
-// Prefetches contiguous bytes, a multiple of 16, into L2; before sm_90 it does nothing.
+// Prefetches contiguous bytes, a multiple of 16, into L2.
 __device__ __forceinline__ void prefetch_bytes(const void* p, uint32_t bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-#endif
 }
