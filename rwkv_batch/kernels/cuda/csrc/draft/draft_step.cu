@@ -494,7 +494,8 @@ struct Step {
         for (int i = 0; i < 8 * CHUNKS; ++i) operands[i / CHUNKS][i % CHUNKS] = s.operands[i / CHUNKS][i % CHUNKS][lane];
         unsigned long long best[2] = {};
 #pragma unroll 1
-        for (int number = taken + warp; number < all_stages; number += WARPS) {
+        for (int number = taken; number < all_stages; ++number) {
+            if (number % STAGES % WARPS != warp) continue;  // a stage has one warp: another one's wait could see the phase before
             const char* from = await_stage(number) + 16 * lane;
             float2 sums = make_float2(0.0f, 0.0f);
 #pragma unroll
