@@ -114,7 +114,6 @@ BODIES = {
     "load_key": "emulation::yield(); return *p;",
     "store_key": "*p = key;",
     "prefetch_bytes": "",
-    "load_packed": "return load16(p);",
     "launch_cooperative": "emulation::launch_clusters(kernel, grid, dim3(grid), threads, smem_bytes, args);",
     "launch_streaming": "emulation::launch(kernel, grid, threads, 0, args...);",
 }

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int THREADS = 256, WARPS = 8;
 constexpr int GROUP = 4;  // tiles that a CTA multiplies at once
-constexpr bool LATE = true;
+constexpr int MAX_CTAS = 132;  // of a Hopper GPU
 constexpr int READ = 0, WRITE = 1, TOKEN = 2;  // parts of the table
 constexpr int PARTIAL_ROW = 12;  // floats from a row of partial sums to the next one: without bank conflicts
 enum Phase { INPUTS, OUTPUT, KEY, VALUE };
@@ -53,13 +53,19 @@ struct Head {  // shared memory of the WKV phase
     alignas(16) __half rkv[3][HEAD_SIZE];
     __half low[3 * LOW_RANK + GATE_RANK];
     float up[4][HEAD_SIZE];  // outputs of the low-rank maps: v_gate, w, a, g
-    float vectors[WARPS][5][HEAD_SIZE];  // of each warp: decay, k, -kk, kk * a, r * decay
+    float vectors[WARPS][6][HEAD_SIZE];  // of each warp: decay, k, -kk, kk * a, r, v
     float y[HEAD_SIZE];
 };
 
 struct Source {  // of a stage of the ring
     const char* at;  // in layer 0
     uint32_t layer_bytes, bytes;  // from one layer to the next; of the stage
+};
+
+struct Copy {  // into a stage; none if it has no bytes
+    int number = 0;
+    uint32_t bytes = 0;
+    const char* from = nullptr;
 };
 
 // CHUNKS: C / 256
@@ -92,12 +98,11 @@ struct Step {
     const int row = lane >> 2, quad = lane & 3, channel = 32 * CHUNKS * warp + 8 * quad;  // this lane's: also channel + 32, ...
     int layer = 0, first_set;
     int layer_stages, all_stages;  // of a layer; of all layers and the head
-    int taken = 0, freed = 0, filled = 0;  // stages: of this warp, of all warps, of the warp that fills them
+    int taken = 0, freed = 0, filled = 0;  // stages that this warp has read, that all have read, that are copied or being copied
     __half* exchange;  // the layer's
     float x[CHUNKS][8];  // residual stream
 
     __device__ bool has_row() const { return row < p.rows; }
-    __device__ bool fills() const { return warp == WARPS - 1; }
     __device__ __half* of_layer(int which) const { return p.exchange + (first_set + which + Exchange::SETS) % Exchange::SETS * Exchange::SIZE; }
     __device__ const float* vector(int which) const { return p.vectors + (layer * NUM_VECTORS + which) * C; }
     __device__ static int input_mix(int tile) {
@@ -117,58 +122,53 @@ struct Step {
         return max(0, C / 8 - (C / 8 + num_ctas - 1) / num_ctas * (num_ctas - cta));
     }
 
-    // Stages of this CTA in a layer. The first of them, `index` of which this is, sets its source.
+    // Sets the source of the stage `index` of a layer, and returns how many stages a layer has.
     __device__ int set_source(int index, const int64_t* line) {
-        const int inputs = s.tiles[INPUTS][1] - s.tiles[INPUTS][0], output = s.tiles[OUTPUT][1] - s.tiles[OUTPUT][0];
-        const int key = s.tiles[KEY][1] - s.tiles[KEY][0], value = GROUP * (s.tiles[VALUE][1] - s.tiles[VALUE][0]);
-        const int of_head = UPS_STAGES + 1, heads = of_head * max(0, (p.rows * HEADS - cta + num_ctas - 1) / num_ctas);
+        const auto count = [&](int phase) { return s.tiles[phase][1] - s.tiles[phase][0]; };
+        constexpr int OF_HEAD = UPS_STAGES + 1;
+        const int heads = OF_HEAD * max(0, (p.rows * HEADS - cta + num_ctas - 1) / num_ctas);
         Source& source = s.sources[index];
-        int tile = index, i = index - inputs;
-        source.layer_bytes = 2 * Weights::SIZE, source.bytes = TILE_BYTES;
-        if (i < 0) {
-            tile += s.tiles[INPUTS][0];
-        } else if (i < heads) {
-            const int item = cta + i / of_head * num_ctas, head = item % HEADS, part = i % of_head;
-            source.at = reinterpret_cast<const char*>(p.ups + head * Weights::UPS) + part * UPS_BYTES;
-            source.layer_bytes = 2 * HEADS * Weights::UPS, source.bytes = UPS_BYTES;
-            if (part == UPS_STAGES) {
-                source.at = reinterpret_cast<const char*>(p.wkv + line[READ * p.table_rows + item / HEADS] * p.wkv_slot) + head * STATE_BYTES;
-                source.layer_bytes = 2 * p.wkv_layer, source.bytes = STATE_BYTES;
-            }
-            tile = -1;
-        } else if ((i -= heads) < output) {
-            tile = Weights::OUTPUT + s.tiles[OUTPUT][0] + i;
-        } else if ((i -= output) < key) {
-            tile = Weights::KEY + s.tiles[KEY][0] + i;
-        } else {
-            tile = Weights::VALUE + GROUP * s.tiles[VALUE][0] + i - key;
+        int i = index - count(INPUTS), tile = s.tiles[INPUTS][0] + index;
+        if (i >= heads) {
+            i -= heads, tile = Weights::OUTPUT + s.tiles[OUTPUT][0] + i;
+            if (i >= count(OUTPUT)) i -= count(OUTPUT), tile = Weights::KEY + s.tiles[KEY][0] + i;
+            if (tile >= Weights::KEY + s.tiles[KEY][1]) tile = Weights::VALUE + GROUP * s.tiles[VALUE][0] + i - count(KEY);
         }
-        if (tile >= 0) source.at = reinterpret_cast<const char*>(p.weights + tile * Weights::TILE);
-        return inputs + heads + output + key + value;
+        source = {reinterpret_cast<const char*>(p.weights + tile * Weights::TILE), 2 * Weights::SIZE, TILE_BYTES};
+        if (i >= 0 && index - count(INPUTS) < heads) {
+            const int item = cta + i / OF_HEAD * num_ctas, head = item % HEADS, part = i % OF_HEAD;
+            const __half* states = p.wkv + line[READ * p.table_rows + item / HEADS] * p.wkv_slot;
+            source = {reinterpret_cast<const char*>(p.ups + head * Weights::UPS) + part * UPS_BYTES, 2 * HEADS * Weights::UPS, UPS_BYTES};
+            if (part == UPS_STAGES) source = {reinterpret_cast<const char*>(states) + head * STATE_BYTES, static_cast<uint32_t>(2 * p.wkv_layer), STATE_BYTES};
+        }
+        return count(INPUTS) + heads + count(OUTPUT) + count(KEY) + GROUP * count(VALUE);
     }
 
-    // Starts the copy of a stage. One thread, after all have read what was there.
-    __device__ void fill(int number) {
-        if (number >= all_stages) return;
-        const int of_layer = number / layer_stages;
-        const char* from;
-        uint32_t bytes = TILE_BYTES;
+    // The copy of a stage; none after the last one.
+    __device__ Copy copy_of(int number) const {
+        if (number >= all_stages) return {};
+        const int of_layer = number / layer_stages, index = number - of_layer * layer_stages;
         if (of_layer < p.num_layers) {
-            const Source& source = s.sources[number - of_layer * layer_stages];
-            from = source.at + static_cast<int64_t>(of_layer) * source.layer_bytes, bytes = source.bytes;
-        } else {
-            from = reinterpret_cast<const char*>(p.head) + static_cast<int64_t>(cta + (number - p.num_layers * layer_stages) * num_ctas) * TILE_BYTES;
+            const Source& source = s.sources[index];
+            return {number, source.bytes, source.at + static_cast<int64_t>(of_layer) * source.layer_bytes};
         }
-        const uint32_t barrier = hopper::smem_address(&s.arrived[number % STAGES]);
-        hopper::mbarrier_expect_tx(barrier, bytes);
-        hopper::bulk_load(hopper::smem_address(s.ring[number % STAGES]), from, bytes, barrier);
+        const int tile = cta + (number - p.num_layers * layer_stages) * num_ctas;
+        return {number, TILE_BYTES, reinterpret_cast<const char*>(p.head) + static_cast<int64_t>(tile) * TILE_BYTES};
     }
 
-    // Fills the stages that all warps have read.
-    __device__ void refill() {
-        if (!fills()) return;
-        if (filled + lane < freed + STAGES) fill(filled + lane);
-        filled = freed + STAGES;
+    // This warp's copy of the next up to 8 into stages that all warps have read. Made before a wait and started after it: a copy
+    // delays the polls of its SM.
+    __device__ Copy next_copy() {
+        const int number = filled + warp;
+        filled = min(filled + WARPS, freed + STAGES);
+        return lane == 0 && number < freed + STAGES ? copy_of(number) : Copy{};
+    }
+
+    __device__ void start(const Copy& copy) {
+        if (copy.bytes == 0) return;
+        const uint32_t barrier = hopper::smem_address(&s.arrived[copy.number % STAGES]);
+        hopper::mbarrier_expect_tx(barrier, copy.bytes);
+        hopper::bulk_load(hopper::smem_address(s.ring[copy.number % STAGES]), copy.from, copy.bytes, barrier);
     }
 
     __device__ const char* await_stage(int number) {
@@ -181,7 +181,7 @@ struct Step {
         const bool is_value = phase == VALUE, has_norm = phase == INPUTS || phase == KEY;
         const int begin = s.tiles[phase][0], last = s.tiles[phase][1];
         float2 m;
-        if (phase == OUTPUT && fills()) clear();
+        if (phase == OUTPUT && warp == WARPS - 1) clear();
 #pragma unroll 1
         for (int first = begin, next; first < last; first = next) {
             const int mix = phase == INPUTS ? input_mix(first) : CHANNEL_MIX;
@@ -197,6 +197,7 @@ struct Step {
                 for (int j = 0; j < CHUNKS; ++j) w[i][j] = load16(from + 512 * j);
             }
             taken += count;
+            const Copy copy = next_copy();
             if (has_norm) {
                 float scale[CHUNKS][8], bias[CHUNKS][8];
                 load_shift(mix, scale, bias);
@@ -207,7 +208,7 @@ struct Step {
             } else if (first == begin) {
                 await_row(operands, exchange + (is_value ? Exchange::HIDDEN + 4 * row * C : Exchange::Y + row * C), is_value ? GROUP : 1);
             }
-            if (LATE) refill();
+            start(copy);
             float4 sums[2];
             if (is_value) {
                 sums[0] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -229,7 +230,6 @@ struct Step {
             }
             __syncthreads();
             freed = taken;
-            if (!LATE) refill();
             if (warp < next - first && has_row()) store_outputs(phase, 8 * (first + warp) + 2 * quad, s.partials[warp][0] + row * PARTIAL_ROW + 2 * quad);
             if (has_norm && first == begin && has_row() && cta == num_ctas - 1 - row % num_ctas) store_shift(phase == INPUTS, m);
             __syncthreads();
@@ -357,6 +357,16 @@ struct Step {
         for (int item = cta; item < p.rows * HEADS; item += num_ctas) wkv_head(item / HEADS, item % HEADS);
     }
 
+    // Second half of a low-rank map: this warp's 8 outputs.
+    template <int N>
+    __device__ void multiply_low(int map, const uint4 (&weights)[N]) {
+        uint4 inner[N];  // all rows are this one
+#pragma unroll
+        for (int i = 0; i < N; ++i) inner[i] = load16(s.head.low + LOW_RANK * map + 32 * i + 8 * quad);
+        const float y = multiply(inner, weights, weights).x;
+        if (quad == 0) s.head.up[map][warp * 8 + row] = y;
+    }
+
     __device__ void wkv_head(int of_row, int head) {
         Head& h = s.head;
         const bool has_gate = layer > 0;
@@ -373,6 +383,7 @@ struct Step {
 #pragma unroll
         for (int i = 0; i < 4; ++i) stored[i] = *reinterpret_cast<const uint2*>(from + 16 * i);
         taken += UPS_STAGES + 1;
+        const Copy copy = next_copy();
         const auto pair = [&](int which) { return *reinterpret_cast<const float2*>(vector(which) + own); };
         const float2 w0 = pair(W0), a0 = pair(A0), v0 = pair(V0), k_k = pair(K_K), k_a = pair(K_A);
         const float2 r_k = pair(R_K), norm_weight = pair(LN_X), norm_bias = pair(LN_X + 1);
@@ -390,18 +401,10 @@ struct Step {
         }
         __syncthreads();
         freed = taken;
-        refill();
-        const auto map = [&](int which, int chunk, const auto& weights) {
-            std::remove_const_t<std::remove_reference_t<decltype(weights)>> inner;  // all rows are this one
-            constexpr int N = sizeof(inner) / 16;
+        start(copy);
 #pragma unroll
-            for (int i = 0; i < N; ++i) inner[i] = load16(h.low + 32 * (chunk + i) + 8 * quad);
-            const float y = multiply(inner, weights, weights).x;
-            if (quad == 0) h.up[which][value] = y;
-        };
-#pragma unroll
-        for (int i = 0; i < 3; ++i) map(i, 2 * i, up[i]);
-        map(3, 6, g_up);
+        for (int i = 0; i < 3; ++i) multiply_low(i, up[i]);
+        multiply_low(3, g_up);
         __syncthreads();
 
         // Every warp makes the head's vectors: a lane has two channels.
@@ -418,23 +421,18 @@ struct Step {
         }
         float2 kk = {k_raw.x * k_k.x, k_raw.y * k_k.y};
         const float2 k = {k_raw.x * (1.0f + (a.x - 1.0f) * k_a.x), k_raw.y * (1.0f + (a.y - 1.0f) * k_a.y)};
-        const float2 decay = {__expf(DECAY_SCALE * sigmoidf(w0.x + w.x)), __expf(DECAY_SCALE * sigmoidf(w0.y + w.y))};
-        // y = state (r decay) + sa (r b) + v (r k): the sums over keys need no new state.
         float squares = kk.x * kk.x + kk.y * kk.y, bonus = r.x * k.x * r_k.x + r.y * k.y * r_k.y;
-        float r_b = r.x * kk.x * a.x + r.y * kk.y * a.y, r_times_k = r.x * k.x + r.y * k.y;
 #pragma unroll
         for (int offset = 16; offset > 0; offset >>= 1) {
             squares += __shfl_xor_sync(FULL_MASK, squares, offset);
             bonus += __shfl_xor_sync(FULL_MASK, bonus, offset);
-            r_b += __shfl_xor_sync(FULL_MASK, r_b, offset);
-            r_times_k += __shfl_xor_sync(FULL_MASK, r_times_k, offset);
         }
         const float scale = rsqrtf(max(squares, 1e-24f));
-        kk.x *= scale, kk.y *= scale, r_b *= scale;
-        float(&vectors)[5][HEAD_SIZE] = h.vectors[warp];
+        kk.x *= scale, kk.y *= scale;
+        float(&vectors)[6][HEAD_SIZE] = h.vectors[warp];
         const auto keep = [&](int i, float x0, float x1) { *reinterpret_cast<float2*>(&vectors[i][2 * lane]) = make_float2(x0, x1); };
-        keep(0, decay.x, decay.y), keep(1, k.x, k.y), keep(2, -kk.x, -kk.y), keep(3, kk.x * a.x, kk.y * a.y);
-        keep(4, r.x * decay.x, r.y * decay.y);
+        keep(0, __expf(DECAY_SCALE * sigmoidf(w0.x + w.x)), __expf(DECAY_SCALE * sigmoidf(w0.y + w.y)));
+        keep(1, k.x, k.y), keep(2, -kk.x, -kk.y), keep(3, kk.x * a.x, kk.y * a.y), keep(4, r.x, r.y), keep(5, v.x, v.y);
         __syncwarp();
 
         float state[4][4], sa = 0.0f, y = 0.0f;
@@ -442,17 +440,23 @@ struct Step {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             unpack2(stored[i].x, state[i][0], state[i][1]), unpack2(stored[i].y, state[i][2], state[i][3]);
-            const float4 minus_kk = four(2, i), decayed_r = four(4, i);
-            sa += (state[i][0] * minus_kk.x + state[i][1] * minus_kk.y) + (state[i][2] * minus_kk.z + state[i][3] * minus_kk.w);
-            y += (state[i][0] * decayed_r.x + state[i][1] * decayed_r.y) + (state[i][2] * decayed_r.z + state[i][3] * decayed_r.w);
+            const float4 a = four(2, i);
+            sa += state[i][0] * a.x + state[i][1] * a.y + state[i][2] * a.z + state[i][3] * a.w;
         }
+        sa += __shfl_xor_sync(FULL_MASK, sa, 1);
+        sa += __shfl_xor_sync(FULL_MASK, sa, 2);
+        const float own_v = vectors[5][value];
 #pragma unroll
-        for (int offset = 1; offset < 4; offset *= 2) {
-            sa += __shfl_xor_sync(FULL_MASK, sa, offset);
-            y += __shfl_xor_sync(FULL_MASK, y, offset);
+        for (int i = 0; i < 4; ++i) {
+            const float4 decay = four(0, i), new_k = four(1, i), b = four(3, i), receptance = four(4, i);
+            state[i][0] = state[i][0] * decay.x + sa * b.x + own_v * new_k.x, y += state[i][0] * receptance.x;
+            state[i][1] = state[i][1] * decay.y + sa * b.y + own_v * new_k.y, y += state[i][1] * receptance.y;
+            state[i][2] = state[i][2] * decay.z + sa * b.z + own_v * new_k.z, y += state[i][2] * receptance.z;
+            state[i][3] = state[i][3] * decay.w + sa * b.w + own_v * new_k.w, y += state[i][3] * receptance.w;
         }
-        const float low_v = __shfl_sync(FULL_MASK, v.x, value / 2), high_v = __shfl_sync(FULL_MASK, v.y, value / 2), own_v = value % 2 ? high_v : low_v;
-        if (quad == 0) h.y[value] = y + sa * r_b + own_v * r_times_k;
+        y += __shfl_xor_sync(FULL_MASK, y, 1);
+        y += __shfl_xor_sync(FULL_MASK, y, 2);
+        if (quad == 0) h.y[value] = y;
         __syncthreads();
         if (warp == 0) {
             const float y0 = h.y[2 * lane], y1 = h.y[2 * lane + 1];
@@ -470,18 +474,14 @@ struct Step {
         }
         __half* to = p.wkv + layer * p.wkv_layer + s.slots[WRITE][of_row] * p.wkv_slot + (head * HEAD_SIZE + value) * HEAD_SIZE + keys;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float4 decays = four(0, i), new_k = four(1, i), b = four(3, i);
-            const float n0 = state[i][0] * decays.x + sa * b.x + own_v * new_k.x, n1 = state[i][1] * decays.y + sa * b.y + own_v * new_k.y;
-            const float n2 = state[i][2] * decays.z + sa * b.z + own_v * new_k.z, n3 = state[i][3] * decays.w + sa * b.w + own_v * new_k.w;
-            *reinterpret_cast<uint2*>(to + 16 * i) = make_uint2(pack2(n0, n1), pack2(n2, n3));
-        }
+        for (int i = 0; i < 4; ++i)
+            *reinterpret_cast<uint2*>(to + 16 * i) = make_uint2(pack2(state[i][0], state[i][1]), pack2(state[i][2], state[i][3]));
         __syncthreads();  // the next phase overwrites this memory
     }
 
     // The likeliest token of each row, once the last layer is done. Each warp has tiles of 8 tokens.
     __device__ void choose(int64_t step) {
-        refill();
+        while (filled < freed + STAGES) start(next_copy());
         float scale[CHUNKS][8], bias[CHUNKS][8];
         load_norm(p.out_weight, p.out_bias, scale, bias);
         add(of_layer(p.num_layers - 1) + Exchange::FFN);
@@ -507,7 +507,7 @@ struct Step {
                 sums.x += part.x, sums.y += part.y;
             }
             __syncwarp();
-            if (lane == 0) fill(number + STAGES);
+            if (lane == 0) start(copy_of(number + STAGES));
             const int token = (cta + (number - taken) * num_ctas) * 8 + row;
             best[0] = max(best[0], key_of(sums.x, token)), best[1] = max(best[1], key_of(sums.y, token));
         }
@@ -577,7 +577,7 @@ struct Step {
 #pragma unroll
         for (int j = 0; j < CHUNKS; ++j) unpack8(load16(p.embedding + token * C + channel + 32 * j), x[j]);
         __syncthreads();
-        refill();
+        while (filled < freed + STAGES) start(next_copy());
         for (int i = cta * WARPS + warp; lane == 0 && i < p.rows * p.num_layers; i += num_ctas * WARPS)
             prefetch_bytes(p.shift + s.slots[READ][i % p.rows] * p.shift_slot + i / p.rows * p.shift_layer, 4 * C);
 #pragma unroll 1
@@ -596,7 +596,7 @@ struct Step {
 template <int CHUNKS>
 __global__ void __launch_bounds__(THREADS, 1) draft_step_kernel(const __grid_constant__ DraftStepArgs p) {
     extern __shared__ __align__(16) unsigned char dynamic[];
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
     Step<CHUNKS> step{p, *reinterpret_cast<typename Step<CHUNKS>::Smem*>(dynamic)};
     step.run();
 #endif
@@ -620,7 +620,7 @@ inline void launch_cooperative(Kernel kernel, int grid, int threads, size_t smem
 template <int CHUNKS>
 int launch_step(const DraftStepArgs& args, void* stream) {
     // Every CTA must have tiles of the input projections and of ffn.key, in whose phases it updates the residual stream.
-    if (min(DraftWeights<256 * CHUNKS>::OUTPUT, 128 * CHUNKS) < device_info().num_sms) return cudaErrorInvalidValue;
+    if (min(MAX_CTAS, 128 * CHUNKS) < device_info().num_sms) return cudaErrorInvalidValue;
     const size_t bytes = sizeof(typename Step<CHUNKS>::Smem);
     if (bytes > static_cast<size_t>(device_info().smem_bytes)) return cudaErrorInvalidValue;
     const cudaError_t error = cudaFuncSetAttribute(
