@@ -7,7 +7,7 @@ from typing import cast
 
 from rwkv_batch.core.output import RowOutput, StopRules
 from rwkv_batch.core.scheduler import ScheduledRow, Scheduler
-from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence
+from rwkv_batch.core.sequence import PENDING, Phase, RunningJob, Sequence, SharedSlot
 from rwkv_batch.core.shares import Limits
 from rwkv_batch.request import GenerateRequest, Job
 from sampling.grammar.matcher import Matcher
@@ -203,6 +203,38 @@ def test_shared_prompts_never_hold_all_running_slots() -> None:
     plan.add(plain, plain_rows)
     rows = plan.schedule()
     assert sum(not row.sequence.may_sample for row in rows) == 2 and plain_rows[0] in {row.sequence for row in rows}
+
+
+def shared_prompt(plan: Scheduler, client: str) -> Sequence:
+    running, rows = job(1, prompt_tokens=5, client=client)
+    rows[0].may_sample = False
+    plan.add(running, rows)
+    return rows[0]
+
+
+def continuation(plan: Scheduler, slots: Slots, client: str) -> None:
+    """Add a continuation that waits for something else."""
+    _, rows = job(1, client=client)
+    rows[0].shared = SharedSlot(7, lambda: None)
+    slots.blocked.update(rows)
+    plan.add_forked(rows)
+
+
+def test_a_client_reads_no_further_shared_prompt_while_its_continuations_wait() -> None:
+    plan, slots = scheduler(req_slots=16)
+    continuation(plan, slots, "a")
+    shared_prompt(plan, "a")
+    other = shared_prompt(plan, "b")
+    assert [row.sequence for row in plan.schedule()] == [other]
+
+
+def test_shared_prompts_whose_continuations_wait_are_limited() -> None:
+    plan, slots = scheduler(req_slots=16)
+    for number in range(plan.limits.max_held_shared_prefixes - 1):
+        continuation(plan, slots, f"client {number}")
+    for client in ("new", "newer"):
+        shared_prompt(plan, client)
+    assert len(plan.schedule()) == 1, "one more, not two"
 
 
 def test_long_prompts_take_turns() -> None:

@@ -38,6 +38,7 @@ from rwkv_batch.ipc.wire import (
 from rwkv_batch.request import ClientLimits, Delta, Job, JobEvents, Load, Usage
 from test.engine.test_engine_links import Scripted, job
 from test.harness import make_request
+from test.serving import wait_for
 
 FULL = ServiceError(ErrorKind.OVERLOADED, "the queue is full")
 
@@ -231,6 +232,19 @@ def test_an_invalid_message_ends_the_connection_and_not_the_engine(caplog: pytes
     link = Torn([])
     EngineServer(Engine()).serve(link)  # type: ignore[arg-type]
     assert link.closed == 1 and "the connection of HTTP worker http-3 failed; closing it" in caplog.text
+
+
+def test_workers_get_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.wire, "HEARTBEAT_S", 0.01)
+
+    def messages() -> Iterator[Any]:
+        wait_for(lambda: sum(isinstance(message, Heartbeat) for message in link.sent) >= 3, 10, "heartbeats")
+        yield from ()
+
+    link = Scripted(messages())
+    EngineServer(Engine()).serve(link)  # type: ignore[arg-type]
+    link.check()
+    assert all(message.balances == [] for message in link.sent if isinstance(message, Heartbeat))
 
 
 def test_arrivals_count_until_they_are_admitted() -> None:

@@ -172,6 +172,9 @@ def test_a_session_keeps_the_mixture_that_it_began_with(driver: Driver) -> None:
     again = driver.ready(turns.checkout("s", mixture=mixture))
     assert again.replay == [1] and again.session.origin == mixture
     turns.release(again)
+    branch = driver.ready(turns.checkout("s", branch_from=0, mixture=mixture))
+    assert branch.session.origin == mixture
+    turns.release(branch)
     driver.turn("plain", [1])
     with pytest.raises(PoolError, match="not known to have begun with 'poet': it began with the empty state") as caught:
         turns.checkout("plain", mixture=POET)
