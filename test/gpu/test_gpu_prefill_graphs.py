@@ -59,6 +59,12 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert (actual.float() - expected.float()).norm() / expected.float().norm() < 2e-3
 
 
+def assert_likeliest(tokens: list[int], logits: Tensor) -> None:
+    """The tokens have the largest of the logits [R, V], up to rounding: kernels of other sizes add in another order."""
+    chosen = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)).squeeze(1)
+    assert (logits.amax(1) - chosen).max() <= 0.01 * logits.std()
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("lengths", STEPS, ids=str)
 def test_graphs_equal_eager_launches(
@@ -134,8 +140,8 @@ def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, len
     rows = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
     samples = [i for i in range(len(lengths)) if i != 1]
     wkv, shift = stage.state.wkv.clone(), stage.state.shift.clone()
-    one = stage.logits(*apart(stage, step_inputs([[t] for t in tokens], mine, mine, list(range(decoding))))).argmax(-1)
-    other = stage.logits(*apart(stage, step_inputs(rows, [0] * len(rows), theirs, samples))).argmax(-1)
+    one = stage.logits(*apart(stage, step_inputs([[t] for t in tokens], mine, mine, list(range(decoding))))).clone()
+    other = stage.logits(*apart(stage, step_inputs(rows, [0] * len(rows), theirs, samples)))
     expected = stage.state.wkv.clone()
     stage.state.wkv.copy_(wkv), stage.state.shift.copy_(shift)
     req_slots = list(range(48))
@@ -146,9 +152,8 @@ def test_decoding_rows_and_prompts_in_one_graph(stage: Stage, decoding: int, len
     named = {"req_slots": req_slots[:decoding], "read_slots": mine, "write_slots": mine}
     if decoding + len(samples) <= 48:
         sampled_tokens = mixed.run(size, named, prompts_, prompt_req_slots).tolist()
-        assert sampled_tokens[:decoding] == one.tolist()
-        assert sampled_tokens[size.decoding :] == other.tolist()
-        assert graphs.tokens.sampled_tokens[req_slots[:decoding]].tolist() == one.tolist()
+        assert_likeliest(sampled_tokens[:decoding] + sampled_tokens[size.decoding :], torch.cat([one, other]))
+        assert graphs.tokens.sampled_tokens[req_slots[:decoding]].tolist() == sampled_tokens[:decoding]
         torch.testing.assert_close(stage.state.wkv[slots].float(), expected[slots].float(), rtol=0.02, atol=0.02)
         untouched = [slot for slot in range(2, SLOTS) if slot not in slots]
         assert torch.equal(stage.state.wkv[untouched], wkv[untouched])
