@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -305,6 +306,12 @@ def test_large_steps_have_no_drafts(more: int) -> None:
     rows = [predicted(0.9) for _ in range(MAX_ROWS + more)]
     Speculation("ngram", slots, lambda _: None).add_drafts(rows)
     assert [row.sequence.draft is None for row in rows] == [bool(more)] * len(rows)
+
+
+def test_a_step_without_drafts_keeps_its_tokens_on_the_device() -> None:
+    slots: Any = SimpleNamespace(allocate=lambda: None, drop_ref=lambda _: None)
+    rows = [replace(predicted(0.9), uses_device_token=True)]
+    assert Speculation("ngram", slots, lambda _: None).add_drafts(rows) == rows, "no state slot is free"
 
 
 def test_a_probe_budget_grows_from_the_first_step() -> None:
