@@ -52,7 +52,7 @@ def check_status(code: int, function: str) -> None:
 MAX_PITCH = 2**31 - 1
 """Maximum distance in bytes between two pieces of a copy."""
 ANY_DIRECTION = 4  # cudaMemcpyDefault
-Numbers = Sequence[int] | Sequence[float] | Sequence[list[float]]
+Numbers = Sequence[float] | Sequence[Sequence[float]]
 
 
 def on_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:

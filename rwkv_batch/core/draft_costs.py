@@ -19,9 +19,9 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
 HOST_S, HOST_ROW_S = 0.0002, 0.00001
 """Time between the graphs of two steps with drafts, and for each device row, before it is measured: low, so that drafts
-are tried. The device guesses meanwhile."""
+are tried."""
 FIRST_HOST_S, FIRST_HOST_ROW_S = 0.0005, 0.0001
-"""The same for a step with drafts after one without: nothing hides what the host does for it."""
+"""The same for a step with drafts after one without: the device has nothing to run while the host prepares it."""
 ASSUMED_FACTOR = 1.25
 """Times of a plain step that one with drafts takes without graphs. Low, so that drafts are tried and measured."""
 ASSUMED_GUESS = 0.1
@@ -121,6 +121,7 @@ class StepTimes:
         self._num_plain += 1
         if self._num_plain % EXPIRY_STEPS == 0:
             self._added.forget_slowest()
+            self._host.forget_slowest()
         if self._graph_s is None:
             self._plain.count(shape.tokens, seconds)
         elif graph_s := self._graph_s(shape):
@@ -140,6 +141,8 @@ class StepTimes:
         guesses_s, is_first: see `drafts_s`; host_s: from the tokens of the step before to its launch
         """
         self._num_plain = 0
+        if self._graph_s is None:
+            is_first, host_s = False, 0.0
         least_s = self._least_s(shape, plain_s)
         if not (plain_s and least_s):
             return
@@ -155,8 +158,9 @@ class StepTimes:
 
     def figures(self) -> dict[str, dict[int, float]]:
         """Return the medians."""
-        times = {"plain": self._plain, "added": self._added, "added_first": self._added_first, "host": self._host}
-        return {name: one.medians for name, one in (times | {"guess": self._guess}).items()}
+        times = {"plain": self._plain, "guess": self._guess, "host": self._host}
+        times |= {"added": self._added, "added_first": self._added_first}
+        return {name: one.medians for name, one in times.items()}
 
 
 def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKENS) -> tuple[int, float]:

@@ -66,6 +66,10 @@ PROBE_ROWS = 4
 """Rows that such a draft is for at most: it costs less, and what it shows counts for all."""
 READ_GUESSES = 3
 """Guesses in whose time the draft model reads the text since its last guess."""
+MAX_HOST_S = 0.001
+"""Between two steps, if rows run: a step with drafts is launched after the tokens of the one before are processed."""
+EXPECTED_OF_MODEL = 4.0, 1.6
+"""Accepted and rejected tokens of a draft model to begin with: enough that it is tried."""
 
 
 def make_drafters(
@@ -82,14 +86,6 @@ def make_drafters(
     return drafters
 
 
-MAX_HOST_S = 0.001
-"""Between two steps, if rows run: a step with drafts is launched after the tokens of the one before are processed."""
-
-
-EXPECTED_OF_MODEL = 4.0, 1.6
-"""Accepted and rejected tokens of a draft model to begin with: enough that it is tried."""
-
-
 class Launched(NamedTuple):
     """A step with drafts: how to measure it."""
 
@@ -102,6 +98,8 @@ class Launched(NamedTuple):
     first: Sequence
     """of its rows"""
     begun: float
+    is_first: bool
+    """whether the step before has no drafts"""
 
 
 class Proposal(NamedTuple):
@@ -176,6 +174,7 @@ class Speculation:
     def add_drafts(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
         """Return a step's rows with their drafts. A row whose draft needs a token in flight is left out."""
         if self.mode == "off" or len(rows) > MAX_ROWS:
+            self._has_drafts = False
             return rows
         self._begun, self._guesses, self._num_guesses = time.monotonic(), None, 0
         drafts, price, launched = self._choose(rows)
@@ -188,6 +187,7 @@ class Speculation:
             elif not is_pending:
                 has_drafts |= self._take_slot(row.sequence, draft)
                 result.append(row)
+        self._has_drafts = has_drafts if result else self._has_drafts
         if not has_drafts:
             return result
         self._probes.spend(price)
@@ -236,7 +236,8 @@ class Speculation:
         for i, length in best.lengths.items():
             if (one := found[i]) is not None:
                 drafts[i] = one.draft(length, is_probe=price > 0)
-        return drafts, price, Launched(times, best.size, plain_s, guess_s, rows[0].sequence, self._begun)
+        began = rows[0].sequence, self._begun, not self._has_drafts
+        return drafts, price, Launched(times, best.size, plain_s, guess_s, *began)
 
     def _times_of(self, rows: list[ScheduledRow], shape: Shape) -> tuple[StepTimes, float]:
         """Return the times that hold for a step, and its seconds without drafts. 0: not known."""
@@ -362,13 +363,12 @@ class Speculation:
         if self.mode == "off" or len(rows) > MAX_ROWS:
             return
         now, last_end = time.monotonic(), self._last_end
-        had_drafts, self._has_drafts = self._has_drafts, num_draft_tokens > 0
         since, self._last_end = max(started, last_end), now
         if not num_draft_tokens and all(row.num_tokens == 1 for row in rows):
             shape = Shape(len(rows), len(rows), len(rows))
             self._times_of(rows, shape)[0].count_plain(shape, now - since)
         elif num_draft_tokens and self._launched is not None:
-            times, size, plain_s, guess_s, first, begun = self._launched
+            times, size, plain_s, guess_s, first, begun, is_first = self._launched
             if begun != self._begun or all(row.sequence is not first for row in rows):
                 return  # another step is in flight, of another pipeline group
             # What the host does before its launch is part of it.
@@ -378,7 +378,7 @@ class Speculation:
                 if self._guesses is not None and times is self._measured:
                     guessing_s = self._guesses.seconds
                     times.count_guess(guessing_s / self._num_guesses)
-                times.count_drafts(size, plain_s, now - since, guessing_s, not had_drafts, host_s)
+                times.count_drafts(size, plain_s, now - since, guessing_s, is_first, host_s)
 
     def status(self) -> dict[str, Any]:
         """Return the figures of /status as plain data."""

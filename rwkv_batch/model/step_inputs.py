@@ -31,9 +31,9 @@ class LateTokens(NamedTuple):
 
     tokens: Tensor
     """[n] int64 on a device"""
-    places: list[float]
+    places: list[int]
     """indices in `StepInputs.tokens`"""
-    sources: list[float]
+    sources: list[int]
     """indices in `tokens`, one per place"""
 
 

@@ -56,7 +56,7 @@ class DraftSampler:
         self.are_logits_shared = has_graphs
         """Whether the step's other launches overwrite its logits."""
         self.read_at = 0.0
-        """when the host had the tokens of the last step"""
+        """when the host received the tokens of the last step"""
         self._uncounted: list[tuple[Sequence, list[int]]] = []
         self.may_sample_ahead = device.type == "cuda"
         """On a CPU, tokens after rejected ones cost more than the launches that are saved."""
@@ -91,7 +91,9 @@ class DraftSampler:
             tokens = ahead.sample_ahead(select_rows(step.draft_logits, row_indices), req_slots, runs)
             pairs = [(row.sequence, one) for row, one in zip(rows, drafts, strict=True)]
             step.ahead.append((pairs, HostCopy(tokens)))
-            if model is not None and len(pairs) == sum(row.sequence.draft is not None for row in step.rows):
+            is_all = len(pairs) == sum(row.sequence.draft is not None for row in step.rows)
+            # Rows that await masks would sample behind the guesses.
+            if model is not None and is_all and step.deferred is None and self._last_tokens.is_read:
                 self._guess_ahead(pairs, tokens, model)
 
     def _guess_ahead(self, pairs: list[tuple[Sequence, Draft]], tokens: Tensor, model: GuessesAhead) -> None:
@@ -102,7 +104,8 @@ class DraftSampler:
                 return
             rows.append((draft.drafter.drafter, draft.tokens))
         last = self._last_tokens.sampled_tokens
-        longest, at, first = max(len(draft.tokens) for _, draft in pairs), [], len(last)
+        longest = max(len(draft.tokens) for _, draft in pairs)
+        at, first = list[list[int]](), len(last)
         for sequence, draft in pairs:
             count = len(draft.tokens)
             at.append([sequence.req_slot, *range(first, first + count), *[first] * (longest - count)])

@@ -134,7 +134,7 @@ def groups_to_read(rows: Sequence[_Row]) -> list[list[_Row]]:
 
 
 class _Begun(NamedTuple):
-    """Steps that the device runs before the host knows which guesses were accepted."""
+    """Steps that the device runs before the host knows which guesses are accepted."""
 
     rows: list[Verified]
     num_steps: int
@@ -181,7 +181,7 @@ class DraftSteps:
     def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
         """See `DraftModel`."""
         started, begun, self._begun = time.monotonic(), self._begun, None
-        num_begun = begun.num_steps if begun is not None and self._fits(begun.rows, wanted) else 0
+        num_begun = begun.num_steps if begun is not None and self._fits(begun, wanted) else 0
         rows = [row for one in wanted if (row := self._row(one)) is not None]
         if self._graphs is not None:
             return self._run_graphs(self._graphs, rows, started, num_begun)
@@ -194,11 +194,11 @@ class DraftSteps:
         return DeviceGuesses([row.drafter for row in guessing], tokens, started)
 
     def guess_ahead(self, rows: Sequence[tuple[ModelDrafter, list[int]]], num_steps: int, sampled: Tensor) -> None:
-        """Begin to guess behind a launched step that verifies drafted tokens of rows. `guess` goes on.
+        """Begin to guess behind a launched step that verifies drafted tokens of rows. `guess` continues these steps.
 
-        sampled [B, k + 1]: see `fill_table`. Does not wait for the device.
+        sampled [B, k + 1]: see `fill_table`. Does not wait for the device. The rows of one step only can be begun.
         """
-        if self._graphs is None or any(drafter not in self._rings for drafter, _ in rows):
+        if self._graphs is None or self._begun is not None or any(one not in self._rings for one, _ in rows):
             return
         verified = [
             Verified(self._first_slot(drafter), drafter.num_read, len(drafter.guesses), tokens)
@@ -208,11 +208,11 @@ class DraftSteps:
         self._graphs.replay(len(rows), num_steps)
         self._begun = _Begun(verified, num_steps)
 
-    def _fits(self, rows: list[Verified], wanted: Sequence[Wanted]) -> bool:
-        """Return whether steps begun for `rows` are for these texts: accepted guesses and the next token follow."""
-        if len(rows) != len(wanted):
+    def _fits(self, begun: _Begun, wanted: Sequence[Wanted]) -> bool:
+        """Return whether steps were begun for these texts: accepted guesses and the next token follow."""
+        if len(begun.rows) != len(wanted) or max(one.num_tokens for one in wanted) > begun.num_steps:
             return False
-        for (ring, position, _, tokens), (drafter, ids, length, _) in zip(rows, wanted, strict=True):
+        for (ring, position, _, tokens), (drafter, ids, length, _) in zip(begun.rows, wanted, strict=True):
             is_same = drafter in self._rings and (ring, position) == (self._first_slot(drafter), drafter.num_read)
             if not is_same or length <= position:
                 return False
@@ -293,13 +293,14 @@ class DraftSteps:
         firsts = [len(row.tokens) - 1 - count for row, count in zip(guessing, read, strict=True)]
         num_steps = max(max(row.num_tokens for row in guessing) + min(firsts), max(firsts) + 1, num_begun)
         if num_begun:
-            tokens = graphs.replay(len(rows), num_steps - num_begun)[:num_steps, : len(rows)]
+            tokens = graphs.replay(len(guessing), num_steps - num_begun)
         else:
             tokens = graphs.run([self._table_line(guessing, read, number) for number in range(num_steps)])
         for row, first in zip(guessing, firsts, strict=True):
             row.drafter.guesses = [0] * min(row.num_tokens, num_steps - first)
         drafters = [row.drafter for row in guessing]
-        return DeviceGuesses(drafters, tokens.T.contiguous(), started, firsts, self._copies)
+        own = tokens[:num_steps].T.clone(memory_format=torch.contiguous_format)  # the next run overwrites the graphs'
+        return DeviceGuesses(drafters, own, started, firsts, self._copies)
 
     @staticmethod
     def _table_line(rows: list[_Row], read: list[int], number: int) -> tuple[list[int], list[int], list[int]]:

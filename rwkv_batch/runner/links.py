@@ -89,7 +89,7 @@ class LastTokens:
         depth: steps in flight, each in at most two launches.
         is_read: False if the host knows every token before the next step, and no graph reads them.
         """
-        self._is_read = is_read
+        self.is_read = is_read
         self.sampled_tokens = torch.zeros(req_slots + 1, dtype=torch.int64, device=last)
         """[req_slots + 1] int64 on the last device"""
         self.input_tokens = (
@@ -106,7 +106,7 @@ class LastTokens:
     @torch.inference_mode()
     def store(self, req_slots: Sequence[int], tokens: Tensor | Sequence[int]) -> int:
         """Store tokens [n] of these slots, from a device or the host. Returns the number for `receive`."""
-        if not self._is_read:
+        if not self.is_read:
             return 0
         values = torch.as_tensor(tokens, dtype=torch.int64).to(self.sampled_tokens.device, non_blocking=True)
         self.sampled_tokens[on_device(req_slots, torch.int64, self.sampled_tokens.device)] = values

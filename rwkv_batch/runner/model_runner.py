@@ -237,7 +237,7 @@ class ModelRunner:
         self.step_sampler.sample(step, mix_logits(logits, step.sampling_rows), self._tokens)
         if x is not None:  # the head runs on scored prompt tokens separately
             step.scored = self._scorer.launch(x, rows)
-        self.drafts.sample_ahead(step, self.draft_model)
+        self.drafts.sample_ahead(step, self.draft_model if self.limits.groups == 1 else None)
         step.layers_s = self.pipeline.layers_s
         return step
 

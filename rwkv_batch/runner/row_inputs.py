@@ -107,9 +107,9 @@ class RowInputs:
                     one = late.get(guesses)
                     if one is None:
                         one = late[guesses] = LateTokens(guesses.tokens.view(-1), [], [])
-                    first = guesses.first_of(drafter)
+                    source = guesses.first_of(drafter)
                     one.places.extend(places)
-                    one.sources.extend(range(first, first + len(places)))
+                    one.sources.extend(range(source, source + len(places)))
                 else:
                     draft.read_guesses()
                 reads.append(CONTINUES)

@@ -77,7 +77,7 @@ class InFlightStep:
     launched: float = 0.0
     """when its launch ended"""
     host_s: float = 0.0
-    """from when the host had the tokens of the last step until this one's layers were launched"""
+    """from when the host received the last step's tokens until these layers were launched (without graphs: had run)"""
     deferred: DeferredSample | None = None
     tokens_sent: int = 0
     """number for `LastTokens.receive` of the sampled tokens"""

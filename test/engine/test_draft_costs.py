@@ -62,6 +62,15 @@ def test_times_are_medians_without_the_first_step() -> None:
     assert times.drafts_s(drafts, 0.010) == pytest.approx(0.030), "a few other steps make no time too old"
 
 
+def test_the_host_hides_nothing_without_graphs() -> None:
+    """There the layers have run before the step is launched."""
+    times, drafts = StepTimes(), Shape(8, 24, 20)
+    for _ in range(4):
+        times.count_plain(Shape(4, 4, 4), 0.010)
+        times.count_drafts(drafts, 0.010, 0.030, 0.004, is_first=True, host_s=0.028)
+    assert times.drafts_s(drafts, 0.010, 0.004) == pytest.approx(0.030)
+
+
 def test_times_of_graphs_are_known() -> None:
     times = StepTimes(gpu_graph_s)
     assert times.plain_s(Shape(4, 4, 4)) == 0.00217
@@ -391,6 +400,27 @@ def test_guesses_that_the_host_hides_cost_nothing(monkeypatch: pytest.MonkeyPatc
         speeds.append(sum(gpu.speed(4) for _ in range(4)) / 4)
         lengths.append(sum(gpu.lengths.elements()) / gpu.lengths.total())
     assert lengths[0] + 0.5 < lengths[1] and 1.3 < speeds[1] < speeds[0], (lengths, speeds)
+
+
+def test_a_slow_host_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without drafts nothing shows that it is quick again."""
+    gpu = SimulatedGpu(0.8, seed=3)
+    monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: gpu.clock))
+    for gpu.hidden_ms, least in ((0.0, 1.4), (20.0, 0.0), (0.0, 1.4)):
+        speeds = [gpu.speed(4) for _ in range(8)]
+        assert sum(speeds[-2:]) > 2 * least, (gpu.hidden_ms, speeds)
+
+
+def test_steps_with_drafts_in_two_parts_are_measured() -> None:
+    """A mixture decodes next to a row with drafts: its part says nothing of the step before."""
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
+    drafting, decoding = predicted(0.99), predicted(0.0)
+    for _ in range(6):
+        assert speculation.add_drafts([drafting]) and drafting.sequence.draft is not None
+        speculation.count_step([decoding], 0.0, 0)
+        speculation.count_step([drafting], 0.0, 3)
+    assert speculation.times.figures()["added"]
 
 
 def test_the_first_draft_says_nothing_of_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:

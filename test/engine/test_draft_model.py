@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.drafters import CHUNK, MAX_DRAFT_TOKENS, Joined, Wanted
+from rwkv_batch.core.drafters import CHUNK, MAX_DRAFT_TOKENS, Joined, ModelDrafter, Wanted
 from rwkv_batch.core.speculation import MAX_ROWS
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
@@ -52,7 +52,7 @@ class FakeDraftGraphs:
         self._step, rows = 0, len(steps[0][0])
         self.num_runs += 1
         self._table[: len(steps), :, :rows] = torch.tensor(steps)
-        return self.replay(rows, len(steps))[: len(steps), :rows]
+        return self.replay(rows, len(steps))
 
     def fill_ahead(self, rows: list[Verified], sampled: Tensor, num_slots: int, num_steps: int) -> None:
         self._step = 0
@@ -67,7 +67,7 @@ class FakeDraftGraphs:
             inputs = step_inputs(tokens, reads, writes, list(range(num_rows)))
             self._guesses[number, :num_rows] = self._pipeline.forward(inputs).argmax(-1)
         self._step += num_steps
-        return self._guesses
+        return self._guesses[:, :num_rows]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) ->
     if has_graphs:  # as on a GPU
         steps._graphs = graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
         steps._reading = reading = FakeReadingGraphs(steps)  # type: ignore[assignment]
-        engine.model_runner.drafts.may_sample_ahead = engine.model_runner._tokens._is_read = True
+        engine.model_runner.drafts.may_sample_ahead = engine.model_runner._tokens.is_read = True
     for share in (1.0, 0.7):
         engine.speculation.model = faulty = Faulty(steps, share)
         before = engine.speculation.totals["model"]
@@ -101,6 +101,37 @@ def test_a_draft_model_reads_no_token_again(engine: Engine, has_graphs: bool) ->
     assert graphs is None or graphs.num_ahead > graphs.num_runs > 0, "most guesses do not wait for the host"
     assert reading is None or reading.lengths, "prompts are read by graphs"
     assert eventually_holds(engine, lambda: len(steps._free) == MAX_ROWS), "rows that ended free their rings"
+
+
+def test_guesses_outlive_the_next_call(model: Path) -> None:
+    """A row that waits keeps its one guess while others get theirs: one row of memory is contiguous if transposed."""
+    steps = DraftSteps(EngineConfig(model_path=str(model), draft_model=str(model)), torch.device("cpu"))
+    steps._graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
+    first, other = ModelDrafter(), ModelDrafter()
+    guesses = steps.guess([Wanted(first, [5], 1, 1)])
+    assert guesses is not None
+    before = guesses.tokens.tolist()
+    for token in (3, 4):
+        steps.guess([Wanted(other, [token] * (other.num_read + 1), other.num_read + 1, 3)])
+    assert guesses.tokens.tolist() == before and first.pending is guesses
+
+
+def test_steps_are_begun_for_the_rows_of_one_step(model: Path) -> None:
+    """Other rows' steps would replace them, and both would run twice."""
+    steps = DraftSteps(EngineConfig(model_path=str(model), draft_model=str(model)), torch.device("cpu"))
+    steps._graphs = graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
+    for drafter in (first := ModelDrafter(), other := ModelDrafter()):
+        guesses = steps.guess([Wanted(drafter, [7, 7, 7], 3, 4)])
+        assert guesses is not None
+        guesses.read()
+    for drafter in (first, other):
+        sampled = torch.tensor([[drafter.guesses[0], 1, 1, 1]])
+        steps.guess_ahead([(drafter, drafter.guesses[:3])], 4, sampled)
+    text, num_runs = [7, 7, 7, first.guesses[0], 1], graphs.num_runs
+    steps.guess([Wanted(first, text, len(text), 5)])
+    assert graphs.num_ahead == 1 and graphs.num_runs == num_runs + 1, "they are for four guesses, not for five"
+    steps.guess_ahead([(first, first.guesses[:1])], 4, torch.tensor([[1, 1]]))
+    assert graphs.num_ahead == 2
 
 
 def test_texts_are_read_in_groups_that_fit_a_graph() -> None:

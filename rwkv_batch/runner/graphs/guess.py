@@ -35,7 +35,7 @@ class Verified(NamedTuple):
     position: int
     """tokens before its drafted ones"""
     num_guesses: int
-    """The model has read all guesses but the last."""
+    """the model has read all but the last"""
     tokens: list[int]
     """the drafted ones, the first guesses"""
 
@@ -49,7 +49,7 @@ def fill_table(table: Tensor, rows: Sequence[Verified], sampled: Tensor, num_slo
     A row first reads the token after the accepted ones, or the last accepted one if the model has not read it.
     """
     longest = sampled.shape[1] - 1
-    given: list[list[float]] = [[*row[:3], *row.tokens, *[CHOSEN] * (longest - len(row.tokens))] for row in rows]
+    given = [[*row[:3], *row.tokens, *[CHOSEN] * (longest - len(row.tokens))] for row in rows]
     numbers = on_device(given, torch.int64, table.device)
     ring, position, num_guesses = numbers[:, :3].unbind(1)
     accepted = (sampled[:, :-1] == numbers[:, 3:]).cumprod(1).sum(1)
@@ -102,31 +102,34 @@ class GuessGraphs:
     def run(self, steps: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> Tensor:
         """Launch steps: read slots, write slots and tokens of each row; CHOSEN: the token that the step before chose.
 
-        Returns the chosen tokens [steps, B] int64. The next run overwrites them. Does not wait.
+        Returns the chosen tokens [max_steps, B] int64. The next run overwrites them. Does not wait.
         """
         num_rows = len(steps[0][READ])
-        self._fill(self._size_for(num_rows), steps)
-        return self.replay(num_rows, len(steps))[: len(steps), :num_rows]
+        size = self._size_for(num_rows)
+        self._graph(size)  # a capture fills the table
+        self._fill(size, steps)
+        return self.replay(num_rows, len(steps))
 
     def fill_ahead(self, rows: Sequence[Verified], sampled: Tensor, num_slots: int, num_steps: int) -> None:
         """Prepare up to `num_steps` steps that follow a step that verifies guesses.
 
         sampled [B, k + 1]: see `fill_table`
         """
-        num_rows, staged = len(rows), self._staged.on_device[0]
+        num_rows, size, staged = len(rows), self._size_for(len(rows)), self._staged.on_device[0]
+        self._graph(size)  # a capture fills the table
         table = staged["table"].view(self._max_steps, 3, self._rows)[:num_steps]
         fill_table(table[..., :num_rows], rows, sampled, num_slots)
-        unused = table[..., num_rows : self._size_for(num_rows)]
+        unused = table[..., num_rows:size]
         if unused.numel():
             unused[:, READ], unused[:, WRITE], unused[:, TOKEN] = ZERO_SLOT, DUMMY_SLOT, 0
         staged["step"].zero_()
 
     def replay(self, num_rows: int, num_steps: int) -> Tensor:
-        """Launch the next prepared steps. Returns the tokens of all steps [max_steps, max_rows], see `run`."""
+        """Launch the next prepared steps. Returns the chosen tokens of all steps [max_steps, B] int64, see `run`."""
         graph = self._graph(self._size_for(num_rows))
         for _ in range(num_steps):
             graph.replay()
-        return self._guesses
+        return self._guesses[:, :num_rows]
 
     def _size_for(self, num_rows: int) -> int:
         return next(size for size in self._sizes if size >= num_rows)

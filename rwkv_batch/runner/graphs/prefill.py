@@ -72,7 +72,7 @@ SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize
 
 def input_lengths(rows: int, tokens: int) -> dict[str, int]:
     """Return the array lengths of a step's inputs."""
-    per_token = dict.fromkeys(("tokens", "token_rows", "late_places", "late_sources"), tokens)
+    per_token = dict.fromkeys(("tokens", "token_rows"), tokens)
     per_row = dict.fromkeys(("read_slots", "write_slots"), rows)
     return {**per_token, **per_row, "cu_seqlens": rows + 1, "logit_tokens": max(rows, tokens)}
 
@@ -95,7 +95,8 @@ class StagedPrompts:
 
     def __init__(self, size: PrefillSize, devices: Sequence[torch.device], depth: int) -> None:
         """size: the largest step; depth: steps in flight."""
-        self.arrays = StagedArrays(input_lengths(size.rows + 1, size.tokens), devices, depth)
+        late = dict.fromkeys(("late_places", "late_sources"), size.tokens)
+        self.arrays = StagedArrays(input_lengths(size.rows + 1, size.tokens) | late, devices, depth)
 
     def fill(self, inputs: StepInputs, size: PrefillSize) -> None:
         """Stage a step's inputs on all devices. Stages the padding too."""
