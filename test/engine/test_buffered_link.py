@@ -75,6 +75,21 @@ def test_unacknowledged_bytes_are_bounded(ends: Ends, monkeypatch: pytest.Monkey
     assert receiver.read_bytes > 10_000
 
 
+def test_a_full_window_opens_with_acknowledged_bytes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, _ = ends
+    sender.send((0, b"short"))
+    (size,) = (len(piece) for piece in sender._waiting)
+    monkeypatch.setattr(buffered_link, "PIECE_BYTES", size)
+    monkeypatch.setattr(buffered_link, "WINDOW_BYTES", size)
+    for _ in range(2):
+        sender.send((0, b"short"))
+    assert [len(sender.take(0.0) or ()) for _ in range(2)] == [1, 0], "exactly the window is on its way"
+    for read_bytes, num_pieces in ((size, 1), (2 * size, 1)):
+        sender.acknowledge(read_bytes)
+        sender.acknowledge(0)  # an older one, that came late
+        assert len(sender.take(0.0) or ()) == num_pieces
+
+
 def frame(num_bytes: int) -> tuple[int, bytes]:
     """A message of so many bytes on the link, up to 256."""
     return 1, bytes(num_bytes - 6)

@@ -82,6 +82,15 @@ def test_a_refund_costs_nothing(world: World) -> None:
     assert world.left == 100.0
 
 
+def test_a_job_that_its_worker_counts_again_pays_once(world: World) -> None:
+    """The connection ended before the answer arrived."""
+    world.ledger.acquire(usage("a"), "old")
+    world.ledger.end_all("old")
+    assert world.left == 90.0, "it has paid"
+    assert world.ledger.acquire(usage("a"), "new") is None
+    assert world.left == 90.0 and len(world.requests) == 1
+
+
 def test_only_the_last_connection_of_a_worker_ends_its_jobs(world: World) -> None:
     world.ledger.acquire(usage("a", rows=2), "old")
     world.ledger.restore(RestoreQuotas([], [CountedJob(usage("a", rows=2))]), "new")

@@ -150,6 +150,18 @@ def test_a_peer_that_reads_nothing_is_cut_off(
     assert len(unread(receiver)) < 300_000
 
 
+def test_a_peer_may_have_exactly_so_many_frames_to_read(
+    links: Ends, held: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_WAITING_FRAMES", 3)
+    sender, _ = links
+    for number in range(3):
+        sender.send((number, LARGE))
+    assert len(sender._waiting) == 3 and not sender._closed
+    sender.send((3, b"short"))
+    assert sender._closed
+
+
 def test_a_peer_may_lag_repeatedly(links: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_WAITING_BYTES", 3 * len(LARGE))
     sender, receiver = links
@@ -201,6 +213,13 @@ def test_a_frame_that_is_too_long_is_not_sent(links: Ends, monkeypatch: pytest.M
     sender, receiver = links
     with pytest.raises(wire.FrameTooLong, match="the limit is 1000"):
         sender.send((0, LARGE))
+    sender.send((1, b"short"))
+    assert next(receiver.receive()) == (1, b"short")
+
+
+def test_a_frame_may_have_exactly_the_largest_length(links: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = links
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", len(msgspec.msgpack.encode([(1, b"short")])))
     sender.send((1, b"short"))
     assert next(receiver.receive()) == (1, b"short")
 
