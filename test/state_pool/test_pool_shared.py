@@ -129,6 +129,21 @@ def test_wait_for_another_engine_times_out(engines: Engines, monkeypatch: pytest
     assert np.array_equal(two.state("s"), expected_state([1]))
 
 
+def test_a_turn_that_was_not_stored_lets_other_engines_start(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = engines("one"), engines("two")
+    lease = one.ready(one.pool.turns.checkout("s"))
+    with monkeypatch.context() as patched:
+        failure = OSError("disk full")
+        patched.setattr(get_store(one), "submit", lambda job, answered: answered(failure))
+        patched.setattr(get_store(one), "submit_state", lambda job, answered: answered(failure))
+        outcome = Outcome()
+        one.pool.turns.record(lease, [1], outcome)
+    one.pool.turns.release(lease)
+    one.until(lambda: outcome.known)
+    assert not outcome.ok
+    two.turn("s", [2])
+
+
 def test_released_turn_lets_other_engines_start(engines: Engines) -> None:
     one, two = engines("one"), engines("two")
     lease, slot = begin(one, "s", [1])
