@@ -24,7 +24,8 @@ from rwkv_batch.model.weights import Weights, weights_from
 from test.model import cuda_check
 from test.model.emulated.library import call, emulation_of, send_launches_to
 
-pytestmark = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+needs_headers = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
+pytestmark = [pytest.mark.slow, needs_headers]
 CPU, LAYERS, WIDTH, VOCAB, SLOTS, CTAS = torch.device("cpu"), 2, 256, 512, 20, 3
 
 library = emulation_of("draft_step")
