@@ -133,6 +133,13 @@ def test_a_step_does_not_wait_after_a_job_of_several_rows() -> None:
     assert plan.is_burst()
 
 
+def test_tokens_that_a_client_leaves_go_to_the_others() -> None:
+    plan, _ = scheduler(req_slots=64, budget=128, chunk=16)
+    plan.add(*job(1, prompt_tokens=4, client="short"))
+    plan.add(*job(8, prompt_tokens=100, client="long"))
+    assert sum(row.num_tokens for row in plan.schedule()) == 128
+
+
 def test_a_step_does_not_wait_for_more_batch_rows() -> None:
     plan, _ = scheduler(req_slots=64)
     plan.add(*job(20, client="bulk"))
