@@ -80,9 +80,11 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Seed torch, so that random numbers do not depend on earlier tests."""
+    """Seed torch and forget the request, so that no test depends on earlier ones."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(0)
+    if (context := sys.modules.get("routes.request_context")) is not None:
+        context.set_current_request(context.RequestContext())
 
 
 @pytest.fixture
