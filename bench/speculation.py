@@ -51,6 +51,7 @@ from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 
 ORACLE_GUESSES = 65536
+"""Guesses of an oracle until it repeats itself."""
 TIMELINE_ROWS = 8
 """Rows at most of a timeline."""
 FORCED, OTHER = 300, 301

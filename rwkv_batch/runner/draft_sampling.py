@@ -35,7 +35,7 @@ class GuessesAhead(Protocol):
     """A draft model that can begin before the host knows which of its last guesses were accepted."""
 
     def guess_ahead(self, rows: list[tuple[ModelDrafter, list[int]]], num_steps: int, sampled: Tensor) -> None:
-        """Begin to guess behind a launched step that verifies drafted tokens of rows.
+        """Launch guesses after a launched step that verifies drafted tokens of rows. The host has not read that step.
 
         sampled: [B, k + 1] int64: the token after the known ones, and those after each drafted one, for k the most
         drafted tokens of a row
@@ -92,7 +92,7 @@ class DraftSampler:
             pairs = [(row.sequence, one) for row, one in zip(rows, drafts, strict=True)]
             step.ahead.append((pairs, HostCopy(tokens)))
             is_all = len(pairs) == sum(row.sequence.draft is not None for row in step.rows)
-            # Rows that await masks would sample behind the guesses.
+            # Rows that await masks sample later, and the guesses would delay them.
             if model is not None and is_all and step.deferred is None and self._last_tokens.is_read:
                 self._guess_ahead(pairs, tokens, model)
 

@@ -194,7 +194,7 @@ class DraftSteps:
         return DeviceGuesses([row.drafter for row in guessing], tokens, started)
 
     def guess_ahead(self, rows: Sequence[tuple[ModelDrafter, list[int]]], num_steps: int, sampled: Tensor) -> None:
-        """Begin to guess behind a launched step that verifies drafted tokens of rows. `guess` continues these steps.
+        """Launch guesses after a launched step that verifies drafted tokens of rows. `guess` continues these steps.
 
         sampled [B, k + 1]: see `fill_table`. Does not wait for the device. The rows of one step only can be begun.
         """

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from rwkv_batch.kernels.cuda.library import SOURCES
+from rwkv_batch.kernels.cuda.w8a8 import products
 from rwkv_batch.kernels.cuda.w8a8.plans import (
     MAX_EXCHANGED_ROWS,
     MAX_TILE_ROWS,
@@ -20,7 +22,7 @@ from rwkv_batch.kernels.cuda.w8a8.plans import (
     num_ctas,
     plan_w8a8,
 )
-from rwkv_batch.kernels.cuda.w8a8.products import pitch_of
+from rwkv_batch.kernels.cuda.w8a8.products import MAX_SUM_OUTPUTS, W8A8Workspace, fits_sparse, pitch_of
 
 WIDTHS = (768, 1024, 2048, 2560, 4096)
 VOCAB = 65536
@@ -63,6 +65,20 @@ def test_no_ctas_wait_for_each_other_under_mps() -> None:
     for rows in (1, 8, 64, 128, 320):
         for launch in launches_of(4096, rows):
             assert not plan_w8a8(launch, 132, co_resident=False).tile.in_memory
+
+
+def test_wide_models_read_all_of_ffn_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of few rows have memory for 4,096 outputs, and the kernels for 16,384 inputs."""
+    monkeypatch.setattr(products, "has_hopper_gemm", lambda device: True)
+    memory = torch.empty(8 * (MAX_SUM_OUTPUTS + 2), dtype=torch.int32)
+    work = W8A8Workspace(torch.empty(0), torch.empty(0), 132, memory)
+    for n, is_sparse in ((768, True), (4096, True), (4000, False), (5120, False)):
+        assert fits_sparse(n, torch.device("cuda")) is is_sparse
+        for rows in (2, 8):
+            cleared = work.cleared_of(rows, n)
+            assert (cleared is not None) is is_sparse
+            assert cleared is None or cleared.sums.shape == (rows, n)
+        assert work.cleared_of(1, n) is work.cleared_of(9, n) is None
 
 
 def test_measured_launches_get_their_plan() -> None:

@@ -172,7 +172,7 @@ class W8A8Workspace:
 
     def cleared_of(self, rows: int, n: int) -> Cleared | None:
         """Return what `shift_mix` clears before a channel mix of n outputs; None if its results are scaled at once."""
-        if not 1 < rows <= MAX_SPARSE_ROWS or n % SPARSE_COLUMNS or not len(self.cleared):
+        if not (1 < rows <= MAX_SPARSE_ROWS and _has_sparse_tiles(n) and len(self.cleared)):
             return None
         sums, largest = self.cleared[: rows * (n + 2)].split((rows * n, rows * 2))
         return Cleared(sums.view(rows, n), largest.view(rows, 2))
@@ -299,7 +299,11 @@ def fits_sparse(n: int, device: torch.device) -> bool:
 
     Measured on Hopper only.
     """
-    return n % SPARSE_COLUMNS == 0 and has_hopper_gemm(device)
+    return _has_sparse_tiles(n) and has_hopper_gemm(device)
+
+
+def _has_sparse_tiles(n: int) -> bool:
+    return n % SPARSE_COLUMNS == 0 and n <= MAX_SUM_OUTPUTS
 
 
 def multiply_sparse_row(x: Tensor, weights: W8A8Weights, transposed: Tensor) -> Tensor:
