@@ -94,18 +94,12 @@ def undisturbed(pair: Service) -> list[dict[int, str]]:
     return found
 
 
-class Meanwhile(threading.Thread):
+class Meanwhile:
     """Streams that run during an operation on the engines."""
 
     def __init__(self, service: Service, bodies: list[dict[str, Any]], path: str = CHAT) -> None:
-        super().__init__(daemon=True)
-        self._service, self._bodies, self._path = service, bodies, path
         self._begun = threading.Semaphore(0)
-        self.texts: list[dict[int, str]] = []
-        self.start()
-
-    def run(self) -> None:
-        self.texts = texts(self._service, self._bodies, self._path, self._begun.release)
+        self._texts = ThreadPoolExecutor(1).submit(texts, service, bodies, path, self._begun.release)
 
     def wait_begun(self, count: int = 6) -> None:
         """Wait until this many streams have begun.
@@ -116,9 +110,8 @@ class Meanwhile(threading.Thread):
             assert self._begun.acquire(timeout=120), "no stream begins"
 
     def result(self) -> list[dict[int, str]]:
-        self.join(500)
-        assert not self.is_alive(), "a stream hangs"
-        return self.texts
+        """Wait for the texts. Raises what a stream raised, and TimeoutError for one that hangs."""
+        return self._texts.result(500)
 
 
 def generated(service: Service) -> dict[str, float]:
