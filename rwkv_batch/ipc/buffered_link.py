@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from rwkv_batch.ipc import wire
-from rwkv_batch.ipc.wire import FrameTooLong, Incoming, Outgoing, QueuedLink
+from rwkv_batch.ipc.wire import FrameTooLong, Incoming, Link, Outgoing
 
 PIECE_BYTES = 1 << 20
 WINDOW_BYTES = 256 << 20
@@ -23,7 +23,7 @@ _MORE, _LAST = b"\1", b"\0"
 """First byte of a piece: whether the frame continues in the next one."""
 
 
-class BufferedLink(QueuedLink[Incoming, Outgoing]):
+class BufferedLink(Link[Incoming, Outgoing]):
     """A `Link` whose pieces a carrier moves. The carrier calls `take`, `put` and `acknowledge` on any thread."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[Incoming]]) -> None:

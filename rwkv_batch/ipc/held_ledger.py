@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Protocol
+from collections.abc import Callable
 
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.ipc.metrics import Metrics
@@ -13,17 +13,12 @@ from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
 from rwkv_batch.request import Job, JobEvents, Load, Usage, original_id
 
 
-class HasLoad(Protocol):
-    @property
-    def load(self) -> Load:
-        """Return the engine's own load. Any thread."""
-
-
 class Arrivals:
     """Jobs submitted to an engine but not admitted yet. Any thread."""
 
-    def __init__(self, engine: HasLoad) -> None:
-        self._engine = engine
+    def __init__(self, engine_load: Callable[[], Load]) -> None:
+        """engine_load: returns the engine's own load"""
+        self._engine_load = engine_load
         self._lock = threading.Lock()
         self._rows = self._prompt_tokens = 0
 
@@ -44,7 +39,7 @@ class Arrivals:
         """Return the total load. A job may be counted twice for a moment, but is always counted."""
         with self._lock:
             rows, prompt_tokens = self._rows, self._prompt_tokens
-        known = self._engine.load
+        known = self._engine_load()
         return Load(known.rows + rows, known.prompt_tokens + prompt_tokens)
 
 
@@ -92,7 +87,8 @@ class HeldLedger:
         job_id = original_id(events.job_id)
         self._observe(self._quotas.charge_more(job_id, events.num_sampled, events.num_replayed))
         if events.done and events.error is None and self._owners.get(job_id) is owner:
-            self._end(job_id)
+            self._owners.pop(job_id, None)
+            self._quotas.end(job_id)
 
     def _observe(self, charged: CountedJob | None) -> None:
         if charged is not None:
@@ -111,10 +107,6 @@ class HeldLedger:
                 self._cut_off[job_id] = job.usage
         while len(self._cut_off) > _MAX_CUT_OFF:
             self._cut_off.popitem(last=False)
-
-    def _end(self, job_id: str) -> None:
-        self._owners.pop(job_id, None)
-        self._quotas.end(job_id)
 
     def balances(self) -> list[Balance]:
         """Return clients' balances. Leaves out clients that have used nothing."""

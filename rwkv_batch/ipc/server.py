@@ -194,7 +194,7 @@ class EngineServer:
 
     def __init__(self, engine: ManagedEngine) -> None:
         self._engine = engine
-        self._arrivals = Arrivals(engine)
+        self._arrivals = Arrivals(lambda: engine.load)
         self._metrics = Metrics()
         self._ledger = HeldLedger(self._metrics)
         self._peers: set[Peer] = set()

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from io import BufferedReader, RawIOBase
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -173,59 +173,11 @@ to_engine_decoder = msgspec.msgpack.Decoder(list[ToEngine])
 to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker])
 
 
-Received_co = TypeVar("Received_co", covariant=True)
-Sent_contra = TypeVar("Sent_contra", contravariant=True)
+class Link(ABC, Generic[Incoming, Outgoing]):
+    """One end of a connection: encodes frames, limits them, and queues what is not sent yet.
 
-
-class Link(Protocol[Received_co, Sent_contra]):
-    """One end of a connection over any transport.
-
-    `send` may be called on any thread and does not block. `receive` runs on one thread.
+    `send` and `offer` may be called on any thread and do not block. `receive` runs on one thread.
     """
-
-    before_wait: Callable[[], None]
-    """`receive` calls it before it waits for input"""
-
-    @property
-    def num_pieces(self) -> int:
-        """Number of pieces that `receive` has read. A long frame has several."""
-
-    @property
-    def is_sending(self) -> bool:
-        """Whether sent data is still in this process."""
-
-    def send(self, *messages: Sent_contra) -> None:
-        """Send messages as one frame. A closed link drops it: the receiving side reports the loss.
-
-        Raises FrameTooLong; then nothing is sent and the link stays open. A peer that reads nothing loses the link.
-        """
-
-    def offer(self, message: Sent_contra, max_bytes: int | None = None) -> None:
-        """Send a message whose size a client chose. It never closes the link.
-
-        max_bytes: limit of its size, by default `MAX_FRAME_BYTES`. Raises FrameTooLong and LinkFull.
-        """
-
-    def receive(self) -> Iterator[Received_co]:
-        """Yield messages. Ends when the peer is gone or the link is closed.
-
-        Raises msgspec.DecodeError for an invalid frame, FrameTooLong for one that is too long.
-        """
-
-    def close(self) -> None:
-        """Close the connection. Any thread. `receive` then ends at both ends."""
-
-
-def check_room(waiting_frames: int, waiting_bytes: int, num_bytes: int) -> None:
-    """Check that a frame fits behind the waiting ones. Raises LinkFull."""
-    if not waiting_frames:
-        return
-    if 2 * waiting_frames > MAX_WAITING_FRAMES or waiting_bytes + num_bytes > MAX_OFFERED_BYTES:
-        raise LinkFull(waiting_bytes)
-
-
-class QueuedLink(ABC, Generic[Incoming, Outgoing]):
-    """What all links have in common: encoded frames with limits, and a queue of what is not sent yet."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[Incoming]]) -> None:
         self._decoder = decoder
@@ -235,23 +187,35 @@ class QueuedLink(ABC, Generic[Incoming, Outgoing]):
         self._waiting_bytes = 0
         self._closed = False
         self.before_wait: Callable[[], None] = lambda: None
+        """`receive` calls it before it waits for input"""
         self.num_pieces = 0
-        """pieces that `receive` has read"""
+        """pieces that `receive` has read; a long frame has several"""
 
     @property
     def is_sending(self) -> bool:
+        """Whether sent data is still in this process."""
         return bool(self._waiting)
 
     def send(self, *messages: Outgoing) -> None:
+        """Send messages as one frame. A closed link drops it: the receiving side reports the loss.
+
+        Raises FrameTooLong; then nothing is sent and the link stays open. A peer that reads nothing loses the link.
+        """
         body = self._encode(messages, MAX_FRAME_BYTES)
         with self._lock:
             if not self._closed:
                 self._send(body)
 
     def offer(self, message: Outgoing, max_bytes: int | None = None) -> None:
+        """Send a message whose size a client chose. It never closes the link.
+
+        max_bytes: limit of its size, by default `MAX_FRAME_BYTES`. Raises FrameTooLong and LinkFull.
+        """
         body = self._encode((message,), MAX_FRAME_BYTES if max_bytes is None else max_bytes)
         with self._lock:
-            check_room(len(self._waiting), self._waiting_bytes, len(body))
+            is_full = 2 * len(self._waiting) > MAX_WAITING_FRAMES or self._waiting_bytes + len(body) > MAX_OFFERED_BYTES
+            if self._waiting and is_full:
+                raise LinkFull(self._waiting_bytes)
             if not self._closed:
                 self._send(body)
 
@@ -262,6 +226,7 @@ class QueuedLink(ABC, Generic[Incoming, Outgoing]):
         return body
 
     def close(self) -> None:
+        """Close the connection. Any thread. `receive` then ends at both ends."""
         with self._lock:
             self._close()
 
@@ -270,6 +235,13 @@ class QueuedLink(ABC, Generic[Incoming, Outgoing]):
         if len(self._waiting) > MAX_WAITING_FRAMES or self._waiting_bytes > MAX_WAITING_BYTES:
             logger.error("a peer has %d unread frames; closing its connection", len(self._waiting))
             self._close()
+
+    @abstractmethod
+    def receive(self) -> Iterator[Incoming]:
+        """Yield messages. Ends when the peer is gone or the link is closed.
+
+        Raises msgspec.DecodeError for an invalid frame, FrameTooLong for one that is too long.
+        """
 
     @abstractmethod
     def _send(self, body: bytes) -> None:
@@ -298,7 +270,7 @@ class _Input(RawIOBase):
         super().close()
 
 
-class SocketLink(QueuedLink[Incoming, Outgoing]):
+class SocketLink(Link[Incoming, Outgoing]):
     """A `Link` over a stream socket. Its pieces are chunks of `_READ_BYTES`.
 
     If the socket's buffer is full, a temporary thread sends the rest. `close` may be called on any thread; the

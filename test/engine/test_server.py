@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -248,7 +247,7 @@ def test_workers_get_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arrivals_count_until_they_are_admitted() -> None:
-    arrivals = Arrivals(SimpleNamespace(load=Load(1, 10)))
+    arrivals = Arrivals(lambda: Load(1, 10))
     two = Job(job_id="two", rows=[make_request([1, 2], n=3), make_request([1])])
     arrivals.add(two)
     arrivals.add(job("one"))

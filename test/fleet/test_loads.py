@@ -101,13 +101,11 @@ def test_refused_jobs_do_not_count(engine: BusyEngine, two_workers: list[Member]
 def test_a_job_admitted_while_the_load_is_read_is_counted() -> None:
     job = Job(job_id="job", rows=[make_request("")])
 
-    class TakesIt:
-        @property
-        def load(self) -> Load:
-            arrivals.remove(job)  # from here on, the engine counts it
-            return Load(0, 0)
+    def engine_load() -> Load:
+        arrivals.remove(job)  # from here on, the engine counts it
+        return Load(0, 0)
 
-    arrivals = Arrivals(TakesIt())
+    arrivals = Arrivals(engine_load)
     arrivals.add(job)
     assert arrivals.load.rows == 1
 
