@@ -12,6 +12,7 @@ import pickle
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,9 +53,13 @@ class Sandbox:
         self._to, self._from = self._process.stdin, self._process.stdout
 
     def call(self, value: Any) -> Any:
-        """Sends a value and returns the answer. Raises one of ENDED."""
-        send(self._to, value)
-        return receive(self._from)
+        """Sends a value and returns the answer. Raises one of ENDED; then the process is closed."""
+        try:
+            send(self._to, value)
+            return receive(self._from)
+        except ENDED:
+            self.close()
+            raise
 
     @property
     def is_alive(self) -> bool:
@@ -66,6 +71,40 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 stream.close()
         self._process.wait()
+
+
+class Sandboxes:
+    """Runs processes of a module. At most one per calling thread, started on demand. Thread-safe."""
+
+    def __init__(self, start: Callable[[], Sandbox]) -> None:
+        self._start = start
+        self._idle: list[Sandbox] = []
+        self._is_closed = False
+
+    def call(self, value: Any) -> Any:
+        """Sends a value to a process and returns the answer. Raises one of ENDED if the process ended."""
+        sandbox = self._take_idle() or self._start()
+        answer = sandbox.call(value)
+        self._idle.append(sandbox)
+        if self._is_closed:
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        """End all processes. A process that answers a call ends after it."""
+        self._is_closed = True
+        while sandbox := self._take_idle():
+            sandbox.close()
+
+    def _take_idle(self) -> Sandbox | None:
+        while True:
+            try:
+                sandbox = self._idle.pop()
+            except IndexError:  # none, or another thread took the last one
+                return None
+            if sandbox.is_alive:
+                return sandbox
+            sandbox.close()
 
 
 def send(stream: IO[bytes], value: Any) -> None:

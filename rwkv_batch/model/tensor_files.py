@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from native.sandbox import ENDED, Sandbox
+from native.sandbox import ENDED, Sandbox, Sandboxes
 from rwkv_batch.model.files.gguf import SPLIT_COUNT
 from rwkv_batch.model.files.gguf_blocks import BlockTensor
 from rwkv_batch.model.files.place import BLOCKS, CPU_S, MEMORY_BYTES, PTH, SAFETENSORS, Place, TensorIndex
@@ -25,8 +26,7 @@ MAX_VALUE = torch.finfo(torch.float16).max
 MAX_JSON_BYTES = 4 << 20
 _PROGRAM = "rwkv_batch.model.tensor_index"
 _lock = threading.Lock()
-_sandboxes: list[Sandbox] = []
-"""idle, started on demand"""
+_sandboxes = Sandboxes(partial(Sandbox, _PROGRAM))
 
 
 class FileError(ValueError):
@@ -119,19 +119,12 @@ def _mapped(storage: Any, place: Place) -> Tensor:
 
 def _index(path: Path) -> TensorIndex | str:
     """Return the file's tensors, or a refusal that continues "FILE ..."."""
-    with _lock:
-        sandbox = _sandboxes.pop() if _sandboxes else None
-        if sandbox is not None and not sandbox.is_alive:
-            sandbox.close()
-            sandbox = None
-        sandbox = sandbox or Sandbox(_PROGRAM)
-        try:
-            index: TensorIndex | str = sandbox.call(path.absolute())
-        except ENDED:
-            sandbox.close()
-            return f"takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GiB to read; save a dict of tensors"
-        _sandboxes.append(sandbox)
+    try:
+        with _lock:
+            index: TensorIndex | str = _sandboxes.call(path.absolute())
         return index
+    except ENDED:
+        return f"takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GiB to read; save a dict of tensors"
 
 
 def metadata_of(path: Path) -> dict[str, str]:

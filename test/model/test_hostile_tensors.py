@@ -87,7 +87,7 @@ def test_attributes_of_parameters_are_dropped(tmp_path: Path) -> None:
 def test_a_sandbox_process_that_died_is_replaced(tmp_path: Path) -> None:
     path = next(valid_files(tmp_path))
     read_tensors(path)
-    (sandbox,) = tensor_files._sandboxes
+    (sandbox,) = tensor_files._sandboxes._idle
     os.kill(sandbox._process.pid, signal.SIGKILL)
     sandbox._process.wait()
     assert set(read_tensors(path)) == {"a", "b", "c"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from native.sandbox import Sandboxes
 from rwkv_batch.tokenizer import VOCAB_SIZE, Tokenizer
-from sampling.grammar import compile_sandbox
 from sampling.grammar.compile_sandbox import CompileSandbox
 from sampling.grammar.constraint import Constraint, Form
 
@@ -17,11 +19,11 @@ class FakeProcess:
 
     made = 0
 
-    def __init__(self, vocabulary: object) -> None:
+    def __init__(self) -> None:
         FakeProcess.made += 1
         self.is_alive = True
 
-    def try_compile(self, constraint: Constraint) -> None:
+    def call(self, constraint: object) -> None:
         return None
 
     def close(self) -> None:
@@ -29,25 +31,25 @@ class FakeProcess:
 
 
 @pytest.fixture
-def sandbox(monkeypatch: pytest.MonkeyPatch) -> CompileSandbox:
-    monkeypatch.setattr(compile_sandbox, "_Process", FakeProcess)
+def sandboxes(monkeypatch: pytest.MonkeyPatch) -> Sandboxes:
     monkeypatch.setattr(FakeProcess, "made", 0)
-    return CompileSandbox([], 0)
+    start: Any = FakeProcess
+    return Sandboxes(start)
 
 
 def test_a_process_that_died_idle_fails_no_grammar() -> None:
     """For example, killed for lack of memory."""
     sandbox = CompileSandbox(Tokenizer().byte_table, VOCAB_SIZE)
     sandbox.check(DIGITS)
-    (idle,) = sandbox._idle
-    idle._sandbox._process.kill()
-    idle._sandbox._process.wait()
+    (idle,) = sandbox._sandboxes._idle
+    idle._process.kill()
+    idle._process.wait()
     sandbox.check(DIGITS)
-    assert len(sandbox._idle) == 1 and sandbox._idle[0] is not idle
+    assert len(sandbox._sandboxes._idle) == 1 and sandbox._sandboxes._idle[0] is not idle
     sandbox.close()
 
 
-def test_a_process_taken_by_another_thread_is_not_awaited(sandbox: CompileSandbox) -> None:
+def test_a_process_taken_by_another_thread_is_not_awaited(sandboxes: Sandboxes) -> None:
     class Taken(list[FakeProcess]):
         """The last process is taken between the check and the pop."""
 
@@ -55,18 +57,18 @@ def test_a_process_taken_by_another_thread_is_not_awaited(sandbox: CompileSandbo
             self.clear()
             return super().pop()
 
-    sandbox._idle = Taken([FakeProcess(None)])  # type: ignore[assignment]
-    sandbox.check(DIGITS)
+    sandboxes._idle = Taken([FakeProcess()])  # type: ignore[assignment]
+    sandboxes.call(DIGITS)
     assert FakeProcess.made == 2
 
 
-def test_a_busy_process_ends_when_all_are_closed(sandbox: CompileSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_process_ends_when_all_are_closed(sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[FakeProcess] = []
 
-    def try_compile(process: FakeProcess, constraint: Constraint) -> None:
+    def call(process: FakeProcess, constraint: object) -> None:
         asked.append(process)
-        sandbox.close()
+        sandboxes.close()
 
-    monkeypatch.setattr(FakeProcess, "try_compile", try_compile)
-    sandbox.check(DIGITS)
-    assert not sandbox._idle and not asked[0].is_alive
+    monkeypatch.setattr(FakeProcess, "call", call)
+    sandboxes.call(DIGITS)
+    assert not sandboxes._idle and not asked[0].is_alive
