@@ -113,3 +113,6 @@ class DatabaseUnusable(PoolError):  # noqa: N818 - names what happened, as the m
 
 class SessionCorrupted(SessionUnusable):
     """Stored rows contradict their checksums or each other. The session must be quarantined."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"{fault}; delete the session to start a new one")

@@ -11,7 +11,7 @@ from itertools import takewhile
 from sortedcontainers import SortedList
 
 from state_pool.crash_points import reach
-from state_pool.errors import InvalidSessionId
+from state_pool.errors import InvalidSessionId, SessionUnusable
 from state_pool.layout import ZERO_SLOT, HostState
 from state_pool.origins import LoadedAdapter, Origin, TunedState
 from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, Tier, has_prefix
@@ -97,6 +97,11 @@ class Session:
     def reloadable(self) -> bool:
         """Whether the disk can give back the same state. If so, memory can drop it."""
         return not self.dirty or bool(self.replay)
+
+    def check_usable(self) -> None:
+        """Raises SessionUnusable with the reason."""
+        if self.unusable is not None:
+            raise SessionUnusable(f"session {self.key.display_name!r}: {self.unusable}", self.key.session_id)
 
     @property
     def tier(self) -> Tier:

@@ -46,7 +46,7 @@ def copy_database(source: sqlite3.Connection, target: Path) -> None:
 def keep_copy(connection: sqlite3.Connection, path: str, schema: int) -> None:
     """Copy the database before a migration, if the disk has room. Raises sqlite3.Error, OSError."""
     target = Path(f"{path}.schema-{schema}")
-    num_bytes = _used_bytes(connection)
+    num_bytes = used_bytes(connection)
     free = shutil.disk_usage(target.parent).free
     if free < num_bytes + _RESERVE_BYTES:
         logger.warning(
@@ -66,7 +66,8 @@ def keep_copy(connection: sqlite3.Connection, path: str, schema: int) -> None:
     )
 
 
-def _used_bytes(connection: sqlite3.Connection) -> int:
+def used_bytes(connection: Connection) -> int:
+    """Return the bytes in use. Reads only the file's first page, which is cached."""
     names = ("page_count", "freelist_count", "page_size")
     pages, free, size = (int(connection.execute(f"PRAGMA {name}").fetchone()[0]) for name in names)
     return (pages - free) * size

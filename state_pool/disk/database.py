@@ -13,7 +13,7 @@ from typing import Any
 
 from native.files import make_private, network_file_system, open_private
 from state_pool.config import PoolConfig
-from state_pool.disk.copies import check_copy, keep_copy, mark_closed, mark_open
+from state_pool.disk.copies import check_copy, keep_copy, mark_closed, mark_open, used_bytes
 from state_pool.disk.migrations import migrate
 from state_pool.disk.process_lock import BUSY_TIMEOUT_S, ProcessLock
 from state_pool.disk.state_store import Connection
@@ -88,10 +88,7 @@ class SqliteStore:
             self._lock.share()
 
     def used_bytes(self, connection: Connection) -> int:
-        """Return the bytes in use. Reads only the file's first page, which is cached."""
-        execute = connection.execute
-        pages = int(execute("PRAGMA page_count").fetchone()[0]) - int(execute("PRAGMA freelist_count").fetchone()[0])
-        return pages * int(execute("PRAGMA page_size").fetchone()[0])
+        return used_bytes(connection)
 
     def wrap_error(self, error: sqlite3.Error) -> DatabaseUnusable:
         return wrap_error(error, self.name)

@@ -164,12 +164,16 @@ def remove_all_engines(connection: Connection) -> None:
 def _new_engine_number(connection: Connection) -> int:
     """Return a number larger than any before. No session or state is in its range."""
     last = connection.execute("SELECT last FROM engine_numbers").fetchone()[0]
-    row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]
-    state = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]
-    chunk = connection.execute("SELECT coalesce(max(id), 0) FROM state_chunks").fetchone()[0]
-    return max(
-        int(last), 1 + (int(row) >> ROW_BITS), 1 + (max(int(state), int(chunk) // CHUNKS_PER_STATE) >> STATE_BITS)
-    )
+    row, state = last_numbers(connection)
+    return max(int(last), 1 + (row >> ROW_BITS), 1 + (state >> STATE_BITS))
+
+
+def last_numbers(connection: Connection) -> tuple[int, int]:
+    """Return the largest session row and state number in use; 0: none."""
+    tables = ("sessions", "states", "state_chunks")
+    found = (connection.execute(f"SELECT coalesce(max(id), 0) FROM {table}").fetchone()[0] for table in tables)
+    row, state, chunk = map(int, found)
+    return row, max(state, chunk // CHUNKS_PER_STATE)
 
 
 def begin_write(connection: Connection, member: Membership | None) -> None:

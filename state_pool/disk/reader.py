@@ -72,7 +72,7 @@ class _StateInStore:
     num_tokens: int
 
 
-class _InvalidStoredState(SessionCorrupted):
+class _InvalidStoredState(SessionUnusable):
     def __init__(self, state: int, message: str) -> None:
         super().__init__(message)
         self.state = state
@@ -278,9 +278,7 @@ class Reader:
                 f"the session could not be read ({error}); try again, and restore a backup if it stays so"
             )
         except (ValueError, OverflowError) as error:
-            return SessionCorrupted(
-                f"the session's rows in the database are damaged ({error}); delete the session to start a new one"
-            )
+            return SessionCorrupted(f"the session's rows in the database are damaged ({error})")
         except Exception as error:  # e.g. out of memory: fails this session, not the thread
             logger.exception("a session could not be read")
             return SessionReadFailed(f"the session could not be read ({type(error).__name__}: {error}); try again")
@@ -300,7 +298,7 @@ class Reader:
 
 def _unavailable_error(error: Exception) -> SessionUnusable:
     if isinstance(error, (ObjectUnusable, _InvalidStoredState)):
-        return SessionCorrupted(f"{error}; delete the session to start a new one")
+        return SessionCorrupted(str(error))
     return SessionReadFailed(f"the session could not be read ({error}); try again")
 
 

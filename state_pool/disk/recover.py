@@ -23,6 +23,7 @@ from state_pool.disk.statements import delete_chunks, delete_sessions
 from state_pool.disk.verify import Loader
 from state_pool.errors import DatabaseUnusable, SessionUnusable
 from state_pool.layout import CHUNKS_PER_STATE
+from state_pool.session_key import SessionKey
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
         for row, name, dialogue in target.execute(
             "SELECT id, session_id, dialogue FROM sessions ORDER BY id"
         ).fetchall():
-            display_name = name if dialogue < 0 else f"{name}:{dialogue}"
+            display_name = SessionKey(name, dialogue).display_name
             (saved if _is_whole(target, row) else lost).append(display_name)
         for (row,) in target.execute("SELECT id FROM sessions WHERE quarantined = 'lost'").fetchall():
             for old in delete_sessions(target, (row,)):
@@ -137,7 +138,7 @@ def verify_sessions(database: Path) -> tuple[list[str], list[str]]:
         for row, session_id, dialogue in tqdm(
             connection.execute(query).fetchall(), "checking", disable=None, leave=False
         ):
-            name = session_id if dialogue < 0 else f"{session_id}:{dialogue}"
+            name = SessionKey(session_id, dialogue).display_name
             try:
                 Loader(connection, {}, fingerprint=None).read(row)
                 whole.append(name)

@@ -81,26 +81,26 @@ class StateWrites:
         fingerprint: str,
         retain: int,
         member: Membership | None,
-        first_state: int,
+        last_state: int,
     ) -> None:
         """fingerprint: digest of the model's weights, stored with each turn and state
         retain: `PoolConfig.retain_tokens`: recent tokens of a session whose turns stay in the log
         member: this engine among those that share the database; None: it is not shared
-        first_state: the next state number, if the database is not shared
+        last_state: the last state number, if the database is not shared
         """
         self._connection = connection
         self._layout = layout
         self._fingerprint = fingerprint
         self._retain = retain
         self._member = member
-        self._next_state = first_state
+        self._last_state = last_state
 
     def new_number(self) -> int:
         """Return a new state number. If engines share the database, it is from this engine's range."""
         if self._member is not None:
             return self._member.new_state()
-        self._next_state += 1
-        return self._next_state - 1
+        self._last_state += 1
+        return self._last_state
 
     def split(self, staging: StagedState) -> None:
         """Split a new state into chunks, before its first transaction."""

@@ -310,14 +310,6 @@ def orphaned_states(connection: Connection, first: int = 0, last: int | None = N
         next_id = (state + 1) * CHUNKS_PER_STATE
 
 
-def first_numbers(connection: Connection) -> tuple[int, int]:
-    """Return (next session row, next state number), larger than any in use."""
-    row = connection.execute("SELECT coalesce(max(id), 0) FROM sessions").fetchone()[0]
-    states = connection.execute("SELECT coalesce(max(id), 0) FROM states").fetchone()[0]
-    chunks = connection.execute("SELECT coalesce(max(id), 0) FROM state_chunks").fetchone()[0]
-    return int(row) + 1, max(int(states), int(chunks) // CHUNKS_PER_STATE) + 1
-
-
 def read_setting(connection: Connection, name: str) -> str | None:
     found = connection.execute("SELECT value FROM pool_settings WHERE name = ?", (name,)).fetchone()
     return None if found is None else str(found[0])

@@ -55,10 +55,7 @@ class Loader:
         while session is not None:
             found = self._connection.execute(_SESSION, (session,)).fetchone()
             if found is None:
-                raise SessionCorrupted(
-                    "a dialogue that this session continues is missing from the database; delete the session to start "
-                    "a new one"
-                )
+                raise SessionCorrupted("a dialogue that this session continues is missing from the database")
             parent, turn, fingerprint = found
             stored, base, unavailable_reason = self._state(session, unusable_states or {})
             replay = self._log(session, base, int(turn), unavailable_reason) + replay
@@ -76,7 +73,7 @@ class Loader:
         if not is_same_model(fingerprint, self._fingerprint or ""):
             name = model_name(self._connection, fingerprint)
             raise SessionUnusable(f"the session belongs to another model, {name} ({fault}); start that, or delete it")
-        raise SessionCorrupted(f"{fault}; delete the session to start a new one")
+        raise SessionCorrupted(fault)
 
     def _state(
         self, session: int, unusable_states: Mapping[int, SessionUnusable]
@@ -93,11 +90,7 @@ class Loader:
         stored = None if key is None else StoredObject(key, bytes(key_checksum or b""))
         row = StateRow(state, session, turn, num_tokens, fingerprint, layout, num_bytes, stored)
         if version == LAYOUT_VERSION and row.checksum() != digest:
-            return (
-                None,
-                0,
-                SessionCorrupted("the stored state's description is damaged; delete the session to start a new one"),
-            )
+            return None, 0, SessionCorrupted("the stored state's description is damaged")
         if (unavailable_reason := self._mismatch(fingerprint, version, layout)) is not None:
             return None, 0, unavailable_reason
         if int(state) in unusable_states:
@@ -140,16 +133,12 @@ class Loader:
         )
         for chunk_id, digest, data in rows:
             if chunk_checksum(data, chunk_id) != digest or chunk_id != low + len(chunks):
-                raise SessionCorrupted(
-                    f"chunk {chunk_id - low} of the stored state is damaged; delete the session to start a new one"
-                )
+                raise SessionCorrupted(f"chunk {chunk_id - low} of the stored state is damaged")
             chunks.append(data)
         try:
             return join_parts(chunks, sizes)
         except ValueError as error:
-            raise SessionCorrupted(
-                f"the stored state is incomplete ({error}); delete the session to start a new one"
-            ) from None
+            raise SessionCorrupted(f"the stored state is incomplete ({error})") from None
 
     def _log(self, session: int, after: int, last: int, unavailable_reason: SessionUnusable | None) -> list[int]:
         """Return the tokens of turns after+1..last. Raises `unavailable_reason` or SessionCorrupted for a gap."""
@@ -161,14 +150,11 @@ class Loader:
         for turn, data, digest in rows:
             expected += 1
             if turn != expected or checksum(data, session, turn) != digest:
-                raise unavailable_reason or SessionCorrupted(
-                    f"turn {expected} of the session's log is damaged; delete the session to start a new one"
-                )
+                raise unavailable_reason or SessionCorrupted(f"turn {expected} of the session's log is damaged")
             tokens += unpack_tokens(data)
         if expected != last:
             raise unavailable_reason or SessionCorrupted(
-                f"turn {expected + 1} of {last} is missing from the session's log; delete the session to start a new "
-                "one"
+                f"turn {expected + 1} of {last} is missing from the session's log"
             )
         return tokens
 

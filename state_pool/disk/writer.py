@@ -13,7 +13,7 @@ from functools import partial
 from state_pool.crash_points import reach
 from state_pool.disk import operations, statements
 from state_pool.disk.checkpoint_objects import CheckpointObjects
-from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, begin_write, first_state_number
+from state_pool.disk.membership import HEARTBEAT_INTERVAL_S, Membership, begin_write, first_state_number, last_numbers
 from state_pool.disk.state_store import CommitInDoubt, Connection, ServerUnavailable, StateStore
 from state_pool.disk.state_writes import StateWrites, Uploads
 from state_pool.disk.statements import GarbageState
@@ -74,10 +74,9 @@ class Writer:
             self._uploads = Uploads(objects, layout, self._staged, self._changed, self._state_failed)
         self._next_count = 0.0
         self._stopping = False
-        self.next_row, first_state = statements.first_numbers(connection)
-        if member is not None:
-            self.next_row = member.first_row
-        self._states = StateWrites(connection, layout, fingerprint, retain, member, first_state)
+        last_row, last_state = last_numbers(connection)
+        self.next_row = last_row + 1 if member is None else member.first_row
+        self._states = StateWrites(connection, layout, fingerprint, retain, member, last_state)
         self._garbage = deque(statements.orphaned_states(connection) if sweep else ())
         self._measure()
         self._rounds = 0

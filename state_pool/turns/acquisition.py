@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from state_pool.cache.tiers import Tiers
 from state_pool.disk.operations import Acquire, Release, StoredSession
 from state_pool.disk.store import Store, build_session
-from state_pool.errors import DialogueNotFound, DirectoryUnreachable, PoolError, SessionBusy, SessionUnusable
+from state_pool.errors import DialogueNotFound, DirectoryUnreachable, PoolError, SessionBusy
 from state_pool.session_key import ROOT, Fence, SessionKey
 from state_pool.sessions import Lease, LeaseState, Session, SessionIndex
 
@@ -174,7 +174,7 @@ class Acquisition:
         lease.reserved_dialogue = job.dialogue
         if job.stored:
             source = self._cached_dialogue(job.stored)
-            _check_usable(source)
+            source.check_usable()
             lease.source = lease.session.parent = source
 
     def _cached_dialogue(self, stored: list[StoredSession]) -> Session:
@@ -208,7 +208,7 @@ class Acquisition:
             self._index.mark_unusable(session, stored[0].quarantined)
         elif session.unusable is not None:
             self._index.mark_usable(session)
-        _check_usable(session)
+        session.check_usable()
 
     def _reset(self, session: Session) -> None:
         """Make the session new: the database has none."""
@@ -233,8 +233,3 @@ class Acquisition:
         if session.active is lease and not lease.branch:
             session.active = None
             self._start_next_turn(session)
-
-
-def _check_usable(session: Session) -> None:
-    if session.unusable is not None:
-        raise SessionUnusable(f"session {session.key.display_name!r}: {session.unusable}")

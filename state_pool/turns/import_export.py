@@ -78,8 +78,7 @@ class ImportExport:
         session = self._index.get(key)
         if session is None or not session.exists:
             raise _not_found_error(key)
-        if session.unusable is not None:
-            raise SessionUnusable(f"session {key.display_name!r}: {session.unusable}", session_id)
+        session.check_usable()
         if is_mixture(session.origin):
             raise SessionUnusable(
                 f"session {key.display_name!r} began with a mixture, which has no state to export", session_id

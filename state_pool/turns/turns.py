@@ -98,12 +98,10 @@ class Turns:
         session = self._index.get(key)
         self.lease_queue.check_origin(session, state, adapter, mixture)
         if session is None:
-            self._refuse_when_full()
-            now = time.time()
-            session = Session(key, self._index.new_row() if self._store is None else self._store.next_row(), now, now)
+            session = self._new_session(key)
             self._index.add(session)
-        if session.unusable is not None and self.acquisition is None:
-            raise errors.SessionUnusable(f"session {session_id!r}: {session.unusable}")
+        if self.acquisition is None:
+            session.check_usable()
         if not wait and (session.active is not None or session.queue or session.pending is not None):
             raise errors.SessionBusy(
                 f"session {session_id!r} is busy with another turn; wait for it, or send wait: true"
@@ -120,19 +118,10 @@ class Turns:
             source = self._index.get(SessionKey(session_id, parent)) if parent > ROOT else None
             if source is None or not source.exists:
                 raise errors.DialogueNotFound(session_id, parent)
-            if source.unusable is not None:
-                raise errors.SessionUnusable(f"session {source.key.display_name!r}: {source.unusable}")
+            source.check_usable()
         self.lease_queue.check_origin(source, state, adapter, mixture)
-        self._refuse_when_full()
-        now = time.time()
         # Its number is assigned when the turn is recorded, because several branches may run at once.
-        dialogue = Session(
-            SessionKey(session_id, ROOT),
-            self._index.new_row() if self._store is None else self._store.next_row(),
-            now,
-            now,
-            parent=source,
-        )
+        dialogue = self._new_session(SessionKey(session_id, ROOT), source)
         lease = self.lease_queue.acquire_resources(Lease(dialogue, source, branch=True), state, adapter, mixture)
         dialogue.active = lease
         self._branches[lease] = None
@@ -142,10 +131,16 @@ class Turns:
             self.acquisition.begin(lease, parent)
         return lease
 
-    def _refuse_when_full(self) -> None:
-        """Check the room for a new session. A shared database first says whether it is new. Raises PoolFull."""
+    def _new_session(self, key: SessionKey, parent: Session | None = None) -> Session:
+        """Return a new session. A shared database first says whether it is new, and then checks its room.
+
+        Raises PoolFull.
+        """
         if self.acquisition is None:
             self._check_room()
+        now = time.time()
+        row = self._index.new_row() if self._store is None else self._store.next_row()
+        return Session(key, row, now, now, parent)
 
     def _check_room(self) -> None:
         if self._store is not None and self._store.over_limit and self._config.state_db_full == "refuse":
