@@ -75,7 +75,7 @@ class QuotaLedger:
 
     def charge(self, job_id: str, events: JobEvents) -> None:
         """Charge a job's new tokens. The holder learns them with the next `poll`."""
-        if self._copy.charge_more(job_id, events.num_sampled, events.num_replayed) is not None:
+        if self._copy.charge(job_id, events.num_sampled, events.num_replayed) is not None:
             self._has_changed = True
             self._unreported[job_id] = None
 

@@ -75,7 +75,7 @@ class HeldLedger:
 
     def report(self, report: UsageReport) -> None:
         """Charge a job's uncharged tokens, and remove the job at its end."""
-        self._observe(self._quotas.charge(report.job_id, report.sampled, report.replayed))
+        self._observe(self._quotas.charge(report.job_id, report.sampled, report.replayed, is_total=True))
         if report.done:
             self._owners.pop(report.job_id, None)
             self._quotas.end(report.job_id, report.refund)
@@ -85,7 +85,7 @@ class HeldLedger:
         if not self._quotas.has_jobs:
             return
         job_id = original_id(events.job_id)
-        self._observe(self._quotas.charge_more(job_id, events.num_sampled, events.num_replayed))
+        self._observe(self._quotas.charge(job_id, events.num_sampled, events.num_replayed))
         if events.done and events.error is None and self._owners.get(job_id) is owner:
             self._owners.pop(job_id, None)
             self._quotas.end(job_id)

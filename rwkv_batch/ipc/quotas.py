@@ -113,32 +113,23 @@ class Quotas:
         client.spend(1, usage.prompt_tokens)
         self._jobs[usage.job_id] = CountedJob(usage)
 
-    def charge(self, job_id: str, sampled: int, replayed: int = 0) -> CountedJob | None:
-        """Charge a job's tokens, and return those not charged yet.
+    def charge(self, job_id: str, sampled: int, replayed: int = 0, *, is_total: bool = False) -> CountedJob | None:
+        """Charge further tokens of a job, and return them. Returns None if there are none.
 
-        sampled, replayed: since the job's start. Returns None if there are none.
+        is_total: the numbers are since the job's start
         """
         with self._lock:
-            job = self._jobs.get(job_id)
-            return None if job is None else self._charge(job, sampled - job.sampled, replayed - job.replayed)
-
-    def charge_more(self, job_id: str, sampled: int, replayed: int = 0) -> CountedJob | None:
-        """Charge further tokens of a job, and return them.
-
-        sampled, replayed: further tokens. Returns None if there are none.
-        """
-        with self._lock:
-            job = self._jobs.get(job_id)
-            return None if job is None else self._charge(job, sampled, replayed)
-
-    def _charge(self, job: CountedJob, sampled: int, replayed: int) -> CountedJob | None:
-        charged = CountedJob(job.usage, max(0, sampled), max(0, replayed))
-        if not (charged.sampled or charged.replayed):
-            return None
-        job.sampled += charged.sampled
-        job.replayed += charged.replayed
-        self._clients[job.usage.client].spend(0, (charged.sampled + charged.replayed) * job.usage.states)
-        return charged
+            if (job := self._jobs.get(job_id)) is None:
+                return None
+            if is_total:
+                sampled, replayed = sampled - job.sampled, replayed - job.replayed
+            charged = CountedJob(job.usage, max(0, sampled), max(0, replayed))
+            if not (charged.sampled or charged.replayed):
+                return None
+            job.sampled += charged.sampled
+            job.replayed += charged.replayed
+            self._clients[job.usage.client].spend(0, (charged.sampled + charged.replayed) * job.usage.states)
+            return charged
 
     def end(self, job_id: str, refund: bool = False) -> CountedJob | None:
         """Remove a job and return it, if it counts.

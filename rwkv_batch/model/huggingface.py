@@ -61,10 +61,7 @@ def read_folder(path: Path) -> dict[str, Tensor]:
     index = path / INDEX
     if not index.is_file():
         return dict(read_tensors(path / WHOLE))
-    try:
-        shard_of = msgspec.json.decode(read_json_file(index), type=_Index).weight_map
-    except (RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
-        raise FileError(f"{index} cannot be read ({error}); download the model again") from error
+    shard_of = read_json_file(index, _Index, "model").weight_map
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(shard_of.values())):
         if Path(shard).name != shard:
@@ -81,10 +78,7 @@ def check_config(path: Path, shape: ModelShape) -> None:
     file = path / CONFIG
     if not file.is_file():
         return
-    try:
-        config = msgspec.json.decode(read_json_file(file), type=_Config)
-    except (RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
-        raise FileError(f"{file} cannot be read ({error}); download the model again") from error
+    config = read_json_file(file, _Config, "model")
     real = {"num_hidden_layers": shape.layers, "hidden_size": shape.width, "head_dim": shape.head_size}
     for name, size in real.items():
         if (given := getattr(config, name)) not in (None, size):

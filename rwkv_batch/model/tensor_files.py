@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from rwkv_batch.models_folder import shard_names
 MAX_VALUE = torch.finfo(torch.float16).max
 """Largest valid number in weights."""
 MAX_JSON_BYTES = 4 << 20
+Json = TypeVar("Json")
 _PROGRAM = "rwkv_batch.model.tensor_index"
 _lock = threading.Lock()
 _sandboxes = Sandboxes(partial(Sandbox, _PROGRAM))
@@ -133,8 +135,8 @@ def metadata_of(path: Path) -> dict[str, str]:
     return {} if isinstance(index, str) else index.metadata
 
 
-def read_json_file(path: Path) -> bytes:
-    """Return a small file's bytes. Raises FileError."""
+def read_json_file(path: Path, kind: type[Json], what: str) -> Json:
+    """Return the content of a small JSON file. `what` it belongs to: a model or an adapter. Raises FileError."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_JSON_BYTES + 1)
@@ -142,4 +144,7 @@ def read_json_file(path: Path) -> bytes:
         raise FileError(f"{path} cannot be read ({error}); download it again") from error
     if len(content) > MAX_JSON_BYTES:
         raise FileError(f"{path} has more than {MAX_JSON_BYTES} bytes; it is not the JSON of a model or an adapter")
-    return content
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        raise FileError(f"{path} cannot be read ({error}); download the {what} again") from error

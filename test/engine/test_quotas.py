@@ -90,13 +90,11 @@ def test_a_job_is_charged_once_whoever_reports_it(quotas: Quotas) -> None:
     quotas.count(usage("a", prompt=10, states=2))
     assert quotas.count(usage("a", prompt=10, states=2)) is None
     quotas.add(usage("a", prompt=10, states=2))
-    assert (
-        quotas.charge("a", 0) is None and quotas.charge("other", 5) is None and quotas.charge_more("other", 5) is None
-    )
-    assert quotas.charge_more("a", 3, 4) == CountedJob(usage("a", prompt=10, states=2), 3, 4)
-    assert quotas.charge("a", 5, 4) == CountedJob(usage("a", prompt=10, states=2), 2, 0)
-    assert quotas.charge("a", 5, 6) == CountedJob(usage("a", prompt=10, states=2), 0, 2)
-    assert quotas.charge("a", 4, 6) is None, "an older report"
+    assert quotas.charge("a", 0) is None and quotas.charge("other", 5) is None
+    assert quotas.charge("a", 3, 4) == CountedJob(usage("a", prompt=10, states=2), 3, 4)
+    assert quotas.charge("a", 5, 4, is_total=True) == CountedJob(usage("a", prompt=10, states=2), 2, 0)
+    assert quotas.charge("a", 5, 6, is_total=True) == CountedJob(usage("a", prompt=10, states=2), 0, 2)
+    assert quotas.charge("a", 4, 6, is_total=True) is None, "an older report"
     assert quotas.balances() == [Balance("key", LIMITS, 2.0, 120.0 - 10 - 2 * (5 + 6))]
     assert quotas.jobs() == [CountedJob(usage("a", prompt=10, states=2), 5, 6)]
     ended = quotas.end("a")

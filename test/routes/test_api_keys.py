@@ -146,9 +146,9 @@ def test_rows_are_counted_while_they_run() -> None:
     assert refusal is not None and refusal.kind is ErrorKind.OVERLOADED and refusal.retry_after_s
     assert "3 rows in progress" in refusal.message and "4 at once" in refusal.message
     assert quotas.count(usage("c", limits)) is None
-    assert quotas.charge_more("a", 1)
+    assert quotas.charge("a", 1)
     assert quotas.count(usage("e", limits)) is not None
-    quotas.charge("a", 1)
+    quotas.charge("a", 1, is_total=True)
     assert quotas.end("a")
     assert quotas.count(usage("e", limits, ROW * 3)) is None
     quotas.end("e", refund=True)

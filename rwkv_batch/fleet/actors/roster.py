@@ -179,15 +179,9 @@ class Roster:
         self._is_up = self._is_up or info.status is ModelStatus.READY
         if info.status in (ModelStatus.READY, ModelStatus.FAILED):
             self._missing.discard(name)  # if it leaves later, a user has removed it
-        self._change(
-            name,
-            status=info.status,
-            error=info.error,
-            pid=info.pid,
-            node=info.node,
-            since=info.since,
-            has_served=info.has_served,
-        )
+        fields = info._asdict()
+        del fields["serves"]
+        self._change(name, **fields)
 
     def _mark_foreign(self, name: str, serves: str) -> None:
         """Ignore an engine that serves something else. If it is the first engine, this service is wrong instead."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 from torch import Tensor
@@ -193,12 +192,7 @@ def _config(path: Path) -> Mapping[str, Any]:
     file = path.with_name(ADAPTER_CONFIG)
     if not path.stem.startswith(ADAPTER_MODEL) or not file.is_file():
         return {}
-    try:
-        config = msgspec.json.decode(read_json_file(file))
-    except (RecursionError, UnicodeDecodeError, msgspec.MsgspecError) as error:
-        raise FileError(f"{file} cannot be read ({error}); download the adapter again") from error
-    if not isinstance(config, dict):
-        raise FileError(f"{file} is not a JSON object; download the adapter again")
+    config = read_json_file(file, dict[str, Any], "adapter")
     if config.get("fan_in_fan_out"):
         raise FileError(f"{file} sets fan_in_fan_out, which no RWKV-7 weight uses")
     init = str(config.get("init_lora_weights", ""))
