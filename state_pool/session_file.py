@@ -19,8 +19,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from native import safetensors
+from native.safetensors import DTYPES, ITEM_BYTES, SHORT_NAMES
 from state_pool.errors import PoolError, SessionTooLarge
-from state_pool.layout import ITEM_BYTES, LAYOUT_VERSION, SAME_LAYOUT_HINT, Layout, has_same_layers
+from state_pool.layout import LAYOUT_VERSION, SAME_LAYOUT_HINT, Layout, has_same_layers
 from state_pool.origins import is_same_model
 
 FORMAT = "rwkv-session-2"
@@ -37,17 +39,6 @@ _PIECE = 1 << 16
 """Characters or token ids that are processed at once, in about a millisecond."""
 _MAX_SIZE = 1 << 40
 _MAX_MESSAGE = 300
-_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int8": "I8",
-    "uint8": "U8",
-}
-_DTYPES = {short: dtype for dtype, short in _NAMES.items()}
 _EXPONENT = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}
 """The exponent bits: all are set only in infinity and NaN."""
 _Size = Annotated[int, Meta(ge=0, le=_MAX_SIZE)]
@@ -84,28 +75,21 @@ class SessionFile:
 
     def encode(self) -> bytes:
         """Return the bytes of a safetensors file. Raises SessionTooLarge."""
-        header: dict[str, Any] = {
-            "__metadata__": {
-                "format": FORMAT,
-                "fingerprint": self.fingerprint,
-                "layout_version": str(LAYOUT_VERSION),
-                "num_tokens": str(self.num_tokens),
-                "replay": f"[{','.join(_id_texts(self.replay, ','))}]",
-                "checksum": _checksum(self),
-            }
+        metadata = {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "layout_version": str(LAYOUT_VERSION),
+            "num_tokens": str(self.num_tokens),
+            "replay": f"[{','.join(_id_texts(self.replay, ','))}]",
+            "checksum": _checksum(self),
         }
-        at = 0
-        for name, data in self.parts.items():
-            dtype, shape = self.layout[name]
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + len(data)]}
-            at += len(data)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        if (num_bytes := 8 + len(text) + at) > MAX_FILE_BYTES:
+        entries = {name: safetensors.Entry(*self.layout[name], len(data)) for name, data in self.parts.items()}
+        header = safetensors.header(entries, metadata)
+        if (num_bytes := len(header) + sum(map(len, self.parts.values()))) > MAX_FILE_BYTES:
             raise SessionTooLarge(
                 f"the session needs a file of {num_bytes} bytes; at most {MAX_FILE_BYTES} can be exported"
             )
-        return b"".join([struct.pack("<Q", len(text)), text, *self.parts.values()])
+        return b"".join([header, *self.parts.values()])
 
     def check(self, fingerprint: str, layout: Layout, vocab: int) -> None:
         """Check that the session fits this model and state layout. Raises InvalidSessionFile."""
@@ -162,7 +146,7 @@ def _decode(data: bytes) -> SessionFile:
     if metadata.checksum != checksum(file):
         raise ValueError("its checksum does not match its content: it was damaged; export the session again")
     for name, part in parts.items():
-        _check_finite(name, _NAMES[layout[name][0]], part)
+        _check_finite(name, SHORT_NAMES[layout[name][0]], part)
     return file
 
 
@@ -219,12 +203,12 @@ def _parts(header: dict[str, _Part], body: memoryview) -> tuple[Layout, dict[str
     at = 0
     for name, part in sorted(header.items(), key=lambda item: item[1].data_offsets):
         begin, end = part.data_offsets
-        if begin != at or end - begin != math.prod(part.shape) * ITEM_BYTES[_DTYPES[part.dtype]]:
+        if begin != at or end - begin != math.prod(part.shape) * ITEM_BYTES[DTYPES[part.dtype]]:
             raise ValueError(
                 f"part {_truncated_repr(name)} has bytes {begin} to {end} for shape {part.shape} of {part.dtype}; "
                 f"the parts before it end at {at}"
             )
-        layout[name] = (_DTYPES[part.dtype], tuple(part.shape))
+        layout[name] = (DTYPES[part.dtype], tuple(part.shape))
         parts[name] = bytes(body[begin:end])
         at = end
     if at != len(body):
@@ -247,7 +231,7 @@ def _check_finite(name: str, dtype: str, data: bytes) -> None:
     if dtype not in _EXPONENT:
         return
     mask = _EXPONENT[dtype]
-    wrong = (np.frombuffer(data, f"<u{ITEM_BYTES[_DTYPES[dtype]]}") & mask) == mask
+    wrong = (np.frombuffer(data, f"<u{ITEM_BYTES[DTYPES[dtype]]}") & mask) == mask
     if wrong.any():
         raise InvalidSessionFile(
             f"part {_truncated_repr(name)} of the state has {np.count_nonzero(wrong)} numbers that are NaN or "

@@ -96,10 +96,7 @@ def _described(path: Path) -> Iterator[tuple[str, str]]:
 
 def _folder_template(file: Path) -> str:
     """Return the template of a tokenizer_config.json; "" if there is none. Raises FileError."""
-    try:
-        found = msgspec.json.decode(read_json_file(file), type=dict[str, Any]).get("chat_template")
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FileError(f"{file} is no JSON object ({error}); download it again") from error
+    found = read_json_file(file, dict[str, Any], "model").get("chat_template")
     return found if isinstance(found, str) else msgspec.json.encode(found).decode() if found else ""
 
 

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,9 +17,6 @@ from rwkv_batch.errors import MAY_BE_KEPT, ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.fleet.member import Member
 from rwkv_batch.protocol import OnAdmitted, Sink
 from rwkv_batch.request import Delta, GenerateRequest, Job, JobEvents, PromptLogprobs, Resumed, SessionTurn, attempt_id
-
-if TYPE_CHECKING:
-    from rwkv_batch.fleet.member import Member
 
 
 @dataclass(slots=True)

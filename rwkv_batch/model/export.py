@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-import msgspec
 import torch
 from torch import Tensor
 
+from native import safetensors
 from rwkv_batch.model.files import WRITTEN_DTYPES, WRITTEN_SUFFIXES
 from rwkv_batch.model.files.gguf import ARCHITECTURE, RWKV7_ARCHITECTURE
 from rwkv_batch.model.files.gguf_blocks import BlockTensor, encode_q8_0
@@ -24,7 +23,6 @@ from rwkv_batch.tokenizer import Tokenizer
 
 _FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}
 """`general.file_type` of GGUF"""
-_SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _PIECE_NUMBERS = 1 << 22
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 """Kinds of tokens in GGUF"""
@@ -69,15 +67,11 @@ def write_model(weights: Weights, path: Path, dtype: str) -> None:
 
 
 def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor], dtype: str) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in tensors.items():
-        end = at + tensor.numel() * getattr(torch, dtype).itemsize
-        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
+    size = getattr(torch, dtype).itemsize
+    entries = {
+        name: safetensors.Entry(dtype, tuple(tensor.shape), tensor.numel() * size) for name, tensor in tensors.items()
+    }
+    file.write(safetensors.header(entries, {"format": "pt"}))
     for tensor in tensors.values():
         file.writelines(_encoded(tensor, dtype))
 

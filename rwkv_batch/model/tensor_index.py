@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from native.safetensors import ITEM_BYTES
 from native.sandbox import limit_memory, limit_next_cpu, receive, send
 from rwkv_batch.model.files.gguf import MAGIC, read_gguf
 from rwkv_batch.model.files.place import (
     BLOCKS,
     CPU_S,
-    ITEM_BYTES,
     MAX_HEADER_BYTES,
     MAX_NAME,
     MAX_TENSORS,

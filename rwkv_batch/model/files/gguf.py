@@ -10,9 +10,9 @@ import re
 import struct
 from typing import IO
 
+from native.safetensors import ITEM_BYTES
 from rwkv_batch.model.files.place import (
     BLOCKS,
-    ITEM_BYTES,
     MAX_HEADER_BYTES,
     MAX_NAME,
     MAX_TENSORS,

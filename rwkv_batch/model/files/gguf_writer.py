@@ -7,8 +7,9 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, NamedTuple
 
+from native.safetensors import ITEM_BYTES
 from rwkv_batch.model.files.gguf import MAGIC, TYPE_NUMBERS
-from rwkv_batch.model.files.place import BLOCKS, ITEM_BYTES
+from rwkv_batch.model.files.place import BLOCKS
 
 ALIGNMENT = 32
 _VERSION = 3

@@ -30,20 +30,6 @@ BLOCKS = {
 }
 """GGUF's block types: numbers and bytes per block."""
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""Bytes per number, by torch's names."""
-
 
 class Place(NamedTuple):
     name: str

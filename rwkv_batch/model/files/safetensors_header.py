@@ -9,8 +9,8 @@ from typing import IO, Annotated
 import msgspec
 from msgspec import Meta
 
+from native.safetensors import DTYPES, ITEM_BYTES
 from rwkv_batch.model.files.place import (
-    ITEM_BYTES,
     MAX_HEADER_BYTES,
     MAX_NAME,
     NotWeights,
@@ -21,18 +21,6 @@ from rwkv_batch.model.files.place import (
 
 _MAX_DIMENSIONS = 8
 _MAX_SIZE = 1 << 48
-_SAFETENSORS = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,10 +43,10 @@ def read_safetensors(file: IO[bytes], size: int) -> TensorIndex:
     at = 0
     entries = ((name, msgspec.json.decode(raw, type=_Entry)) for name, raw in header.items())
     for name, entry in sorted(entries, key=lambda item: item[1].data_offsets):
-        if entry.dtype not in _SAFETENSORS:
+        if entry.dtype not in DTYPES:
             kind = f"tensor {name[:MAX_NAME]!r} is {entry.dtype[:MAX_NAME]!r}"
             raise NotWeights(f"a weight file ({kind}); save it as bf16, fp16 or fp32")
-        dtype, (begin, end) = _SAFETENSORS[entry.dtype], entry.data_offsets
+        dtype, (begin, end) = DTYPES[entry.dtype], entry.data_offsets
         if begin != at or end - begin != math.prod(entry.shape) * ITEM_BYTES[dtype]:
             raise ValueError(f"tensor {name[:MAX_NAME]!r} has bytes {begin} to {end}, expected them from {at}")
         at = end
