@@ -35,6 +35,11 @@ def stream_pointer(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Returns fields of one type for a C structure."""
+    return [(name, kind) for name in names.split()]
+
+
 def bind(library: ctypes.CDLL, function: str, *argument_types: type) -> Callable[..., int]:
     """Returns the library's C function `int function(...)` with its argument types declared."""
     bound = library[function]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from native import build, tensors
+from native.tensors import fields
 from sampling.params import DEFAULT_ORDER, MAX_WINDOW, Filters, Method, SamplingParams
 from sampling.req_slots import check_bias, inverse_temperature, is_greedy, uses_penalties
 from sampling.row_filters import RowContext, split
@@ -36,14 +37,8 @@ class Parameters(ctypes.Structure):
         ("top_p", ctypes.c_double),
         ("top_k", ctypes.c_int64),
         ("seed", ctypes.c_uint64),
-        ("scale", ctypes.c_float),
-        ("noise", ctypes.c_float),
-        ("presence", ctypes.c_float),
-        ("frequency", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("kind", ctypes.c_int32),
-        ("penalised", ctypes.c_int32),
-        ("num_bias", ctypes.c_int32),
+        *fields(ctypes.c_float, "scale noise presence frequency decay"),
+        *fields(ctypes.c_int32, "kind penalised num_bias"),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from native import build, machine, tensors
-from native.tensors import on_device
+from native.tensors import fields, on_device
 from native.uploads import Uploads
 from sampling.cpu import kind_of
 from sampling.params import SamplingParams
@@ -41,52 +41,24 @@ AHEAD_STEP = 32
 class SlotState(ctypes.Structure):
     _fields_ = (
         ("top_p", ctypes.c_double),
-        ("seed", ctypes.c_uint64),
-        ("step", ctypes.c_uint64),
+        *fields(ctypes.c_uint64, "seed step"),
         ("top_k", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("noise", ctypes.c_float),
-        ("presence", ctypes.c_float),
-        ("frequency", ctypes.c_float),
-        ("decay", ctypes.c_float),
-        ("kind", ctypes.c_int32),
-        ("penalised", ctypes.c_int32),
-        ("num_entries", ctypes.c_int32),
-        ("filtered", ctypes.c_int32),
+        *fields(ctypes.c_float, "scale noise presence frequency decay"),
+        *fields(ctypes.c_int32, "kind penalised num_entries filtered"),
     )
 
 
 class Entry(ctypes.Structure):
     """`struct Entry` of csrc/rapid_row.cuh; a negative count means "not seen"."""
 
-    _fields_ = (
-        ("token", ctypes.c_int32),
-        ("bias", ctypes.c_float),
-        ("count", ctypes.c_float),
-        ("value", ctypes.c_float),
-    )
+    _fields_ = (("token", ctypes.c_int32), *fields(ctypes.c_float, "bias count value"))
 
 
 class Launch(ctypes.Structure):
     _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("req_slots", ctypes.c_void_p),
-        ("tokens", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("entries", ctypes.c_void_p),
-        ("penalty_exempt", ctypes.c_void_p),
-        ("chunks", ctypes.c_void_p),
-        ("best", ctypes.c_void_p),
-        ("arrived", ctypes.c_void_p),
-        ("filters", ctypes.c_void_p),
-        ("history", ctypes.c_void_p),
-        ("rows", ctypes.c_int32),
-        ("vocab", ctypes.c_int32),
-        ("max_rows", ctypes.c_int32),
-        ("capacity", ctypes.c_int32),
-        ("splits", ctypes.c_int32),
-        ("chunk_batches", ctypes.c_int32),
-        ("clustered", ctypes.c_int32),
+        *fields(ctypes.c_void_p, "logits req_slots tokens table entries penalty_exempt chunks best arrived"),
+        *fields(ctypes.c_void_p, "filters history"),
+        *fields(ctypes.c_int32, "rows vocab max_rows capacity splits chunk_batches clustered"),
     )
 
 

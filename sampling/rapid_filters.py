@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from native.tensors import on_device
+from native.tensors import fields, on_device
 from native.uploads import Uploads
 from sampling.cpu import STEPS, FilterParameters, filter_parameters
 from sampling.params import MAX_WINDOW, SamplingParams
@@ -17,13 +17,10 @@ from sampling.row_filters import RowContext
 class FilterSlot(ctypes.Structure):
     _fields_ = (
         ("parameters", FilterParameters),
-        ("mu", ctypes.c_double),
-        ("log_total", ctypes.c_double),
-        ("lists", ctypes.c_void_p),
-        ("breakers", ctypes.c_void_p),
+        *fields(ctypes.c_double, "mu log_total"),
+        *fields(ctypes.c_void_p, "lists breakers"),
         ("num_known", ctypes.c_uint32),
-        ("num_listed", ctypes.c_int32),
-        ("num_steps", ctypes.c_int32),
+        *fields(ctypes.c_int32, "num_listed num_steps"),
         ("steps", ctypes.c_int32 * len(STEPS)),
         ("largest", ctypes.c_float),
         ("chosen", ctypes.c_int32),
