@@ -98,10 +98,10 @@ class Session:
         """Whether the disk can give back the same state. If so, memory can drop it."""
         return not self.dirty or bool(self.replay)
 
-    def check_usable(self) -> None:
-        """Raises SessionUnusable with the reason."""
+    def check_usable(self, given: str | None = None) -> None:
+        """Raises SessionUnusable with the reason. `given`: see PoolError."""
         if self.unusable is not None:
-            raise SessionUnusable(f"session {self.key.display_name!r}: {self.unusable}", self.key.session_id)
+            raise SessionUnusable(f"session {self.key.display_name!r}: {self.unusable}", given)
 
     @property
     def tier(self) -> Tier:
@@ -162,14 +162,6 @@ class Lease:
     """Number of the new dialogue, if the database assigns it before the turn."""
     is_reader: bool = False
     """Whether the lease counts in its source's `readers`."""
-
-    @property
-    def deleted(self) -> bool:
-        return self.session.deleted
-
-    def poll(self) -> LeaseState:
-        """Return the lease's state. Never blocks."""
-        return self.state
 
 
 @dataclass(slots=True, eq=False)

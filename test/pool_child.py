@@ -63,7 +63,7 @@ class Worker:
                 self.begin()
             self.pool.poll()
             for entry in list(self.open):
-                if entry[0].poll() is not LeaseState.WAITING:
+                if entry[0].state is not LeaseState.WAITING:
                     self.open.remove(entry)
                     self.finish(*entry)
             if self.rng.random() < 0.01:

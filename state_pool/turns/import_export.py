@@ -78,7 +78,7 @@ class ImportExport:
         session = self._index.get(key)
         if session is None or not session.exists:
             raise _not_found_error(key)
-        session.check_usable()
+        session.check_usable(session_id)
         if is_mixture(session.origin):
             raise SessionUnusable(
                 f"session {key.display_name!r} began with a mixture, which has no state to export", session_id

@@ -240,7 +240,7 @@ def test_slots_go_to_leases_in_order(tmp_path: Path) -> None:
     leases = [driver.pool.turns.checkout(name) for name in "abc"]
     for _ in range(3):  # retries in between must not change the order
         driver.pool.poll()
-    waiting: Callable[[], list[Lease]] = lambda: [one for one in leases if one.poll() is LeaseState.WAITING]  # noqa: E731
+    waiting: Callable[[], list[Lease]] = lambda: [one for one in leases if one.state is LeaseState.WAITING]  # noqa: E731
     assert waiting() == leases
     for number in range(1, 4):
         driver.pool.tiers.free(held.pop())
@@ -274,7 +274,7 @@ def test_session_deleted_during_load_stays_deleted(tmp_path: Path, monkeypatch: 
     driver.until(lambda: store.reader._jobs.empty())
     driver.delete("a")
     driver.until(lambda: not session.loading)
-    assert lease.poll() is LeaseState.FAILED
+    assert lease.state is LeaseState.FAILED
     assert (session.slot, session.host, list(driver.pool._index.l2)) == (None, None, [])
     driver.pool.turns.release(lease)
     driver.pool.close()

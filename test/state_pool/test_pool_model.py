@@ -91,7 +91,7 @@ class World:
         """One engine step: start ready turns, record reported outcomes."""
         self.pool.poll()
         for turn in self.open:
-            if turn.lease.poll() is LeaseState.READY and not turn.started:
+            if turn.lease.state is LeaseState.READY and not turn.started:
                 self.check_start(turn)
                 turn.started = True
         for done in [c for c in self.committing if c.outcome.known]:
@@ -115,7 +115,7 @@ class World:
 
     def finish(self, at: int, tokens: list[int]) -> None:
         """Compute, record and check in one ready turn."""
-        ready = [turn for turn in self.open if turn.started and turn.lease.poll() is LeaseState.READY]
+        ready = [turn for turn in self.open if turn.started and turn.lease.state is LeaseState.READY]
         if not ready:
             return
         turn = ready[at % len(ready)]
@@ -154,7 +154,7 @@ class World:
         outcome = Outcome()
         assert self.pool.turns.delete(name, prefix, outcome) >= len(gone)
         for turn in [t for t in self.open if t.key[0] == name or (prefix and t.key[0].startswith(name))]:
-            assert turn.lease.poll() is LeaseState.FAILED
+            assert turn.lease.state is LeaseState.FAILED
             assert isinstance(turn.lease.error, SessionNotFound)
             self.pool.turns.release(turn.lease)
             self.open.remove(turn)

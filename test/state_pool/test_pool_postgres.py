@@ -246,7 +246,7 @@ def test_session_acquired_in_doubt_is_released(
 
     def has_started() -> bool:
         one.pool.poll()
-        return waiting.poll() is not LeaseState.WAITING
+        return waiting.state is not LeaseState.WAITING
 
     two.until(has_started)
     two.pool.turns.release(two.ready(waiting))

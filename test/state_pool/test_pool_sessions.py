@@ -38,11 +38,11 @@ def test_new_session_starts_from_zero_and_resumes_without_a_copy(driver: Driver)
 
 def test_turns_of_one_session_run_in_order(driver: Driver) -> None:
     leases = [driver.pool.turns.checkout("s") for _ in range(4)]
-    assert [lease.poll() for lease in leases] == [LeaseState.READY, *[LeaseState.WAITING] * 3]
+    assert [lease.state for lease in leases] == [LeaseState.READY, *[LeaseState.WAITING] * 3]
     for i, lease in enumerate(leases):
         driver.ready(lease)
         assert lease.num_tokens == i
-        assert all(later.poll() is LeaseState.WAITING for later in leases[i + 1 :])
+        assert all(later.state is LeaseState.WAITING for later in leases[i + 1 :])
         driver.finish_turn(lease, [i])
     driver.settle()
     assert np.array_equal(driver.state("s"), expected_state([0, 1, 2, 3]))
@@ -200,7 +200,7 @@ def test_more_turns_than_slots_never_deadlock(tmp_path: Path, durability: str) -
         assert time.monotonic() < deadline, "stuck"
         driver.pool.poll()
         for i, lease in enumerate(leases):
-            if lease.poll() is LeaseState.READY and (slot := driver.pool.tiers.allocate()) is not None:
+            if lease.state is LeaseState.READY and (slot := driver.pool.tiers.allocate()) is not None:
                 driver.arena.run(lease.read_slot, slot, [*lease.replay, 100 + i])
                 done.append(Outcome())
                 driver.pool.turns.record(lease, [100 + i], done[-1])

@@ -111,7 +111,7 @@ def test_checkout_waits_for_another_engines_turn(engines: Engines) -> None:
     waiting = two.pool.turns.checkout("s")
     deadline = time.monotonic() + 0.2
     two.until(lambda: time.monotonic() > deadline)
-    assert waiting.poll() is LeaseState.WAITING
+    assert waiting.state is LeaseState.WAITING
     assert finish(one, lease, slot, [1]) is None
     two.ready(waiting)
     assert waiting.num_tokens == 1
@@ -176,7 +176,7 @@ def test_failed_release_is_retried(engines: Engines, monkeypatch: pytest.MonkeyP
         deadline = time.monotonic() + 0.8
         one.until(lambda: time.monotonic() > deadline)
         two.until(lambda: time.monotonic() > deadline)
-        assert waiting.poll() is LeaseState.WAITING
+        assert waiting.state is LeaseState.WAITING
         two.pool.turns.release(waiting)
         assert finish(one, lease, slot, [1]) is None
         failing.clear()
@@ -248,7 +248,7 @@ def test_a_session_acquired_without_an_answer_is_released(engines: Engines, monk
 
     def is_ready() -> bool:
         one.pool.poll()
-        return lease.poll() is not LeaseState.WAITING
+        return lease.state is not LeaseState.WAITING
 
     two.until(is_ready)
     assert lease.state is LeaseState.READY

@@ -52,7 +52,7 @@ def test_all_simultaneous_turns_are_served(tmp_path: Path, monkeypatch: pytest.M
     def run_ready() -> bool:
         """Run the ready turns if there is a slot, like an engine."""
         for i, lease in list(waiting.items()):
-            slot = driver.pool.tiers.allocate() if lease.poll() is LeaseState.READY else None
+            slot = driver.pool.tiers.allocate() if lease.state is LeaseState.READY else None
             if slot is not None:
                 driver.arena.run(lease.read_slot, slot, [*lease.replay, 100 + i])
                 outcomes.append(Outcome())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,15 +14,13 @@ from rwkv_batch.model.older.layer import (
     SQUARE,
     ChannelMix,
     OlderLayer,
+    TensorSource,
     TimeMix,
     TimeMix4,
     TimeMix5,
     TimeMix6,
 )
 from rwkv_batch.model.state import ModelShape
-
-if TYPE_CHECKING:
-    from rwkv_batch.model.loader import LayerLoader
 
 _OLDER = re.compile(r"\.att\.time_(maa_|mix_|faaaa|first|decay)")
 _ATT = "blocks.0.att"
@@ -108,7 +105,7 @@ def _ffn_mix(shape: ModelShape) -> str:
     return "time_maa" if shape.version == "RWKV-6" else "time_mix"
 
 
-def make_layer(source: LayerLoader, shape: ModelShape, i: int) -> OlderLayer:
+def make_layer(source: TensorSource, shape: ModelShape, i: int) -> OlderLayer:
     """Load a layer. Mixes are [C], matrices [out, in]."""
     ffn, mix = f"blocks.{i}.ffn", _ffn_mix(shape)
     mix_k, mix_r = source.vector(f"{ffn}.{mix}_k"), source.vector(f"{ffn}.{mix}_r")
@@ -128,7 +125,7 @@ def make_layer(source: LayerLoader, shape: ModelShape, i: int) -> OlderLayer:
     )
 
 
-def _time_mix(source: LayerLoader, att: str, shape: ModelShape) -> TimeMix:
+def _time_mix(source: TensorSource, att: str, shape: ModelShape) -> TimeMix:
     if shape.version == "RWKV-4":
         return TimeMix4.load(source, att, shape)
     if shape.version == "RWKV-6":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from rwkv_batch.model.layer import LayerBase, Linear, Norm, layer_norm
 from rwkv_batch.model.state import ModelShape, StateArena
 from rwkv_batch.model.step_inputs import StepInputs, longest_first, token_shift
-
-if TYPE_CHECKING:
-    from rwkv_batch.model.loader import LayerLoader
 
 
 class TimeMix(Protocol):
@@ -71,7 +68,28 @@ def silu(x: Tensor) -> Tensor:
 SQUARE = ("receptance", "key", "value", "output")
 
 
-def square_maps(source: LayerLoader, att: str) -> dict[str, Linear]:
+class TensorSource(Protocol):
+    """Loads a file's tensors by name. Tensors are on a stage's device and in its dtypes. Raises KeyError."""
+
+    def has(self, name: str) -> bool: ...
+
+    def vector(self, name: str) -> Tensor:
+        """Load a vector, [C] fp32."""
+
+    def norm(self, name: str) -> Norm:
+        """Load `.weight` and `.bias` of a norm, [C] fp32."""
+
+    def linear(self, name: str, transpose: bool = False) -> Linear:
+        """Load a matrix [out, in], or [in, out] with `transpose`."""
+
+    def linears(self, name: str, transpose: bool = False) -> list[Linear]:
+        """Load several matrices of one tensor.
+
+        The tensor is [number, out, in], or [number, in, out] with `transpose`.
+        """
+
+
+def square_maps(source: TensorSource, att: str) -> dict[str, Linear]:
     """Load the four [C, C] maps of a time mix. Every version has them. The keys are field names."""
     return {name: source.linear(f"{att}.{name}.weight") for name in SQUARE}
 
@@ -174,7 +192,7 @@ class TimeMix4:
         return dict.fromkeys(("time_decay", "time_first", "time_mix_k", "time_mix_v", "time_mix_r"), (shape.width,))
 
     @classmethod
-    def load(cls, source: LayerLoader, att: str, shape: ModelShape) -> Self:
+    def load(cls, source: TensorSource, att: str, shape: ModelShape) -> Self:
         """Load the time mix: vectors [C], matrices [C, C]."""
         return cls(
             mix_k=1 - source.vector(f"{att}.time_mix_k"),
@@ -245,7 +263,7 @@ class TimeMix5:
         return expected
 
     @classmethod
-    def load(cls, source: LayerLoader, att: str, shape: ModelShape) -> Self:
+    def load(cls, source: TensorSource, att: str, shape: ModelShape) -> Self:
         """Load the time mix: vectors [H, N], matrices [C, C]."""
         gated = shape.version not in WITHOUT_GATE
         by_head = (shape.heads, 1 if shape.version in ONE_DECAY_PER_HEAD else shape.head_size)
@@ -335,7 +353,7 @@ class TimeMix6:
         }
 
     @classmethod
-    def load(cls, source: LayerLoader, att: str, shape: ModelShape) -> Self:
+    def load(cls, source: TensorSource, att: str, shape: ModelShape) -> Self:
         """Load the time mix: vectors [C] and [H, N], matrices [C, C]."""
         return cls(
             mix_x=source.vector(f"{att}.time_maa_x"),
