@@ -97,7 +97,7 @@ def allocate_members(sequence: Sequence, pool: StatePool) -> bool:
     sequence.tuned_slot = pinned[0]
     assert slots[0] is not None
     pool.tiers.free(slots[0])
-    _release_tuned(sequence, pool)
+    release_tuned(sequence, pool)
     return True
 
 
@@ -116,7 +116,7 @@ def release_read_slots(sequence: Sequence) -> None:
 
 
 def release_members(sequence: Sequence, pool: StatePool) -> None:
-    _release_tuned(sequence, pool)
+    release_tuned(sequence, pool)
     release_read_slots(sequence)
     for member in sequence.members:
         if member.slot != NO_SLOT:
@@ -124,7 +124,8 @@ def release_members(sequence: Sequence, pool: StatePool) -> None:
             member.slot = NO_SLOT
 
 
-def _release_tuned(sequence: Sequence, pool: StatePool) -> None:
+def release_tuned(sequence: Sequence, pool: StatePool) -> None:
+    """Uncount the tuned states that the row and its members have not read. Their slots are pinned, or the row ends."""
     if sequence.tuned is not None:
         pool.tuned.drop_ref(sequence.tuned)
         sequence.tuned = None

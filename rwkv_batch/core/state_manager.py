@@ -143,13 +143,8 @@ class StateManager:
         sequence.tuned_slot = mixtures.pin(tuned, self.pool)
         if sequence.tuned_slot is None:
             return False
-        self._release_tuned(sequence)
+        mixtures.release_tuned(sequence, self.pool)
         return True
-
-    def _release_tuned(self, sequence: Sequence) -> None:
-        if sequence.tuned is not None:
-            self.pool.tuned.drop_ref(sequence.tuned)
-            sequence.tuned = None
 
     def allocate(self) -> int | None:
         slot = self.pool.tiers.allocate()
@@ -371,7 +366,6 @@ class StateManager:
         if sequence.shared is not None:
             sequence.shared.drop()
             sequence.shared = None
-        self._release_tuned(sequence)
         self._release_adapter(sequence)
         mixtures.release_members(sequence, self.pool)
         if sequence.tuned_slot is not None:

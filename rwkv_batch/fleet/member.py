@@ -54,7 +54,8 @@ class Member:
         """time.monotonic() until which its first connection is expected"""
         self._new_until = 0.0
         self._lock = threading.Lock()
-        self._load = NO_LOAD
+        self.report = NO_LOAD
+        """its last report"""
         self._sent: dict[str, float] = {}
         """load of each job that is on its way to the engine and not in its reports yet"""
         self._num_received = 0
@@ -92,16 +93,12 @@ class Member:
     def load(self) -> float:
         """Return the engine's load, in the unit of `choose`. It is its last report and the jobs on their way."""
         with self._lock:
-            return load_of(self._load.rows, self._load.prompt_tokens) + sum(self._sent.values())
+            return load_of(self.report.rows, self.report.prompt_tokens) + sum(self._sent.values())
 
     @property
     def num_unanswered(self) -> int:
         """Number of jobs on their way to the engine. Its last report does not include them."""
         return len(self._sent)
-
-    @property
-    def report(self) -> Load:
-        return self._load
 
     @property
     def draining_error(self) -> ErrorInfo:
@@ -140,7 +137,7 @@ class Member:
 
     def _reported(self, load: Load, job_id: str | None) -> None:
         with self._lock:
-            self._load = load
+            self.report = load
             if job_id is not None:
                 self._sent.pop(job_id, None)
 

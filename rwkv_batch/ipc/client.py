@@ -109,7 +109,8 @@ class EngineClient:
         self.balances: list[Balance] = []
         """clients' balances in the limits' ledger, if this engine holds it"""
         self._waiting = _Pending()
-        self._reason = LOADING
+        self.reason = LOADING
+        """why it is not connected"""
         self._call_ids = itertools.count()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
@@ -133,10 +134,6 @@ class EngineClient:
                 self._link.close()
 
     @property
-    def reason(self) -> ErrorInfo:
-        return self._reason
-
-    @property
     def is_connected(self) -> bool:
         """Whether an engine is connected. An engine counts once its model is loaded."""
         return self._link is not None
@@ -147,13 +144,9 @@ class EngineClient:
         newest = self._newest
         return 0 if newest is None else newest.num_pieces
 
-    @property
-    def num_jobs(self) -> int:
-        return len(self._waiting.listeners)
-
     def submit(self, job: Job, sink: Sink, on_admitted: OnAdmitted) -> None:
         with self._lock:
-            link, refusal = self._link, ServiceError.from_info(self._reason)
+            link, refusal = self._link, ServiceError.from_info(self.reason)
             if link is not None:
                 self._waiting.admissions[job.job_id] = on_admitted
                 is_turn = any(row.session is not None for row in job.rows)
@@ -174,7 +167,7 @@ class EngineClient:
 
     def call(self, call: EngineCall[AnswerT], reply: Reply[AnswerT]) -> None:
         with self._lock:
-            link, refusal = self._link, ServiceError.from_info(self._reason)
+            link, refusal = self._link, ServiceError.from_info(self.reason)
             if link is not None:
                 call_id = next(self._call_ids)
                 self._waiting.calls[call_id] = _PendingCall(reply, call.answer_type())
@@ -278,7 +271,7 @@ class EngineClient:
         with self._lock:
             self._link = None
             self.balances = []
-            self._reason = lost
+            self.reason = lost
             waiting, self._waiting = self._waiting, _Pending()
         notifications: list[Callable[[], None]] = [partial(self._on_change, False)]
         for job_id, on_admitted in waiting.admissions.items():

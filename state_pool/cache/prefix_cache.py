@@ -33,25 +33,21 @@ class PromptHistory:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._bytes = 0
+        self.num_bytes = 0
+        """bytes of memory held, with the overhead per prompt and beginning"""
         self._buckets: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of memory held, with the overhead per prompt and beginning."""
-        return self._bytes
 
     def add(self, ids: bytes) -> None:
         key = ids[:_KEY_BYTES]
         known = self._buckets.get(key, ())
-        self._bytes += sys.getsizeof(ids) + (0 if known else _BUCKET_BYTES)
+        self.num_bytes += sys.getsizeof(ids) + (0 if known else _BUCKET_BYTES)
         if len(known) == _PER_BUCKET:
-            self._bytes -= sys.getsizeof(known[0])
+            self.num_bytes -= sys.getsizeof(known[0])
         self._buckets[key] = (*known[1 - _PER_BUCKET :], ids)
         self._buckets.move_to_end(key)
-        while self._bytes > self._max_bytes:
+        while self.num_bytes > self._max_bytes:
             _, forgotten = self._buckets.popitem(last=False)
-            self._bytes -= _BUCKET_BYTES + sum(map(sys.getsizeof, forgotten))
+            self.num_bytes -= _BUCKET_BYTES + sum(map(sys.getsizeof, forgotten))
 
     def shared_bytes(self, ids: bytes, observed: bool) -> list[int]:
         """Return the common length with each recent prompt of the same beginning.
