@@ -34,7 +34,7 @@ class PoolDriver:
 
     def ready(self, lease: Lease) -> Lease:
         """Wait for a lease. Raises the lease's error."""
-        self.until(lambda: lease.poll() is not LeaseState.WAITING)
+        self.until(lambda: lease.state is not LeaseState.WAITING)
         if lease.error is not None:
             raise lease.error
         return lease
