@@ -21,8 +21,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from native.safetensors import ITEM_BYTES
-
 ZERO_SLOT = 0
 DUMMY_SLOT = 1
 FIRST_FREE_SLOT = 2
@@ -93,6 +91,8 @@ CHUNKS_PER_STATE = 1 << 20
 """Row id of chunk n of state s is s * CHUNKS_PER_STATE + n."""
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+"""Bytes per number of each dtype that a layout may name."""
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

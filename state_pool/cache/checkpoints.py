@@ -8,7 +8,6 @@ from typing import Protocol
 
 from state_pool.config import PoolConfig
 from state_pool.disk.operations import Append, Checkpoint, Done, SessionRow
-from state_pool.disk.store import Store
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.layout import HostState
 from state_pool.session_key import LINEAR
@@ -24,11 +23,25 @@ class Save(Protocol):
     def __call__(self, slot: int, finish: Callable[[HostState], None], *, frees_slot: bool) -> None: ...
 
 
+class StateQueue(Protocol):
+    """The queue of states for the disk. Implemented by `Store`."""
+
+    shared: bool
+
+    @property
+    def num_queued_states(self) -> int: ...
+
+    @property
+    def degraded(self) -> str | None: ...
+
+    def submit_state(self, job: Checkpoint, done: Done) -> None: ...
+
+
 class Checkpoints:
     """Starts to store states. Knows which sessions can be rebuilt from the log instead."""
 
     def __init__(
-        self, config: PoolConfig, store: Store | None, save: Save, on_stale: Callable[[Session], None]
+        self, config: PoolConfig, store: StateQueue | None, save: Save, on_stale: Callable[[Session], None]
     ) -> None:
         """`on_stale`: called when another engine has the session, so this engine's state of it is outdated."""
         self._on_stale = on_stale

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from state_pool.cache.checkpoints import Checkpoints
+from state_pool.cache.checkpoints import Checkpoints, StateQueue
 from state_pool.cache.slots import Slots
 from state_pool.config import PoolConfig
 from state_pool.crash_points import reach
 from state_pool.disk.operations import Loaded
-from state_pool.disk.store import Store
 from state_pool.layout import ZERO_SLOT, Arena, Copy, HostState
 from state_pool.sessions import Session, SessionIndex
 
@@ -73,7 +72,7 @@ class TierCounters:
 class Tiers:
     """Moves states between the tiers, only when a tier is full."""
 
-    def __init__(self, arena: Arena, config: PoolConfig, index: SessionIndex, store: Store | None) -> None:
+    def __init__(self, arena: Arena, config: PoolConfig, index: SessionIndex, store: StateQueue | None) -> None:
         self.arena = arena
         self.slots = Slots(arena.num_slots)
         self.counters = TierCounters()
