@@ -34,9 +34,13 @@ def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def all_ready(service: Service) -> Service:
-    """Whether every engine accepts work in every HTTP worker. A connection reaches one worker by chance."""
-    looks = range(12)
-    service.wait(lambda: all(service.get("/readyz").json() == {"status": "ready"} for _ in looks), START_TIMEOUT_S)
+    """Wait until every engine accepts work in every HTTP worker. A connection reaches one worker by chance."""
+
+    def are_ready() -> bool:
+        raise_priority(descendants(os.getpid()))  # other tests starve an engine that loads at low priority
+        return all(service.get("/readyz").json() == {"status": "ready"} for _ in range(12))
+
+    service.wait(are_ready, START_TIMEOUT_S)
     return service
 
 
@@ -114,7 +118,7 @@ class Meanwhile:
         """Wait for the texts. Raises what a stream raised."""
 
         def have_ended() -> bool:
-            raise_priority(descendants(os.getpid()))  # other tests starve an engine that loads at low priority
+            raise_priority(descendants(os.getpid()))  # as in `all_ready`
             return self._texts.done()
 
         wait_for(have_ended, 125, "the streams end")
