@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 from lxml import etree
@@ -25,6 +26,7 @@ from rwkv_batch.translation.documents.xml_files import (
     XML,
     fill,
     has_text,
+    inline_slots,
     inline_text,
     inline_unit,
     local,
@@ -79,13 +81,14 @@ def _xliff_slots(file: Any, kind: str, is_new: bool) -> Iterator[Slot]:
             continue
         segmented = part.find("{*}seg-source")
         source = source if segmented is None else segmented
-        text, codes = inline_text(
-            source, lambda element: local(element) not in _PAIRS or element.get("translate") == "no"
-        )
-        if has_text(text):
-            notes = [*part.iterchildren("{*}note"), *part.itersiblings("{*}notes", preceding=True)]
-            note = " ".join("".join(one.itertext()).strip() for one in notes)
-            yield slot(inline_unit(text, note), _target_writer(part, source, codes, is_new))
+        notes = [*part.iterchildren("{*}note"), *part.itersiblings("{*}notes", preceding=True)]
+        note = " ".join("".join(one.itertext()).strip() for one in notes)
+        put = partial(_write_target, part, source, is_new)
+        yield from inline_slots(source, lambda one: _is_code(one) or one.get("translate") == "no", put, note)
+
+
+def _is_code(element: Any) -> bool:
+    return local(element) not in _PAIRS
 
 
 def _is_kept(element: Any) -> bool:
@@ -105,24 +108,21 @@ def _is_open(part: Any, source: Any, target: Any) -> bool:
     return not text or state in _OPEN_STATES or text == "".join(source.itertext()).strip()
 
 
-def _target_writer(part: Any, source: Any, codes: list[Any], is_new: bool) -> Any:
-    def put(text: str) -> None:
-        target = part.find("{*}target")
-        if target is None:
-            target = etree.Element(f"{{{etree.QName(source).namespace}}}target" if "}" in source.tag else "target")
-            target.tail, last = source.tail, source
-            last.addnext(target)
-        tail = target.tail
-        fill(target, text, [deepcopy(code) for code in codes])
-        target.tail = tail
-        if source.get(f"{XML}space"):
-            target.set(f"{XML}space", source.get(f"{XML}space"))
-        if is_new:
-            part.set("state", "translated")
-        else:
-            target.set("state", "needs-review-translation")
-
-    return put
+def _write_target(part: Any, source: Any, is_new: bool, text: str, codes: list[Any]) -> None:
+    target = part.find("{*}target")
+    if target is None:
+        target = etree.Element(f"{{{etree.QName(source).namespace}}}target" if "}" in source.tag else "target")
+        target.tail = source.tail
+        source.addnext(target)
+    tail = target.tail
+    fill(target, text, deepcopy(codes))
+    target.tail = tail
+    if source.get(f"{XML}space"):
+        target.set(f"{XML}space", source.get(f"{XML}space"))
+    if is_new:
+        part.set("state", "translated")
+    else:
+        target.set("state", "needs-review-translation")
 
 
 def read_tmx(data: bytes, options: DocumentOptions) -> Document:
@@ -133,7 +133,7 @@ def read_tmx(data: bytes, options: DocumentOptions) -> Document:
         raise DocumentError(f"is not TMX: its root is {local(root)!r}; save it as TMX")
     header = root.find("header")
     source_language = "*all*" if header is None else header.get("srclang", "*all*")
-    slots = []
+    slots: list[Slot] = []
     for entry in root.iter("tu"):
         variants = list(entry.iterchildren("tuv"))
         languages = [one.get(f"{XML}lang") or one.get("lang") or "" for one in variants]
@@ -142,20 +142,15 @@ def read_tmx(data: bytes, options: DocumentOptions) -> Document:
         target = language_name(options.target)
         if index is None or (segment := variants[index].find("seg")) is None or target in map(language_name, languages):
             continue
-        text, codes = inline_text(segment, lambda element: local(element) not in _PAIRS)
-        if has_text(text):
-            slots.append(slot(inline_unit(text), _variant_writer(variants[index], codes, options.target)))
+        slots += inline_slots(segment, _is_code, partial(_write_variant, variants[index], options.target))
     return Document(slots, lambda: xml_bytes(tree, data))
 
 
-def _variant_writer(source: Any, codes: list[Any], language: str) -> Any:
-    def put(text: str) -> None:
-        made = etree.Element("tuv", {f"{XML}lang": language})
-        fill(etree.SubElement(made, "seg"), text, [deepcopy(code) for code in codes])
-        made.tail = source.tail
-        source.getparent()[-1].addnext(made)
-
-    return put
+def _write_variant(source: Any, language: str, text: str, codes: list[Any]) -> None:
+    made = etree.Element("tuv", {f"{XML}lang": language})
+    fill(etree.SubElement(made, "seg"), text, deepcopy(codes))
+    made.tail = source.tail
+    source.getparent()[-1].addnext(made)
 
 
 def read_tbx(data: bytes, options: DocumentOptions) -> Document:
@@ -165,7 +160,7 @@ def read_tbx(data: bytes, options: DocumentOptions) -> Document:
     if local(root) not in ("martif", "tbx"):
         raise DocumentError(f"is not TBX: its root is {local(root)!r}, not martif or tbx; save it as TBX")
     wanted = root.get(f"{XML}lang", "") if options.source == AUTO else options.source
-    slots = []
+    slots: list[Slot] = []
     for entry in root.iter("{*}termEntry", "{*}conceptEntry"):
         sections = [one for one in entry if local(one) in ("langSet", "langSec")]
         by_language = {language_name(one.get(f"{XML}lang", "")): one for one in reversed(sections)}
@@ -173,26 +168,19 @@ def read_tbx(data: bytes, options: DocumentOptions) -> Document:
         term = None if source is None else source.find(".//{*}term")
         if source is None or term is None or language_name(options.target) in by_language:
             continue
-        text, codes = inline_text(term, lambda element: local(element) not in _PAIRS)
-        if has_text(text):
-            note = " ".join(
-                " ".join(one.itertext()).strip() for one in entry if local(one) in ("descrip", "descripGrp")
-            )
-            slots.append(slot(inline_unit(text, note), _term_writer(source, term, codes, options.target)))
+        note = " ".join(" ".join(one.itertext()).strip() for one in entry if local(one) in ("descrip", "descripGrp"))
+        slots += inline_slots(term, _is_code, partial(_write_term, source, term, options.target), note)
     return Document(slots, lambda: xml_bytes(tree, data))
 
 
-def _term_writer(source: Any, term: Any, codes: list[Any], language: str) -> Any:
-    def put(text: str) -> None:
-        made = parent = etree.Element(source.tag, {f"{XML}lang": language}, nsmap=source.nsmap)
-        around = list(itertools.takewhile(lambda one: one is not source, term.iterancestors()))
-        for element in reversed(around):
-            parent = etree.SubElement(parent, element.tag)
-        fill(etree.SubElement(parent, term.tag), text, [deepcopy(code) for code in codes])
-        made.tail = source.tail
-        source.addnext(made)
-
-    return put
+def _write_term(source: Any, term: Any, language: str, text: str, codes: list[Any]) -> None:
+    made = parent = etree.Element(source.tag, {f"{XML}lang": language}, nsmap=source.nsmap)
+    around = list(itertools.takewhile(lambda one: one is not source, term.iterancestors()))
+    for element in reversed(around):
+        parent = etree.SubElement(parent, element.tag)
+    fill(etree.SubElement(parent, term.tag), text, deepcopy(codes))
+    made.tail = source.tail
+    source.addnext(made)
 
 
 _ANDROID_NUMBER = re.compile(r"%(?:1\$)?d")
@@ -228,8 +216,7 @@ class _AndroidText(NamedTuple):
     def fill(self, element: Any, text: str, *, copies: bool = False) -> None:
         """Write a translation into an element."""
         mark = '"' * self.is_quoted
-        codes = [deepcopy(code) for code in self.codes] if copies else self.codes
-        fill(element, f"{mark}{_android_escaped(text)}{mark}", codes)
+        fill(element, f"{mark}{_android_escaped(text)}{mark}", deepcopy(self.codes) if copies else self.codes)
 
 
 def _android_unit(element: Any) -> _AndroidText | None:

@@ -260,11 +260,6 @@ def _with_tags(text: str) -> tuple[str, list[str]]:
     opened: list[tuple[str, int, int]] = []
     out: list[str] = []
     at = 0
-
-    def pair(index: int, left: str, right: str, number: int) -> None:
-        out[index] = f"<{left}{number}>"
-        out.append(f"</{right}{number}>")
-
     for found in _INLINE.finditer(text):
         out.append(text[at : found.start()])
         at = found.end()
@@ -276,9 +271,8 @@ def _with_tags(text: str) -> tuple[str, list[str]]:
         elif match is not None and at - len(raw) > opened[match][2] and len(raw) > (kind == "close"):
             opener, index, _ = opened[match]
             del opened[match:]
-            tags += [opener, raw]
-            pair(index, "m", "m", len(tags) // 2 - 1)
-            continue
+            out[index], raw = f"<m{len(tags) // 2}>", f"</m{len(tags) // 2}>"
+            tags += [opener, found.group()]
         out.append(raw)
     return "".join((*out, text[at:])), tags
 

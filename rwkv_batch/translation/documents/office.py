@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
+from functools import partial
 from html import escape
 from typing import Any
 from urllib.parse import unquote
@@ -34,7 +34,7 @@ from rwkv_batch.translation.documents.xml_files import (
     Archive,
     fill,
     has_text,
-    inline_text,
+    inline_slots,
     inline_unit,
     local,
     parse_xml,
@@ -65,7 +65,7 @@ def read_office(data: bytes, options: DocumentOptions, kind: str) -> Document:
     for name in _PROPERTIES.intersection(archive.names):
         with suppress(DocumentError):  # office programs open a file whose properties are broken; they stay as they are
             for title in archive.tree(name).getroot().iter(f"{_DC}title"):
-                _add_element(slots, title)
+                slots += _element_slots(title)
     for name in names:
         if _has_no_text(archive, name):
             continue
@@ -81,21 +81,15 @@ def _has_no_text(archive: Archive, name: str) -> bool:
 
 def _mixed_paragraphs(root: Any) -> list[Slot]:
     """Return the paragraphs of an OpenDocument file."""
-    found = []
-    for paragraph in root.iter("{*}p", "{*}h"):
-        text, codes = inline_text(paragraph, lambda element: local(element) not in ("span", "a", "meta"))
-        if has_text(text):
-            line_break = etree.QName(paragraph).namespace
-            found.append(slot(inline_unit(text), _filler(paragraph, codes, f"{{{line_break}}}line-break")))
+    found: list[Slot] = []
+    for one in root.iter("{*}p", "{*}h"):
+        found += inline_slots(one, lambda part: local(part) not in ("span", "a", "meta"), partial(_fill_mixed, one))
     return found
 
 
-def _filler(paragraph: Any, codes: list[Any], line_break: str) -> Any:
-    def put(text: str) -> None:
-        number = len(codes)
-        fill(paragraph, text.replace("<t999999/>", f"<t{number}/>"), [*codes, etree.Element(line_break)])
-
-    return put
+def _fill_mixed(paragraph: Any, text: str, codes: list[Any]) -> None:
+    line_break = etree.Element(f"{{{etree.QName(paragraph).namespace}}}line-break")
+    fill(paragraph, text.replace("<t999999/>", f"<t{len(codes)}/>"), [*codes, line_break])
 
 
 def _run_paragraphs(root: Any) -> list[Slot]:
@@ -293,7 +287,7 @@ def read_epub(data: bytes, options: DocumentOptions) -> Document:
     for language in package.iter(f"{_DC}language"):
         language.text = options.target
     for title in (*package.iter(f"{_DC}title"), *package.iter(f"{_DC}description")):
-        _add_element(slots, title)
+        slots += _element_slots(title)
     folder = posixpath.dirname(package_name)
     for item in package.iter("{*}item"):
         name = posixpath.normpath(posixpath.join(folder, unquote(item.get("href", ""))))
@@ -304,15 +298,12 @@ def read_epub(data: bytes, options: DocumentOptions) -> Document:
             _add_page(archive, name, options, slots)
         elif kind == "application/x-dtbncx+xml":
             for label in archive.tree(name).getroot().iter("{*}text"):
-                _add_element(slots, label)
+                slots += _element_slots(label)
     return Document(slots, archive.save, joiner="<br/>")
 
 
-def _add_element(slots: list[Slot], element: Any) -> None:
-    text, codes = inline_text(element, lambda _: True)
-    if has_text(text):
-        unit = replace(inline_unit(text), joiner=PLAIN_JOINER)
-        slots.append(slot(unit, lambda new: fill(element, new, codes)))
+def _element_slots(element: Any) -> list[Slot]:
+    return inline_slots(element, lambda _: True, partial(fill, element), joiner=PLAIN_JOINER)
 
 
 def _add_page(archive: Archive, name: str, options: DocumentOptions, slots: list[Slot]) -> None:

@@ -86,10 +86,6 @@ def read_json(data: bytes, options: DocumentOptions, kind: str = "json") -> Docu
     source = decode(data, options.encoding)
     edits = TextEdits(source.text)
     places = list(_json_strings(source.text))
-    try:
-        msgspec.json.decode(source.text.encode("utf-8", "surrogatepass"))
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise DocumentError(f"is not JSON: {error}; check its commas and quotation marks") from None
     values = {path: _json_value(source.text[start:end]) for path, start, end, _ in places}
     for path, start, end, key_start in places:
         key, value = path[-1] if path else "", _json_value(source.text[start:end])
@@ -121,10 +117,8 @@ def read_json(data: bytes, options: DocumentOptions, kind: str = "json") -> Docu
     return text_document(source, edits)
 
 
-def _changer(
-    edits: TextEdits, start: int, end: int, encode: Callable[[str], str] = _json_text
-) -> Callable[[str], None]:
-    return lambda text: edits.change(start, end, encode(text))
+def _changer(edits: TextEdits, start: int, end: int) -> Callable[[str], None]:
+    return lambda text: edits.change(start, end, _json_text(text))
 
 
 def _raw_key(text: str, at: int) -> str:
@@ -273,9 +267,8 @@ def _add_scalar(edits: TextEdits, event: Any, note: str, target: str) -> None:
     if style in ("|", ">"):
         edits.add(start, end, Unit(value, note=note), partial(_yaml_block, raw, value))
         return
-    change = _changer(edits, start, end, _json_text)
     if is_icu(value):
-        edits.slots.append(icu_slot(value, note, target, change))
+        edits.slots.append(icu_slot(value, note, target, _changer(edits, start, end)))
     else:
         encode = _single_quoted if style == "'" else _json_text if style else _plain_yaml
         edits.add(start, end, Unit(value, note=note), encode)

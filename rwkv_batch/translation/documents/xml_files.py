@@ -13,7 +13,7 @@ from typing import Any
 
 from lxml import etree
 
-from rwkv_batch.translation.documents.document import MAX_BYTES, DocumentError, Unit, xml_text
+from rwkv_batch.translation.documents.document import MAX_BYTES, DocumentError, Slot, Unit, slot, xml_text
 from rwkv_batch.translation.markers import Format
 from rwkv_batch.translation.segments import Split
 
@@ -110,25 +110,9 @@ def pieces_of(text: str) -> Iterator[tuple[str, int, str]]:
     yield "text", 0, xml_text(html.unescape(text[at:]))
 
 
-class Codes:
-    """What the numbered tags of a text stand for."""
-
-    def __init__(self, elements: list[Any]) -> None:
-        self._elements = elements
-        self._used: set[int] = set()
-
-    def take(self, number: int) -> Any:
-        """Return an element, or a copy if it was taken before. Texts within the element itself are translated."""
-        if number >= len(self._elements):
-            return None
-        element = self._elements[number] if number not in self._used else deepcopy(self._elements[number])
-        self._used.add(number)
-        return element
-
-
-def fill(element: Any, text: str, elements: list[Any]) -> None:
-    """Replace an element's content by a text with numbered tags. See `inline_text`."""
-    codes = Codes(elements)
+def fill(element: Any, text: str, codes: list[Any]) -> None:
+    """Replace an element's content by a text with numbered tags. See `inline_text`. A second use takes a copy."""
+    used: set[int] = set()
     for child in list(element):
         element.remove(child)
     element.text = None
@@ -143,7 +127,9 @@ def fill(element: Any, text: str, elements: list[Any]) -> None:
         elif kind == "close":
             if len(stack) > 1:
                 stack.pop()
-        elif (code := codes.take(number)) is not None:
+        elif number < len(codes):
+            code = codes[number] if number not in used else deepcopy(codes[number])
+            used.add(number)
             code.tail = None
             parent.append(code)
             if kind == "open":
@@ -153,9 +139,24 @@ def fill(element: Any, text: str, elements: list[Any]) -> None:
                 stack.append(code)
 
 
-def inline_unit(text: str, note: str = "", split: Split = Split.WRAPPED) -> Unit:
+def inline_unit(text: str, note: str = "", split: Split = Split.WRAPPED, joiner: str = "") -> Unit:
     """Return the unit of a text with numbered tags."""
-    return Unit(text, Format.XML, split, note)
+    return Unit(text, Format.XML, split, note, joiner)
+
+
+def inline_slots(
+    element: Any,
+    is_opaque: Callable[[Any], bool],
+    put: Callable[[str, list[Any]], None],
+    note: str = "",
+    joiner: str = "",
+) -> list[Slot]:
+    """Return the slot of an element's text, none if it has no letters. See `inline_text`.
+
+    put: takes the translation, and what its tags stand for
+    """
+    text, codes = inline_text(element, is_opaque)
+    return [slot(inline_unit(text, note, joiner=joiner), lambda new: put(new, codes))] if has_text(text) else []
 
 
 def has_text(text: str) -> bool:
@@ -221,7 +222,7 @@ class Archive:
                 make = self._changed.get(info.filename)
                 content = self._content(info) if make is None else make()
                 copy = zipfile.ZipInfo(info.filename, info.date_time)
-                copy.compress_type = info.compress_type if info.compress_type in (0, 8) else zipfile.ZIP_DEFLATED
+                copy.compress_type = info.compress_type
                 copy.external_attr, copy.create_system = info.external_attr, info.create_system
                 written.writestr(copy, content)
         if out.tell() > 4 * MAX_BYTES:
