@@ -347,12 +347,9 @@ def _groups(model: TrainingModel, options: TuneOptions, parameters: list[Tensor]
     """Return AdamW's groups with their peak learning rates."""
     width = model.shape.width
 
-    def group(params: list[Tensor], rate: float, decay: float = 0.01) -> dict[str, Any]:
-        return {
-            "params": params,
-            "lr": (options.learning_rate or rate) * options.rate_multiplier,
-            "weight_decay": decay,
-        }
+    def group(params: list[Tensor], rate: float) -> dict[str, Any]:
+        peak = (options.learning_rate or rate) * options.rate_multiplier
+        return {"params": params, "lr": peak, "weight_decay": 0.01}
 
     if options.method == FULL:
         return [group(parameters, _FULL_RATE / width)]

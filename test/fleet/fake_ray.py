@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
+from rwkv_batch.fleet.actors.engine_actor import EngineInfo
 from rwkv_batch.ipc.served_model import ModelStatus
 
 
@@ -64,8 +65,7 @@ class FakeActor:
             return self.is_last
         if call == "drain":
             self.status = ModelStatus.UNLOADING
-        fields = {"error": self.error, "has_served": self.has_served, "serves": self.serves}
-        return SimpleNamespace(status=self.status, pid=1, node="10.0.0.1", since=0, **fields)
+        return EngineInfo(self.status, self.error, 1, "10.0.0.1", 0, self.has_served, self.serves)
 
     @property
     def drains(self) -> list[bool]:
