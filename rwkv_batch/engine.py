@@ -256,6 +256,7 @@ class Engine:
             between_pieces = self._interleaver.begin(rows) if self.model_runner.has_pieces else None
             self._in_flight.append(self._launch(rows, between_pieces))
             self._interleaver.finish()
+            self.speculation.plan_next()
         awaits_masks = bool(self._in_flight) and self._in_flight[-1].awaits_masks
         may_wait = len(self._in_flight) < self.model_runner.steps_in_flight and not awaits_masks
         has_outputs = bool(self._in_flight) and not (rows and may_wait)
@@ -296,8 +297,7 @@ class Engine:
             if between_pieces is not None:
                 self._interleave_now(launched)
             try:
-                has_batch_prefill = in_pieces and any(row.sequence.job.is_batch for row in part)
-                has_pieces = part[-1].uses_device_token or has_batch_prefill
+                has_pieces = part[-1].uses_device_token or (in_pieces and any(r.sequence.job.is_batch for r in part))
                 started, between = self.scheduler.admission.started, between_pieces if has_pieces else None
                 step = self.model_runner.launch(part, started, oldest, between)
                 step.number, step.launched = number, time.monotonic()

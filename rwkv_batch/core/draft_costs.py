@@ -7,7 +7,8 @@ from collections.abc import Callable
 from statistics import median_low
 from typing import NamedTuple
 
-from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS
+from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, Draft, RowDrafter
+from rwkv_batch.core.sequence import Sequence
 
 RECENT = 9
 """Latest steps of a kind whose median counts."""
@@ -163,6 +164,22 @@ class StepTimes:
         return {name: one.medians for name, one in times.items()}
 
 
+class Launched(NamedTuple):
+    """A step with drafts: how to measure it."""
+
+    times: StepTimes
+    size: Shape
+    plain_s: float
+    """seconds without drafts"""
+    guess_s: float
+    """of each guess"""
+    first: Sequence
+    """of its rows"""
+    begun: float
+    is_first: bool
+    """whether the step before has no drafts"""
+
+
 def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKENS) -> tuple[int, float]:
     """Return the number of tokens to draft, and how many tokens that gains. 0 if no draft pays.
 
@@ -176,6 +193,28 @@ def best_length(rate: float, token_cost: float, max_length: int = MAX_DRAFT_TOKE
         if gain > best_gain:
             best, best_gain = length, gain
     return best, best_gain
+
+
+class Proposal(NamedTuple):
+    """What a row can draft."""
+
+    drafter: RowDrafter
+    rate: float
+    """of the drafter"""
+    tokens: list[int] | None
+    """None: the draft model has to guess them"""
+    start: int
+    """see `Draft`"""
+    max_tokens: int
+    gain: float
+    """in tokens, without the cost that rows share"""
+
+    def draft(self, length: int, is_probe: bool = False) -> Draft:
+        """Return a draft of at most this many tokens."""
+        length = min(length, self.max_tokens)
+        if self.tokens is None:
+            return Draft(self.drafter, [], self.start, length, 0 if is_probe else length)
+        return Draft(self.drafter, self.tokens[:length], self.start)
 
 
 class Candidate(NamedTuple):

@@ -22,13 +22,15 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from rwkv_batch.core.draft_costs import (
     ASSUMED_GUESS,
     Candidate,
     Chooser,
+    Launched,
     ProbeBudget,
+    Proposal,
     Shape,
     StepTimes,
     best_length,
@@ -86,44 +88,6 @@ def make_drafters(
     return drafters
 
 
-class Launched(NamedTuple):
-    """A step with drafts: how to measure it."""
-
-    times: StepTimes
-    size: Shape
-    plain_s: float
-    """seconds without drafts"""
-    guess_s: float
-    """of each guess"""
-    first: Sequence
-    """of its rows"""
-    begun: float
-    is_first: bool
-    """whether the step before has no drafts"""
-
-
-class Proposal(NamedTuple):
-    """What a row can draft."""
-
-    drafter: RowDrafter
-    rate: float
-    """of the drafter"""
-    tokens: list[int] | None
-    """None: the draft model has to guess them"""
-    start: int
-    """see `Draft`"""
-    max_tokens: int
-    gain: float
-    """in tokens, without the cost that rows share"""
-
-    def draft(self, length: int, is_probe: bool = False) -> Draft:
-        """Return a draft of at most this many tokens."""
-        length = min(length, self.max_tokens)
-        if self.tokens is None:
-            return Draft(self.drafter, [], self.start, length, 0 if is_probe else length)
-        return Draft(self.drafter, self.tokens[:length], self.start)
-
-
 class Speculation:
     """Drafts of all rows. Owned by the engine's thread."""
 
@@ -168,6 +132,10 @@ class Speculation:
         """of the last step per row; 0: other text was read too, so its time is unusual"""
         self._launched: Launched | None = None
         """the last step with drafts"""
+        self._chosen: tuple[list[Sequence], Chooser] | None = None
+        """the last step's rows and how their drafts were chosen; None: they had none that pay"""
+        self._planned: dict[Sequence, int] = {}
+        """lengths of the next drafts of the same rows; {}: none are planned"""
 
     # Before a step -------------------------------------------------------------------------------------------
 
@@ -219,9 +187,16 @@ class Speculation:
         ]
         if not plain_s or not candidates:
             return [None] * num_rows, 0.0, None
-        chooser = Chooser(times, shape, plain_s, guess_s, candidates)
-        best, price = chooser.best(KEPT_GAIN if self._are_paying else MIN_GAIN), 0.0
+        chooser, price = Chooser(times, shape, plain_s, guess_s, candidates), 0.0
+        sequences, best = [row.sequence for row in rows], chooser.nothing
+        planned, self._planned = self._planned, {}
+        if planned.keys() == set(sequences):
+            lengths = {one.row: min(planned[sequences[one.row]], one.max_tokens) for one in candidates}
+            best = chooser.evaluate({i: length for i, length in lengths.items() if length})
+        if not (best.lengths and best.seconds):
+            best = chooser.best(KEPT_GAIN if self._are_paying else MIN_GAIN)
         self._are_paying = bool(best.lengths)
+        self._chosen = (sequences, chooser) if best.lengths else None
         self._probes.add(bool(best.lengths))
         if len(best.lengths) < len(candidates) and self._probes.is_enough:
             probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates[:PROBE_ROWS]}
@@ -238,6 +213,15 @@ class Speculation:
                 drafts[i] = one.draft(length, is_probe=price > 0)
         began = rows[0].sequence, self._begun, not self._has_drafts
         return drafts, price, Launched(times, best.size, plain_s, guess_s, *began)
+
+    def plan_next(self) -> None:
+        """Choose lengths for the next step, while the device runs one with drafts: the host has no time between them.
+
+        They hold for the same rows with the acceptance known by now.
+        """
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None and (lengths := chosen[1].best(KEPT_GAIN).lengths):
+            self._planned = {sequence: lengths.get(i, 0) for i, sequence in enumerate(chosen[0])}
 
     def _times_of(self, rows: list[ScheduledRow], shape: Shape) -> tuple[StepTimes, float]:
         """Return the times that hold for a step, and its seconds without drafts. 0: not known."""

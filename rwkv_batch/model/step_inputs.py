@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -118,17 +119,27 @@ def step_inputs(
 
     logit_rows: rows with logits after their last token; drafted: further tokens with logits
     """
-    ends = [0]
-    for row in rows:
-        ends.append(ends[-1] + len(row))
+    ends = [0, *accumulate(map(len, rows))]
+    logit_tokens = [*(ends[i + 1] - 1 for i in logit_rows), *drafted]
+    return flat_inputs(list(chain.from_iterable(rows)), ends, read_slots, write_slots, logit_tokens)
+
+
+def flat_inputs(
+    tokens: list[int], ends: list[int], read_slots: list[int], write_slots: list[int], logit_tokens: list[int]
+) -> StepInputs:
+    """Build inputs on the CPU from the token ids of all rows; the fields are those of `StepInputs`.
+
+    ends: `StepInputs.cu_seqlens`
+    """
+    cu_seqlens = np.array(ends, dtype=np.int64)
     return StepInputs(
-        tokens=int64_tensor([token for row in rows for token in row]),
-        cu_seqlens=int64_tensor(ends),
+        tokens=int64_tensor(tokens),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
         read_slots=int64_tensor(read_slots),
         write_slots=int64_tensor(write_slots),
-        logit_tokens=int64_tensor([*(ends[i + 1] - 1 for i in logit_rows), *drafted]),
+        logit_tokens=int64_tensor(logit_tokens),
         # The kernels of rows of one token know no rows that continue others.
-        max_seqlen=max(*(len(row) for row in rows), 1 + (CONTINUES in read_slots)),
+        max_seqlen=max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 1 + (CONTINUES in read_slots)),
     )
 
 

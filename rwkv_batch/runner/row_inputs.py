@@ -16,7 +16,7 @@ from rwkv_batch.core.drafters import ModelDrafter
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import NO_SLOT, Sequence
 from rwkv_batch.model.adapter_table import NO_ADAPTER
-from rwkv_batch.model.step_inputs import CONTINUES, LateTokens, StepInputs, step_inputs
+from rwkv_batch.model.step_inputs import CONTINUES, LateTokens, StepInputs, flat_inputs
 from rwkv_batch.runner.links import DeviceGuesses, LastTokens
 from state_pool.origins import Adapters
 
@@ -79,31 +79,32 @@ class RowInputs:
 
         A draft's device row continues its row's. The logits of drafts come last.
         """
-        reads, writes, tokens, sequences = list[int](), list[int](), list[list[int]](), list[Sequence]()
-        logit_rows, drafted, late, num_tokens = list[int](), list[int](), dict[DeviceGuesses, LateTokens](), 0
+        reads, writes, tokens, ends = list[int](), list[int](), list[int](), [0]
+        logit_tokens, drafted, late = list[int](), list[int](), dict[DeviceGuesses, LateTokens]()
+        sequences, pending = list[Sequence](), list[int]()
+        """by device row; device rows whose token the host does not know"""
         for row in rows:
             sequence = row.sequence
             first = sequence.num_computed_tokens
             known = sequence.token_ids[first : first + row.num_tokens]
+            is_pending = sequence.is_next_token_pending
             # Each member of a mixture is a device row.
             for read, write in zip(read_slots(sequence), write_slots(sequence), strict=True):
-                if row.samples_token:
-                    logit_rows.append(len(tokens))
+                tokens += known
+                ends.append(len(tokens))
                 reads.append(read)
                 writes.append(write)
-                tokens.append(known)
-                num_tokens += len(known)
+                if is_pending:
+                    pending.append(len(sequences))
                 sequences.append(sequence)
+                if row.samples_token:
+                    logit_tokens.append(len(tokens) - 1)
             if (draft := sequence.draft) is not None:
-                places = range(num_tokens, num_tokens + len(draft.tokens))
+                places = range(len(tokens), len(tokens) + len(draft.tokens))
                 draft.first_logit = len(drafted)
                 drafted += places
                 drafter = draft.drafter.drafter
-                if (
-                    isinstance(drafter, ModelDrafter)
-                    and isinstance(guesses := drafter.pending, DeviceGuesses)
-                    and guesses.tokens.device == self._device
-                ):
+                if isinstance(drafter, ModelDrafter) and (guesses := self._guesses_of(drafter)) is not None:
                     one = late.get(guesses)
                     if one is None:
                         one = late[guesses] = LateTokens(guesses.tokens.view(-1), [], [])
@@ -112,16 +113,15 @@ class RowInputs:
                     one.sources.extend(range(source, source + len(places)))
                 else:
                     draft.read_guesses()
+                tokens += draft.tokens
+                ends.append(len(tokens))
                 reads.append(CONTINUES)
                 writes.append(draft.slot)
-                tokens.append(draft.tokens)
-                num_tokens += len(draft.tokens)
                 sequences.append(sequence)
-        inputs = step_inputs(tokens, reads, writes, logit_rows, drafted)
+        inputs = flat_inputs(tokens, ends, reads, writes, logit_tokens + drafted)
         inputs.late_tokens = list(late.values())
         if (adapters := self.adapters_of(sequences)) is not None:
-            inputs.adapters = torch.tensor(adapters).repeat_interleave(torch.tensor([len(ids) for ids in tokens]))
-        pending = [i for i, sequence in enumerate(sequences) if sequence.is_next_token_pending]
+            inputs.adapters = torch.tensor(adapters).repeat_interleave(inputs.cu_seqlens.diff())
         if pending:
             inputs = inputs.to(self._device)
             input_tokens = last_tokens.input_tokens
@@ -129,6 +129,11 @@ class RowInputs:
             at = inputs.cu_seqlens[on_device(pending, torch.int64, inputs.cu_seqlens.device)]
             inputs.tokens[at] = input_tokens[req_slots].to(inputs.tokens.device)
         return inputs
+
+    def _guesses_of(self, drafter: ModelDrafter) -> DeviceGuesses | None:
+        """Return guesses that the host does not know yet, if they are on the device of the inputs."""
+        guesses = drafter.pending
+        return guesses if isinstance(guesses, DeviceGuesses) and guesses.tokens.device == self._device else None
 
     def adapters_of(self, sequences: list[Sequence]) -> list[int] | None:
         """Return each row's adapter number, 0 for none. None: no row has an adapter."""

@@ -19,6 +19,7 @@ from rwkv_batch.core.draft_costs import (
     HOST_S,
     PROBE_SHARE,
     Candidate,
+    Choice,
     Chooser,
     ProbeBudget,
     Shape,
@@ -125,6 +126,36 @@ def test_certain_rates_are_possible(rate: float) -> None:
         assert rate == 0 or [len(one.tokens) for one in drafts if one is not None] == [3] * number
 
 
+def test_lengths_are_planned_while_the_step_before_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device waits for what the host does between two steps. Other rows need other lengths."""
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    speculation, num_chosen, best = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s), 0, Chooser.best
+
+    def counted(chooser: Chooser, min_gain: float) -> Choice:
+        nonlocal num_chosen
+        num_chosen += 1
+        return best(chooser, min_gain)
+
+    def lengths(rows: list[Any]) -> list[int]:
+        for row in rows:
+            row.sequence.draft = None
+        return [len(row.sequence.draft.tokens) for row in speculation.add_drafts(rows)]
+
+    monkeypatch.setattr(Chooser, "best", counted)
+    rows = [predicted(0.9) for _ in range(4)]
+    first = lengths(rows)
+    assert first == [3] * 4 and num_chosen == 1
+    speculation.plan_next()
+    assert num_chosen == 2
+    assert lengths(rows[::-1]) == first and num_chosen == 2, "the order of rows changes"
+    assert lengths(rows) == first and num_chosen == 3, "nothing was planned"
+    speculation.plan_next()
+    assert lengths(rows[:3]) == first[:3] and num_chosen == 5, "a row has left"
+    speculation.plan_next()
+    rows[0].sequence.request = make_request("", max_tokens=2)
+    assert lengths(rows[:3]) == [1, 3, 3] and num_chosen == 6, "its text ends"
+
+
 def predicted(rate: float) -> Any:
     """Return a row whose prediction is right with this chance."""
     return row_that_decodes(
@@ -132,8 +163,13 @@ def predicted(rate: float) -> Any:
     )
 
 
+class FakeSequence(SimpleNamespace):
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 def row_that_decodes(drafter: RowDrafter, max_tokens: int = 40) -> Any:
-    sequence = SimpleNamespace(
+    sequence = FakeSequence(
         draft=None,
         members=[],
         scored=None,

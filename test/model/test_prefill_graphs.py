@@ -21,7 +21,8 @@ from rwkv_batch.runner.graphs.prefill import (
     SIZES,
     VERIFY_SIZES,
     PrefillSize,
-    padded,
+    input_lengths,
+    pad,
     smallest_fitting,
     step_of_drafts,
     usable_sizes,
@@ -91,10 +92,18 @@ def forward(
     return stage.logits(x, inputs), [stage.state.wkv[kept], stage.state.shift[kept]]
 
 
+def staged(inputs: StepInputs, size: PrefillSize) -> dict[str, torch.Tensor]:
+    """Return a step's padded arrays."""
+    lengths = input_lengths(size.rows + 1, size.tokens) | {"logit_tokens": size.num_logits}
+    arrays = {name: np.full(length, -7) for name, length in lengths.items()}
+    pad(arrays, inputs, size)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
 @pytest.mark.parametrize("lengths", STEPS, ids=str)
 def test_padding_changes_nothing(stage: Stage, lengths: list[int]) -> None:
     inputs, size = step(lengths), size_for(lengths)
-    arrays = {name: torch.from_numpy(array) for name, array in padded(inputs, size).items()}
+    arrays = staged(inputs, size)
     assert len(arrays["tokens"]) == len(arrays["token_rows"]) == size.tokens == arrays["cu_seqlens"][-1]
     assert len(arrays["read_slots"]) == len(arrays["write_slots"]) == size.rows + 1
     assert arrays["cu_seqlens"].diff().min() >= 1, "no row without tokens"
@@ -114,7 +123,7 @@ def test_pieces_equal_the_whole_step(stage: Stage) -> None:
     pieces, size = GraphPieces(decode, 1), PrefillSize(4, PROMPT_TOKENS)
     inputs = step([200, 3, 250])
     assert smallest_fitting([PrefillSize(4, 128), size], inputs) == size and len(pieces.parts) == LAYERS
-    arrays = {name: torch.from_numpy(array) for name, array in padded(inputs, size).items()}
+    arrays = staged(inputs, size)
     padded_inputs = StepInputs(**arrays, max_seqlen=250)
     expected, actual = forward(stage, padded_inputs), forward(stage, padded_inputs, pieces)
     torch.testing.assert_close(actual[0], expected[0])
@@ -138,7 +147,7 @@ def test_a_step_with_a_draft_has_a_size_of_two_rows() -> None:
     inputs.logit_tokens = torch.arange(17)
     sizes = usable_sizes([], 64, verifies=True)
     size = smallest_fitting(sizes, inputs)
-    assert size == (2, 24, 24) and len(padded(inputs, size)["logit_tokens"]) == 24
+    assert size == (2, 24, 24) and staged(inputs, size)["logit_tokens"].tolist() == [*range(17), *[23] * 7]
     assert smallest_fitting(usable_sizes([], 64), inputs) == (32, 64, 0)
 
 
@@ -146,15 +155,15 @@ def test_a_step_with_a_draft_has_a_size_of_two_rows() -> None:
 def test_graphs_of_drafts_are_timed_with_rows_that_continue_others(size: PrefillSize) -> None:
     inputs = step_of_drafts(size)
     assert smallest_fitting([size], inputs) == size
-    lengths = np.diff(padded(inputs, size)["cu_seqlens"])
+    lengths = np.diff(staged(inputs, size)["cu_seqlens"])
     assert len(lengths) == size.rows + 1 and 0 < min(lengths) <= max(lengths) <= 1 + size.tokens // size.rows
     assert (inputs.read_slots[1::2] == CONTINUES).all() and (inputs.read_slots[::2] == ZERO_SLOT).all()
 
 
 def test_an_empty_step_is_all_padding() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
-    arrays = padded(
+    arrays = staged(
         StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), PrefillSize(4, 16)
     )
     assert arrays["cu_seqlens"].tolist() == [0, 3, 6, 9, 12, 16]
-    assert set(arrays["write_slots"]) == {DUMMY_SLOT}
+    assert set(arrays["write_slots"].tolist()) == {DUMMY_SLOT}

@@ -19,7 +19,7 @@ from torch import Tensor
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import StagedArrays, run_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
-from rwkv_batch.runner.graphs.prefill import PrefillSize, empty_step, input_lengths, padded
+from rwkv_batch.runner.graphs.prefill import PrefillSize, empty_step, input_lengths, pad
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
@@ -160,17 +160,14 @@ class MixedGraphs:
     ) -> None:
         """Stage a step on all devices. Stages padding too."""
         first, count, num_sampled = size.decoding, len(decoding["req_slots"]), size.num_sampled
-        padded_prompts = padded(prompts, size.prompts)
         padding = {"read_slots": ZERO_SLOT, "write_slots": DUMMY_SLOT, "req_slots": self._decode.dummy_req_slot}
         with self._staged.filling() as host:
-            host["tokens"][: size.prompts.tokens] = padded_prompts["tokens"]
-            for name in ("token_rows", "cu_seqlens", "logit_tokens"):
-                values = padded_prompts[name]
+            behind = {name: array if name == "tokens" else array[first:] for name, array in host.items()}
+            pad(behind, prompts, size.prompts)
+            prompts_lengths = (size.prompts.tokens, size.prompts.rows + 2, size.prompts.num_logits)
+            for name, length in zip(("token_rows", "cu_seqlens", "logit_tokens"), prompts_lengths, strict=True):
                 host[name][:first] = self._token_range[:first]
-                np.add(values, first, out=host[name][first : first + len(values)])
-            for name in ("read_slots", "write_slots"):
-                values = padded_prompts[name]
-                host[name][first : first + len(values)] = values
+                behind[name][:length] += first
             for name, number in padding.items():
                 host[name][:count] = decoding[name]
                 host[name][count:first] = number

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 from rwkv_batch.core.draft_costs import Shape
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
-from rwkv_batch.runner.graphs.capture import GraphStage, StagedArrays, run_stages
+from rwkv_batch.runner.graphs.capture import Array, GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces, Pieces
 from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
@@ -101,8 +101,7 @@ class StagedPrompts:
     def fill(self, inputs: StepInputs, size: PrefillSize) -> None:
         """Stage a step's inputs on all devices. Stages the padding too."""
         with self.arrays.filling() as host:
-            for name, values in padded(inputs, size).items():
-                host[name][: len(values)] = values
+            pad(host, inputs, size)
             end = 0
             for late in inputs.late_tokens:
                 first, end = end, end + len(late.places)
@@ -252,30 +251,27 @@ def _cost(size: PrefillSize) -> tuple[int, int, int]:
     return size.tokens, size.rows, size.num_logits  # a row of padding reads and writes a state
 
 
-def padded(inputs: StepInputs, size: PrefillSize) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Return a step's arrays, padded for a graph that fits it.
+def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> None:
+    """Write a step's inputs on the CPU and their padding into arrays [n] int64, for a graph that fits it.
 
     Padding rows share the padding tokens equally, at least one per row. One long padding row would be slower than the
     step's own rows.
     """
-    rows, tokens = len(inputs.read_slots), len(inputs.tokens)
+    rows, tokens, _ = shape_of(inputs)
+    cu_seqlens = arrays["cu_seqlens"][: size.rows + 2]
     missing = size.rows + 1 - rows
-    ends = tokens + np.arange(missing + 1) * (size.tokens - tokens) // missing
-    cu_seqlens = np.concatenate([inputs.cu_seqlens.numpy()[:-1], ends])
-
-    def filled(values: Tensor, length: int, padding: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        array = np.full(length, padding, dtype=np.int64)
-        array[: len(values)] = values.numpy()
-        return array
-
-    return {
-        "tokens": filled(inputs.tokens, size.tokens, 0),
-        "token_rows": np.repeat(np.arange(size.rows + 1), np.diff(cu_seqlens)),
-        "cu_seqlens": cu_seqlens,
-        "read_slots": filled(inputs.read_slots, size.rows + 1, ZERO_SLOT),
-        "write_slots": filled(inputs.write_slots, size.rows + 1, DUMMY_SLOT),
-        "logit_tokens": filled(inputs.logit_tokens, size.num_logits, size.tokens - 1),
-    }
+    cu_seqlens[:rows] = inputs.cu_seqlens.numpy()[:-1]
+    cu_seqlens[rows:] = tokens + np.arange(missing + 1) * (size.tokens - tokens) // missing
+    arrays["token_rows"][: size.tokens] = np.repeat(np.arange(size.rows + 1), cu_seqlens[1:] - cu_seqlens[:-1])
+    for name, values, length, padding in (
+        ("tokens", inputs.tokens, size.tokens, 0),
+        ("read_slots", inputs.read_slots, size.rows + 1, ZERO_SLOT),
+        ("write_slots", inputs.write_slots, size.rows + 1, DUMMY_SLOT),
+        ("logit_tokens", inputs.logit_tokens, size.num_logits, size.tokens - 1),
+    ):
+        array, count = arrays[name], len(values)
+        array[:count] = values.numpy()
+        array[count:length] = padding
 
 
 PIECE_TOKENS = tuple(PROMPT_TOKENS * part // 4 for part in (1, 2, 3, 4))
