@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -18,6 +17,7 @@ from routes.context import Context, News
 from routes.request.fields import error_value
 from routes.request.model_names import base_name, means_model, model_not_found
 from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ModelStatus, ServedModel
 
 _RETRY_S = 2.0
@@ -25,24 +25,7 @@ _FINAL_STATUSES = (ModelStatus.READY, ModelStatus.FAILED)
 _POLL_S = 2.0
 """Interval of checks. The supervisor's list is up to date after at most this time."""
 
-
-class ModelClient(Protocol):
-    """The connection to a model's engines."""
-
-    is_shutting_down: bool
-
-    @property
-    def num_jobs(self) -> int:
-        """Number of running jobs."""
-
-    def update(self, engines: Sequence[ServedModel]) -> None:
-        """Apply the supervisor's news of the model's engines."""
-
-    def stop(self) -> None:
-        """Close the connection."""
-
-
-Connect = Callable[[ServedModel], tuple[Context, ModelClient]]
+Connect = Callable[[ServedModel], tuple[Context, Fleet]]
 
 
 class ModelRegistry:
@@ -73,7 +56,7 @@ class ModelRegistry:
         self._numbers = itertools.count()
         self._pending: dict[int, Callable[[str | None, int], object]] = {}
         self._updated = News()
-        self._connected: dict[str, tuple[Context, ModelClient]] = {}
+        self._connected: dict[str, tuple[Context, Fleet]] = {}
         """By address."""
         self._used_names: set[str] = set()
         self._num_updates = 0

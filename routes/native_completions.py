@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import uuid
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -20,12 +20,12 @@ from routes.request.bodies import BatchBody, PromptBody, SamplingBody, Texts, ch
 from routes.request.fields import IgnoredValue
 from routes.request.jobs import BIG_BATCH_LABEL, make_job, make_rows, native_job, row_stops
 from routes.request_context import current_request
-from routes.response.batch_formatter import BatchFormatter, batch_output, make_decoder
+from routes.response.batch_formatter import BatchFormatter
 from routes.response.event_stream import OutputDecoder
-from routes.response.generate import call_engine
+from routes.response.generate import call_engine, run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import BatchAnswer, BatchChunk, BigBatchStatus, Cleaned
-from routes.route import SESSION_ERRORS, Route, Routes
+from routes.route import SESSION_ERRORS, Routes
 from rwkv_batch.calls import CancelJobs, CountJobs, GetStatus
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.request import Job
@@ -83,52 +83,67 @@ class BigBatchBody(BatchBody):
 
 
 _GENERATION: dict[str, Any] = {"is_generation": True, "answer": BatchAnswer, "events": (BatchChunk,)}
-ROUTES += [
-    Route(
-        "POST",
-        V1_PATH,
-        body=PromptBody,
-        summary="Continue many prompts, or one conversation, with the first available sampler of --samplers.",
-        description="Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow."
-        "\n\n"
-        "OpenAI's clients may send `messages` to this route too. A conversation with tools, `response_format`, `n` "
-        "above 1, log-probabilities, `logit_bias` or `reasoning_effort` has the fields and the answer of "
-        "`/openai/v1/chat/completions`.",
-        job=partial(native_job, label=V1_PATH),
-        output=batch_output,
-        **_GENERATION,
-        conversation_route=chat.ROUTES[0],
-        conversation_error_format=OPENAI_ERRORS,
-        errors=SESSION_ERRORS,
-        example=V1_EXAMPLE,
-    ),
-    Route(
-        "POST",
-        V2_PATH,
-        body=PaddedBody,
-        summary="Continue many prompts, or one conversation, with FlashInfer's sampler if available.",
-        description="Continue every prompt like /v1/chat/completions, with the same parameters and the same "
-        "distribution.",
-        job=partial(native_job, label=V2_PATH, sampler="flashinfer"),
-        output=batch_output,
-        **_GENERATION,
-        conversation_error_format=OPENAI_ERRORS,
-        errors=SESSION_ERRORS,
-        example={**V1_EXAMPLE, "pad_zero": True, "chunk_size": 128},
-    ),
-    Route(
-        "POST",
-        BIG_BATCH_PATH,
-        body=BigBatchBody,
-        summary="Continue many prompts as fast as possible. Only temperature and noise have an effect.",
-        description="Continue every prompt with minimal work per token. The answer is a stream unless `stream` is "
-        "false.",
-        job=partial(native_job, label=BIG_BATCH_LABEL),
-        output=lambda body, job: (BatchFormatter(body), make_decoder(body, job)),
-        **_GENERATION,
-        example={"contents": ["English: Good morning.\n\nChinese:"] * 2, "max_tokens": 64, "chunk_size": 8},
-    ),
-]
+_CONVERSATION: dict[str, Any] = {"conversation_error_format": OPENAI_ERRORS, "errors": SESSION_ERRORS, **_GENERATION}
+
+
+async def _respond(context: Context, body: BatchBody, job: Job, answer_id: str = "") -> HandlerResponse:
+    """Run a job and answer in the batch format.
+
+    Text of a thought begins with the tag that the prompt opened. Other text of a conversation loses its leading white
+    space, unless it is constrained.
+    """
+    opening = prompts.THINK_START if body.thinks else ""
+    strip = bool(body.messages) and not body.thinks and job.rows[0].constraint is None
+    decoder = OutputDecoder(job.num_rows, opening, strip)
+    return await run(context, job, BatchFormatter(body, answer_id=answer_id), decoder, body.stream)
+
+
+async def _respond_to_prompts(context: Context, body: PromptBody, label: str, sampler: str = "") -> HandlerResponse:
+    """Continue the prompts of a body. Answers to conversations have an id."""
+    answer_id = f"chatcmpl-{uuid.uuid4().hex}" if body.messages else ""
+    return await _respond(context, body, await native_job(context, body, label, sampler), answer_id)
+
+
+@ROUTES.add(
+    "POST",
+    V1_PATH,
+    "Continue many prompts, or one conversation, with the first available sampler of --samplers.",
+    conversation_route=chat.ROUTES[0],
+    example=V1_EXAMPLE,
+    **_CONVERSATION,
+)
+async def completions(context: Context, body: PromptBody) -> HandlerResponse:
+    """Continue every prompt. Answers are in the order of the prompts; `stream` sends them as they grow.
+
+    OpenAI's clients may send `messages` to this route too. A conversation with tools, `response_format`, `n` above 1,
+    log-probabilities, `logit_bias` or `reasoning_effort` has the fields and the answer of
+    `/openai/v1/chat/completions`.
+    """
+    return await _respond_to_prompts(context, body, V1_PATH)
+
+
+@ROUTES.add(
+    "POST",
+    V2_PATH,
+    "Continue many prompts, or one conversation, with FlashInfer's sampler if available.",
+    example={**V1_EXAMPLE, "pad_zero": True, "chunk_size": 128},
+    **_CONVERSATION,
+)
+async def padded_completions(context: Context, body: PaddedBody) -> HandlerResponse:
+    """Continue every prompt like /v1/chat/completions, with the same parameters and the same distribution."""
+    return await _respond_to_prompts(context, body, V2_PATH, "flashinfer")
+
+
+@ROUTES.add(
+    "POST",
+    BIG_BATCH_PATH,
+    "Continue many prompts as fast as possible. Only temperature and noise have an effect.",
+    example={"contents": ["English: Good morning.\n\nChinese:"] * 2, "max_tokens": 64, "chunk_size": 8},
+    **_GENERATION,
+)
+async def big_batch(context: Context, body: BigBatchBody) -> HandlerResponse:
+    """Continue every prompt with minimal work per token. The answer is a stream unless `stream` is false."""
+    return await _respond(context, body, await native_job(context, body, BIG_BATCH_LABEL))
 
 
 @ROUTES.add("GET", "/big_batch/completions-status", "Whether big_batch requests run.", answer=BigBatchStatus)
@@ -155,6 +170,9 @@ async def cancel_big_batch(context: Context) -> HandlerResponse:
 FIM_PATH = "/FIM/v1/batch-FIM"
 
 
+FIM_EXAMPLE = {"prefix": ["def add(a, b):\n    "], "suffix": ["\n\nprint(add(1, 2))"], "max_tokens": 64}
+
+
 class FimBody(SamplingBody):
     """Texts with a gap."""
 
@@ -167,26 +185,10 @@ class FimBody(SamplingBody):
         return self
 
 
-async def fim_job(context: Context, body: FimBody) -> Job:
+@ROUTES.add("POST", FIM_PATH, "Fill in the middle.", example=FIM_EXAMPLE, **_GENERATION)
+async def fill_in_the_middle(context: Context, body: FimBody) -> HandlerResponse:
+    """Fill the gap between each prefix and its suffix."""
     texts = [prompts.fill_in_the_middle(*pair) for pair in zip(body.prefix, body.suffix, strict=True)]
-    stops = row_stops(body, built_in=(prompts.FIM_STOP,))
-    rows = await make_rows(context, body, texts, stops, "prefix")
-    return make_job(rows, body, FIM_PATH)
-
-
-FIM_EXAMPLE = {"prefix": ["def add(a, b):\n    "], "suffix": ["\n\nprint(add(1, 2))"], "max_tokens": 64}
-
-
-ROUTES.append(
-    Route(
-        "POST",
-        FIM_PATH,
-        body=FimBody,
-        summary="Fill in the middle.",
-        description="Fill the gap between each prefix and its suffix.",
-        job=fim_job,
-        output=lambda body, job: (BatchFormatter(body, "FIM.completion"), OutputDecoder(job.num_rows)),
-        **_GENERATION,
-        example=FIM_EXAMPLE,
-    )
-)
+    rows = await make_rows(context, body, texts, row_stops(body, built_in=(prompts.FIM_STOP,)), "prefix")
+    formatter = BatchFormatter(body, "FIM.completion")
+    return await run(context, make_job(rows, body, FIM_PATH), formatter, OutputDecoder(len(rows)), body.stream)

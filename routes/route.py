@@ -23,8 +23,7 @@ from routes.request.ignored import validated
 from routes.request.jobs import offload_if_large
 from routes.request.model_names import means_model, model_not_found, parse_model_id, requested_state
 from routes.request_context import current_request, warn
-from routes.response.event_stream import OutputDecoder
-from routes.response.generate import ResponseFormatter, call_engine, run
+from routes.response.generate import call_engine
 from routes.response.http_response import (
     JSON,
     NATIVE_ERRORS,
@@ -36,14 +35,12 @@ from routes.response.http_response import (
 )
 from rwkv_batch.calls import ListStates, StateInfo
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from rwkv_batch.request import Job
 
 SESSION_ERRORS = (ErrorKind.SESSION_NOT_FOUND, ErrorKind.SESSION_BUSY, ErrorKind.SESSION_UNUSABLE)
 Handler = Callable[..., Awaitable[HandlerResponse]]
 """Gets the context, and the validated body or query if the route has one."""
 Handled = TypeVar("Handled", bound=Handler)
 Query = TypeVar("Query", bound=Fields)
-Output = tuple[ResponseFormatter, OutputDecoder]
 _MAX_SEARCHED = 65536
 """Length of a body's beginning in which its prompt's key is searched, if it is no JSON or was not parsed."""
 _PROMPT_KEY = re.compile(r'"(messages|contents)"\s*:')
@@ -62,20 +59,16 @@ class Upload(Generic[Query]):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method on one path: a handler, or `job` and `output` for a generation."""
+    """One method on one path, and its handler."""
 
     method: str
     path: str
     """May end with a parameter, `{name}`, which `query` or `body` declares. Its value may contain slashes."""
-    handle: Handler | None = None
+    handle: Handler
     body: type[Body] | None = None
     summary: str = ""
     description: str = ""
     """Text of the documentation. Empty: the handler's docstring."""
-    job: Callable[[Context, Any], Awaitable[Job]] | None = None
-    """Builds the job of a body."""
-    output: Callable[[Any, Job], Output] | None = None
-    """Makes the formatter and the decoder for the answer to a body and its job."""
     query: type[Fields] | None = None
     """Model of the query and the path's parameter."""
     ignored_query: tuple[str, ...] = ()
@@ -149,13 +142,9 @@ class Route:
         return self if takes_messages and not has_chat_only_fields(data) else other
 
     async def respond(self, context: Context, argument: Any) -> HandlerResponse:
-        """Call the handler, or generate and format the answer. Raises ServiceError."""
-        if self.handle is not None:
-            has_argument = self.body is not None or self.query is not None
-            return await (self.handle(context, argument) if has_argument else self.handle(context))
-        assert self.job is not None and self.output is not None, "a route without a handler generates"
-        job = await self.job(context, argument)
-        return await run(context, job, *self.output(argument, job), argument.stream)
+        """Call the handler. Raises ServiceError."""
+        has_argument = self.body is not None or self.query is not None
+        return await (self.handle(context, argument) if has_argument else self.handle(context))
 
     def error_format_for(self, body: object) -> ErrorFormat:
         """Return the error format for a body: its JSON value, or its bytes, which may be no JSON."""

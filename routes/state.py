@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import time
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
@@ -20,7 +19,7 @@ from routes.request_context import current_request, own_id, reachable_ids
 from routes.response import response_models
 from routes.response.batch_formatter import BatchFormatter
 from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import RowResult, call_engine
+from routes.response.generate import RowResult, call_engine, run
 from routes.response.http_response import (
     FILE,
     FileChunks,
@@ -30,10 +29,10 @@ from routes.response.http_response import (
     json_response,
     sse,
 )
-from routes.route import SESSION_ERRORS, Route, Routes, Upload
+from routes.route import SESSION_ERRORS, Routes, Upload
 from rwkv_batch.calls import DeleteSessions, ExportSession, ImportSession, ListSessions
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.request import Finish, Job
+from rwkv_batch.request import Finish
 from state_pool.session_key import SessionEntry, Tier, owner_of
 
 TURN_EXAMPLE = {
@@ -85,32 +84,29 @@ class DeleteBody(Body):
     delete_prefix: bool = Field(False, description="Delete every session whose id begins with `session_id`.")
 
 
-async def turn_job(context: Context, body: TurnBody, label: str) -> Job:
-    """Build the job of one turn. Raises ServiceError."""
+async def _respond(context: Context, body: TurnBody, label: str, formatter: BatchFormatter) -> HandlerResponse:
+    """Run one turn. Raises ServiceError."""
     prompt, stops = body.contents[0], row_stops(body, DEFAULT_STOPS)
     rows = await make_rows(context, body, [prompt], stops, "contents")
     rows = await as_turn(
         context, rows, prompt, body.session_id, prompt, "contents[0]", branch_from=body.branch_from, wait=body.wait
     )
-    return make_job(rows, body, label)
+    return await run(context, make_job(rows, body, label), formatter, OutputDecoder(1), body.stream)
 
 
-ROUTES.append(
-    Route(
-        "POST",
-        PATH,
-        body=TurnBody,
-        summary="Continue a session with stored state.",
-        description="Continue a session with one prompt. Prompt and answer are stored durably when the answer ends.",
-        job=partial(turn_job, label=PATH),
-        output=lambda body, _: (BatchFormatter(body), OutputDecoder(1)),
-        is_generation=True,
-        answer=response_models.BatchAnswer,
-        events=(response_models.BatchChunk,),
-        errors=SESSION_ERRORS,
-        example=TURN_EXAMPLE,
-    )
+@ROUTES.add(
+    "POST",
+    PATH,
+    "Continue a session with stored state.",
+    is_generation=True,
+    answer=response_models.BatchAnswer,
+    events=(response_models.BatchChunk,),
+    errors=SESSION_ERRORS,
+    example=TURN_EXAMPLE,
 )
+async def continue_session(context: Context, body: TurnBody) -> HandlerResponse:
+    """Continue a session with one prompt. Prompt and answer are stored durably when the answer ends."""
+    return await _respond(context, body, PATH, BatchFormatter(body))
 
 
 @ROUTES.add(
@@ -211,23 +207,19 @@ class DialogueFormatter(BatchFormatter):
             self._new_dialogue = finish.dialogue_idx
 
 
-ROUTES.append(
-    Route(
-        "POST",
-        BRANCH_PATH,
-        body=BranchBody,
-        summary="Branch off a dialogue of a session.",
-        description="Continue a dialogue of a session. Prompt and answer become a new dialogue, whose number is "
-        "returned.",
-        job=partial(turn_job, label=BRANCH_PATH),
-        output=lambda body, _: (DialogueFormatter(body), OutputDecoder(1)),
-        is_generation=True,
-        answer=response_models.DialogueAnswer,
-        events=(response_models.BatchChunk, response_models.DialogueMade),
-        errors=SESSION_ERRORS,
-        example={**TURN_EXAMPLE, "session_id": "story", "dialogue_idx": 0},
-    )
+@ROUTES.add(
+    "POST",
+    BRANCH_PATH,
+    "Branch off a dialogue of a session.",
+    is_generation=True,
+    answer=response_models.DialogueAnswer,
+    events=(response_models.BatchChunk, response_models.DialogueMade),
+    errors=SESSION_ERRORS,
+    example={**TURN_EXAMPLE, "session_id": "story", "dialogue_idx": 0},
 )
+async def branch(context: Context, body: BranchBody) -> HandlerResponse:
+    """Continue a dialogue of a session. Prompt and answer become a new dialogue, whose number is returned."""
+    return await _respond(context, body, BRANCH_PATH, DialogueFormatter(body))
 
 
 class ExportQuery(Fields):

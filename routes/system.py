@@ -190,7 +190,7 @@ async def requests(context: Context) -> HandlerResponse:
 @ROUTES.add("GET", "/openapi.json", "The OpenAPI document.")
 async def openapi(context: Context) -> HandlerResponse:
     """Return the OpenAPI document of this API."""
-    return json_response(await _openapi_document(context))
+    return json_response(await asyncio.to_thread(context.shared[OPENAPI_KEY]))  # streams continue while it is built
 
 
 @ROUTES.add("GET", "/version", "The version of the service, under vLLM's name.", answer=Version)
@@ -202,11 +202,5 @@ async def version(context: Context) -> HandlerResponse:
 @ROUTES.add("GET", "/docs", "This reference as a web page.", is_public=True, content_type="text/html")
 async def docs(context: Context) -> HandlerResponse:
     """Return every route with its fields, limits, errors and a curl command."""
-    content = page(await _openapi_document(context)).encode()
-    return HttpResponse(content, content_type="text/html; charset=utf-8")
-
-
-async def _openapi_document(context: Context) -> dict[str, Any]:
-    """Return the document. Streams of this process continue while a thread builds it."""
-    document: dict[str, Any] = await asyncio.to_thread(context.shared[OPENAPI_KEY])
-    return document
+    content = await asyncio.to_thread(page, context.shared[OPENAPI_KEY])
+    return HttpResponse(content.encode(), content_type="text/html; charset=utf-8")

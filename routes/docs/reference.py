@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import html
 import json
-import re
 import shlex
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from routes.docs.openapi import FORM
@@ -67,40 +66,39 @@ INTRODUCTION = (
     "during a turn, the turn may have been stored. The error says how to check.",
 )
 """Rules of all routes: a name in bold and the rule."""
+_RULES = "\n".join(f"- {rule}" for rule in INTRODUCTION)
+_ANSWER_HEAD = ("field", "type", "meaning")
+_PIPE = r"\|"
 ANSWERS = "Answers"
 ABOUT_ANSWERS = "These are the parts of answers. New fields may be added, so clients should ignore unknown fields."
 
 
-@dataclass(frozen=True, slots=True)
-class FieldLine:
-    name: str
-    type: str
-    default: str
-    limits: str
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One method on one path."""
+class Section(NamedTuple):
+    """One method on one path, or the fields of an answer or of a part of it."""
 
     title: str
     text: str
-    fields: list[FieldLine]
-    answers: list[str]
-    """Content types of a successful answer, with their schemas."""
-    errors: list[tuple[str, str]]
-    curl: str
+    rows: list[tuple[str, ...]]
+    """Fields of a method: name, type, default, limits and meaning. Of an answer: name, type and meaning."""
+    curl: str = ""
+    ends: tuple[str, ...] = ()
+    """Answers and errors of a method."""
+
+    @property
+    def markdown(self) -> str:
+        """The section without its title."""
+        parts = [
+            self.text,
+            *([f"```sh\n{self.curl}\n```"] if self.curl else []),
+            *map(_table, filter(None, [self.rows])),
+        ]
+        return "\n\n".join([*parts, *self.ends]) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerSchema:
-    """The fields of an answer, or of a part of it."""
-
-    name: str
-    text: str
-    fields: list[tuple[str, str, str]]
-    """Name, type and meaning."""
+def _table(rows: list[tuple[str, ...]]) -> str:
+    head = ("field", "type", "default", "limits", "meaning") if len(rows[0]) > len(_ANSWER_HEAD) else _ANSWER_HEAD
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', _PIPE) for cell in row)} |" for row in rows)])
 
 
 _FILES = {FILE: "session.safetensors", XML: "memory.tmx"}
@@ -126,7 +124,7 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
     known = schema.get("properties", {})
     fields += [_field(one["name"], one["schema"], one["required"]) for one in parameters if one["name"] not in known]
     (_, success), *failures = operation["responses"].items()
-    errors = [(status, one["description"]) for status, one in failures]
+    errors = " ".join(f"**{status}** {one['description']}" for status, one in failures)
     text = operation["description"] if "security" in operation else f"{operation['description']} Public."
     in_path = {one["name"]: one["example"] for one in parameters if one["in"] == "path"}
     command = curl(method, path.format(**in_path), body.get("example"))
@@ -142,14 +140,15 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
         else:
             option = "".join(f" --data-binary @{_FILES[kind]}" for kind in uploads) or f" -X {method}"
         command = f"curl{option} '{SERVER}{path}{'?' if query else ''}{query}'"
-    answers = [f"{kind} {' or '.join(_names(content))}".rstrip() for kind, content in good.items()]
-    return Section(f"{method} {path}", text, fields, answers, errors, command)
+    answers = "; ".join(f"{kind} {' or '.join(_names(content))}".rstrip() for kind, content in good.items())
+    ends = (f"Answer: {answers}.", *([f"Errors: {errors}"] if errors else []))
+    return Section(f"{method} {path}", text, fields, command, ends)
 
 
-def answer_schemas(document: dict[str, Any]) -> list[AnswerSchema]:
+def answer_schemas(document: dict[str, Any]) -> list[Section]:
     """Return all schemas of answers in the order of the routes. Parts follow the whole."""
     schemas = document["components"]["schemas"]
-    found: dict[str, AnswerSchema] = {}
+    found: dict[str, Section] = {}
 
     def enter(node: Any) -> None:
         for name in _names(node):
@@ -161,18 +160,18 @@ def answer_schemas(document: dict[str, Any]) -> list[AnswerSchema]:
     return list(found.values())
 
 
-def _answer_schema(name: str, schema: dict[str, Any]) -> AnswerSchema:
+def _answer_schema(name: str, schema: dict[str, Any]) -> Section:
     if "enum" in schema:
-        return AnswerSchema(name, f"{schema['description']} One of {', '.join(_types(schema))}.", [])
-    fields = []
+        return Section(name, f"{schema['description']} One of {', '.join(_types(schema))}.", [])
+    rows: list[tuple[str, ...]] = []
     for field, one in schema["properties"].items():
         types = list(dict.fromkeys(_types(one)))
         if field not in schema.get("required", ()):
             types.append("missing")
         elif any(branch.get("type") == "null" for branch in one.get("anyOf", [one])):
             types.append("null")
-        fields.append((field, " or ".join(types), one.get("description", "")))
-    return AnswerSchema(name, schema["description"], fields)
+        rows.append((f"`{field}`", " or ".join(types), one.get("description", "")))
+    return Section(name, schema["description"], rows)
 
 
 def _names(node: Any) -> Iterator[str]:
@@ -194,10 +193,11 @@ def curl(method: str, path: str, example: dict[str, Any] | None) -> str:
     return f"curl{flag} {SERVER}{path} -H 'Content-Type: application/json' -d {body}"
 
 
-def _field(name: str, schema: dict[str, Any], is_required: bool) -> FieldLine:
+def _field(name: str, schema: dict[str, Any], is_required: bool) -> tuple[str, ...]:
     default = "required" if is_required else json.dumps(schema.get("default"), ensure_ascii=False)
     limits = ", ".join(dict.fromkeys(_limits(schema)))
-    return FieldLine(name, " or ".join(dict.fromkeys(_types(schema))), default, limits, schema.get("description", ""))
+    kinds = " or ".join(dict.fromkeys(_types(schema)))
+    return f"`{name}`", kinds, f"`{default}`", limits, schema.get("description", "")
 
 
 def _branches(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -224,27 +224,11 @@ def _limits(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def markdown(document: dict[str, Any]) -> str:
-    rules = "\n".join(f"- {rule}" for rule in INTRODUCTION)
     opening = "After this page you can call every route. These rules hold for all of them:"
-    parts = [f"# {TITLE}\n\n{opening}\n\n{rules}\n\nWritten by `python -m routes.reference`.\n"]
-    for section in sections(document):
-        parts.append(f"## {section.title}\n\n{section.text}\n\n```sh\n{section.curl}\n```\n")
-        if section.fields:
-            rows = ["| field | type | default | limits | meaning |", "|---|---|---|---|---|"]
-            for one in section.fields:
-                cells = (f"`{one.name}`", one.type, f"`{one.default}`", one.limits, one.meaning)
-                rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-            parts.append("\n".join(rows) + "\n")
-        parts.append(f"Answer: {'; '.join(section.answers)}.\n")
-        if section.errors:
-            parts.append("Errors: " + " ".join(f"**{status}** {text}" for status, text in section.errors) + "\n")
+    parts = [f"# {TITLE}\n\n{opening}\n\n{_RULES}\n\nWritten by `python -m routes.reference`.\n"]
+    parts += [f"## {section.title}\n\n{section.markdown}" for section in sections(document)]
     parts.append(f"## {ANSWERS}\n\n{ABOUT_ANSWERS}\n")
-    for answer_schema in answer_schemas(document):
-        parts.append(f"### {answer_schema.name}\n\n{answer_schema.text}\n")
-        if answer_schema.fields:
-            rows = ["| field | type | meaning |", "|---|---|---|"]
-            rows += [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in answer_schema.fields]
-            parts.append("\n".join(rows) + "\n")
+    parts += [f"### {section.title}\n\n{section.markdown}" for section in answer_schemas(document)]
     return "\n".join(parts)
 
 
@@ -267,45 +251,21 @@ summary { font-weight: 600; cursor: pointer; padding: .3em 0; }
 """
 
 
-def page(document: dict[str, Any]) -> str:
-    """Return the reference as a web page without scripts and network access."""
-    body = "".join(map(_html_section, sections(document)))
-    body += f"<h2>{ANSWERS}</h2><p>{ABOUT_ANSWERS}</p>{''.join(map(_html_answer_schema, answer_schemas(document)))}"
+@cache
+def page(get_document: Callable[[], dict[str, Any]]) -> str:
+    """Return the reference as a web page without scripts and network access. Takes a second, once."""
+    from markdown_it import MarkdownIt  # takes 0.1 s, and few read this page
+
+    render = MarkdownIt("commonmark", {"html": False}).enable("table").render
+
+    def folded(some: list[Section]) -> str:
+        return "".join(
+            f"<details><summary>{html.escape(one.title)}</summary>{render(one.markdown)}</details>" for one in some
+        )
+
+    document = get_document()
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{TITLE}</title><style>{_STYLE}</style>"
-    rules = "".join(f"<li>{_prose(rule)}</li>" for rule in INTRODUCTION)
-    introduction = f'<ul>{rules}</ul><p><a href="/openapi.json">openapi.json</a></p>'
-    return f'<!doctype html><html lang="en">{head}<h1>{TITLE}</h1>{introduction}{body}</html>'
-
-
-def _prose(text: str) -> str:
-    """Return Markdown with bold and code as HTML."""
-    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", html.escape(text)))
-
-
-def _html_rows(rows: Iterable[tuple[str, ...]]) -> str:
-    return "".join("<tr>" + "".join(f"<td>{_prose(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-
-
-def _html_section(section: Section) -> str:
-    escape = html.escape
-    rows = _html_rows(
-        (f"`{one.name}`", one.type, f"`{one.default}`", one.limits, one.meaning) for one in section.fields
-    )
-    head = "<tr><th>field<th>type<th>default<th>limits<th>meaning</tr>"
-    table = f"<table>{head}{rows}</table>" if rows else ""
-    answers = "; ".join(map(escape, section.answers))
-    errors = "".join(f"<li><b>{status}</b> {_prose(text)}</li>" for status, text in section.errors)
-    return (
-        f"<details><summary>{escape(section.title)}</summary><p>{_prose(section.text)}</p>"
-        f"<pre>{escape(section.curl)}</pre>{table}<p>Answer: {answers}.</p><ul>{errors}</ul></details>"
-    )
-
-
-def _html_answer_schema(answer_schema: AnswerSchema) -> str:
-    rows = _html_rows(answer_schema.fields)
-    table = f"<table><tr><th>field<th>type<th>meaning</tr>{rows}</table>" if rows else ""
-    return (
-        f"<details><summary>{html.escape(answer_schema.name)}</summary><p>{_prose(answer_schema.text)}</p>"
-        f"{table}</details>"
-    )
+    body = f'<h1>{TITLE}</h1>{render(_RULES)}<p><a href="/openapi.json">openapi.json</a></p>'
+    body += folded(sections(document)) + f"<h2>{ANSWERS}</h2><p>{ABOUT_ANSWERS}</p>" + folded(answer_schemas(document))
+    return f'<!doctype html><html lang="en">{head}{body}</html>'

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from routes.request import prompts
-from routes.request.bodies import BatchBody, GenerationBody
-from routes.response.event_stream import OutputDecoder, RowUpdate
+from routes.request.bodies import GenerationBody
+from routes.response.event_stream import RowUpdate
 from routes.response.generate import BaseFormatter, RowResult
 from routes.response.http_response import OPENAI_ERRORS, error_body, sse
-from rwkv_batch.request import Finish, Job
+from rwkv_batch.request import Finish
 
 
 def usage(finishes: Sequence[Finish | None], n: int = 1) -> dict[str, Any]:
@@ -78,20 +76,3 @@ def _choice(index: int, row: RowResult) -> dict[str, Any]:
     if row.finish is not None and row.finish.error is not None:
         choice |= error_body(row.finish.error)
     return choice
-
-
-def batch_output(body: BatchBody, job: Job) -> tuple[BatchFormatter, OutputDecoder]:
-    """Return formatter and decoder of the batch format. Answers to conversations have an id."""
-    answer_id = f"chatcmpl-{uuid.uuid4().hex}" if body.messages else ""
-    return BatchFormatter(body, answer_id=answer_id), make_decoder(body, job)
-
-
-def make_decoder(body: BatchBody, job: Job) -> OutputDecoder:
-    """Return the decoder of a batch answer.
-
-    Text of a thought begins with the tag that the prompt opened. Other text of a conversation loses its leading white
-    space, unless it is constrained.
-    """
-    opening = prompts.THINK_START if body.thinks else ""
-    strip = bool(body.messages) and not body.thinks and job.rows[0].constraint is None
-    return OutputDecoder(job.num_rows, opening, strip)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from routes.request_context import current_request
 from routes.response.http_response import (
@@ -18,6 +18,7 @@ from routes.response.http_response import (
     HandlerResponse,
     HttpResponse,
     StreamedResponse,
+    StreamFormat,
     to_json,
 )
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
@@ -28,37 +29,9 @@ HEARTBEAT_INTERVAL_S = 0.25
 START_WAIT_S = 2.0
 """How long a stream waits for its first output before its status is sent."""
 UNWRITABLE = ErrorInfo(kind=ErrorKind.INTERNAL, message="the answer could not be written; the server's log says why")
-
-
-class JsonChunks(Iterator[bytes]):
-    """A JSON answer whose status and headers are sent. White space follows until the value is ready."""
-
-    def __init__(self, task: asyncio.Task[HttpResponse], error_format: ErrorFormat) -> None:
-        self._task = task
-        self._loop = asyncio.get_running_loop()
-        self._error_format = error_format
-        self._is_over = threading.Event()
-        task.add_done_callback(lambda _: self._is_over.set())
-        self.ended = False
-
-    def __next__(self) -> bytes:
-        if self.ended:
-            raise StopIteration
-        if not self._is_over.wait(HEARTBEAT_INTERVAL_S):
-            return BLANK
-        self.ended = True
-        try:
-            return self._task.result().body  # its status comes too late: 200 is sent
-        except ServiceError as error:
-            current_request().error_kind = error.info.kind
-            return to_json(self._error_format.body(error.info))
-        except Exception:  # the client gets an error body
-            logger.exception("an answer could not be written")
-            return to_json(self._error_format.body(UNWRITABLE))
-
-    def close(self) -> None:
-        if not self._task.done():
-            self._loop.call_soon_threadsafe(self._task.cancel)
+Result = TypeVar("Result")
+_JSON_STREAM = StreamFormat(JSON, to_json, b"", BLANK)
+"""White space until the one value is ready."""
 
 
 async def with_early_head(
@@ -68,13 +41,14 @@ async def with_early_head(
 
     For clients that give up without them and send the request again. Raises ServiceError before that time.
     """
-    task = asyncio.ensure_future(answer)
+    chunks = EventChunks(replace(error_format, stream=_JSON_STREAM))
+    task = chunks.run(answer)
     try:
         await asyncio.wait([task], timeout=head_after_s)
     except asyncio.CancelledError:  # nobody will read the answer
         task.cancel()
         raise
-    return task.result() if task.done() else StreamedResponse(JsonChunks(task, error_format), JSON)
+    return task.result() if task.done() else StreamedResponse(chunks, JSON)
 
 
 class SharedAnswers:
@@ -100,13 +74,13 @@ class SharedAnswers:
 
 
 class EventChunks(Iterator[bytes]):
-    """A stream of a task's events. The last one is the task's error, if it failed."""
+    """A stream of a task's events. The last one is the task's answer, or its error."""
 
     def __init__(self, error_format: ErrorFormat) -> None:
         self._format = error_format
         self._events: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self.started = asyncio.Event()
         """Set by the first event."""
         self.ended = False
@@ -128,11 +102,11 @@ class EventChunks(Iterator[bytes]):
         self._events.put(self._format.stream.event(event))
         self.started.set()
 
-    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start the task, which calls `send`. The stream ends with it."""
-        self._task = asyncio.ensure_future(work)
-        self._task.add_done_callback(lambda _: self._events.put(None))
-        return self._task
+    def run(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Start the task, which may call `send`. The stream ends with it."""
+        self._task = task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda _: self._events.put(None))
+        return task
 
     def close(self) -> None:
         if self._task is not None and not self._task.done():
@@ -140,9 +114,12 @@ class EventChunks(Iterator[bytes]):
 
     def _last_event(self) -> bytes:
         assert self._task is not None
-        error = None if self._task.cancelled() else self._task.exception()
-        if error is None:
+        if self._task.cancelled():
             return b""
+        error = self._task.exception()
+        if error is None:
+            answer = self._task.result()
+            return answer.body if isinstance(answer, HttpResponse) else b""  # its status comes too late: 200 is sent
         info = error.info if isinstance(error, ServiceError) else UNWRITABLE
         if info is UNWRITABLE:
             logger.error("a stream failed", exc_info=error)

@@ -137,16 +137,15 @@ def test_every_route_is_described() -> None:
 
 def test_every_field_has_its_default_its_limits_and_a_meaning() -> None:
     for section in sections(DOCUMENT):
-        for field in section.fields:
-            assert field.default, f"{section.title}: {field.name}"
-            assert field.meaning, f"{section.title}: {field.name}"
+        for name, _, default, _, meaning in section.rows:
+            assert default.strip("`") and meaning, f"{section.title}: {name}"
     for shape in answer_schemas(DOCUMENT):
         assert shape.text
-        assert all(kind for _, kind, _ in shape.fields), shape.name
-    limits = {field.name: field.limits for field in sections(DOCUMENT)[0].fields}
-    assert limits["temperature"] == "≥ 0, ≤ 100"
-    assert limits["stop_tokens"] == "≤ 64 entries"
-    assert limits["session_id"] == "≥ 1 characters, ≤ 256 characters"
+        assert all(kind for _, kind, _ in shape.rows), shape.title
+    limits = {name: limits for name, _, _, limits, _ in sections(DOCUMENT)[0].rows}
+    assert limits["`temperature`"] == "≥ 0, ≤ 100"
+    assert limits["`stop_tokens`"] == "≤ 64 entries"
+    assert limits["`session_id`"] == "≥ 1 characters, ≤ 256 characters"
 
 
 def test_the_reference_is_up_to_date() -> None:
@@ -192,7 +191,7 @@ def test_docs_need_no_network(service: Service) -> None:
     links.feed(answer.text)
     assert links.loaded == []
     assert "url(" not in answer.text
-    assert "<b>Models.</b> <code>model</code> names" in answer.text and "`" not in answer.text
+    assert "<strong>Models.</strong> <code>model</code> names" in answer.text and "`" not in answer.text
     for route in ROUTES:
         assert f"<summary>{route.method} {route.path}</summary>" in answer.text
 
