@@ -22,7 +22,7 @@ from programs.batch.formats import FileFormat, combine_formats, format_of, unkno
 from programs.batch.glossary import load_glossary
 from programs.batch.inputs import STDIN, Input
 from programs.batch.lines import LineWorker
-from programs.batch.options import Options, check_settings, flag_of, parse_options
+from programs.batch.options import Options, RunOptions, check_settings, flag_of, parse_options
 from programs.batch.outputs import STDOUT, ReorderBuffer
 from programs.batch.progress import Reporter, RunStats
 from programs.batch.run import Run
@@ -154,8 +154,7 @@ def _document_job(options: Options) -> DocumentJob | None:
     ):
         if is_given:
             raise SettingsError(f"{flag} is for files of lines, and {options.input} is a document; leave it out")
-    names = ("input", "output", "glossary", "limit", "url", "max_in_flight", "retry", "fresh", "progress")
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in RunOptions.__struct_fields__}
     return DocumentJob(TranslateOptions(target_lang=task.target_lang, source_lang=task.source_lang, **given))
 
 

@@ -36,32 +36,36 @@ _RARE = (
 """Flags that only --help-all shows."""
 _SERVICE_FLAGS = ("--password", "--password-file", "--log-format", "--log-level")
 """Settings that are allowed with --url."""
-_URL_HELP = "running service to use instead of an engine in this process; --password-file FILE has its password or key"
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a run. The engine's flags are settings."""
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that `batch` and `translate` share. The engine's flags are settings."""
 
     input: str
-    output: str
-    task_options: TaskOptions
-    out_field: str
-    id_field: str = ""
+    output: str = ""
     form: str = ""
     """Input format. "": by the input's name."""
+    glossary: str = ""
+    limit: int = 0
     url: str = ""
     """URL of a service. "": an engine in this process."""
     max_in_flight: int = 0
-    order: str = "keep"
     retry: int = 8
-    errors: str = ""
-    dedupe: bool = False
-    glossary: str = ""
-    limit: int = 0
-    shard: tuple[int, int] = (1, 1)
-    dry_run: bool = False
     fresh: bool = False
     progress: str = "auto"
+
+
+class Options(RunOptions, frozen=True, kw_only=True):
+    """Options of a run over lines."""
+
+    task_options: TaskOptions
+    out_field: str
+    id_field: str = ""
+    order: str = "keep"
+    errors: str = ""
+    dedupe: bool = False
+    shard: tuple[int, int] = (1, 1)
+    dry_run: bool = False
 
 
 def count(text: str) -> int:
@@ -143,7 +147,6 @@ def build_translate_parser() -> CommandParser:
     add("-s", "--source-lang", default="auto", help="ISO code or name; default: auto, detected for each text")
     add("--bilingual", action="store_true", help="keep each text, with its translation after it")
     add("--column", default="", help="column of a CSV or TSV file; default: text, or the only one")
-    add("--glossary", default="", metavar="FILE", help="terms and translations: JSON, or CSV or TSV with two columns")
     add("--instruction", default="", help='instruction for the model, like "Use short sentences."')
     add("--formality", choices=("default", "more", "less"), default="default", help="more or less formal")
     add(
@@ -152,23 +155,26 @@ def build_translate_parser() -> CommandParser:
         metavar="FILE",
         help="write a CSV with each text, its translation and what may be wrong with it",
     )
-    add(
-        "--format",
-        choices=FORMATS,
-        default="",
-        dest="form",
-        metavar="FORMAT",
-        help="format, if the name does not show it",
-    )
     add("--encoding", default="", help="encoding of a text file; default: detected")
-    add("--limit", type=count, default=0, help="number of texts to translate; the others stay")
-    add("--url", default="", help=_URL_HELP)
-    add("--max-in-flight", type=count, default=0, help="requests in flight; 0: by the backend")
-    add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
-    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT and OUTPUT{SUFFIX}")
-    add("--progress", choices=progress.PROGRESS_FORMATS, default="auto", help="auto: a bar on a terminal")
+    _add_shared(add, FORMATS)
     parser.hide("--format", "--encoding", "--limit", "--max-in-flight", "--retry", "--progress")
     return parser
+
+
+def _add_shared(add: Callable[..., Any], formats: Sequence[str]) -> None:
+    """Add the flags of `RunOptions`."""
+    about = "input format, if the name does not show it"
+    add("--format", choices=formats, default="", dest="form", metavar="FORMAT", help=about)
+    add("--glossary", default="", metavar="FILE", help="terms and translations: JSON, or CSV or TSV with two columns")
+    add("--limit", type=count, default=0, help="number of lines or texts to process")
+    about = "running service to use instead of an engine in this process; its password is in --password-file FILE"
+    add("--url", default="", help=about)
+    about = "requests in flight; 0: 256 to a service, by memory for an engine in this process"
+    add("--max-in-flight", type=count, default=0, help=about)
+    add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
+    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT, its error file and OUTPUT{SUFFIX}")
+    about = "auto: a bar on a terminal, otherwise plain lines"
+    add("--progress", choices=progress.PROGRESS_FORMATS, default="auto", help=about)
 
 
 def _add_task(parser: argparse.ArgumentParser) -> None:
@@ -185,15 +191,6 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
         default="",
         help="prompt with fields, e.g. 'Summarise: {text}'; @FILE reads a file",
     )
-    add(
-        "--format",
-        choices=FORMAT_NAMES,
-        default="",
-        dest="form",
-        metavar="FORMAT",
-        help="input format, if the name does not show it",
-    )
-    add("--glossary", default="", metavar="FILE", help="terms and translations: JSON, or CSV or TSV with two columns")
 
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
@@ -208,27 +205,12 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the run").add_argument
-    add("--url", default="", help=_URL_HELP)
-    add(
-        "--max-in-flight",
-        type=count,
-        default=0,
-        help="requests in flight; 0: 256 to a service, by memory for an engine in this process",
-    )
+    _add_shared(add, FORMAT_NAMES)
     add("--order", choices=("keep", "done"), default="keep", help="order of the output; done: as lines finish")
-    add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
     add("--errors", default="", metavar="FILE", help=f"JSON lines of the failures; default: OUTPUT{ERRORS_SUFFIX}")
     add("--dedupe", action="store_true", help="answer equal lines once")
-    add("--limit", type=count, default=0, help="number of input lines to process")
     add("--shard", type=_shard, default=(1, 1), help="i/n: every n-th line, starting at the i-th")
     add("--dry-run", action="store_true", help="count lines and tokens, and estimate the time from a sample")
-    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT, its error file and OUTPUT{SUFFIX}")
-    add(
-        "--progress",
-        choices=progress.PROGRESS_FORMATS,
-        default="auto",
-        help="auto: a bar on a terminal, otherwise plain lines",
-    )
 
 
 def flag_of(name: str) -> str:

@@ -27,7 +27,7 @@ from programs.batch.files import RunFiles, check_different, error_line
 from programs.batch.glossary import load_glossary
 from programs.batch.inputs import STDIN, Line
 from programs.batch.lines import LineWorker
-from programs.batch.options import ERRORS_SUFFIX, build_translate_parser, check_settings
+from programs.batch.options import ERRORS_SUFFIX, RunOptions, build_translate_parser, check_settings
 from programs.batch.outputs import STDOUT, OutputFile, ReorderBuffer, StandardError, StandardOutput
 from programs.batch.progress import Reporter, RunStats
 from programs.batch.run import Run
@@ -53,29 +53,17 @@ from rwkv_batch.translation.plan import AUTO
 from rwkv_batch.translation.prompts import default_style
 
 
-class TranslateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a run."""
+class TranslateOptions(RunOptions, frozen=True, kw_only=True):
+    """Options of a run. `output` "": the input's name with the language."""
 
-    input: str
     target_lang: str
-    output: str = ""
-    """"": the input's name with the language."""
     source_lang: str = AUTO
-    form: str = ""
-    """Format. "": by the input's name."""
     column: str = ""
     encoding: str = ""
     bilingual: bool = False
-    glossary: str = ""
     instruction: str = ""
     formality: str = "default"
     review: str = ""
-    limit: int = 0
-    url: str = ""
-    max_in_flight: int = 0
-    retry: int = 8
-    fresh: bool = False
-    progress: str = "auto"
 
 
 def main(arguments: Sequence[str]) -> int:
