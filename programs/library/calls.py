@@ -181,13 +181,8 @@ async def _answer(engine: EngineThread, path: str, body: dict[str, Any]) -> Any:
     """Returns a route's answer. Raises LLMError."""
     reply = await call_handler(engine.context, path, body, client="library", priority=Priority.INTERACTIVE)
     if reply.status != _OK:
-        run_with_callback = reply.value if isinstance(reply.value, dict) else {}
-        raise LLMError(
-            reply.reason,
-            status=reply.status,
-            field=run_with_callback.get("field"),
-            given=run_with_callback.get("given"),
-        )
+        error = reply.value if isinstance(reply.value, dict) else {}
+        raise LLMError(reply.reason, status=reply.status, field=error.get("field"), given=error.get("given"))
     return reply.value
 
 
@@ -200,17 +195,8 @@ async def score(
     engine: EngineThread, contents: list[str], candidates: list[str] | list[list[str]], logprobs: bool
 ) -> list[list[Score]]:
     body = {"contents": contents, "candidates": candidates, "logprobs": logprobs}
-    run_with_callback = (await _answer(engine, SCORE, body))["scores"]
-    return [[_score(one) for one in content["candidates"]] for content in run_with_callback]
-
-
-def _score(run_with_callback: dict[str, Any]) -> Score:
-    return Score(
-        logprob=run_with_callback["logprob"],
-        tokens=run_with_callback["tokens"],
-        is_greedy=run_with_callback["is_greedy"],
-        token_logprobs=run_with_callback.get("token_logprobs", []),
-    )
+    scores = (await _answer(engine, SCORE, body))["scores"]
+    return [msgspec.convert(content["candidates"], list[Score]) for content in scores]
 
 
 async def sessions(engine: EngineThread) -> dict[str, str]:

@@ -34,8 +34,8 @@ def as_llm_error(error: ServiceError | ErrorInfo) -> LLMError:
 
 
 _SEEDS = 2**64
-_SAME = ("min_p", "repetition_penalty", "min_tokens", "bad_words", "include_stop_str_in_output", "prompt_logprobs")
-"""Parameters that are fields of the routes."""
+_CONVERTED = {"top_k", "presence_penalty", "frequency_penalty", "seed", "stop_token_ids", "logit_bias", "logprobs"}
+"""Parameters with another form than the routes' fields of these names."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,34 +102,19 @@ def _fields(params: SamplingParams, first: int, streams: bool, body: type[OpenAI
     """Return the fields of both bodies. Raises TypeError for an unknown one in `extra_args`."""
     if unknown := params.extra_args.keys() - body.model_fields.keys():
         raise TypeError(f"extra_args: {', '.join(sorted(unknown))} are no fields of a request; remove them")
+    same = [name for name in SamplingParams.__struct_fields__ if name in body.model_fields and name not in _CONVERTED]
     fields: dict[str, Any] = {
-        "n": params.n,
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
+        **{name: getattr(params, name) for name in same if name != "pad_zero" or params.pad_zero},
         "top_k": max(params.top_k, 0),
         "alpha_presence": params.presence_penalty,
         "alpha_frequency": params.frequency_penalty,
         "alpha_decay": params.penalty_decay,
         "seed": None if params.seed is None else (params.seed + first * params.n) % _SEEDS,
-        "stop": params.stop,
-        "ignore_eos": params.ignore_eos,
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
-        "state": params.state,
-        "adapter": params.adapter,
-        "json_schema": params.json_schema,
-        "regex": params.regex,
-        "choice": params.choice,
-        "grammar": params.grammar,
-        "timeout_s": params.timeout_s,
-        "truncate_prompt_tokens": params.truncate_prompt_tokens,
         "stream": streams,
         "chunk_size": 1,
-        **{name: getattr(params, name) for name in _SAME},
         **params.extra_args,
     }
-    if params.pad_zero:
-        fields["pad_zero"] = True
     if params.stop_token_ids is not None:
         fields["stop_tokens"] = params.stop_token_ids
     return fields
