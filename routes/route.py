@@ -275,17 +275,18 @@ async def full_response(context: Context, route: Route, data: object) -> HttpRes
 
     `set_current_request` must have set the task's request context.
     """
-    response = await response_or_error(route, _run_handler(context, route, data), lambda: data)
+    response = await response_or_error(route, run_handler(context, route, data), lambda: data)
     if isinstance(response, StreamedResponse):
         response.chunks.close()
         return error_response(_STREAM_NOT_ALLOWED, route.error_format_for(data))
     return response
 
 
-async def _run_handler(context: Context, route: Route, data: object) -> HandlerResponse:
+async def run_handler(context: Context, route: Route, data: object, *, may_stream: bool = False) -> HandlerResponse:
+    """Answer a body not received by HTTP. Raises ServiceError, also for a stream unless `may_stream`."""
     route = route.serving(data)
     assert route.body is not None
-    if isinstance(data, dict) and data.get("stream") is True:
+    if isinstance(data, dict) and data.get("stream") is True and not may_stream:
         raise ServiceError.from_info(_STREAM_NOT_ALLOWED)
     context = await model_context(context, route, data)
     body = await validated_body(context, route, route.body, data, 0)

@@ -23,11 +23,12 @@ class RemoteService:
     """A Backend: the service at a URL. One event loop."""
 
     def __init__(self, url: str, password: str) -> None:
-        self._url = url.rstrip("/")
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._headers = {"Authorization": f"Bearer {password}"} if password else {}
         self._session: aiohttp.ClientSession | None = None
 
-    def _client(self) -> aiohttp.ClientSession:
+    def client(self) -> aiohttp.ClientSession:
+        """Return the connections to the service. Opens none."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
             connector = aiohttp.TCPConnector(limit=0, socket_factory=_keepalive_socket)
@@ -39,29 +40,29 @@ class RemoteService:
     async def model(self) -> str:
         """See Backend."""
         try:
-            async with self._client().get(f"{self._url}/openai/v1/models") as answer:
-                status, value = answer.status, _parse_body(await answer.read())
+            async with self.client().get(f"{self.url}/openai/v1/models") as answer:
+                status, value = answer.status, parse_body(await answer.read())
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise RunError(
-                f"no service at {self._url} ({_error_text(error)}); check --url, or start the service"
+                f"no service at {self.url} ({_error_text(error)}); check --url, or start the service"
             ) from None
         if status != _OK:
             remedy = "; give it with --password-file FILE" if status == _UNAUTHORIZED else ""
-            raise RunError(f"the service at {self._url} refuses: {Reply(status, value).reason}{remedy}")
+            raise RunError(f"the service at {self.url} refuses: {Reply(status, value).reason}{remedy}")
         try:
             return ",".join(one["id"] for one in value["data"])
         except (KeyError, TypeError):
-            raise RunError(f"the server at {self._url} is not an rwkv-batch service; check --url") from None
+            raise RunError(f"the server at {self.url} is not an rwkv-batch service; check --url") from None
 
     async def open(self) -> int:
         return _IN_FLIGHT
 
     async def request(self, path: str, body: dict[str, Any]) -> Reply:
         try:
-            async with self._client().post(self._url + path, json={"priority": "batch", **body}) as answer:
-                value = _parse_body(await answer.read())
+            async with self.client().post(self.url + path, json={"priority": "batch", **body}) as answer:
+                value = parse_body(await answer.read())
         except (aiohttp.ClientError, OSError) as error:
-            return Reply(UNREACHABLE, f"the service at {self._url} cannot be reached ({_error_text(error)})")
+            return Reply(UNREACHABLE, f"the service at {self.url} cannot be reached ({_error_text(error)})")
         status = answer.status
         if status == _OK and not (isinstance(value, dict) and "error" not in value):
             status = _FAILED  # of another server, or an error of an older service
@@ -84,7 +85,8 @@ def _keepalive_socket(address: AddrInfoType) -> socket.socket:
     return made
 
 
-def _parse_body(body: bytes) -> Any:
+def parse_body(body: bytes) -> Any:
+    """Return a body's JSON value, or the beginning of its text."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

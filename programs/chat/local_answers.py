@@ -9,14 +9,15 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from programs.backends.backend import Reply
 from programs.backends.local_engine import LocalEngine
-from programs.chat.answer_sources import pieces_of, reason_of
+from programs.backends.remote_service import parse_body
+from programs.chat.answer_sources import pieces_of
 from programs.chat.conversation import ConsoleError, Piece
 from routes.native_completions import ROUTES
-from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
-from routes.response.http_response import HandlerResponse, HttpResponse
-from routes.route import response_or_error
+from routes.response.http_response import HttpResponse
+from routes.route import response_or_error, run_handler
 
 
 class LocalAnswers:
@@ -35,11 +36,10 @@ class LocalAnswers:
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """See AnswerSource."""
         route = ROUTES[0]
-        assert route.body is not None
         set_current_request(RequestContext(method="POST", route=route.path, client="console"))
-        reply = await response_or_error(route, self._handle(body))
+        reply = await response_or_error(route, run_handler(self._engine.context, route, body, may_stream=True))
         if isinstance(reply, HttpResponse):
-            raise ConsoleError(reason_of(reply.body, reply.status))
+            raise ConsoleError(Reply(reply.status, parse_body(reply.body)).reason)
         chunks = reply.chunks
         try:
             while not chunks.ended:
@@ -48,11 +48,6 @@ class LocalAnswers:
                         yield piece
         finally:
             chunks.close()
-
-    async def _handle(self, body: dict[str, Any]) -> HandlerResponse:
-        route = ROUTES[0]
-        assert route.body is not None
-        return await route.respond(self._engine.context, validate(route.body, body))
 
     async def close(self) -> None:
         await self._engine.close()
