@@ -50,8 +50,7 @@ ANSWER_404 = (
 """Routes whose examples need something that is missing: an object, a file, or several engines."""
 EXAMPLES = 200 if IS_LONG else 2
 OWN_ROUTES = {
-    (one.method, one.handle, one.job, one.output, one.body, one.query, id(one.conversation_route)): one
-    for one in reversed(ROUTES)
+    (one.method, one.handle, one.body, one.query, id(one.conversation_route)): one for one in reversed(ROUTES)
 }
 """Routes without those that are another name of an earlier one."""
 INPUTS = [
