@@ -82,10 +82,9 @@ class Console:
     def handle_command(self, line: str) -> str:
         """Executes a slash command and returns its output. Raises ConsoleError."""
         name, _, rest = line[1:].strip().partition(" ")
-        command = _COMMANDS.get(name)
-        if command is None:
+        if name not in _COMMANDS:
             raise ConsoleError(f"there is no /{name}; /help lists the commands")
-        return command(self, rest.strip())
+        return _COMMANDS[name][0](self, rest.strip())
 
     def set(self, name: str, value: Any) -> None:
         """Changes a setting. None resets it to the default. Raises ConsoleError."""
@@ -105,7 +104,7 @@ class Console:
 
 
 def _help(console: Console, rest: str) -> str:
-    return "\n".join(f"/{name:<7} {_HELP_TEXTS[name]}" for name in _COMMANDS)
+    return "\n".join(f"/{name:<7} {text}" for name, (_, text) in _COMMANDS.items())
 
 
 def _branch(console: Console, rest: str) -> str:
@@ -176,30 +175,18 @@ def _quit(console: Console, rest: str) -> str:
     return ""
 
 
-_COMMANDS: dict[str, Callable[[Console, str], str]] = {
-    "branch": _branch,
-    "undo": _undo,
-    "save": _save,
-    "load": _load,
-    "reset": _reset,
-    "set": _set,
-    "model": _model,
-    "state": _state,
-    "stats": _stats,
-    "help": _help,
-    "quit": _quit,
+_COMMANDS: dict[str, tuple[Callable[[Console, str], str], str]] = {
+    "branch": (_branch, "[NAME]: a copy of the conversation, or an earlier branch; without NAME: list"),
+    "undo": (_undo, "[N]: remove the last N turns"),
+    "save": (_save, "FILE: all branches and settings"),
+    "load": (_load, "FILE: branches and settings that /save wrote"),
+    "reset": (_reset, "forget the conversation"),
+    "set": (_set, "NAME VALUE: as temperature 0.5; without VALUE: the default; alone: list"),
+    "model": (_model, "[NAME]: use another model; without NAME: list"),
+    "state": (_state, "[NAME]: start from a tuned state; without NAME: from none"),
+    "stats": (_stats, "tokens and speed of the last answer"),
+    "help": (_help, "this"),
+    "quit": (_quit, "leave; so does Ctrl-D"),
 }
-_HELP_TEXTS = {
-    "branch": "[NAME]: a copy of the conversation, or an earlier branch; without NAME: list",
-    "undo": "[N]: remove the last N turns",
-    "save": "FILE: all branches and settings",
-    "load": "FILE: branches and settings that /save wrote",
-    "reset": "forget the conversation",
-    "set": "NAME VALUE: as temperature 0.5; without VALUE: the default; alone: list",
-    "model": "[NAME]: use another model; without NAME: list",
-    "state": "[NAME]: start from a tuned state; without NAME: from none",
-    "stats": "tokens and speed of the last answer",
-    "help": "this",
-    "quit": "leave; so does Ctrl-D",
-}
+"""Name -> function and help."""
 NAMES = tuple(f"/{name}" for name in _COMMANDS)
