@@ -19,8 +19,8 @@ from routes.response.generate import RowResult, run_full
 from routes.response.http_response import HandlerResponse
 from routes.response.response_models import Scores
 from routes.route import Routes
-from rwkv_batch.errors import ErrorKind, ServiceError, invalid
-from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs
+from rwkv_batch.errors import ErrorKind, invalid
+from rwkv_batch.request import GenerateRequest, PromptLogprobs
 
 EXAMPLE = {"contents": ["The capital of France is"], "candidates": [" Paris", " London", " a river"]}
 ROUTES = Routes()
@@ -30,8 +30,6 @@ MAX_SCORED_TOKENS = 1_000_000
 """Limit of candidate tokens per request. Their log-probabilities stay in memory until the answer is complete."""
 MAX_ROW_TOKENS = 16_000_000
 """Limit of the tokens of all rows, each with its prompt. They stay in memory until the last row has run."""
-MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON does not have, as in OpenAI's answers."""
 
 
 class ScoreBody(FixedSamplingFields, PriorityFields, PrefixCacheFields, ModelFields):
@@ -124,8 +122,6 @@ class ScoreFormatter:
 
     def full_body(self, results: list[RowResult]) -> dict[str, Any]:
         """Return the answer's body. Raises ServiceError if a row failed."""
-        for result in results:
-            _check_finished(result)
         remaining, scores = iter(results), []
         for index, row in enumerate(self._rows):
             entry = [self._candidate(number, next(remaining)) for number in range(row.num_rows)]
@@ -155,7 +151,7 @@ class ScoreFormatter:
         return count
 
     def _candidate(self, number: int, result: RowResult) -> dict[str, Any]:
-        values = [max(token.logprob, MIN_LOGPROB) for token in result.prompt_logprobs]
+        values = result.scores("candidate")
         entry: dict[str, Any] = {
             "index": number,
             "logprob": sum(values),
@@ -163,17 +159,6 @@ class ScoreFormatter:
             "is_greedy": all(token.logprob >= token.top[0][1] for token in result.prompt_logprobs),
         }
         return entry | ({"token_logprobs": values} if self._body.logprobs else {})
-
-
-def _check_finished(result: RowResult) -> None:
-    """Check that a row was scored. Raises ServiceError if it failed or timed out."""
-    finish = result.finish
-    if finish is not None and finish.error is not None:
-        raise ServiceError.from_info(finish.error)
-    if finish is None or finish.reason is not FinishReason.LENGTH:
-        raise ServiceError(
-            ErrorKind.TIMEOUT, "not every candidate was scored in time; send fewer per request, or raise timeout_s"
-        )
 
 
 @ROUTES.add(

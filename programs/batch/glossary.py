@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
+
+import msgspec
 
 from programs.record import RunError
 from rwkv_batch.translation.glossary import Glossary
@@ -31,10 +32,9 @@ def load_glossary(path: str) -> Glossary:
 
 def _parse_json(path: str, text: str) -> dict[str, str]:
     try:
-        terms = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"--glossary {path} is not JSON: {error}") from None
-    good = isinstance(terms, dict) and all(term.strip() and isinstance(to, str) and to for term, to in terms.items())
-    if not good:
-        raise RunError(f'--glossary {path} must be an object like {{"term": "translation"}}')
-    return dict(terms)
+        terms = msgspec.json.decode(text, type=dict[str, str])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RunError(f'--glossary {path} must be JSON like {{"term": "translation"}}: {error}') from None
+    if not all(term.strip() and translation for term, translation in terms.items()):
+        raise RunError(f"--glossary {path} has an empty term or translation; remove it")
+    return terms

@@ -6,21 +6,18 @@ supervisor. Its forks are not affected: they end by their pipe.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 
+from native.priority import die_with_parent
 from programs.serve.fork_context import SUPERVISOR
-
-_PR_SET_PDEATHSIG = 1
 
 
 def _die_with_supervisor(supervisor: str | None) -> None:
     """Lets the kernel kill this process when the supervisor's main thread ends."""
-    if sys.platform != "linux" or supervisor is None:
+    if supervisor is None:
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != int(supervisor):  # the supervisor was killed meanwhile
         os._exit(1)
 

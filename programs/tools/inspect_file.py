@@ -55,7 +55,6 @@ _WORLD = "rwkv-world"
 """llama.cpp's name of the form with the labels User and Assistant."""
 _TOKENIZER = "tokenizer_config.json"
 _MAX_TEXT = 80
-_PIECE = 1 << 20
 
 
 @reports_errors(StartupError, FileError, InvalidSessionFile, OSError)
@@ -66,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, text in _described(path):
         sys.stdout.write(f"{name:<12}{text}\n")
     for file in files_of(path) if given.checksum else ():
-        sys.stdout.write(f"{'sha256':<12}{_checksum(file)}  {file.name}\n")
+        with file.open("rb") as opened:
+            sys.stdout.write(f"{'sha256':<12}{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.name}\n")
     return 0
 
 
@@ -187,11 +187,3 @@ def _session(path: Path) -> Iterator[tuple[str, str]]:
     yield "model", f"fingerprint {content.fingerprint}"
     for name, (dtype, sizes) in content.layout.items():
         yield "part", f"{name}: {dtype} {list(sizes)}"
-
-
-def _checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()

@@ -19,7 +19,7 @@ from routes.request.model_names import requested_adapter
 from routes.request.tools import FENCE, ToolSet, begins_with_call
 from routes.response.batch_formatter import usage
 from routes.response.event_stream import RowUpdate
-from routes.response.generate import BaseFormatter, RowResult, call_engine
+from routes.response.generate import BaseFormatter, RowResult, call_engine, clamp_logprob
 from routes.response.http_response import OPENAI_ERRORS, sse, to_json
 from rwkv_batch.calls import GetStatus, ListAdapters
 from rwkv_batch.errors import ErrorInfo, invalid
@@ -29,8 +29,6 @@ MAX_UNSTREAMED_LOGPROBS = 2_000_000
 """Limit of log-probabilities in an answer that is not streamed. Each takes about 100 bytes until it is sent."""
 OPENAI_REASONS = (FinishReason.STOP, FinishReason.LENGTH, "tool_calls")
 """Values of `finish_reason`."""
-MIN_LOGPROB = -9999.0
-"""OpenAI's replacement of minus infinity, which JSON does not have."""
 
 
 async def fingerprint(context: Context, body: OpenAIBody) -> str:
@@ -93,11 +91,6 @@ def with_prompt_logprobs(rows: list[GenerateRequest], top: int | None) -> list[G
             top,
         )
     return [msgspec.structs.replace(row, prompt_logprobs=PromptLogprobs(top=top)) for row in rows]
-
-
-def clamp_logprob(value: float) -> float:
-    """Return the log-probability, at least MIN_LOGPROB."""
-    return max(value, MIN_LOGPROB)
 
 
 def token_text(token: bytes) -> str:

@@ -5,6 +5,7 @@ Also values in errors, unsupported fields, and constraints.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import re
@@ -32,8 +33,7 @@ from sampling.grammar.constraint import MAX_CHOICES, MAX_SOURCE_CHARACTERS, THIN
 
 _CHARACTERS = 200
 _NAME_CHARACTERS = 64
-_ESCAPE = re.compile(r"\\(?:([nrt0\\])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))")
-_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "0": "\0", "\\": "\\"}
+_ESCAPE = re.compile(r"\\(?:[nrt0\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})")
 
 
 class _JsonRepr(reprlib.Repr):
@@ -382,13 +382,8 @@ def unescaped(field: str, text: str) -> str:
 
     Raises ServiceError for a lone surrogate. A surrogate pair is one character.
     """
-    found = _ESCAPE.sub(_escaped_character, text)
+    found = _ESCAPE.sub(lambda escape: codecs.decode(escape[0], "unicode_escape"), text)
     try:
         return found.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
     except UnicodeDecodeError:
         raise invalid(field, "must be text with a UTF-8 form, but has a lone surrogate", text) from None
-
-
-def _escaped_character(found: re.Match[str]) -> str:
-    letter, *numbers = found.groups()
-    return _ESCAPED[letter] if letter else chr(int(next(filter(None, numbers)), 16))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import dropwhile, groupby
 
 from routes.request.bodies import DEFAULT_STOPS, Template
@@ -33,22 +32,8 @@ class Think(enum.StrEnum):
     LONG = "long"
 
 
-@dataclass(frozen=True, slots=True)
-class ThinkFormat:
-    """Prompt texts of a think mode."""
-
-    hint: str
-    """At the end of the user's last turn."""
-    opening: str
-    """At the beginning of the answer."""
-
-
-THINK_FORMATS = {
-    Think.ON: ThinkFormat("", THINK_START),
-    Think.SHORT: ThinkFormat(" (think a bit)", THINK_START),
-    Think.MEDIUM: ThinkFormat(" (think)", THINK_START),
-    Think.LONG: ThinkFormat(" (think a lot)", THINK_START),
-}
+_THINK_HINTS = {Think.SHORT: " (think a bit)", Think.MEDIUM: " (think)", Think.LONG: " (think a lot)"}
+"""Text at the end of the user's last turn."""
 EFFORTS = {
     "none": Think.OFF,
     "minimal": Think.SHORT,
@@ -96,19 +81,20 @@ def chat(
     template: labels to use instead of the trained ones
     """
     labels = DEFAULT_TEMPLATE if template is None else template
-    think_format = THINK_FORMATS.get(think, ThinkFormat("", labels.opening))
     messages = _sort_tool_results(messages)
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
     rounds = [
         f"{_label(message.role, labels)}: {turn_text(message)}".rstrip(" ")
-        + (think_format.hint if i == last_user else "")
+        + (_THINK_HINTS.get(think, "") if i == last_user else "")
         for i, message in enumerate(messages)
     ]
     if listing and messages and messages[0].role in _SYSTEM_ROLES:
         rounds[0] += ("\n" if messages[0].text.strip() else " ") + listing
     elif listing:
         rounds.insert(0, f"{labels.system}: {listing}")
-    answer_prefix = think_format.opening if opening is None else opening
+    answer_prefix = opening
+    if answer_prefix is None:
+        answer_prefix = labels.opening if think is Think.OFF else THINK_START
     if continues:
         answer_prefix = collapse_newlines(messages[-1].text).lstrip()
     last = f"{labels.assistant}: {answer_prefix}" if answer_prefix else f"{labels.assistant}:"

@@ -24,7 +24,7 @@ from routes.response.event_stream import LOGPROB_BYTES, EventStream, OutputDecod
 from routes.response.task_stream import HEARTBEAT_INTERVAL_S, START_WAIT_S, UNWRITABLE
 from rwkv_batch.calls import Answer, EngineCall, FindSession
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
-from rwkv_batch.request import Finish, GenerateRequest, Job, JobEvents, TokenLogprob
+from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,13 @@ def _future_callback(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any
 
 
 _ROWS_POLL_S = 0.1
+_MIN_LOGPROB = -9999.0
+"""OpenAI's replacement of minus infinity, which JSON does not have."""
+
+
+def clamp_logprob(value: float) -> float:
+    """Return the log-probability, at least -9999."""
+    return max(value, _MIN_LOGPROB)
 
 
 @dataclass(slots=True)
@@ -134,6 +141,18 @@ class RowResult:
     finish: Finish | None
     logprobs: list[TokenLogprob]
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def scores(self, what: str) -> list[float]:
+        """Return the log-probabilities of a scored row's tokens, at least -9999.
+
+        Raises ServiceError if the row failed or timed out. `what`: what it scores, for the message.
+        """
+        if self.finish is not None and self.finish.error is not None:
+            raise ServiceError.from_info(self.finish.error)
+        if self.finish is None or self.finish.reason is not FinishReason.LENGTH:
+            message = f"not every {what} was scored in time; send fewer per request, or raise timeout_s"
+            raise ServiceError(ErrorKind.TIMEOUT, message)
+        return [clamp_logprob(token.logprob) for token in self.prompt_logprobs]
 
 
 class ResponseFormatter(Protocol):

@@ -12,10 +12,8 @@ from routes.request.bodies import PriorityFields
 from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, finished_rows
-from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.request import FinishReason, GenerateRequest, PromptLogprobs
+from rwkv_batch.request import GenerateRequest, PromptLogprobs
 
-MIN_LOGPROB = -9999.0
 _DECIMALS = 4
 
 
@@ -56,11 +54,5 @@ def _rows(context: Context, scored: Sequence[Scored], origin: tuple[str, str]) -
 
 
 def _mean(result: RowResult) -> float:
-    finish = result.finish
-    if finish is not None and finish.error is not None:
-        raise ServiceError.from_info(finish.error)
-    if finish is None or finish.reason is not FinishReason.LENGTH:
-        message = "not every translation was scored in time; send fewer texts per request, or raise timeout_s"
-        raise ServiceError(ErrorKind.TIMEOUT, message)
-    values = [max(token.logprob, MIN_LOGPROB) for token in result.prompt_logprobs]
+    values = result.scores("translation")
     return round(sum(values) / max(len(values), 1), _DECIMALS)
