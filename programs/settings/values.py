@@ -89,6 +89,29 @@ def one_of(*names: str) -> Callable[[str], str]:
     return parse
 
 
+def _names(
+    is_valid: Callable[[str], object], what: str, form: Callable[[str], str] = str
+) -> Callable[[str], tuple[str, ...]]:
+    """Returns a parser of names with commas between them. It raises SettingsError, which says `what` they must be."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(form(name.strip()) for name in text.split(",") if name.strip())
+        for name in names:
+            if not is_valid(name):
+                raise SettingsError(f"must list {what}, got {name!r}")
+        return names
+
+    return parse
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
+
+
 def weight_type(text: str) -> str:
     """Parses --dtype. A former name is accepted for one release. Raises SettingsError."""
     if text == "w8a8":
@@ -167,32 +190,29 @@ def database(text: str) -> str:
     A directory is refused here, because SQLite reports it with an unclear error.
     """
     if text.startswith(SCHEMES):
-        try:
-            parse_server_address(text)
-        except ValueError as error:
-            raise SettingsError(str(error)) from None
-    elif text and Path(text).is_dir():
+        return _accepted(text, parse_server_address)
+    if text and Path(text).is_dir():
         raise SettingsError(f"must be a file, got the directory {text}; name a file in it, e.g. {text}/sessions.db")
+    return text
+
+
+def _accepted(text: str, check: Callable[[str], object], before: str = "") -> str:
+    """Returns a text that `check` accepts. Raises SettingsError with its reason after `before`."""
+    try:
+        check(text)
+    except (ValueError, KeysError) as error:
+        raise SettingsError(f"{before}{error}") from None
     return text
 
 
 def checkpoint_store(text: str) -> str:
     """Accepts the address of a checkpoint store, or "". Raises SettingsError."""
-    if text:
-        try:
-            parse_checkpoint_address(text)
-        except ValueError as error:
-            raise SettingsError(str(error)) from None
-    return text
+    return text and _accepted(text, parse_checkpoint_address)
 
 
 def keys_file(text: str) -> str:
     """Returns the absolute path of a valid keys file. Raises SettingsError."""
-    try:
-        load_keys(text)
-    except KeysError as error:
-        raise SettingsError(str(error)) from None
-    return str(Path(text).absolute())
+    return str(Path(_accepted(text, load_keys)).absolute())
 
 
 def folder(text: str) -> str:
@@ -237,24 +257,13 @@ def language_styles(text: str) -> tuple[str, ...]:
     return entries
 
 
-def networks(text: str) -> tuple[str, ...]:
-    """Splits `10.0.0.0/8, ::1`. Raises SettingsError."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        try:
-            ipaddress.ip_network(name)
-        except ValueError:
-            raise SettingsError(f"must list addresses or networks like 10.0.0.0/8,::1, got {name!r}") from None
-    return names
-
-
-def origins(text: str) -> tuple[str, ...]:
-    """Splits `https://a.example, http://localhost:3000`, or `*`. Raises SettingsError."""
-    names = tuple(name.strip().lower().rstrip("/") for name in text.split(",") if name.strip())
-    for name in names:
-        if name != "*" and not _ORIGIN.fullmatch(name):
-            raise SettingsError(f"must list origins like https://a.example,http://localhost:3000, or *, got {name!r}")
-    return names
+networks = _names(_is_network, "addresses or networks like 10.0.0.0/8,::1")
+origins = _names(
+    _ORIGIN.fullmatch,
+    "origins like https://a.example,http://localhost:3000, or *",
+    lambda name: name.lower().rstrip("/"),
+)
+host_names = _names(_HOST_NAME.fullmatch, "host names without ports, like api.example,*.example, or *", str.lower)
 
 
 def otlp_endpoint(text: str) -> str:
@@ -271,15 +280,6 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:
         return False
-
-
-def host_names(text: str) -> tuple[str, ...]:
-    """Splits `api.example, *.example`. Raises SettingsError."""
-    names = tuple(name.strip().lower() for name in text.split(",") if name.strip())
-    for name in names:
-        if not _HOST_NAME.fullmatch(name):
-            raise SettingsError(f"must list host names without ports, like api.example,*.example, or *, got {name!r}")
-    return names
 
 
 def layer_counts(text: str) -> tuple[float, ...]:
@@ -302,11 +302,7 @@ def resident_counts(text: str) -> tuple[int | None, ...]:
 
 def strategy(text: str) -> str:
     """Accepts a valid strategy and returns it unchanged. Raises SettingsError."""
-    try:
-        parse_strategy(text)
-    except StrategyError as error:
-        raise SettingsError(f"is not a valid strategy: {error}") from None
-    return text
+    return _accepted(text, parse_strategy, "is not a valid strategy: ")
 
 
 PART = re.compile(
