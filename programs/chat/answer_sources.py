@@ -59,7 +59,9 @@ class RemoteAnswers(RemoteService):
                             yield one
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ConsoleError(f"no answer from {self.url} ({reason}); check --url, and that it is running") from None
+            raise ConsoleError(
+                f"no answer from {self.url}{CHAT} ({reason}); check --url, and that it is running"
+            ) from None
 
 
 def pieces_of(event: bytes) -> list[Piece]:

@@ -8,10 +8,9 @@ import threading
 import weakref
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from native.files import TemporaryFolder
-from programs.backends.local_engine import LocalEngine
 from programs.library.params import LLMError, as_llm_error
 from programs.record import RunError
 from routes.context import Context
@@ -24,6 +23,20 @@ _CLOSED = "this LLM is closed; create a new one"
 _FORKED = "this LLM was created before a fork, which does not copy its threads; create one in each process"
 _READERS = 128
 """Streams that coroutines can read at a time."""
+
+
+class OwnEngine(Protocol):
+    """An engine of this process (`LocalEngine`)."""
+
+    async def open(self) -> int:
+        """Loads the model."""
+
+    @property
+    def context(self) -> Context:
+        """The handlers' context. Available after `open`."""
+
+    def stop(self) -> None:
+        """Ends the engine. Any thread."""
 
 
 class _LoopSubmitter:
@@ -51,7 +64,7 @@ class _LoopSubmitter:
 class EngineThread:
     """A started engine. `close`, garbage collection or the program's end closes it. Thread-safe."""
 
-    def __init__(self, engine: LocalEngine, folder: TemporaryFolder | None) -> None:
+    def __init__(self, engine: OwnEngine, folder: TemporaryFolder | None) -> None:
         """Loads the model. `folder` is removed at the end. Raises LLMError."""
         self._process = os.getpid()
         self._local_engine = engine
@@ -137,7 +150,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _finalizer(
-    own: LocalEngine,
+    own: OwnEngine,
     calls: _LoopSubmitter,
     loop: asyncio.AbstractEventLoop,
     thread: threading.Thread,
