@@ -5,9 +5,11 @@ HF_ENDPOINT names a mirror, HF_TOKEN a token, HF_HOME the cache's folder, HF_HUB
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +27,32 @@ _FOLDER = ("*.safetensors", "*.safetensors.index.json", "config.json", "generati
 _SHOWN = 8
 
 
+@contextlib.contextmanager
+def reported_download(name: str, remedy: str) -> Iterator[None]:
+    """Turn what prevents a download into a StartupError."""
+    try:
+        from huggingface_hub.errors import HTTPError
+    except ImportError:
+        raise StartupError(f"{name} needs huggingface_hub; pip install huggingface_hub; {remedy}") from None
+    try:
+        yield
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason given'}"
+        raise StartupError(f"{name} cannot be downloaded ({reason}); {remedy}") from error
+
+
 def download(name: str) -> str:
     """Return the path of a model on the hub. Downloads it if needed. Raises StartupError."""
     found = _NAME.fullmatch(name)
     if found is None or ".." in name:
         raise StartupError(f"{name!r} is not hf:OWNER/NAME or hf:OWNER/NAME/FILE; check --model-path")
     repository, file = found["repository"], found["file"]
-    try:
-        import huggingface_hub
-        from huggingface_hub.errors import HTTPError
-    except ImportError:
-        raise StartupError(f"{name} needs huggingface_hub; pip install huggingface_hub{_manual_remedy(name)}") from None
     source: dict[str, Any] = {"repo_id": repository, "endpoint": os.environ.get("HF_ENDPOINT")}
-    try:
+    link = f"{_ENDPOINT}/{repository}"
+    remedy = f"try again, or download the file from {link} on another machine and give its path as --model-path"
+    with reported_download(name, remedy):
+        import huggingface_hub
+
         if file is None:
             # list_repo_files would try for half a minute without a network
             siblings = huggingface_hub.HfApi(source["endpoint"]).model_info(repository).siblings or []
@@ -48,11 +63,6 @@ def download(name: str) -> str:
             logger.info("%s: downloading %s unless it is in the hub's cache", name, file)
             paths = [huggingface_hub.hf_hub_download(**source, filename=one) for one in shard_names(file)]
             path = paths[0]
-    except StartupError:
-        raise
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason given'}"
-        raise StartupError(f"{name} cannot be downloaded ({reason}){_manual_remedy(name)}") from error
     stored = Path(path).resolve()
     logger.info("%s is %s%s", name, path, f", SHA-256 {stored.name}" if len(stored.name) == 64 else "")
     return str(path)
@@ -65,11 +75,10 @@ def _only_model(name: str, files: list[str]) -> str | None:
         return None
     if len(models) == 1:
         return models[0]
-    shown = ", ".join(models[:_SHOWN]) + (f" and {len(models) - _SHOWN} more" if len(models) > _SHOWN else "")
-    raise StartupError(f"{name} has {len(models)} models ({shown or 'none'}); give one as {name}/FILE")
+    raise StartupError(f"{name} has {len(models)} models ({first_names(models) or 'none'}); give one as {name}/FILE")
 
 
-def _manual_remedy(name: str) -> str:
-    repository = "/".join(name.removeprefix(PREFIX).split("/")[:2])
-    source = f"{_ENDPOINT}/{repository}"
-    return f"; try again, or download the file from {source} on another machine and give its path as --model-path"
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names in a text, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

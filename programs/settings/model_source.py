@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 from native.files import VARIABLE, cache_folder
 from programs.settings.hub import PREFIX as HUB_PREFIX
 from programs.settings.hub import download as download_from_hub
+from programs.settings.hub import first_names, reported_download
 from rwkv_batch.errors import StartupError
 from rwkv_batch.models_folder import shard_names
 
@@ -37,7 +38,6 @@ _OLLAMA_NAME = re.compile(rf"(?:(?:(?P<host>{_PART})/)?(?P<owner>{_PART})/)?(?P<
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MAX_MANIFEST_BYTES = 1 << 20
-_SHOWN = 8
 _SUFFIXES = (".pth", ".safetensors", ".gguf", ".st")
 _FRAGMENT = re.compile(r"sha256=([0-9a-f]{64})")
 _MAX_BYTES = 1 << 40
@@ -95,7 +95,7 @@ def find_in_ollama(name: str) -> str:
             break
     else:
         names = sorted(filter(None, (one for store in stores for one in _ollama_names(store))))
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        shown = first_names(names)
         where = "give the folder as OLLAMA_MODELS, or run: ollama pull"
         raise StartupError(f"ollama:{name} is not in ollama's store on this machine ({shown or 'no models'}); {where}")
     blob, size = _model_blob(manifest)
@@ -154,22 +154,13 @@ def download(url: str) -> str:
     names = shard_names(name)
     if checksum is not None and len(names) > 1:
         raise StartupError(f"{url} is one of {len(names)} files; leave #sha256= out")
-    try:
-        from huggingface_hub.errors import HTTPError
-    except ImportError:
-        raise StartupError(f"{url} needs huggingface_hub; pip install huggingface_hub") from None
     base = parsed.path.rpartition("/")[0]
     folder = cache_folder() / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:16]
-    try:
+    with reported_download(url, "try again, or give the path of a file"):
         folder.mkdir(parents=True, exist_ok=True)
         for one in names:
             source = address if len(names) == 1 else parsed._replace(path=f"{base}/{one}").geturl()
             _download(source, folder / one, checksum and checksum[1])
-    except StartupError:
-        raise
-    except (HTTPError, OSError, ValueError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason given'}"
-        raise StartupError(f"{url} cannot be downloaded ({reason}); try again, or give the path of a file") from error
     return str(folder / names[0])
 
 
