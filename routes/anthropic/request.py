@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from routes.openai.request import ChatBody
-from routes.openai.tools import MAX_TOOLS, FunctionFields
+from routes.openai.tools import MAX_TOOLS, Name
 from routes.request.bodies import Body, StopText
 from routes.request.fields import Fields, Ignored, IgnoredValue, Pattern, Repeated, Unsupported, rename_fields
 from routes.request.json_body import validate
@@ -107,7 +107,7 @@ class AnthropicTool(Fields):
     """A function that the answer may call."""
 
     type: Annotated[str, Pattern("^custom$", '"custom": server tools are not supported')] = "custom"
-    name: Annotated[str, Pattern(r"^[a-zA-Z0-9_.-]{1,128}$", "1 to 128 letters, digits, '_', '.' and '-'")]
+    name: Name
     description: str = Field("", max_length=65536)
     input_schema: dict[str, Any] = Field(description="JSON Schema of the arguments.")
     strict: bool = False
@@ -120,10 +120,8 @@ class AnthropicTool(Fields):
     @property
     def openai(self) -> dict[str, Any]:
         """The tool in OpenAI's format."""
-        function = FunctionFields(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
-        )
-        return {"type": "function", "function": function.model_dump()}
+        function = {"name": self.name, "description": self.description, "strict": self.strict}
+        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
 
 class AnthropicToolChoice(Fields):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from routes.context import Context
 from routes.fine_tuning.store import ENDED, MAX_MODELS, MAX_MODELS_PER_KEY, Job, JobStatus, JobStore, make_event
+from routes.openai.batches import Metadata
 from routes.openai.files import READ_FAILED, TTL_S, ListQuery, call_store, get_store, new_id, not_found
 from routes.request.bodies import Body, Fields
 from routes.request.fields import Number, Pattern, Unsupported, body_error
@@ -39,9 +40,6 @@ _AUTO = "auto"
 _Auto = Literal["auto"]
 _NO_JOBS = "none"
 _ENTRY = re.compile(r"metadata\[(.*)\]", re.DOTALL)
-_Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-]
 
 
 class HyperparametersFields(Fields):
@@ -81,7 +79,7 @@ class JobBody(Body):
     hyperparameters: HyperparametersFields | None = Field(None, description="The older place of hyperparameters.")
     suffix: str = Field("", max_length=64, description="Part of the tuned model's name.")
     seed: int | None = Field(None, ge=0, lt=2**31, description="Of the order of lines. Default: random.")
-    metadata: _Metadata | None = Field(None, description="Repeated in the job object.")
+    metadata: Metadata | None = Field(None, description="Repeated in the job object.")
     integrations: Unsupported = Field(None, description="Not supported; refused.")
     tuning: Literal["state", "lora", "state+lora"] = Field(
         "state", description="What to tune: an initial state, a LoRA, or both. Not in OpenAI's API."

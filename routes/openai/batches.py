@@ -25,7 +25,6 @@ from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 PATH = "/openai/v1/batches"
 _BATCH_PATH = f"{PATH}/{{batch_id}}"
 ROUTES = Routes(error_format=OPENAI_ERRORS, errors=files.STORE_ERRORS)
-_READ_FAILED = "the batch cannot be read"
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -44,7 +43,7 @@ _CANCEL = "/cancel"
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})([hd])")
 _MAX_WINDOW_S = 7 * 86400
 _HOUR_S = 3600
-_Metadata = Annotated[
+Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
 
@@ -57,7 +56,7 @@ class BatchesBody(Body):
     completion_window: str = Field(
         "24h", max_length=8, description="Time limit in hours or days, like 24h or 7d. At most 7 days."
     )
-    metadata: _Metadata | None = Field(None, description="Repeated in the batch object.")
+    metadata: Metadata | None = Field(None, description="Repeated in the batch object.")
     output_expires_after: IgnoredValue = Field(None, description="Accepted and ignored: results are kept for 30 days.")
 
 
@@ -185,6 +184,16 @@ async def list_batches(context: Context, query: files.ListQuery) -> HandlerRespo
     return json_response(files.list_page([batch_object(batch) for batch in found], query.limit))
 
 
+async def _batch(context: Context, name: str) -> Batch:
+    """Return a batch of this key. Raises ServiceError."""
+    batch = await files.call_store(
+        files.get_store(context).batch, "the batch cannot be read", current_request().owner, name
+    )
+    if batch is None:
+        raise files.not_found("batch", name)
+    return batch
+
+
 @ROUTES.add(
     "GET",
     _BATCH_PATH,
@@ -195,11 +204,7 @@ async def list_batches(context: Context, query: files.ListQuery) -> HandlerRespo
 )
 async def get_batch(context: Context, query: BatchQuery) -> HandlerResponse:
     """Return a batch."""
-    name: str = query.batch_id
-    batch = await files.call_store(files.get_store(context).batch, _READ_FAILED, current_request().owner, name)
-    if batch is None:
-        raise files.not_found("batch", name)
-    return json_response(batch_object(batch))
+    return json_response(batch_object(await _batch(context, query.batch_id)))
 
 
 @ROUTES.add(
@@ -213,16 +218,14 @@ async def get_batch(context: Context, query: BatchQuery) -> HandlerResponse:
 async def cancel_batch(context: Context, query: CancelQuery) -> HandlerResponse:
     """Cancel a batch. Finished answers are kept."""
     name: str = query.batch_id.removesuffix(_CANCEL)
-    store = files.get_store(context)
-    if await files.call_store(store.batch, _READ_FAILED, current_request().owner, name) is None:
-        raise files.not_found("batch", name)
+    await _batch(context, name)
 
     def cancelled(batch: Batch) -> Batch:
         if batch.status not in (Status.VALIDATING, Status.IN_PROGRESS):
             return batch
         return batch.with_status(Status.CANCELLING, int(time.time()))
 
-    batch = await files.call_store(store.update, "the batch cannot be cancelled", name, cancelled)
+    batch = await files.call_store(files.get_store(context).update, "the batch cannot be cancelled", name, cancelled)
     if batch.status in (Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.FINALIZING):
         message = f"the batch {name} is {batch.status} and cannot be cancelled"
         raise ServiceError(ErrorKind.INVALID_FIELD, message, field="batch_id", given=name)
