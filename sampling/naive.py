@@ -159,10 +159,8 @@ class NaiveSampler:
         largest, tokens = logits.max(dim=1)
         for kind, group in plan.groups.items():
             steps = self.table.steps[group.req_slots]
-            if kind == "open":
-                sampled = sample_full(logits, group, steps)
-            elif kind == "noise":
-                sampled = sample_with_noise(logits, group, steps)
+            if kind in ("open", "noise"):
+                sampled = sample_full(logits, group, steps, is_noise=kind == "noise")
             else:
                 sampled = sample_truncated(logits, largest, group, steps, self._scratch)
             tokens[group.rows] = sampled
@@ -323,23 +321,16 @@ def gumbel_argmax(values: Tensor, ids: Tensor, kept: Tensor, group: Group, steps
     return ids.masked_fill(score != best, torch.iinfo(torch.int64).max).amin(dim=1)
 
 
-def sample_full(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
-    """Sample from the whole vocabulary: logits [R, V] fp32, steps [r] int64 -> ids [r] int64."""
+def sample_full(logits: Tensor, group: Group, steps: Tensor, is_noise: bool) -> Tensor:
+    """Sample from the whole vocabulary: logits [R, V] fp32, steps [r] int64 -> ids [r] int64.
+
+    is_noise: return argmax(logits / T + U(0, noise))
+    """
     sampled = torch.empty_like(group.rows)
+    domain = philox.DOMAIN_NOISE if is_noise else philox.DOMAIN_GUMBEL
     for part in _chunks(torch.arange(len(group), device=logits.device)):
         some = group[part]
-        words = philox.words_of_vocab(some.seeds, steps[part], logits.shape[1], philox.DOMAIN_GUMBEL)
-        score = (logits[some.rows] * some.scale.unsqueeze(1)).add_(philox.to_gumbel(words))
-        sampled[part] = score.max(dim=1).indices
-    return sampled
-
-
-def sample_with_noise(logits: Tensor, group: Group, steps: Tensor) -> Tensor:
-    """Return argmax(logits / T + U(0, noise)): logits [R, V] fp32, steps [r] int64 -> ids [r] int64."""
-    sampled = torch.empty_like(group.rows)
-    for part in _chunks(torch.arange(len(group), device=logits.device)):
-        some = group[part]
-        words = philox.words_of_vocab(some.seeds, steps[part], logits.shape[1], philox.DOMAIN_NOISE)
-        jitter = philox.to_uniform(words).mul_(some.noise.unsqueeze(1))
-        sampled[part] = (logits[some.rows] * some.scale.unsqueeze(1)).add_(jitter).max(dim=1).indices
+        words = philox.words_of_vocab(some.seeds, steps[part], logits.shape[1], domain)
+        added = philox.to_uniform(words).mul_(some.noise.unsqueeze(1)) if is_noise else philox.to_gumbel(words)
+        sampled[part] = (logits[some.rows] * some.scale.unsqueeze(1)).add_(added).max(dim=1).indices
     return sampled

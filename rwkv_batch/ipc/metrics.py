@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,9 @@ from rwkv_batch.request import JobEvents
 
 _FRESH_S = 1.0
 RECENT_REQUESTS = 500
+"""Requests of the access log that are kept in memory."""
 MAX_CLIENTS = 1000
 """API keys with figures of their own. Keys are renamed and removed while the service runs."""
-"""Requests of the access log that are kept in memory."""
 
 
 class DeviceStats(NamedTuple):
@@ -208,50 +209,29 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "rwkv_http_requests", "HTTP requests ended.", ["route", "status"], registry=self._registry
+        counter, gauge = partial(Counter, registry=self._registry), partial(Gauge, registry=self._registry)
+        histogram = partial(Histogram, labelnames=["route"], buckets=_SECONDS, registry=self._registry)
+        self._requests = counter("rwkv_http_requests", "HTTP requests ended.", ["route", "status"])
+        self._seconds = histogram("rwkv_http_request_seconds", "Seconds from a request's arrival to its last byte.")
+        self._first_byte = histogram(
+            "rwkv_http_first_byte_seconds", "Seconds from a request's arrival to the first byte of its answer's text."
         )
-        self._seconds = Histogram(
-            "rwkv_http_request_seconds",
-            "Seconds from a request's arrival to its last byte.",
-            ["route"],
-            buckets=_SECONDS,
-            registry=self._registry,
+        self._completion_tokens = counter("rwkv_completion_tokens", "Tokens sent to HTTP workers.")
+        self._prompt_tokens = counter("rwkv_prompt_tokens", "Prompt tokens of ended rows.")
+        self._cached_tokens = counter("rwkv_cached_prompt_tokens", "Prompt tokens that were not computed.")
+        self._rows = counter("rwkv_rows_finished", "Rows ended.", ["reason"])
+        self._jobs = gauge("rwkv_jobs", "Jobs that run or wait, by route.", ["label"])
+        self._client_requests = counter(
+            "rwkv_client_requests", "Requests that generate, by API key.", ["client", "outcome"]
         )
-        self._first_byte = Histogram(
-            "rwkv_http_first_byte_seconds",
-            "Seconds from a request's arrival to the first byte of its answer's text.",
-            ["route"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._completion_tokens = Counter(
-            "rwkv_completion_tokens", "Tokens sent to HTTP workers.", registry=self._registry
-        )
-        self._prompt_tokens = Counter("rwkv_prompt_tokens", "Prompt tokens of ended rows.", registry=self._registry)
-        self._cached_tokens = Counter(
-            "rwkv_cached_prompt_tokens", "Prompt tokens that were not computed.", registry=self._registry
-        )
-        self._rows = Counter("rwkv_rows_finished", "Rows ended.", ["reason"], registry=self._registry)
-        self._jobs = Gauge("rwkv_jobs", "Jobs that run or wait, by route.", ["label"], registry=self._registry)
-        self._client_requests = Counter(
-            "rwkv_client_requests",
-            "Requests that generate, by API key.",
-            ["client", "outcome"],
-            registry=self._registry,
-        )
-        self._client_tokens = Counter(
+        self._client_tokens = counter(
             "rwkv_client_tokens",
             "Tokens of prompts and answers, and of sessions that were read again, by API key.",
             ["client", "kind"],
-            registry=self._registry,
         )
-        self._refused = Counter(
-            "rwkv_jobs_refused", "Jobs that the engine did not take, by reason.", ["kind"], registry=self._registry
-        )
+        self._refused = counter("rwkv_jobs_refused", "Jobs that the engine did not take, by reason.", ["kind"])
         self._devices = {
-            name: Gauge(f"rwkv_device_{name}", DEVICE_HELP[name], ["device"], registry=self._registry)
-            for name in DeviceStats._fields
+            name: gauge(f"rwkv_device_{name}", DEVICE_HELP[name], ["device"]) for name in DeviceStats._fields
         }
         self._watch = DeviceMonitor()
         self._times = TokenLatency()
