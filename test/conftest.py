@@ -68,9 +68,15 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
-def rest_slow(values: Collection[Any], daily: int = 1) -> list[Any]:
-    """Return the values of a parametrised test. All but the first `daily` ones are marked `slow`."""
-    slow = [pytest.param(*(one if type(one) is tuple else (one,)), marks=pytest.mark.slow) for one in values]
+def rest_slow(values: Collection[Any], daily: int = 1, long: Collection[Any] = ()) -> list[Any]:
+    """Return the values of a parametrised test. All but the first `daily` are marked `slow`, some also `long`."""
+    slow = [
+        pytest.param(
+            *(one if type(one) is tuple else (one,)),
+            marks=[pytest.mark.slow, *([pytest.mark.long] if one in long else ())],
+        )
+        for one in values
+    ]
     return [*itertools.islice(values, daily), *slow[daily:]]
 
 
@@ -156,7 +162,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the files by service, those with slow tests first: no long one then runs alone at the end."""
+    """Sort the files by service, those with slow tests first: no long one then runs alone at the end.
+
+    Tests marked `long` are left out without RWKV_LONG_TESTS=1.
+    """
+    items[:] = [item for item in items if IS_LONG or not item.get_closest_marker("long")]
     for item in items:
         if item.path.parent.name in SLOW_FOLDERS:
             item.add_marker(pytest.mark.slow)

@@ -228,6 +228,7 @@ def test_the_kernels_are_there_without_a_compiler(installed: Installed) -> None:
     assert ran.stdout.split() == ["cpu", "cpu", "1"], ran.stderr
 
 
+@pytest.mark.long
 def test_lines_are_answered_by_the_demo_model(installed: Installed) -> None:
     texts = ["Good morning.", "Thank you.", "The cat sleeps."]
     write_jsonl(installed.folder / "in.jsonl", [{"text": text} for text in texts])

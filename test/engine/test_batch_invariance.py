@@ -19,7 +19,7 @@ from rwkv_batch.runner.pipeline import Pipeline
 from sampling.params import SamplingParams
 from state_pool.config import PoolConfig
 from test.batch_invariance import count_differences
-from test.conftest import IS_LONG
+from test.conftest import IS_LONG, rest_slow
 from test.harness import RunningJob, make_request, paused_engine, run, started_engine, submit, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -135,7 +135,7 @@ def check_engine(model: Path, folder: Path, seed: int, **fields: Any) -> None:
     assert with_hits[-1].cached_tokens >= 32, "no prompt came from the prefix cache"
 
 
-@pytest.mark.parametrize("wkv_state", ["fp32", "int8"])
+@pytest.mark.parametrize("wkv_state", rest_slow(["fp32", "int8"], long=["int8"]))
 def test_answers_are_the_same_under_any_load(tmp_path: Path, wkv_state: str) -> None:
     model = tiny_model(tmp_path, layers=2, width=192)
     check_engine(model, tmp_path, 1, dtype="int8", wkv_state=wkv_state)

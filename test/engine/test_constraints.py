@@ -107,7 +107,7 @@ def plain_answers(model: Path) -> list[tuple[bytes, FinishReason, int]]:
         return by_row(run(started, *mixed_rows()))
 
 
-@pytest.mark.parametrize("engine", rest_slow(LOOPS), indirect=True)
+@pytest.mark.parametrize("engine", rest_slow(LOOPS, long=["naive"]), indirect=True)
 def test_rows_give_the_same_text_alone_and_batched_in_every_loop_and_sampler(
     engine: Engine, plain_answers: list[tuple[bytes, FinishReason, int]]
 ) -> None:

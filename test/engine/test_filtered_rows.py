@@ -27,7 +27,7 @@ EVERY = Filters(
 MIROSTAT = Filters(mirostat=2, mirostat_tau=4.0)
 
 
-@pytest.fixture(scope="module", params=rest_slow(["cpu", "naive"]))
+@pytest.fixture(scope="module", params=rest_slow(["cpu", "naive"], long=["naive"]))
 def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Engine]:
     with started_engine(tiny_model, samplers=(request.param,)) as running:
         yield running

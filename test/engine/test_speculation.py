@@ -21,6 +21,7 @@ from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, PromptLogprobs, SessionTurn, TokenLogprob
 from sampling.params import Filters, Method, SamplingParams
 from state_pool.config import PoolConfig
+from test.conftest import rest_slow
 from test.engine.test_constraints import LOOPS, PERSON, choice, lark, regex, schema
 from test.engine.test_step_parts import FakeGraphs
 from test.harness import (
@@ -246,7 +247,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("loop", ["parts", *LOOPS])
+@pytest.mark.parametrize("loop", rest_slow(["parts", *LOOPS], 2, long=["naive"]))
 def test_drafts_change_nothing(model: Path, tmp_path: Path, loop: str) -> None:
     with engines(model, tmp_path, loop) as (off, on, answers):
         jobs = sum(check_case(off, on, answers, seed) for seed in range(CASES))

@@ -12,7 +12,7 @@ from test.fuzzing.readers import READERS, run
 
 pytestmark = pytest.mark.slow
 
-COUNT = 100_000 if "RWKV_LONG_TESTS" in os.environ else 500
+COUNT = 100_000 if "RWKV_LONG_TESTS" in os.environ else 200
 
 
 @pytest.mark.parametrize("name", READERS)

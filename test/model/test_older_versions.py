@@ -19,6 +19,7 @@ from rwkv_batch.model.tensor_files import FileError
 from rwkv_batch.model.tuned_state import read_tuned_state
 from rwkv_batch.model.weights import Weights, WeightsError, weights_from
 from rwkv_batch.runner.pipeline import Pipeline
+from test.conftest import rest_slow
 from test.model.random_older_weights import random_older_weights
 from test.model.test_model import (
     CUTS,
@@ -126,7 +127,7 @@ def test_several_stages_equal_one(case: Case, kernels: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", rest_slow(["fp32", "int8", "bf16"], long=["bf16"]))
 def test_same_bits_alone_and_among_200_others(case: Case, dtype: str) -> None:
     model = Pipeline(case.weights, devices=("cpu",), kernels="cpu", dtype=dtype)
     assert_same_bits_in_a_batch(model, case.weights, states)

@@ -1,6 +1,6 @@
 """Every path of a client's or the model's text takes linear time.
 
-The texts have 200,000 letters (400,000 in `make test-long`) and are the worst case of patterns with lookahead.
+The texts have 100,000 letters (400,000 in `make test-long`) and are the worst case of patterns with lookahead.
 Each runs in a process that is killed after some seconds of CPU time. A quadratic path would take an hour.
 """
 
@@ -20,7 +20,7 @@ from test.resource_limits import run_bounded
 
 pytestmark = pytest.mark.slow
 
-LETTERS = 400_000 if IS_LONG else 200_000
+LETTERS = 400_000 if IS_LONG else 100_000
 TEXTS = {
     "spaces": " " * LETTERS,
     "newlines": "\n" * LETTERS,

@@ -26,7 +26,7 @@ PART = 20
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS if IS_LONG else 60, PART))
+@pytest.mark.parametrize("first", range(0, SEEDS if IS_LONG else PART, PART))
 def test_worlds(first: int) -> None:
     for seed in range(first, first + PART):
         run(seed)

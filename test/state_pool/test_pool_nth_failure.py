@@ -17,8 +17,8 @@ from test.failing_calls import SYNCS, environment
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-STEP = 1 if IS_LONG else 12
-"""Every twelfth call fails. Each run begins with another number, so together they try every second one."""
+STEP = 1 if IS_LONG else 24
+"""Every 24th call fails. Each run begins with another number, so together they try every fourth one."""
 DURABILITIES = ("log", "turn", "lazy")
 ALL = 10_000
 FEWEST_CALLS = 150
@@ -44,7 +44,7 @@ def test_a_disk_that_is_full_at_a_sync(tmp_path: Path, durability: str) -> None:
     With `--synchronous FULL`, no turn is acknowledged meanwhile, unless it is kept in memory only (lazy).
     """
     count = 12 if durability == "lazy" else ALL
-    summary = run_script(tmp_path, durability, (1, 1 if IS_LONG else 4, ALL, count), "FULL", SYNCS)
+    summary = run_script(tmp_path, durability, (1, 1 if IS_LONG else 8, ALL, count), "FULL", SYNCS)
     assert summary["last"] > FEWEST_SYNCS
 
 

@@ -150,6 +150,7 @@ def dropped_characters(page: Page) -> int:
     return int(re.sub(r"\D", "", reported))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_tab_does_not_grow_with_long_streams(fake: Service, open_page: Opener) -> None:
     """Megabytes in one answer. With RWKV_LONG_TESTS=1, for ten minutes."""
@@ -184,6 +185,7 @@ COUNT_FRAMES = """([most, rows]) => new Promise(resolve => {
 })"""
 
 
+@pytest.mark.long
 def test_a_thousand_rows_stream_together(fake: Service, open_page: Opener) -> None:
     page = open_page(fake, "batch")
     page.fill("#batch-template", "Row {line} says something. ")

@@ -109,6 +109,7 @@ def test_a_segment_is_edited_by_keyboard_and_kept(demo: Service, open_page: Open
     assert demo.request("DELETE", "/translate/v1/memory").status_code == 200
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_characters_scroll(demo: Service, open_page: Opener) -> None:
     page = open_page(demo, "translate")
     page.route("**/batch-translate", answer_at_once)
