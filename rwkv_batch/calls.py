@@ -113,29 +113,34 @@ class ImportSession(EngineCall[int], tag="session_import", frozen=True, array_li
     content: bytes
 
 
-class StateInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded tuned state, or one that failed to reload."""
+class LoadedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """What tuned states and adapters have in common. It is loaded, or failed to reload."""
 
     name: str
     digest: str = ""
-    """of its numbers"""
+    """of its numbers, and of an adapter's scale"""
     file: str = ""
-    orientation: str = ""
-    """matrix layout of the file: "value_key" or "key_value" (transposed)"""
-    orientation_reason: str = ""
     created: int = 0
     """Unix time in seconds, when loaded"""
     bytes: int = 0
     """in memory"""
     is_kept: bool = False
     """whether a restart of the service loads it again"""
+    error: str = ""
+    """why a kept one cannot be used"""
+
+
+class StateInfo(LoadedFile, frozen=True, kw_only=True):
+    """A tuned state."""
+
+    orientation: str = ""
+    """matrix layout of the file: "value_key" or "key_value" (transposed)"""
+    orientation_reason: str = ""
     in_slot: bool = False
     mixture: list[tuple[str, float]] = []
     """for a named mixture: its members and their weights"""
     defaults: DecodeDefaults = DecodeDefaults()
     """of requests that name it"""
-    error: str = ""
-    """why a kept state cannot be used"""
 
 
 class ListStates(EngineCall[list[StateInfo]], tag="state_list", frozen=True, array_like=True):
@@ -165,25 +170,13 @@ class RemoveState(EngineCall[StateInfo], tag="state_remove", frozen=True, array_
     name: str
 
 
-class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter that rows may name, or one that failed to reload."""
+class AdapterInfo(LoadedFile, frozen=True, kw_only=True):
+    """An adapter that rows may name."""
 
-    name: str
-    digest: str = ""
-    """of its numbers and its scale"""
-    file: str = ""
     scale: float | None = None
     """as configured; None: from the file"""
     rank: int = 0
     """the largest rank of its pairs"""
-    created: int = 0
-    """Unix time in seconds, when loaded"""
-    bytes: int = 0
-    """in device memory"""
-    is_kept: bool = False
-    """whether a restart of the service loads it again"""
-    error: str = ""
-    """why a kept adapter cannot be used"""
 
 
 class ListAdapters(EngineCall[list[AdapterInfo]], tag="adapter_list", frozen=True, array_like=True):

@@ -14,35 +14,27 @@ from state_pool.session_key import without_owner
 
 logger = logging.getLogger(__name__)
 
-_KINDS: dict[type[errors.PoolError], ErrorKind] = {
-    errors.SessionBusy: ErrorKind.SESSION_BUSY,
-    errors.SessionNotFound: ErrorKind.SESSION_NOT_FOUND,
-    errors.DialogueNotFound: ErrorKind.SESSION_NOT_FOUND,
-    errors.InvalidSessionId: ErrorKind.INVALID_FIELD,
-    errors.SessionUnusable: ErrorKind.SESSION_UNUSABLE,
-    errors.SessionReadFailed: ErrorKind.ENGINE_LOST,
-    errors.PoolFull: ErrorKind.OVERLOADED,
-    errors.DatabaseTimeout: ErrorKind.TIMEOUT,
-    errors.SessionTooLarge: ErrorKind.BODY_TOO_LARGE,
-    errors.StateNotFound: ErrorKind.STATE_NOT_FOUND,
-    errors.AdapterNotFound: ErrorKind.ADAPTER_NOT_FOUND,
-    errors.NameTaken: ErrorKind.NAME_TAKEN,
-    errors.OriginMismatch: ErrorKind.INVALID_FIELD,
-    errors.AdapterMismatch: ErrorKind.INVALID_FIELD,
-    errors.StaleEpoch: ErrorKind.SESSION_BUSY,
-    errors.DirectoryUnreachable: ErrorKind.ENGINE_LOST,
-    errors.TurnInDoubt: ErrorKind.ENGINE_LOST,
+_KINDS: dict[type[errors.PoolError], tuple[ErrorKind, str]] = {
+    errors.SessionBusy: (ErrorKind.SESSION_BUSY, ""),
+    errors.SessionNotFound: (ErrorKind.SESSION_NOT_FOUND, ""),
+    errors.DialogueNotFound: (ErrorKind.SESSION_NOT_FOUND, "dialogue_idx"),
+    errors.InvalidSessionId: (ErrorKind.INVALID_FIELD, ""),
+    errors.SessionUnusable: (ErrorKind.SESSION_UNUSABLE, ""),
+    errors.SessionReadFailed: (ErrorKind.ENGINE_LOST, ""),
+    errors.PoolFull: (ErrorKind.OVERLOADED, ""),
+    errors.DatabaseTimeout: (ErrorKind.TIMEOUT, ""),
+    errors.SessionTooLarge: (ErrorKind.BODY_TOO_LARGE, ""),
+    errors.StateNotFound: (ErrorKind.STATE_NOT_FOUND, "state"),
+    errors.AdapterNotFound: (ErrorKind.ADAPTER_NOT_FOUND, "adapter"),
+    errors.NameTaken: (ErrorKind.NAME_TAKEN, "name"),
+    errors.OriginMismatch: (ErrorKind.INVALID_FIELD, "state"),
+    errors.AdapterMismatch: (ErrorKind.INVALID_FIELD, "adapter"),
+    errors.StaleEpoch: (ErrorKind.SESSION_BUSY, ""),
+    errors.DirectoryUnreachable: (ErrorKind.ENGINE_LOST, ""),
+    errors.TurnInDoubt: (ErrorKind.ENGINE_LOST, ""),
 }
+"""Kind, and the field at fault of errors that always concern the same field."""
 _RETRY_AFTER_S: dict[type[errors.PoolError], float] = {errors.DirectoryUnreachable: 2.0, errors.SessionReadFailed: 2.0}
-_FIELDS: dict[type[errors.PoolError], str] = {
-    errors.DialogueNotFound: "dialogue_idx",
-    errors.StateNotFound: "state",
-    errors.OriginMismatch: "state",
-    errors.AdapterNotFound: "adapter",
-    errors.AdapterMismatch: "adapter",
-    errors.NameTaken: "name",
-}
-"""The field at fault, for errors that always concern the same field."""
 
 
 def as_service_error(
@@ -53,13 +45,12 @@ def as_service_error(
     field, given: the request's field at fault and its value, unless the error names them
     """
     if isinstance(error, errors.PoolError):
-        default_field = _FIELDS.get(type(error))
-        given = error.given if default_field or error.given is not None else given
-        field = default_field or field
-        kind, retry_after_s = _KINDS.get(type(error), ErrorKind.INTERNAL), _RETRY_AFTER_S.get(type(error))
+        kind, own_field = _KINDS.get(type(error), (ErrorKind.INTERNAL, ""))
+        given = error.given if own_field or error.given is not None else given
+        field = own_field or field
         message = without_owner(f"{error}; {MAY_BE_KEPT}" if isinstance(error, errors.TurnInDoubt) else str(error))
         given = without_owner(given) if isinstance(given, str) else given
-        return ServiceError(kind, message, field=field, given=given, retry_after_s=retry_after_s)
+        return ServiceError(kind, message, field=field, given=given, retry_after_s=_RETRY_AFTER_S.get(type(error)))
     message = f"the state pool failed ({type(error).__name__}: {error}); the server's log says more"
     return ServiceError(ErrorKind.INTERNAL, message, field=field, given=given)
 
