@@ -61,20 +61,11 @@ class FusedTrainingModel(TrainingModel):
             y, first_v = torch.zeros_like(x, dtype=self.weights["emb.weight"].dtype), None
             for layer in range(self.shape.layers):
                 x = self._piece(x, "value" if layer else "embedding")
+                given = layer, x, y, first_v, flat, keep
                 if layer < self.plan.recomputed_layers and torch.is_grad_enabled():
-                    x, y, first_v = checkpoint(
-                        self._fused_layer,
-                        layer,
-                        x,
-                        y,
-                        first_v,
-                        flat,
-                        keep,
-                        use_reentrant=False,
-                        preserve_rng_state=False,
-                    )  # fmt: skip
+                    x, y, first_v = checkpoint(self._fused_layer, *given, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x, y, first_v = self._fused_layer(layer, x, y, first_v, flat, keep)
+                    x, y, first_v = self._fused_layer(*given)
             hidden: Tensor = self._norm(x + y, "ln_out").view(*tokens.shape, -1)
             return hidden
 
