@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 
 from test.sources import ROOT, source_files
 
@@ -11,6 +12,7 @@ MAX_HANDLERS = 33
 """Most of them keep a thread alive that others wait for. A dead thread would end its process and all streams in it."""
 
 
+@cache
 def broad_handlers() -> dict[str, str]:
     """Return place -> source line of broad handlers that do not re-raise."""
     found = {}

@@ -11,10 +11,11 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.graphs import pieces as step_pieces
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
-from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PromptPieces, padded
+from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PromptPieces
 from rwkv_batch.runner.pipeline import Stage
 from test.gpu.random_stage import GPU, VOCAB, random_stage
 from test.harness import eventually_holds, make_request, run, started_engine, submit
+from test.model.test_prefill_graphs import staged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -150,8 +151,7 @@ def test_prefill_graphs_in_pieces_equal_the_eager_steps(stage: Stage, lengths: l
         inputs = step_inputs(ids, [slot if slot % 3 else 0 for slot in slots], slots, list(range(0, rows, 2)))
         size = pieces.size_for(inputs)
         assert size is not None
-        arrays = {name: torch.from_numpy(values) for name, values in padded(inputs, size).items()}
-        here = StepInputs(**arrays, max_seqlen=size.tokens).to(GPU)
+        here = StepInputs(**staged(inputs, size), max_seqlen=size.tokens).to(GPU)
         x, v_first = stage.embed(here.tokens), None
         for part in graphs.pieces.parts:
             x, v_first = stage.run_part(part, x, v_first, here)
