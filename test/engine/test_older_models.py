@@ -20,6 +20,8 @@ from test.harness import make_request, run, started_engine, turn
 from test.model.random_older_weights import random_older_weights
 from test.state_files import random_state, write_state
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [f"{word}, once upon a time there was a" for word in ("Now", "So", "And then", "But", "Then")]
 SAMPLED = SamplingParams(temperature=1.0, top_k=40, seed=5)
 EXACT = cpu_library.library_unavailable_reason() is None

@@ -31,6 +31,8 @@ from test.harness import make_request
 from test.resource_limits import run_bounded
 from test.serving import ROOT, Service, raw_request, read_all, wait_for
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 PLAIN, FREE, HASHED, NARROW, CHIEF = "plain-key-1", "plain-key-2", "plain-key-3", "plain-key-4", "plain-key-5"
 FILE = f"""

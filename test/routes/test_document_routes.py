@@ -15,6 +15,8 @@ from test.routes.conftest import ANNA, BERT, PASSWORD, bearer
 from test.serving import Service, wait_for
 from test.translation.documents import docx, epub
 
+pytestmark = pytest.mark.slow
+
 PATH = "/translate/v1/documents"
 SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello\n\n2\n00:00:03,000 --> 00:00:04,500\nBye\n"
 

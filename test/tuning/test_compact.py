@@ -19,6 +19,8 @@ from rwkv_batch.tuning import COMPACT_DTYPES
 from rwkv_batch.tuning.run import Place, open_model, plan_memory, prepare
 from rwkv_batch.tuning.trainer import TuneOptions, Tuning
 
+pytestmark = pytest.mark.slow
+
 CPU = Place(torch.device("cpu"), torch.float32)
 
 

@@ -20,7 +20,8 @@ from rwkv_batch.tuning.model import MemoryPlan, TrainingModel, Tunables, new_tun
 from rwkv_batch.tuning.packing import pack
 from rwkv_batch.tuning.trainer import Schedule, Trainer
 from rwkv_batch.tuning.wkv import CHUNK, wkv_chunked
-from test.conftest import rest_slow
+
+pytestmark = pytest.mark.slow
 
 needs_compiler = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="no C++ compiler")
 LAYERS, WIDTH, VOCAB, RANKS = 4, 128, 96, (16, 16, 8, 24)
@@ -128,7 +129,7 @@ def reference() -> tuple[float, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("dtype", "limit", "recomputes"),
-    rest_slow([(torch.float32, 1e-4, False), (torch.float32, 1e-4, True), (torch.bfloat16, 2e-2, False)]),
+    [(torch.float32, 1e-4, False), (torch.float32, 1e-4, True), (torch.bfloat16, 2e-2, False)],
 )
 def test_gradients_are_those_of_the_plain_reference(dtype: torch.dtype, limit: float, recomputes: bool) -> None:
     """Four documents in three rows, against each alone in fp64."""
@@ -181,7 +182,6 @@ def test_fused_functions_give_the_same_bits_with_any_number_of_threads() -> None
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TrainingModel, pytest.param(CpuTrainingModel, marks=needs_compiler)])
 def test_gradients_of_a_long_document_are_those_of_fp64(kind: type[TrainingModel]) -> None:
     """The reference is the same model in fp64, which the test above compares token by token."""

@@ -19,6 +19,8 @@ from programs.record import Record
 from test.programs.batch.runs import batch, errors_of, read_jsonl, started, write_jsonl
 from test.serving import Service, wait_for
 
+pytestmark = pytest.mark.slow
+
 
 def fake_answer(text: str) -> str:
     return text * 3

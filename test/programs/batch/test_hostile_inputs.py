@@ -21,6 +21,8 @@ from rwkv_batch.translation.glossary import Glossary
 from test.programs.batch.runs import batch, errors_of, read_jsonl, started, write_jsonl
 from test.serving import Service
 
+pytestmark = pytest.mark.slow
+
 
 def last_error(capsys: Any) -> str:
     message: str = capsys.readouterr().err.strip().splitlines()[-1]

@@ -34,6 +34,8 @@ from programs.settings import parse_settings
 from programs.settings.model_file import with_default_model
 from test.serving import ROOT, START_TIMEOUT_S, Service
 
+pytestmark = pytest.mark.slow
+
 
 def console_after(*turns: str) -> Console:
     console = Console()
