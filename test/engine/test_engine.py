@@ -80,6 +80,7 @@ def test_a_job_that_follows_closely_begins_in_the_step_of_a_burst(
     late[0].wait()
 
 
+@pytest.mark.slow
 def test_alone_or_among_two_hundred_others(engine: Engine) -> None:
     rng = random.Random(3)
     asked = [make_request("The weather in Paris is", sampling=one, max_tokens=40) for one in (GREEDY, SAMPLED)]

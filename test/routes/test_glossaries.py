@@ -17,6 +17,8 @@ from routes.translation.languages import GlossaryText
 from test.routes.conftest import ANNA, BERT, request
 from test.serving import Service
 
+pytestmark = pytest.mark.slow
+
 PATH = "/translate/v1/glossaries"
 TERMS = {"state pool": "Zustandsspeicher", "row": "Zeile"}
 

@@ -169,6 +169,7 @@ DRAWN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", rest_slow(["order", *DRAWN], 3))
 def test_a_hundred_thousand_draws_of_the_kernel_follow_the_definition(name: str) -> None:
     """Mirostat's bound stays where it is at a learning rate of 0. XTC is a mixture of two distributions."""

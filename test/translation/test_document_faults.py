@@ -41,6 +41,7 @@ def test_tables_keep_the_bytes_of_other_cells() -> None:
     assert round_trip(MIXED_QUOTES, "a.csv", column="text").decode() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["text\n" + "," * 20_000, "text\n" + "a\n" * 1_000_001])
 def test_tables_are_bounded(content: str) -> None:
     with pytest.raises(DocumentError, match="has more than"):
