@@ -14,7 +14,7 @@ from routes.fine_tuning.store import JobStore
 from routes.openai.files import call_store
 from routes.request.bodies import Body
 from routes.request.decode_defaults import DefaultsFields, as_defaults
-from routes.request.fields import Device, Fields, OneOf
+from routes.request.fields import Device, Fields, one_of
 from routes.request.model_names import LATEST, TUNED_PREFIX, adapter_names, model_not_found, parse_model_id, state_names
 from routes.request_context import current_request
 from routes.response.generate import call_engine
@@ -152,11 +152,11 @@ class LoadBody(Body):
     adapters: list[Annotated[str, Field(max_length=4096)]] = Field(
         [], max_length=16, description="Adapters to merge into the weights: path within --models-dir, or path:scale."
     )
-    dtype: Annotated[str, OneOf(DTYPES)] = Field("", description="Like --dtype, which is the default.")
-    wkv_state: Annotated[str, OneOf(WKV_STATES)] = Field(
+    dtype: Annotated[str, one_of(DTYPES)] = Field("", description="Like --dtype, which is the default.")
+    wkv_state: Annotated[str, one_of(WKV_STATES)] = Field(
         "", description="Like --wkv-state, which is the default for RWKV-7. Older versions support fp32 only."
     )
-    kernels: Annotated[str, OneOf(KERNELS)] = Field(
+    kernels: Annotated[str, one_of(KERNELS)] = Field(
         "", description="Like --kernels, which is the default if it supports the model and its devices. Else auto."
     )
     devices: list[Device] = Field([], max_length=64, description="Like --pp-devices, which is the default.")

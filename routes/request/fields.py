@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticSerializationError, core_schema, to_json
 
-from rwkv_batch.errors import ErrorKind, ServiceError, invalid
+from rwkv_batch.errors import ServiceError, invalid
 from sampling.grammar.constraint import MAX_CHOICES, MAX_SOURCE_CHARACTERS, THINK_END, Constraint, Form
 
 _CHARACTERS = 200
@@ -105,40 +105,29 @@ def body_error(message: str, field: str | None = None) -> PydanticCustomError:
 
 
 @dataclass(frozen=True)
-class OneOf:
-    """Restricts a text to one of these names. "" is allowed too and means the default."""
-
-    names: tuple[str, ...]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(schema), "enum": ["", *self.names]}
-
-    def _check(self, text: str) -> str:
-        if text and text not in self.names:
-            raise PydanticCustomError("one_of", "must be one of {names}", {"names": ", ".join(self.names)})
-        return text
-
-
-@dataclass(frozen=True)
 class Pattern:
     """Restricts a text to a regular expression. Errors show `description`."""
 
     pattern: str
     description: str
+    names: tuple[str, ...] = ()
+    """The allowed texts, which the schema then has instead of the expression."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(schema), "pattern": self.pattern}
+        return {**handler(schema), **({"enum": [*self.names]} if self.names else {"pattern": self.pattern})}
 
     def _check(self, text: str) -> str:
         if not re.fullmatch(self.pattern, text):
             raise PydanticCustomError("shape", "must be {description}", {"description": self.description})
         return text
+
+
+def one_of(names: tuple[str, ...]) -> Pattern:
+    """Return what restricts a text to these names. "" is allowed too and means the default."""
+    return Pattern("|".join(map(re.escape, ("", *names))), f"one of {', '.join(names)}", ("", *names))
 
 
 Device = Annotated[
@@ -350,8 +339,7 @@ def _as_source(schema: dict[str, Any] | bool) -> str:
     try:
         return to_json(schema).decode()
     except PydanticSerializationError:
-        message = "json_schema: is nested too deeply; nest fewer schemas or use $ref"
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="json_schema") from None
+        raise invalid("json_schema", "is nested too deeply; nest fewer schemas or use $ref", None) from None
 
 
 def at_most_one(given: Iterable[str]) -> None:

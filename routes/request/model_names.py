@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
@@ -16,7 +17,7 @@ from routes.config import HttpConfig
 from routes.request.bodies import ModelFields
 from routes.request.fields import error_value
 from routes.request_context import current_request
-from rwkv_batch.errors import ErrorKind, ServiceError
+from rwkv_batch.errors import ErrorKind, ServiceError, invalid
 from rwkv_batch.ipc.served_model import DEFAULT_MODEL_NAME
 from state_pool.errors import PRIVATE_PREFIX
 
@@ -95,22 +96,22 @@ def check_tuned_name(name: str, requested: str, field: str) -> str:
 
 def requested_adapter(body: ModelFields, config: HttpConfig) -> str:
     """Return the adapter that a body names, "" for none. Raises ServiceError if it names two."""
-    _check_owner(body.model, config.model_name)
-    named, _ = _parse_model_name(body.model, config.model_name)
-    if body.adapter and named and body.adapter != named:
-        message = f"adapter: model {body.model!r} names adapter {named!r}, field adapter another one; give one of them"
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="adapter", given=body.adapter)
-    return check_tuned_name(body.adapter or named, body.model, "adapter")
+    return _requested(body, config, "adapter", "adapter")
 
 
 def requested_state(body: ModelFields, config: HttpConfig) -> str:
     """Return the tuned state that a body names, "" for none. Raises ServiceError if it names two."""
+    return _requested(body, config, "state", "tuned state")
+
+
+def _requested(body: ModelFields, config: HttpConfig, field: Literal["adapter", "state"], what: str) -> str:
     _check_owner(body.model, config.model_name)
-    _, named = _parse_model_name(body.model, config.model_name)
-    if body.state and named and body.state != named:
-        message = f"state: model {body.model!r} names tuned state {named!r}, field state another one; give one of them"
-        raise ServiceError(ErrorKind.INVALID_FIELD, message, field="state", given=body.state)
-    return check_tuned_name(body.state or named, body.model, "state")
+    named = _parse_model_name(body.model, config.model_name)[field == "state"]
+    given = body.state if field == "state" else body.adapter
+    if given and named and given != named:
+        message = f"model {body.model!r} names {what} {named!r}, field {field} another one; give one of them"
+        raise invalid(field, message, given)
+    return check_tuned_name(given or named, body.model, field)
 
 
 def requested_origin(body: ModelFields, config: HttpConfig) -> tuple[str, str]:
