@@ -257,10 +257,9 @@ def test_engine_flags_are_rejected_with_url(capsys: pytest.CaptureFixture[str]) 
         assert f"{named} is a setting of an engine in this process, but --url" in capsys.readouterr().err
 
 
-def test_with_an_engine_of_its_own(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_an_engine_of_its_own(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = iter(["Hi", "And now?", "/set max_tokens 0"])
     console = Console()
-    console.handle_command("/set max_tokens 5")
     console.handle_command("/set ignore_eos true")
     console.handle_command("/set stop_tokens []")
 
@@ -269,7 +268,10 @@ def test_with_an_engine_of_its_own(tiny_model: Path, capsys: pytest.CaptureFixtu
             return line
         raise EOFError
 
-    settings = with_default_model(parse_settings(["--model-path", str(tiny_model), "--pp-devices", "cpu"], {}))
+    defaults = tmp_path / "generation_config.json"
+    defaults.write_text('{"max_new_tokens": 5}')
+    flags = ["--model-path", str(tiny_model), "--pp-devices", "cpu", "--generation-config", str(defaults)]
+    settings = with_default_model(parse_settings(flags, {}))
 
     async def talk() -> None:
         answers = LocalAnswers(LocalEngine(settings))
