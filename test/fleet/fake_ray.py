@@ -6,7 +6,6 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
-from rwkv_batch.fleet.actors.engine_actor import EngineInfo
 from rwkv_batch.ipc.served_model import ModelStatus
 
 
@@ -65,6 +64,8 @@ class FakeActor:
             return self.is_last
         if call == "drain":
             self.status = ModelStatus.UNLOADING
+        from rwkv_batch.fleet.actors.engine_actor import EngineInfo  # it imports `ray`, which is replaced by now
+
         return EngineInfo(self.status, self.error, 1, "10.0.0.1", 0, self.has_served, self.serves)
 
     @property
