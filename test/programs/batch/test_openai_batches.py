@@ -251,9 +251,8 @@ def test_a_batch_resumes_after_its_process_or_the_service_ended(tmp_path: Path) 
         kill_runner(service)
         wait_for(lambda: client.batches.retrieve(batch.id).request_counts.completed > 150, 60, "it goes on")
         assert service.terminate() == 0
-        database = service.state_db
-        service = fake_service(tmp_path, state_db=database)
-        client = client_of(service)
+    with fake_service(tmp_path, state_db=service.state_db) as again:
+        client = client_of(again)
         done = ended(client, batch.id)
         assert done.request_counts.model_dump() == {"total": 300, "completed": 300, "failed": 0}
         answers = lines_of(client, done.output_file_id)
