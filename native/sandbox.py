@@ -82,8 +82,16 @@ class Sandboxes:
         self._is_closed = False
 
     def call(self, value: Any) -> Any:
-        """Sends a value to a process and returns the answer. Raises one of ENDED if the process ended."""
-        sandbox = self._take_idle() or self._start()
+        """Sends a value to a process and returns the answer. Raises one of ENDED if the process ended.
+
+        RuntimeError: none can be started, which is not the value's fault.
+        """
+        try:
+            sandbox = self._take_idle() or self._start()
+        except OSError as error:
+            raise RuntimeError(
+                f"no process can be started ({error}); raise the limits of processes or memory"
+            ) from error
         answer = sandbox.call(value)
         self._idle.append(sandbox)
         if self._is_closed:

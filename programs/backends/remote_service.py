@@ -22,6 +22,9 @@ _OK, _UNAUTHORIZED, _FAILED = 200, 401, 500
 class RemoteService:
     """A Backend: the service at a URL. One event loop."""
 
+    read_timeout_s: float | None = None
+    """A slow answer sends nothing."""
+
     def __init__(self, url: str, password: str) -> None:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._headers = {"Authorization": f"Bearer {password}"} if password else {}
@@ -30,7 +33,7 @@ class RemoteService:
     def client(self) -> aiohttp.ClientSession:
         """Return the connections to the service. Opens none."""
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=self.read_timeout_s)
             connector = aiohttp.TCPConnector(limit=0, socket_factory=_keepalive_socket)
             self._session = aiohttp.ClientSession(
                 headers=self._headers, timeout=timeout, connector=connector, trust_env=True

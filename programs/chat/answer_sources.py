@@ -37,6 +37,9 @@ class AnswerSource(Protocol):
 class RemoteAnswers(RemoteService):
     """An AnswerSource: a service at a URL."""
 
+    read_timeout_s = 60.0
+    """A stream has a heartbeat, so a service that sends nothing hangs."""
+
     async def models(self) -> tuple[str, ...]:
         """See AnswerSource."""
         try:

@@ -248,18 +248,18 @@ class Chooser:
     def __init__(self, times: StepTimes, plain: Shape, plain_s: float, guess_s: float, rows: list[Candidate]) -> None:
         """plain: the step without drafts, which takes `plain_s`; guess_s: of each guessed token"""
         self._times, self._plain, self._guess_s = times, plain, guess_s
-        self._rows = rows
+        self.rows = rows
         self.nothing = Choice({}, plain, plain_s, plain.logits)
 
     def best(self, min_gain: float) -> Choice:
         """Return the best drafts, or none if they gain less than this share."""
         best, best_speed = self.nothing, (1 + min_gain) * self._plain.logits / self.nothing.seconds
-        top, before, num_falling = max(one.log_rate for one in self._rows), 0.0, 0
+        top, before, num_falling = max(one.log_rate for one in self.rows), 0.0, 0
         for number in LENGTHS:
             chance = number * top
             lengths = {
                 one.row: length
-                for one in self._rows
+                for one in self.rows
                 # Not much longer than a draft of this row with the same chance.
                 if (length := min(number, one.max_tokens, 2 * int(chance / one.log_rate + 1e-6)))
             }
@@ -279,7 +279,7 @@ class Chooser:
         """Return what drafts of these lengths yield, and in what time. is_first: see `StepTimes.drafts_s`"""
         rows, tokens, logits, _ = self._plain
         expected, num_guesses, all_whole, least, lost = float(logits), 0, 1.0, 1.0, 0.0
-        for row, rate, _, _, is_guessed in self._rows:
+        for row, rate, _, _, is_guessed in self.rows:
             length = lengths.get(row)
             if length:
                 rows += 1

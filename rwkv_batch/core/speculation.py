@@ -164,6 +164,7 @@ class Speculation:
 
     def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float, Launched | None]:
         """Return the best drafts, what probes cost (in steps), and how to measure the step."""
+        planned, self._planned, self._chosen = self._planned, {}, None
         num_rows, tokens, logits, num_drafting, accepted = len(rows), 0, 0, 0, 0
         for row in rows:
             tokens += row.num_tokens
@@ -189,11 +190,11 @@ class Speculation:
             return [None] * num_rows, 0.0, None
         chooser, price = Chooser(times, shape, plain_s, guess_s, candidates), 0.0
         sequences, best = [row.sequence for row in rows], chooser.nothing
-        planned, self._planned = self._planned, {}
-        if planned.keys() == set(sequences):
+        if planned.keys() == {sequences[one.row] for one in candidates}:
             lengths = {one.row: min(planned[sequences[one.row]], one.max_tokens) for one in candidates}
             best = chooser.evaluate({i: length for i, length in lengths.items() if length})
-        if not (best.lengths and best.seconds):
+        least = (1 + KEPT_GAIN) * shape.logits / plain_s
+        if not (best.lengths and best.seconds and best.num_tokens / best.seconds > least):
             best = chooser.best(KEPT_GAIN if self._are_paying else MIN_GAIN)
         self._are_paying = bool(best.lengths)
         self._chosen = (sequences, chooser) if best.lengths else None
@@ -217,11 +218,11 @@ class Speculation:
     def plan_next(self) -> None:
         """Choose lengths for the next step, while the device runs one with drafts: the host has no time between them.
 
-        They hold for the same rows with the acceptance known by now.
+        They hold if the same rows can draft.
         """
         chosen, self._chosen = self._chosen, None
         if chosen is not None and (lengths := chosen[1].best(KEPT_GAIN).lengths):
-            self._planned = {sequence: lengths.get(i, 0) for i, sequence in enumerate(chosen[0])}
+            self._planned = {chosen[0][one.row]: lengths.get(one.row, 0) for one in chosen[1].rows}
 
     def _times_of(self, rows: list[ScheduledRow], shape: Shape) -> tuple[StepTimes, float]:
         """Return the times that hold for a step, and its seconds without drafts. 0: not known."""
