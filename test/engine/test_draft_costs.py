@@ -156,6 +156,38 @@ def test_lengths_are_planned_while_the_step_before_runs(monkeypatch: pytest.Monk
     assert lengths(rows[:3]) == [1, 3, 3] and num_chosen == 6, "its text ends"
 
 
+def test_a_plan_that_no_longer_pays_is_not_used() -> None:
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
+    rows = [predicted(0.9) for _ in range(4)]
+    speculation.add_drafts(rows)
+    speculation.plan_next()
+    assert speculation._planned
+    for row in rows:
+        row.sequence.draft, pool = None, row.sequence.drafters[0].pool
+        pool.accepted, pool.rejected = pool.rejected, pool.accepted
+    speculation._probes.steps = -1.0
+    speculation.add_drafts(rows)
+    assert not any(row.sequence.draft for row in rows)
+
+
+def test_rows_that_begin_to_match_are_not_bound_by_a_plan() -> None:
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
+    rows = [predicted(0.9) for _ in range(4)]
+    late = rows[0].sequence
+    late.has_sampled, late.request = False, make_request("", speculation="off")
+    speculation.add_drafts(rows)
+    assert late.draft is None
+    speculation.plan_next()
+    late.request = make_request("", max_tokens=40)
+    for row in rows:
+        row.sequence.draft = None
+    speculation._probes.steps = -1.0
+    speculation.add_drafts(rows)
+    assert [len(row.sequence.draft.tokens) for row in rows] == [3] * 4
+
+
 def predicted(rate: float) -> Any:
     """Return a row whose prediction is right with this chance."""
     return row_that_decodes(

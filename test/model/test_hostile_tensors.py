@@ -139,3 +139,13 @@ def test_another_vocabulary_is_refused(tmp_path: Path, rows: int, why: str) -> N
     path = write_random_model(tmp_path / "pile.pth", 1, 64, vocab=rows)
     with pytest.raises(WeightsError, match=f"{rows} rows of tokens.*{why}.*has 65536: use 'World' weights"):
         open_model(str(path))
+
+
+def test_a_process_that_cannot_start_is_not_the_files_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(tensor_files._sandboxes, "_idle", [])
+    monkeypatch.setattr("native.sandbox.subprocess.Popen", refuse)
+    with pytest.raises(RuntimeError, match="no process can be started"):
+        tensor_files._index(tmp_path / "model.safetensors")
