@@ -42,6 +42,10 @@ class RemoteService:
 
     async def model(self) -> str:
         """See Backend."""
+        return ",".join(await self.models())
+
+    async def models(self) -> tuple[str, ...]:
+        """Return the names of the service's models. Raises RunError."""
         try:
             async with self.client().get(f"{self.url}/openai/v1/models") as answer:
                 status, value = answer.status, parse_body(await answer.read())
@@ -53,7 +57,7 @@ class RemoteService:
             remedy = "; give it with --password-file FILE" if status == _UNAUTHORIZED else ""
             raise RunError(f"the service at {self.url} refuses: {Reply(status, value).reason}{remedy}")
         try:
-            return ",".join(one["id"] for one in value["data"])
+            return tuple(str(one["id"]) for one in value["data"])
         except (KeyError, TypeError):
             raise RunError(f"the server at {self.url} is not an rwkv-batch service; check --url") from None
 

@@ -35,6 +35,6 @@ def _parse_json(path: str, text: str) -> dict[str, str]:
         terms = msgspec.json.decode(text, type=dict[str, str])
     except (msgspec.DecodeError, RecursionError) as error:
         raise RunError(f'--glossary {path} must be JSON like {{"term": "translation"}}: {error}') from None
-    if not all(term.strip() and translation for term, translation in terms.items()):
-        raise RunError(f"--glossary {path} has an empty term or translation; remove it")
+    if empty := next((one for one in terms.items() if not (one[0].strip() and one[1])), None):
+        raise RunError(f"--glossary {path} has an empty term or translation: {empty[0]!r}: {empty[1]!r}; remove it")
     return terms

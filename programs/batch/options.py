@@ -10,6 +10,7 @@ import msgspec
 
 from programs.batch import progress
 from programs.batch.formats import FORMAT_NAMES
+from programs.batch.sidecar import SUFFIX
 from programs.batch.tasks import OUT_FIELDS, TASKS, TaskOptions
 from programs.settings import CommandParser, SettingsError
 from rwkv_batch.translation.documents import FORMATS
@@ -166,12 +167,12 @@ def _add_shared(add: Callable[..., Any], formats: Sequence[str]) -> None:
     add("--format", choices=formats, default="", dest="form", metavar="FORMAT", help=about)
     add("--glossary", default="", metavar="FILE", help="terms and translations: JSON, or CSV or TSV with two columns")
     add("--limit", type=count, default=0, help="number of lines or texts to process")
-    about = "running service to use instead of an engine in this process; its password is in --password-file FILE"
+    about = "running service to use instead of an engine in this process; --password-file FILE has its password or key"
     add("--url", default="", help=about)
     about = "requests in flight; 0: 256 to a service, by memory for an engine in this process"
     add("--max-in-flight", type=count, default=0, help=about)
     add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
-    add("--fresh", action="store_true", help="start over: overwrite OUTPUT and its other files")
+    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT, its error file and OUTPUT{SUFFIX}")
     about = "auto: a bar on a terminal, otherwise plain lines"
     add("--progress", choices=progress.PROGRESS_FORMATS, default="auto", help=about)
 

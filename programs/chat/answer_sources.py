@@ -43,7 +43,7 @@ class RemoteAnswers(RemoteService):
     async def models(self) -> tuple[str, ...]:
         """See AnswerSource."""
         try:
-            return tuple((await self.model()).split(","))
+            return await super().models()
         except RunError:
             return ()  # the first message shows what is wrong
 
@@ -53,7 +53,8 @@ class RemoteAnswers(RemoteService):
             async with self.client().post(self.url + CHAT, json=body) as answer:
                 if answer.status != 200:
                     remedy = "; give the right --password" if answer.status == _UNAUTHORIZED else ""
-                    raise ConsoleError(Reply(answer.status, parse_body(await answer.read())).reason + remedy)
+                    value = parse_body(await answer.read())  # a proxy's page is no message
+                    raise ConsoleError(Reply(answer.status, value if isinstance(value, dict) else None).reason + remedy)
                 buffer = b""
                 async for piece in answer.content.iter_any():
                     *events, buffer = (buffer + piece).split(b"\n\n")

@@ -140,7 +140,8 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
         else:
             option = "".join(f" --data-binary @{_FILES[kind]}" for kind in uploads) or f" -X {method}"
         command = f"curl{option} '{SERVER}{path}{'?' if query else ''}{query}'"
-    answers = "; ".join(f"{kind} {' or '.join(_names(content))}".rstrip() for kind, content in good.items())
+    kinds = {kind.replace("*", r"\*"): content for kind, content in good.items()}  # else */* is emphasis
+    answers = "; ".join(f"{kind} {' or '.join(_names(content))}".rstrip() for kind, content in kinds.items())
     ends = (f"Answer: {answers}.", *([f"Errors: {errors}"] if errors else []))
     return Section(f"{method} {path}", text, fields, command, ends)
 

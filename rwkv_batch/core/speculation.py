@@ -142,7 +142,7 @@ class Speculation:
     def add_drafts(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
         """Return a step's rows with their drafts. A row whose draft needs a token in flight is left out."""
         if self.mode == "off" or len(rows) > MAX_ROWS:
-            self._has_drafts = False
+            self._has_drafts, self._planned, self._chosen = False, {}, None
             return rows
         self._begun, self._guesses, self._num_guesses = time.monotonic(), None, 0
         drafts, price, launched = self._choose(rows)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from native.files import cache_folder, replace_private
+from native.files import cache_folder
 from rwkv_batch.model.files.gguf_blocks import stored
 from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.tensor_files import files_of
@@ -79,8 +79,10 @@ def _cache_file(path: Path) -> Path | None:
 
 
 def _keep(file: Path, digest: str) -> None:
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_private(file, digest.encode())
+        temporary.write_text(digest, encoding="ascii")  # other users may read it
+        temporary.replace(file)
     except OSError as error:
         logger.warning("%s cannot be written (%s), so every start reads the whole weights; allow it", file, error)

@@ -88,6 +88,11 @@ def job(name: str, **fields: Any) -> Job:
     return Job(job_id=name, rows=[make_request([1], **fields)])
 
 
+def num_jobs(client: EngineClient) -> int:
+    """Return the jobs that wait for events."""
+    return len(client._waiting.listeners)
+
+
 class Worker:
     """An engine's client with everything that it received."""
 
@@ -181,13 +186,13 @@ def test_refused_and_ended_jobs_are_removed() -> None:
     def messages() -> Iterator[Any]:
         yield HERE
         worker.submit(job("refused"))
-        assert len(worker.client._waiting.listeners) == 1
+        assert num_jobs(worker.client) == 1
         yield Admitted("refused", FULL)
-        assert len(worker.client._waiting.listeners) == 0
+        assert num_jobs(worker.client) == 0
         worker.submit(job("ended"))
         yield Admitted("ended", None)
         yield EventBatch([JobEvents(job_id="ended", deltas=[], done=True)], Load(0, 0))
-        assert len(worker.client._waiting.listeners) == 0
+        assert num_jobs(worker.client) == 0
 
     worker.serve(messages())
     assert [error and error.info for error in worker.admitted] == [FULL, None]
@@ -210,7 +215,7 @@ def test_what_cannot_be_sent_is_refused_once(
         yield HERE
         worker.submit(job("large"))
         worker.client.call(GetStatus(), worker.answers.append)
-        assert len(worker.client._waiting.listeners) == 0
+        assert num_jobs(worker.client) == 0
 
     worker.serve(messages(), refusal)
     assert worker.received == []
@@ -263,11 +268,7 @@ def test_without_an_engine_requests_are_refused_with_the_reason() -> None:
         assert error is not None and error.info == worker.client.reason
     assert (worker.client.reason.kind, worker.client.reason.retry_after_s) == (ErrorKind.ENGINE_LOST, 2.0)
     assert worker.client.reason.message == "the engine is still loading the model; retry in 2 s"
-    assert (len(worker.client._waiting.listeners), worker.client.num_received, worker.client.is_connected) == (
-        0,
-        0,
-        False,
-    )
+    assert (num_jobs(worker.client), worker.client.num_received, worker.client.is_connected) == (0, 0, False)
     worker.serve([HERE])
     expected = "the engine process was lost and is being restarted; send the request again"
     assert (worker.client.reason.message, worker.client.reason.retry_after_s) == (expected, 2.0)

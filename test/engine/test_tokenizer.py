@@ -13,6 +13,7 @@ import pytest
 
 from rwkv_batch import tokenizer as tokenizers
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
+from test.conftest import IS_LONG
 
 RANGES = (
     (0x20, 0x7E),
@@ -51,7 +52,7 @@ def random_text(rng: random.Random) -> str:
 @pytest.mark.slow
 def test_random_text_as_the_reference(tokenizer: Tokenizer, reference) -> None:  # type: ignore[no-untyped-def]
     rng = random.Random(0)
-    for _ in range(1000):
+    for _ in range(3000 if IS_LONG else 1000):
         text = random_text(rng)
         ids = tokenizer.encode(text)
         assert ids == reference.encode(text), repr(text)

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -163,19 +164,50 @@ def test_an_error_is_text_and_a_wrong_password_has_a_remedy() -> None:
     async def refuse(_request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "Unauthorized: x"}}, status=401)
 
-    async def ask() -> None:
-        service = web.Application()
-        service.router.add_post("/{path:.*}", refuse)
-        async with TestServer(service) as server:
-            answers = RemoteAnswers(str(server.make_url("")), "wrong")
-            await answers.open()
-            try:
-                await anext(answers.stream({}))
-            finally:
-                await answers.close()
-
     with pytest.raises(ConsoleError, match=r"^Unauthorized: x; give the right --password$"):
-        asyncio.run(ask())
+        asyncio.run(first_piece(refuse))
+
+
+async def first_piece(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> tuple[str, ...]:
+    """Ask a service that answers every POST by `handler`. Returns its models."""
+    service = web.Application()
+    service.router.add_post("/{path:.*}", handler)
+    service.router.add_get("/openai/v1/models", lambda _: web_models())
+    async with TestServer(service) as server:
+        answers = RemoteAnswers(str(server.make_url("")), "wrong")
+        await answers.open()
+        try:
+            models = await answers.models()
+            await anext(answers.stream({}), None)
+        finally:
+            await answers.close()
+    return models
+
+
+async def web_models() -> web.Response:
+    return web.json_response({"data": [{"id": "a,b"}, {"id": "c"}]})
+
+
+def test_a_service_that_sends_nothing_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy's error page is no message, and a comma in a model's name separates nothing."""
+
+    async def hang(_request: web.Request) -> web.Response:
+        await asyncio.sleep(20)
+        return web.Response()
+
+    async def page(_request: web.Request) -> web.Response:
+        return web.Response(text="<html>Bad Gateway</html>", status=502)
+
+    async def nothing(_request: web.Request) -> web.Response:
+        return web.Response()
+
+    assert RemoteAnswers.read_timeout_s == 60.0
+    monkeypatch.setattr(RemoteAnswers, "read_timeout_s", 0.2)
+    with pytest.raises(ConsoleError, match=r"no answer from .*Timeout.*check --url, and that it is running"):
+        asyncio.run(first_piece(hang))
+    with pytest.raises(ConsoleError, match=r"^status 502$"):
+        asyncio.run(first_piece(page))
+    assert asyncio.run(first_piece(nothing)) == ("a,b", "c")
 
 
 def chat(service: Service, *flags: str) -> subprocess.Popen[str]:

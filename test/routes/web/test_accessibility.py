@@ -1,4 +1,4 @@
-"""Accessibility: axe finds nothing on a light desktop and a dark phone; panels fit; the keyboard reaches everything."""
+"""Accessibility: axe finds nothing on desk and phone, light and dark; panels fit; the keyboard reaches everything."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.browser
 expect.set_options(timeout=WAIT_MS)
 AXE = Path(AXE_FILE_PATH)
 PANELS = ("chat", "batch", "translate", "tune", "dashboard", "admin")
+DARK = {"color_scheme": "dark", "reduced_motion": "reduce"}
 PHONE: dict[str, Any] = {"width": 390, "height": 780, "is_mobile": True, "has_touch": True}
 
 
@@ -55,7 +56,9 @@ def fill(page: Page) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"color_scheme": "dark", "reduced_motion": "reduce", **PHONE}], ids=["desktop", "dark phone"]
+    "options",
+    [{}, DARK | PHONE, pytest.param(DARK, marks=pytest.mark.long), pytest.param(PHONE, marks=pytest.mark.long)],
+    ids=["desktop", "dark phone", "dark", "phone"],
 )
 def test_axe_finds_nothing(fake: Service, open_page: Opener, options: dict[str, Any]) -> None:
     page = open_page(fake, **options)
