@@ -172,7 +172,7 @@ def _add_shared(add: Callable[..., Any], formats: Sequence[str]) -> None:
     about = "requests in flight; 0: 256 to a service, by memory for an engine in this process"
     add("--max-in-flight", type=count, default=0, help=about)
     add("--retry", type=count, default=8, help="retries while the service is busy or unreachable; default: 8")
-    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT, its error file and OUTPUT{SUFFIX}")
+    add("--fresh", action="store_true", help=f"start over: overwrite OUTPUT and OUTPUT{SUFFIX}")
     about = "auto: a bar on a terminal, otherwise plain lines"
     add("--progress", choices=progress.PROGRESS_FORMATS, default="auto", help=about)
 
