@@ -314,6 +314,8 @@ class Draft:
     num_accepted: int = 0
     sampled: list[int] = field(default_factory=list)
     """the tokens after each drafted one, sampled as if all before were accepted; []: they are sampled one by one"""
+    accepted: list[int] = field(default_factory=list)
+    """of `sampled`, those after accepted tokens"""
 
     def read_guesses(self) -> None:
         """Fill in `tokens` if a draft model guesses them. Waits for it."""
@@ -332,16 +334,14 @@ class Draft:
             and list(ids[self.start :]) == self.tokens[:count]
         )
 
-    def accepted_ahead(self, ids: Sequence[int]) -> list[int]:
-        """Return the tokens of `sampled` up to the first one after a wrong drafted token."""
-        tokens: list[int] = []
-        last = ids[self.start] if len(ids) > self.start else None
+    def accept_ahead(self, last: int) -> None:
+        """Fill in `accepted`. last: the sampled token that the first drafted one guesses"""
+        count = 0
         for drafted, token in zip(self.tokens, self.sampled, strict=False):
             if drafted != last:
                 break
-            tokens.append(token)
-            last = token
-        return tokens
+            count, last = count + 1, token
+        self.accepted = self.sampled[:count]
 
 
 class DraftTotals(NamedTuple):

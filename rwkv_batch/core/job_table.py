@@ -174,8 +174,7 @@ class JobTable:
 
     def commit_ahead(self, sequence: Sequence, draft: Draft) -> int:
         """Process the tokens of an accepted draft that were sampled ahead. Returns their number."""
-        tokens = draft.accepted_ahead(sequence.token_ids) if sequence.phase is Phase.RUNNING else []
-        for token in tokens:
+        for token in draft.accepted if sequence.phase is Phase.RUNNING else ():
             draft.num_accepted += 1
             sequence.token_ids.append(token)
             outcome = sequence.output.process_token(token)
@@ -193,7 +192,8 @@ class JobTable:
         """End the drafts of a step's rows. All accepted tokens are committed."""
         for sequence in [row.sequence for row in rows if row.sequence.draft is not None]:
             self._speculation.settle(sequence)
-            self._state_manager.update_rollback_state(sequence)
+            if sequence.lease is not None:
+                self._state_manager.update_rollback_state(sequence)
 
     def add_prompt_logprobs(self, scores: list[PromptScores]) -> None:
         """Add the prompt log-probabilities that a step returned. Call before `commit`."""
@@ -281,6 +281,7 @@ class JobTable:
         if sequence not in job.live:
             return  # the job was cancelled
         job.live.pop(sequence)
+        self._speculation.count_drafts()
         sequence.output.flush_held_text()
         for row in range(sequence.row, sequence.row + sequence.fork_count):
             finish = sequence.finish(reason, error)

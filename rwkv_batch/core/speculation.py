@@ -136,6 +136,8 @@ class Speculation:
         """the last step's rows and how their drafts were chosen; None: they had none that pay"""
         self._planned: dict[Sequence, int] = {}
         """lengths of the next drafts of the same rows; {}: none are planned"""
+        self._uncounted: list[Draft] = []
+        """drafts that have ended"""
 
     # Before a step -------------------------------------------------------------------------------------------
 
@@ -160,25 +162,26 @@ class Speculation:
             return result
         self._probes.spend(price)
         self._launched = launched
-        return [_without_device_token(row) for row in result]
+        for row in result:
+            if row.sequence.draft is not None:  # then no later step has this object
+                row.uses_device_token = row.is_plain = False
+        return [row if row.sequence.draft is not None else _without_device_token(row) for row in result]
 
     def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float, Launched | None]:
         """Return the best drafts, what probes cost (in steps), and how to measure the step."""
         planned, self._planned, self._chosen = self._planned, {}, None
-        num_rows, tokens, logits, num_drafting, accepted = len(rows), 0, 0, 0, 0
-        for row in rows:
-            tokens += row.num_tokens
-            logits += row.samples_token
-            if _may_draft(row):
-                num_drafting += 1
-                accepted += row.num_tokens - 1
+        num_rows, drafting = len(rows), [i for i, row in enumerate(rows) if _may_draft(row)]
+        tokens, logits = sum([row.num_tokens for row in rows]), sum([row.samples_token for row in rows])
+        num_drafting, accepted = len(drafting), sum([rows[i].num_tokens for i in drafting]) - len(drafting)
         shape = Shape(num_rows, tokens, logits)
         # Accepted tokens are read in any case. Steps after one without drafts have none.
         times, plain_s = self._times_of(rows, Shape(num_rows, tokens - accepted, logits))
         num_guessing = 0 if self.model is None else num_drafting
         guess_s = times.guess_s(num_guessing, plain_s, self.model.graph_s) if self.model and num_guessing else 0.0
         guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else ASSUMED_GUESS
-        found = [self._propose(row, guess_cost) for row in rows]
+        found: list[Proposal | None] = [None] * num_rows
+        for i in drafting:
+            found[i] = self._propose(rows[i].sequence, guess_cost)
         if self.mode != "auto":
             return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0, None
         candidates = [
@@ -218,8 +221,9 @@ class Speculation:
     def plan_next(self) -> None:
         """Choose lengths for the next step, while the device runs one with drafts: the host has no time between them.
 
-        They hold if the same rows can draft.
+        They hold if the same rows can draft. Counts the drafts of the step before.
         """
+        self.count_drafts()
         chosen, self._chosen = self._chosen, None
         if chosen is not None and (lengths := chosen[1].best(KEPT_GAIN).lengths):
             self._planned = {chosen[0][one.row]: lengths.get(one.row, 0) for one in chosen[1].rows}
@@ -232,11 +236,8 @@ class Speculation:
                 return self.times, plain_s
         return self._measured, self._measured.plain_s(shape)
 
-    def _propose(self, row: ScheduledRow, guess_cost: float) -> Proposal | None:
-        """Return what a scheduled row can draft, by the drafter that gains most."""
-        sequence = row.sequence
-        if not _may_draft(row):
-            return None
+    def _propose(self, sequence: Sequence, guess_cost: float) -> Proposal | None:
+        """Return what a row can draft, by the drafter that gains most."""
         if sequence.drafters is None:
             sequence.drafters = [RowDrafter(one, self.pool(one.name)) for one in self.make_drafters(sequence)]
         ids = sequence.token_ids
@@ -322,7 +323,10 @@ class Speculation:
         return result
 
     def settle(self, sequence: Sequence) -> None:
-        """End a verified draft. The row continues from the draft's state if all of it was accepted."""
+        """End a verified draft. The row continues from the draft's state if all of it was accepted.
+
+        The draft counts in rates and totals after the next launch: the device waits for it.
+        """
         draft = sequence.draft
         assert draft is not None
         # Text that may be a stop must not be in a session's state.
@@ -331,17 +335,26 @@ class Speculation:
         if is_accepted and is_usable and sequence.shared is None:
             sequence.slot, draft.slot = draft.slot, sequence.slot
             sequence.num_computed_tokens = draft.start + len(draft.tokens)
-        self.drop(sequence)
+        self._end(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """Count a row's draft and free its slot."""
-        draft, sequence.draft = sequence.draft, None
-        if draft is None:
-            return
-        self._slots.drop_ref(draft.slot)
-        draft.drafter.record(draft)
-        name, (drafted, accepted) = draft.drafter.name, self.totals.get(draft.drafter.name, DraftTotals())
-        self.totals[name] = DraftTotals(drafted + len(draft.tokens), accepted + draft.num_accepted)
+        """Free a draft's slot and count the row's drafts: the row ends."""
+        self._end(sequence)
+        self.count_drafts()
+
+    def _end(self, sequence: Sequence) -> None:
+        if (draft := sequence.draft) is not None:
+            sequence.draft = None
+            self._slots.drop_ref(draft.slot)
+            self._uncounted.append(draft)
+
+    def count_drafts(self) -> None:
+        """Count the drafts that have ended."""
+        for draft in self._uncounted:
+            draft.drafter.record(draft)
+            name, (drafted, accepted) = draft.drafter.name, self.totals.get(draft.drafter.name, DraftTotals())
+            self.totals[name] = DraftTotals(drafted + len(draft.tokens), accepted + draft.num_accepted)
+        self._uncounted.clear()
 
     def count_step(self, rows: list[ScheduledRow], started: float, num_draft_tokens: int, host_s: float = 0.0) -> None:
         """Measure a step whose tokens are committed. started: its launch; host_s: see `InFlightStep`"""
@@ -367,6 +380,7 @@ class Speculation:
 
     def status(self) -> dict[str, Any]:
         """Return the figures of /status as plain data."""
+        self.count_drafts()
         return {"mode": self.mode, **{name: total._asdict() for name, total in self.totals.items()}}
 
 

@@ -129,22 +129,23 @@ class DraftSampler:
             tokens = iter(copy.tokens())
             for _, one in rows:
                 one.sampled = list(islice(tokens, len(one.tokens)))
+        guesses_all = model is not None
         for row, (token, _) in zip(step.sampling_rows, sampled, strict=True):
             sequence, draft = row.sequence, row.sequence.draft
             if draft is None:
                 continue
-            if model is None or not (draft.num_next and draft.sampled):
-                return
+            draft.accept_ahead(token)
             drafter = draft.drafter.drafter
-            if not isinstance(drafter, ModelDrafter):
-                return
-            if sequence.phase is Phase.RUNNING:
+            if not (draft.num_next and draft.sampled and isinstance(drafter, ModelDrafter)):
+                guesses_all = False
+            elif guesses_all and sequence.phase is Phase.RUNNING:
                 sequence.token_ids[draft.start] = token
-                text = Joined(sequence.token_ids, draft.accepted_ahead(sequence.token_ids))
-                room = sequence.request.max_tokens - (len(text) - sequence.prompt_end) - 1
+                length = draft.start + 1 + len(draft.accepted)
+                room = sequence.request.max_tokens - (length - sequence.prompt_end) - 1
                 if room > 0:
-                    wanted.append(Wanted(drafter, text, len(text), min(room, draft.num_next)))
-        if model is not None and wanted:
+                    text = Joined(sequence.token_ids, draft.accepted)
+                    wanted.append(Wanted(drafter, text, length, min(room, draft.num_next)))
+        if model is not None and guesses_all and wanted:
             model.guess(wanted)
 
     def verify(

@@ -97,10 +97,11 @@ def make_draft_step(stage: Stage) -> DraftStep | None:
 
 
 class _Row(NamedTuple):
-    """A row of a call: its ring, the known tokens to read, and the position before them."""
+    """A row of a call: the known tokens to read, and the position before them."""
 
     drafter: ModelDrafter
     ring: int
+    """the first slot of its ring"""
     position: int
     tokens: list[int]
     start: int
@@ -117,7 +118,7 @@ class _Row(NamedTuple):
         """Return the slot of the state after `read` of its tokens and guesses."""
         if not read and not self.position:
             return ZERO_SLOT
-        return FIRST_FREE_SLOT + self.ring * RING + (self.start + read) % RING
+        return self.ring + (self.start + read) % RING
 
 
 def groups_to_read(rows: Sequence[_Row]) -> list[list[_Row]]:
@@ -138,6 +139,14 @@ class _Begun(NamedTuple):
 
     rows: list[Verified]
     num_steps: int
+
+
+def _num_steps(counts: list[int], firsts: list[int]) -> int:
+    """Return the number of steps that guess this many tokens of each row, from the step `firsts` on.
+
+    A row that reads a token more than others guesses one less: a step for it alone would cost all rows.
+    """
+    return max(max(counts) + min(firsts), max(firsts) + 1)
 
 
 class DraftSteps:
@@ -163,7 +172,7 @@ class DraftSteps:
             size = f"{slots} slots of {self._pipeline.slot_bytes >> 10} KiB for the draft model do not fit ({error})"
             raise StartupError(f"Out of memory: {size}. Take a smaller --draft-model.") from error
         self._rings: weakref.WeakKeyDictionary[ModelDrafter, int] = weakref.WeakKeyDictionary()
-        self._free = list(range(MAX_ROWS))
+        self._free = list(range(FIRST_FREE_SLOT, slots, RING))
         self._begun: _Begun | None = None
         self._copies = TokenCopies(device, MAX_ROWS * (MAX_DRAFT_TOKENS + FEW_TOKENS))
         self._graphs: GuessGraphs | None = None
@@ -181,10 +190,16 @@ class DraftSteps:
     def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
         """See `DraftModel`."""
         started, begun, self._begun = time.monotonic(), self._begun, None
-        num_begun = begun.num_steps if begun is not None and self._fits(begun, wanted) else 0
+        if begun is not None and self._graphs is not None and (firsts := self._first_guesses(begun, wanted)):
+            for drafter, _, length, _ in wanted:
+                drafter.num_read = length
+            counts = [one.num_tokens for one in wanted]
+            num_steps = max(_num_steps(counts, firsts), begun.num_steps)
+            tokens = self._graphs.replay(len(wanted), num_steps - begun.num_steps)
+            return self._guesses([one.drafter for one in wanted], counts, firsts, tokens[:num_steps], started)
         rows = [row for one in wanted if (row := self._row(one)) is not None]
         if self._graphs is not None:
-            return self._run_graphs(self._graphs, rows, started, num_begun)
+            return self._run_graphs(self._graphs, rows, started)
         tokens = self._run(rows) if rows else None
         if tokens is None:
             return None
@@ -201,28 +216,29 @@ class DraftSteps:
         if self._graphs is None or self._begun is not None or any(one not in self._rings for one, _ in rows):
             return
         verified = [
-            Verified(self._first_slot(drafter), drafter.num_read, len(drafter.guesses), tokens)
-            for drafter, tokens in rows
+            Verified(self._rings[drafter], drafter.num_read, len(drafter.guesses), tokens) for drafter, tokens in rows
         ]
         self._graphs.fill_ahead(verified, sampled, RING, num_steps + 1)
         self._graphs.replay(len(rows), num_steps)
         self._begun = _Begun(verified, num_steps)
 
-    def _fits(self, begun: _Begun, wanted: Sequence[Wanted]) -> bool:
-        """Return whether steps were begun for these texts: accepted guesses and the next token follow."""
-        if len(begun.rows) != len(wanted) or max(one.num_tokens for one in wanted) > begun.num_steps:
-            return False
-        for (ring, position, _, tokens), (drafter, ids, length, _) in zip(begun.rows, wanted, strict=True):
-            is_same = drafter in self._rings and (ring, position) == (self._first_slot(drafter), drafter.num_read)
-            if not is_same or length <= position:
-                return False
-            *accepted, last = ids[position:length]
-            if tokens[: len(accepted)] != accepted or tokens[len(accepted) :][:1] == [last]:
-                return False
-        return True
+    def _first_guesses(self, begun: _Begun, wanted: Sequence[Wanted]) -> list[int]:
+        """Return which step guesses first for each row. []: the begun steps are for other rows, or too few.
 
-    def _first_slot(self, drafter: ModelDrafter) -> int:
-        return FIRST_FREE_SLOT + self._rings[drafter] * RING
+        If the model has not read a row's last accepted guess, the first step reads it.
+        """
+        if len(begun.rows) != len(wanted):
+            return []
+        firsts = list[int]()
+        for (ring, position, num_guesses, tokens), (drafter, _, length, num_tokens) in zip(
+            begun.rows, wanted, strict=True
+        ):
+            num_accepted = length - position - 1
+            is_same = (self._rings.get(drafter), drafter.num_read) == (ring, position)
+            if not is_same or not 0 <= num_accepted <= len(tokens) or num_tokens > begun.num_steps:
+                return []
+            firsts.append(int(num_accepted == num_guesses))
+        return firsts
 
     def graph_s(self, num_rows: int) -> float:
         """See `DraftModel`."""
@@ -274,14 +290,8 @@ class DraftSteps:
         chosen: list[int] = self._pipeline.forward(inputs).argmax(-1).tolist()
         return chosen
 
-    def _run_graphs(
-        self, graphs: GuessGraphs, rows: list[_Row], started: float, num_begun: int
-    ) -> DeviceGuesses | None:
-        """Guess with graphs, without waiting between them.
-
-        A row that reads a token more than others guesses one less: a step for it alone would cost all rows.
-        num_begun: steps for these rows that are launched already
-        """
+    def _run_graphs(self, graphs: GuessGraphs, rows: list[_Row], started: float) -> DeviceGuesses | None:
+        """Guess with graphs, without waiting between them."""
         # All but the last token, of rows that have many to read, or only read.
         reading = [row for row in rows if len(row.known) > (FEW_TOKENS if row.num_tokens else 0)]
         for part in groups_to_read(reading):
@@ -291,15 +301,18 @@ class DraftSteps:
             return None
         read = [len(row.known) if len(row.known) > FEW_TOKENS else 0 for row in guessing]
         firsts = [len(row.tokens) - 1 - count for row, count in zip(guessing, read, strict=True)]
-        num_steps = max(max(row.num_tokens for row in guessing) + min(firsts), max(firsts) + 1, num_begun)
-        if num_begun:
-            tokens = graphs.replay(len(guessing), num_steps - num_begun)
-        else:
-            tokens = graphs.run([self._table_line(guessing, read, number) for number in range(num_steps)])
-        for row, first in zip(guessing, firsts, strict=True):
-            row.drafter.guesses = [0] * min(row.num_tokens, num_steps - first)
-        drafters = [row.drafter for row in guessing]
-        own = tokens[:num_steps].T.clone(memory_format=torch.contiguous_format)  # the next run overwrites the graphs'
+        counts = [row.num_tokens for row in guessing]
+        num_steps = _num_steps(counts, firsts)
+        tokens = graphs.run([self._table_line(guessing, read, number) for number in range(num_steps)])
+        return self._guesses([row.drafter for row in guessing], counts, firsts, tokens[:num_steps], started)
+
+    def _guesses(
+        self, drafters: list[ModelDrafter], counts: list[int], firsts: list[int], tokens: Tensor, started: float
+    ) -> DeviceGuesses:
+        """Return the chosen tokens [steps, B] int64 of launched steps: up to `counts` of each row, from `firsts` on."""
+        for drafter, count, first in zip(drafters, counts, firsts, strict=True):
+            drafter.guesses = [0] * min(count, len(tokens) - first)
+        own = tokens.T.clone(memory_format=torch.contiguous_format)  # the next run overwrites the graphs'
         return DeviceGuesses(drafters, own, started, firsts, self._copies)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 
@@ -216,8 +217,10 @@ class DeviceGuesses:
         firsts: the number of each one's first guess; None: 0
         copies: of the tokens' device
         """
-        self._drafters, self.tokens = drafters, tokens
-        self._firsts = firsts or [0] * len(drafters)
+        self.tokens = tokens
+        count = tokens.shape[1]
+        begins = range(0, count * len(drafters), count)
+        self._first_of = dict(zip(drafters, map(operator.add, begins, firsts) if firsts else begins, strict=True))
         flat = tokens.view(-1)
         self._copy: HostCopy | TokenCopy | None = HostCopy(flat) if copies is None else copies.start(flat)
         self._started = started
@@ -228,16 +231,14 @@ class DeviceGuesses:
 
     def first_of(self, drafter: ModelDrafter) -> int:
         """Return the index of a drafter's first guess in `tokens` as one list."""
-        i = self._drafters.index(drafter)
-        return i * self.tokens.shape[1] + self._firsts[i]
+        return self._first_of[drafter]
 
     def read(self) -> None:
         """See `Guesses`."""
         if self._copy is None:
             return
-        tokens, count = self._copy.tokens(), self.tokens.shape[1]
-        for number, (drafter, first) in enumerate(zip(self._drafters, self._firsts, strict=True)):
-            begin = number * count + first
-            drafter.guesses[:] = tokens[begin : begin + len(drafter.guesses)]
+        tokens = self._copy.tokens()
+        for drafter, first in self._first_of.items():
+            drafter.guesses[:] = tokens[first : first + len(drafter.guesses)]
             drafter.pending = None
         self._copy, self.seconds = None, time.monotonic() - self._started

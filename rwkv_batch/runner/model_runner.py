@@ -33,7 +33,7 @@ from rwkv_batch.runner.memory import (
 )
 from rwkv_batch.runner.model_files import load_pipeline
 from rwkv_batch.runner.prompt_logprobs import PromptScorer, RowScores
-from rwkv_batch.runner.row_inputs import RowInputs, mix_logits, read_slots, slots_of, split_drafts, write_slots
+from rwkv_batch.runner.row_inputs import RowInputs, device_slots, mix_logits, slots_of, split_drafts
 from rwkv_batch.runner.state_copy import PipelineArena
 from rwkv_batch.runner.step_sampling import (
     DeferredSample,
@@ -288,8 +288,8 @@ class ModelRunner:
     def _launch_mixtures(self, graphs: DecodeGraphs, step: InFlightStep, sequences: list[Sequence]) -> None:
         """Launch a decode step with mixtures. Members are rows of the graph; their logits are mixed after it."""
         req_slots = [sequence.req_slot for sequence in sequences for _ in range(1 + len(sequence.members))]
-        reads = [slot for sequence in sequences for slot in read_slots(sequence)]
-        writes = [slot for sequence in sequences for slot in write_slots(sequence)]
+        slots = [pair for sequence in sequences for pair in device_slots(sequence)]
+        reads, writes = [read for read, _ in slots], [write for _, write in slots]
         adapters = self._inputs.adapters_of(
             [sequence for sequence in sequences for _ in range(1 + len(sequence.members))]
         )

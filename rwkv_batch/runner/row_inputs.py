@@ -14,21 +14,19 @@ from torch import Tensor
 from native.tensors import on_device
 from rwkv_batch.core.drafters import ModelDrafter
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import NO_SLOT, Sequence
+from rwkv_batch.core.sequence import NO_SLOT, PENDING, Sequence
 from rwkv_batch.model.adapter_table import NO_ADAPTER
 from rwkv_batch.model.step_inputs import CONTINUES, LateTokens, StepInputs, flat_inputs
 from rwkv_batch.runner.links import DeviceGuesses, LastTokens
 from state_pool.origins import Adapters
 
 
-def read_slots(sequence: Sequence) -> list[int]:
-    """Return the slots to read a row's states from. There is one per device row."""
-    return [sequence.read_slot, *(member.read_slot(sequence.num_computed_tokens) for member in sequence.members)]
-
-
-def write_slots(sequence: Sequence) -> list[int]:
-    """Return the slots to write a row's new states to. They are in the order of `read_slots`."""
-    return [sequence.write_slot, *(member.slot for member in sequence.members)]
+def device_slots(sequence: Sequence) -> list[tuple[int, int]]:
+    """Return the slots to read and to write, for each device row of a row."""
+    slots = [(sequence.read_slot, sequence.write_slot)]
+    if sequence.members:
+        slots += [(member.read_slot(sequence.num_computed_tokens), member.slot) for member in sequence.members]
+    return slots
 
 
 def num_device_rows(rows: Iterable[ScheduledRow]) -> int:
@@ -87,20 +85,20 @@ class RowInputs:
             sequence = row.sequence
             first = sequence.num_computed_tokens
             known = sequence.token_ids[first : first + row.num_tokens]
-            is_pending = sequence.is_next_token_pending
             # Each member of a mixture is a device row.
-            for read, write in zip(read_slots(sequence), write_slots(sequence), strict=True):
+            for slots in device_slots(sequence):
                 tokens += known
                 ends.append(len(tokens))
-                reads.append(read)
-                writes.append(write)
-                if is_pending:
+                reads.append(slots[0])
+                writes.append(slots[1])
+                if known[-1] == PENDING:
                     pending.append(len(sequences))
                 sequences.append(sequence)
                 if row.samples_token:
                     logit_tokens.append(len(tokens) - 1)
             if (draft := sequence.draft) is not None:
-                places = range(len(tokens), len(tokens) + len(draft.tokens))
+                count = len(draft.tokens)
+                places = range(len(tokens), len(tokens) + count)
                 draft.first_logit = len(drafted)
                 drafted += places
                 drafter = draft.drafter.drafter
@@ -110,7 +108,7 @@ class RowInputs:
                         one = late[guesses] = LateTokens(guesses.tokens.view(-1), [], [])
                     source = guesses.first_of(drafter)
                     one.places.extend(places)
-                    one.sources.extend(range(source, source + len(places)))
+                    one.sources.extend(range(source, source + count))
                 else:
                     draft.read_guesses()
                 tokens += draft.tokens
