@@ -310,8 +310,9 @@ class DraftSteps:
         self, drafters: list[ModelDrafter], counts: list[int], firsts: list[int], tokens: Tensor, started: float
     ) -> DeviceGuesses:
         """Return the chosen tokens [steps, B] int64 of launched steps: up to `counts` of each row, from `firsts` on."""
+        num_steps = len(tokens)
         for drafter, count, first in zip(drafters, counts, firsts, strict=True):
-            drafter.guesses = [0] * min(count, len(tokens) - first)
+            drafter.guesses = [0] * min(count, num_steps - first)
         own = tokens.T.clone(memory_format=torch.contiguous_format)  # the next run overwrites the graphs'
         return DeviceGuesses(drafters, own, started, firsts, self._copies)
 

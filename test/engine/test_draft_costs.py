@@ -220,6 +220,21 @@ def row_that_decodes(drafter: RowDrafter, max_tokens: int = 40) -> Any:
     return ScheduledRow(sequence, 1, samples_token=True)  # type: ignore[arg-type]
 
 
+def test_drafts_count_after_the_next_launch() -> None:
+    """Between two steps the device waits for the host. A row that ends counts at once: its usage is reported."""
+    slots: Any = SimpleNamespace(drop_ref=lambda _: None)
+    speculation = Speculation("auto", slots, lambda _: None)
+    drafter = RowDrafter(ModelDrafter(), speculation.pool("model"))
+    sequence: Any = SimpleNamespace(lease=None, phase=Phase.RUNNING, shared=None, slot=1, draft=None)
+    counted = []
+    for end in (lambda: None, speculation.plan_next, lambda: speculation.drop(sequence), speculation.status):
+        sequence.draft = Draft(drafter, [1] * 3, 0, num_accepted=2)
+        speculation.settle(sequence)
+        end()
+        counted.append((drafter.num_drafted, drafter.num_accepted, *speculation.totals["model"]))
+    assert counted == [(0, 0, 0, 0), (6, 4, 6, 4), (9, 6, 9, 6), (12, 8, 12, 8)]
+
+
 def test_tokens_after_a_wrong_one_say_nothing_of_new_rows() -> None:
     """A drafter whose tokens are right with 0.9 gets half of sixteen accepted."""
     slots, rng = SimpleNamespace(drop_ref=lambda _: None), random.Random(0)
