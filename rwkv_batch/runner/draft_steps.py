@@ -195,8 +195,8 @@ class DraftSteps:
                 drafter.num_read = length
             counts = [one.num_tokens for one in wanted]
             num_steps = max(_num_steps(counts, firsts), begun.num_steps)
-            tokens = self._graphs.replay(len(wanted), num_steps - begun.num_steps)
-            return self._guesses([one.drafter for one in wanted], counts, firsts, tokens[:num_steps], started)
+            chosen = self._graphs.replay(len(wanted), num_steps - begun.num_steps)
+            return self._guesses([one.drafter for one in wanted], counts, firsts, chosen[:num_steps], started)
         rows = [row for one in wanted if (row := self._row(one)) is not None]
         if self._graphs is not None:
             return self._run_graphs(self._graphs, rows, started)

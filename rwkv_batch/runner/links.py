@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Sequence
 
@@ -219,8 +218,8 @@ class DeviceGuesses:
         """
         self.tokens = tokens
         count = tokens.shape[1]
-        begins = range(0, count * len(drafters), count)
-        self._first_of = dict(zip(drafters, map(operator.add, begins, firsts) if firsts else begins, strict=True))
+        firsts = firsts or [0] * len(drafters)
+        self._first_of = {one: i * count + first for i, (one, first) in enumerate(zip(drafters, firsts, strict=True))}
         flat = tokens.view(-1)
         self._copy: HostCopy | TokenCopy | None = HostCopy(flat) if copies is None else copies.start(flat)
         self._started = started
