@@ -81,14 +81,14 @@ def _lengths_by_prefix() -> dict[bytes, tuple[int, ...]]:
 
 
 def make_byte_tables() -> None:
-    """Create the byte tables that a process's tokenizers share. Takes 0.1 s and 20 MB."""
+    """Create what an engine encodes with. Takes 0.2 s and 20 MB."""
     _penalty_exempt_ids()
     _lengths_by_prefix()
 
 
 def make_tables() -> None:
-    """Create the byte tables and the text encoder. Takes 0.6 s and 250 MB."""
-    make_byte_tables()
+    """Create what text is encoded with. Takes 0.5 s and 240 MB."""
+    _byte_table()
     _encoder()
 
 
@@ -141,7 +141,7 @@ class Tokenizer:
 
     @functools.cached_property
     def max_token_bytes(self) -> int:
-        return max(map(len, self.id_by_bytes))
+        return max(map(len, self.byte_table))
 
     @property
     def byte_table(self) -> list[bytes]:

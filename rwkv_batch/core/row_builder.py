@@ -27,7 +27,7 @@ class RowBuilder:
         self._scheduler = scheduler
         self._check_states = check_states
         self._byte_table = tokenizer.byte_table
-        self._thought_end = tokenizer.encode(f"\n{THINK_END}")
+        self._thought_end = tokenizer.encode_bytes(f"\n{THINK_END}".encode())
         self._stop_rules = StopRulesCache(tokenizer.byte_table)
         self._vocab = vocab
 

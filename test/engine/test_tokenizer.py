@@ -8,10 +8,12 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rwkv_batch import tokenizer as tokenizers
+from rwkv_batch.core.row_builder import RowBuilder
 from rwkv_batch.tokenizer import END_OF_TEXT, VOCAB_SIZE, Tokenizer
 from test.conftest import IS_LONG
 
@@ -179,9 +181,11 @@ def test_concurrent_first_calls_create_one_table(monkeypatch: pytest.MonkeyPatch
 
 
 def test_engines_encode_without_the_text_encoder(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes 230 MB. A forked engine would copy it page by page."""
+    """It takes 230 MB and half a second. A forked engine would copy it page by page."""
     rng = random.Random(2)
     texts = [random_text(rng) for _ in range(300)]
     expected = [tokenizer.encode(text) for text in texts]
     monkeypatch.delattr(tokenizers, "_encoder")
     assert [tokenizer.encode_bytes(text.encode()) for text in texts] == expected
+    nothing: Any = None
+    RowBuilder(nothing, nothing, tokenizer, VOCAB_SIZE)
