@@ -38,7 +38,7 @@ from sampling.filtered_sampler import FilteredSampler
 from sampling.params import Filters, Method, SamplingParams
 from sampling.rapid import RapidSampler
 from sampling.registry import SAMPLERS, sampler_class
-from sampling.row_filters import RowContext
+from sampling.row_context import RowContext
 from sampling.sampler import Sampler
 
 VOCAB = 65536

@@ -50,7 +50,7 @@ from demo.files import MODEL, ensure_model
 from programs.backends.local_engine import LocalEngine
 from programs.settings.command_line import parse_settings
 from programs.settings.model_file import with_default_model
-from routes.request.ignored import MAX_WARNINGS
+from routes.request.validation import MAX_WARNINGS
 from routes.translation.translator import required_constraint
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.engine import Engine

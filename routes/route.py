@@ -19,9 +19,9 @@ from routes.context import Context
 from routes.request.bodies import Body, Fields, GenerationBody, with_mixture_weights
 from routes.request.decode_defaults import with_defaults
 from routes.request.fields import error_value, has_chat_only_fields
-from routes.request.ignored import validated
 from routes.request.jobs import offload_if_large
 from routes.request.model_names import means_model, model_not_found, parse_model_id, requested_state
+from routes.request.validation import validated
 from routes.request_context import current_request, warn
 from routes.response.generate import call_engine
 from routes.response.http_response import (

@@ -17,7 +17,7 @@ from native import build, tensors
 from native.tensors import fields
 from sampling.params import DEFAULT_ORDER, MAX_WINDOW, Filters, Method, SamplingParams
 from sampling.req_slots import check_bias, inverse_temperature, is_greedy, uses_penalties
-from sampling.row_filters import RowContext, split
+from sampling.row_context import RowContext, split
 from sampling.sampler import SamplerOutput, raw_logprobs
 
 GREEDY, TRUNCATED, UNTRUNCATED, NOISE = range(4)

@@ -12,7 +12,7 @@ from sampling.filters import FilterState, Group, apply_filters, masses
 from sampling.naive import apply_masks
 from sampling.params import MAX_WINDOW, SamplingParams
 from sampling.req_slots import ReqSlotTable
-from sampling.row_filters import RowContext, split
+from sampling.row_context import RowContext, split
 from sampling.sampler import Sampler, SamplerOutput, raw_logprobs
 
 

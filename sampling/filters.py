@@ -28,7 +28,7 @@ from native.tensors import on_device
 from sampling import philox
 from sampling.params import MAX_WINDOW, Filters
 from sampling.req_slots import MAX_LOGIT, MIN_TEMPERATURE, ReqSlotTable, uses_penalties
-from sampling.row_filters import RowContext, window
+from sampling.row_context import RowContext, window
 
 MAX_MATCH = 64
 """Longest repeated sequence that DRY counts."""

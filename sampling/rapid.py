@@ -21,7 +21,7 @@ from sampling.cpu import kind_of
 from sampling.params import SamplingParams
 from sampling.rapid_filters import SlotFilters
 from sampling.req_slots import check_bias, inverse_temperature, uses_penalties
-from sampling.row_filters import RowContext, split
+from sampling.row_context import RowContext, split
 from sampling.sampler import SamplerOutput, raw_logprobs
 
 SOURCES = Path(__file__).parent / "csrc"

@@ -11,7 +11,7 @@ from native.tensors import fields, on_device
 from native.uploads import Uploads
 from sampling.cpu import STEPS, FilterParameters, filter_parameters
 from sampling.params import MAX_WINDOW, SamplingParams
-from sampling.row_filters import RowContext
+from sampling.row_context import RowContext
 
 
 class FilterSlot(ctypes.Structure):

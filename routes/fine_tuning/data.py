@@ -22,9 +22,9 @@ from routes.openai.tools import ChatTools, chat_tool_set, wrong_calls
 from routes.request import prompts
 from routes.request.bodies import Template
 from routes.request.fields import Fields, reject_values
-from routes.request.ignored import MAX_WARNINGS, find_ignored, nearest_name
 from routes.request.json_body import parse_json, validate
 from routes.request.messages import Message
+from routes.request.validation import MAX_WARNINGS, find_ignored, nearest_name
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
 from rwkv_batch.translation.languages import is_known_language, language_name

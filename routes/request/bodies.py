@@ -1,7 +1,7 @@
 """Request bodies as strict pydantic models.
 
 Also applies defaults and mixture weights to them. null means the default. Unknown fields become warnings
-(`ignored.py`). Fixed limits are checked here; limits of flags (number of contents, tokens) are checked in jobs.py.
+(`validation.py`). Fixed limits are checked here; limits of flags (number of contents, tokens) are checked in jobs.py.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def list_default(values: tuple[Any, ...]) -> Any:
 
 
 class Fields(BaseModel):
-    """Base of all request models: strict, but treats null as missing. `ignored.py` finds unknown fields."""
+    """Base of all request models: strict, but treats null as missing. `validation.py` finds unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 

@@ -14,9 +14,9 @@ from robyn import Headers, Request, Response, Robyn, StreamingResponse
 
 from routes.context import Context
 from routes.request.form_body import MULTIPART, URLENCODED, fields_of_form, parse_form
-from routes.request.ignored import report_query
 from routes.request.jobs import offload_if_large
 from routes.request.json_body import parse_json
+from routes.request.validation import report_query
 from routes.request_context import REQUEST_ID, RequestContext, current_request, request_id, set_current_request
 from routes.response.http_response import (
     ErrorFormat,

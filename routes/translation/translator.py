@@ -20,9 +20,9 @@ from pydantic import Field
 from routes.context import Context
 from routes.openai.files import call_store, get_store
 from routes.request.bodies import ModelFields, PriorityFields
-from routes.request.ignored import MAX_WARNINGS, nearest_name, report_unknown
 from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
 from routes.request.model_names import model_not_found, requested_origin
+from routes.request.validation import MAX_WARNINGS, nearest_name, report_unknown
 from routes.request_context import cache_tenant, current_request, warn
 from routes.response.event_stream import OutputDecoder
 from routes.response.generate import RowResult, call_engine, finished_rows, rows_as_they_finish

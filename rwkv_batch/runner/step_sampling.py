@@ -27,7 +27,7 @@ from sampling.grammar.constraint import EARLY_ENDS, GrammarError
 from sampling.params import MAX_WINDOW
 from sampling.rapid import RapidSampler
 from sampling.registry import choose_sampler, order
-from sampling.row_filters import BreakerMasks, RowContext
+from sampling.row_context import BreakerMasks, RowContext
 from sampling.sampler import Logprobs, Sampler
 
 if TYPE_CHECKING:

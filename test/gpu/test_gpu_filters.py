@@ -15,7 +15,7 @@ from sampling.filters import apply_filters
 from sampling.naive import NaiveSampler
 from sampling.params import SamplingParams
 from sampling.rapid import RapidSampler
-from sampling.row_filters import RowContext
+from sampling.row_context import RowContext
 from test.sampling.test_filters import CASES, DRAWN, Floats, chi_squared, context
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -13,9 +13,9 @@ from routes.request import prompts
 from routes.request.bodies import BatchBody, GenerationBody, MixedState, PromptBody, with_mixture_weights
 from routes.request.decode_defaults import DefaultsFields, as_defaults, with_defaults
 from routes.request.fields import unescaped
-from routes.request.ignored import MAX_WARNINGS, validated
 from routes.request.jobs import prompts_and_stops
 from routes.request.json_body import validate
+from routes.request.validation import MAX_WARNINGS, validated
 from routes.request_context import RequestContext, cache_tenant, own_id, reachable_ids, set_current_request
 from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.errors import ErrorKind, ServiceError

@@ -19,7 +19,7 @@ from sampling.filtered_sampler import FilteredSampler
 from sampling.filters import Group, apply_filters
 from sampling.naive import NaiveSampler
 from sampling.params import DEFAULT_ORDER, MAX_WINDOW, Filters, SamplingParams
-from sampling.row_filters import BreakerMasks, RowContext
+from sampling.row_context import BreakerMasks, RowContext
 from test.conftest import rest_slow
 
 pytestmark = [

@@ -21,7 +21,7 @@ from sampling.naive import NaiveSampler
 from sampling.params import DEFAULT_ORDER, MAX_WINDOW, Filters, SamplingParams
 from sampling.rapid import Entry, SlotState
 from sampling.rapid_filters import lists_of, packed
-from sampling.row_filters import RowContext, split
+from sampling.row_context import RowContext, split
 from test.conftest import rest_slow
 from test.sampling.test_filters import CASES, context
 

@@ -11,7 +11,7 @@ import pytest
 
 from programs import tune
 from routes.fine_tuning.data import Data, read_data, split, validation_warnings
-from routes.request.ignored import MAX_WARNINGS
+from routes.request.validation import MAX_WARNINGS
 from rwkv_batch.translation.tmx import TmxError, read_pairs
 from rwkv_batch.tuning import Document
 

@@ -1,4 +1,4 @@
-"""Finds the fields of a request that change nothing: unknown ones, and those that are accepted and ignored."""
+"""Validates bodies, and reports fields that change nothing: unknown ones, and those that are accepted and ignored."""
 
 from __future__ import annotations
 

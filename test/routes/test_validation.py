@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from routes.openai.request import ChatBody, CompletionBody
 from routes.openai.responses_body import ResponsesBody
 from routes.request.bodies import PromptBody
-from routes.request.ignored import MAX_WARNINGS, find_ignored, validated
 from routes.request.json_body import validate
+from routes.request.validation import MAX_WARNINGS, find_ignored, validated
 from routes.request_context import RequestContext, set_current_request
 from routes.translation import translator
 from rwkv_batch.errors import ServiceError
