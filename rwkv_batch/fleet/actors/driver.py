@@ -18,9 +18,6 @@ _LOCK = threading.Lock()
 _RAY_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call after leaving would start a new cluster
-    # Upper bounds for a broken link; the fleet's heartbeats notice it sooner (`rwkv_batch.fleet.member`).
-    "RAY_grpc_client_keepalive_time_ms": "2000",
-    "RAY_grpc_client_keepalive_timeout_ms": "2000",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a process ends after this time without the head; default 60
 }
 
