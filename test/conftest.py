@@ -80,6 +80,18 @@ def rest_slow(values: Collection[Any], daily: int = 1, long: Collection[Any] = (
     return [*itertools.islice(values, daily), *slow[daily:]]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a file of which `-m "not (slow or ...)"` selects nothing: imports take most of a collection."""
+    left_out = re.fullmatch(r"not \(([\w ]+)\)", config.getoption("markexpr"))
+    if left_out is None or collection_path.suffix != ".py":
+        return None
+    marks = re.findall(r"^pytestmark = .*", collection_path.read_text(encoding="utf-8"), re.MULTILINE)
+    found = {*re.findall(r"pytest\.mark\.(\w+)", " ".join(marks))}
+    if collection_path.parent.name in SLOW_FOLDERS:
+        found.add("slow")
+    return True if found & {*left_out[1].split(" or ")} else None
+
+
 def pytest_configure() -> None:
     """Disable garbage collection during test collection: imported objects stay, and scanning them is slow."""
     gc.disable()
