@@ -41,7 +41,7 @@ for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, ANSWER_S)
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 """Clients share a context. Each new one would read the certificates, which takes 30 ms of CPU time."""
-SHARED = ("fake", "service", "one_worker", "two_keys", "locked_fake", "strict", "demo")
+SHARED = ("service", "fake", "one_worker", "keyed_fake", "strict", "demo")
 """Fixtures of services. One worker runs all files that use the same one, which then starts once."""
 SLOW_FOLDERS = ("bench", "demo", "deploy", "fleet", "typing", "web")
 M_MMAP_THRESHOLD = -3
@@ -142,6 +142,13 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service with the demo model, as on a first start."""
+    with Service(tmp_path_factory.mktemp("demo")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service with the fake engine, shared like `service`."""
     from test.programs.batch.runs import fake_service
@@ -157,6 +164,7 @@ def _group(file: Path) -> str:
         return "emulated"
     text = file.read_text(encoding="utf-8")
     used = re.findall(r"^(?:def test_|@pytest\.fixture.*\ndef )\w+\(.*\b(\w+): Service\b", text, re.MULTILINE)
+    used += re.findall(r"getfixturevalue\(\"(\w+)", text)
     return next((name for name in SHARED if name in used and f"\ndef {name}(" not in text), str(file))
 
 

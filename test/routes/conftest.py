@@ -26,19 +26,12 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="session")
-def locked_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("locked")
-    with closing(fake_service(folder, "--password", PASSWORD, "--http-workers", "1", password=PASSWORD)) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def two_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with one HTTP worker and the keys of Anna and Bert."""
+def keyed_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with one HTTP worker, a password, and the keys of Anna and Bert."""
     folder = tmp_path_factory.mktemp("keys")
     (folder / "keys.toml").write_text(KEYS, encoding="utf-8")
-    flags = ("--keys-file", str(folder / "keys.toml"), "--http-workers", "1")
-    with closing(fake_service(folder, *flags)) as running:
+    flags = ("--keys-file", str(folder / "keys.toml"), "--password", PASSWORD, "--http-workers", "1")
+    with closing(fake_service(folder, *flags, password=PASSWORD)) as running:
         yield running
 
 

@@ -38,57 +38,57 @@ def finished(service: Service, document: dict[str, Any]) -> dict[str, Any]:
     return dict(wait_for(ended, 120, "the document"))
 
 
-def test_a_file_is_translated_in_the_background(locked_fake: Service) -> None:
-    sent = send(locked_fake, "film.srt", SRT.encode(), instruction="Be short.", formality="more")
+def test_a_file_is_translated_in_the_background(keyed_fake: Service) -> None:
+    sent = send(keyed_fake, "film.srt", SRT.encode(), instruction="Be short.", formality="more")
     assert sent.status_code == 200, sent.text
     document = sent.json()
     assert (document["filename"], document["texts"], document["status"]) == ("film.de.srt", 2, "queued")
     warning = "the translation is much longer than the text"
     doubtful = [{"text": text, "translation": "Be short.", "warning": warning} for text in ("Hello", "Bye")]
-    assert finished(locked_fake, document) | {"created_at": 0} == {
+    assert finished(keyed_fake, document) | {"created_at": 0} == {
         "id": document["id"], "filename": "film.de.srt", "status": "done", "texts": 2, "translated": 2, "failed": 0,
         "created_at": 0, "error": "", "notes": [], "doubtful": doubtful,
     }  # fmt: skip
-    result = get(locked_fake, f"{document['id']}/content")
+    result = get(keyed_fake, f"{document['id']}/content")
     assert 'filename="film.de.srt"' in result.headers["Content-Disposition"], "curl -OJ takes this name"
     assert result.text.startswith("1\n00:00:01,000 --> 00:00:02,000\n") and "Be short." in result.text
-    assert get(locked_fake, f"{document['id']}/content").content == result.content
-    assert httpx.delete(f"{locked_fake.url}{PATH}/{document['id']}", headers=locked_fake.headers).json()["deleted"]
+    assert get(keyed_fake, f"{document['id']}/content").content == result.content
+    assert httpx.delete(f"{keyed_fake.url}{PATH}/{document['id']}", headers=keyed_fake.headers).json()["deleted"]
     assert (
-        get(locked_fake, document["id"]).status_code == get(locked_fake, f"{document['id']}/content").status_code == 404
+        get(keyed_fake, document["id"]).status_code == get(keyed_fake, f"{document['id']}/content").status_code == 404
     )
-    assert httpx.get(locked_fake.url + "/openai/v1/batches", headers=locked_fake.headers).json()["data"] == []
-    assert httpx.get(locked_fake.url + "/openai/v1/files", headers=locked_fake.headers).json()["data"] == []
+    assert httpx.get(keyed_fake.url + "/openai/v1/batches", headers=keyed_fake.headers).json()["data"] == []
+    assert httpx.get(keyed_fake.url + "/openai/v1/files", headers=keyed_fake.headers).json()["data"] == []
 
 
-def test_a_file_uses_approved_translations(locked_fake: Service) -> None:
+def test_a_file_uses_approved_translations(keyed_fake: Service) -> None:
     memory = {"source_lang": "en", "target_lang": "de", "pairs": [{"source": "Hello", "target": "Guten Tag"}]}
-    assert locked_fake.post("/translate/v1/memory", memory).status_code == 200
-    documents = [send(locked_fake, "film.srt", SRT.encode(), memory=flag).json() for flag in ("true", "false")]
+    assert keyed_fake.post("/translate/v1/memory", memory).status_code == 200
+    documents = [send(keyed_fake, "film.srt", SRT.encode(), memory=flag).json() for flag in ("true", "false")]
     for document, is_approved in zip(documents, (True, False), strict=True):
-        assert finished(locked_fake, document)["status"] == "done"
-        assert ("Guten Tag" in get(locked_fake, f"{document['id']}/content").text) == is_approved
-    assert locked_fake.request("DELETE", "/translate/v1/memory", headers=locked_fake.headers).status_code == 200
+        assert finished(keyed_fake, document)["status"] == "done"
+        assert ("Guten Tag" in get(keyed_fake, f"{document['id']}/content").text) == is_approved
+    assert keyed_fake.request("DELETE", "/translate/v1/memory", headers=keyed_fake.headers).status_code == 200
 
 
-def test_a_file_is_translated_with_terms(locked_fake: Service) -> None:
+def test_a_file_is_translated_with_terms(keyed_fake: Service) -> None:
     terms = {"glossary": '{"Bye": "Zubuwort"}', "glossary_mode": "enforce"}
-    document = send(locked_fake, "film.srt", SRT.encode(), **terms).json()
-    assert finished(locked_fake, document)["status"] == "done"
-    assert "Zubuwort" in get(locked_fake, f"{document['id']}/content").text
-    assert send(locked_fake, "film.srt", SRT.encode(), glossary="Bye").json()["field"] == "glossary"
-    httpx.delete(f"{locked_fake.url}{PATH}/{document['id']}", headers=locked_fake.headers)
+    document = send(keyed_fake, "film.srt", SRT.encode(), **terms).json()
+    assert finished(keyed_fake, document)["status"] == "done"
+    assert "Zubuwort" in get(keyed_fake, f"{document['id']}/content").text
+    assert send(keyed_fake, "film.srt", SRT.encode(), glossary="Bye").json()["field"] == "glossary"
+    httpx.delete(f"{keyed_fake.url}{PATH}/{document['id']}", headers=keyed_fake.headers)
 
 
-def test_the_body_may_be_the_file(locked_fake: Service) -> None:
-    url = f"{locked_fake.url}{PATH}/word%20file.docx"
+def test_the_body_may_be_the_file(keyed_fake: Service) -> None:
+    url = f"{keyed_fake.url}{PATH}/word%20file.docx"
     content = docx("<w:p><w:r><w:t>Hello</w:t></w:r></w:p>")
     sent = httpx.put(
-        url, params={"target_lang": "de", "bilingual": "true"}, content=content, headers=locked_fake.headers
+        url, params={"target_lang": "de", "bilingual": "true"}, content=content, headers=keyed_fake.headers
     )
     assert sent.status_code == 200, sent.text
-    assert finished(locked_fake, sent.json())["status"] == "done"
-    result = get(locked_fake, f"{sent.json()['id']}/content").content
+    assert finished(keyed_fake, sent.json())["status"] == "done"
+    result = get(keyed_fake, f"{sent.json()['id']}/content").content
     assert (
         "Hello</w:t></w:r><w:r><w:br/></w:r>" in zipfile.ZipFile(io.BytesIO(result)).read("word/document.xml").decode()
     )
@@ -110,55 +110,55 @@ def test_the_body_may_be_the_file(locked_fake: Service) -> None:
     ],
 )
 def test_wrong_files_are_refused_at_once(
-    locked_fake: Service, name: str, content: bytes, fields: dict[str, str], field: str, message: str
+    keyed_fake: Service, name: str, content: bytes, fields: dict[str, str], field: str, message: str
 ) -> None:
-    answer = send(locked_fake, name, content, **fields)
+    answer = send(keyed_fake, name, content, **fields)
     assert answer.status_code == 400 or answer.status_code == 422, answer.text
     error = answer.json()
     assert message in str(error) and field in str(error)
     assert "/etc" not in str(error)
 
 
-def test_what_was_found_in_a_file_stays_in_its_status(locked_fake: Service) -> None:
-    document = send(locked_fake, "a.txt", "Hello 4".encode("utf-16")).json()
+def test_what_was_found_in_a_file_stays_in_its_status(keyed_fake: Service) -> None:
+    document = send(keyed_fake, "a.txt", "Hello 4".encode("utf-16")).json()
     assert "utf-16-le" in document["notes"][0]
-    assert get(locked_fake, document["id"]).json()["notes"] == document["notes"]
+    assert get(keyed_fake, document["id"]).json()["notes"] == document["notes"]
 
 
-def test_nobody_without_the_password_sends_or_reads_files(locked_fake: Service) -> None:
-    document = send(locked_fake, "a.txt", b"Hello you").json()
-    stranger = {"url": f"{locked_fake.url}{PATH}/{document['id']}"}
+def test_nobody_without_the_password_sends_or_reads_files(keyed_fake: Service) -> None:
+    document = send(keyed_fake, "a.txt", b"Hello you").json()
+    stranger = {"url": f"{keyed_fake.url}{PATH}/{document['id']}"}
     assert httpx.get(**stranger).status_code == httpx.delete(**stranger).status_code == 401
     assert (
-        httpx.post(locked_fake.url + PATH, data={"target_lang": "de"}, files={"file": ("a.txt", b"x")}).status_code
+        httpx.post(keyed_fake.url + PATH, data={"target_lang": "de"}, files={"file": ("a.txt", b"x")}).status_code
         == 401
     )
-    assert get(locked_fake, "doc_unknown").status_code == get(locked_fake, "batch_unknown").status_code == 404
+    assert get(keyed_fake, "doc_unknown").status_code == get(keyed_fake, "batch_unknown").status_code == 404
 
 
 def test_a_key_sees_its_own_documents_and_a_running_one_is_stopped_by_delete(
-    two_keys: Service, monkeypatch: pytest.MonkeyPatch
+    keyed_fake: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_key(key: str) -> None:
-        monkeypatch.setattr(two_keys, "headers", bearer(key))
+        monkeypatch.setattr(keyed_fake, "headers", bearer(key))
 
     as_key(ANNA)
     content = b"".join(b"line %d of a long text\n" % i for i in range(3000))
-    document = send(two_keys, "a.txt", content).json()
+    document = send(keyed_fake, "a.txt", content).json()
     path = f"{PATH}/{document['id']}"
-    assert get(two_keys, f"{document['id']}/content").status_code == 429
+    assert get(keyed_fake, f"{document['id']}/content").status_code == 429
     as_key(BERT)
-    assert get(two_keys, document["id"]).status_code == 404
-    assert two_keys.request("DELETE", path, headers=bearer(BERT)).status_code == 404
+    assert get(keyed_fake, document["id"]).status_code == 404
+    assert keyed_fake.request("DELETE", path, headers=bearer(BERT)).status_code == 404
     as_key(ANNA)
-    assert two_keys.request("DELETE", path, headers=bearer(ANNA)).status_code == 200
-    assert get(two_keys, document["id"]).status_code == 404
-    wait_for(lambda: not two_keys.get("/openai/v1/files").json()["data"], 120, "the deletion of the files")
+    assert keyed_fake.request("DELETE", path, headers=bearer(ANNA)).status_code == 200
+    assert get(keyed_fake, document["id"]).status_code == 404
+    wait_for(lambda: not keyed_fake.get("/openai/v1/files").json()["data"], 120, "the deletion of the files")
 
 
-def test_deepls_client_translates_a_document(locked_fake: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepls_client_translates_a_document(keyed_fake: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.2)))
-    client = deepl.DeepLClient(PASSWORD, server_url=locked_fake.url)
+    client = deepl.DeepLClient(PASSWORD, server_url=keyed_fake.url)
     out = io.BytesIO()
     page = '<html xmlns="http://www.w3.org/1999/xhtml"><body><p>Hello</p></body></html>'
     status = client.translate_document(epub(page), out, target_lang="DE", filename="book.epub")
@@ -174,23 +174,23 @@ def test_deepls_client_translates_a_document(locked_fake: Service, monkeypatch: 
         client.translate_document_upload(b"%PDF-1.7", target_lang="DE", filename="a.pdf", output_format="docx")
 
 
-def test_libretranslates_files(locked_fake: Service) -> None:
-    settings = httpx.get(locked_fake.url + "/frontend/settings").json()
+def test_libretranslates_files(keyed_fake: Service) -> None:
+    settings = httpx.get(keyed_fake.url + "/frontend/settings").json()
     assert settings["filesTranslation"] and {".docx", ".epub", ".srt"} <= set(settings["supportedFilesFormat"])
     form = {"source": "en", "target": "zt", "api_key": PASSWORD}
-    answer = httpx.post(locked_fake.url + "/translate_file", data=form, files={"file": ("a.txt", b"Hello you\n")})
+    answer = httpx.post(keyed_fake.url + "/translate_file", data=form, files={"file": ("a.txt", b"Hello you\n")})
     url = answer.json()["translatedFileUrl"]
-    assert url.startswith(f"{locked_fake.url}/download_file/doc_")
+    assert url.startswith(f"{keyed_fake.url}/download_file/doc_")
     result = httpx.get(url)
     assert result.status_code == 200 and "a.zh-TW.txt" in result.headers["Content-Disposition"] and result.content
-    assert httpx.get(f"{locked_fake.url}/download_file/doc_unknown").status_code == 404
+    assert httpx.get(f"{keyed_fake.url}/download_file/doc_unknown").status_code == 404
     for wrong in (url.rpartition(".")[0], f"{url}0"):
         assert httpx.get(wrong).status_code == 404, "the id alone opens no file"
     refused = httpx.post(
-        locked_fake.url + "/translate_file", data={**form, "api_key": "x"}, files={"file": ("a.txt", b"x")}
+        keyed_fake.url + "/translate_file", data={**form, "api_key": "x"}, files={"file": ("a.txt", b"x")}
     )
     assert refused.status_code == 403
     long = {"file": ("a.txt", b"a b " * 300_000)}
     path = f"/translate_file?api_key={PASSWORD}"
-    refused = httpx.post(locked_fake.url + path, data={**form, "api_key": ""}, files=long)
+    refused = httpx.post(keyed_fake.url + path, data={**form, "api_key": ""}, files=long)
     assert refused.status_code == 400 and "1199999 characters, the limit is 1048576" in refused.json()["error"]

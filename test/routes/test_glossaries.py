@@ -35,44 +35,44 @@ def body_of(*pairs: tuple[str, str, dict[str, str]], name: str = "terms") -> dic
     }
 
 
-def test_a_glossary_has_versions_and_an_owner(two_keys: Service) -> None:
-    made = request(two_keys, "POST", PATH, json=body_of(("en-US", "German", TERMS))).json()
+def test_a_glossary_has_versions_and_an_owner(keyed_fake: Service) -> None:
+    made = request(keyed_fake, "POST", PATH, json=body_of(("en-US", "German", TERMS))).json()
     path = f"{PATH}/{made['glossary_id']}"
     assert (made["version"], made["dictionaries"]) == (
         1, [{"source_lang": "en", "target_lang": "de", "entry_count": 2}]
     )  # fmt: skip
-    changed = request(two_keys, "PUT", path, json=body_of(("en", "de", {"row": "Reihe"}), name="new")).json()
+    changed = request(keyed_fake, "PUT", path, json=body_of(("en", "de", {"row": "Reihe"}), name="new")).json()
     assert (changed["version"], changed["name"]) == (2, "new")
-    read = request(two_keys, "GET", path).json()
+    read = request(keyed_fake, "GET", path).json()
     assert read["dictionaries"][0]["entries"] == {"row": "Reihe"}
-    assert request(two_keys, "GET", path, params={"version": "1"}).json()["dictionaries"][0]["entries"] == TERMS
-    assert request(two_keys, "GET", path, BERT).status_code == 404
-    assert request(two_keys, "GET", PATH, BERT).json() == {"glossaries": []}
-    assert request(two_keys, "DELETE", path, BERT).status_code == 404
+    assert request(keyed_fake, "GET", path, params={"version": "1"}).json()["dictionaries"][0]["entries"] == TERMS
+    assert request(keyed_fake, "GET", path, BERT).status_code == 404
+    assert request(keyed_fake, "GET", PATH, BERT).json() == {"glossaries": []}
+    assert request(keyed_fake, "DELETE", path, BERT).status_code == 404
     for _ in range(10):
-        request(two_keys, "PUT", path, json=body_of(("en", "de", {"row": "Reihe"})))
-    assert request(two_keys, "GET", path, params={"version": "2"}).status_code == 404
-    assert request(two_keys, "DELETE", path).json()["deleted"] is True
-    assert request(two_keys, "GET", path).status_code == 404
+        request(keyed_fake, "PUT", path, json=body_of(("en", "de", {"row": "Reihe"})))
+    assert request(keyed_fake, "GET", path, params={"version": "2"}).status_code == 404
+    assert request(keyed_fake, "DELETE", path).json()["deleted"] is True
+    assert request(keyed_fake, "GET", path).status_code == 404
 
 
-def test_a_translation_uses_a_stored_glossary(two_keys: Service) -> None:
+def test_a_translation_uses_a_stored_glossary(keyed_fake: Service) -> None:
     pairs = (("en", "de", TERMS), ("fr", "de", {"ligne": "Zeile"}))
-    glossary_id = request(two_keys, "POST", PATH, json=body_of(*pairs)).json()["glossary_id"]
+    glossary_id = request(keyed_fake, "POST", PATH, json=body_of(*pairs)).json()["glossary_id"]
     for source in ("en", "auto"):
-        (one,) = translated(two_keys, glossary_id=glossary_id, source_lang=source).json()["translations"]
+        (one,) = translated(keyed_fake, glossary_id=glossary_id, source_lang=source).json()["translations"]
         assert "Zustandsspeicher" in one["text"] and "Zeile" in one["text"]
-    own = translated(two_keys, glossary_id=glossary_id, glossary={"row": "Linie"}).json()["translations"][0]["text"]
+    own = translated(keyed_fake, glossary_id=glossary_id, glossary={"row": "Linie"}).json()["translations"][0]["text"]
     assert "Zustandsspeicher" in own and "Linie" in own and "Zeile" not in own
     unknown, other = (
-        translated(two_keys, glossary_id="none"),
-        translated(two_keys, glossary_id=glossary_id, target_lang="it"),
+        translated(keyed_fake, glossary_id="none"),
+        translated(keyed_fake, glossary_id=glossary_id, target_lang="it"),
     )
     assert (unknown.status_code, unknown.json()["field"]) == (404, "glossary_id")
     assert other.status_code == 422 and "only of en to de, fr to de" in other.json()["error"]
-    request(two_keys, "PUT", f"{PATH}/{glossary_id}", json=body_of(("en", "de", {"row": "Reihe"})))
-    old = translated(two_keys, glossary_id=glossary_id, glossary_version=1).json()["translations"][0]["text"]
-    new = translated(two_keys, glossary_id=glossary_id).json()["translations"][0]["text"]
+    request(keyed_fake, "PUT", f"{PATH}/{glossary_id}", json=body_of(("en", "de", {"row": "Reihe"})))
+    old = translated(keyed_fake, glossary_id=glossary_id, glossary_version=1).json()["translations"][0]["text"]
+    new = translated(keyed_fake, glossary_id=glossary_id).json()["translations"][0]["text"]
     assert "Zeile" in old and "Reihe" in new
 
 
@@ -89,27 +89,27 @@ WRONG = [
 
 
 @pytest.mark.parametrize("body", WRONG)
-def test_wrong_glossaries_are_refused(two_keys: Service, body: dict[str, Any]) -> None:
-    refused = request(two_keys, "POST", PATH, json=body)
+def test_wrong_glossaries_are_refused(keyed_fake: Service, body: dict[str, Any]) -> None:
+    refused = request(keyed_fake, "POST", PATH, json=body)
     assert refused.status_code == 422 and refused.json()["error"].startswith(("dictionaries", "name"))
 
 
 @pytest.mark.parametrize("entries", ["", "a", "a\tb\na\tc", "a\x01\tb", "a" * 1025 + "\tb"])
-def test_wrong_entries_of_deepls_glossaries_are_named(two_keys: Service, entries: str) -> None:
+def test_wrong_entries_of_deepls_glossaries_are_named(keyed_fake: Service, entries: str) -> None:
     body = {"name": "x", "source_lang": "en", "target_lang": "de", "entries": entries, "entries_format": "tsv"}
-    refused = request(two_keys, "POST", "/v2/glossaries", json=body)
+    refused = request(keyed_fake, "POST", "/v2/glossaries", json=body)
     assert refused.status_code == 400 and refused.json()["message"].startswith("entries: ")
 
 
-def test_a_term_of_two_lines_is_refused(two_keys: Service) -> None:
+def test_a_term_of_two_lines_is_refused(keyed_fake: Service) -> None:
     """A line break ends the answer: the translation had only the first line."""
     body = {"text_list": ["Hello"], "source_lang": "en", "target_lang": "de", "glossary": {"Hello": "a\nb"}}
-    refused = request(two_keys, "POST", "/translate/v1/batch-translate", json=body)
+    refused = request(keyed_fake, "POST", "/translate/v1/batch-translate", json=body)
     assert refused.status_code == 422 and "glossary.Hello: must be on one line" in refused.json()["error"]
 
 
-def test_deepl_glossaries_of_one_pair(two_keys: Service) -> None:
-    client = deepl.DeepLClient(ANNA, server_url=two_keys.url)
+def test_deepl_glossaries_of_one_pair(keyed_fake: Service) -> None:
+    client = deepl.DeepLClient(ANNA, server_url=keyed_fake.url)
     made = client.create_glossary("two", "EN", "DE", {"state pool": "Zustandsspeicher", "row": "Zeile"})
     assert made.ready and made.entry_count == 2 and made.source_lang == "EN" and made.creation_time.tzinfo
     assert client.get_glossary_entries(made) == TERMS and client.get_glossary(made.glossary_id).name == "two"
@@ -119,7 +119,7 @@ def test_deepl_glossaries_of_one_pair(two_keys: Service) -> None:
     with pytest.raises(deepl.DeepLException, match="has no terms of FR to DE"):
         client.translate_text("The row.", source_lang="FR", target_lang="DE", glossary=made.glossary_id)
     no_source = {"text": ["The row."], "target_lang": "DE", "glossary_id": made.glossary_id}
-    refused = request(two_keys, "POST", "/v2/translate", json=no_source)
+    refused = request(keyed_fake, "POST", "/v2/translate", json=no_source)
     assert refused.status_code == 400 and refused.json()["message"].startswith("source_lang")
     from_csv = client.create_glossary_from_csv("csv", "EN", "DE", 'a,"b, c"\nd,e,en,de\n')
     assert client.get_glossary_entries(from_csv) == {"a": "b, c", "d": "e"}
@@ -129,8 +129,8 @@ def test_deepl_glossaries_of_one_pair(two_keys: Service) -> None:
     assert any((one.source_lang, one.target_lang) == ("en", "de") for one in client.get_glossary_languages())
 
 
-def test_deepl_glossaries_of_several_pairs(two_keys: Service) -> None:
-    client = deepl.DeepLClient(ANNA, server_url=two_keys.url)
+def test_deepl_glossaries_of_several_pairs(keyed_fake: Service) -> None:
+    client = deepl.DeepLClient(ANNA, server_url=keyed_fake.url)
     german = MultilingualGlossaryDictionaryEntries("EN", "DE", {"row": "Zeile"})
     french = MultilingualGlossaryDictionaryEntries("EN", "FR", {"row": "ligne"})
     made = client.create_multilingual_glossary("many", [german, french])
@@ -154,7 +154,7 @@ def test_deepl_glossaries_of_several_pairs(two_keys: Service) -> None:
     client.delete_multilingual_glossary(made)
     terms = {"source_lang": "en", "target_lang": "ja", "entries": "row\t行", "entries_format": "tsv"}
     form = {"name": "from a form", **{f"dictionaries[0].{name}": value for name, value in terms.items()}}
-    sent = request(two_keys, "POST", "/v3/glossaries", data=form)
+    sent = request(keyed_fake, "POST", "/v3/glossaries", data=form)
     assert sent.status_code == 201 and sent.json()["dictionaries"][0]["entry_count"] == 1
 
 

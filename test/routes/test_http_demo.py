@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ pytestmark = pytest.mark.slow
 
 PATH = "/translate/v1/batch-translate"
 ADDRESS = "http://127.0.0.1:8000"
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with Service(tmp_path_factory.mktemp("demo")) as running:
-        yield running
 
 
 def examples(readme: str) -> list[str]:

@@ -31,8 +31,8 @@ FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 
 
 @pytest.fixture
-def translator(locked_fake: Service) -> deepl.DeepLClient:
-    return deepl.DeepLClient(PASSWORD, server_url=locked_fake.url)
+def translator(keyed_fake: Service) -> deepl.DeepLClient:
+    return deepl.DeepLClient(PASSWORD, server_url=keyed_fake.url)
 
 
 def test_deepl_translates_texts(translator: deepl.DeepLClient) -> None:
@@ -60,9 +60,9 @@ def test_deepl_lists(translator: deepl.DeepLClient) -> None:
     assert usage.character.valid and not usage.any_limit_reached
 
 
-def test_deepl_errors(translator: deepl.DeepLClient, locked_fake: Service) -> None:
+def test_deepl_errors(translator: deepl.DeepLClient, keyed_fake: Service) -> None:
     with pytest.raises(deepl.AuthorizationException):
-        deepl.DeepLClient("wrong", server_url=locked_fake.url).get_usage()
+        deepl.DeepLClient("wrong", server_url=keyed_fake.url).get_usage()
     with pytest.raises(deepl.DeepLException, match="is not supported"):
         translator.translate_text("Hello", target_lang="DE", formality="more")
     v2 = {"target_lang": "DE", "tag_handling": "xml", "tag_handling_version": "v2"}
@@ -93,16 +93,16 @@ def test_deepl_errors(translator: deepl.DeepLClient, locked_fake: Service) -> No
         ("GET", "/v2/translate", 405),
         ("PATCH", "/v2/glossaries/x", 405),
     ):
-        unserved = httpx.request(method, locked_fake.url + path)
+        unserved = httpx.request(method, keyed_fake.url + path)
         assert unserved.status_code == status and list(unserved.json()) == ["message"], path
-    assert "error" in httpx.post(f"{locked_fake.url}/v2/chat/complete").json(), "a path of the native API"
-    refused = httpx.post(f"{locked_fake.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
+    assert "error" in httpx.post(f"{keyed_fake.url}/v2/chat/complete").json(), "a path of the native API"
+    refused = httpx.post(f"{keyed_fake.url}/v2/translate", json={"text": ["a"], "target_lang": "DE"})
     assert refused.status_code == 403 and isinstance(refused.json()["message"], str) and refused.headers["x-trace-id"]
 
 
 @pytest.mark.skipif(not (NODE / "node_modules").is_dir(), reason="no deepl-node; run `npm ci` in test/routes/node")
-def test_deepls_node_client(locked_fake: Service, tmp_path: Path) -> None:
-    command = ["node", "deepl.mjs", locked_fake.url, PASSWORD, str(tmp_path)]
+def test_deepls_node_client(keyed_fake: Service, tmp_path: Path) -> None:
+    command = ["node", "deepl.mjs", keyed_fake.url, PASSWORD, str(tmp_path)]
     ended = subprocess.run(command, cwd=NODE, capture_output=True, text=True, timeout=60, check=False)
     assert not ended.returncode, ended.stderr[-2000:]
     assert json.loads(ended.stdout) == {
@@ -122,7 +122,7 @@ def test_deepls_node_client(locked_fake: Service, tmp_path: Path) -> None:
     }
 
 
-def test_deepl_node_repeats_a_slow_request(locked_fake: Service) -> None:
+def test_deepl_node_repeats_a_slow_request(keyed_fake: Service) -> None:
     """deepl-node needs the head within 5 s. It sends forms, and the same again while the first runs."""
     fields = [("text", "A slow text. " * 40), ("target_lang", "de"), ("source_lang", "en"), ("split_sentences", "0")]
     content = urlencode([*fields, ("context", "A page."), ("outline_detection", "0"), ("show_billed_characters", "1")])
@@ -132,12 +132,12 @@ def test_deepl_node_repeats_a_slow_request(locked_fake: Service) -> None:
     def sent(body: str) -> tuple[float, bytes, int]:
         started = time.monotonic()
         with httpx.stream(
-            "POST", f"{locked_fake.url}/v2/translate", content=body, headers=headers, timeout=30
+            "POST", f"{keyed_fake.url}/v2/translate", content=body, headers=headers, timeout=30
         ) as answer:
             return time.monotonic() - started, answer.read(), answer.status_code
 
     def running() -> int:
-        return int(locked_fake.status()["jobs"].get("/v2/translate", 0))
+        return int(keyed_fake.status()["jobs"].get("/v2/translate", 0))
 
     with ThreadPoolExecutor(3) as pool:
         both = [pool.submit(sent, content), pool.submit(sent, content)]
@@ -187,55 +187,55 @@ def test_deepl_instructions_are_the_style(fields: dict[str, Any], style: str, mo
         asyncio.run(deepl_routes.translate_text(context, body))
 
 
-def test_unknown_languages_are_refused(locked_fake: Service) -> None:
+def test_unknown_languages_are_refused(keyed_fake: Service) -> None:
     """They were put into the prompt, with a warning that these clients do not show."""
     key = {"Authorization": f"DeepL-Auth-Key {PASSWORD}"}
-    refused = locked_fake.post("/v2/translate", {"text": ["a"], "target_lang": "XX"}, headers=key)
+    refused = keyed_fake.post("/v2/translate", {"text": ["a"], "target_lang": "XX"}, headers=key)
     assert refused.status_code == 400 and "unknown language 'XX'" in refused.json()["message"]
     body = {"q": "a", "source": "en", "target": "xx", "api_key": PASSWORD}
-    refused = locked_fake.post("/translate", body, headers={})
+    refused = keyed_fake.post("/translate", body, headers={})
     assert refused.status_code == 400 and "unknown language 'xx'" in refused.json()["error"]
     form = {"source": "en", "target": "xx", "api_key": PASSWORD}
-    refused = httpx.post(f"{locked_fake.url}/translate_file", data=form, files={"file": ("a.txt", b"Hello you")})
+    refused = httpx.post(f"{keyed_fake.url}/translate_file", data=form, files={"file": ("a.txt", b"Hello you")})
     assert refused.status_code == 400 and "unknown language 'xx'" in refused.json()["error"], refused.text
 
 
-def test_deepl_forms(locked_fake: Service) -> None:
+def test_deepl_forms(keyed_fake: Service) -> None:
     fields = [("text", "1"), ("text", "2"), ("target_lang", "zh-HANS"), ("tag_handling", "xml"), ("ignore_tags", "a,b")]
     fields += [("show_billed_characters", "1"), ("outline_detection", "0"), ("split_sentences", "1")]
     headers = {**FORM, "Authorization": f"DeepL-Auth-Key {PASSWORD}"}
-    answer = httpx.post(f"{locked_fake.url}/v2/translate", content=urlencode(fields), headers=headers)
+    answer = httpx.post(f"{keyed_fake.url}/v2/translate", content=urlencode(fields), headers=headers)
     assert [one["text"] for one in answer.json()["translations"]] == ["1", "2"], answer.text
-    many = httpx.post(f"{locked_fake.url}/v2/translate", content="a=1&" * 20_000, headers=headers)
+    many = httpx.post(f"{keyed_fake.url}/v2/translate", content="a=1&" * 20_000, headers=headers)
     assert many.status_code == 400 and "10000 fields" in many.json()["message"]
 
 
-def test_omegats_requests(locked_fake: Service) -> None:
+def test_omegats_requests(keyed_fake: Service) -> None:
     """Forms as OmegaT's plugins send them: deepl-java's, and LibreTranslate's without a field for a key."""
     java = {**FORM, "User-Agent": "Java/17.0.9", "Accept": "text/html, image/gif, image/jpeg, *; q=.2, */*; q=.2"}
     text = "<f0>42</f0>, 7<i1/>!"
     libre = urlencode({"q": text, "source": "en", "target": "de", "api_key": ""})  # as clients without a key send it
-    answer = httpx.post(f"{locked_fake.url}/translate?api_key={PASSWORD}", content=libre, headers=java)
+    answer = httpx.post(f"{keyed_fake.url}/translate?api_key={PASSWORD}", content=libre, headers=java)
     assert answer.status_code == 200, answer.text
     fields = {"source_lang": "EN", "target_lang": "ZH-HANS", "text": text, "show_billed_characters": "1"}
     agent = {"User-Agent": "deepl-java/1.16.0 (Linux-6.1-amd64) java/17.0.9"}
     headers = java | agent | {"Authorization": f"DeepL-Auth-Key {PASSWORD}"}
     deepls = httpx.post(
-        f"{locked_fake.url}/v2/translate", content=urlencode({**fields, "split_sentences": "1"}), headers=headers
+        f"{keyed_fake.url}/v2/translate", content=urlencode({**fields, "split_sentences": "1"}), headers=headers
     )
     (one,) = deepls.json()["translations"]
     for translation in (answer.json()["translatedText"], one["text"]):
         assert [translation.count(tag) for tag in ("<f0>", "</f0>", "<i1/>")] == [1, 1, 1], translation
     assert one["billed_characters"] == len(text) and one["detected_source_language"] == "EN"
     assert "warnings" not in answer.json() or "api_key" not in str(answer.json()["warnings"])
-    empty = httpx.post(f"{locked_fake.url}/translate?api_key={PASSWORD}", content=f"{libre}&api_key=", headers=java)
+    empty = httpx.post(f"{keyed_fake.url}/translate?api_key={PASSWORD}", content=f"{libre}&api_key=", headers=java)
     assert empty.status_code == 200, "clients without a key send an empty field"
-    wrong = httpx.post(f"{locked_fake.url}/translate?api_key=wrong", content=libre, headers=java)
+    wrong = httpx.post(f"{keyed_fake.url}/translate?api_key=wrong", content=libre, headers=java)
     assert wrong.status_code == 403 and isinstance(wrong.json()["error"], str)
 
 
-def test_libretranslate_translates_and_detects(locked_fake: Service) -> None:
-    client = LibreTranslateAPI(locked_fake.url, PASSWORD)
+def test_libretranslate_translates_and_detects(keyed_fake: Service) -> None:
+    client = LibreTranslateAPI(keyed_fake.url, PASSWORD)
     assert client.translate("42 {x}", "en", "zh") == "42 {x}"
     assert client.translate("say Hallo", "en", "zt")
     (best, *_) = client.detect("Das ist ein Haus, und die Katze schläft darin.")
@@ -246,17 +246,17 @@ def test_libretranslate_translates_and_detects(locked_fake: Service) -> None:
     assert {"en", "zh-Hans", "pt-BR"} <= set(codes["en"])
 
 
-def test_a_very_long_text_is_refused(locked_fake: Service) -> None:
+def test_a_very_long_text_is_refused(keyed_fake: Service) -> None:
     """Other requests would wait while it is searched for placeholders and sentences."""
     body, headers = {"q": "a b " * 300_000, "source": "en", "target": "de"}, {"Authorization": f"Bearer {PASSWORD}"}
-    refused = httpx.post(f"{locked_fake.url}/translate", json=body, headers=headers)
+    refused = httpx.post(f"{keyed_fake.url}/translate", json=body, headers=headers)
     assert refused.status_code == 400 and "1200000 characters, the limit is 1048576" in refused.text, refused.text
 
 
-def test_libretranslate_answers_have_the_form_of_their_request(locked_fake: Service) -> None:
+def test_libretranslate_answers_have_the_form_of_their_request(keyed_fake: Service) -> None:
     def post(**body: Any) -> httpx.Response:
         return httpx.post(
-            f"{locked_fake.url}/translate", json={"api_key": PASSWORD, "source": "auto", "target": "en", **body}
+            f"{keyed_fake.url}/translate", json={"api_key": PASSWORD, "source": "auto", "target": "en", **body}
         )
 
     one, many = post(q="42", alternatives=2).json(), post(q=["42", "7"], alternatives=1, format="html").json()
@@ -270,20 +270,20 @@ def test_libretranslate_answers_have_the_form_of_their_request(locked_fake: Serv
         refused = post(**wrong)
         assert refused.status_code == 400 and refused.json()["error"].startswith(next(reversed(wrong), "q"))
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        LibreTranslateAPI(locked_fake.url, "wrong").translate("a", "en", "de")
-    form = httpx.post(f"{locked_fake.url}/translate", files={name: (None, text) for name, text in
+        LibreTranslateAPI(keyed_fake.url, "wrong").translate("a", "en", "de")
+    form = httpx.post(f"{keyed_fake.url}/translate", files={name: (None, text) for name, text in
         {"q": "42", "source": "en", "target": "de", "api_key": PASSWORD}.items()})  # fmt: skip
     assert form.json() == {"translatedText": "42"}
-    settings = httpx.get(f"{locked_fake.url}/frontend/settings").json()
+    settings = httpx.get(f"{keyed_fake.url}/frontend/settings").json()
     assert settings["keyRequired"] is True and settings["filesTranslation"] is True and settings["suggestions"] is True
 
 
-def test_libretranslate_uses_suggestions(locked_fake: Service) -> None:
-    client = LibreTranslateAPI(locked_fake.url, PASSWORD)
+def test_libretranslate_uses_suggestions(keyed_fake: Service) -> None:
+    client = LibreTranslateAPI(keyed_fake.url, PASSWORD)
     suggestion = {"q": "The pool is empty.", "s": "Der Speicher ist leer.", "source": "en", "target": "de"}
-    sent = httpx.post(f"{locked_fake.url}/suggest", data={**suggestion, "api_key": PASSWORD})
+    sent = httpx.post(f"{keyed_fake.url}/suggest", data={**suggestion, "api_key": PASSWORD})
     assert sent.json() == {"success": True}, sent.text
     assert client.translate("The pool is empty.", "en", "de") == "Der Speicher ist leer."
     detected = {"q": "Das ist ein Haus, und die Katze schläft.", "s": "A house.", "source": "auto", "target": "en"}
-    assert httpx.post(f"{locked_fake.url}/suggest", data={**detected, "api_key": PASSWORD}).json() == {"success": True}
+    assert httpx.post(f"{keyed_fake.url}/suggest", data={**detected, "api_key": PASSWORD}).json() == {"success": True}
     assert client.translate(detected["q"], "de", "en") == "A house.", "the pair was stored under auto"

@@ -40,14 +40,14 @@ def upload(service: Service, content: str, **query: str) -> Any:
     return request(service, "POST", f"{PATH}/tmx", content=content.encode(), params=query)
 
 
-def test_approved_translations_replace_the_model(two_keys: Service) -> None:
+def test_approved_translations_replace_the_model(keyed_fake: Service) -> None:
     body = {"source_lang": "en-GB", "target_lang": "German", "pairs": [PAIR]}
-    assert request(two_keys, "POST", PATH, json=body).json() == {"stored": 1}
+    assert request(keyed_fake, "POST", PATH, json=body).json() == {"stored": 1}
     text = PAIR["source"]
-    assert translated(two_keys, text, memory=True) == [(PAIR["target"], "memory")]
-    ((by_model, origin),) = translated(two_keys, text)
+    assert translated(keyed_fake, text, memory=True) == [(PAIR["target"], "memory")]
+    ((by_model, origin),) = translated(keyed_fake, text)
     assert by_model != PAIR["target"] and not origin
-    ((other_key, _),) = translated(two_keys, text, memory=True, key=BERT)
+    ((other_key, _),) = translated(keyed_fake, text, memory=True, key=BERT)
     assert other_key != PAIR["target"]
     terms = {
         "source_lang": "en",
@@ -56,26 +56,26 @@ def test_approved_translations_replace_the_model(two_keys: Service) -> None:
         "memory": True,
         "glossary": {text[:4]: "xyz"},
     }
-    answer = request(two_keys, "POST", "/translate/v1/batch-translate", json=terms).json()
+    answer = request(keyed_fake, "POST", "/translate/v1/batch-translate", json=terms).json()
     assert "lacks the term" in answer["warnings"][0]["message"], "the memory came before the glossary in silence"
-    mixed = translated(two_keys, f"{text}\nAnother line of text", memory=True)
+    mixed = translated(keyed_fake, f"{text}\nAnother line of text", memory=True)
     assert mixed[0][0].startswith(PAIR["target"]) and mixed[0][1] == "model"
-    assert request(two_keys, "GET", PATH).json()["memory"][0] == {
+    assert request(keyed_fake, "GET", PATH).json()["memory"][0] == {
         "source_lang": "English", "target_lang": "German", "count": 1
     }  # fmt: skip
-    assert request(two_keys, "GET", PATH, BERT).json() == {"memory": []}
-    assert request(two_keys, "DELETE", PATH, params={"source_lang": "fr"}).json() == {"deleted": 0}
-    assert request(two_keys, "DELETE", PATH).json() == {"deleted": 1}
+    assert request(keyed_fake, "GET", PATH, BERT).json() == {"memory": []}
+    assert request(keyed_fake, "DELETE", PATH, params={"source_lang": "fr"}).json() == {"deleted": 0}
+    assert request(keyed_fake, "DELETE", PATH).json() == {"deleted": 1}
 
 
-def test_a_tmx_file_is_imported(two_keys: Service) -> None:
-    assert upload(two_keys, TMX).json() == {"stored": 3}
-    assert translated(two_keys, "Open {0} now", "Close", memory=True) == [
+def test_a_tmx_file_is_imported(keyed_fake: Service) -> None:
+    assert upload(keyed_fake, TMX).json() == {"stored": 3}
+    assert translated(keyed_fake, "Open {0} now", "Close", memory=True) == [
         ("{0} öffnen", "memory"), ("Schließen", "memory")
     ]  # fmt: skip
-    request(two_keys, "DELETE", PATH)
-    assert upload(two_keys, TMX, target_lang="fr").json() == {"stored": 1}
-    request(two_keys, "DELETE", PATH)
+    request(keyed_fake, "DELETE", PATH)
+    assert upload(keyed_fake, TMX, target_lang="fr").json() == {"stored": 1}
+    request(keyed_fake, "DELETE", PATH)
 
 
 HOSTILE = [
@@ -85,14 +85,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
-def test_wrong_files_are_refused(two_keys: Service, content: str) -> None:
-    refused = upload(two_keys, content)
+def test_wrong_files_are_refused(keyed_fake: Service, content: str) -> None:
+    refused = upload(keyed_fake, content)
     assert refused.status_code == 422 and refused.json()["error"].startswith("content"), refused.text
 
 
-def test_a_form_is_refused_as_one(two_keys: Service) -> None:
+def test_a_form_is_refused_as_one(keyed_fake: Service) -> None:
     """It was said to be a body that ended early, because Robyn removes a form's boundaries."""
-    refused = request(two_keys, "POST", f"{PATH}/tmx", files={"file": ("a.tmx", HEADER)})
+    refused = request(keyed_fake, "POST", f"{PATH}/tmx", files={"file": ("a.tmx", HEADER)})
     assert refused.status_code == 400 and "is a form" in refused.json()["error"]
 
 
@@ -108,9 +108,9 @@ def test_entities_that_grow_or_are_elsewhere_are_refused(prefix: str, name: str)
         list(read_tmx(content.encode(), MemoryQuery()))
 
 
-def test_the_answer_tells_whether_it_was_cached(two_keys: Service) -> None:
+def test_the_answer_tells_whether_it_was_cached(keyed_fake: Service) -> None:
     text = "A text that only this test sends"
-    origins = [translated(two_keys, text, cache=use)[0][1] for use in ("off", "use", "use", "refresh", "use")]
+    origins = [translated(keyed_fake, text, cache=use)[0][1] for use in ("off", "use", "use", "refresh", "use")]
     assert origins == ["model", "model", "cache", "model", "cache"]
 
 

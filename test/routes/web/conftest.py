@@ -84,20 +84,6 @@ def open_page(browser: Browser) -> Iterator[Opener]:
     assert troubles == []
 
 
-@pytest.fixture(scope="package")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The service with the demo model, as on a first start."""
-    with Service(tmp_path_factory.mktemp("demo")) as running:
-        yield running
-
-
-@pytest.fixture(scope="package")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service whose engine repeats the prompt endlessly."""
-    with Service(tmp_path_factory.mktemp("fake"), program="test/fake_app.py", PYTHONPATH=".") as running:
-        yield running
-
-
 @pytest.fixture(scope="session")
 def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of screenshots: RWKV_SCREENSHOTS, else a temporary one."""
