@@ -37,7 +37,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("dtype", "bits", "wkv_state"), FORMATS)
+@pytest.mark.parametrize(("dtype", "bits", "wkv_state"), rest_slow(FORMATS, long=FORMATS[1:3]))
 def test_steps_give_the_same_bits_under_any_load(tmp_path: Path, dtype: str, bits: int, wkv_state: str) -> None:
     weights = open_weights(write_random_model(tmp_path / "tiny.pth", layers=2, width=192, vocab=256))
     pipeline = Pipeline(weights, ("cpu",), dtype, "cpu", wkv_state, activation_bits=bits)

@@ -14,7 +14,7 @@ from rwkv_batch.kernels.cuda.fused_input_projections import launch_fused_project
 from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, HopperWorkspace
 from test.model.emulated.library import emulation_of, needs_headers, send_launches_to
 
-pytestmark = needs_headers
+pytestmark = [pytest.mark.slow, needs_headers]
 ROWS = 21
 
 

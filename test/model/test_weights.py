@@ -26,7 +26,6 @@ from rwkv_batch.model.mmap_release import release
 from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.weights import SAMPLE_RUN, Weights, WeightsError, expected_shapes, open_weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline, resolve_device
-from test.conftest import rest_slow
 
 Tensors = dict[str, Tensor]
 
@@ -334,10 +333,9 @@ print(opened - before, status("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(
-    ("suffix", "kernels"), rest_slow([(".safetensors", "cpu"), (".pth", "naive"), (".gguf", "naive")])
-)
+@pytest.mark.parametrize(("suffix", "kernels"), [(".safetensors", "cpu"), (".pth", "naive"), (".gguf", "naive")])
 def test_loading_takes_about_the_weights_memory(tmp_path: Path, suffix: str, kernels: str) -> None:
     tensors = random_weights(6, 768, vocab=1024)
     path = written(tmp_path / f"model{suffix}", tensors)

@@ -135,6 +135,7 @@ def split_all() -> int:
     return len(UNITS)
 
 
+@pytest.mark.slow
 def test_time_is_linear_in_the_markup() -> None:
     assert run_bounded(split_all).result == len(UNITS)
 

@@ -34,6 +34,8 @@ from rwkv_batch.tuning.packing import pack
 from rwkv_batch.tuning.run import Place, open_model, plan_memory, prepare
 from rwkv_batch.tuning.trainer import TuneOptions, Tuning
 
+pytestmark = pytest.mark.slow
+
 
 def chat(asked: str, answer: str, **fields: object) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], **fields}
@@ -379,7 +381,6 @@ def test_bad_translations_are_named(content: str, name: str, expected: str) -> N
     assert str(problem).startswith(expected)
 
 
-@pytest.mark.slow
 def test_a_check_keeps_one_line_at_a_time() -> None:
     """A check of 30 MB took 370 MB."""
     content = "".join(f'{{"prompt": "What is {i}?", "completion": "A number."}}\n' for i in range(6000)).encode()
@@ -408,7 +409,6 @@ def tuning(
     )
 
 
-@pytest.mark.slow
 def test_kills_at_random_moments_leave_the_same_bits(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

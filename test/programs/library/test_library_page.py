@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 EACH_IN_A_PROCESS = """
 import os, sys, rwkv_batch.engine, rwkv_batch.runner.model_runner  # what takes longest is imported once
+from rwkv_batch import LLM, RWKV, AsyncLLM
 for program in sys.argv[1:]:
     if not (child := os.fork()):
         exec(compile(program, "docs/clients.md", "exec"), {"__name__": "__main__"})
