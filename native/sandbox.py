@@ -6,7 +6,6 @@ OSError or EOFError.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import pickle
 import resource
@@ -31,6 +30,8 @@ async def call_once(module: str, value: Any) -> Any:
 
     Raises EOFError if the process passed a limit, and RuntimeError with its traceback if it failed.
     """
+    import asyncio  # the sandbox processes, which import this module too, start without it
+
     pipe = subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*_command(module), stdin=pipe, stdout=pipe, stderr=pipe)
     try:

@@ -145,9 +145,12 @@ def list_default(values: tuple[Any, ...]) -> Any:
 
 
 class Fields(BaseModel):
-    """Base of all request models: strict, but treats null as missing. `validation.py` finds unknown fields."""
+    """Base of all request models: strict, but treats null as missing. `validation.py` finds unknown fields.
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    A model's validator is built when it is first used. Many models are only bases of others.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -26,9 +26,12 @@ import uvloop  # noqa: E402, F401  # Robyn imports it at start
 
 from routes import web_page  # noqa: E402
 from routes.serving import http, listen_socket  # noqa: E402, F401  # these import Robyn
-from routes.table import ROUTES  # noqa: E402, F401
+from routes.table import ROUTES  # noqa: E402
 from rwkv_batch.tokenizer import Tokenizer, make_tables  # noqa: E402
 
+for _route in ROUTES:  # so that no worker builds validators while it serves
+    for _model in filter(None, (_route.body, _route.query)):
+        _model.model_rebuild()
 make_tables()
 TOKENIZER = Tokenizer()
 WEB_FILES = web_page.read_files()

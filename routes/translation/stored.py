@@ -16,7 +16,7 @@ import msgspec
 from routes.file_store import Batch, Result, Store, StoreFullError
 from rwkv_batch.translation.context import Example, History
 from rwkv_batch.translation.languages import base_language, language_name
-from rwkv_batch.translation.memory import MAX_FUZZY_TEXTS, MAX_GROWTH, Key, Memory, similar
+from rwkv_batch.translation.memory import MAX_FUZZY_TEXTS, MAX_GROWTH, Key, Memory
 
 _MAX_GLOSSARIES = 1000
 _MAX_BYTES = 64 << 20
@@ -236,6 +236,8 @@ def recall(store: Store, owner: str, keys: Sequence[Key], target: str) -> Memory
             ).fetchall()
             candidates.append((source, texts, known))
     for source, texts, known in candidates:  # takes long, and the transaction would make others wait
+        from rwkv_batch.translation.similarity import similar
+
         for text, found in zip(texts, similar(texts, [one for one, _ in known]), strict=True):
             examples[source, text] = tuple(Example(language_name(source), *known[index]) for index in found)
     return Memory(exact, examples)

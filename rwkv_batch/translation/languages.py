@@ -8,9 +8,10 @@ import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from py3langid.langid import MODEL_FILE, LanguageIdentifier
+if TYPE_CHECKING:
+    from py3langid.langid import LanguageIdentifier
 
 LANGUAGE_NAMES = {
     "af": "Afrikaans", "am": "Amharic", "ar": "Arabic", "as": "Assamese", "az": "Azerbaijani", "ba": "Bashkir",
@@ -259,6 +260,8 @@ def _chinese_variants(samples: list[str]) -> list[str]:
 @functools.cache
 def _identifier() -> LanguageIdentifier:
     """Load the identifier at first use. It takes about 1 s and 84 MB."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
     identifier.set_languages(_DETECTED)
     return identifier

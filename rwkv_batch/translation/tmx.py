@@ -6,10 +6,12 @@ import io
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from lxml import etree
+from typing import TYPE_CHECKING
 
 from rwkv_batch.translation.languages import base_language
+
+if TYPE_CHECKING:
+    from lxml import etree
 
 MAX_CHARACTERS = 4000
 """Of a text or its translation; longer ones are left out."""
@@ -40,6 +42,8 @@ def read_pairs(content: bytes) -> Iterator[TmxPair]:
 
     The parser replaces entities that the file defines, and limits how far they grow. Others are an error.
     """
+    from lxml import etree  # loads with the first file
+
     source_lang = ""
     try:
         for _, element in etree.iterparse(

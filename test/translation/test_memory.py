@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from rwkv_batch.translation import memory
-from rwkv_batch.translation.memory import compared, similar
+from rwkv_batch.translation import similarity
+from rwkv_batch.translation.similarity import compared, similar
 
 
 def test_the_most_similar_texts_come_last() -> None:
@@ -32,13 +32,13 @@ def test_the_work_of_a_text_and_of_a_request_is_bounded() -> None:
 def test_a_request_of_many_long_texts_compares_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 sources of 5,000 characters took 0.4 s for each of 64 texts."""
     cells = 0
-    real = memory.cdist
+    real = similarity.cdist
 
     def counted(texts: list[str], others: list[str], **options: object) -> object:
         nonlocal cells
         cells += sum(len(text) * len(other) for text in texts for other in others)
         return real(["x"], others, **options)
 
-    monkeypatch.setattr(memory, "cdist", counted)
+    monkeypatch.setattr(similarity, "cdist", counted)
     similar(["x" * 5_000] * 64, ["y" * (4_000 + number) for number in range(2_000)])
     assert 0 < cells <= 1 << 33
