@@ -1,7 +1,8 @@
 """Examples in the documents run: every fenced bash, python and json block, against one served demo model.
 
 A fence that cannot run says why: "```bash no-run: needs a GPU". docs/api.md is generated; its examples are the routes'
-own. The library's programs in docs/clients.md run in test/programs/library/test_library_page.py.
+own. The library's programs in docs/clients.md run in test/programs/library/test_library_page.py, the examples of
+docs/batch.md in test/programs/batch/test_batch_page.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RUN = ("bash", "python", "json")
 OTHERS = ("", "toml", "yaml")
 """Languages of blocks that are no examples to run."""
 LEFT_OUT = {"docs/api.md", "docs/settings.md"}
-RUN_ELSEWHERE = {("docs/clients.md", "python")}
+RUN_ELSEWHERE = {("docs/clients.md", "python"), ("docs/batch.md", "bash"), ("docs/batch.md", "python")}
 DOCUMENTS = ["README.md", "README.zh-CN.md", "CONTRIBUTING.md", "bench/results/README.md"]
 DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 _FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

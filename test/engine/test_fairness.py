@@ -12,7 +12,7 @@ from rwkv_batch.core.admission import BATCH_TURN_STEPS
 from rwkv_batch.core.fair_queue import FairQueue
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Phase, Sequence
-from test.conftest import rest_slow
+from test.conftest import IS_LONG, rest_slow
 from test.engine.test_scheduler import Slots, job, per_job, read, scheduler
 
 
@@ -308,7 +308,7 @@ class Checked:
         assert scheduled <= set(running)
 
 
-@pytest.mark.parametrize("seed", rest_slow(range(40), 8))
+@pytest.mark.parametrize("seed", rest_slow(range(40 if IS_LONG else 16), 8))
 def test_random_arrivals_and_ends(seed: int) -> None:
     checked = Checked(seed)
     for _ in range(300):

@@ -10,7 +10,7 @@ from rwkv_batch.core.output import RowOutput, StopAutomaton, StopRules, StopRule
 from rwkv_batch.request import Delta, Finish, FinishReason, GenerateRequest, Resumed, TokenLogprob
 from rwkv_batch.tokenizer import Tokenizer
 from sampling.params import Filters, SamplingParams
-from test.conftest import rest_slow
+from test.conftest import IS_LONG, rest_slow
 
 TOKENIZER = Tokenizer()
 TABLE = TOKENIZER.byte_table
@@ -286,7 +286,7 @@ def _held(text: bytes, stops: set[bytes]) -> int:
     return max((n for n in range(len(text) + 1) if any(s.startswith(text[len(text) - n :]) for s in stops)), default=0)
 
 
-@pytest.mark.parametrize("seed", rest_slow(range(20), 4))
+@pytest.mark.parametrize("seed", rest_slow(range(20 if IS_LONG else 8), 4))
 def test_the_automaton_against_plain_search(seed: int) -> None:
     rng = random.Random(seed)
     letters = rng.choice(["a", "ab", "abc\n"])

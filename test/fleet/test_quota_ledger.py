@@ -7,9 +7,10 @@ import pytest
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.fleet.member import Member
 from rwkv_batch.ipc.served_model import ModelStatus
+from test.conftest import IS_LONG
 from test.fleet.quota_world import FULL, ROWS, TOKENS, World
 
-SEEDS = 40
+SEEDS = 40 if IS_LONG else 16
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
