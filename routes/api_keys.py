@@ -14,7 +14,6 @@ The file is TOML, one table per key:
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -24,11 +23,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from rwkv_batch.request import ClientLimits
+
+if TYPE_CHECKING:
+    import asyncio
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +176,9 @@ class KeyRing:
     @contextmanager
     def cancelled_if_removed(self, digest: str) -> Iterator[None]:
         """Cancel the current task if its key is removed. The task finds it with `is_in_force`."""
-        task = asyncio.current_task()
+        from asyncio import current_task  # the supervisor and the commands read keys without it
+
+        task = current_task()
         if task is None or not digest:
             yield
             return

@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+PROXY_KEY_HEADER = "x-rwkv-front"
+"""Header with the secret key of our own nginx."""
+
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Address, passwords and limits of an HTTP worker; `programs/settings/flags.py` has the flags' meanings."""

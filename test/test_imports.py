@@ -309,7 +309,7 @@ def test_the_ways_of_values_are_short_and_only_fall(value: str) -> None:
 @pytest.mark.parametrize(
     ("imports", "absent"),
     [
-        ("app", {"torch", "robyn", "numpy", "pydantic"}),
+        ("app", {"torch", "robyn", "numpy", "pydantic", "asyncio", "routes.context"}),
         ("rwkv_batch, rwkv_batch.request", {"programs", "app", "pydantic", "torch"}),
         (
             "rwkv_batch.core.job_table, rwkv_batch.core.session_transfer, rwkv_batch.ipc.server",

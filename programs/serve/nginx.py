@@ -27,7 +27,7 @@ import msgspec
 
 from native.files import TemporaryFolder
 from programs.settings import Settings
-from routes.serving.access import PROXY_KEY_HEADER
+from routes.config import PROXY_KEY_HEADER
 from routes.serving.browser import ANY, BrowserRules
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogConfig, become_child

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +32,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 def version_text() -> str:
     """One line per part; the first one is the name and the version."""
+    from importlib import metadata  # only `--version` needs it
+
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:

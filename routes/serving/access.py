@@ -17,13 +17,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from routes.api_keys import Address, ApiKey, parse_address
-from routes.config import HttpConfig
+from routes.config import PROXY_KEY_HEADER, HttpConfig
 from routes.context import Context
 from routes.request_context import RequestContext, current_request
 from rwkv_batch.errors import ErrorKind, ServiceError
 
-PROXY_KEY_HEADER = "x-rwkv-front"
-"""Header with the secret key of our own nginx."""
 _FORWARDED = "x-forwarded-for"
 _UNKNOWN = "unknown"
 MAX_ANONYMOUS_BYTES = 1 << 16

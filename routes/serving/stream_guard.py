@@ -17,8 +17,10 @@ import struct
 import threading
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
-from routes.serving.connections import Connection
+if TYPE_CHECKING:
+    from routes.serving.connections import Connection  # the supervisor does without asyncio
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from routes.config import HttpConfig
+from routes.config import PROXY_KEY_HEADER, HttpConfig
 from routes.serving import connections
-from routes.serving.access import PROXY_KEY_HEADER, ClientIdentity
+from routes.serving.access import ClientIdentity
 from routes.serving.connections import Connection, find
 
 Accept = Callable[[str], tuple[socket.socket, socket.socket]]
