@@ -29,6 +29,8 @@ from rwkv_batch.translation.documents.formats import read_document
 from test.programs.batch.runs import batch, read_jsonl, started, write_jsonl
 from test.serving import ROOT, Service, wait_for
 
+pytestmark = pytest.mark.slow
+
 SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello\n\n2\n00:00:03,000 --> 00:00:04,500\n{}\n\n"
 
 
@@ -192,7 +194,6 @@ def test_other_files_are_not_overwritten(fake: Service, tmp_path: Path, capsys: 
         assert table.read().startswith(b"\xef\xbb\xbfsource,") and pipe.is_fifo()
 
 
-@pytest.mark.slow
 def test_a_stopped_run_keeps_each_finished_text_and_a_changed_file_asks_for_its_new_texts(
     fake: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

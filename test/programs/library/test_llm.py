@@ -18,6 +18,8 @@ from routes.response.generate import call_engine
 from rwkv_batch.calls import CountJobs
 from test.serving import Service, wait_for
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = ["Hello", "World is", "The cat"]
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -40,7 +42,6 @@ def wait_idle(llm: LLM) -> None:
     wait_for(lambda: not jobs(), 20, "the engine has nothing to do")
 
 
-@pytest.mark.slow
 def test_answers_are_the_services(llm: LLM, service: Service) -> None:
     plain = {"temperature": 0, "max_tokens": 8}
     unpenalised = {"alpha_presence": 0, "alpha_frequency": 0}  # over HTTP the family's penalties are the default
