@@ -81,11 +81,12 @@ def _owner(port: int) -> str:
         with contextlib.suppress(OSError):
             fields = [line.split() for line in table.read_text().splitlines()[1:]]
             inodes |= {f"socket:[{one[9]}]" for one in fields if one[3] == _LISTENS and one[1].endswith(f":{port:04X}")}
-    for file in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
-        with contextlib.suppress(OSError):
-            if str(file.readlink()) in inodes:
-                process = file.parents[1]
-                return f"{(process / 'comm').read_text().strip()} (process {process.name})"
+    for process in Path("/proc").glob("[0-9]*") if inodes else ():
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            for file in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if str(file.readlink()) in inodes:
+                        return f"{(process / 'comm').read_text().strip()} (process {process.name})"
     return ""
 
 

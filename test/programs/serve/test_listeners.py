@@ -54,6 +54,16 @@ def test_a_port_of_another_server_is_refused_even_if_shared(shares: bool) -> Non
             open_listeners(HOST, taken.getsockname()[1], 2, 30.0, front=False)
 
 
+def test_processes_that_end_meanwhile_are_no_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/proc/0"), *glob(self, pattern)]))
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        with pytest.raises(StartupError, match=rf"is in use by .+ \(process {os.getpid()}\)"):
+            open_listeners(HOST, taken.getsockname()[1], 2, 30.0, front=False)
+
+
 @pytest.mark.parametrize("front", [False, True])
 def test_connections_wait_for_a_worker(front: bool) -> None:
     listeners = open_listeners(HOST, port := free_port(), 2, 30.0, front=front)
