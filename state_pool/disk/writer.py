@@ -183,7 +183,8 @@ class Writer:
             self._write_state(staging)
         elif self._garbage and (not group or self._rounds % _GARBAGE_ROUNDS == 0):
             self._collect()
-        self.stats.degraded = self._log.checkpoint_if_needed(idle) or self.stats.degraded
+        failure = self._log.checkpoint_if_needed(idle)
+        self.stats.degraded = self.stats.degraded or failure  # that of writes says more
         return not (idle and self._stopping)
 
     def _commit_group(self, group: list[tuple[operations.SmallJob, operations.Done]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 
 from state_pool.cache import checkpoints
+from state_pool.disk import wal
 from state_pool.disk.operations import Checkpoint
 from state_pool.disk.state_store import Connection
+from state_pool.disk.wal import WalCheckpointResult
 from state_pool.errors import PoolFull, SessionUnusable, TurnNotStored
 from test.conftest import rest_slow
 from test.pool_fakes import Driver, Outcome, end, expected_state, get_session, get_store
+from test.serving import wait_for
 from test.state_pool.stored_sessions import WORDS, holds, reopen
 
 MODES = pytest.mark.parametrize("durability", ["log", "turn"])
@@ -87,6 +91,32 @@ def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
     end(driver)
     driver = reopen(tmp_path)
     assert all(holds(driver, name) for name in "abc")
+    driver.pool.close()
+
+
+def test_a_failed_checkpoint_does_not_hide_why_turns_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint may begin before a file is moved and fail after the turns."""
+    driver = reopen(tmp_path)
+    driver.settle()
+    break_disk(driver, "full")
+    with pytest.raises(TurnNotStored, match="no space is left"):
+        driver.turn("a", list(range(20_000)))
+    tried = threading.Event()
+
+    def fail(_: Connection) -> WalCheckpointResult:
+        tried.set()
+        return WalCheckpointResult(False, "disk I/O error")
+
+    monkeypatch.setattr(wal, "wal_checkpoint", fail)
+    writer = get_store(driver).writer
+    with writer._changed:
+        writer._log.written(1)
+        writer._changed.notify()
+    assert tried.wait(10)
+    wait_for(lambda: not (writer._log.has_uncheckpointed_rest or writer._log._checkpointer.busy), 10, "it is recorded")
+    assert "no space is left" in driver.pool.stats()["degraded"]
+    monkeypatch.undo()
+    mend_disk(driver)
     driver.pool.close()
 
 
