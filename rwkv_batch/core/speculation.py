@@ -136,7 +136,7 @@ class Speculation:
         """the last step's rows and how their drafts were chosen; None: they had none that pay"""
         self._planned: dict[Sequence, int] = {}
         """lengths of the next drafts of the same rows; {}: none are planned"""
-        self._uncounted: list[Draft] = []
+        self._ended: list[Draft] = []
         """drafts that have ended"""
 
     # Before a step -------------------------------------------------------------------------------------------
@@ -346,15 +346,15 @@ class Speculation:
         if (draft := sequence.draft) is not None:
             sequence.draft = None
             self._slots.drop_ref(draft.slot)
-            self._uncounted.append(draft)
+            self._ended.append(draft)
 
     def count_drafts(self) -> None:
         """Count the drafts that have ended."""
-        for draft in self._uncounted:
+        for draft in self._ended:
             draft.drafter.record(draft)
             name, (drafted, accepted) = draft.drafter.name, self.totals.get(draft.drafter.name, DraftTotals())
             self.totals[name] = DraftTotals(drafted + len(draft.tokens), accepted + draft.num_accepted)
-        self._uncounted.clear()
+        self._ended.clear()
 
     def count_step(self, rows: list[ScheduledRow], started: float, num_draft_tokens: int, host_s: float = 0.0) -> None:
         """Measure a step whose tokens are committed. started: its launch; host_s: see `InFlightStep`"""

@@ -184,7 +184,7 @@ class Writer:
         elif self._garbage and (not group or self._rounds % _GARBAGE_ROUNDS == 0):
             self._collect()
         failure = self._log.checkpoint_if_needed(idle)
-        self.stats.degraded = self.stats.degraded or failure  # that of writes says more
+        self.stats.degraded = self.stats.degraded or failure  # the reason of a failed write says more
         return not (idle and self._stopping)
 
     def _commit_group(self, group: list[tuple[operations.SmallJob, operations.Done]]) -> None:
