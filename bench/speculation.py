@@ -223,7 +223,7 @@ def graph_times(engine: Engine) -> dict[str, dict[str, float]]:
     draft = runner.draft_model
     seconds: dict[str, dict[str, float]] = {
         "decode": {str(rows): decode.seconds(rows) for rows in decode.sizes if rows <= MAX_ROWS},
-        "verify": {str(tuple(size)): prompts.seconds.get(size, 0.0) for size in prompts.sizes if size.max_logits},
+        "verify": {str(tuple(size)): prompts.seconds.get(size, 0.0) for size in prompts.sizes if size.num_drafts},
         "guess": {str(rows): draft.graph_s(rows) for rows in (1, 4, 8, MAX_ROWS) if draft is not None},
     }
     return {kind: {name: round(1e3 * one, 4) for name, one in times.items()} for kind, times in seconds.items()}

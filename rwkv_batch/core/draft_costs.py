@@ -18,10 +18,10 @@ EXPIRY_STEPS = 100
 """Steps without drafts after which the slowest one with drafts of each kind is forgotten."""
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
-HOST_S, HOST_ROW_S = 0.0002, 0.00001
-"""Time between the graphs of two steps with drafts, and for each device row, before it is measured: low, so that drafts
-are tried."""
-FIRST_HOST_S, FIRST_HOST_ROW_S = 0.0005, 0.0001
+HOST_S, HOST_DRAFT_S = 0.0002, 0.00002
+"""Time between the graphs of two steps with drafts, and for each draft, before it is measured: low, so that drafts are
+tried."""
+FIRST_HOST_S, FIRST_HOST_DRAFT_S = 0.0005, 0.0002
 """The same for a step with drafts after one without: the device has nothing to run while the host prepares it."""
 ASSUMED_FACTOR = 1.25
 """Times of a plain step that one with drafts takes without graphs. Low, so that drafts are tried and measured."""
@@ -33,10 +33,10 @@ class Shape(NamedTuple):
     """Size of a step on the device."""
 
     rows: int
+    """with one for each drafted token"""
     tokens: int
     logits: int
     drafts: int = 0
-    """of the rows"""
 
 
 class Times:
@@ -85,7 +85,7 @@ class StepTimes:
         """by logarithm of the number of tokens: what steps with drafts took beyond `_least_s` and guesses or the host,
         after others with drafts and after steps without"""
         self._host = Times()
-        """by logarithm of the number of rows: from the tokens of a step with drafts to the launch of the next one"""
+        """by logarithm of the number of drafts: from the tokens of a step with drafts to the launch of the next one"""
         self._guess = Times()
         self._num_plain = 0
         """steps since one with drafts"""
@@ -104,10 +104,10 @@ class StepTimes:
         """
         least_s, added, host_s = self._least_s(shape, plain_s), self._added, 0.0
         if self._graph_s is not None and is_first:
-            added, host_s = self._added_first, FIRST_HOST_S + FIRST_HOST_ROW_S * shape.rows
+            added, host_s = self._added_first, FIRST_HOST_S + FIRST_HOST_DRAFT_S * shape.drafts
         elif self._graph_s is not None:
-            host_s = HOST_S + HOST_ROW_S * shape.rows
-            guesses_s = max(guesses_s, self._host.median_near(shape.rows.bit_length(), 0.0))
+            host_s = HOST_S + HOST_DRAFT_S * shape.drafts
+            guesses_s = max(guesses_s, self._host.median_near(shape.drafts.bit_length(), 0.0))
         return least_s and max(plain_s, least_s + added.median_near(shape.tokens.bit_length(), host_s)) + guesses_s
 
     def guess_s(self, num_rows: int, plain_s: float, model_s: Callable[[int], float]) -> float:
@@ -151,7 +151,7 @@ class StepTimes:
             self._added_first.count(shape.tokens.bit_length(), seconds - least_s - guesses_s)
         else:
             self._added.count(shape.tokens.bit_length(), seconds - least_s - max(guesses_s, host_s))
-            self._host.count(shape.rows.bit_length(), host_s)
+            self._host.count(shape.drafts.bit_length(), host_s)
 
     def count_guess(self, seconds: float) -> None:
         """Count the seconds of a guessed token."""
@@ -277,14 +277,13 @@ class Chooser:
 
     def evaluate(self, lengths: dict[int, int], is_first: bool = False) -> Choice:
         """Return what drafts of these lengths yield, and in what time. is_first: see `StepTimes.drafts_s`"""
-        rows, tokens, logits, _ = self._plain
-        expected, num_guesses, all_whole, least, lost = float(logits), 0, 1.0, 1.0, 0.0
+        plain, num_tokens, drafts = self._plain, 0, 0
+        expected, num_guesses, all_whole, least, lost = float(plain.logits), 0, 1.0, 1.0, 0.0
         for row, rate, _, _, is_guessed in self.rows:
             length = lengths.get(row)
             if length:
-                rows += 1
-                tokens += length
-                logits += length
+                drafts += 1
+                num_tokens += length
                 chance = rate**length
                 expected += rate * (1 - chance) / (1 - rate)
                 if is_guessed:
@@ -298,7 +297,7 @@ class Chooser:
             # guesses one less for this row.
             expected -= (1 - all_whole / least) * lost
             guesses_s = self._guess_s * (num_guesses + all_whole)
-        shape = Shape(rows, tokens, logits, drafts=rows - self._plain.rows)
+        shape = Shape(plain.rows + num_tokens, plain.tokens + num_tokens, plain.logits + num_tokens, drafts)
         return Choice(lengths, shape, self._times.drafts_s(shape, self.nothing.seconds, guesses_s, is_first), expected)
 
 

@@ -307,8 +307,8 @@ class Draft:
     """tokens that a draft model has to guess; 0: `tokens` are known"""
     num_next: int = 0
     """tokens to guess for the next step as soon as this one's are known. 0: the next step probably has no draft"""
-    slot: int = -1
-    """the state after all drafted tokens"""
+    slots: list[int] = field(default_factory=list)
+    """the states after each drafted token"""
     first_logit: int = 0
     """index in `InFlightStep.draft_logits` of the logits after the first drafted token"""
     num_accepted: int = 0

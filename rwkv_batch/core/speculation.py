@@ -1,18 +1,14 @@
 """Speculative decoding: a step verifies guessed tokens, and keeps those that sampling chooses anyway. No torch.
 
-A row with a draft takes two device rows of one step:
+A row with a draft takes several device rows of one step:
 
 - its own, which reads the known tokens as always and samples the next one
-- the draft's, which continues it: it reads the draft and writes another slot. It has logits after each drafted token.
+- one for each drafted token, which continues the row before it, has logits, and writes a slot of its own
 
 When the step's token is known and equals the first drafted one, the logits after that one are the logits of the next
 step: the row samples from them, commits the token, and so on. So sampling, penalties, grammars, stops and log-
-probabilities see the same logits in the same order as without drafts. If all drafted tokens are accepted, the row
-continues from the draft's slot; else from its own, and its next step reads the accepted tokens.
-
-The other way is to store the state after every drafted token. It reads k + 1 tokens instead of u + k (u: accepted
-tokens not in the state, k: drafted ones; 1.8 on average for 4 of which 70 % are accepted), but writes k + 1 states
-instead of two.
+probabilities see the same logits in the same order as without drafts. The row continues from the slot of the last
+accepted token.
 """
 
 from __future__ import annotations
@@ -155,7 +151,7 @@ class Speculation:
             if draft is None or not (draft.tokens or is_pending):
                 result.append(row)
             elif not is_pending:
-                has_drafts |= self._take_slot(row.sequence, draft)
+                has_drafts |= self._take_slots(row.sequence, draft)
                 result.append(row)
         self._has_drafts = has_drafts if result else self._has_drafts
         if not has_drafts:
@@ -172,10 +168,8 @@ class Speculation:
         planned, self._planned, self._chosen = self._planned, {}, None
         num_rows, drafting = len(rows), [i for i, row in enumerate(rows) if _may_draft(row)]
         tokens, logits = sum([row.num_tokens for row in rows]), sum([row.samples_token for row in rows])
-        num_drafting, accepted = len(drafting), sum([rows[i].num_tokens for i in drafting]) - len(drafting)
-        shape = Shape(num_rows, tokens, logits)
-        # Accepted tokens are read in any case. Steps after one without drafts have none.
-        times, plain_s = self._times_of(rows, Shape(num_rows, tokens - accepted, logits))
+        num_drafting, shape = len(drafting), Shape(num_rows, tokens, logits)
+        times, plain_s = self._times_of(rows, shape)
         num_guessing = 0 if self.model is None else num_drafting
         guess_s = times.guess_s(num_guessing, plain_s, self.model.graph_s) if self.model and num_guessing else 0.0
         guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else ASSUMED_GUESS
@@ -293,12 +287,15 @@ class Speculation:
         first = EXPECTED_OF_MODEL if self.model is not None and name not in ("ngram", "prediction") else ()
         return self._pools.setdefault(name, Acceptance(*first))
 
-    def _take_slot(self, sequence: Sequence, draft: Draft) -> bool:
-        """Give the draft a slot. Returns False without a free one."""
-        slot = self._slots.allocate()
-        if slot is None:
+    def _take_slots(self, sequence: Sequence, draft: Draft) -> bool:
+        """Give each drafted token a slot; tokens without one are left out. Returns False if none is free."""
+        del draft.tokens[self._slots.num_free :]
+        for _ in draft.tokens:
+            if (slot := self._slots.allocate()) is not None:
+                draft.slots.append(slot)
+        if not draft.slots:
             return False
-        draft.slot, sequence.draft = slot, draft
+        sequence.draft = draft
         self._forget_plain(sequence)
         return True
 
@@ -323,7 +320,7 @@ class Speculation:
         return result
 
     def settle(self, sequence: Sequence) -> None:
-        """End a verified draft. The row continues from the draft's state if all of it was accepted.
+        """End a verified draft. The row continues from the state after the last accepted token.
 
         The draft counts in rates and totals after the next launch: the device waits for it.
         """
@@ -331,21 +328,22 @@ class Speculation:
         assert draft is not None
         # Text that may be a stop must not be in a session's state.
         is_usable = sequence.lease is None or not sequence.output.has_held_text
-        is_accepted = draft.num_accepted == len(draft.tokens) and sequence.phase is Phase.RUNNING
-        if is_accepted and is_usable and sequence.shared is None:
-            sequence.slot, draft.slot = draft.slot, sequence.slot
-            sequence.num_computed_tokens = draft.start + len(draft.tokens)
+        count = draft.num_accepted
+        if count and sequence.phase is Phase.RUNNING and is_usable and sequence.shared is None:
+            sequence.slot, draft.slots[count - 1] = draft.slots[count - 1], sequence.slot
+            sequence.num_computed_tokens = draft.start + count
         self._end(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """Free a draft's slot and count the row's drafts: the row ends."""
+        """Free a draft's slots and count the row's drafts: the row ends."""
         self._end(sequence)
         self.count_drafts()
 
     def _end(self, sequence: Sequence) -> None:
         if (draft := sequence.draft) is not None:
             sequence.draft = None
-            self._slots.drop_ref(draft.slot)
+            for slot in draft.slots:
+                self._slots.drop_ref(slot)
             self._ended.append(draft)
 
     def count_drafts(self) -> None:

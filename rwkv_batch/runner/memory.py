@@ -11,6 +11,7 @@ from torch import Tensor
 
 from native import machine
 from rwkv_batch.config import ALL_BATCH_ROWS, EngineConfig
+from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS
 from rwkv_batch.core.shares import Limits
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.state import ModelShape
@@ -93,13 +94,15 @@ class Memory:
         return min(max_rows, fitting * 8 // 9 or 1)
 
     def num_slots(self, rows: int, session_slots: int) -> int:
-        """Return the number of slots: rows, an eighth more for checkpoints, cached ones, and sessions.
+        """Return the number of slots: rows, an eighth more for checkpoints, cached ones, sessions, and a draft.
 
-        session_slots: extra slots per row, limited to half of the free memory. Paused rows use them too.
+        session_slots: extra slots per row. Paused rows use them too. They and the draft's take half of the free memory
+        at most.
         """
         slots = rows + max(4, rows // 8) + self._parked_slots()
         fitting = min(self._free_bytes(device) // share for device, share in self._slot_bytes.items())
-        return int(slots + min(rows * session_slots, max(0, fitting - slots) // 2))
+        more = rows * session_slots + (0 if self._config.speculate == "off" else MAX_DRAFT_TOKENS)
+        return int(slots + min(more, max(0, fitting - slots) // 2))
 
     def _free_bytes(self, device: torch.device) -> int:
         if device.type != "cuda":

@@ -75,7 +75,7 @@ class RowInputs:
     def build(self, rows: list[ScheduledRow], last_tokens: LastTokens) -> StepInputs:
         """Return the rows' inputs. Tokens unknown to the host are filled in from `last_tokens`.
 
-        A draft's device row continues its row's. The logits of drafts come last.
+        Each drafted token is a device row that continues the one before. The logits of drafts come last.
         """
         reads, writes, tokens, ends = list[int](), list[int](), list[int](), [0]
         logit_tokens, drafted, late = list[int](), list[int](), dict[DeviceGuesses, LateTokens]()
@@ -112,10 +112,10 @@ class RowInputs:
                 else:
                     draft.read_guesses()
                 tokens += draft.tokens
-                ends.append(len(tokens))
-                reads.append(CONTINUES)
-                writes.append(draft.slot)
-                sequences.append(sequence)
+                ends += range(places.start + 1, places.stop + 1)
+                reads += [CONTINUES] * count
+                writes += draft.slots
+                sequences += [sequence] * count
         inputs = flat_inputs(tokens, ends, reads, writes, logit_tokens + drafted)
         inputs.late_tokens = list(late.values())
         if (adapters := self.adapters_of(sequences)) is not None:

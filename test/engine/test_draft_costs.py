@@ -15,7 +15,7 @@ import pytest
 
 from rwkv_batch.core.draft_costs import (
     FIRST_PROBES,
-    HOST_ROW_S,
+    HOST_DRAFT_S,
     HOST_S,
     PROBE_SHARE,
     Candidate,
@@ -38,6 +38,8 @@ from rwkv_batch.core.drafters import (
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase
 from rwkv_batch.core.speculation import MAX_ROWS, Speculation
+from state_pool.cache.slots import Slots
+from state_pool.layout import FIRST_FREE_SLOT
 from test.harness import make_request
 
 
@@ -75,7 +77,7 @@ def test_the_host_hides_nothing_without_graphs() -> None:
 def test_times_of_graphs_are_known() -> None:
     times = StepTimes(gpu_graph_s)
     assert times.plain_s(Shape(4, 4, 4)) == 0.00217
-    assert times.drafts_s(Shape(2, 5, 4), 0.00197) == pytest.approx(0.00239 + HOST_S + 2 * HOST_ROW_S)
+    assert times.drafts_s(Shape(5, 5, 4, 1), 0.00197) == pytest.approx(0.00213 + HOST_S + HOST_DRAFT_S)
     assert times.drafts_s(Shape(64, 600, 500), 0.00197) == 0, "it fits no graph"
     for _ in range(4):
         times.count_plain(Shape(4, 4, 4), 0.00237)
@@ -85,7 +87,7 @@ def test_times_of_graphs_are_known() -> None:
 @pytest.mark.parametrize(("rates", "lengths"), [((0.7,) * 4, {4}), ((0.7, 0.0, 0.0, 0.0), {0})])
 def test_rows_draft_together_or_not_at_all(rates: tuple[float, ...], lengths: set[int]) -> None:
     """All rows share what a step with drafts takes longer. Probes that show nothing become rare."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     numbers = [
         sum(row.sequence.draft is not None for row in speculation.add_drafts([predicted(one) for one in rates]))
@@ -98,7 +100,7 @@ def test_rows_draft_together_or_not_at_all(rates: tuple[float, ...], lengths: se
 
 def test_unlucky_drafts_end_nothing() -> None:
     """Without drafts nothing is learnt, so they begin at a higher rate than they end at."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     rates = [percent / 100 for percent in range(80, 0, -1)]
 
     def drafts(speculation: Speculation, rate: float) -> bool:
@@ -116,7 +118,7 @@ def test_unlucky_drafts_end_nothing() -> None:
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_certain_rates_are_possible(rate: float) -> None:
     """Old drafts fade until nothing but accepted ones is left."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     for number in (1, 4):
         rows = [predicted(rate) for _ in range(number)]
@@ -128,7 +130,7 @@ def test_certain_rates_are_possible(rate: float) -> None:
 
 def test_lengths_are_planned_while_the_step_before_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device waits for what the host does between two steps. Other rows need other lengths."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     speculation, num_chosen, best = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s), 0, Chooser.best
 
     def counted(chooser: Chooser, min_gain: float) -> Choice:
@@ -157,7 +159,7 @@ def test_lengths_are_planned_while_the_step_before_runs(monkeypatch: pytest.Monk
 
 
 def test_a_plan_that_no_longer_pays_is_not_used() -> None:
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     rows = [predicted(0.9) for _ in range(4)]
     speculation.add_drafts(rows)
@@ -172,7 +174,7 @@ def test_a_plan_that_no_longer_pays_is_not_used() -> None:
 
 
 def test_rows_that_begin_to_match_are_not_bound_by_a_plan() -> None:
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     rows = [predicted(0.9) for _ in range(4)]
     late = rows[0].sequence
@@ -228,7 +230,7 @@ def test_drafts_count_after_the_next_launch() -> None:
     sequence: Any = SimpleNamespace(lease=None, phase=Phase.RUNNING, shared=None, slot=1, draft=None)
     counted = []
     for end in (lambda: None, speculation.plan_next, lambda: speculation.drop(sequence), speculation.status):
-        sequence.draft = Draft(drafter, [1] * 3, 0, num_accepted=2)
+        sequence.draft = Draft(drafter, [1] * 3, 0, slots=[4, 5, 6], num_accepted=2)
         speculation.settle(sequence)
         end()
         counted.append((drafter.num_drafted, drafter.num_accepted, *speculation.totals["model"]))
@@ -248,10 +250,8 @@ def test_tokens_after_a_wrong_one_say_nothing_of_new_rows() -> None:
 
 
 DECODE_MS, GUESS_MS = {1: 1.97, 4: 2.17, 8: 2.28}, {1: 0.31, 4: 0.35, 8: 0.40}
-VERIFY_MS = {(2, 8): 2.39, (2, 12): 2.5, (2, 16): 2.55, (2, 24): 2.6, (2, 32): 2.63, (8, 24): 2.85, (8, 32): 2.93}
-VERIFY_MS |= {(8, 48): 3.08, (8, 64): 3.3, (16, 64): 3.49, (8, 96): 3.8, (16, 96): 3.97, (16, 128): 4.6, (16, 192): 6.0}
-VERIFY_MS |= {(16, 256): 7.6}
-"""By rows and tokens: graphs of a 7.2B model in int8 and of a 0.1B draft on an H200."""
+VERIFY_MS = {4: 2.1, 6: 2.13, 8: 2.17, 12: 2.48, 16: 2.55, 24: 2.62, 32: 2.72, 48: 2.98, 64: 3.2, 96: 3.9, 128: 4.3}
+"""By rows and by tokens: graphs of a 7.2B model in int8 and of a 0.1B draft on an H200."""
 
 
 def of_size(graphs: dict[int, float], rows: int) -> float:
@@ -261,12 +261,7 @@ def of_size(graphs: dict[int, float], rows: int) -> float:
 def gpu_graph_s(shape: Shape) -> float:
     if shape.rows == shape.tokens and not shape.drafts:
         return of_size(DECODE_MS, shape.rows) / 1000
-    fit = (
-        ms
-        for (rows, tokens), ms in VERIFY_MS.items()
-        if shape.rows <= rows and shape.tokens + rows + 1 - shape.rows <= tokens
-    )
-    return next(fit, 0.0) / 1000
+    return of_size(VERIFY_MS, shape.tokens + 1) / 1000 if shape.tokens < max(VERIFY_MS) else 0.0
 
 
 class SimulatedGpu:
@@ -282,7 +277,7 @@ class SimulatedGpu:
     def __init__(self, rate: float, seed: int, has_graphs: bool = True) -> None:
         self.rate, self.rng = rate, random.Random(seed)
         self.clock, self.noise, self.lengths = 100.0, 0.0, Counter[int]()
-        slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+        slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
         self.has_graphs = has_graphs
         self.speculation = Speculation("auto", slots, lambda _: None, self, gpu_graph_s if has_graphs else None)
 
@@ -309,28 +304,25 @@ class SimulatedGpu:
     def speed(self, num_rows: int, tokens: int = 192) -> float:
         """Return how many times as fast as without drafts the rows' answers are, until the first one ends."""
         drafters = [RowDrafter(ModelDrafter(), self.speculation.pool("model")) for _ in range(num_rows)]
-        rows, unread = [row_that_decodes(one, tokens) for one in drafters], [1] * num_rows
+        rows = [row_that_decodes(one, tokens) for one in drafters]
         began, self.noise, (host_ms, row_ms), had_drafts = self.clock, 0.0, self.host_ms, False
         while max(len(row.sequence.token_ids) for row in rows) <= tokens:
-            scheduled = [ScheduledRow(rows[i].sequence, unread[i], samples_token=True) for i in range(num_rows)]
+            scheduled = [ScheduledRow(row.sequence, 1, samples_token=True) for row in rows]
             launched = self.clock
             self.speculation.add_drafts(scheduled)
             drafts = [row.sequence.draft for row in scheduled]
             num_drafted = sum(len(one.tokens) for one in drafts if one is not None)
-            read, drafting = sum(row.num_tokens for row in scheduled), num_rows - drafts.count(None)
-            shape = Shape(num_rows + drafting, read + num_drafted, num_rows + num_drafted, drafting)
+            shape = Shape(*[num_rows + num_drafted] * 3, drafts=num_rows - drafts.count(None))
             added_ms = host_ms + row_ms * num_rows + (0 if had_drafts else self.first_ms) if num_drafted else 0.02
             had_drafts = num_drafted > 0
             self.pass_time(1000 * gpu_graph_s(shape) + added_ms)
-            for i, draft in enumerate(drafts):
-                sequence = rows[i].sequence
+            for row, draft in zip(rows, drafts, strict=True):
+                sequence = row.sequence
                 sequence.token_ids.append(7)
-                unread[i] = 1
                 if draft is not None:
                     right = [self.rng.random() < self.rate for _ in draft.tokens]
                     draft.num_accepted = next((n for n, one in enumerate(right) if not one), len(right))
                     sequence.token_ids += [7] * draft.num_accepted
-                    unread[i] += draft.num_accepted % len(right)
                     self.speculation.drop(sequence)
             self.speculation.count_step(scheduled, launched, num_drafted, self.hidden_ms / 1000)
         sampled = sum(len(row.sequence.token_ids) - 1 for row in rows) / num_rows
@@ -381,12 +373,35 @@ def test_a_draft_accepts_only_new_tokens() -> None:
         assert draft.accepts(ids) == accepts, ids
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_row_continues_from_the_state_after_its_last_accepted_token(count: int) -> None:
+    freed = list[int]()
+    sequence = predicted(0.9).sequence
+    sequence.draft = Draft(sequence.drafters[0], [1, 2], start=1, slots=[8, 9], num_accepted=count)
+    sequence.lease, sequence.phase, sequence.num_computed_tokens = None, Phase.RUNNING, 1
+    slots: Any = SimpleNamespace(drop_ref=freed.append)
+    Speculation("auto", slots, lambda _: None).settle(sequence)
+    assert (sequence.slot, sequence.num_computed_tokens) == ([3, 8, 9][count], 1 + count)
+    assert sorted([sequence.slot, *freed]) == [3, 8, 9]
+
+
+@pytest.mark.parametrize("num_free", [0, 1, 2, 9])
+def test_tokens_without_a_free_slot_are_not_verified(num_free: int) -> None:
+    slots = Slots(FIRST_FREE_SLOT + 9)
+    held = [slots.allocate() for _ in range(9 - num_free)]
+    row = predicted(0.9)
+    (row,) = Speculation("ngram", slots, lambda _: None).add_drafts([row])
+    draft = row.sequence.draft
+    assert len(draft.tokens if draft else []) == len(draft.slots if draft else []) == min(3, num_free)
+    assert slots.num_free == num_free - min(3, num_free) and len(held) == 9 - num_free
+
+
 @pytest.mark.parametrize(("lease", "is_held", "slot"), [(None, True, 9), (True, True, 3), (True, False, 9)])
 def test_a_session_does_not_continue_from_text_that_may_be_a_stop(lease: Any, is_held: bool, slot: int) -> None:
     slots: Any = SimpleNamespace(drop_ref=lambda _: None)
     sequence = predicted(0.9).sequence
     sequence.draft = draft = Draft(sequence.drafters[0], [1, 2], start=1)
-    draft.slot, draft.num_accepted = 9, 2
+    draft.slots, draft.num_accepted = [8, 9], 2
     sequence.lease, sequence.phase, sequence.output = lease, Phase.RUNNING, SimpleNamespace(has_held_text=is_held)
     Speculation("auto", slots, lambda _: None).settle(sequence)
     assert sequence.slot == slot and sequence.draft is None
@@ -394,14 +409,14 @@ def test_a_session_does_not_continue_from_text_that_may_be_a_stop(lease: Any, is
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_large_steps_have_no_drafts(more: int) -> None:
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     rows = [predicted(0.9) for _ in range(MAX_ROWS + more)]
     Speculation("ngram", slots, lambda _: None).add_drafts(rows)
     assert [row.sequence.draft is None for row in rows] == [bool(more)] * len(rows)
 
 
 def test_a_step_without_drafts_keeps_its_tokens_on_the_device() -> None:
-    slots: Any = SimpleNamespace(allocate=lambda: None, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: None, drop_ref=lambda _: None, num_free=0)
     rows = [replace(predicted(0.9), uses_device_token=True)]
     assert Speculation("ngram", slots, lambda _: None).add_drafts(rows) == rows, "no state slot is free"
 
@@ -414,7 +429,7 @@ def test_a_probe_budget_grows_from_the_first_step() -> None:
 
 def test_two_steps_in_flight_are_not_measured() -> None:
     """With several pipeline stages: the figures of one are not those of the other."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     groups = [[predicted(0.99) for _ in range(number)] for number in (4, 1)]
     for rows in groups * 6:  # each is counted after the other one is begun
@@ -431,7 +446,7 @@ def test_two_steps_in_flight_are_not_measured() -> None:
 @pytest.mark.parametrize("graph_s", [gpu_graph_s, lambda _: 0.0], ids=["adapter", "failed capture"])
 def test_steps_without_graphs_are_measured(graph_s: Callable[[Shape], float]) -> None:
     """A row with an adapter has no graph that verifies drafts. After a failed capture, no row has one."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=graph_s)
     rows = [predicted(0.99), predicted(0.99)]
     if graph_s is gpu_graph_s:
@@ -467,8 +482,8 @@ def test_a_choice_counts_all_of_its_time() -> None:
     chooser = Chooser(StepTimes(gpu_graph_s), Shape(2, 2, 2), 0.00217, 0.00035, rows)
     choice = chooser.evaluate({0: 2})
     assert choice.num_tokens == pytest.approx(2 + 0.9 + 0.81)
-    assert choice.size == Shape(3, 4, 4, drafts=1)
-    assert choice.seconds == pytest.approx(gpu_graph_s(choice.size) + HOST_S + 3 * HOST_ROW_S + 0.00035 * 2.81)
+    assert choice.size == Shape(4, 4, 4, drafts=1)
+    assert choice.seconds == pytest.approx(gpu_graph_s(choice.size) + HOST_S + HOST_DRAFT_S + 0.00035 * 2.81)
     lengths = chooser.best(0.0).lengths
     assert lengths[0] > 2 * lengths.get(1, 0) > 0
 
@@ -496,7 +511,7 @@ def test_a_slow_host_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_with_drafts_in_two_parts_are_measured() -> None:
     """A mixture decodes next to a row with drafts: its part says nothing of the step before."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     drafting, decoding = predicted(0.99), predicted(0.0)
     for _ in range(6):
@@ -527,22 +542,6 @@ def test_drafts_cost_little_where_they_do_not_pay(monkeypatch: pytest.MonkeyPatc
     first, *others = [gpu.speed(num_rows) for _ in range(4)]
     assert first > 0.96
     assert min(others) > 0.96 and sum(others) / 3 > (1.2 if num_rows == 1 and rate == 0.7 else 0.98)
-
-
-def test_many_rows_stop_to_draft_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step after one with drafts reads the accepted tokens, and is slow with or without more drafts."""
-    graph_ms = {(32, False): 2.6, (32, True): 5.3}
-    monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: 1.0))
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None)
-    times = lambda shape: 0.0064 if shape.drafts else graph_ms[shape.rows, shape.tokens > shape.rows] / 1000  # noqa: E731
-    speculation = Speculation("auto", slots, lambda _: None, graph_s=times)
-    speculation._probes.steps = -1.0
-    rows = [predicted(0.7) for _ in range(32)]
-    behind = [ScheduledRow(row.sequence, 3, samples_token=True) for row in rows]
-    for row in behind:
-        row.sequence.token_ids[:] = [7, 7, 7]
-    drafts = [row.sequence.draft for row in speculation.add_drafts(behind)]
-    assert drafts == [None] * 32
 
 
 @pytest.mark.parametrize(("rate", "least"), [(0.0, 0.985), (0.7, 1.25), (1.0, 3.0)])

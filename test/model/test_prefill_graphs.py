@@ -94,7 +94,7 @@ def forward(
 
 def staged(inputs: StepInputs, size: PrefillSize) -> dict[str, torch.Tensor]:
     """Return a step's padded arrays."""
-    lengths = input_lengths(size.rows + 1, size.tokens) | {"logit_tokens": size.num_logits}
+    lengths = input_lengths(size.rows + 1, size.tokens) | {"logit_tokens": size.rows}
     arrays = {name: np.full(length, -7) for name, length in lengths.items()}
     pad(arrays, inputs, size)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -141,14 +141,15 @@ def test_the_smallest_fitting_size_comes_first() -> None:
     assert not any(size.holds(1, 512) or size.holds(49, 49) for size in SIZES)
 
 
-def test_a_step_with_a_draft_has_a_size_of_two_rows() -> None:
-    """Not of a row per logit: each padding row would read a token."""
-    inputs = step_inputs([[5], [5, *range(16)]], [2, 2], [3, 4], [0])
-    inputs.logit_tokens = torch.arange(17)
-    sizes = usable_sizes([], 64, verifies=True)
-    size = smallest_fitting(sizes, inputs)
-    assert size == (2, 24, 24) and staged(inputs, size)["logit_tokens"].tolist() == [*range(17), *[23] * 7]
-    assert smallest_fitting(usable_sizes([], 64), inputs) == (32, 64, 0)
+@pytest.mark.parametrize(("known", "drafted", "rows", "tokens"), [(1, 4, 5, 6), (1, 16, 17, 18), (30, 4, 8, 64)])
+def test_a_step_with_a_draft_has_a_row_for_each_drafted_token(known: int, drafted: int, rows: int, tokens: int) -> None:
+    """Its known tokens may be the last ones of a prompt."""
+    count = 1 + drafted
+    inputs = step_inputs([[5] * known, *[[6]] * drafted], [2] * count, [*range(3, 3 + count)], [*range(count)])
+    size = smallest_fitting(usable_sizes([], 64, verifies=True), inputs)
+    assert size == (rows, tokens)
+    padding = [tokens - 1] * (rows - count)
+    assert staged(inputs, size)["logit_tokens"].tolist() == [*range(known - 1, known + drafted), *padding]
 
 
 @pytest.mark.parametrize("size", VERIFY_SIZES, ids=str)
@@ -157,7 +158,8 @@ def test_graphs_of_drafts_are_timed_with_rows_that_continue_others(size: Prefill
     assert smallest_fitting([size], inputs) == size
     lengths = np.diff(staged(inputs, size)["cu_seqlens"])
     assert len(lengths) == size.rows + 1 and 0 < min(lengths) <= max(lengths) <= 1 + size.tokens // size.rows
-    assert (inputs.read_slots[1::2] == CONTINUES).all() and (inputs.read_slots[::2] == ZERO_SLOT).all()
+    assert inputs.read_slots.unique().tolist() == [CONTINUES, ZERO_SLOT] and inputs.read_slots[0] == ZERO_SLOT
+    assert (inputs.read_slots == ZERO_SLOT).sum() == size.num_drafts
 
 
 def test_an_empty_step_is_all_padding() -> None:

@@ -209,7 +209,7 @@ class Runner:
                 self.device.memory[slot] = state
         for sequence, drafted in draft_states.items():
             if sequence.draft is not None:
-                self.device.memory[sequence.draft.slot] = drafted[-1]
+                self.device.memory.update(zip(sequence.draft.slots, drafted, strict=True))
         sampled = [
             self._sample(row, mixed(found, shares(row.sequence)))
             for row, found in zip(rows, states, strict=True)
@@ -283,7 +283,7 @@ class Runner:
         sequences = [row.sequence for row in rows]
         drafting = [one for one in sequences if one.draft is not None]
         writes = [slot for one in sequences for slot in write_slots(one)]
-        writes += [one.draft.slot for one in drafting if one.draft is not None]
+        writes += [slot for one in drafting if one.draft is not None for slot in one.draft.slots]
         demand(len(set(writes)) == len(writes), f"two rows of a step write to one slot: {writes}")
         reads = [slot for one in sequences for slot in read_slots(one)]
         for i, target in enumerate(writes):

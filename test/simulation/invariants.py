@@ -116,7 +116,7 @@ def _check_slots(engine: Engine, pool: Any, running: list[Sequence]) -> None:
         [
             *(slot for row in everyone for slot in (row.slot, row.spare_slot) if slot != NO_SLOT),
             *(row.rollback_state.slot for row in everyone if row.rollback_state is not None),
-            *(row.draft.slot for row in everyone if row.draft is not None),
+            *(slot for row in everyone if row.draft is not None for slot in row.draft.slots),
             *(member.slot for member in members if member.slot != NO_SLOT),
             *pool.tuned.slots,
             *engine.state_manager.parked.slots,

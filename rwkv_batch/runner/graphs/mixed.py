@@ -164,7 +164,7 @@ class MixedGraphs:
         with self._staged.filling() as host:
             behind = {name: array if name == "tokens" else array[first:] for name, array in host.items()}
             pad(behind, prompts, size.prompts)
-            prompts_lengths = (size.prompts.tokens, size.prompts.rows + 2, size.prompts.num_logits)
+            prompts_lengths = (size.prompts.tokens, size.prompts.rows + 2, size.prompts.rows)
             for name, length in zip(("token_rows", "cu_seqlens", "logit_tokens"), prompts_lengths, strict=True):
                 host[name][:first] = self._token_range[:first]
                 behind[name][:length] += first

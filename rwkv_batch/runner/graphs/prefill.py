@@ -1,7 +1,7 @@
 """Prefill of short prompts as CUDA graphs: kernel by kernel, launching takes longer than running.
 
 A graph reads up to 48 rows and 512 tokens in all, padded. It has one more row than it serves. That row reads the
-remaining padding tokens, from the zero state into the dummy slot. Graphs that verify drafts have more logits than rows.
+remaining padding tokens, from the zero state into the dummy slot.
 
 Prompts of batch rows also run in pieces of a few layers. Launched kernel by kernel, such a step takes the host three
 times as long as the GPU. A new interactive request would wait for it. While interactive requests arrive, the batch's
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.core.draft_costs import Shape
+from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import Array, GraphStage, StagedArrays, run_stages
@@ -44,13 +45,13 @@ class PrefillSize(NamedTuple):
     rows: int
     """rows that it serves; it has one more"""
     tokens: int
-    max_logits: int = 0
-    """tokens with logits, if that is not one per row"""
 
     @property
-    def num_logits(self) -> int:
-        """Tokens with logits, including padding."""
-        return self.max_logits or self.rows
+    def num_drafts(self) -> int:
+        """About the number of drafts in its steps."""
+        if self not in VERIFY_SIZES:
+            return 0
+        return 1 if self.tokens <= 2 + MAX_DRAFT_TOKENS else self.rows // 5
 
     def holds(self, rows: int, tokens: int) -> bool:
         """Return whether a step fits: each padding row takes at least one token."""
@@ -58,15 +59,9 @@ class PrefillSize(NamedTuple):
 
 
 NO_SIZE = PrefillSize(0, 0)
-VERIFY_SIZES = (
-    *(PrefillSize(2, tokens, tokens) for tokens in (6, 8, 12, 16, 24, 32, 48)),
-    *(PrefillSize(4, tokens, tokens) for tokens in (16, 32, 48)),
-    *(PrefillSize(8, tokens, tokens) for tokens in (24, 32, 48, 64, 96)),
-    *(PrefillSize(16, tokens, tokens) for tokens in (32, 48, 64, 96, 128, 160)),
-    *(PrefillSize(32, tokens, tokens) for tokens in (64, 96, 128, 192)),
-    *(PrefillSize(64, tokens, tokens * 3 // 4) for tokens in (96, 128, 160, 192, 256, 320)),
-)
-"""Of steps that verify drafts: two rows and many logits for each row with a draft."""
+VERIFY_TOKENS = (4, 6, 8, 12, 16, 18, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 192)
+VERIFY_SIZES = tuple(PrefillSize(tokens - 1, tokens) for tokens in VERIFY_TOKENS)
+"""Of steps that verify drafts: each row has one token."""
 SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize(rows, tokens)).holds(rows, rows))
 
 
@@ -83,11 +78,9 @@ def empty_step() -> StepInputs:
 
 
 def step_of_drafts(size: PrefillSize) -> StepInputs:
-    """Return a step that fills a graph. Each second row continues the one before."""
-    ends = np.arange(size.rows + 1) * (size.tokens - 1) // size.rows
-    rows = [[0] * int(length) for length in np.diff(ends)]
-    reads = [CONTINUES if i % 2 else ZERO_SLOT for i in range(size.rows)]
-    return step_inputs(rows, reads, [DUMMY_SLOT] * size.rows, [])
+    """Return a step that fills a graph with drafts."""
+    reads = [ZERO_SLOT if i * size.num_drafts % size.rows < size.num_drafts else CONTINUES for i in range(size.rows)]
+    return step_inputs([[0]] * size.rows, reads, [DUMMY_SLOT] * size.rows, [])
 
 
 class StagedPrompts:
@@ -111,7 +104,7 @@ class StagedPrompts:
 
     def fill_padding(self, size: PrefillSize) -> None:
         """Stage a step of padding only, for the capture of a graph. Drafts are rows that continue others, as later."""
-        self.fill(step_of_drafts(size) if size.max_logits else empty_step(), size)
+        self.fill(step_of_drafts(size) if size.num_drafts else empty_step(), size)
 
     def inputs(self, number: int, size: PrefillSize) -> StepInputs:
         """Inside a graph: return the inputs of a stage."""
@@ -121,9 +114,9 @@ class StagedPrompts:
             cu_seqlens=staged["cu_seqlens"][: rows + 1],
             read_slots=staged["read_slots"][:rows],
             write_slots=staged["write_slots"][:rows],
-            logit_tokens=staged["logit_tokens"][: size.num_logits],
+            logit_tokens=staged["logit_tokens"][: size.rows],
             max_seqlen=size.tokens,  # an upper bound; kernels only test for 1
-            continuing_rows=size.rows // 2 if size.max_logits else 0,  # most graphs of drafts are full
+            continuing_rows=size.rows - size.num_drafts if size.num_drafts else 0,  # most graphs of drafts are full
             token_rows=staged["token_rows"][: size.tokens],
         )
 
@@ -151,9 +144,9 @@ class PrefillGraphs:
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
         self.seconds: dict[PrefillSize, float] = {}
         """of captured graphs, on all stages"""
-        self._size_of: dict[tuple[int, int, int], PrefillSize] = {}
+        self._size_of: dict[tuple[int, int], PrefillSize] = {}
         self._staged = StagedPrompts(
-            PrefillSize(max(*ROWS, VERIFY_SIZES[-1].rows), max(TOKENS)),
+            PrefillSize(max(*ROWS, *(size.rows for size in VERIFY_SIZES)), max(TOKENS)),
             [graph_stage.device for graph_stage in graph_stages],
             depth,
         )
@@ -163,13 +156,13 @@ class PrefillGraphs:
         size = NO_SIZE if inputs.tokens.is_cuda or inputs.adapters is not None else self._smallest(*shape_of(inputs))
         return None if size is NO_SIZE else size
 
-    def _smallest(self, rows: int, tokens: int, logits: int) -> PrefillSize:
-        size = self._size_of.get((rows, tokens, logits))
+    def _smallest(self, rows: int, tokens: int) -> PrefillSize:
+        size = self._size_of.get((rows, tokens))
         if size is None:
-            size = next((one for one in self.sizes if holds(one, rows, tokens, logits)), NO_SIZE)
+            size = next((one for one in self.sizes if one.holds(rows, tokens)), NO_SIZE)
             if len(self._size_of) > MAX_SHAPES:
                 self._size_of.clear()
-            self._size_of[rows, tokens, logits] = size
+            self._size_of[rows, tokens] = size
         return size
 
     def seconds_of(self, shape: Shape) -> float:
@@ -177,7 +170,7 @@ class PrefillGraphs:
 
         A graph that is not captured yet counts as the slowest smaller one.
         """
-        size = self._smallest(*shape[:3])
+        size = self._smallest(shape.rows, shape.tokens)
         if size in self.seconds or size is NO_SIZE:
             return self.seconds.get(size, 0.0)
         return max((seconds for one, seconds in self.seconds.items() if one.tokens <= size.tokens), default=1e-6)
@@ -224,17 +217,12 @@ def smallest_fitting(sizes: Sequence[PrefillSize], inputs: StepInputs) -> Prefil
     """
     if inputs.tokens.is_cuda or inputs.adapters is not None:
         return None
-    return next((size for size in sizes if holds(size, *shape_of(inputs))), None)
+    return next((size for size in sizes if size.holds(*shape_of(inputs))), None)
 
 
-def shape_of(inputs: StepInputs) -> tuple[int, int, int]:
-    """Return the numbers of rows, tokens and logits."""
-    return len(inputs.read_slots), len(inputs.tokens), len(inputs.logit_tokens)
-
-
-def holds(size: PrefillSize, rows: int, tokens: int, logits: int) -> bool:
-    """Return whether a step fits a graph."""
-    return size.holds(rows, tokens) and logits <= size.num_logits
+def shape_of(inputs: StepInputs) -> tuple[int, int]:
+    """Return the numbers of rows and tokens."""
+    return len(inputs.read_slots), len(inputs.tokens)
 
 
 def usable_sizes(stages: Sequence[Stage], max_rows: int, verifies: bool = False) -> tuple[PrefillSize, ...]:
@@ -243,12 +231,12 @@ def usable_sizes(stages: Sequence[Stage], max_rows: int, verifies: bool = False)
     max_rows: of logits; verifies: also for steps that verify drafts
     """
     weights = max((13 * stage.width**2 * len(stage.layers) for stage in stages), default=0)
-    sizes = (size for size in SIZES + VERIFY_SIZES * verifies if size.num_logits <= max_rows)
+    sizes = (size for size in SIZES + VERIFY_SIZES * verifies if size.rows <= max_rows)
     return tuple(sorted((size for size in sizes if size.tokens * weights <= MAX_PADDED_WORK), key=_cost))
 
 
-def _cost(size: PrefillSize) -> tuple[int, int, int]:
-    return size.tokens, size.rows, size.num_logits  # a row of padding reads and writes a state
+def _cost(size: PrefillSize) -> tuple[int, int]:
+    return size.tokens, size.rows  # a row of padding reads and writes a state
 
 
 def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> None:
@@ -257,7 +245,7 @@ def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> N
     Padding rows share the padding tokens equally, at least one per row. One long padding row would be slower than the
     step's own rows.
     """
-    rows, tokens, _ = shape_of(inputs)
+    rows, tokens = shape_of(inputs)
     cu_seqlens = arrays["cu_seqlens"][: size.rows + 2]
     missing = size.rows + 1 - rows
     cu_seqlens[:rows] = inputs.cu_seqlens.numpy()[:-1]
@@ -267,7 +255,7 @@ def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> N
         ("tokens", inputs.tokens, size.tokens, 0),
         ("read_slots", inputs.read_slots, size.rows + 1, ZERO_SLOT),
         ("write_slots", inputs.write_slots, size.rows + 1, DUMMY_SLOT),
-        ("logit_tokens", inputs.logit_tokens, size.num_logits, size.tokens - 1),
+        ("logit_tokens", inputs.logit_tokens, size.rows, size.tokens - 1),
     ):
         array, count = arrays[name], len(values)
         array[:count] = values.numpy()
