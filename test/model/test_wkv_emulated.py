@@ -288,8 +288,8 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
 ) -> None:
     """Two rows of 19 and 35 tokens, in slots 2 and 1, over several blocks of 16. One CTA per SM has 8 state warps.
 
-    With two SMs for each head a cluster has them. The second row is cut in three: each continues the one before, and
-    writes a slot too.
+    With two SMs for each head a cluster has them. The second row is cut in three, or in tokens: each continues the one
+    before, and writes a slot too.
     """
     sequence["emulation_set"](sms, 227 << 10)
     lengths, tokens = (19, 35), 54
@@ -308,10 +308,12 @@ def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
             if token == 19 + 17:
                 stepped[4] = stepped[1]
         start += length
-    before, ends = wkv, torch.tensor([0, 19, 19 + 1, 19 + 18, tokens])
-    for known in (0, 2):  # with rows that continue others, CTAs may be smaller
+    before = wkv
+    for known, cuts in ((0, (1, 18)), (2, (1, 18)), (34, range(1, 35))):  # if some are known, CTAs may be smaller
         y, wkv = torch.full((tokens, WIDTH), torch.nan).half(), before.clone()
-        reads, writes = torch.tensor([2, 1, CONTINUES, CONTINUES]), torch.tensor([2, 3, 4, 0])
+        ends = torch.tensor([0, 19, *(19 + cut for cut in cuts), tokens])
+        reads = torch.tensor([2, 1] + [CONTINUES] * len(cuts))
+        writes = torch.tensor([2, *(4 if cut == 18 else 3 for cut in cuts), 0])
         args = make_args(layer, given, wkv, (reads, writes), y)
         args.rows, args.cu_seqlens, args.continuing = len(reads), ends.data_ptr(), known
         call(sequence, "rwkv_wkv_sequence", byref(args), wkv.element_size())

@@ -209,7 +209,8 @@ class Runner:
                 self.device.memory[slot] = state
         for sequence, drafted in draft_states.items():
             if sequence.draft is not None:
-                self.device.memory.update(zip(sequence.draft.slots, drafted, strict=True))
+                for slot, state in zip(sequence.draft.slots, drafted, strict=True):
+                    self.device.memory[slot] = state
         sampled = [
             self._sample(row, mixed(found, shares(row.sequence)))
             for row, found in zip(rows, states, strict=True)

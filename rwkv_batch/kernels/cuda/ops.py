@@ -224,7 +224,8 @@ class CudaOps:
             args.cu_seqlens = cuda_pointer(inputs.cu_seqlens[num_single:], torch.int64)
             args.read_slots = cuda_pointer(inputs.read_slots[num_single:], torch.int64)
             args.write_slots = cuda_pointer(inputs.write_slots[num_single:], torch.int64)
-            are_short = len(p.r) - num_single <= SHORT_TOKENS * args.rows and wkv.dtype is not torch.uint8
+            short_tokens = 1 if wkv.dtype is torch.uint8 else SHORT_TOKENS
+            are_short = len(p.r) - num_single <= short_tokens * args.rows
             if self.is_deterministic or are_short:
                 library().call("rwkv_wkv_sequence", ctypes.byref(args), wkv.element_size())
             else:

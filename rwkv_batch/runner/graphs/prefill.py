@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 4, 8, 16, 32, 48)
 TOKENS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
 """Up to 256, sizes that fill a tile of our own GEMMs (`kernels.cuda.wide.TILE_ROWS`)."""
+PADDING_DRAFT = 6
+"""Rows of padding that continue each other."""
 MAX_SHAPES = 4096
 """Steps whose graphs are remembered."""
 MAX_PADDED_WORK = 2.5e12
@@ -51,7 +53,7 @@ class PrefillSize(NamedTuple):
         """About the number of drafts in its steps."""
         if self not in VERIFY_SIZES:
             return 0
-        return 1 if self.tokens <= 2 + MAX_DRAFT_TOKENS else self.rows // 5
+        return 1 if self.tokens <= 2 + MAX_DRAFT_TOKENS else self.rows // 4
 
     def holds(self, rows: int, tokens: int) -> bool:
         """Return whether a step fits: each padding row takes at least one token."""
@@ -243,7 +245,7 @@ def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> N
     """Write a step's inputs on the CPU and their padding into arrays [n] int64, for a graph that fits it.
 
     Padding rows share the padding tokens equally, at least one per row. One long padding row would be slower than the
-    step's own rows.
+    step's own rows. In a graph of drafts they continue each other, as the other rows do.
     """
     rows, tokens = shape_of(inputs)
     cu_seqlens = arrays["cu_seqlens"][: size.rows + 2]
@@ -260,6 +262,9 @@ def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> N
         array, count = arrays[name], len(values)
         array[:count] = values.numpy()
         array[count:length] = padding
+    if size.num_drafts:
+        added = arrays["read_slots"][rows : size.rows + 1]
+        added[np.arange(missing) % PADDING_DRAFT > 0] = CONTINUES
 
 
 PIECE_TOKENS = tuple(PROMPT_TOKENS * part // 4 for part in (1, 2, 3, 4))

@@ -16,7 +16,7 @@
 // Few heads: two CTAs, a cluster, share a head. Each carries half of the value rows, makes the vectors of half of the
 // tokens for both, and finishes these tokens.
 //
-// Grid: (head, row). Up to two CTAs per SM start before the previous kernel ends.
+// Grid: (head, chain): a row and those that continue it. Up to two CTAs per SM start before the previous kernel ends.
 // Block: 8 warps, of drafts 6; up to one CTA per SM 12, of which 8 carry 8 values each, or two CTAs of 8; int8 5.
 // Shared memory: 57 KB (int8: 58 KB, drafts 29 KB, two CTAs per head 113 KB), vectors and y of two blocks.
 // Bound: instruction issue; per head and token some 1,400 instructions of a warp. One CTA per SM: the latency of a step.
@@ -200,6 +200,49 @@ struct Carried<Int8State, 1> {
     }
 };
 
+// A row that continues no other one, and the end of those that continue it.
+struct Chain {
+    int first, end;
+};
+
+// Chain n of the step. If the host knows of no row that continues another: the one that row n begins. first is p.rows:
+// there is none. All lanes of a warp call it.
+__device__ __forceinline__ Chain find_chain(const WkvArgs& p, int n) {
+    const int lane = threadIdx.x & 31;
+    const bool is_row = p.continuing == 0;
+    const auto lowest = [](uint32_t bits) { return __popc((bits & -bits) - 1); };
+    const auto begins_of = [&](int row) { return row < p.rows && p.read_slots[row] != CONTINUES; };
+    Chain found{p.rows, p.rows};
+    if (is_row && !begins_of(n)) return found;
+    const int first = is_row ? n : 0;
+    bool of_lane = begins_of(first + lane);
+    if (is_row) n = 0;
+    for (int base = first; base < p.rows && found.end == p.rows; base += 32) {
+        uint32_t begins = __ballot_sync(FULL_MASK, of_lane);
+        of_lane = begins_of(base + 32 + lane);
+        if (found.first == p.rows) {
+            for (; n > 0 && begins != 0; --n) begins &= begins - 1;
+            if (begins == 0) continue;
+            found.first = base + lowest(begins);
+            begins &= begins - 1;
+        }
+        if (begins != 0) found.end = base + lowest(begins);
+    }
+    return found;
+}
+
+// Slots and ends of a chain's rows, so that a state warp does not wait for them between two tokens.
+struct ChainRows {
+    int base, slot_of_lane, end_of_lane;
+
+    __device__ __forceinline__ void load(const WkvArgs& p, int row) {
+        const int own = min(row + static_cast<int>(threadIdx.x & 31), p.rows - 1);
+        base = row, slot_of_lane = static_cast<int>(p.write_slots[own]), end_of_lane = static_cast<int>(p.cu_seqlens[own + 1]);
+    }
+    __device__ __forceinline__ int slot(int row) const { return __shfl_sync(FULL_MASK, slot_of_lane, row - base); }
+    __device__ __forceinline__ int end(int row) const { return __shfl_sync(FULL_MASK, end_of_lane, row - base); }
+};
+
 // Waits for all threads of a head.
 template <int CTAS>
 __device__ __forceinline__ void sync_head() {
@@ -218,9 +261,6 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECT
     constexpr int CARRIERS = STATE_WARPS / CTAS, MAKERS = VECTOR_WARPS * CTAS;  // of this CTA; of the head
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, pair = 2 * lane;
     const int head = blockIdx.x / CTAS, rank = blockIdx.x % CTAS;
-    int row = blockIdx.y, next_row = row + 1;
-    if (continues(p, row)) return;  // the CTA of the row before runs it: their tokens are adjacent
-    while (continues(p, next_row)) ++next_row;
     const bool carries_state = warp < CARRIERS;
     const int channel = head * HEAD_SIZE + pair;
     HeadParams params;
@@ -229,19 +269,25 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECT
         params = HeadParams(p, channel);
         weight = *reinterpret_cast<const float2*>(p.ln_weight + channel), bias = *reinterpret_cast<const float2*>(p.ln_bias + channel);
     }
-    const int64_t start = p.cu_seqlens[row];
-    const int count = static_cast<int>(p.cu_seqlens[next_row] - start), blocks = (count + TOKENS - 1) / TOKENS;
     const auto state_of = [&](int64_t slot) {
         constexpr int ITEM = IS_INT8<State> ? 1 : sizeof(State), HEAD_ITEMS = IS_INT8<State> ? 1 : HEAD_SIZE * HEAD_SIZE;
         return reinterpret_cast<State*>(static_cast<unsigned char*>(p.state) + slot * p.slot_stride * ITEM) + head * HEAD_ITEMS;
     };
+    const Chain chain = find_chain(p, blockIdx.y);
+    if (chain.first == p.rows) return;
+    const int64_t start = p.cu_seqlens[chain.first];
+    const int count = static_cast<int>(p.cu_seqlens[chain.end] - start), blocks = (count + TOKENS - 1) / TOKENS;
     Carried<State, STATE_WARPS> carried;
-    if (carries_state) carried.load(state_of(p.read_slots[row]), smem, rank * CARRIERS + warp, lane);  // an earlier step wrote it
+    ChainRows rows;
+    if (carries_state) {
+        rows.load(p, chain.first);
+        carried.load(state_of(p.read_slots[chain.first]), smem, rank * CARRIERS + warp, lane);  // an earlier step wrote it
+    }
     allow_next_kernel();
     wait_for_previous_kernel();
     if constexpr (CTAS == 2) cluster::sync();  // both have begun
     if (carries_state) {
-        int left = static_cast<int>(p.cu_seqlens[row + 1] - start);  // tokens of the row
+        int row = chain.first, end = rows.end(row) - static_cast<int>(start);  // of the row, in the chain's tokens
         sync_head<CTAS>();  // the first block's vectors
         for (int i = 0; i < blocks; ++i) {
             auto& block = smem.blocks[i & 1];
@@ -253,9 +299,11 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECT
             for (int t = 0; t < tokens; ++t) {
                 float* const y = (t / VECTOR_WARPS % CTAS == rank ? own_y : peer_y) + t * HEAD_SIZE;
                 carried.step(block.tokens[t], block.tokens[min(t + 1, TOKENS - 1)], y, smem, lane);
-                if (--left > 0) continue;
-                carried.store(state_of(p.write_slots[row]), smem, lane);
-                if (++row < next_row) left = static_cast<int>(p.cu_seqlens[row + 1] - p.cu_seqlens[row]);
+                if (i * TOKENS + t + 1 < end) continue;
+                carried.store(state_of(rows.slot(row)), smem, lane);
+                if (++row == chain.end) break;
+                if (row == rows.base + 32) rows.load(p, row);
+                end = rows.end(row) - static_cast<int>(start);
             }
             carried.end();
             sync_head<CTAS>();
