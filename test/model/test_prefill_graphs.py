@@ -18,6 +18,7 @@ from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.model.weights import Weights
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces
 from rwkv_batch.runner.graphs.prefill import (
+    PADDING_DRAFT,
     SIZES,
     VERIFY_SIZES,
     PrefillSize,
@@ -141,7 +142,7 @@ def test_the_smallest_fitting_size_comes_first() -> None:
     assert not any(size.holds(1, 512) or size.holds(49, 49) for size in SIZES)
 
 
-@pytest.mark.parametrize(("known", "drafted", "rows", "tokens"), [(1, 4, 5, 6), (1, 16, 17, 18), (30, 4, 8, 64)])
+@pytest.mark.parametrize(("known", "drafted", "rows", "tokens"), [(1, 4, 5, 5), (1, 16, 17, 17), (30, 4, 8, 64)])
 def test_a_step_with_a_draft_has_a_row_for_each_drafted_token(known: int, drafted: int, rows: int, tokens: int) -> None:
     """Its known tokens may be the last ones of a prompt."""
     count = 1 + drafted
@@ -156,10 +157,18 @@ def test_a_step_with_a_draft_has_a_row_for_each_drafted_token(known: int, drafte
 def test_graphs_of_drafts_are_timed_with_rows_that_continue_others(size: PrefillSize) -> None:
     inputs = step_of_drafts(size)
     assert smallest_fitting([size], inputs) == size
-    lengths = np.diff(staged(inputs, size)["cu_seqlens"])
-    assert len(lengths) == size.rows + 1 and 0 < min(lengths) <= max(lengths) <= 1 + size.tokens // size.rows
+    assert np.diff(staged(inputs, size)["cu_seqlens"]).tolist() == [1] * size.rows + [0], "an empty row of padding"
     assert inputs.read_slots.unique().tolist() == [CONTINUES, ZERO_SLOT] and inputs.read_slots[0] == ZERO_SLOT
     assert (inputs.read_slots == ZERO_SLOT).sum() == size.num_drafts
+
+
+def test_padding_of_drafts_continues_as_drafts_do() -> None:
+    """Else each row of it would be as much work as a draft."""
+    size = PrefillSize(48, 48)
+    arrays = staged(step_inputs([[5]] * 30, [2] * 30, [3] * 30, []), size)
+    assert np.diff(arrays["cu_seqlens"]).tolist() == [1] * 48 + [0]
+    assert (arrays["read_slots"][30:] == ZERO_SLOT).tolist() == [i % PADDING_DRAFT == 0 for i in range(19)]
+    assert set(arrays["write_slots"][30:].tolist()) == {DUMMY_SLOT}
 
 
 def test_an_empty_step_is_all_padding() -> None:
@@ -167,5 +176,5 @@ def test_an_empty_step_is_all_padding() -> None:
     arrays = staged(
         StepInputs(nothing, torch.zeros(1, dtype=torch.int64), nothing, nothing, nothing, 1), PrefillSize(4, 16)
     )
-    assert arrays["cu_seqlens"].tolist() == [0, 3, 6, 9, 12, 16]
+    assert arrays["cu_seqlens"].tolist() == [0, 4, 7, 10, 13, 16]
     assert set(arrays["write_slots"].tolist()) == {DUMMY_SLOT}

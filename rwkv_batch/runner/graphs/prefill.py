@@ -45,7 +45,7 @@ class PrefillSize(NamedTuple):
     """Capacity of a graph, including padding."""
 
     rows: int
-    """rows that it serves; it has one more"""
+    """rows that it serves; it has one more, which may be empty if all have one token"""
     tokens: int
 
     @property
@@ -53,16 +53,16 @@ class PrefillSize(NamedTuple):
         """About the number of drafts in its steps."""
         if self not in VERIFY_SIZES:
             return 0
-        return 1 if self.tokens <= 2 + MAX_DRAFT_TOKENS else self.rows // 4
+        return 1 if self.tokens <= 1 + MAX_DRAFT_TOKENS else self.rows // 4
 
     def holds(self, rows: int, tokens: int) -> bool:
         """Return whether a step fits: each padding row takes at least one token."""
-        return rows <= self.rows and tokens + (self.rows - rows) + 1 <= self.tokens
+        return rows <= self.rows and tokens + (self.rows - rows) + (self.rows < self.tokens) <= self.tokens
 
 
 NO_SIZE = PrefillSize(0, 0)
-VERIFY_TOKENS = (4, 6, 8, 12, 16, 18, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 192)
-VERIFY_SIZES = tuple(PrefillSize(tokens - 1, tokens) for tokens in VERIFY_TOKENS)
+VERIFY_TOKENS = (3, 4, 5, 6, 7, 9, 13, 17, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
+VERIFY_SIZES = tuple(PrefillSize(tokens, tokens) for tokens in VERIFY_TOKENS)
 """Of steps that verify drafts: each row has one token."""
 SIZES = tuple(size for rows in ROWS for tokens in TOKENS if (size := PrefillSize(rows, tokens)).holds(rows, rows))
 
@@ -251,7 +251,7 @@ def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> N
     cu_seqlens = arrays["cu_seqlens"][: size.rows + 2]
     missing = size.rows + 1 - rows
     cu_seqlens[:rows] = inputs.cu_seqlens.numpy()[:-1]
-    cu_seqlens[rows:] = tokens + np.arange(missing + 1) * (size.tokens - tokens) // missing
+    cu_seqlens[rows:] = tokens - np.arange(missing + 1) * (tokens - size.tokens) // missing
     arrays["token_rows"][: size.tokens] = np.repeat(np.arange(size.rows + 1), cu_seqlens[1:] - cu_seqlens[:-1])
     for name, values, length, padding in (
         ("tokens", inputs.tokens, size.tokens, 0),
