@@ -215,18 +215,23 @@ __device__ __forceinline__ Chain find_chain(const WkvArgs& p, int n) {
     Chain found{p.rows, p.rows};
     if (is_row && !begins_of(n)) return found;
     const int first = is_row ? n : 0;
-    bool of_lane = begins_of(first + lane);
     if (is_row) n = 0;
-    for (int base = first; base < p.rows && found.end == p.rows; base += 32) {
-        uint32_t begins = __ballot_sync(FULL_MASK, of_lane);
-        of_lane = begins_of(base + 32 + lane);
-        if (found.first == p.rows) {
-            for (; n > 0 && begins != 0; --n) begins &= begins - 1;
-            if (begins == 0) continue;
-            found.first = base + lowest(begins);
-            begins &= begins - 1;
+    constexpr int WORDS = 8;  // read at once, else each 32 rows would cost a wait
+    for (int base = first; base < p.rows && found.end == p.rows; base += 32 * WORDS) {
+        bool begins_in[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) begins_in[i] = begins_of(base + 32 * i + lane);
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            uint32_t begins = __ballot_sync(FULL_MASK, begins_in[i]);
+            if (found.first == p.rows) {
+                for (; n > 0 && begins != 0; --n) begins &= begins - 1;
+                if (begins == 0) continue;
+                found.first = base + 32 * i + lowest(begins);
+                begins &= begins - 1;
+            }
+            if (found.end == p.rows && begins != 0) found.end = base + 32 * i + lowest(begins);
         }
-        if (begins != 0) found.end = base + lowest(begins);
     }
     return found;
 }
