@@ -259,7 +259,7 @@ __device__ __forceinline__ void sync_head() {
 }
 
 template <typename State, int STATE_WARPS, int CTAS, int TOKENS, int VECTOR_WARPS>
-__global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECTOR_WARPS == 2 || STATE_WARPS == 1 ? 3 : STATE_WARPS == 4 ? 2 : 1)
+__global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECTOR_WARPS == 1 ? 4 : STATE_WARPS == 1 ? 3 : STATE_WARPS == 4 ? 2 : 1)
     wkv_sequence_kernel(const WkvArgs p) {
     extern __shared__ __align__(16) unsigned char dynamic[];
     auto& smem = *reinterpret_cast<Smem<State, TOKENS>*>(dynamic);
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(32 * (STATE_WARPS / CTAS + VECTOR_WARPS), VECT
     }
     // A warp makes and finishes tokens own, own + MAKERS, ... of a block.
     constexpr int OWN = TOKENS / MAKERS;
-    constexpr bool SKIPS = VECTOR_WARPS == 2;  // tokens past the last one: drafts are shorter than a block
+    constexpr bool SKIPS = VECTOR_WARPS == 1;  // tokens past the last one: drafts are shorter than a block
     const int own = rank * VECTOR_WARPS + warp - CARRIERS;
     const auto token_of = [&](int i, int n) { return i * TOKENS + own + n * MAKERS; };
     const auto at = [&](int token) { return (start + token) * (p.heads * HEAD_SIZE) + channel; };
@@ -399,8 +399,8 @@ static int launch_sequences(const WkvArgs& p, void* stream) {
     const bool takes_cluster = info.has_pdl && info.smem_bytes >= static_cast<int>(sizeof(Smem<State, 32>));
     if (2 * heads <= info.num_sms && takes_cluster) return launch_sequence<State, 8, 2, 32>(p, stream);
     if (heads <= info.num_sms) return launch_sequence<State, 8, 1>(p, stream);
-    // Drafts are short: three small CTAs per SM hide what one waits for.
-    return p.continuing > 0 ? launch_sequence<State, 4, 1, 8, 2>(p, stream) : launch_sequence<State, 4, 1>(p, stream);
+    // Drafts are short: four small CTAs per SM hide what one waits for.
+    return p.continuing > 0 ? launch_sequence<State, 4, 1, 4, 1>(p, stream) : launch_sequence<State, 4, 1>(p, stream);
 }
 
 // state_bytes: per element; 1 for Int8State. The numbers of warps and CTAs change no bit of the result.
