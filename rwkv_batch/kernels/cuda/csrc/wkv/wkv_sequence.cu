@@ -12,13 +12,14 @@
 // with the next token's S * kk, so that the shuffles' latencies overlap. The others finish the block before it (group
 // norm, bonus, gate) and compute the vectors of the next one, several tokens at a time. One barrier per block.
 // Registers: a state warp holds 16 values x 64 keys of S. An int8 state is in shared memory, one warp steps it.
-// Many rows of drafts: blocks of 8 tokens, two warps make their vectors.
+// Many rows of drafts: blocks of 4 tokens, one warp makes their vectors.
 // Few heads: two CTAs, a cluster, share a head. Each carries half of the value rows, makes the vectors of half of the
 // tokens for both, and finishes these tokens.
 //
-// Grid: (head, chain): a row and those that continue it. Up to two CTAs per SM start before the previous kernel ends.
-// Block: 8 warps, of drafts 6; up to one CTA per SM 12, of which 8 carry 8 values each, or two CTAs of 8; int8 5.
-// Shared memory: 57 KB (int8: 58 KB, drafts 29 KB, two CTAs per head 113 KB), vectors and y of two blocks.
+// Grid: (head, chain): a row and those that continue it. Up to two CTAs per SM, of drafts all, start before the previous
+// kernel ends.
+// Block: 8 warps, of drafts 5; up to one CTA per SM 12, of which 8 carry 8 values each, or two CTAs of 8; int8 5.
+// Shared memory: 57 KB (int8: 58 KB, drafts 15 KB, two CTAs per head 113 KB), vectors and y of two blocks.
 // Bound: instruction issue; per head and token some 1,400 instructions of a warp. One CTA per SM: the latency of a step.
 // Made for: heads of 64, rows of any length.
 #include "cluster.cuh"
@@ -216,22 +217,17 @@ __device__ __forceinline__ Chain find_chain(const WkvArgs& p, int n) {
     if (is_row && !begins_of(n)) return found;
     const int first = is_row ? n : 0;
     if (is_row) n = 0;
-    constexpr int WORDS = 8;  // read at once, else each 32 rows would cost a wait
-    for (int base = first; base < p.rows && found.end == p.rows; base += 32 * WORDS) {
-        bool begins_in[WORDS];
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) begins_in[i] = begins_of(base + 32 * i + lane);
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            uint32_t begins = __ballot_sync(FULL_MASK, begins_in[i]);
-            if (found.first == p.rows) {
-                for (; n > 0 && begins != 0; --n) begins &= begins - 1;
-                if (begins == 0) continue;
-                found.first = base + 32 * i + lowest(begins);
-                begins &= begins - 1;
-            }
-            if (found.end == p.rows && begins != 0) found.end = base + 32 * i + lowest(begins);
+    bool of_lane = begins_of(first + lane), of_next = begins_of(first + 32 + lane);  // 64 rows cost one wait
+    for (int base = first; base < p.rows && found.end == p.rows; base += 32) {
+        uint32_t begins = __ballot_sync(FULL_MASK, of_lane);
+        of_lane = of_next, of_next = begins_of(base + 64 + lane);
+        if (found.first == p.rows) {
+            for (; n > 0 && begins != 0; --n) begins &= begins - 1;
+            if (begins == 0) continue;
+            found.first = base + lowest(begins);
+            begins &= begins - 1;
         }
+        if (begins != 0) found.end = base + lowest(begins);
     }
     return found;
 }
@@ -387,7 +383,7 @@ static int launch_sequence(const WkvArgs& p, void* stream) {
     } else if (per_sm <= 2) {
         launch_with_smem(kernel, grid, THREADS, max(smem_bytes, min(PADDED_BYTES[per_sm - 1], info.smem_bytes)), stream, p);
     } else {
-        launch_with_smem<LaunchOrder::SERIAL>(kernel, grid, THREADS, smem_bytes, stream, p);
+        launch_with_smem<VECTOR_WARPS == 1 ? LaunchOrder::OVERLAPPED : LaunchOrder::SERIAL>(kernel, grid, THREADS, smem_bytes, stream, p);
     }
     return launch_result();
 }
