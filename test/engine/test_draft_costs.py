@@ -76,16 +76,18 @@ def test_the_host_hides_nothing_without_graphs() -> None:
 
 def test_times_of_graphs_are_known() -> None:
     times = StepTimes(gpu_graph_s)
-    assert times.plain_s(Shape(4, 4, 4)) == 0.00217
-    assert times.drafts_s(Shape(5, 5, 4, 1), 0.00197) == pytest.approx(0.00213 + HOST_S + HOST_DRAFT_S)
+    assert times.plain_s(Shape(4, 4, 4)) == 0.00195
+    assert times.drafts_s(Shape(5, 5, 4, 1), 0.00197) == pytest.approx(0.00216 + HOST_S + HOST_DRAFT_S)
     assert times.drafts_s(Shape(64, 600, 500), 0.00197) == 0, "it fits no graph"
     for _ in range(4):
-        times.count_plain(Shape(4, 4, 4), 0.00237)
-    assert times.plain_s(Shape(4, 4, 4)) == pytest.approx(0.00237), "the host's work counts, as with drafts"
+        times.count_plain(Shape(4, 4, 4), 0.00215)
+    assert times.plain_s(Shape(4, 4, 4)) == pytest.approx(0.00215), "the host's work counts, as with drafts"
 
 
-@pytest.mark.parametrize(("rates", "lengths"), [((0.7,) * 4, {4}), ((0.7, 0.0, 0.0, 0.0), {0})])
-def test_rows_draft_together_or_not_at_all(rates: tuple[float, ...], lengths: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("rates", "num_drafts"), [((0.7,) * 4, 4), ((0.7, 0.0, 0.0, 0.0), 1), ((0.15, 0.0, 0.0, 0.0), 0)]
+)
+def test_rows_draft_if_their_drafts_pay(rates: tuple[float, ...], num_drafts: int) -> None:
     """All rows share what a step with drafts takes longer. Probes that show nothing become rare."""
     slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
@@ -93,9 +95,9 @@ def test_rows_draft_together_or_not_at_all(rates: tuple[float, ...], lengths: se
         sum(row.sequence.draft is not None for row in speculation.add_drafts([predicted(one) for one in rates]))
         for _ in range(1200)
     ]
-    usual, probes = Counter(numbers).most_common()[0], [one for one in numbers if one not in lengths]
-    assert {usual[0]} == lengths
-    assert len(probes) <= 14, "each costs up to half a step"
+    usual, probes = Counter(numbers).most_common()[0], [one for one in numbers if one != num_drafts]
+    assert usual[0] == num_drafts
+    assert len(probes) <= (40 if num_drafts == 1 else 14), "each costs up to half a step, next to other drafts less"
 
 
 def test_unlucky_drafts_end_nothing() -> None:
@@ -249,8 +251,9 @@ def test_tokens_after_a_wrong_one_say_nothing_of_new_rows() -> None:
     assert speculation.pool("model").rate == pytest.approx(0.9, abs=0.03)
 
 
-DECODE_MS, GUESS_MS = {1: 1.97, 4: 2.17, 8: 2.28}, {1: 0.31, 4: 0.35, 8: 0.40}
-VERIFY_MS = {4: 2.1, 6: 2.13, 8: 2.17, 12: 2.48, 16: 2.55, 24: 2.62, 32: 2.72, 48: 2.98, 64: 3.2, 96: 3.9, 128: 4.3}
+DECODE_MS, GUESS_MS = {1: 1.93, 4: 1.95, 8: 2.05}, {1: 0.17, 4: 0.19, 8: 0.21}
+VERIFY_MS = {3: 2.07, 4: 2.12, 5: 2.16, 6: 2.19, 7: 2.22, 9: 2.53, 13: 2.64, 17: 2.75, 24: 2.68, 32: 2.81, 40: 3.08}
+VERIFY_MS |= {48: 3.16, 56: 3.3, 64: 3.44, 80: 4.09, 96: 4.43, 112: 4.7, 128: 5.02}
 """By rows and by tokens: graphs of a 7.2B model in int8 and of a 0.1B draft on an H200."""
 
 
@@ -261,7 +264,7 @@ def of_size(graphs: dict[int, float], rows: int) -> float:
 def gpu_graph_s(shape: Shape) -> float:
     if shape.rows == shape.tokens and not shape.drafts:
         return of_size(DECODE_MS, shape.rows) / 1000
-    return of_size(VERIFY_MS, shape.tokens + 1) / 1000 if shape.tokens < max(VERIFY_MS) else 0.0
+    return of_size(VERIFY_MS, shape.tokens) / 1000 if shape.tokens <= max(VERIFY_MS) else 0.0
 
 
 class SimulatedGpu:
@@ -551,5 +554,6 @@ def test_drafts_pay_by_measured_times(monkeypatch: pytest.MonkeyPatch, rate: flo
     monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: gpu.clock))
     speeds = [gpu.speed(1) for _ in range(4)]
     assert min(speeds) > 0.95 and sum(speeds[1:]) / 3 > least, speeds
-    assert 0.0003 < gpu.speculation.times.guess_s(1, 0.002, gpu.graph_s) < 0.0004 or not rate
+    guess_ms = 1000 * gpu.speculation.times.guess_s(1, 0.002, gpu.graph_s)
+    assert 0.9 < guess_ms / GUESS_MS[1] < 1.2 or not rate
     assert gpu.speculation.times.drafts_s(Shape(2, 12, 10), 0.00197) < 0.0031
