@@ -140,6 +140,7 @@ def test_the_smallest_fitting_size_comes_first() -> None:
     found = [size_for(lengths)[:2] for lengths in ([15], [16], [1, 1], [2] * 16, [255])]
     assert found == [(1, 16), (1, 32), (4, 16), (16, 64), (1, 256)]
     assert not any(size.holds(1, 512) or size.holds(49, 49) for size in SIZES)
+    assert not set(SIZES) & set(VERIFY_SIZES), "timed as steps of prompts"
 
 
 @pytest.mark.parametrize(("known", "drafted", "rows", "tokens"), [(1, 4, 5, 5), (1, 16, 17, 17), (30, 4, 8, 64)])
