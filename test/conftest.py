@@ -29,8 +29,10 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from test.preloaded import Preloaded
 from test.serving import Service
 
+Service.popen = Preloaded
 MEMORY_GROWTH_MB = 500
 """Growth after which the garbage collector runs for ended engines."""
 _memory = {"most": MEMORY_GROWTH_MB}

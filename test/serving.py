@@ -74,6 +74,9 @@ def row_texts(events: list[Any]) -> dict[int, str]:
 
 
 class Service:
+    popen: type[subprocess.Popen[Any]] = subprocess.Popen
+    """What starts the program. In tests it is `Preloaded`."""
+
     def __init__(
         self,
         folder: Path,
@@ -93,10 +96,10 @@ class Service:
         clean = {n: value for n, value in os.environ.items() if n == built or not n.startswith("RWKV_")}
         if "PYTHONPATH" in environment:
             environment["PYTHONPATH"] += f"{os.pathsep}{clean.get('PYTHONPATH', '')}"
+        # Other variables are read when a module or library is loaded.
+        popen = self.popen if environment.keys() <= {"PYTHONPATH"} else subprocess.Popen
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**clean, **environment}
-            )
+            self.process = popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**clean, **environment})
         self.url = f"http://127.0.0.1:{self.port}"
         self.headers: dict[str, str] = {}
         self.admin_headers: dict[str, str] = {}
@@ -200,6 +203,12 @@ class Service:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(60)
+
+
+class FreshService(Service):
+    """A service in a new interpreter, as users start it."""
+
+    popen = subprocess.Popen
 
 
 def children(pid: int) -> dict[int, bytes]:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from test.deploy.test_proxies import CHAT, DEPLOY, ENDLESS, found
-from test.serving import Service, free_port, wait_for
+from test.serving import FreshService, Service, free_port, wait_for
 
 pytestmark = [pytest.mark.proxy, pytest.mark.cluster]
 ROW = {"contents": ["abc"], "max_tokens": 2}
@@ -21,7 +21,7 @@ ROW = {"contents": ["abc"], "max_tokens": 2}
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[list[Service]]:
     flags = ("--front", "none", "--trusted-proxies", "127.0.0.1", "--http-workers", "1", "--files-dir", "none")
-    made = [Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".") for _ in range(3)]
+    made = [FreshService(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".") for _ in range(3)]
     try:
         yield [service.wait_ready() for service in made]
     finally:

@@ -19,6 +19,7 @@ from app import main
 from test.serving import (
     REQUEST_TIMEOUT_S,
     ROOT,
+    FreshService,
     Service,
     children,
     free_port,
@@ -46,7 +47,7 @@ Refusal = Callable[..., str]
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose processes may be killed. Every test leaves it ready, except the last one, which ends it."""
     flags = ("--resubmit", "0", "--drain-timeout-s", "150")
-    with Service(tmp_path_factory.mktemp("mortal"), *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+    with FreshService(tmp_path_factory.mktemp("mortal"), *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
         yield running
 
 
@@ -210,7 +211,7 @@ def test_malformed_chunks_end_one_worker_at_most(mortal: Service) -> None:
 def fake(tmp_path: Path) -> Iterator[Service]:
     """A service without a model whose own process a test ends."""
     flags = ("--http-workers", "1", "--drain-timeout-s", "0.5")
-    with Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
+    with FreshService(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".") as running:
         yield running
 
 

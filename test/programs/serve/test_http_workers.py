@@ -18,7 +18,16 @@ import pytest
 
 from programs.serve.http_workers import HANG_S, SPARES, HttpWorkers, Worker
 from rwkv_batch.ipc.served_model import ModelCommand
-from test.serving import START_TIMEOUT_S, Service, children, is_process_alive, raw_request, read_all, wait_for
+from test.serving import (
+    START_TIMEOUT_S,
+    FreshService,
+    Service,
+    children,
+    is_process_alive,
+    raw_request,
+    read_all,
+    wait_for,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +156,7 @@ def test_losing_the_fork_server_harms_no_worker(fake: Service) -> None:
 def test_the_fork_server_may_be_lost_before_its_first_fork(tmp_path: Path) -> None:
     """All its pending forks count as one failure and are retried. These include the batch process."""
     flags = ("--http-workers", "2", "--files-dir", str(tmp_path / "files"))
-    service = Service(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
+    service = FreshService(tmp_path, *flags, program="test/fake_app.py", PYTHONPATH=".")
     try:
         origin = wait_for(lambda: _imports(service.process.pid), 30, "it imports")
         time.sleep(0.3)  # it is asked for them, and imports for a second

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from test.serving import Service, children, wait_for
+from test.serving import FreshService, Service, children, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def fake(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     arguments = ("--models-dir", str(folder), "--admin-password", "boss", "--max-models", "3")
-    with Service(tmp_path_factory.mktemp("service"), *arguments, program="test/fake_app.py", PYTHONPATH=".") as running:
+    with FreshService(
+        tmp_path_factory.mktemp("service"), *arguments, program="test/fake_app.py", PYTHONPATH="."
+    ) as running:
         running.headers = ADMIN  # /status shows models and processes to an administrator
         yield running
 
@@ -280,7 +282,7 @@ def test_load_and_unload_during_streams_leaks_nothing(fake: Service) -> None:
 
 def test_an_idle_model_is_unloaded_and_a_busy_one_stays(folder: Path, tmp_path: Path) -> None:
     arguments = ("--models-dir", str(folder), "--model-idle-s", "4", "--http-workers", "1")
-    with Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".") as service:
+    with FreshService(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".") as service:
         load(service, "good.pth", "idle")
         load(service, "other.pth", "busy")
         body = {"contents": ["abc"], "model": "busy", "max_tokens": 550, "chunk_size": 1, "stream": True}
@@ -295,7 +297,7 @@ def test_an_idle_model_is_unloaded_and_a_busy_one_stays(folder: Path, tmp_path: 
 
 def test_lines_of_a_batch_go_to_the_models_they_name(folder: Path, tmp_path: Path) -> None:
     arguments = ("--models-dir", str(folder), "--http-workers", "1")
-    with Service(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".") as service:
+    with FreshService(tmp_path, *arguments, program="test/fake_app.py", PYTHONPATH=".") as service:
         load(service, "good.pth", "other")
         named = ("other", "rwkv7", "none")
         lines = [{"custom_id": m, "method": "POST", "url": CHAT, "body": {**WHO, "model": m}} for m in named]
