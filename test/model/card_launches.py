@@ -1,6 +1,7 @@
 """Every launcher of the CUDA sources on made-up cards: what it would launch, and whether the card could run it.
 
-`python -m test.model.card_launches` compiles changed sources, checks launches and writes compiled.json.
+`python -m test.model.card_launches` compiles changed sources, checks launches, runs the emulated kernels' tests and
+writes compiled.json.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ HOPPER_STEMS = {Path(name).name for name in HOPPER_NAMES}
 COMPILED = Path(__file__).with_name("compiled.json")
 """Source -> digest of what compiled without large spills; LAUNCHES -> digest of the launches that fit.
 
-Compiling all takes minutes.
+EMULATED -> digest of all that the tests of emulated kernels run, with which they passed. Compiling all takes minutes.
 """
 LAUNCHES = "launches"
+EMULATED = "emulated"
+EMULATED_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".hpp", ".inc", ".json", ".py")
 LAUNCHING_FILES = (
     "sampling/rapid.py",
     *(f"{name.replace('.', '/')}.py" for name in re.findall(r"(?m)^from (rwkv_batch\S+)", Path(__file__).read_text())),
@@ -192,6 +195,15 @@ def launches_digest() -> str:
     return hashlib.sha256(b"\0".join([*(digest(path).encode() for path in sources()), *texts])).hexdigest()
 
 
+@functools.cache
+def emulated_digest() -> str:
+    """Of the kernels, their Python side, the emulation, and its tests."""
+    folders = ("native/csrc", "rwkv_batch/kernels", "rwkv_batch/model", "test/model/emulated")
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in EMULATED_SUFFIXES)
+    files = sorted([*found, *Path(__file__).parent.glob("*_emulated.py"), ROOT / "demo/random_weights.py"])
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+
+
 def is_recorded(name: str, current: str) -> bool:
     """Whether compiled.json has this digest; `make test-long` ignores the file."""
     return not IS_LONG and json.loads(COMPILED.read_text()).get(name) == current
@@ -225,10 +237,18 @@ def check_launches(folder: Path) -> None:
         assert len(met) > 30
 
 
+def emulated_tests_pass() -> bool:
+    tests = [str(path) for path in sorted(Path(__file__).parent.glob("*_emulated.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
 def main() -> int:
-    """Record what compiles and fits. Returns 1 if something does not; the record is without it."""
+    """Record what compiles, fits and passes. Returns 1 if something does not; the record is without it."""
     changed, failed = to_compile(), False
     known = {path.name: digest(path) for path in product_sources() if path not in changed}
+    checks = {LAUNCHES: launches_digest(), EMULATED: emulated_digest()}
+    known |= {name: current for name, current in checks.items() if is_recorded(name, current)}
     with compiling(changed), tempfile.TemporaryDirectory() as folder:
         for source in changed:
             print(f"compiling {source.name}", flush=True)
@@ -239,12 +259,22 @@ def main() -> int:
                 failed = True
             else:
                 known[source.name] = digest(source)
-        known = dict(sorted(known.items()))
-        COMPILED.write_text(json.dumps(known, indent=1) + "\n")
-        if not is_recorded(LAUNCHES, launches_digest()):
+        _record(known)
+        if LAUNCHES not in known:
             check_launches(Path(folder))
-    COMPILED.write_text(json.dumps({**known, LAUNCHES: launches_digest()}, indent=1) + "\n")
+            known[LAUNCHES] = checks[LAUNCHES]
+            _record(known)
+    if EMULATED not in known:
+        if emulated_tests_pass():
+            known[EMULATED] = checks[EMULATED]
+            _record(known)
+        else:
+            failed = True
     return int(failed)
+
+
+def _record(known: dict[str, str]) -> None:
+    COMPILED.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
 def build_library(folder: Path) -> ctypes.CDLL:

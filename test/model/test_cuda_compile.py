@@ -21,6 +21,7 @@ from test.model.card_launches import (
     CARDS,
     CHECKED_ARCHS,
     COMPILED,
+    EMULATED,
     KIB,
     LAUNCHES,
     LAUNCHING_FILES,
@@ -31,6 +32,7 @@ from test.model.card_launches import (
     check_launches,
     compiling,
     digest,
+    emulated_digest,
     is_recorded,
     launches_digest,
     problems,
@@ -79,7 +81,9 @@ def test_a_changed_source_is_compiled(tmp_path: Path) -> None:
         digests.add(digest(source))
     assert len(digests) == 3
     assert not is_recorded("some.cu", digest(source))
-    assert set(json.loads(COMPILED.read_text())) <= {*(path.name for path in SOURCES), LAUNCHES}, "one that is gone"
+    assert set(json.loads(COMPILED.read_text())) <= {*(path.name for path in SOURCES), LAUNCHES, EMULATED}, (
+        "one that is gone"
+    )
 
 
 def test_a_changed_launcher_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +98,21 @@ def test_a_changed_launcher_is_checked(tmp_path: Path, monkeypatch: pytest.Monke
         digests.add(launches_digest())
     monkeypatch.setattr(card_launches, "sources", lambda: SOURCES[:1])
     assert len(digests | {launches_digest()}) == 3
+
+
+def test_changed_code_is_emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digest is of kernels, their Python side, headers, the emulation and its tests."""
+    changed = ("native/csrc/a.cuh", "rwkv_batch/kernels/cuda/csrc/a.cu", "rwkv_batch/kernels/cuda/a.py")
+    changed += ("rwkv_batch/model/a.py", "test/model/emulated/emulation.h", "demo/random_weights.py")
+    digests = set()
+    monkeypatch.setattr(card_launches, "ROOT", tmp_path)
+    for content in ("", "1"):
+        for file in changed:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(content)
+            if content or file == changed[-1]:
+                digests.add(emulated_digest.__wrapped__())
+    assert len(digests) == len(changed) + 1
 
 
 def test_every_source_belongs_to_a_library() -> None:

@@ -1,0 +1,14 @@
+"""Emulated kernels: their tests run when what they run has changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from test.model.card_launches import EMULATED, emulated_digest, is_recorded
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _passed(request: pytest.FixtureRequest) -> None:
+    """Skip what passed: compiling the kernels for the CPU takes a minute."""
+    if request.path.name.endswith("_emulated.py") and is_recorded(EMULATED, emulated_digest()):
+        pytest.skip("compiled.json has these sources: the tests passed with them; make test-long runs all")
