@@ -38,6 +38,7 @@ IMPORTS = (
     "app",
     "routes.serving.worker",
     "programs.serve.batches.process",
+    "programs.batch.command",
 )
 MAX_REQUEST_BYTES = 128 << 10
 _lock = threading.Lock()

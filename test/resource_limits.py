@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PRELOADED = ("routes.translation.batch_translate", "routes.openai.chat", "routes.openai.completions", "routes.table")
+_PRELOADED = (
+    "routes.translation.batch_translate",
+    "routes.openai.chat",
+    "routes.openai.completions",
+    "routes.table",
+    "test.conftest",
+)
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(list(_PRELOADED))
 _TIMEOUT_S = 170.0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app import main
+from test.preloaded import Preloaded
 from test.serving import ROOT, Service
 
 SHORT = ("--task", "complete", "--max-tokens", "3", "--progress", "plain", "--retry", "2")
@@ -48,7 +49,8 @@ def started(
     ]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
     command += ["--url", service.url, *SHORT, *flags]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=clean, **options)
+    popen: type[subprocess.Popen[bytes]] = subprocess.Popen if prefix else Preloaded
+    return popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=clean, **options)
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
