@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -127,6 +128,7 @@ def serve(descriptor: int) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # TMPDIR may have changed
     safe = sys.argv[0] == "-P"
     sys.argv = sys.argv[safe:]
     own = [] if safe else [str(Path(sys.argv[0]).parent)]
