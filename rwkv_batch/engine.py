@@ -15,6 +15,7 @@ from typing import Any
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.error_mapping import (
     SHUTDOWN_ERROR,
     describe_error,
@@ -206,7 +207,7 @@ class Engine:
         self._user_files.states.open(runner.pool, runner.arena, runner.weights.shape)
         self.state_manager = StateManager(runner.pool, runner.tokenizer, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
-        slots, forget = runner.pool.tiers.slots, self.scheduler.forget_plain
+        slots, forget = DraftSlots(runner.pool.tiers.slots, runner.num_draft_slots), self.scheduler.forget_plain
         self.speculation = Speculation(self.config.speculate, slots, forget, runner.draft_model, runner.graphs.graph_s)
         self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, runner.tokenizer, runner.vocab)
 

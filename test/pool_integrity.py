@@ -12,13 +12,14 @@ from state_pool.pool import StatePool
 from state_pool.sessions import SessionIndex
 
 
-def integrity_faults(pool: StatePool, rows: Iterable[int] | None = None) -> list[str]:
+def integrity_faults(pool: StatePool, rows: Iterable[int] | None = None, drafts: Iterable[int] = ()) -> list[str]:
     """Return the inconsistencies of slots, sessions, prefixes and counts; empty if there are none.
 
     `rows`: slots from `allocate` that the caller holds. None: nothing runs, so no session may be busy.
+    drafts: slots that are kept for drafts
     """
     index: SessionIndex = pool._index
-    faults = _slot_faults(pool, rows or ()) + _prefix_faults(pool.prefixes)
+    faults = _slot_faults(pool, [*(rows or ()), *drafts]) + _prefix_faults(pool.prefixes)
     for session in index:
         tiers_of_it = [session.slot is not None, session.host is not None]
         if tiers_of_it != [session in index.l1, session in index.l2] or all(tiers_of_it):

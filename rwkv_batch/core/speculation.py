@@ -31,6 +31,7 @@ from rwkv_batch.core.draft_costs import (
     StepTimes,
     best_length,
 )
+from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -47,7 +48,6 @@ from rwkv_batch.core.drafters import (
 )
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import PENDING, Phase, Sequence
-from state_pool.cache.slots import Slots
 
 MAX_ROWS = 32
 """Rows of a step at most for drafts."""
@@ -90,7 +90,7 @@ class Speculation:
     def __init__(
         self,
         mode: str,
-        slots: Slots,
+        slots: DraftSlots,
         forget_plain: Callable[[Sequence], None],
         model: DraftModel | None = None,
         graph_s: Callable[[Shape], float] | None = None,
@@ -151,7 +151,9 @@ class Speculation:
             if draft is None or not (draft.tokens or is_pending):
                 result.append(row)
             elif not is_pending:
-                has_drafts |= self._take_slots(row.sequence, draft)
+                draft.slots, row.sequence.draft = self._slots.allocate(len(draft.tokens)), draft
+                self._forget_plain(row.sequence)
+                has_drafts = True
                 result.append(row)
         self._has_drafts = has_drafts if result else self._has_drafts
         if not has_drafts:
@@ -174,8 +176,9 @@ class Speculation:
         guess_s = times.guess_s(num_guessing, plain_s, self.model.graph_s) if self.model and num_guessing else 0.0
         guess_cost = guess_s / plain_s * num_rows / num_guessing if plain_s and num_guessing else ASSUMED_GUESS
         found: list[Proposal | None] = [None] * num_rows
+        most_tokens = min(MAX_DRAFT_TOKENS, self._slots.num_free // max(1, num_drafting))
         for i in drafting:
-            found[i] = self._propose(rows[i].sequence, guess_cost)
+            found[i] = self._propose(rows[i].sequence, guess_cost, most_tokens)
         if self.mode != "auto":
             return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0, None
         candidates = [
@@ -230,7 +233,7 @@ class Speculation:
                 return self.times, plain_s
         return self._measured, self._measured.plain_s(shape)
 
-    def _propose(self, sequence: Sequence, guess_cost: float) -> Proposal | None:
+    def _propose(self, sequence: Sequence, guess_cost: float, most_tokens: int) -> Proposal | None:
         """Return what a row can draft, by the drafter that gains most."""
         if sequence.drafters is None:
             sequence.drafters = [RowDrafter(one, self.pool(one.name)) for one in self.make_drafters(sequence)]
@@ -239,9 +242,9 @@ class Speculation:
         known = len(ids) - is_pending
         room = sequence.request.max_tokens - (known - sequence.prompt_end) - 1
         best: Proposal | None = None
-        for one in sequence.drafters if room > 0 else ():
+        for one in sequence.drafters if min(room, most_tokens) > 0 else ():
             one.fade()
-            count, tokens, cost = min(MAX_DRAFT_TOKENS, room), None, TOKEN_COST
+            count, tokens, cost = min(most_tokens, room), None, TOKEN_COST
             if isinstance(one.drafter, ModelDrafter):
                 if not sequence.has_sampled:  # the first token does not wait for guesses
                     continue
@@ -287,18 +290,6 @@ class Speculation:
         first = EXPECTED_OF_MODEL if self.model is not None and name not in ("ngram", "prediction") else ()
         return self._pools.setdefault(name, Acceptance(*first))
 
-    def _take_slots(self, sequence: Sequence, draft: Draft) -> bool:
-        """Give each drafted token a slot; tokens without one are left out. Returns False if none is free."""
-        del draft.tokens[self._slots.num_free :]
-        for _ in draft.tokens:
-            if (slot := self._slots.allocate()) is not None:
-                draft.slots.append(slot)
-        if not draft.slots:
-            return False
-        sequence.draft = draft
-        self._forget_plain(sequence)
-        return True
-
     def keep_text(self, sequence: Sequence) -> None:
         """Keep a closed turn's tokens for its session's next turns."""
         if self.mode not in ("off", "model") and sequence.lease is not None:
@@ -342,8 +333,7 @@ class Speculation:
     def _end(self, sequence: Sequence) -> None:
         if (draft := sequence.draft) is not None:
             sequence.draft = None
-            for slot in draft.slots:
-                self._slots.drop_ref(slot)
+            self._slots.free(draft.slots)
             self._ended.append(draft)
 
     def count_drafts(self) -> None:

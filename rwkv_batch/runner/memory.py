@@ -39,6 +39,8 @@ CPU_SLOTS_FRACTION = 0.25
 """of the machine's memory"""
 CPU_SLOTS_FREE_FRACTION = 0.5
 """of the free memory, for an additional model"""
+GPU_DRAFT_SLOTS, CPU_DRAFT_SLOTS = 96, 32
+"""States of drafted tokens at once; an eighth of all slots at most. On a GPU for three tokens of each of 32 rows."""
 
 
 class Memory:
@@ -84,7 +86,7 @@ class Memory:
         """Return the number of rows whose slots fit into the free memory."""
         device = min(self._slot_bytes, key=lambda device: self._free_bytes(device) // self._slot_bytes[device])
         free, share = self._free_bytes(device), self._slot_bytes[device]
-        fitting = free // share - self._parked_slots()
+        fitting = free // share - self._parked_slots() - self._draft_slots(max_rows, free // share)
         if fitting < 1:
             raise StartupError(
                 f"Too little memory on {device}: {free >> 20} MiB are free for states of {share >> 20} MiB, and "
@@ -93,16 +95,24 @@ class Memory:
             )
         return min(max_rows, fitting * 8 // 9 or 1)
 
-    def num_slots(self, rows: int, session_slots: int) -> int:
-        """Return the number of slots: rows, an eighth more for checkpoints, cached ones, sessions, and a draft.
+    def num_slots(self, rows: int, session_slots: int) -> tuple[int, int]:
+        """Return the number of slots, and how many of them are for states of drafted tokens.
 
-        session_slots: extra slots per row. Paused rows use them too. They and the draft's take half of the free memory
-        at most.
+        The others are for rows, an eighth more for checkpoints, for cached states and sessions.
+
+        session_slots: extra slots per row, limited to half of the free memory. Paused rows use them too.
         """
         slots = rows + max(4, rows // 8) + self._parked_slots()
         fitting = min(self._free_bytes(device) // share for device, share in self._slot_bytes.items())
-        more = rows * session_slots + (0 if self._config.speculate == "off" else MAX_DRAFT_TOKENS)
-        return int(slots + min(more, max(0, fitting - slots) // 2))
+        slots += int(min(rows * session_slots, max(0, fitting - slots) // 2))
+        drafts = min(self._draft_slots(rows, fitting), max(0, fitting - slots))
+        return slots + drafts, drafts
+
+    def _draft_slots(self, rows: int, fitting: int) -> int:
+        if self._config.speculate == "off":
+            return 0
+        most = GPU_DRAFT_SLOTS if self._pipeline.devices[-1].type == "cuda" else CPU_DRAFT_SLOTS
+        return min(rows * MAX_DRAFT_TOKENS, most, fitting // 8)
 
     def _free_bytes(self, device: torch.device) -> int:
         if device.type != "cuda":

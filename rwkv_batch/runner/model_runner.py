@@ -85,7 +85,9 @@ class ModelRunner:
         self.limits = memory.limits()
         self.overlaps = config.overlap and (self.device.type == "cuda" or config.overlap_on_cpu)
         # A spare slot keeps the state before a session's turn. With overlap, another one that before the last token.
-        self._num_slots = memory.num_slots(self.limits.max_running, session_slots=2 if self.overlaps else 1)
+        self._num_slots, self.num_draft_slots = memory.num_slots(
+            self.limits.max_running, session_slots=2 if self.overlaps else 1
+        )
         # A GPU's memory must be allocated on the thread with its streams.
         yields_cores = config.loads_at_low_priority and not self._gpus
         allocate = partial(allocate_slots, self.pipeline, self._num_slots)

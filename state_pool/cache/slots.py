@@ -35,6 +35,15 @@ class Slots:
         self._ref_counts[slot] = 1
         return slot
 
+    def reserve(self, count: int) -> list[int]:
+        """Take the highest free slots for good, before any other is taken. Returns them in order."""
+        kept = len(self._free) - count
+        taken, self._free = self._free[kept:], self._free[:kept]
+        for slot in taken:
+            self._ref_counts[slot] = 1
+        self.num_usable -= count
+        return taken
+
     def add_ref(self, slot: int) -> None:
         """Add a reference to a held slot; the zero slot needs none. Raises ValueError for a free slot."""
         if slot == ZERO_SLOT:

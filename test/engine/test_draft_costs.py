@@ -26,6 +26,7 @@ from rwkv_batch.core.draft_costs import (
     StepTimes,
     best_length,
 )
+from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -89,7 +90,7 @@ def test_times_of_graphs_are_known() -> None:
 )
 def test_rows_draft_if_their_drafts_pay(rates: tuple[float, ...], num_drafts: int) -> None:
     """All rows share what a step with drafts takes longer. Probes that show nothing become rare."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     numbers = [
         sum(row.sequence.draft is not None for row in speculation.add_drafts([predicted(one) for one in rates]))
@@ -102,7 +103,7 @@ def test_rows_draft_if_their_drafts_pay(rates: tuple[float, ...], num_drafts: in
 
 def test_unlucky_drafts_end_nothing() -> None:
     """Without drafts nothing is learnt, so they begin at a higher rate than they end at."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     rates = [percent / 100 for percent in range(80, 0, -1)]
 
     def drafts(speculation: Speculation, rate: float) -> bool:
@@ -120,7 +121,7 @@ def test_unlucky_drafts_end_nothing() -> None:
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_certain_rates_are_possible(rate: float) -> None:
     """Old drafts fade until nothing but accepted ones is left."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     for number in (1, 4):
         rows = [predicted(rate) for _ in range(number)]
@@ -132,7 +133,7 @@ def test_certain_rates_are_possible(rate: float) -> None:
 
 def test_lengths_are_planned_while_the_step_before_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device waits for what the host does between two steps. Other rows need other lengths."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     speculation, num_chosen, best = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s), 0, Chooser.best
 
     def counted(chooser: Chooser, min_gain: float) -> Choice:
@@ -161,7 +162,7 @@ def test_lengths_are_planned_while_the_step_before_runs(monkeypatch: pytest.Monk
 
 
 def test_a_plan_that_no_longer_pays_is_not_used() -> None:
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     rows = [predicted(0.9) for _ in range(4)]
     speculation.add_drafts(rows)
@@ -176,7 +177,7 @@ def test_a_plan_that_no_longer_pays_is_not_used() -> None:
 
 
 def test_rows_that_begin_to_match_are_not_bound_by_a_plan() -> None:
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     rows = [predicted(0.9) for _ in range(4)]
     late = rows[0].sequence
@@ -226,7 +227,7 @@ def row_that_decodes(drafter: RowDrafter, max_tokens: int = 40) -> Any:
 
 def test_drafts_count_after_the_next_launch() -> None:
     """Between two steps the device waits for the host. A row that ends counts at once: its usage is reported."""
-    slots: Any = SimpleNamespace(drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(free=lambda _: None)
     speculation = Speculation("auto", slots, lambda _: None)
     drafter = RowDrafter(ModelDrafter(), speculation.pool("model"))
     sequence: Any = SimpleNamespace(lease=None, phase=Phase.RUNNING, shared=None, slot=1, draft=None)
@@ -241,7 +242,7 @@ def test_drafts_count_after_the_next_launch() -> None:
 
 def test_tokens_after_a_wrong_one_say_nothing_of_new_rows() -> None:
     """A drafter whose tokens are right with 0.9 gets half of sixteen accepted."""
-    slots, rng = SimpleNamespace(drop_ref=lambda _: None), random.Random(0)
+    slots, rng = SimpleNamespace(free=lambda _: None), random.Random(0)
     speculation = Speculation("auto", slots, lambda _: None)  # type: ignore[arg-type]
     drafter = RowDrafter(ModelDrafter(), speculation.pool("model"))
     for _ in range(300):
@@ -280,7 +281,7 @@ class SimulatedGpu:
     def __init__(self, rate: float, seed: int, has_graphs: bool = True) -> None:
         self.rate, self.rng = rate, random.Random(seed)
         self.clock, self.noise, self.lengths = 100.0, 0.0, Counter[int]()
-        slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+        slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
         self.has_graphs = has_graphs
         self.speculation = Speculation("auto", slots, lambda _: None, self, gpu_graph_s if has_graphs else None)
 
@@ -382,26 +383,29 @@ def test_a_row_continues_from_the_state_after_its_last_accepted_token(count: int
     sequence = predicted(0.9).sequence
     sequence.draft = Draft(sequence.drafters[0], [1, 2], start=1, slots=[8, 9], num_accepted=count)
     sequence.lease, sequence.phase, sequence.num_computed_tokens = None, Phase.RUNNING, 1
-    slots: Any = SimpleNamespace(drop_ref=freed.append)
+    slots: Any = SimpleNamespace(free=freed.extend)
     Speculation("auto", slots, lambda _: None).settle(sequence)
     assert (sequence.slot, sequence.num_computed_tokens) == ([3, 8, 9][count], 1 + count)
     assert sorted([sequence.slot, *freed]) == [3, 8, 9]
 
 
-@pytest.mark.parametrize("num_free", [0, 1, 2, 9])
-def test_tokens_without_a_free_slot_are_not_verified(num_free: int) -> None:
-    slots = Slots(FIRST_FREE_SLOT + 9)
-    held = [slots.allocate() for _ in range(9 - num_free)]
-    row = predicted(0.9)
-    (row,) = Speculation("ngram", slots, lambda _: None).add_drafts([row])
-    draft = row.sequence.draft
-    assert len(draft.tokens if draft else []) == len(draft.slots if draft else []) == min(3, num_free)
-    assert slots.num_free == num_free - min(3, num_free) and len(held) == 9 - num_free
+@pytest.mark.parametrize(("num_free", "lengths"), [(3, [0] * 4), (4, [1] * 4), (11, [2] * 4), (40, [3] * 4)])
+def test_rows_share_few_slots(num_free: int, lengths: list[int]) -> None:
+    slots = Slots(FIRST_FREE_SLOT + 50)
+    own = DraftSlots(slots, num_free)
+    rows = [predicted(0.9) for _ in range(4)]
+    speculation = Speculation("auto", own, lambda _: None, graph_s=gpu_graph_s)
+    speculation.add_drafts(rows)
+    drafts = [row.sequence.draft for row in rows]
+    assert [len(one.tokens) if one else 0 for one in drafts] == lengths
+    assert [len(one.slots) if one else 0 for one in drafts] == lengths
+    assert own.num_free == num_free - sum(lengths) and slots.num_free == slots.num_usable == 50 - num_free
+    assert speculation._launched is None or speculation._launched.size.tokens == 4 + sum(lengths)
 
 
 @pytest.mark.parametrize(("lease", "is_held", "slot"), [(None, True, 9), (True, True, 3), (True, False, 9)])
 def test_a_session_does_not_continue_from_text_that_may_be_a_stop(lease: Any, is_held: bool, slot: int) -> None:
-    slots: Any = SimpleNamespace(drop_ref=lambda _: None)
+    slots: Any = SimpleNamespace(free=lambda _: None)
     sequence = predicted(0.9).sequence
     sequence.draft = draft = Draft(sequence.drafters[0], [1, 2], start=1)
     draft.slots, draft.num_accepted = [8, 9], 2
@@ -412,14 +416,14 @@ def test_a_session_does_not_continue_from_text_that_may_be_a_stop(lease: Any, is
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_large_steps_have_no_drafts(more: int) -> None:
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     rows = [predicted(0.9) for _ in range(MAX_ROWS + more)]
     Speculation("ngram", slots, lambda _: None).add_drafts(rows)
     assert [row.sequence.draft is None for row in rows] == [bool(more)] * len(rows)
 
 
 def test_a_step_without_drafts_keeps_its_tokens_on_the_device() -> None:
-    slots: Any = SimpleNamespace(allocate=lambda: None, drop_ref=lambda _: None, num_free=0)
+    slots: Any = SimpleNamespace(num_free=0)
     rows = [replace(predicted(0.9), uses_device_token=True)]
     assert Speculation("ngram", slots, lambda _: None).add_drafts(rows) == rows, "no state slot is free"
 
@@ -432,7 +436,7 @@ def test_a_probe_budget_grows_from_the_first_step() -> None:
 
 def test_two_steps_in_flight_are_not_measured() -> None:
     """With several pipeline stages: the figures of one are not those of the other."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     groups = [[predicted(0.99) for _ in range(number)] for number in (4, 1)]
     for rows in groups * 6:  # each is counted after the other one is begun
@@ -449,7 +453,7 @@ def test_two_steps_in_flight_are_not_measured() -> None:
 @pytest.mark.parametrize("graph_s", [gpu_graph_s, lambda _: 0.0], ids=["adapter", "failed capture"])
 def test_steps_without_graphs_are_measured(graph_s: Callable[[Shape], float]) -> None:
     """A row with an adapter has no graph that verifies drafts. After a failed capture, no row has one."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=graph_s)
     rows = [predicted(0.99), predicted(0.99)]
     if graph_s is gpu_graph_s:
@@ -514,7 +518,7 @@ def test_a_slow_host_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_with_drafts_in_two_parts_are_measured() -> None:
     """A mixture decodes next to a row with drafts: its part says nothing of the step before."""
-    slots: Any = SimpleNamespace(allocate=lambda: 5, drop_ref=lambda _: None, num_free=999)
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     drafting, decoding = predicted(0.99), predicted(0.0)
     for _ in range(6):

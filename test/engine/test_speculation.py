@@ -256,7 +256,8 @@ def test_drafts_change_nothing(model: Path, tmp_path: Path, loop: str) -> None:
         assert drafted > accepted > 0
         assert on.speculation.totals["model"].drafted
         assert set(off.speculation.totals.values()) == {(0, 0)}
-        assert eventually_holds(on, lambda: not integrity_faults(on.model_runner.pool)), "every slot has its owner"
+        pool, drafts = on.model_runner.pool, on.speculation._slots
+        assert eventually_holds(on, lambda: not integrity_faults(pool, drafts=drafts._free)), "every slot has its owner"
 
 
 def test_a_later_launch_of_the_step_keeps_the_drafts_logits(model: Path) -> None:

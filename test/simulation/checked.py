@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Sequence
@@ -159,7 +160,7 @@ class Drafts:
 
     def propose(self, _: object, length: int, count: int) -> list[int]:
         rng = self._world.drafting
-        tokens = self._world.runner.next_tokens(self._sequence, length, rng.choice((0, 1, 3, count)))
+        tokens = self._world.runner.next_tokens(self._sequence, length, min(count, rng.choice((0, 1, 3, count))))
         return [token if rng.random() < 0.8 else rng.choice(ALPHABET) for token in tokens]
 
 
@@ -172,6 +173,7 @@ class CheckedEngine(Engine):
         self.state_manager = CheckedStateManager(world, runner.pool, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
         mode = "ngram" if world.speculates else "off"
-        self.speculation = Speculation(mode, runner.pool.tiers.slots, self.scheduler.forget_plain)
+        slots = DraftSlots(runner.pool.tiers.slots, world.num_draft_slots)
+        self.speculation = Speculation(mode, slots, self.scheduler.forget_plain)
         self.speculation.make_drafters = lambda sequence: [Drafts(world, sequence), *make_drafters(sequence)]
         self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, TOKENIZER, runner.vocab)

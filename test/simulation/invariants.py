@@ -118,6 +118,7 @@ def _check_slots(engine: Engine, pool: Any, running: list[Sequence]) -> None:
             *(row.rollback_state.slot for row in everyone if row.rollback_state is not None),
             *(slot for row in everyone if row.draft is not None for slot in row.draft.slots),
             *(member.slot for member in members if member.slot != NO_SLOT),
+            *engine.speculation._slots._free,
             *pool.tuned.slots,
             *engine.state_manager.parked.slots,
             *(session.slot for session in sessions if session.slot not in (None, ZERO_SLOT)),
@@ -181,7 +182,7 @@ def _check_tiers(pool: Any) -> None:
 def check_rest(engine: Engine, pool: StatePool) -> None:
     engine.state_manager.parked.clear()
     demand(not pool.adapters.num_refs, f"{pool.adapters.num_refs} adapters are held at rest")
-    faults = integrity_faults(pool)
+    faults = integrity_faults(pool, drafts=engine.speculation._slots._free)
     demand(not faults, f"at rest: {faults}")
     demand(not has_rows_without_job(engine), "at rest: rows are left without a job")
     demand(not engine.scheduler.has_work and not _clients(engine), "rows are left")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import EngineConfig
+from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.speculation import Speculation
@@ -138,7 +139,7 @@ class FleetEngine(Engine):
         world.tasks.wait(lambda: False, world.rng.choice((0.0, 0.3, 1.0)))
         self.state_manager = StateManager(pool, TOKENIZER, settings.overlap)
         self.scheduler = Scheduler(limits, self.state_manager, False)
-        self.speculation = Speculation("off", pool.tiers.slots, self.scheduler.forget_plain)
+        self.speculation = Speculation("off", DraftSlots(pool.tiers.slots, 0), self.scheduler.forget_plain)
         self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, TOKENIZER, self.model_runner.vocab)
 
     def step(self) -> bool:

@@ -102,7 +102,8 @@ class World:
         parked = pool_config.l1_sessions + settings.prefix_cache_slots + FIRST_FREE_SLOT
         slots = settings.max_running + max(4, settings.max_running // 8) + parked
         slots += settings.session_slots * settings.max_running + pool_config.state_slots
-        slots += settings.max_running * self.speculates  # too few for a draft of every row
+        self.num_draft_slots = settings.max_running * self.speculates  # too few for long drafts of every row
+        slots += self.num_draft_slots
         self.device = Device(slots, settings.delays, random.Random(f"{self.seed} copies {self.tasks.now}"))
         self.pool = CheckedPool(self.device, pool_config)
         self.pool.watch(self)

@@ -34,7 +34,7 @@ ROWS = (1, 4, 8, 16, 32, 48)
 TOKENS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
 """Up to 256, sizes that fill a tile of our own GEMMs (`kernels.cuda.wide.TILE_ROWS`)."""
 PADDING_DRAFT = 6
-"""Rows of padding that continue each other."""
+"""In a graph of drafts: a row of padding and those that continue it, as a row with a draft of five tokens."""
 MAX_SHAPES = 4096
 """Steps whose graphs are remembered."""
 MAX_PADDED_WORK = 2.5e12
@@ -50,7 +50,10 @@ class PrefillSize(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """About the number of drafts in its steps."""
+        """About the number of drafts in its steps, by which kernels choose their launch.
+
+        A graph that can hold one draft only by its size is mostly for one; others are for drafts of three tokens.
+        """
         if self not in VERIFY_SIZES:
             return 0
         return 1 if self.tokens <= 1 + MAX_DRAFT_TOKENS else self.rows // 4
@@ -251,6 +254,7 @@ def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> N
     cu_seqlens = arrays["cu_seqlens"][: size.rows + 2]
     missing = size.rows + 1 - rows
     cu_seqlens[:rows] = inputs.cu_seqlens.numpy()[:-1]
+    # Rounded up, so that the last row is the one without a token if there is one too few.
     cu_seqlens[rows:] = tokens - np.arange(missing + 1) * (tokens - size.tokens) // missing
     arrays["token_rows"][: size.tokens] = np.repeat(np.arange(size.rows + 1), cu_seqlens[1:] - cu_seqlens[:-1])
     for name, values, length, padding in (

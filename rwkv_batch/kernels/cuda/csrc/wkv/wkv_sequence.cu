@@ -16,8 +16,8 @@
 // Few heads: two CTAs, a cluster, share a head. Each carries half of the value rows, makes the vectors of half of the
 // tokens for both, and finishes these tokens.
 //
-// Grid: (head, chain): a row and those that continue it. Up to two CTAs per SM, of drafts all, start before the previous
-// kernel ends.
+// Grid: (heads, rows). A CTA runs a row and those that continue it; of drafts, the CTAs that have none come last. Up to two
+// CTAs per SM, of drafts all, start before the previous kernel ends.
 // Block: 8 warps, of drafts 5; up to one CTA per SM 12, of which 8 carry 8 values each, or two CTAs of 8; int8 5.
 // Shared memory: 57 KB (int8: 58 KB, drafts 15 KB, two CTAs per head 113 KB), vectors and y of two blocks.
 // Bound: instruction issue; per head and token some 1,400 instructions of a warp. One CTA per SM: the latency of a step.
@@ -201,28 +201,30 @@ struct Carried<Int8State, 1> {
     }
 };
 
-// A row that continues no other one, and the end of those that continue it.
+// Rows `first` to `end` - 1: the first continues none, and each other one continues the row before it.
 struct Chain {
     int first, end;
 };
 
-// Chain n of the step. If the host knows of no row that continues another: the one that row n begins. first is p.rows:
-// there is none. All lanes of a warp call it.
+// The chain of CTA row n; with first == p.rows if it has none. All lanes of a warp call it.
+// If the step has no rows that continue others, as far as the host knows, it is the chain that begins with row n. Else it
+// is the n-th chain, so that CTAs without one come last.
 __device__ __forceinline__ Chain find_chain(const WkvArgs& p, int n) {
     const int lane = threadIdx.x & 31;
-    const bool is_row = p.continuing == 0;
     const auto lowest = [](uint32_t bits) { return __popc((bits & -bits) - 1); };
-    const auto begins_of = [&](int row) { return row < p.rows && p.read_slots[row] != CONTINUES; };
+    const auto begins_chain = [&](int row) { return row < p.rows && p.read_slots[row] != CONTINUES; };
     Chain found{p.rows, p.rows};
-    if (is_row && !begins_of(n)) return found;
-    const int first = is_row ? n : 0;
-    if (is_row) n = 0;
-    bool of_lane = begins_of(first + lane), of_next = begins_of(first + 32 + lane);  // 64 rows cost one wait
-    for (int base = first; base < p.rows && found.end == p.rows; base += 32) {
-        uint32_t begins = __ballot_sync(FULL_MASK, of_lane);
-        of_lane = of_next, of_next = begins_of(base + 64 + lane);
+    int base = 0, before = n;  // the row of lane 0; chains to pass over
+    if (p.continuing == 0) {
+        if (!begins_chain(n)) return found;
+        base = n, before = 0;
+    }
+    bool here = begins_chain(base + lane), behind = begins_chain(base + 32 + lane);  // 64 rows cost one wait
+    for (; base < p.rows && found.end == p.rows; base += 32) {
+        uint32_t begins = __ballot_sync(FULL_MASK, here);
+        here = behind, behind = begins_chain(base + 64 + lane);
         if (found.first == p.rows) {
-            for (; n > 0 && begins != 0; --n) begins &= begins - 1;
+            for (; before > 0 && begins != 0; --before) begins &= begins - 1;
             if (begins == 0) continue;
             found.first = base + lowest(begins);
             begins &= begins - 1;
@@ -232,7 +234,7 @@ __device__ __forceinline__ Chain find_chain(const WkvArgs& p, int n) {
     return found;
 }
 
-// Slots and ends of a chain's rows, so that a state warp does not wait for them between two tokens.
+// Slots and ends of 32 rows from `base` on, so that a state warp does not wait for them between two tokens.
 struct ChainRows {
     int base, slot_of_lane, end_of_lane;
 
