@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -105,3 +106,35 @@ def test_stages_on_one_gpu_count_as_one() -> None:
     gpu = torch.device("cuda", 0)
     pipeline: Any = SimpleNamespace(devices=[gpu, gpu], concurrency=1, slot_bytes_on=lambda _device: SLOT)
     assert Memory(EngineConfig(model_path="", max_running=600), pipeline).limits().mixed_rows == 256
+
+
+@pytest.mark.parametrize(
+    ("free", "mode", "rows", "drafts"),
+    [
+        (10000, "off", 40, 0),
+        (10000, "auto", 40, 96),
+        (10000, "auto", 2, 32),
+        (400, "auto", 40, 50),
+        (100, "auto", 40, 0),
+    ],
+)
+def test_states_of_drafts_take_what_others_leave(
+    monkeypatch: pytest.MonkeyPatch, free: int, mode: str, rows: int, drafts: int
+) -> None:
+    """A service that fits without drafts fits with them."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * SLOT, free * SLOT))
+    gpu = torch.device("cuda", 0)
+    pipeline: Any = SimpleNamespace(devices=[gpu], concurrency=1, slot_bytes_on=lambda _device: SLOT)
+    config = EngineConfig(model_path="", max_running=rows, speculate=mode, gpu_memory_utilization=1.0)
+    total, kept = Memory(config, pipeline).num_slots(rows, 0)
+    off, none = Memory(msgspec.structs.replace(config, speculate="off"), pipeline).num_slots(rows, 0)
+    assert (total - off, kept, none) == (drafts, drafts, 0)
+
+
+def test_rows_leave_memory_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (400 * SLOT, 400 * SLOT))
+    gpu = torch.device("cuda", 0)
+    pipeline: Any = SimpleNamespace(devices=[gpu], concurrency=1, slot_bytes_on=lambda _device: SLOT)
+    memory = Memory(EngineConfig(model_path="", speculate="auto", gpu_memory_utilization=1.0), pipeline)
+    total, drafts = memory.num_slots(memory.limits().max_running, 0)
+    assert total <= 400 and drafts > 40
