@@ -15,7 +15,6 @@ from typing import Any
 
 from rwkv_batch import calls
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.error_mapping import (
     SHUTDOWN_ERROR,
     describe_error,
@@ -43,6 +42,7 @@ from rwkv_batch.runner.model_runner import ModelRunner
 from rwkv_batch.runner.state_library import StateLibrary
 from rwkv_batch.runner.step_sampling import InFlightStep, Step
 from sampling.grammar.required_text import RequiredTexts
+from state_pool.cache.slots import DraftSlots
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Engine:
         self._session_transfer = SessionTransfer(self._inbox.put, self._unavailable_error)
         self._grammar_queue = GrammarCompileQueue(
             lambda: make_compiler(self.model_runner.tokenizer, self.model_runner.vocab, self.model_runner.device),
-            self._make_texts,
+            lambda: RequiredTexts(self.model_runner.tokenizer, self.model_runner.vocab),
             self._unavailable_error,
         )
         self._user_files = UserFiles(
@@ -210,9 +210,6 @@ class Engine:
         slots, forget = DraftSlots(runner.pool.tiers.slots, runner.num_draft_slots), self.scheduler.forget_plain
         self.speculation = Speculation(self.config.speculate, slots, forget, runner.draft_model, runner.graphs.graph_s)
         self.jobs = JobTable(self.scheduler, self.state_manager, self.speculation, runner.tokenizer, runner.vocab)
-
-    def _make_texts(self) -> RequiredTexts:
-        return RequiredTexts(self.model_runner.tokenizer, self.model_runner.vocab)
 
     def _serve(self) -> None:
         try:

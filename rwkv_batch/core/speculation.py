@@ -31,7 +31,6 @@ from rwkv_batch.core.draft_costs import (
     StepTimes,
     best_length,
 )
-from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -48,6 +47,7 @@ from rwkv_batch.core.drafters import (
 )
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import PENDING, Phase, Sequence
+from state_pool.cache.slots import DraftSlots
 
 MAX_ROWS = 32
 """Rows of a step at most for drafts."""

@@ -26,7 +26,6 @@ from rwkv_batch.core.draft_costs import (
     StepTimes,
     best_length,
 )
-from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -39,7 +38,7 @@ from rwkv_batch.core.drafters import (
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase
 from rwkv_batch.core.speculation import MAX_ROWS, Speculation
-from state_pool.cache.slots import Slots
+from state_pool.cache.slots import DraftSlots, Slots
 from state_pool.layout import FIRST_FREE_SLOT
 from test.harness import make_request
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.speculation import Speculation, make_drafters
 from rwkv_batch.core.state_manager import StateManager
 from rwkv_batch.engine import Engine
+from state_pool.cache.slots import DraftSlots
 from state_pool.errors import SessionReadFailed
 from state_pool.pool import StatePool
 from state_pool.session_key import SessionKey

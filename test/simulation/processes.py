@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rwkv_batch.calls import AddState, Reply, StateInfo
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.draft_slots import DraftSlots
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import Scheduler
 from rwkv_batch.core.speculation import Speculation
@@ -19,6 +18,7 @@ from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
 from rwkv_batch.ipc.server import EngineServer
 from rwkv_batch.runner.state_library import StateLibrary
+from state_pool.cache.slots import DraftSlots
 from state_pool.layout import FIRST_FREE_SLOT
 from state_pool.origins import Origin
 from state_pool.pool import StatePool
