@@ -39,8 +39,8 @@ CPU_SLOTS_FRACTION = 0.25
 """of the machine's memory"""
 CPU_SLOTS_FREE_FRACTION = 0.5
 """of the free memory, for an additional model"""
-GPU_DRAFT_SLOTS, CPU_DRAFT_SLOTS = 96, 32
-"""States of drafted tokens at once; an eighth of all slots at most. On a GPU for three tokens of each of 32 rows."""
+GPU_DRAFT_SLOTS, CPU_DRAFT_SLOTS = 128, 32
+"""States of drafted tokens at once; an eighth of all slots at most. On a GPU for 16 tokens of each of 8 rows."""
 
 
 class Memory:

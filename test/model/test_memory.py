@@ -110,7 +110,7 @@ def test_stages_on_one_gpu_count_as_one() -> None:
 
 @pytest.mark.parametrize(
     ("free", "mode", "rows", "drafts"),
-    [(9999, "off", 40, 0), (9999, "auto", 40, 96), (9999, "auto", 2, 32), (400, "auto", 40, 50), (60, "auto", 40, 0)],
+    [(9999, "off", 40, 0), (9999, "auto", 40, 128), (9999, "auto", 2, 32), (400, "auto", 40, 50), (60, "auto", 40, 0)],
 )
 def test_states_of_drafts_take_what_others_leave(
     monkeypatch: pytest.MonkeyPatch, free: int, mode: str, rows: int, drafts: int
