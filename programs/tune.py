@@ -112,8 +112,10 @@ class _Command:
         """Tune, and return the exit code. Raises StartupError, OSError."""
         given = self._given
         if given.background:
-            if "RWKV_SUPERVISOR" in os.environ:  # a job of a service
+            if parent := os.environ.get("RWKV_SUPERVISOR"):  # a job of a service
                 die_with_parent()
+                if os.getppid() != int(parent):  # it was killed meanwhile
+                    return STOPPED
             lower_process_priority()
         self._keep_inputs()
         if given.dry_run:

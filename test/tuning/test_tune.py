@@ -136,6 +136,19 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
 
 
 @pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_job_whose_service_was_killed_meanwhile_does_not_begin(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
+) -> None:
+    """The kernel ends it with its parent only from then on."""
+    monkeypatch.setenv("RWKV_SUPERVISOR", str(os.getppid() + (not is_alive)))
+    for name in ("die_with_parent", "lower_process_priority"):
+        monkeypatch.setattr(tune, name, lambda: None)
+    data = as_file(tmp_path / "data.jsonl", LINES)
+    code = run(data, "-o", tmp_path / "x", "--model-path", model, "--background", "--dry-run")
+    assert code == (tune.OK if is_alive else tune.STOPPED)
+
+
 def test_too_little_memory_and_wrong_flags_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

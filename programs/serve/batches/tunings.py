@@ -203,7 +203,7 @@ class TuningRunner:
             return
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE_BYTES,
+            limit=_MAX_LINE_BYTES, env={**os.environ, "RWKV_SUPERVISOR": str(os.getpid())},
         )  # fmt: skip
         watcher = asyncio.create_task(_restarted(lambda: self._stop_when_asked(job, process, stop)))
         pacer = asyncio.create_task(_restarted(lambda: self._leave_time(job, process)))
