@@ -98,7 +98,7 @@ class Memory:
     def num_slots(self, rows: int, session_slots: int) -> tuple[int, int]:
         """Return the number of slots, and how many of them are for states of drafted tokens.
 
-        The others are for rows, an eighth more for checkpoints, for cached states and sessions.
+        The others are one per row, an eighth more for checkpoints, and those for cached states and sessions.
 
         session_slots: extra slots per row, limited to half of the free memory. Paused rows use them too.
         """

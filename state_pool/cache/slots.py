@@ -36,7 +36,7 @@ class Slots:
         return slot
 
     def reserve(self, count: int) -> list[int]:
-        """Take the highest free slots for good, before any other is taken. Returns them in order."""
+        """Take the highest free slots permanently, before any other is taken. Returns them in order."""
         kept = len(self._free) - count
         taken, self._free = self._free[kept:], self._free[:kept]
         for slot in taken:
@@ -83,7 +83,7 @@ class DraftSlots:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Return so many free slots. Raises IndexError if there are fewer."""
+        """Return `count` free slots. Raises IndexError if there are fewer."""
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def free(self, slots: list[int]) -> None:

@@ -52,7 +52,7 @@ class PrefillSize(NamedTuple):
     def num_drafts(self) -> int:
         """About the number of drafts in its steps, by which kernels choose their launch.
 
-        A graph that can hold one draft only by its size is mostly for one; others are for drafts of three tokens.
+        A graph with no more tokens than the longest draft's step is taken to have one. Others: drafts of three tokens.
         """
         if self not in VERIFY_SIZES:
             return 0
@@ -151,7 +151,7 @@ class PrefillGraphs:
         """of captured graphs, on all stages"""
         self._size_of: dict[tuple[int, int], PrefillSize] = {}
         self._staged = StagedPrompts(
-            PrefillSize(max(*ROWS, *(size.rows for size in VERIFY_SIZES)), max(TOKENS)),
+            PrefillSize(max(*ROWS, VERIFY_SIZES[-1].rows), max(TOKENS)),
             [graph_stage.device for graph_stage in graph_stages],
             depth,
         )
