@@ -92,8 +92,9 @@ def make_tables() -> None:
     _encoder()
 
 
-_PIECE_CHARACTERS, _MAX_TOKEN_BYTES = 1 << 16, 128
-"""A token depends on the bytes from its start to the end of the longest possible token."""
+_PIECE_CHARACTERS = 1 << 16
+MAX_TOKEN_BYTES = 128
+"""Length of the longest token. A token depends on the bytes from its start to the end of the longest possible one."""
 
 
 class Tokenizer:
@@ -113,7 +114,7 @@ class Tokenizer:
             data = text[at : at + _PIECE_CHARACTERS].encode()
             ids, end = list(_encoder().encode(data.decode())), len(data)
             # With more text, the last tokens may be longer ones. A token may also end inside a character.
-            while len(data) - end < _MAX_TOKEN_BYTES or data[end] & 0xC0 == 0x80:
+            while len(data) - end < MAX_TOKEN_BYTES or data[end] & 0xC0 == 0x80:
                 end -= len(_byte_table()[ids.pop()])
             yield ids
             at += len(data[:end].decode())
@@ -138,10 +139,6 @@ class Tokenizer:
     def id_by_bytes(self) -> dict[bytes, int]:
         """The id of each token's bytes. Every single byte is a token."""
         return _id_by_bytes()
-
-    @functools.cached_property
-    def max_token_bytes(self) -> int:
-        return max(map(len, self.byte_table))
 
     @property
     def byte_table(self) -> list[bytes]:

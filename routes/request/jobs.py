@@ -19,7 +19,7 @@ from routes.request.model_names import check_tuned_name, requested_adapter, requ
 from routes.request_context import current_request, warn
 from rwkv_batch.errors import invalid
 from rwkv_batch.request import GenerateRequest, Job, SessionTurn
-from rwkv_batch.tokenizer import END_OF_TEXT, Tokenizer
+from rwkv_batch.tokenizer import END_OF_TEXT, MAX_TOKEN_BYTES, Tokenizer
 from sampling.params import SamplingParams
 
 BIG_BATCH_LABEL = "big_batch"
@@ -240,7 +240,7 @@ def _prediction(tokenizer: Tokenizer, config: HttpConfig, body: bodies.Generatio
         where = '`speculation` is "off"' if body.speculation == "off" else "the service runs without --speculate"
         warn("prediction", f"prediction: was ignored, because {where}")
         return []
-    text = body.predicted_text[: body.max_tokens * tokenizer.max_token_bytes]
+    text = body.predicted_text[: body.max_tokens * MAX_TOKEN_BYTES]
     ids = tokenizer.encode(text)[: body.max_tokens]
     if len(ids) * num_prompts > config.max_request_tokens:
         raise invalid(
@@ -294,7 +294,7 @@ def _resume_ids(context: Context, resume: str | list[int], resume_ids: list[int]
     text = prompts.continuation_prompt(resume)
     if resume_ids is None or text == resume:
         return encode(context.tokenizer, resume_ids or text, field, context.config)
-    first = context.tokenizer.encode(text[: context.tokenizer.max_token_bytes])[:1]
+    first = context.tokenizer.encode(text[: MAX_TOKEN_BYTES])[:1]
     is_separate_token = context.tokenizer.decode_bytes(first) == prompts.TURN_SEPARATOR.encode()
     return encode(context.tokenizer, first + resume_ids if is_separate_token else text, field, context.config)
 

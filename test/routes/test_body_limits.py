@@ -176,8 +176,6 @@ def test_log_probabilities_need_little_more_memory_than_their_json() -> None:
 class CountingTokenizer:
     """One token per letter. Records the encoded texts."""
 
-    max_token_bytes = 1
-
     def __init__(self) -> None:
         self.texts = 0
 
