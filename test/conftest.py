@@ -100,7 +100,10 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Seed torch and forget the request, so that no test depends on earlier ones."""
+    """Seed torch, forget the request and the log, so that no test depends on earlier ones."""
+    # A command's handler writes to the stream of its test, which is closed now.
+    logging.root.handlers[:] = [one for one in logging.root.handlers if type(one) is not logging.StreamHandler]
+    logging.root.setLevel(logging.WARNING)
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.manual_seed(0)
     if (context := sys.modules.get("routes.request_context")) is not None:

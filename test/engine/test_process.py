@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from rwkv_batch.ipc.process import _GREEN, _RED, _YELLOW, LogConfig, _Text, set_up_logging
+from test.conftest import pytest_runtest_setup
 
 CHILD = """
 import sys, threading, time
@@ -123,3 +124,11 @@ def test_a_line_of_the_log_is_text_or_json(root_logger: logging.Logger) -> None:
     text = handler.formatter.format(record(rows=3, client="a"))
     assert re.fullmatch(r"\d\d:13:20\.042 http-0     WARNING took 3\nparts rows=3 client=a", text)
     assert handler.formatter.format(record()).endswith("WARNING took 3\nparts")
+
+
+def test_a_test_begins_without_the_log_of_an_earlier_one(root_logger: logging.Logger) -> None:
+    """Its handler would write to a closed stream."""
+    set_up_logging("batch", LogConfig())
+    pytest_runtest_setup()
+    assert root_logger.level == logging.WARNING
+    assert not any(type(one) is logging.StreamHandler for one in root_logger.handlers)
