@@ -142,6 +142,9 @@ class Fleet:
         """Count the job against its client's limits, then dispatch it. `error`: see `_dispatch`."""
 
         def on_answer(answer: bool | ServiceError) -> None:
+            if answer is False:
+                self._enqueue(in_flight_job, error)
+                return
             if not isinstance(answer, ServiceError):
                 in_flight_job.is_counted = True
                 self._dispatch(in_flight_job, error)

@@ -3,7 +3,8 @@
 The engine that has run longest holds it, so a joining engine takes nothing over. An engine that joins may have run
 longer than was known, so requests wait until this process has connected to it. An engine that is seen as loading may
 be ready already, so requests also wait for a moment after the first connection to another. If the holder is lost, the
-next one gets this process's own jobs. It also gets the balances that the old holder reported.
+next one gets this process's own jobs. It also gets the balances that the old holder reported. Other processes may know
+of more usage, so the next holder counts no request before all of them have sent theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rwkv_batch.errors import ServiceError
 from rwkv_batch.fleet.member import Member
 from rwkv_batch.ipc.quotas import Balance, CountedJob, Quotas
 from rwkv_batch.ipc.served_model import ModelStatus
-from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
+from rwkv_batch.ipc.wire import ReleaseQuotas, RestoreQuotas, UsageReport
 from rwkv_batch.request import JobEvents, Usage
 
 Members = Callable[[], Sequence[Member]]
@@ -48,7 +49,8 @@ class QuotaLedger:
     def acquire(self, usage: Usage, on_answer: Callable[[bool | ServiceError], None]) -> bool:
         """Count a job. Returns False if the holder is not known yet; then `on_answer` is not called.
 
-        on_answer: gets True, or an error if a limit is reached or the holder lost
+        on_answer: gets True, or False if the holder lacks other processes' jobs. It gets an error if a limit is
+        reached or the holder lost.
         """
         with self._lock:
             holder = self._find_holder()
@@ -64,7 +66,7 @@ class QuotaLedger:
         answer: bool | ServiceError,
         on_answer: Callable[[bool | ServiceError], None],
     ) -> None:
-        if not isinstance(answer, ServiceError):
+        if answer is True:
             with self._lock:
                 self._has_changed = True
                 self._copy.add(usage)
@@ -135,8 +137,8 @@ class QuotaLedger:
         self._has_changed = True
         jobs = self._copy.jobs()
         if before is not None and before is not holder:
-            before.client.report_usage(*(_report(job, done=True) for job in jobs))
-        holder.client.report_usage(RestoreQuotas(self._copy.balances(), jobs))
+            before.client.report_usage(*(_report(job, done=True) for job in jobs), ReleaseQuotas())
+        holder.client.report_usage(RestoreQuotas(self._copy.balances(), jobs, has_moved=before is not None))
 
 
 def _may_be_older(members: Sequence[Member]) -> bool:

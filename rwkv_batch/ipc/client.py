@@ -183,7 +183,7 @@ class EngineClient:
         """Report an ended HTTP request. Dropped if there is no engine."""
         self._send(observation)
 
-    def report_usage(self, *reports: wire.UsageReport | wire.RestoreQuotas) -> None:
+    def report_usage(self, *reports: wire.UsageReport | wire.RestoreQuotas | wire.ReleaseQuotas) -> None:
         """Report usage that counts against clients' limits. Dropped if there is no engine."""
         if reports:
             self._send(*reports)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -44,6 +45,10 @@ class Arrivals:
 
 
 _MAX_CUT_OFF = 4096
+CONNECT_S = 0.5
+"""Seconds in which all workers connect to a new engine."""
+TAKEOVER_S = 5.0
+"""Seconds that a takeover waits for the copies of connected workers. One that hangs must not stop all keys."""
 
 
 class HeldLedger:
@@ -59,6 +64,26 @@ class HeldLedger:
         self._owners: dict[str, object] = {}
         self._cut_off: OrderedDict[str, Usage] = OrderedDict()
         """Jobs that ended with their connection, newest last. They have paid, also if nobody got the answer."""
+        self._restored: set[object] = set()
+        self._unrestored: set[object] = set()
+        """connected workers, by whether they restored their copies of the ledger"""
+        self._opened_at = time.monotonic()
+        self._takeover_ends_at: float | None = None
+        """time.monotonic() until which workers that lost an earlier holder are awaited; None: none lost one"""
+
+    def add_worker(self, worker: object) -> None:
+        self._unrestored.add(worker)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it counts what all workers know of a lost holder's ledger.
+
+        One of them may know of usage that the others have not heard of.
+        """
+        ends_at = self._takeover_ends_at
+        if ends_at is None:
+            return True
+        return time.monotonic() >= (ends_at if self._unrestored else self._opened_at + CONNECT_S)
 
     def acquire(self, usage: Usage, owner: object) -> ErrorInfo | None:
         """Returns the error if a limit is reached."""
@@ -95,12 +120,29 @@ class HeldLedger:
             self._metrics.observe_client_tokens(charged.usage.client, charged.sampled, charged.replayed)
 
     def restore(self, known: RestoreQuotas, owner: object) -> None:
+        if known.has_moved and self._takeover_ends_at is None:
+            self._takeover_ends_at = time.monotonic() + TAKEOVER_S
         for job in known.jobs:
             self._cut_off.pop(job.usage.job_id, None)
         self._owners.update((job.usage.job_id, owner) for job in known.jobs)
         self._quotas.merge(known.balances, known.jobs)
+        self._restored.add(owner)
+        self._unrestored.discard(owner)
+
+    def release(self, worker: object) -> None:
+        """Handle that the worker counts its jobs elsewhere. Its copy will be missing when it comes back."""
+        self._remove_worker(worker)
+        self._unrestored.add(worker)
+
+    def _remove_worker(self, worker: object) -> None:
+        self._unrestored.discard(worker)
+        self._restored.discard(worker)
+        if not self._restored:
+            self._takeover_ends_at = None
 
     def end_all(self, owner: object) -> None:
+        """End the jobs of a worker that is gone."""
+        self._remove_worker(owner)
         for job_id in [job_id for job_id, known in self._owners.copy().items() if known is owner]:
             self._owners.pop(job_id, None)
             if (job := self._quotas.end(job_id)) is not None:

@@ -75,6 +75,7 @@ class Peer:
         """both not sent yet: a message per job would let threads exchange Python's lock for each"""
         self._link = link
         link.before_wait = self.flush_answers
+        ledger.add_worker(self)
         self._send_lock = threading.Lock()
         """held from reading a load until it is sent, so that loads arrive in order"""
 
@@ -106,6 +107,8 @@ class Peer:
                 self._ledger.report(message)
             case wire.RestoreQuotas():
                 self._ledger.restore(message, self)
+            case wire.ReleaseQuotas():
+                self._ledger.release(self)
             case wire.Call(call_id, call):
                 handle_call(call, lambda value: self._answer(call_id, value))
             case wire.Observe():
@@ -114,6 +117,8 @@ class Peer:
                 self.name, self.pid = name, pid
 
     def _acquire_quota(self, usage: Usage) -> bool | ServiceError:
+        if not self._ledger.is_complete:
+            return False
         refusal = self._ledger.acquire(usage, self)
         if refusal is not None:
             self._metrics.observe_refusal(usage.job_id, refusal.kind)

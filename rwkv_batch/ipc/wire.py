@@ -103,9 +103,15 @@ class RestoreQuotas(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     balances: list[Balance]
     jobs: list[CountedJob]
     """the worker's own"""
+    has_moved: bool = False
+    """whether the worker knew an earlier holder"""
 
 
-ToEngine = Hello | Submit | Cancel | ConfirmTurn | Call | Observe | UsageReport | RestoreQuotas
+class ReleaseQuotas(msgspec.Struct, frozen=True, array_like=True, tag="w"):
+    """To the worker, another engine holds the limits' ledger from now on."""
+
+
+ToEngine = Hello | Submit | Cancel | ConfirmTurn | Call | Observe | UsageReport | RestoreQuotas | ReleaseQuotas
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="a"):

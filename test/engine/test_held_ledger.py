@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from rwkv_batch.errors import ErrorKind
-from rwkv_batch.ipc.held_ledger import HeldLedger
+from rwkv_batch.ipc import held_ledger
+from rwkv_batch.ipc.held_ledger import CONNECT_S, TAKEOVER_S, HeldLedger
 from rwkv_batch.ipc.quotas import CountedJob
 from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
 from rwkv_batch.request import ClientLimits, Delta, ErrorInfo, JobEvents, Usage
@@ -98,3 +100,29 @@ def test_only_the_last_connection_of_a_worker_ends_its_jobs(world: World) -> Non
     assert world.ledger.acquire(usage("b"), "new") is not None
     world.ledger.end_all("new")
     assert world.ledger.acquire(usage("b"), "new") is None
+
+
+def test_the_ledger_is_complete_once_all_workers_restored_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    moved = RestoreQuotas([], [], has_moved=True)
+    monkeypatch.setattr(held_ledger, "time", SimpleNamespace(monotonic=lambda: now))
+    ledger = HeldLedger(Mock())
+    ledger.add_worker("a")
+    ledger.restore(RestoreQuotas([], []), "a")
+    assert ledger.is_complete, "no engine was lost"
+    ledger.add_worker("b")
+    ledger.restore(moved, "b")
+    assert not ledger.is_complete, "another worker may not be connected to a new engine yet"
+    now += CONNECT_S
+    assert ledger.is_complete
+    ledger.add_worker("c")
+    assert not ledger.is_complete
+    ledger.end_all("c")
+    assert ledger.is_complete, "it is gone"
+    ledger.add_worker("c")
+    now += TAKEOVER_S
+    assert ledger.is_complete, "a worker that hangs stops nobody for good"
+    for worker in ("a", "b"):
+        ledger.release(worker)
+    ledger.restore(moved, "b")
+    assert not ledger.is_complete, "another takeover begins"

@@ -13,7 +13,7 @@ from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.quotas import Balance
 from rwkv_batch.ipc.served_model import ModelSpec, ModelStatus, ServedModel
-from rwkv_batch.ipc.wire import RestoreQuotas, UsageReport
+from rwkv_batch.ipc.wire import ReleaseQuotas, RestoreQuotas, UsageReport
 from rwkv_batch.request import Delta, Finish, FinishReason, Job, JobEvents, Load
 from test.harness import RunningJob, make_request
 
@@ -35,7 +35,7 @@ class FakeClient:
         self.reason = LOST
         self.was_dropped = False
         self.received_calls: list[Any] = []
-        self.usage_reports: list[UsageReport | RestoreQuotas] = []
+        self.usage_reports: list[UsageReport | RestoreQuotas | ReleaseQuotas] = []
         self.engine_started = 0.0
         self.balances: list[Balance] = []
         self.limit: ErrorInfo | None = None
@@ -65,7 +65,7 @@ class FakeClient:
         self.received_calls.append(call)
         reply(True if self.limit is None else ServiceError.from_info(self.limit))
 
-    def report_usage(self, *usage_reports: UsageReport | RestoreQuotas) -> None:
+    def report_usage(self, *usage_reports: UsageReport | RestoreQuotas | ReleaseQuotas) -> None:
         self.usage_reports.extend(usage_reports)
 
     def cancel(self, job_id: str) -> None:

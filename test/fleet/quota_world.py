@@ -19,6 +19,7 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet import fleet, member
 from rwkv_batch.fleet.fleet import Fleet
 from rwkv_batch.fleet.routing import FleetLimits
+from rwkv_batch.ipc import held_ledger
 from rwkv_batch.ipc.served_model import ModelStatus
 from rwkv_batch.ipc.server import EngineServer, Peer
 from rwkv_batch.ipc.wire import to_engine_decoder, to_worker_decoder
@@ -155,6 +156,8 @@ class World:
         monkeypatch.setattr(member, "dial", lambda address: lambda: None)
         for module in (member, fleet):
             monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 1e9)
+        monkeypatch.setattr(held_ledger, "CONNECT_S", 0.0)
+        monkeypatch.setattr(held_ledger, "TAKEOVER_S", 1e9)
         self.rng = random.Random(seed)
         self.now = 0.0
         self.requests: list[Request] = []
@@ -216,10 +219,14 @@ class World:
         """End an engine's process. All workers notice."""
         engine = self.engines.pop(number)
         for worker in engine.peers:
-            client = self._client(worker, engine)
-            if client.is_connected:
-                client._report_engine_lost()
+            self.lose(worker, engine)
         self._announce(number, ModelStatus.LOADING)
+
+    def lose(self, worker: int, engine: Engine) -> None:
+        """A worker notices that its connection has ended."""
+        client = self._client(worker, engine)
+        if client.is_connected:
+            client._report_engine_lost()
 
     def _announce(self, number: int, status: ModelStatus) -> None:
         self._known[self.names[number]] = status

@@ -8,7 +8,7 @@ from rwkv_batch.errors import ServiceError
 from rwkv_batch.fleet.member import Member
 from rwkv_batch.ipc.served_model import ModelStatus
 from test.conftest import IS_LONG
-from test.fleet.quota_world import FULL, ROWS, TOKENS, World
+from test.fleet.quota_world import FULL, ROWS, TOKENS, Engine, World
 
 SEEDS = 40 if IS_LONG else 16
 
@@ -230,3 +230,54 @@ def test_a_connection_counts_once_its_change_is_reported(monkeypatch: pytest.Mon
         changed(member, True)
     world.finish()
     assert request.answer is True and not any(one.server._ledger._quotas.jobs() for one in world.engines.values())
+
+
+def use_all_tokens(world: World, worker: int) -> None:
+    """Spend all the key's tokens. No heartbeat tells the other worker."""
+    world.submit(worker, prompt=TOKENS, max_tokens=1)
+    while world.deliver_one():
+        pass
+    for engine in world.engines.values():
+        engine.step()
+    while world.deliver_one():
+        pass
+
+
+def check_spent_tokens_count(world: World, lost: Engine, *, user: int) -> None:
+    """The other worker notices first that the holder is lost. Its request waits for what the user's worker knows."""
+    other = 1 - user
+    world.lose(other, lost)
+    request = world.submit(other)
+    for _ in range(3):
+        while world.deliver_one():
+            pass
+        world.poll(other)
+    assert request.answer is None
+    world.lose(user, lost)
+    world.finish()
+    assert isinstance(request.answer, ServiceError) and "tokens a minute" in str(request.answer)
+
+
+@pytest.mark.parametrize("user", [0, 1])
+def test_a_request_waits_until_all_workers_know_of_the_lost_holder(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(8, monkeypatch)
+    world.connect_all()
+    world.settle()
+    use_all_tokens(world, user)
+    check_spent_tokens_count(world, world.engines.pop(0), user=user)
+
+
+@pytest.mark.parametrize("user", [0, 1])
+def test_a_second_move_of_the_ledger_waits_for_all_workers_again(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers lose the holder for a moment. Later it ends."""
+    world = World(9, monkeypatch)
+    world.connect_all()
+    world.settle()
+    for worker in range(2):
+        world.lose(worker, world.engines[0])
+    world.settle()
+    for worker in range(2):
+        world.engines[0].connect(worker)
+    world.settle()
+    use_all_tokens(world, user)
+    check_spent_tokens_count(world, world.engines.pop(0), user=user)
