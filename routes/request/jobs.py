@@ -294,7 +294,7 @@ def _resume_ids(context: Context, resume: str | list[int], resume_ids: list[int]
     text = prompts.continuation_prompt(resume)
     if resume_ids is None or text == resume:
         return encode(context.tokenizer, resume_ids or text, field, context.config)
-    first = context.tokenizer.encode(text[: MAX_TOKEN_BYTES])[:1]
+    first = context.tokenizer.encode(text[:MAX_TOKEN_BYTES])[:1]
     is_separate_token = context.tokenizer.decode_bytes(first) == prompts.TURN_SEPARATOR.encode()
     return encode(context.tokenizer, first + resume_ids if is_separate_token else text, field, context.config)
 
