@@ -27,7 +27,7 @@ from itertools import pairwise
 from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_AGAIN = ("routes.serving.preload", "rwkv_batch.ipc.preload")
@@ -94,7 +94,7 @@ def _origin() -> socket.socket:
 
 
 def serve(descriptor: int) -> None:
-    """Fork for each request, until the other side closes. Returns in the forks when their program has ended."""
+    """Fork for each request, until the other side closes. A fork does not return."""
     paths = sys.path[1:]
     for name in IMPORTS:
         importlib.import_module(name)
@@ -135,7 +135,11 @@ def serve(descriptor: int) -> None:
     known = [str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*own, *known, *paths]
     util.spawnv_passfds = _fork
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        _end(end.code)
+    _end(0)
 
 
 def _fork(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -166,9 +170,16 @@ def _fork(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> 
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        with contextlib.suppress(Exception):
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status if isinstance(status, int) else int(status is not None))
-    return 0
+        _end(status)
+
+
+def _end(status: Any) -> NoReturn:
+    """End this process as Python does, but tear down no module: those of the imports take 0.6 s of CPU time."""
+    if not isinstance(status, int | None):
+        sys.stderr.write(f"{status}\n")
+    with contextlib.suppress(Exception):
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
