@@ -92,8 +92,9 @@ class Oracle:
         # The host reads them when the draft model's steps are done: their copy is behind these on the device.
         first = self._first if self._first + longest * len(wanted) <= ORACLE_GUESSES else 0
         self._first = first + longest * len(wanted)
-        tokens = self._guesses[first : self._first].view(len(wanted), longest)
-        return DeviceGuesses([one.drafter for one in wanted], tokens, started, copies=self._copies)
+        tokens = self._guesses[first : self._first]
+        indices = {one.drafter: range(i * longest, (i + 1) * longest) for i, one in enumerate(wanted)}
+        return DeviceGuesses(indices, tokens, started, self._copies)
 
     def graph_s(self, num_rows: int) -> float:
         """See DraftModel."""

@@ -75,7 +75,9 @@ class StepInputs:
     def to(self, device: torch.device) -> StepInputs:
         """Return a copy on a device, with the late tokens. Does not wait for the device."""
         tokens = pinned(self.tokens, device).to(device, non_blocking=True)
-        self.place_late_tokens(tokens)
+        for late in self.late_tokens:
+            places, sources = on_device([late.places, late.sources], torch.int64, device)
+            tokens.index_copy_(0, places, late.tokens.index_select(0, sources))
         token_rows = self.token_rows
         if token_rows is None and device.type == "cuda" and self.max_seqlen > 1:
             token_rows = rows_of_tokens(self.cu_seqlens, len(tokens))
@@ -91,21 +93,6 @@ class StepInputs:
             token_rows=None if token_rows is None else pinned(token_rows, device).to(device, non_blocking=True),
             adapters=self.adapters,
         )
-
-    def place_late_tokens(self, tokens: Tensor, staged: tuple[Tensor, Tensor] | None = None) -> None:
-        """Copy the late tokens into tokens [T] int64 on their device.
-
-        staged: all places and all sources, if they are on that device
-        """
-        first = 0
-        for late in self.late_tokens:
-            end = first + len(late.places)
-            if staged is None:
-                places, sources = on_device([late.places, late.sources], torch.int64, tokens.device)
-            else:
-                places, sources = (numbers[first:end] for numbers in staged)
-            tokens.index_copy_(0, places, late.tokens.index_select(0, sources))
-            first = end
 
 
 def step_inputs(

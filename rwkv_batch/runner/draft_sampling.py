@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from native.tensors import on_device
 from rwkv_batch.core.drafters import Draft, DraftModel, Joined, ModelDrafter, Wanted
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase, Sequence
@@ -34,11 +33,14 @@ class Commits(Protocol):
 class GuessesAhead(Protocol):
     """A draft model that can begin before the host knows which of its last guesses were accepted."""
 
-    def guess_ahead(self, rows: list[tuple[ModelDrafter, list[int]]], num_steps: int, sampled: Tensor) -> None:
+    def guess_ahead(
+        self, rows: list[tuple[ModelDrafter, int, list[int]]], num_steps: int, last: Tensor, after: Tensor
+    ) -> None:
         """Launch guesses after a launched step that verifies drafted tokens of rows. The host has not read that step.
 
-        sampled: [B, k + 1] int64: the token after the known ones, and those after each drafted one, for k the most
-        drafted tokens of a row
+        rows: with their request slots and drafted tokens
+        last: [request slots] int64: the token after the known ones
+        after: [n] int64: the tokens after each drafted one, row by row
         """
 
 
@@ -72,17 +74,14 @@ class DraftSampler:
         for draft in [row.sequence.draft for row in step.rows]:
             if draft is not None:
                 draft.read_guesses()
-        if self.are_logits_shared:
-            step.draft_logits = step.draft_logits.clone()
-        if not self.may_sample_ahead:
-            return
         groups: dict[SamplesAhead, Rows] = {}
-        for row in step.rows:
+        for row in step.rows if self.may_sample_ahead else ():
             sequence = row.sequence
             if sequence.draft is None or sequence.matcher is not None or not sequence.request.sampling.is_fused:
                 continue
             if isinstance(sampler := self._step_sampler.sampler_of(sequence), SamplesAhead):
                 groups.setdefault(sampler, []).append(row)
+        num_drafts = sum(row.sequence.draft is not None for row in step.rows)
         for ahead, rows in groups.items():
             drafts = [row.sequence.draft for row in rows if row.sequence.draft is not None]
             row_indices = [i for one in drafts for i in range(one.first_logit, one.first_logit + len(one.tokens))]
@@ -91,27 +90,22 @@ class DraftSampler:
             tokens = ahead.sample_ahead(select_rows(step.draft_logits, row_indices), req_slots, runs)
             pairs = [(row.sequence, one) for row, one in zip(rows, drafts, strict=True)]
             step.ahead.append((pairs, HostCopy(tokens)))
-            is_all = len(pairs) == sum(row.sequence.draft is not None for row in step.rows)
             # Rows that await masks sample later, and the guesses would delay them.
-            if model is not None and is_all and step.deferred is None and self._last_tokens.is_read:
+            is_last = len(pairs) == num_drafts and step.deferred is None
+            if model is not None and is_last and self._last_tokens.is_read:
                 self._guess_ahead(pairs, tokens, model)
+        if self.are_logits_shared and sum(map(len, groups.values())) < num_drafts:
+            step.draft_logits = step.draft_logits.clone()
 
     def _guess_ahead(self, pairs: list[tuple[Sequence, Draft]], tokens: Tensor, model: GuessesAhead) -> None:
         """Let the model guess after the drafts of all rows. tokens: sampled after each drafted one"""
-        rows = list[tuple[ModelDrafter, list[int]]]()
-        for _, draft in pairs:
+        rows = list[tuple[ModelDrafter, int, list[int]]]()
+        for sequence, draft in pairs:
             if not draft.num_next or not isinstance(draft.drafter.drafter, ModelDrafter):
                 return
-            rows.append((draft.drafter.drafter, draft.tokens))
-        last = self._last_tokens.sampled_tokens
-        longest = max(len(draft.tokens) for _, draft in pairs)
-        at, first = list[list[int]](), len(last)
-        for sequence, draft in pairs:
-            count = len(draft.tokens)
-            at.append([sequence.req_slot, *range(first, first + count), *[first] * (longest - count)])
-            first += count
-        sampled = torch.cat([last, tokens])[on_device(at, torch.int64, tokens.device)]
-        model.guess_ahead(rows, max(draft.num_next for _, draft in pairs), sampled)
+            rows.append((draft.drafter.drafter, sequence.req_slot, draft.tokens))
+        num_steps = max(draft.num_next for _, draft in pairs)
+        model.guess_ahead(rows, num_steps, self._last_tokens.sampled_tokens, tokens)
 
     def guess_next(self, step: InFlightStep, sampled: list[SampledToken], model: DraftModel | None) -> None:
         """Let the draft model guess for the next step. Waits for this step.

@@ -206,19 +206,21 @@ class DraftSteps:
         guessing = [row for row in rows if row.num_tokens]
         for row in guessing:
             row.drafter.guesses = [0] * row.num_tokens
-        return DeviceGuesses([row.drafter for row in guessing], tokens, started)
+        count = tokens.shape[1]
+        indices = {row.drafter: range(i * count, (i + 1) * count) for i, row in enumerate(guessing)}
+        return DeviceGuesses(indices, tokens.view(-1), started)
 
-    def guess_ahead(self, rows: Sequence[tuple[ModelDrafter, list[int]]], num_steps: int, sampled: Tensor) -> None:
-        """Launch guesses after a launched step that verifies drafted tokens of rows. `guess` continues these steps.
-
-        sampled [B, k + 1]: see `fill_table`. Does not wait for the device. The rows of one step only can be begun.
-        """
-        if self._graphs is None or self._begun is not None or any(one not in self._rings for one, _ in rows):
+    def guess_ahead(
+        self, rows: Sequence[tuple[ModelDrafter, int, list[int]]], num_steps: int, last: Tensor, after: Tensor
+    ) -> None:
+        """See `GuessesAhead`. `guess` continues these steps. The rows of one step only can be begun."""
+        if self._graphs is None or self._begun is not None or any(one not in self._rings for one, _, _ in rows):
             return
         verified = [
-            Verified(self._rings[drafter], drafter.num_read, len(drafter.guesses), tokens) for drafter, tokens in rows
+            Verified(self._rings[drafter], drafter.num_read, len(drafter.guesses), req_slot, tokens)
+            for drafter, req_slot, tokens in rows
         ]
-        self._graphs.fill_ahead(verified, sampled, RING, num_steps + 1)
+        self._graphs.fill_ahead(verified, last, after, RING, num_steps + 1)
         self._graphs.replay(len(rows), num_steps)
         self._begun = _Begun(verified, num_steps)
 
@@ -230,7 +232,7 @@ class DraftSteps:
         if len(begun.rows) != len(wanted):
             return []
         firsts = list[int]()
-        for (ring, position, num_guesses, tokens), (drafter, _, length, num_tokens) in zip(
+        for (ring, position, num_guesses, _, tokens), (drafter, _, length, num_tokens) in zip(
             begun.rows, wanted, strict=True
         ):
             num_accepted = length - position - 1
@@ -309,12 +311,13 @@ class DraftSteps:
     def _guesses(
         self, drafters: list[ModelDrafter], counts: list[int], firsts: list[int], tokens: Tensor, started: float
     ) -> DeviceGuesses:
-        """Return the chosen tokens [steps, B] int64 of launched steps: up to `counts` of each row, from `firsts` on."""
-        num_steps = len(tokens)
+        """Return the chosen tokens [steps, R] int64 of launched steps: up to `counts` of each row, from `firsts` on."""
+        num_steps, pitch = tokens.shape
         for drafter, count, first in zip(drafters, counts, firsts, strict=True):
             drafter.guesses = [0] * min(count, num_steps - first)
-        own = tokens.T.clone(memory_format=torch.contiguous_format)  # the next run overwrites the graphs'
-        return DeviceGuesses(drafters, own, started, firsts, self._copies)
+        own = tokens.clone().view(-1)  # the next run overwrites the graphs'
+        indices = [range(first * pitch + i, len(own), pitch) for i, first in enumerate(firsts)]
+        return DeviceGuesses(dict(zip(drafters, indices, strict=True)), own, started, self._copies)
 
     @staticmethod
     def _table_line(rows: list[_Row], read: list[int], number: int) -> tuple[list[int], list[int], list[int]]:

@@ -205,39 +205,30 @@ class DeviceGuesses:
 
     def __init__(
         self,
-        drafters: list[ModelDrafter],
+        indices: dict[ModelDrafter, range],
         tokens: Tensor,
         started: float,
-        firsts: list[int] | None = None,
         copies: TokenCopies | None = None,
     ) -> None:
-        """tokens [B, k] int64, contiguous: a row per drafter, k at least the number of its guesses
+        """indices: of each drafter's guesses in tokens [n] int64, contiguous; at least as many as it has guesses
         started: by time.monotonic()
-        firsts: the number of each one's first guess; None: 0
         copies: of the tokens' device
         """
         self.tokens = tokens
-        count = tokens.shape[1]
-        firsts = firsts or [0] * len(drafters)
-        self._first_of = {one: i * count + first for i, (one, first) in enumerate(zip(drafters, firsts, strict=True))}
-        flat = tokens.view(-1)
-        self._copy: HostCopy | TokenCopy | None = HostCopy(flat) if copies is None else copies.start(flat)
+        self.indices = indices
+        self._copy: HostCopy | TokenCopy | None = HostCopy(tokens) if copies is None else copies.start(tokens)
         self._started = started
         self.seconds = 0.0
         """see `Guesses`"""
-        for drafter in drafters:
+        for drafter in indices:
             drafter.pending = self
-
-    def first_of(self, drafter: ModelDrafter) -> int:
-        """Return the index of a drafter's first guess in `tokens` as one list."""
-        return self._first_of[drafter]
 
     def read(self) -> None:
         """See `Guesses`."""
         if self._copy is None:
             return
         tokens = self._copy.tokens()
-        for drafter, first in self._first_of.items():
-            drafter.guesses[:] = tokens[first : first + len(drafter.guesses)]
+        for drafter, indices in self.indices.items():
+            drafter.guesses[:] = [tokens[i] for i in indices[: len(drafter.guesses)]]
             drafter.pending = None
         self._copy, self.seconds = None, time.monotonic() - self._started

@@ -105,10 +105,9 @@ class RowInputs:
                 if isinstance(drafter, ModelDrafter) and (guesses := self._guesses_of(drafter)) is not None:
                     one = late.get(guesses)
                     if one is None:
-                        one = late[guesses] = LateTokens(guesses.tokens.view(-1), [], [])
-                    source = guesses.first_of(drafter)
+                        one = late[guesses] = LateTokens(guesses.tokens, [], [])
                     one.places.extend(places)
-                    one.sources.extend(range(source, source + count))
+                    one.sources.extend(guesses.indices[drafter][:count])
                 else:
                     draft.read_guesses()
                 tokens += draft.tokens

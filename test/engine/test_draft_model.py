@@ -22,12 +22,13 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps, fastest_dtypes, groups_to_read
-from rwkv_batch.runner.graphs.guess import CHOSEN, Verified, fill_table
+from rwkv_batch.runner.graphs.guess import CHOSEN, Verified
 from rwkv_batch.runner.graphs.prefill import PrefillSize, smallest_fitting
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.runner.model_files import load_pipeline
 from sampling.params import SamplingParams
 from test.engine.test_speculation import rows_of
+from test.guess_table import fill_table
 from test.harness import eventually_holds, make_request, run, started_engine, tiny_model
 
 
@@ -54,10 +55,10 @@ class FakeDraftGraphs:
         self._table[: len(steps), :, :rows] = torch.tensor(steps)
         return self.replay(rows, len(steps))
 
-    def fill_ahead(self, rows: list[Verified], sampled: Tensor, num_slots: int, num_steps: int) -> None:
+    def fill_ahead(self, rows: list[Verified], last: Tensor, after: Tensor, num_slots: int, num_steps: int) -> None:
         self._step = 0
         self.num_ahead += 1
-        fill_table(self._table[:num_steps, :, : len(rows)], rows, sampled, num_slots)
+        fill_table(self._table[:num_steps, :, : len(rows)], rows, last, after, num_slots)
 
     def replay(self, num_rows: int, num_steps: int) -> Tensor:
         for number in range(self._step, self._step + num_steps):
@@ -67,7 +68,7 @@ class FakeDraftGraphs:
             inputs = step_inputs(tokens, reads, writes, list(range(num_rows)))
             self._guesses[number, :num_rows] = self._pipeline.forward(inputs).argmax(-1)
         self._step += num_steps
-        return self._guesses[:, :num_rows]
+        return self._guesses
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +126,13 @@ def test_steps_are_begun_for_the_rows_of_one_step(model: Path) -> None:
         assert guesses is not None
         guesses.read()
     for drafter in (first, other):
-        sampled = torch.tensor([[drafter.guesses[0], 1, 1, 1]])
-        steps.guess_ahead([(drafter, drafter.guesses[:3])], 4, sampled)
+        last = torch.tensor(drafter.guesses[:1])
+        steps.guess_ahead([(drafter, 0, drafter.guesses[:3])], 4, last, torch.ones(3, dtype=torch.int64))
     text, num_runs = [7, 7, 7, first.guesses[0], 1], graphs.num_runs
     steps.guess([Wanted(first, text, len(text), 5)])
     assert graphs.num_ahead == 1 and graphs.num_runs == num_runs + 1, "they are for four guesses, not for five"
-    steps.guess_ahead([(first, first.guesses[:1])], 4, torch.tensor([[1, 1]]))
+    ones = torch.ones(1, dtype=torch.int64)
+    steps.guess_ahead([(first, 0, first.guesses[:1])], 4, ones, ones)
     assert graphs.num_ahead == 2
 
 

@@ -1,4 +1,7 @@
-"""A decode step of a small model in one launch, with the likeliest tokens: a draft model guesses a token per row."""
+"""A draft model on a GPU: its decode step in one launch, and tokens of drafts that the host does not know yet.
+
+The step also chooses the likeliest token of each row.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,14 @@ from torch import Tensor
 
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm, is_mps_active
 from rwkv_batch.kernels.cuda.layer import CudaLayer
-from rwkv_batch.kernels.cuda.library import DraftStepArgs, cuda_pointer, hopper_library, slots_pointer
+from rwkv_batch.kernels.cuda.library import (
+    DraftStepArgs,
+    GuessTableArgs,
+    cuda_pointer,
+    hopper_library,
+    library,
+    slots_pointer,
+)
 from rwkv_batch.model.layer import Linear, Norm
 from rwkv_batch.model.state import RWKV7, ModelShape, StateArena
 
@@ -99,6 +109,29 @@ class DraftStep:
             setattr(args, name, cuda_pointer(tensor, INT64))
         args.rows, args.table_rows = rows, table.shape[-1]
         hopper_library().call("rwkv_draft_step", ctypes.byref(args))
+
+
+def place_tokens(to: Tensor, places: Tensor, tokens: Tensor, sources: Tensor) -> None:
+    """Set to[places] to tokens[sources]: all int64 on one device, places and sources [n]."""
+    pointers = [cuda_pointer(one, INT64) for one in (to, places, tokens, sources)]
+    library().call("rwkv_place_tokens", *pointers, places.shape[0])
+
+
+def fill_guess_table(
+    table: Tensor, rows: Tensor, num_rows: int, padded_rows: int, last: Tensor, after: Tensor, num_slots: int
+) -> None:
+    """Fill in a draft model's steps after the accepted guesses of rows.
+
+    table: [steps, 3, R] int64, see `DraftStep`; rows beyond `num_rows` are padding up to `padded_rows`
+    rows: [R, 6 + k] int64 on the device: ring of slots, tokens before the drafted ones, guesses (the model has read
+        all but the last), request slot, index of its first token in `after`, number of drafted tokens, the tokens
+    last: [request slots] int64: the token after the known ones
+    after: [n] int64: the tokens after each drafted one, row by row
+    num_slots: of a ring
+    """
+    pointers = [cuda_pointer(one, INT64) for one in (rows, last, after, table)]
+    sizes = (num_rows, rows.shape[1], padded_rows, table.shape[0], table.shape[2], num_slots)
+    library().call("rwkv_fill_guess_table", ctypes.byref(GuessTableArgs(*pointers, *sizes)))
 
 
 def _stacked(part: Callable[[CudaLayer], Tensor], layers: Sequence[CudaLayer]) -> Tensor:

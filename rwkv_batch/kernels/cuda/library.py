@@ -37,6 +37,7 @@ NAMES = (
     "quantise",
     "transpose_weights",
     "adapters",
+    "draft/guess_tokens",
     "w8a8/w8a8_quantise",
     "w8a8/w8a8_mma",
     "w8a8/w8a8_sparse",
@@ -262,7 +263,18 @@ class DraftStepArgs(Structure):
     ]
 
 
+class GuessTableArgs(Structure):
+    """Mirrors the struct in draft/guess_tokens.cu."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("rows", "last", "after", "table")],
+        *[(name, c_int) for name in ("num_rows", "row_length", "padded_rows", "num_steps", "table_rows", "num_slots")],
+    ]
+
+
 SIGNATURES: dict[str, list[type]] = {
+    "rwkv_place_tokens": [*[c_void_p] * 4, c_int, c_void_p],
+    "rwkv_fill_guess_table": [POINTER(GuessTableArgs), c_void_p],
     "rwkv_shift_mix": [POINTER(ShiftMixArgs), c_int, c_void_p],
     "rwkv_add_partials": [c_void_p] * 3 + [c_int, c_int64, c_void_p],
     "rwkv_add_exact_sums": [*[c_void_p] * 5, c_int, c_int, c_void_p],

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from native.tensors import on_device
+from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS
+from rwkv_batch.kernels.cuda.draft_step import fill_guess_table
 from rwkv_batch.model.ops import DraftStep
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import GraphStage, StagedArrays
@@ -25,6 +26,8 @@ CHOSEN = -1
 """Token of a step that reads the one chosen in the step before."""
 READ, WRITE, TOKEN = range(3)
 """Columns of the table."""
+NUM_NUMBERS = 6
+"""Numbers of a row before its drafted tokens, see `fill_guess_table`."""
 
 
 class Verified(NamedTuple):
@@ -36,30 +39,10 @@ class Verified(NamedTuple):
     """tokens before its drafted ones"""
     num_guesses: int
     """the model has read all but the last"""
+    req_slot: int
+    """its request slot"""
     tokens: list[int]
     """the drafted ones, the first guesses"""
-
-
-def fill_table(table: Tensor, rows: Sequence[Verified], sampled: Tensor, num_slots: int) -> None:
-    """Fill in steps after the accepted guesses of rows. Does not wait for the device.
-
-    table: [steps, 3, B]. sampled: [B, k + 1] int64: the token after the known ones, and those after each drafted one,
-    for k the most drafted tokens of a row. num_slots: of a ring.
-
-    A row first reads the token after the accepted ones, or the last accepted one if the model has not read it.
-    """
-    longest = sampled.shape[1] - 1
-    given = [[*row[:3], *row.tokens, *[CHOSEN] * (longest - len(row.tokens))] for row in rows]
-    numbers = on_device(given, torch.int64, table.device)
-    ring, position, num_guesses = numbers[:, :3].unbind(1)
-    accepted = (sampled[:, :-1] == numbers[:, 3:]).cumprod(1).sum(1)
-    read = torch.minimum(accepted, num_guesses - 1)
-    steps = torch.arange(len(table) + 1, device=table.device)
-    slots = ring + (position + read + steps[:, None]) % num_slots
-    table[:, READ], table[:, WRITE], table[:, TOKEN] = slots[:-1], slots[1:], CHOSEN
-    table[0, TOKEN] = sampled.gather(1, read[:, None])[:, 0]
-    last = sampled.gather(1, accepted[:, None])[:, 0]
-    table[1, TOKEN] = torch.where(accepted > read, last, CHOSEN)
 
 
 class GuessGraphs:
@@ -78,7 +61,8 @@ class GuessGraphs:
         self._sizes, device = padded_sizes(max_rows), graph_stage.device
         self._rows = rows = self._sizes[-1]
         self._max_steps = max_steps
-        self._staged = StagedArrays({"table": max_steps * 3 * rows, "step": 1}, [device], depth=2)
+        lengths = {"table": max_steps * 3 * rows, "step": 1, "verified": rows * (NUM_NUMBERS + MAX_DRAFT_TOKENS)}
+        self._staged = StagedArrays(lengths, [device], depth=2)
         self._numbers = torch.arange(rows + 1, device=device)
         self._req_slots = self._numbers.int()
         self._chosen = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -102,7 +86,7 @@ class GuessGraphs:
     def run(self, steps: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> Tensor:
         """Launch steps: read slots, write slots and tokens of each row; CHOSEN: the token that the step before chose.
 
-        Returns the chosen tokens [max_steps, B] int64. The next run overwrites them. Does not wait.
+        Returns the chosen tokens [max_steps, R] int64, R at least B. The next run overwrites them. Does not wait.
         """
         num_rows = len(steps[0][READ])
         size = self._size_for(num_rows)
@@ -110,26 +94,26 @@ class GuessGraphs:
         self._fill(size, steps)
         return self.replay(num_rows, len(steps))
 
-    def fill_ahead(self, rows: Sequence[Verified], sampled: Tensor, num_slots: int, num_steps: int) -> None:
-        """Prepare up to `num_steps` steps that follow a step that verifies guesses.
-
-        sampled [B, k + 1]: see `fill_table`
-        """
+    def fill_ahead(self, rows: Sequence[Verified], last: Tensor, after: Tensor, num_slots: int, num_steps: int) -> None:
+        """Prepare up to `num_steps` steps that follow a step that verifies guesses. See `fill_guess_table`."""
         num_rows, size, staged = len(rows), self._size_for(len(rows)), self._staged.on_device[0]
         self._graph(size)  # a capture fills the table
+        with self._staged.filling() as host:
+            host["step"][0] = 0
+            verified, first = host["verified"].reshape(self._rows, -1), 0
+            for number, row in enumerate(rows):
+                count = len(row.tokens)
+                verified[number, : NUM_NUMBERS + count] = (*row[:4], first, count, *row.tokens)
+                first += count
         table = staged["table"].view(self._max_steps, 3, self._rows)[:num_steps]
-        fill_table(table[..., :num_rows], rows, sampled, num_slots)
-        unused = table[..., num_rows:size]
-        if unused.numel():
-            unused[:, READ], unused[:, WRITE], unused[:, TOKEN] = ZERO_SLOT, DUMMY_SLOT, 0
-        staged["step"].zero_()
+        fill_guess_table(table, staged["verified"].view(self._rows, -1), num_rows, size, last, after, num_slots)
 
     def replay(self, num_rows: int, num_steps: int) -> Tensor:
-        """Launch the next prepared steps. Returns the chosen tokens of all steps [max_steps, B] int64, see `run`."""
+        """Launch the next prepared steps. Returns the chosen tokens of all steps [max_steps, R] int64, see `run`."""
         graph = self._graph(self._size_for(num_rows))
         for _ in range(num_steps):
             graph.replay()
-        return self._guesses[:, :num_rows]
+        return self._guesses
 
     def _size_for(self, num_rows: int) -> int:
         return next(size for size in self._sizes if size >= num_rows)

@@ -22,6 +22,7 @@ from torch import Tensor
 from rwkv_batch.core.draft_costs import Shape
 from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
+from rwkv_batch.kernels.cuda.draft_step import place_tokens
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import Array, GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces, Pieces
@@ -104,8 +105,11 @@ class StagedPrompts:
             for late in inputs.late_tokens:
                 first, end = end, end + len(late.places)
                 host["late_places"][first:end], host["late_sources"][first:end] = late.places, late.sources
-        staged = self.arrays.on_device[0]
-        inputs.place_late_tokens(staged["tokens"], (staged["late_places"], staged["late_sources"]))
+        staged, end = self.arrays.on_device[0], 0
+        for late in inputs.late_tokens:
+            first, end = end, end + len(late.places)
+            places, sources = staged["late_places"][first:end], staged["late_sources"][first:end]
+            place_tokens(staged["tokens"], places, late.tokens, sources)
 
     def fill_padding(self, size: PrefillSize) -> None:
         """Stage a step of padding only, for the capture of a graph. Drafts are rows that continue others, as later."""
@@ -227,7 +231,7 @@ def smallest_fitting(sizes: Sequence[PrefillSize], inputs: StepInputs) -> Prefil
 
 def shape_of(inputs: StepInputs) -> tuple[int, int]:
     """Return the numbers of rows and tokens."""
-    return len(inputs.read_slots), len(inputs.tokens)
+    return inputs.read_slots.shape[0], inputs.tokens.shape[0]  # `len` of a tensor takes three times as long
 
 
 def usable_sizes(stages: Sequence[Stage], max_rows: int, verifies: bool = False) -> tuple[PrefillSize, ...]:
@@ -251,24 +255,31 @@ def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> N
     step's own rows. In a graph of drafts they continue each other, as the other rows do.
     """
     rows, tokens = shape_of(inputs)
-    cu_seqlens = arrays["cu_seqlens"][: size.rows + 2]
+    cu_seqlens, token_rows = arrays["cu_seqlens"][: size.rows + 2], arrays["token_rows"][: size.tokens]
     missing = size.rows + 1 - rows
-    cu_seqlens[:rows] = inputs.cu_seqlens.numpy()[:-1]
-    # Rounded up, so that the last row is the one without a token if there is one too few.
-    cu_seqlens[rows:] = tokens - np.arange(missing + 1) * (tokens - size.tokens) // missing
-    arrays["token_rows"][: size.tokens] = np.repeat(np.arange(size.rows + 1), cu_seqlens[1:] - cu_seqlens[:-1])
+    if size.num_drafts:  # each row has one token, but for the last one
+        cu_seqlens[:-1], cu_seqlens[-1], token_rows[:] = _NUMBERS[: size.rows + 1], size.tokens, _NUMBERS[: size.tokens]
+    else:
+        cu_seqlens[:rows] = inputs.cu_seqlens.numpy()[:-1]
+        # Rounded up, so that the last row is the one without a token if there is one too few.
+        cu_seqlens[rows:] = tokens - np.arange(missing + 1) * (tokens - size.tokens) // missing
+        token_rows[:] = np.repeat(np.arange(size.rows + 1), cu_seqlens[1:] - cu_seqlens[:-1])
     for name, values, length, padding in (
         ("tokens", inputs.tokens, size.tokens, 0),
         ("read_slots", inputs.read_slots, size.rows + 1, ZERO_SLOT),
         ("write_slots", inputs.write_slots, size.rows + 1, DUMMY_SLOT),
         ("logit_tokens", inputs.logit_tokens, size.rows, size.tokens - 1),
     ):
-        array, count = arrays[name], len(values)
+        array, count = arrays[name], values.shape[0]
         array[:count] = values.numpy()
         array[count:length] = padding
     if size.num_drafts:
-        added = arrays["read_slots"][rows : size.rows + 1]
-        added[np.arange(missing) % PADDING_DRAFT > 0] = CONTINUES
+        arrays["read_slots"][rows : size.rows + 1] = _PADDING_READS[:missing]
+
+
+_NUMBERS = np.arange(VERIFY_TOKENS[-1] + 1)
+_PADDING_READS = np.where(_NUMBERS % PADDING_DRAFT > 0, CONTINUES, ZERO_SLOT)
+"""Read slots of padding rows in a graph of drafts."""
 
 
 PIECE_TOKENS = tuple(PROMPT_TOKENS * part // 4 for part in (1, 2, 3, 4))
