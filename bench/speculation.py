@@ -2,6 +2,7 @@
 
     python -m bench.speculation                                # the demo model on this machine
     python -m bench.speculation --size 7.2b --dtypes fp16,int8   # random weights on a GPU
+    python -m bench.speculation --size 7.2b --over-http          # a right prediction, through the service
 
 The demo model answers requests whose texts repeat something: a prediction with some words changed, a list with repeated
 items, JSON by a schema. Each round runs a request with `speculation` off and on. The figure is the median of the
@@ -9,7 +10,8 @@ rounds' ratios, of CPU seconds. Texts must be equal.
 
 Random weights have no text. There the text is one token, which a logit bias forces. A draft model of the 0.1B shape
 runs, and an oracle replaces its guesses: each is right with probability p. A prediction that is right needs no luck.
-`--timeline` adds when the GPU is busy with what in a step that verifies four guesses, by events in its stream.
+`--over-http` measures whole answers: from the request to its end, with and without the prediction. `--timeline` adds
+when the GPU is busy with what in a step that verifies four guesses, by events in its stream.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,6 +37,7 @@ import torch
 
 from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.record import Arguments, commit, finish
+from bench.tools.service import service
 from demo.files import ensure_model
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core import speculation as core_speculation
@@ -280,6 +284,40 @@ def timeline(engine: Engine, requests: list[GenerateRequest], length: int = 4) -
     return {"tokens_per_s": round(answer.tokens_per_s, 1), "gpu_us": medians}
 
 
+# Over HTTP ---------------------------------------------------------------------------------------------------
+
+WORD = 34550
+"""Token of "hello", which is one token also if it is repeated."""
+
+
+def measure_over_http(path: Path, draft: Path, dtype: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure one user's whole answers with and without a right prediction: a logit bias forces the text."""
+    flags = ["--model-path", str(path), "--dtype", dtype, "--speculate", "auto", "--draft-model", str(draft)]
+    fields = {"max_tokens": args.tokens, "ignore_eos": True, "logit_bias": {WORD: 100}, "seed": 1}
+    body = {"model": "rwkv7", "messages": [{"role": "user", "content": "hi"}], **fields}
+    text = Tokenizer().decode_bytes([WORD] * args.tokens).decode()
+    cases = {"off": {"speculation": "off"}, "prediction": {"prediction": {"type": "content", "content": text}}}
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    with service(flags) as url:
+        for number in range(args.rounds + 1):
+            for name, extra in cases.items():
+                data = json.dumps(body | extra).encode()
+                request = urllib.request.Request(
+                    f"{url}/openai/v1/chat/completions", data, {"Content-Type": "application/json"}
+                )
+                begin = time.perf_counter()
+                with urllib.request.urlopen(request) as response:
+                    answer = json.load(response)
+                assert answer["choices"][0]["message"]["content"] == text, "the text is forced"
+                if number:
+                    seconds[name].append(time.perf_counter() - begin)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return [
+        {"dtype": dtype, "case": f"{name}, over HTTP", "ms": round(1e3 * value, 1), "ratio": medians["off"] / value}
+        for name, value in medians.items()
+    ]
+
+
 # The demo model ----------------------------------------------------------------------------------------------
 
 
@@ -341,6 +379,7 @@ def main() -> None:
     parser.add_argument("--draft-dtypes", default="", help="of the draft model, instead of the fastest")
     parser.add_argument("--rates", default="0,0.5,0.7,0.9,1", help="chances that a guess is right")
     parser.add_argument("--rows", default="1,4,8,32")
+    parser.add_argument("--over-http", action="store_true", help="a prediction that is right, through the service")
     parser.add_argument("--timeline", action="store_true", help="a step's work on the GPU")
     parser.add_argument("--tokens", type=int, default=257)
     parser.add_argument("--rounds", type=int, default=5)
@@ -352,7 +391,7 @@ def main() -> None:
             path = given.model_path or write_random_file(given.size, Path(folder) / "random.safetensors", device)
             draft = given.draft_model or write_random_file("0.1b", Path(folder) / "draft.safetensors", device)
             for dtype in given.dtypes.split(","):
-                results += measure_random(path, draft, dtype, given)
+                results += (measure_over_http if given.over_http else measure_random)(path, draft, dtype, given)
     else:
         results = measure_demo(given.rounds, given.dtypes)
     finish({"commit": commit(given.commit), "size": given.size, "results": results}, given.out)

@@ -1,6 +1,7 @@
-"""Time to first token of single requests while bulk streams run.
+"""Time to first token of single requests while bulk streams run, or of an idle engine.
 
     python -m bench.ttft --concurrency 320 --requests 12 --model-path FILE --wkv-state fp16
+    python -m bench.ttft --concurrency 0 --words 14 --model-path FILE     # idle; prompts of about 24 tokens
 
 `--concurrency` clients stream `--max-tokens` tokens each. After `--settle` seconds, `--requests` requests with longer
 prompts run one after another. Prints when each was sent and its time to first token, by the client's clock.
@@ -59,7 +60,8 @@ def main() -> None:
         over_http(Load(**{**vars(bulk), "concurrency": 2, "max_tokens": 8}), url, 1)
         runs: list[dict[str, Any]] = []
         thread = threading.Thread(target=lambda: runs.append(over_http(bulk, url, options.client_processes)))
-        thread.start()
+        if bulk.concurrency:
+            thread.start()
         started = time.perf_counter()
         time.sleep(options.settle)
         firsts = list[float]()
@@ -68,7 +70,8 @@ def main() -> None:
             firsts.append(send_request(single, url, 1000 + number))
             print(f"sent at {at:.2f} s: {firsts[-1] * 1e3:.1f} ms")
         over_at = time.perf_counter() - started
-        thread.join()
+        if bulk.concurrency:
+            thread.join()
     report = {
         **machine(options.commit),
         "flags": flags,
@@ -77,7 +80,7 @@ def main() -> None:
         "ttft_ms_p50": percentile(firsts, 0.5),
         "ttft_ms_max": percentile(firsts, 1.0),
         "requests_ended_s": round(over_at, 2),
-        "bulk": summary(bulk, runs[0]),
+        "bulk": summary(bulk, runs[0]) if runs else None,
     }
     finish(report, options.out)
 
