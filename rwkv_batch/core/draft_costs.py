@@ -209,11 +209,11 @@ class Proposal(NamedTuple):
     gain: float
     """in tokens, without the cost that rows share"""
 
-    def draft(self, length: int, num_spare: int = 0, is_probe: bool = False) -> Draft:
-        """Return a draft of at most this many tokens. num_spare: tokens to guess beyond those of the next draft"""
+    def draft(self, length: int, is_probe: bool = False) -> Draft:
+        """Return a draft of at most this many tokens."""
         length = min(length, self.max_tokens)
         if self.tokens is None:
-            return Draft(self.drafter, [], self.start, length, 0 if is_probe else length + num_spare)
+            return Draft(self.drafter, [], self.start, length, 0 if is_probe else length)
         return Draft(self.drafter, self.tokens[:length], self.start)
 
 
@@ -240,8 +240,6 @@ class Choice(NamedTuple):
     """with the guesses; 0: it fits no graph"""
     num_tokens: float
     """that the step is expected to yield"""
-    num_spare: int = 0
-    """guesses of each row beyond its draft"""
 
 
 class Chooser:
@@ -293,20 +291,14 @@ class Chooser:
                     all_whole *= chance
                     least = min(least, chance)
                     lost += chance * chance
+        guesses_s = 0.0
+        if num_guesses:
+            # After a draft that is accepted whole, the model first reads its last token. Unless all rows must, it
+            # guesses one less for this row.
+            expected -= (1 - all_whole / least) * lost
+            guesses_s = self._guess_s * (num_guesses + all_whole)
         shape = Shape(plain.rows + num_tokens, plain.tokens + num_tokens, plain.logits + num_tokens, drafts)
-
-        def seconds(num_guesses: float) -> float:
-            return self._times.drafts_s(shape, self.nothing.seconds, self._guess_s * num_guesses, is_first)
-
-        # After a draft that is accepted whole, the model first reads its last token. Unless all rows must, it guesses
-        # one less for this row.
-        missing = (1 - all_whole / least) * lost
-        choice = Choice(lengths, shape, seconds(num_guesses + all_whole if num_guesses else 0), expected - missing)
-        if missing:  # a spare guess costs nothing while the device would wait for the host
-            spare = Choice(lengths, shape, seconds(num_guesses + 1), expected, 1)
-            if spare.num_tokens * choice.seconds > choice.num_tokens * spare.seconds:
-                return spare
-        return choice
+        return Choice(lengths, shape, self._times.drafts_s(shape, self.nothing.seconds, guesses_s, is_first), expected)
 
 
 FIRST_PROBES, MAX_PROBES = 1.0, 4.0

@@ -306,9 +306,7 @@ class Draft:
     num_wanted: int = 0
     """tokens that a draft model has to guess; 0: `tokens` are known"""
     num_next: int = 0
-    """tokens to guess for the next step as soon as this one's are known. 0: the next step probably has no draft.
-
-    With one more than the next draft has, the model has read that draft's last token if all of it is accepted."""
+    """tokens to guess for the next step as soon as this one's are known. 0: the next step probably has no draft"""
     slots: list[int] = field(default_factory=list)
     """the states after each drafted token"""
     first_logit: int = 0

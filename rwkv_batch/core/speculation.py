@@ -211,7 +211,7 @@ class Speculation:
         drafts: list[Draft | None] = [None] * num_rows
         for i, length in best.lengths.items():
             if (one := found[i]) is not None:
-                drafts[i] = one.draft(length, best.num_spare, is_probe=price > 0)
+                drafts[i] = one.draft(length, is_probe=price > 0)
         began = rows[0].sequence, self._begun, not self._has_drafts
         return drafts, price, Launched(times, best.size, plain_s, guess_s, *began)
 

@@ -22,7 +22,6 @@ from rwkv_batch.core.draft_costs import (
     Choice,
     Chooser,
     ProbeBudget,
-    Proposal,
     Shape,
     StepTimes,
     best_length,
@@ -493,21 +492,6 @@ def test_a_choice_counts_all_of_its_time() -> None:
     assert choice.seconds == pytest.approx(gpu_graph_s(choice.size) + HOST_S + HOST_DRAFT_S + 0.00035 * 2.81)
     lengths = chooser.best(0.0).lengths
     assert lengths[0] > 2 * lengths.get(1, 0) > 0
-
-
-def test_a_spare_guess_pays_while_the_device_waits_for_the_host() -> None:
-    """With it, no row lacks a guess after a draft that is accepted whole."""
-    rows = [Candidate(i, 0.7, math.log(0.7), 16, is_guessed=True) for i in range(2)]
-    for host_s, num_spare in ((0.0004, 0), (0.0011, 1)):
-        times = StepTimes(gpu_graph_s)
-        for _ in range(5):
-            times.count_drafts(Shape(6, 6, 6, drafts=2), 0.00217, 0.003, 0.0007, host_s=host_s)
-        choice = Chooser(times, Shape(2, 2, 2), 0.00217, 0.00035, rows).evaluate({0: 2, 1: 2})
-        whole = 0.7**2
-        lost = 0 if num_spare else (1 - whole) * 2 * whole**2
-        assert choice.num_spare == num_spare and choice.num_tokens == pytest.approx(2 + 2 * (0.7 + whole) - lost)
-    found = Proposal(RowDrafter(ModelDrafter(), Acceptance()), 0.7, None, 5, 16, 0.0)
-    assert found.draft(2, num_spare=1).num_next == 3 and found.draft(2, num_spare=1, is_probe=True).num_next == 0
 
 
 def test_guesses_that_the_host_hides_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
