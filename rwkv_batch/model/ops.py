@@ -184,6 +184,26 @@ class DraftStep(Protocol):
         """
 
 
+class HasLateTokens(Protocol):
+    """A backend that handles tokens of drafts on the device, before the host knows them. It waits for nothing."""
+
+    def place_tokens(self, to: Tensor, places: Tensor, tokens: Tensor, sources: Tensor) -> None:
+        """Set to[places] to tokens[sources]: all int64 on one device, places and sources [n]."""
+
+    def fill_guess_table(
+        self, table: Tensor, rows: Tensor, num_rows: int, padded_rows: int, last: Tensor, after: Tensor, num_slots: int
+    ) -> None:
+        """Fill in a draft model's steps after the accepted guesses of rows.
+
+        table: [steps, 3, R] int64, see `DraftStep`; rows beyond `num_rows` are padding up to `padded_rows`
+        rows: [R, 6 + k] int64 on the device: ring of slots, tokens before the drafted ones, guesses (the model has
+            read all but the last), request slot, index of its first token in `after`, number of drafted tokens, tokens
+        last: [request slots] int64: the token after the known ones
+        after: [n] int64: the tokens after each drafted one, row by row
+        num_slots: of a ring
+        """
+
+
 @runtime_checkable
 class MakesDraftSteps(Protocol):
     """A backend with a `DraftStep` for small models."""

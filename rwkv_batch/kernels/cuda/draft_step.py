@@ -112,7 +112,7 @@ class DraftStep:
 
 
 def place_tokens(to: Tensor, places: Tensor, tokens: Tensor, sources: Tensor) -> None:
-    """Set to[places] to tokens[sources]: all int64 on one device, places and sources [n]."""
+    """See HasLateTokens."""
     pointers = [cuda_pointer(one, INT64) for one in (to, places, tokens, sources)]
     library().call("rwkv_place_tokens", *pointers, places.shape[0])
 
@@ -120,15 +120,7 @@ def place_tokens(to: Tensor, places: Tensor, tokens: Tensor, sources: Tensor) ->
 def fill_guess_table(
     table: Tensor, rows: Tensor, num_rows: int, padded_rows: int, last: Tensor, after: Tensor, num_slots: int
 ) -> None:
-    """Fill in a draft model's steps after the accepted guesses of rows.
-
-    table: [steps, 3, R] int64, see `DraftStep`; rows beyond `num_rows` are padding up to `padded_rows`
-    rows: [R, 6 + k] int64 on the device: ring of slots, tokens before the drafted ones, guesses (the model has read
-        all but the last), request slot, index of its first token in `after`, number of drafted tokens, the tokens
-    last: [request slots] int64: the token after the known ones
-    after: [n] int64: the tokens after each drafted one, row by row
-    num_slots: of a ring
-    """
+    """See HasLateTokens."""
     pointers = [cuda_pointer(one, INT64) for one in (rows, last, after, table)]
     sizes = (num_rows, rows.shape[1], padded_rows, table.shape[0], table.shape[2], num_slots)
     library().call("rwkv_fill_guess_table", ctypes.byref(GuessTableArgs(*pointers, *sizes)))

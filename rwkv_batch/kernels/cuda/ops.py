@@ -132,6 +132,9 @@ class CudaOps:
         """See MakesDraftSteps."""
         return draft_step.fits(shape, device)
 
+    place_tokens = staticmethod(draft_step.place_tokens)
+    fill_guess_table = staticmethod(draft_step.fill_guess_table)
+
     def make_draft_step(
         self, layers: Sequence[Layer], embedding: Tensor, ln_out: Norm, head: Linear, state: StateArena
     ) -> draft_step.DraftStep:

@@ -8,15 +8,14 @@ verifies the last ones: it need not wait until the host knows which were accepte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS
-from rwkv_batch.kernels.cuda.draft_step import fill_guess_table
-from rwkv_batch.model.ops import DraftStep
+from rwkv_batch.model.ops import DraftStep, HasLateTokens
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import GraphStage, StagedArrays
 from rwkv_batch.runner.graphs.decode import DeviceSampler, padded_sizes
@@ -27,7 +26,7 @@ CHOSEN = -1
 READ, WRITE, TOKEN = range(3)
 """Columns of the table."""
 NUM_NUMBERS = 6
-"""Numbers of a row before its drafted tokens, see `fill_guess_table`."""
+"""Numbers of a row before its drafted tokens, see `HasLateTokens.fill_guess_table`."""
 
 
 class Verified(NamedTuple):
@@ -95,7 +94,10 @@ class GuessGraphs:
         return self.replay(num_rows, len(steps))
 
     def fill_ahead(self, rows: Sequence[Verified], last: Tensor, after: Tensor, num_slots: int, num_steps: int) -> None:
-        """Prepare up to `num_steps` steps that follow a step that verifies guesses. See `fill_guess_table`."""
+        """Prepare up to `num_steps` steps that follow a step that verifies guesses.
+
+        last [request slots], after [n] int64: see `HasLateTokens.fill_guess_table`
+        """
         num_rows, size, staged = len(rows), self._size_for(len(rows)), self._staged.on_device[0]
         self._graph(size)  # a capture fills the table
         with self._staged.filling() as host:
@@ -106,7 +108,8 @@ class GuessGraphs:
                 verified[number, : NUM_NUMBERS + count] = (*row[:4], first, count, *row.tokens)
                 first += count
         table = staged["table"].view(self._max_steps, 3, self._rows)[:num_steps]
-        fill_guess_table(table, staged["verified"].view(self._rows, -1), num_rows, size, last, after, num_slots)
+        ops = cast(HasLateTokens, self._stage.stage.ops)  # graphs need the cuda kernels
+        ops.fill_guess_table(table, staged["verified"].view(self._rows, -1), num_rows, size, last, after, num_slots)
 
     def replay(self, num_rows: int, num_steps: int) -> Tensor:
         """Launch the next prepared steps. Returns the chosen tokens of all steps [max_steps, R] int64, see `run`."""

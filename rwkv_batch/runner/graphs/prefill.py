@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from rwkv_batch.core.draft_costs import Shape
 from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
-from rwkv_batch.kernels.cuda.draft_step import place_tokens
+from rwkv_batch.model.ops import HasLateTokens
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import Array, GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces, Pieces
@@ -92,8 +92,10 @@ def step_of_drafts(size: PrefillSize) -> StepInputs:
 class StagedPrompts:
     """The staged inputs of prefill graphs, on each device."""
 
-    def __init__(self, size: PrefillSize, devices: Sequence[torch.device], depth: int) -> None:
+    def __init__(self, size: PrefillSize, graph_stages: Sequence[GraphStage], depth: int) -> None:
         """size: the largest step; depth: steps in flight."""
+        devices = [graph_stage.device for graph_stage in graph_stages]
+        self._ops = cast(HasLateTokens, graph_stages[0].stage.ops)  # graphs need the cuda kernels
         late = dict.fromkeys(("late_places", "late_sources"), size.tokens)
         self.arrays = StagedArrays(input_lengths(size.rows + 1, size.tokens) | late, devices, depth)
 
@@ -109,7 +111,7 @@ class StagedPrompts:
         for late in inputs.late_tokens:
             first, end = end, end + len(late.places)
             places, sources = staged["late_places"][first:end], staged["late_sources"][first:end]
-            place_tokens(staged["tokens"], places, late.tokens, sources)
+            self._ops.place_tokens(staged["tokens"], places, late.tokens, sources)
 
     def fill_padding(self, size: PrefillSize) -> None:
         """Stage a step of padding only, for the capture of a graph. Drafts are rows that continue others, as later."""
@@ -154,11 +156,7 @@ class PrefillGraphs:
         self.seconds: dict[PrefillSize, float] = {}
         """of captured graphs, on all stages"""
         self._size_of: dict[tuple[int, int], PrefillSize] = {}
-        self._staged = StagedPrompts(
-            PrefillSize(max(*ROWS, VERIFY_SIZES[-1].rows), max(TOKENS)),
-            [graph_stage.device for graph_stage in graph_stages],
-            depth,
-        )
+        self._staged = StagedPrompts(PrefillSize(max(*ROWS, VERIFY_SIZES[-1].rows), max(TOKENS)), graph_stages, depth)
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
         """Return the smallest graph for a step. None: see `smallest_fitting`."""
@@ -296,7 +294,7 @@ class PromptPieces:
         self.sizes = tuple(PrefillSize(min(MAX_ROWS_IN_PIECES, len(logits)), tokens) for tokens in PIECE_TOKENS)
         self._pieces = pieces
         self._logits = logits
-        self._staged = StagedPrompts(self.sizes[-1], [pieces.graph_stage.device], depth)
+        self._staged = StagedPrompts(self.sizes[-1], [pieces.graph_stage], depth)
         self._captured: dict[tuple[PrefillSize, int], torch.cuda.CUDAGraph] = {}
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
