@@ -116,9 +116,6 @@ class PreparesLayers(Protocol):
 class RunsLayers(Protocol):
     """A backend that can run a stage's layers in one call."""
 
-    def can_run_layers(self, state: StateArena) -> bool:
-        """Return whether it supports this state format; else layers run operation by operation."""
-
     def reserve(self, layers: Sequence[Layer], width: int, tokens: int) -> None:
         """Allocate the calling thread's work memory for steps of up to so many tokens.
 
@@ -138,8 +135,7 @@ class RunsLayers(Protocol):
 
         adapters: the stage's own, used if `inputs` has rows with one.
 
-        Updates `state` in place. Raises ValueError for states that `can_run_layers` refuses, IndexError for rows that
-        do not fit the slots, MemoryError.
+        Updates `state` in place. Raises IndexError for rows that do not fit the slots, MemoryError.
         """
 
 

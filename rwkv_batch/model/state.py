@@ -17,8 +17,8 @@ of a value are packed thus:
     q = floor(y + u), u the upper 15 bits of (bits of x + sum of the head's bits) * HASH, as a fraction of 1
 
 Keeping the old scale leaves unchanged numbers bit for bit the same, and does not round slowly decaying ones again for
-every token. Kernels use the same layout, scales and means, but may use other random bits. A GPU stores a
-prompt's state once per piece of the prompt.
+every token. The CPU's kernels give these bits. A GPU's use the same layout, scales and means, but other random bits,
+and store a prompt's state once per piece of the prompt, if they are not deterministic.
 """
 
 from __future__ import annotations

@@ -127,8 +127,7 @@ class Stage:
 
     def reserve(self, tokens: int) -> None:
         """See `Pipeline.reserve`."""
-        assert self.state is not None, "call allocate_slots first"
-        if self.shape.version == RWKV7 and self._layer_runner and self._layer_runner.can_run_layers(self.state):
+        if self.shape.version == RWKV7 and self._layer_runner is not None:
             self._layer_runner.reserve(cast(Sequence[Layer], self.layers), self.width, tokens)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -155,7 +154,7 @@ class Stage:
             if self.shape.version != RWKV7:
                 return forward_older_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
             layers = cast(Sequence[Layer], self.layers)
-            if self._layer_runner is not None and self._layer_runner.can_run_layers(self.state):
+            if self._layer_runner is not None:
                 return self._layer_runner.run_layers(layers, x, v_first, self.state, inputs, self.adapters)
             added = self.adapters.for_step(inputs)
             return forward_layers(layers, x, v_first, self.state, inputs, self.ops, added, cuts=self.cuts)

@@ -1,10 +1,13 @@
-"""Emulated kernels: their tests run when what they run has changed."""
+"""Emulated kernels: their tests run when what they run has changed. Kernels of older CPUs."""
 
 from __future__ import annotations
 
 import pytest
 
 from test.model.card_launches import EMULATED, emulated_digest, is_recorded
+from test.model.older_instructions import instructions
+
+__all__ = ["instructions"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,7 +27,6 @@ from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
-from rwkv_batch.runner.pipeline import Stage
 from test.conftest import rest_slow
 
 needs_compiler = pytest.mark.skipif(
@@ -70,14 +69,21 @@ def random_state(stage: tuple[int, int], wkv: StateFormat = StateFormat.FP32) ->
     """Return random slots; slot 0 is zero."""
     shape = ModelShape(LAYERS, WIDTH, 256, 4 * WIDTH)
     state = StateArena(SLOTS, stage[1] - stage[0], shape, CPU, wkv, torch.float32)
-    state.wkv[1:] = normal(*state.wkv[1:].shape, seed=6)
+    state.wkv[1:] = wkv.pack(normal(SLOTS - 1, stage[1] - stage[0], *shape.wkv, seed=6))
     state.shift[1:] = normal(*state.shift[1:].shape, seed=5)
     return state
 
 
-def run(ops: NaiveOps, stage: tuple[int, int], x: Tensor, v_first: Tensor | None, inputs: StepInputs) -> list[Tensor]:
+def run(
+    ops: NaiveOps,
+    stage: tuple[int, int],
+    x: Tensor,
+    v_first: Tensor | None,
+    inputs: StepInputs,
+    form: StateFormat = StateFormat.FP32,
+) -> list[Tensor]:
     """Return the outputs of the layers and the states after them."""
-    state = random_state(stage)
+    state = random_state(stage, form)
     given = x.clone()
     if isinstance(ops, CpuOps):
         out, first = ops.run_layers(layers(stage, ops), given, v_first, state, inputs)
@@ -128,19 +134,20 @@ def test_layers_are_bit_identical_for_any_number_of_threads(threads: int) -> Non
 
 
 @needs_compiler
-def test_fp16_states_take_the_plain_path() -> None:
-    inputs, stage = random_inputs(BATCHES[2]), STAGES[0]
-    x = normal(len(inputs.tokens), WIDTH, seed=1)
-    fast, naive = (random_state(stage, StateFormat.FP16) for _ in range(2))
-    weights = weights_from(random_weights(LAYERS, WIDTH, 256, seed=3, ranks=(20, 24, 12, 40)))
-    prepared = Stage(weights, *stage, Precision(CPU, torch.float32, torch.float32, StateFormat.FP16), CpuOps())
-    prepared.state = fast
-    out, _ = prepared.forward(x, None, inputs)
-    with pytest.raises(ValueError, match="over fp32 states"):
-        CpuOps().run_layers(prepared.layers, x, None, fast, inputs)
-    expected, _ = forward_layers(layers(stage, NaiveOps()), x, None, naive, inputs, NaiveOps())
-    assert (out - expected).abs().max() < 1e-2
-    assert (fast.wkv - naive.wkv).abs().max() < 1e-2 and (fast.shift - naive.shift).abs().max() < 1e-2
+@pytest.mark.parametrize(("form", "error"), [(StateFormat.FP16, 1e-3), (StateFormat.INT8, 0.05)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_layers_over_smaller_states_equal_naive(
+    form: StateFormat, error: float, batch: tuple[list[int], list[int], list[int]]
+) -> None:
+    """Sums in another order round some numbers to their other neighbour."""
+    inputs = random_inputs(batch)
+    x = normal(len(inputs.tokens), WIDTH, seed=1) * 3 + 1
+    expected, actual = (run(ops, STAGES[0], x, None, inputs, form) for ops in (NaiveOps(), CpuOps()))
+    expected[2], actual[2] = form.unpack(expected[2]), form.unpack(actual[2])
+    for naive, fast in zip(expected, actual, strict=True):
+        assert (naive - fast).abs().max() < error * max(1, naive.abs().max())
+    others = [slot for slot in range(SLOTS) if slot not in inputs.write_slots.tolist()]
+    assert torch.equal(actual[2][others], form.unpack(random_state(STAGES[0], form).wkv)[others])
 
 
 def test_a_row_that_continues_another() -> None:

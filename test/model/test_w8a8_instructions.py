@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-import platform
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from native import build, machine
-from native.instruction_sets import INSTRUCTION_SETS, InstructionSet, supported
 from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.kernels.cpu import linear as cpu_linear
-from test.conftest import IS_LONG
+from test.model.older_instructions import INSTRUCTIONS
 from test.model.test_w8a8_cpu import check_bits
 
 pytestmark = [
@@ -23,25 +16,6 @@ pytestmark = [
         cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
     ),
 ]
-TESTED = ("avxvnni", "vnni", "avx512", "avx2") if IS_LONG else ("avx512", "avx2")
-"""Newer CPUs have the others of a wheel in all tests. The best one of this CPU is what all other tests use."""
-INSTRUCTIONS = {one.name: one for one in INSTRUCTION_SETS["x86_64"] if one.name in TESTED}
-for best in supported(platform.machine())[:1]:
-    INSTRUCTIONS.pop(best.name, None)
-INSTRUCTIONS["sse2"] = InstructionSet("sse2", ("-march=x86-64",))
-
-
-@pytest.fixture
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Build the kernels for an older CPU. The matrices then use them."""
-    older_set = INSTRUCTIONS[request.param]
-    if platform.machine() != "x86_64" or not older_set.features <= set(machine.cpu_features().split()):
-        pytest.skip(f"this CPU has no {', '.join(sorted(older_set.features))}")
-    flags = (*cpu_library.LIBRARY.flags, *older_set.flags, "-O1")  # compiles faster than -O3
-    library = dataclasses.replace(cpu_library.LIBRARY, flags=flags)
-    older = cpu_library.declare(ctypes.CDLL(str(build.build(library))))
-    monkeypatch.setattr(cpu_linear, "library", lambda: older)
-    yield request.param
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS, indirect=True)

@@ -97,14 +97,14 @@ class StepArgs(ctypes.Structure):
     v_first: the values v of layer 0, which later layers mix into theirs
     wkv, shift: the states, by slot
     ends, read, write: for each row, the end of its tokens, the slot that it reads and the slot that it writes
-    rows, tokens: of the step; slots: of the states; width: C
+    rows, tokens: of the step; slots: of the states; width: C; head_bytes: of a head's state, which select its format
     """
 
     _fields_ = [
         ("layers", ctypes.POINTER(LayerArgs)),
         *integers("num_layers"),
         *pointers("x", "out", "v_first", "wkv", "shift", "ends", "read", "write"),
-        *integers("rows", "tokens", "slots", "width", "threads"),
+        *integers("rows", "tokens", "slots", "width", "threads", "head_bytes"),
         *pointers("adapters"),
     ]
 

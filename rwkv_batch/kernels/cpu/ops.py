@@ -1,6 +1,7 @@
 """The CPU backend: a stage's layers in one C++ call, on fp32 activations and packed matrices.
 
-For every weight type, results are bit-identical for any batch, any split of a prompt and any number of threads.
+For every weight and state type, results are bit-identical for any batch, any split of a prompt and any number of
+threads.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ from rwkv_batch.model.adapter_table import NO_ADAPTER, AdapterTable
 from rwkv_batch.model.layer import Layer, Linear, Norm
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
 from rwkv_batch.model.quant.formats import Quantised
-from rwkv_batch.model.state import StateArena, StateFormat
+from rwkv_batch.model.state import HEAD_SIZE, StateArena
 from rwkv_batch.model.step_inputs import StepInputs
+
+HEAD = (1, HEAD_SIZE, HEAD_SIZE)
+"""Sizes of one head's state."""
 
 
 class CpuAdapterTable(AdapterTable):
     """A stage's adapters, with the addresses of their pairs.
 
-    Each adapter has an array [layers] of its pairs' addresses, b transposed. If plain torch runs the layers (fp16 or
-    int8 states), products use packed matrices: torch's own results depend on the other tokens. A matrix is packed on
-    first use.
+    Each adapter has an array [layers] of its pairs' addresses, b transposed. If plain torch runs the layers (a stage
+    that begins or ends within one), products use packed matrices: torch's own results depend on the other tokens. A
+    matrix is packed on first use.
     """
 
     def __init__(
@@ -145,17 +149,12 @@ class PackedOps(NaiveOps):
 
 
 class CpuOps(PackedOps):
-    """The C++ backend. fp16 and int8 states use the plain torch layers with packed matrices."""
+    """The C++ backend."""
 
     @staticmethod
     def prepare_layer(layer: Layer) -> CpuLayer:
         """See ops.PreparesLayers."""
         return CpuLayer(**{field.name: getattr(layer, field.name) for field in fields(Layer)}, args=_layer_args(layer))
-
-    @staticmethod
-    def can_run_layers(state: StateArena) -> bool:
-        """See ops.RunsLayers: fp32 states."""
-        return state.form is StateFormat.FP32
 
     make_adapter_table = staticmethod(partial(CpuAdapterTable, make_linear=CpuLinear))
 
@@ -175,9 +174,7 @@ class CpuOps(PackedOps):
         inputs: StepInputs,
         adapters: AdapterTable | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """See ops.RunsLayers. Raises ValueError, IndexError (rows that do not fit the slots) and MemoryError."""
-        if not self.can_run_layers(state):
-            raise ValueError(f"the cpu kernels run layers over fp32 states, not {state.form}")
+        """See ops.RunsLayers. Raises IndexError (rows that do not fit the slots) and MemoryError."""
         x = x.to(torch.float32).contiguous()
         tokens, width = x.shape
         out = torch.empty_like(x)
@@ -187,7 +184,7 @@ class CpuOps(PackedOps):
             _layers_args(layers), len(layers),
             x.data_ptr(), out.data_ptr(), first.data_ptr(), state.wkv.data_ptr(), state.shift.data_ptr(),
             *_rows(inputs), inputs.read_slots.numel(), tokens, state.num_slots, width, torch.get_num_threads(),
-            None if own is None else own.data_ptr(),
+            state.form.num_bytes(HEAD), None if own is None else own.data_ptr(),
         )  # fmt: skip
         _check_status(library().rwkv_layers(ctypes.byref(args)), inputs, state)
         return out, first

@@ -43,10 +43,10 @@ struct Step {
   const float* x;  // [T, C]
   float* out;  // [T, C]: output of the last layer
   float* v_first;  // [T, C]: written by the model's first layer, read by the others
-  float* wkv;      // [slots, layers, H, 64, 64]
+  char* wkv;       // [slots, layers, H] states of `head_bytes` each
   float* shift;    // [slots, layers, 2, C]
   Rows rows;
-  int64_t width, threads;
+  int64_t width, threads, head_bytes;
   const AdapterLayer* const* adapters;  // [T]: each token's adapter, [layers], or null; null: no adapters
 };
 
@@ -233,10 +233,10 @@ void finish_value(Member& me, const Step& s, int64_t layer, const Buffers& b) {
 void run_layer(Member& me, const Step& s, int64_t i, const Buffers& b, uint16_t* packed) {
   const Layer& l = s.layers[i];
   const int64_t size = s.rows.tokens * s.width, tokens = s.rows.tokens;
-  const int64_t shift_stride = s.num_layers * 2 * s.width, wkv_size = s.width * HEAD;
+  const int64_t shift_stride = s.num_layers * 2 * s.width, heads = s.width / HEAD, wkv_bytes = heads * s.head_bytes;
   const float* x = i ? s.out : s.x;
   float* v = l.v0 ? b.v : s.v_first;
-  float *shift = s.shift + i * 2 * s.width, *wkv = s.wkv + i * wkv_size;
+  float* shift = s.shift + i * 2 * s.width;
   const Phases phases(l, b, v, size, s.adapters);
   auto run = [&](const Gemms& gemms) { linear(me, gemms.list, gemms.count, tokens, packed); };
 
@@ -250,7 +250,7 @@ void run_layer(Member& me, const Step& s, int64_t i, const Buffers& b, uint16_t*
   }
   run(phases.low_ranks);
   time_mix(me, {b.r, b.w, b.k, v, b.a, b.g, l.v0 ? b.v_gate : nullptr, s.v_first, l.w0, l.a0, l.v0, l.k_k, l.k_a, l.r_k,
-                l.ln_x, b.y, wkv, s.num_layers * wkv_size, s.width / HEAD},
+                l.ln_x, b.y, s.wkv + i * wkv_bytes, s.num_layers * wkv_bytes, s.head_bytes, heads},
            s.rows);
   run(phases.output);
   if (s.adapters) add_adapters(me, s, i, {{OUTPUT, l.output, b.y, b.delta}});

@@ -1,4 +1,4 @@
-// fp32 implementation of mix.h; definition: kernels/naive.py. One thread computes a token's head in a fixed order, so
+// fp32 arithmetic of mix.h; definition: kernels/naive.py. One thread computes a token's head in a fixed order, so
 // results do not depend on other rows or the thread count.
 #include "mix.h"
 
@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "simd.h"
+#include "state.h"
 #include "time_mix.h"
 
 namespace {
@@ -47,22 +48,24 @@ void token_mixes(const ShiftMix& c, const Rows& rows, int64_t t) {
   }
 }
 
-// With the rows that continue it.
+// With the rows that continue it. A state is stored after each token, so a prompt's pieces do not change it.
+template <class State>
 void head_of_row(const TimeMix& c, const Rows& rows, int64_t row, int64_t head) {
   if (rows.read[row] == CONTINUES) return;
-  const int64_t channel = head * HEAD, width = c.heads * HEAD, matrix = head * HEAD * HEAD;
-  const float* from = c.wkv + rows.read[row] * c.slot_stride + matrix;
+  const int64_t channel = head * HEAD, width = c.heads * HEAD;
+  char* states = c.wkv + head * c.head_bytes;
+  State state(states + rows.read[row] * c.slot_bytes);
   Token token;
   float y[HEAD];
   do {
-    float* to = c.wkv + rows.write[row] * c.slot_stride + matrix;
-    for (int64_t t = rows.ends[row]; t < rows.ends[row + 1]; ++t, from = to) {
+    char* to = states + rows.write[row] * c.slot_bytes;
+    for (int64_t t = rows.ends[row]; t < rows.ends[row + 1]; ++t) {
       const int64_t at = t * width + channel;
       for (const float* input : {c.r, c.w, c.k, c.v, c.a, c.g, c.v_gate, c.v_first}) {  // the next token's are pages on
         for (int i = 0; input && i < HEAD; i += 16) __builtin_prefetch(input + at + width + i);
       }
       prologue(c, at, channel, token);
-      advance(from, to, token, nullptr, y);
+      state.advance_to(to, token, y);
       epilogue(c, at, channel, token, y);
     }
   } while (++row < rows.rows && rows.read[row] == CONTINUES);
@@ -91,5 +94,8 @@ void shift_mix(Member& me, const ShiftMix& c, const Rows& rows) {
 }
 
 void time_mix(Member& me, const TimeMix& c, const Rows& rows) {
-  me.run_items(rows.rows * c.heads, [&](int64_t task) { head_of_row(c, rows, task / c.heads, task % c.heads); });
+  const auto run = c.head_bytes == sizeof(Int8Head)           ? head_of_row<Int8State>
+                   : c.head_bytes == HEAD * HEAD * sizeof(Half) ? head_of_row<NumbersState<Half>>
+                                                                : head_of_row<NumbersState<float>>;
+  me.run_items(rows.rows * c.heads, [&](int64_t task) { run(c, rows, task / c.heads, task % c.heads); });
 }

@@ -34,8 +34,8 @@ struct TimeMix {
   const float *w0, *a0, *v0, *k_k, *k_a, *r_k;  // [C]; v0 null in the first layer
   Norm ln_x;
   float* y;            // [T, C]
-  float* wkv;          // [slots, H, 64, 64], slots `slot_stride` apart
-  int64_t slot_stride, heads;
+  char* wkv;           // [slots, H] states of `head_bytes` each: fp32, fp16 or int8 (state.h)
+  int64_t slot_bytes, head_bytes, heads;
 };
 
 // Whether every row has tokens and valid slots. Prevents out-of-bounds writes.

@@ -22,6 +22,7 @@ constexpr int TILE_ROWS = 4;
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
 
 static inline vf load(const float* p) {
   vf v;
@@ -69,37 +70,47 @@ static inline vf vexp(vf x) {
 
 static inline vf vsigmoid(vf x) { return 1.f / (1.f + vexp(-x)); }
 
-// Lane i of `a` (bit S of i clear) or `b` (set), plus its partner at distance S. The indices are constants: GCC would
-// make those of a loop at run time.
-template <int S, int... I>
-inline vf fold_lanes(vf a, vf b, std::integer_sequence<int, I...>) {
+struct Add {
+  template <class V>
+  V operator()(V a, V b) const { return a + b; }
+};
+
+struct Max {
+  template <class V>
+  V operator()(V a, V b) const { return a > b ? a : b; }
+};
+
+// Lane i of `a` (bit S of i clear) or `b` (set), combined with its partner at distance S. The indices are constants:
+// GCC would make those of a loop at run time.
+template <int S, class Op, class V, int... I>
+inline V fold_lanes(V a, V b, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
-  return __builtin_shufflevector(a, b, ((I & S) ? LANES + I : I)...) +
-         __builtin_shufflevector(a, b, ((I & S) ? LANES + (I ^ S) : (I ^ S))...);
+  return Op()(__builtin_shufflevector(a, b, ((I & S) ? LANES + I : I)...),
+              __builtin_shufflevector(a, b, ((I & S) ? LANES + (I ^ S) : (I ^ S))...));
 #else
-  return __builtin_shuffle(a, b, vi{((I & S) ? LANES + I : I)...}) +
-         __builtin_shuffle(a, b, vi{((I & S) ? LANES + (I ^ S) : (I ^ S))...});
+  return Op()(__builtin_shuffle(a, b, vi{((I & S) ? LANES + I : I)...}),
+              __builtin_shuffle(a, b, vi{((I & S) ? LANES + (I ^ S) : (I ^ S))...}));
 #endif
 }
 
-template <int S>
-inline vf fold(vf a, vf b) {
-  return fold_lanes<S>(a, b, std::make_integer_sequence<int, LANES>{});
+template <int S, class Op, class V>
+inline V fold(V a, V b) {
+  return fold_lanes<S, Op>(a, b, std::make_integer_sequence<int, LANES>{});
 }
 
 // The sum of v's lanes, in pairs: few additions depend on each other.
 template <int S = LANES / 2>
 inline float hsum(vf v) {
-  v = fold<S>(v, v);
+  v = fold<S, Add>(v, v);
   if constexpr (S > 1) return hsum<S / 2>(v);
   return v[0];
 }
 
-// Lane i of the result is the sum of p[i]'s lanes. Overwrites p.
-template <int S = LANES / 2>
-inline vf sum_rows(vf p[LANES]) {
+// Lane i of the result is the sum (or maximum) of p[i]'s lanes. Overwrites p.
+template <class Op, int S = LANES / 2, class V>
+inline V fold_rows(V p[LANES]) {
 #pragma GCC unroll 8
-  for (int i = 0; i < S; ++i) p[i] = fold<S>(p[i], p[i + S]);
-  if constexpr (S > 1) return sum_rows<S / 2>(p);
+  for (int i = 0; i < S; ++i) p[i] = fold<S, Op>(p[i], p[i + S]);
+  if constexpr (S > 1) return fold_rows<Op, S / 2>(p);
   return p[0];
 }

@@ -40,8 +40,10 @@ inline void prologue(const TimeMix& c, int64_t at, int64_t channel, Token& o) {
 }
 
 // S' = S diag(decay) + (S minus_kk) b^T + v k^T, y = S' r; from -> to, both [64 values, 64 keys].
-// removed_out: S minus_kk [64 values], or null. LANES values at a time: sum_rows makes their sums over the keys.
-inline void advance(const float* from, float* to, const Token& o, float* removed_out, float* y) {
+// removed_out: S minus_kk [64 values], or null. LANES values at a time: fold_rows makes their sums over the keys.
+// Number: float, or Half of state.h. y is that of S' before it is rounded.
+template <class Number>
+inline void advance(const Number* from, Number* to, const Token& o, float* removed_out, float* y) {
   constexpr int KEYS = HEAD / LANES;
   vf minus_kk[KEYS], decay[KEYS], b[KEYS], k[KEYS], r[KEYS];  // in registers: stores to `to` could change o
   for (int j = 0; j < KEYS; ++j) {
@@ -52,18 +54,18 @@ inline void advance(const float* from, float* to, const Token& o, float* removed
   for (int first = 0; first < HEAD; first += LANES) {
     vf parts[LANES];
     for (int i = 0; i < LANES; ++i) {
-      const float* s = from + (first + i) * HEAD;
+      const Number* s = from + (first + i) * HEAD;
       vf sum = {};
 #pragma GCC unroll 16
       for (int j = 0; j < KEYS; ++j) sum += load(s + j * LANES) * minus_kk[j];
       parts[i] = sum;
     }
     float sa[LANES];
-    store(sa, sum_rows(parts));
+    store(sa, fold_rows<Add>(parts));
     if (removed_out) store(removed_out + first, load(sa));
     for (int i = 0; i < LANES; ++i) {
-      const float* s = from + (first + i) * HEAD;
-      float* next = to + (first + i) * HEAD;
+      const Number* s = from + (first + i) * HEAD;
+      Number* next = to + (first + i) * HEAD;
       const vf removed = splat(sa[i]), added = splat(o.v[first + i]);
       vf sum = {};
 #pragma GCC unroll 16
@@ -74,7 +76,7 @@ inline void advance(const float* from, float* to, const Token& o, float* removed
       }
       parts[i] = sum;
     }
-    store(y + first, sum_rows(parts));
+    store(y + first, fold_rows<Add>(parts));
   }
 }
 

@@ -87,9 +87,9 @@ void retreat(const float* before, const float* after, float* s, const Token& o, 
       }
       of_v[i] = v_sum, of_removed[i] = removed_sum;
     }
-    store(grads.v + first, sum_rows(of_v));
+    store(grads.v + first, fold_rows<Add>(of_v));
     float dremoved[LANES];
-    store(dremoved, sum_rows(of_removed));
+    store(dremoved, fold_rows<Add>(of_removed));
     for (int i = 0; i < LANES; ++i) {
       const int64_t row = (first + i) * HEAD;
       const vf di = splat(dremoved[i]);
