@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor
 from rwkv_batch.model.low_rank import Experts, LayerPairs, Target
 from rwkv_batch.model.step_inputs import StepInputs
 
-Multiply = Callable[[Tensor, Tensor], Tensor]
-"""x [N, in], weight [out, in] -> [N, out]"""
 NO_ADAPTER = 0
 """number of rows without an adapter"""
 
@@ -78,45 +76,36 @@ class AdapterTable:
         numbers = [number for number in inputs.adapters.unique().tolist() if number != NO_ADAPTER]
         token_lists = [(inputs.adapters == number).nonzero().squeeze(1).to(self._device) for number in numbers]
         groups = [(self._adapters[number], tokens) for number, tokens in zip(numbers, token_lists, strict=True)]
-        return _Groups(groups, self.multiply)
-
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply x [N, in] by weight [out, in] of a loaded adapter: [N, out]."""
-        return plain(x, weight)
+        return _Groups(groups)
 
 
 class _Groups:
     """A step's tokens grouped by adapter."""
 
-    def __init__(self, groups: list[tuple[list[LayerPairs], Tensor]], multiply: Multiply) -> None:
-        self._groups, self._multiply = groups, multiply
+    def __init__(self, groups: list[tuple[list[LayerPairs], Tensor]]) -> None:
+        self._groups = groups
 
     def for_layer(self, number: int) -> LayerAdapters:
-        return _LayerGroups([(layers[number], tokens) for layers, tokens in self._groups], self._multiply)
+        return _LayerGroups([(layers[number], tokens) for layers, tokens in self._groups])
 
 
 class _LayerGroups:
-    def __init__(self, groups: list[tuple[LayerPairs, Tensor]], multiply: Multiply) -> None:
-        self._groups, self._multiply = groups, multiply
+    def __init__(self, groups: list[tuple[LayerPairs, Tensor]]) -> None:
+        self._groups = groups
 
     def add(self, *maps: AdaptedLinear) -> None:
         for layer, tokens in self._groups:
             for target, x, y in maps:
                 if (pair := layer.pairs.get(target)) is not None:
-                    y[tokens] += self._multiply(self._multiply(x[tokens], pair.a), pair.b)
+                    y[tokens] += x[tokens] @ pair.a.T @ pair.b.T
 
     def mix_experts(self, x: Tensor, key: Tensor, hidden: Tensor, y: Tensor) -> None:
         for layer, tokens in self._groups:
             if layer.experts is not None:
-                hidden[tokens], y[tokens] = mix_expert_outputs(layer.experts, x[tokens], key[tokens], self._multiply)
+                hidden[tokens], y[tokens] = mix_expert_outputs(layer.experts, x[tokens], key[tokens])
 
 
-def plain(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x [N, in] by weight [out, in]: [N, out]."""
-    return x @ weight.T
-
-
-def mix_expert_outputs(experts: Experts, x: Tensor, key: Tensor, multiply: Multiply = plain) -> tuple[Tensor, Tensor]:
+def mix_expert_outputs(experts: Experts, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Return hidden [N, F] and y [N, C] of tokens x.
 
     x is [N, C]. key [N, F] is the model's own key map of x.
@@ -124,7 +113,7 @@ def mix_expert_outputs(experts: Experts, x: Tensor, key: Tensor, multiply: Multi
     The channel mix of expert e is V h_e + b_e (a_e h_e). With gates g_e, the mixture is V hidden + y, where
     hidden = sum of g_e h_e and y = sum of g_e b_e (a_e h_e). So the large matrices multiply once.
     """
-    scores = torch.cat([x.new_zeros(len(x), 1), multiply(x, experts.router)], dim=1)
+    scores = torch.cat([x.new_zeros(len(x), 1), x @ experts.router.T], dim=1)
     top = scores.topk(experts.active, dim=1)
     gates = torch.zeros_like(scores).scatter(1, top.indices, torch.softmax(top.values.float(), dim=1).to(scores.dtype))
     hidden, y = torch.zeros_like(key), torch.zeros_like(x)
@@ -133,9 +122,9 @@ def mix_expert_outputs(experts: Experts, x: Tensor, key: Tensor, multiply: Multi
     ):  # all tokens, because a selection would wait for the device
         expert_hidden = key
         if (pair := pairs.get(Target.FFN_KEY)) is not None:
-            expert_hidden = key + multiply(multiply(x, pair.a), pair.b)
+            expert_hidden = key + x @ pair.a.T @ pair.b.T
         expert_hidden = gate * torch.relu(expert_hidden).square()
         hidden += expert_hidden
         if (pair := pairs.get(Target.FFN_VALUE)) is not None:
-            y += multiply(multiply(expert_hidden, pair.a), pair.b)
+            y += expert_hidden @ pair.a.T @ pair.b.T
     return hidden, y

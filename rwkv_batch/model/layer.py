@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,3 +184,18 @@ class Projections:
 def layer_norm(x: Tensor, norm: Norm) -> Tensor:
     """LayerNorm over the last axis, eps 1e-5: [..., C] of any float dtype -> [..., C] fp32."""
     return torch.nn.functional.layer_norm(x.float(), x.shape[-1:], norm.weight, norm.bias, 1e-5)
+
+
+class Cuts(NamedTuple):
+    """Whether a range of layers starts or ends within a layer.
+
+    Within: between the layer's time mix and channel mix.
+    """
+
+    begins_within: bool = False
+    """the first layer has only its channel mix here"""
+    ends_within: bool = False
+    """the last layer has only its time mix here"""
+
+
+WHOLE = Cuts()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.model.adapter_table import AdapterTable, LayerAdapters
-from rwkv_batch.model.layer import Layer, Linear, Norm, Projections, Prologue
+from rwkv_batch.model.layer import WHOLE, Cuts, Layer, Linear, Norm, Projections, Prologue
 from rwkv_batch.model.state import ModelShape, StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 
@@ -130,6 +130,7 @@ class RunsLayers(Protocol):
         state: StateArena,
         inputs: StepInputs,
         adapters: AdapterTable | None = None,
+        cuts: Cuts = WHOLE,
     ) -> tuple[Tensor, Tensor | None]:
         """Run layers as `rwkv7.forward_layers`: x [T, C] and v_first [T, C] or None -> both.
 

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from rwkv_batch.model.adapter_table import AdaptedLinear, StepAdapters
-from rwkv_batch.model.layer import Layer
+from rwkv_batch.model.layer import WHOLE, Cuts, Layer
 from rwkv_batch.model.low_rank import Target
 from rwkv_batch.model.ops import Delta, Ops
 from rwkv_batch.model.state import StateArena
 from rwkv_batch.model.step_inputs import StepInputs
-
-
-class Cuts(NamedTuple):
-    """Whether a range of layers starts or ends within a layer.
-
-    Within: between the layer's time mix and channel mix.
-    """
-
-    begins_within: bool = False
-    """the first layer has only its channel mix here"""
-    ends_within: bool = False
-    """the last layer has only its time mix here"""
-
-
-WHOLE = Cuts()
 
 
 def forward_layers(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from rwkv_batch.model.rwkv7 import WHOLE, Cuts
+from rwkv_batch.model.layer import WHOLE, Cuts
 from rwkv_batch.model.state import RWKV7
 from rwkv_batch.model.weights import Weights
 

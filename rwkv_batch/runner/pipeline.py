@@ -14,14 +14,14 @@ from torch import Tensor
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.kernels.registry import choose_ops, make_deterministic
 from rwkv_batch.model.adapter_table import AdapterTable
-from rwkv_batch.model.layer import Layer, LayerBase, Linear, layer_norm, linears_of
+from rwkv_batch.model.layer import WHOLE, Cuts, Layer, LayerBase, Linear, layer_norm, linears_of
 from rwkv_batch.model.loader import LargestInputs, LayerLoader, Precision, load_layers, precision_for
 from rwkv_batch.model.low_rank import LayerPairs
 from rwkv_batch.model.older.layer import OlderLayer
 from rwkv_batch.model.older.layer import forward_layers as forward_older_layers
 from rwkv_batch.model.ops import HoldsAdapters, NormsRows, Ops, PreparesLayers, RunsLayers
 from rwkv_batch.model.quant_linear import plain_quantised
-from rwkv_batch.model.rwkv7 import WHOLE, Cuts, forward_layers
+from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state import RWKV7, StateArena
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.model.weights import Weights
@@ -65,7 +65,7 @@ class Stage:
         """The device context of kernel launches, which go to the current device's stream. -1: does nothing."""
         self.ops = ops
         # Such a check takes 10 us.
-        self._layer_runner = ops if isinstance(ops, RunsLayers) and not any(cuts) else None
+        self._layer_runner = ops if isinstance(ops, RunsLayers) else None
         self._row_norms = ops if isinstance(ops, NormsRows) else None
         self.shape = shape
         self.width = shape.width
@@ -155,7 +155,7 @@ class Stage:
                 return forward_older_layers(cast(Sequence[OlderLayer], self.layers), x, self.state, inputs), None
             layers = cast(Sequence[Layer], self.layers)
             if self._layer_runner is not None:
-                return self._layer_runner.run_layers(layers, x, v_first, self.state, inputs, self.adapters)
+                return self._layer_runner.run_layers(layers, x, v_first, self.state, inputs, self.adapters, self.cuts)
             added = self.adapters.for_step(inputs)
             return forward_layers(layers, x, v_first, self.state, inputs, self.ops, added, cuts=self.cuts)
 

@@ -14,12 +14,10 @@ from torch import Tensor
 from demo.random_weights import random_weights
 from native import build, machine
 from rwkv_batch.kernels.cpu import library as cpu_library
-from rwkv_batch.kernels.cpu.ops import CpuOps
-from rwkv_batch.model.loader import Precision
 from rwkv_batch.model.state import HEAD_SIZE, StateFormat, pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import CONTINUES, step_inputs
 from rwkv_batch.model.weights import weights_from
-from rwkv_batch.runner.pipeline import Stage
+from rwkv_batch.runner.pipeline import Pipeline
 from test.model.older_instructions import INSTRUCTIONS, flags_of
 
 pytestmark = [
@@ -29,14 +27,13 @@ pytestmark = [
     pytest.mark.usefixtures("two_threads"),
 ]
 VOCAB, SLOTS, FIRST_SLOT = 256, 100, 2
-CPU = torch.device("cpu")
 
 
-def make_stage(form: StateFormat, width: int) -> Stage:
-    weights = weights_from(random_weights(2, width, VOCAB, seed=4))
-    stage = Stage(weights, 0, 2, Precision(CPU, torch.float32, torch.float32, form), CpuOps())
-    stage.allocate_slots(SLOTS)
-    return stage
+def make_pipeline(form: StateFormat, width: int, layers: tuple[float, ...] = (4,)) -> Pipeline:
+    weights = weights_from(random_weights(4, width, VOCAB, seed=4))
+    pipeline = Pipeline(weights, ("cpu",) * len(layers), "fp32", "cpu", form, layers)
+    pipeline.allocate_slots(SLOTS)
+    return pipeline
 
 
 def random_steps(rng: Random, length: int) -> list[list[int]]:
@@ -50,13 +47,11 @@ def random_steps(rng: Random, length: int) -> list[list[int]]:
     return steps
 
 
-@torch.inference_mode()
-def read(stage: Stage, text: list[int], steps: list[list[int]], rng: Random, most_others: int) -> list[Tensor]:
+def read(pipeline: Pipeline, text: list[int], steps: list[list[int]], rng: Random, most_others: int) -> list[Tensor]:
     """Read a text from the zero state in these steps, among other rows and refused drafts.
 
-    Returns its logits, and both states after it.
+    Returns its logits, and the states after it.
     """
-    assert stage.state is not None
     slot = done = 0
     for lengths in steps:
         others = [rng.choice((1, 1, 3, rng.randint(1, 30))) for _ in range(rng.choice((0, 1, most_others)))]
@@ -73,33 +68,33 @@ def read(stage: Stage, text: list[int], steps: list[list[int]], rng: Random, mos
         reads[first:first] = [slot] + [CONTINUES] * (len(own) + refused - 1)
         last = first + len(own) - 1
         inputs = step_inputs(rows, reads, free[: len(rows)], [last])
-        x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
-        logits, slot = stage.logits(x, inputs), free[last]
-    return [logits.clone(), stage.state.wkv[slot].clone(), stage.state.shift[slot].clone()]
+        logits, slot = pipeline.forward(inputs), free[last]
+    states = [state for stage in pipeline.stages if (state := stage.state) is not None]
+    return [logits.clone(), *(part[slot].clone() for state in states for part in (state.wkv, state.shift))]
 
 
-def check_pieces(form: StateFormat, width: int, texts: int) -> None:
-    stage = make_stage(form, width)
+def check_pieces(pipeline: Pipeline, texts: int) -> None:
     for case in range(texts):
         rng = Random(case)
         text = [rng.randrange(VOCAB) for _ in range(rng.choice((rng.randint(2, 8), rng.randint(9, 60))))]
-        alone = read(stage, text, [[1]] * len(text), rng, 0)
+        alone = read(pipeline, text, [[1]] * len(text), rng, 0)
         for steps in ([[len(text)]], *(random_steps(rng, len(text)) for _ in range(3))):
-            found = read(stage, text, steps, rng, 25)
+            found = read(pipeline, text, steps, rng, 25)
             assert all(map(torch.equal, found, alone)), (case, steps)
 
 
 @pytest.mark.parametrize("form", StateFormat)
-@pytest.mark.parametrize("width", [64, 192])
-def test_pieces_of_a_text_leave_the_same_bits(form: StateFormat, width: int) -> None:
-    check_pieces(form, width, 12)
+@pytest.mark.parametrize(("width", "layers"), [(64, (4,)), (192, (4,)), (64, (1.5, 1, 1.5))])
+def test_pieces_of_a_text_leave_the_same_bits(form: StateFormat, width: int, layers: tuple[float, ...]) -> None:
+    """Also in stages that begin and end within a layer."""
+    check_pieces(make_pipeline(form, width, layers), 12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("instructions", INSTRUCTIONS, indirect=True)
 @pytest.mark.parametrize("form", StateFormat)
 def test_pieces_leave_the_same_bits_with_other_instructions(instructions: str, form: StateFormat) -> None:
-    check_pieces(form, 128, 8)
+    check_pieces(make_pipeline(form, 128), 8)
 
 
 @pytest.mark.parametrize("instructions", ["native", *INSTRUCTIONS])

@@ -94,17 +94,19 @@ class AdapterLayerArgs(ctypes.Structure):
 class StepArgs(ctypes.Structure):
     """csrc/layers.cpp's Step: inputs and outputs of a step. Shapes are there.
 
-    v_first: the values v of layer 0, which later layers mix into theirs
+    x: overwritten by the result; v_first: the values v of layer 0, which later layers mix into theirs
     wkv, shift: the states, by slot
     ends, read, write: for each row, the end of its tokens, the slot that it reads and the slot that it writes
     rows, tokens: of the step; slots: of the states; width: C; head_bytes: of a head's state, which select its format
+    begins_within, ends_within: as model.layer.Cuts
     """
 
     _fields_ = [
         ("layers", ctypes.POINTER(LayerArgs)),
         *integers("num_layers"),
-        *pointers("x", "out", "v_first", "wkv", "shift", "ends", "read", "write"),
+        *pointers("x", "v_first", "wkv", "shift", "ends", "read", "write"),
         *integers("rows", "tokens", "slots", "width", "threads", "head_bytes"),
+        *integers("begins_within", "ends_within"),
         *pointers("adapters"),
     ]
 

@@ -7,9 +7,8 @@ threads.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from rwkv_batch.kernels.cpu.linear import CPU, CpuLinear, make_quantised
 from rwkv_batch.kernels.cpu.memory import PackedMemory
 from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.adapter_table import NO_ADAPTER, AdapterTable
-from rwkv_batch.model.layer import Layer, Linear, Norm
+from rwkv_batch.model.layer import WHOLE, Cuts, Layer, Linear, Norm
 from rwkv_batch.model.low_rank import LayerPairs, Pair, Target
 from rwkv_batch.model.quant.formats import Quantised
 from rwkv_batch.model.state import HEAD_SIZE, StateArena
@@ -41,26 +40,13 @@ HEAD = (1, HEAD_SIZE, HEAD_SIZE)
 class CpuAdapterTable(AdapterTable):
     """A stage's adapters, with the addresses of their pairs.
 
-    Each adapter has an array [layers] of its pairs' addresses, b transposed. If plain torch runs the layers (a stage
-    that begins or ends within one), products use packed matrices: torch's own results depend on the other tokens. A
-    matrix is packed on first use.
+    Each adapter has an array [layers] of its pairs' addresses, b transposed.
     """
 
-    def __init__(
-        self,
-        first: int,
-        last: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        make_linear: Callable[[Tensor], Callable[[Tensor], Tensor]],
-    ) -> None:
-        """make_linear: packs a weight [out, in] fp32; its results [N, out] do not depend on N, bit for bit."""
+    def __init__(self, first: int, last: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(first, last, device, dtype)
-        self._make_linear = make_linear
-        self._packed: dict[int, Callable[[Tensor], Tensor]] = {}
-        """by id of the weight, which is kept alive"""
         self._arrays: dict[int, ctypes.Array[AdapterLayerArgs]] = {}
+        """by number"""
         self._kept: dict[int, list[object]] = {}
 
     def put(self, number: int, layers: Mapping[int, LayerPairs]) -> None:
@@ -85,19 +71,9 @@ class CpuAdapterTable(AdapterTable):
 
     def drop(self, number: int) -> None:
         """See AdapterTable."""
-        for layer in self.pairs(number) if number in self._arrays else ():
-            routers = [] if layer.experts is None else [layer.experts.router]
-            for weight in (*routers, *(weight for pair in layer.all_pairs for weight in (pair.a, pair.b))):
-                self._packed.pop(id(weight), None)
         super().drop(number)
         self._arrays.pop(number, None)
         self._kept.pop(number, None)
-
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See AdapterTable: [N, in] -> [N, out], bit-identical for a token in any batch."""
-        if (linear := self._packed.get(id(weight))) is None:
-            linear = self._packed[id(weight)] = self._make_linear(weight)
-        return linear(x)
 
     def addresses(self, inputs: StepInputs) -> Tensor | None:
         """Returns each token's adapter address, [T] int64.
@@ -156,7 +132,7 @@ class CpuOps(PackedOps):
         """See ops.PreparesLayers."""
         return CpuLayer(**{field.name: getattr(layer, field.name) for field in fields(Layer)}, args=_layer_args(layer))
 
-    make_adapter_table = staticmethod(partial(CpuAdapterTable, make_linear=CpuLinear))
+    make_adapter_table = CpuAdapterTable
 
     @staticmethod
     def reserve(layers: Sequence[Layer], width: int, tokens: int) -> None:
@@ -173,18 +149,19 @@ class CpuOps(PackedOps):
         state: StateArena,
         inputs: StepInputs,
         adapters: AdapterTable | None = None,
+        cuts: Cuts = WHOLE,
     ) -> tuple[Tensor, Tensor | None]:
         """See ops.RunsLayers. Raises IndexError (rows that do not fit the slots) and MemoryError."""
-        x = x.to(torch.float32).contiguous()
         tokens, width = x.shape
-        out = torch.empty_like(x)
-        first = torch.empty_like(x) if v_first is None else v_first.to(torch.float32).contiguous()
+        out = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        first = torch.empty_like(out) if v_first is None else v_first.to(torch.float32).contiguous()
         own = adapters.addresses(inputs) if isinstance(adapters, CpuAdapterTable) else None
         args = StepArgs(
             _layers_args(layers), len(layers),
-            x.data_ptr(), out.data_ptr(), first.data_ptr(), state.wkv.data_ptr(), state.shift.data_ptr(),
+            out.data_ptr(), first.data_ptr(), state.wkv.data_ptr(), state.shift.data_ptr(),
             *_rows(inputs), inputs.read_slots.numel(), tokens, state.num_slots, width, torch.get_num_threads(),
-            state.form.num_bytes(HEAD), None if own is None else own.data_ptr(),
+            state.form.num_bytes(HEAD), *cuts,
+            None if own is None else own.data_ptr(),
         )  # fmt: skip
         _check_status(library().rwkv_layers(ctypes.byref(args)), inputs, state)
         return out, first

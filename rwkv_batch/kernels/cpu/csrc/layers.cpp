@@ -40,13 +40,13 @@ struct AdapterLayer {
 struct Step {
   const Layer* layers;
   int64_t num_layers;
-  const float* x;  // [T, C]
-  float* out;  // [T, C]: output of the last layer
+  float* x;        // [T, C]: input of the first layer, then output of the last one
   float* v_first;  // [T, C]: written by the model's first layer, read by the others
   char* wkv;       // [slots, layers, H] states of `head_bytes` each
   float* shift;    // [slots, layers, 2, C]
   Rows rows;
   int64_t width, threads, head_bytes;
+  int64_t begins_within, ends_within;  // 1: the first layer has no time mix here, the last one no channel mix
   const AdapterLayer* const* adapters;  // [T]: each token's adapter, [layers], or null; null: no adapters
 };
 
@@ -232,33 +232,40 @@ void finish_value(Member& me, const Step& s, int64_t layer, const Buffers& b) {
 
 void run_layer(Member& me, const Step& s, int64_t i, const Buffers& b, uint16_t* packed) {
   const Layer& l = s.layers[i];
-  const int64_t size = s.rows.tokens * s.width, tokens = s.rows.tokens;
-  const int64_t shift_stride = s.num_layers * 2 * s.width, heads = s.width / HEAD, wkv_bytes = heads * s.head_bytes;
-  const float* x = i ? s.out : s.x;
+  const int64_t size = s.rows.tokens * s.width, tokens = s.rows.tokens, heads = s.width / HEAD;
+  const int64_t shift_stride = s.num_layers * 2 * s.width, wkv_bytes = heads * s.head_bytes;
+  const int64_t wkv_layer = i - s.begins_within, wkv_layers = s.num_layers - s.begins_within;
+  const bool has_time_mix = i || !s.begins_within, has_channel_mix = i + 1 < s.num_layers || !s.ends_within;
   float* v = l.v0 ? b.v : s.v_first;
   float* shift = s.shift + i * 2 * s.width;
   const Phases phases(l, b, v, size, s.adapters);
   auto run = [&](const Gemms& gemms) { linear(me, gemms.list, gemms.count, tokens, packed); };
 
-  shift_mix(me, {x, i ? b.delta : nullptr, s.out, l.ln1, l.att_mix, shift, shift_stride, s.width, 6, b.h, b.mixed},
-            s.rows);
-  run(phases.input_projections);
-  if (s.adapters) {
-    add_adapters(me, s, i, {{RECEPTANCE, l.receptance, b.mixed, b.r},
-                            {KEY, l.key, b.mixed + 2 * size, b.k},
-                            {VALUE, l.value, b.mixed + 3 * size, v}});
+  if (has_time_mix) {
+    shift_mix(me, {s.x, i ? b.delta : nullptr, s.x, l.ln1, l.att_mix, shift, shift_stride, s.width, 6, b.h, b.mixed},
+              s.rows);
+    run(phases.input_projections);
+    if (s.adapters) {
+      add_adapters(me, s, i, {{RECEPTANCE, l.receptance, b.mixed, b.r},
+                              {KEY, l.key, b.mixed + 2 * size, b.k},
+                              {VALUE, l.value, b.mixed + 3 * size, v}});
+    }
+    run(phases.low_ranks);
+    time_mix(me, {b.r, b.w, b.k, v, b.a, b.g, l.v0 ? b.v_gate : nullptr, s.v_first, l.w0, l.a0, l.v0, l.k_k, l.k_a,
+                  l.r_k, l.ln_x, b.y, s.wkv + wkv_layer * wkv_bytes, wkv_layers * wkv_bytes, s.head_bytes, heads},
+             s.rows);
+    run(phases.output);
+    if (s.adapters) add_adapters(me, s, i, {{OUTPUT, l.output, b.y, b.delta}});
   }
-  run(phases.low_ranks);
-  time_mix(me, {b.r, b.w, b.k, v, b.a, b.g, l.v0 ? b.v_gate : nullptr, s.v_first, l.w0, l.a0, l.v0, l.k_k, l.k_a, l.r_k,
-                l.ln_x, b.y, s.wkv + i * wkv_bytes, s.num_layers * wkv_bytes, s.head_bytes, heads},
-           s.rows);
-  run(phases.output);
-  if (s.adapters) add_adapters(me, s, i, {{OUTPUT, l.output, b.y, b.delta}});
-  shift_mix(me, {x, b.delta, s.out, l.ln2, l.ffn_mix, shift + s.width, shift_stride, s.width, 1, b.h, b.mixed}, s.rows);
-  run(phases.key);
-  if (s.adapters) finish_key(me, s, i, b);
-  run(phases.value);
-  if (s.adapters) finish_value(me, s, i, b);
+  if (has_channel_mix) {
+    shift_mix(me, {s.x, has_time_mix ? b.delta : nullptr, s.x, l.ln2, l.ffn_mix, shift + s.width, shift_stride, s.width,
+                   1, b.h, b.mixed},
+              s.rows);
+    run(phases.key);
+    if (s.adapters) finish_key(me, s, i, b);
+    run(phases.value);
+    if (s.adapters) finish_value(me, s, i, b);
+  }
 }
 
 // A growing buffer of the calling thread.
@@ -319,7 +326,7 @@ EXPORT int64_t rwkv_layers(const Step* step) {
     for (int64_t i = 0; i < s.num_layers; ++i) run_layer(me, s, i, buffers, packed);
     me.run_items(s.rows.tokens, [&](int64_t t) {
       for (int64_t i = t * s.width; i < (t + 1) * s.width; i += LANES) {
-        store(s.out + i, load(s.out + i) + load(buffers.delta + i));
+        store(s.x + i, load(s.x + i) + load(buffers.delta + i));
       }
     });
   });
