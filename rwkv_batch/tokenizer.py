@@ -121,7 +121,8 @@ class Tokenizer:
         text[at:].encode()
         yield list(_encoder().encode(text[at:]))
 
-    def encode_bytes(self, data: bytes) -> list[int]:
+    @staticmethod
+    def encode_bytes(data: bytes) -> list[int]:
         """Return the token ids of any bytes. Does not load the text encoder. `encode` is faster for whole texts."""
         ids, lengths = _id_by_bytes(), _lengths_by_prefix()
         table, found, at = _byte_table(), [], 0

@@ -139,7 +139,8 @@ def test_slices_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     masks: list[list[bytes]] = []
     for slices in (compilers.SLICES, ()):
         monkeypatch.setattr(compilers, "SLICES", slices)
-        matcher = llguidance.LLMatcher(make_vocabulary(TOKENIZER.byte_table, TOKENIZER.encode_bytes, 65536), grammar)
+        make = make_vocabulary.__wrapped__  # the cached one has all slices
+        matcher = llguidance.LLMatcher(make(tuple(TOKENIZER.byte_table), TOKENIZER.encode_bytes, 65536), grammar)
         masks.append([])
         for text in texts:
             matcher.reset()
@@ -149,3 +150,10 @@ def test_slices_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
             masks[-1].append(matcher.compute_bitmask())
     assert masks[0] == masks[1]
     assert len(set(masks[0])) > 20
+
+
+def test_compilers_of_a_process_share_their_vocabulary() -> None:
+    first, second = (
+        GrammarCompiler(TOKENIZER.byte_table, Tokenizer().encode_bytes, VOCAB_SIZE)._vocabulary for _ in range(2)
+    )
+    assert first is second
