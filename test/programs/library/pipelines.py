@@ -5,6 +5,7 @@ python -m test.programs.library.pipelines MODEL-WITHOUT-PTH
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -36,8 +37,7 @@ def write_ascii_model(path: Path) -> Path:
     return path
 
 
-def script_results(model: Any, pipeline_class: Any, args_class: Any) -> dict[str, Any]:
-    pipeline = pipeline_class(model, "rwkv_vocab_v20230424")
+def script_results(pipeline: Any, args_class: Any) -> dict[str, Any]:
     pieces: list[str] = []
     answers: dict[str, Any] = {
         "plain": pipeline.generate(CTX, token_count=48, args=args_class(**PLAIN), callback=pieces.append)
@@ -50,13 +50,12 @@ def script_results(model: Any, pipeline_class: Any, args_class: Any) -> dict[str
     return answers
 
 
-def forward_results(model: Any, pipeline_class: Any) -> dict[str, Any]:
+def forward_results(model: Any, pipeline: Any) -> dict[str, Any]:
     """Return the results of a script with its own sampling loop.
 
     API_DEMO_CHAT and the README have such a loop.
     "text": of a loop with penalties; "logits": after token ids in one call, in pieces and one by one, and of each id.
     """
-    pipeline = pipeline_class(model, "rwkv_vocab_v20230424")
     occurrence: dict[int, float] = {}
     tokens: list[int] = []
     out, state = model.forward(pipeline.encode(CTX), None)
@@ -85,11 +84,9 @@ def main() -> None:
     from rwkv.utils import PIPELINE, PIPELINE_ARGS
 
     model = RWKV(model=sys.argv[1], strategy="cpu fp32")
-    print(
-        json.dumps(
-            {"text": script_results(model, PIPELINE, PIPELINE_ARGS), "forwarded": forward_results(model, PIPELINE)}
-        )
-    )
+    gc.disable()  # the vocabulary is a trie of 200,000 lists
+    pipeline = PIPELINE(model, "rwkv_vocab_v20230424")
+    print(json.dumps({"text": script_results(pipeline, PIPELINE_ARGS), "forwarded": forward_results(model, pipeline)}))
 
 
 if __name__ == "__main__":

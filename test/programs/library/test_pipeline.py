@@ -51,14 +51,14 @@ def package_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_script_gets_the_packages_text(model: RWKV, package_answers: dict[str, Any]) -> None:
     texts = package_answers["text"]
-    assert script_results(model, PIPELINE, PIPELINE_ARGS) == texts
+    assert script_results(PIPELINE(model, "rwkv_vocab_v20230424"), PIPELINE_ARGS) == texts
     assert len({*texts.values()}) == 4 and texts["plain"].startswith(texts["stopped"])
 
 
 def test_a_script_with_its_own_sampling_gets_the_packages_logits_and_text(
     model: RWKV, package_answers: dict[str, Any]
 ) -> None:
-    ours = forward_results(model, PIPELINE)
+    ours = forward_results(model, PIPELINE(model, "rwkv_vocab_v20230424"))
     assert ours["text"] == package_answers["forwarded"]["text"] and len({*ours["text"]}) > 4
     logits = torch.tensor(ours["logits"])
     torch.testing.assert_close(logits, torch.tensor(package_answers["forwarded"]["logits"]), rtol=1e-4, atol=1e-4)
