@@ -230,7 +230,7 @@ class AcquireQuota(EngineCall[bool], tag="enter_client", frozen=True, array_like
     """Count a job of any engine against its client's limits. Fails like `submit` if a limit is reached.
 
     A repetition counts once. `wire.UsageReport` reports its usage later. Answered by the engine's process.
-    The answer is False until all HTTP workers have restored the ledger after a loss. Then send it again.
+    False: not all HTTP workers have restored the ledger after a loss. Send it again later.
     """
 
     usage: Usage

@@ -274,8 +274,7 @@ FLAGS: dict[Section, tuple[Flag, ...]] = {
         Flag(
             "layers",
             layer_counts,
-            "layers per pipeline stage, e.g. 9,8,8,7 or 8.5,8,8.5,7 (half layers are slow on CPUs); default: "
-            "divided evenly",
+            "layers per pipeline stage, e.g. 9,8,8,7 or 8.5,8,8.5,7; default: divided evenly",
             name="pp_layers",
         ),
         Flag(

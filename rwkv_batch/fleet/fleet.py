@@ -142,7 +142,7 @@ class Fleet:
         """Count the job against its client's limits, then dispatch it. `error`: see `_dispatch`."""
 
         def on_answer(answer: bool | ServiceError) -> None:
-            if answer is False:
+            if answer is False:  # the next poll sends it again
                 self._enqueue(in_flight_job, error)
                 return
             if not isinstance(answer, ServiceError):

@@ -38,6 +38,7 @@ class QuotaLedger:
         self._lock = threading.RLock()
         """held while a message is sent: a new holder first gets the known jobs"""
         self._holder: Member | None = None
+        self._holder_started = 0.0
         self._connection = 0
 
     def add_members(self, members: Members) -> None:
@@ -114,6 +115,7 @@ class QuotaLedger:
             self._copy.merge(balances)
         else:
             self._copy.replace(balances)
+        self._copy.age()
         self._balances, self._has_changed = balances, False
 
     def _find_holder(self) -> Member | None:
@@ -138,7 +140,10 @@ class QuotaLedger:
         jobs = self._copy.jobs()
         if before is not None and before is not holder:
             before.client.report_usage(*(_report(job, done=True) for job in jobs), ReleaseQuotas())
-        holder.client.report_usage(RestoreQuotas(self._copy.balances(), jobs, has_moved=before is not None))
+        started, self._holder_started = self._holder_started, holder.client.engine_started
+        knows_own = before is holder and started == self._holder_started  # it was only out of reach
+        balances = self._copy.balances() if knows_own else self._copy.own_balances()
+        holder.client.report_usage(RestoreQuotas(balances, jobs, has_moved=before is not None))
 
 
 def _may_be_older(members: Sequence[Member]) -> bool:

@@ -46,7 +46,7 @@ class Arrivals:
 
 _MAX_CUT_OFF = 4096
 CONNECT_S = 0.5
-"""Seconds in which all workers connect to a new engine."""
+"""Seconds in which workers usually connect to a new engine. One that connects later is not awaited."""
 TAKEOVER_S = 5.0
 """Seconds that a takeover waits for the copies of connected workers. One that hangs must not stop all keys."""
 

@@ -28,6 +28,9 @@ class Balance(msgspec.Struct, frozen=True, array_like=True):
     limits: ClientLimits
     requests: float | None
     tokens: float | None
+    own_requests: int = 0
+    own_tokens: int = 0
+    """used by jobs of the process that reports, in addition: other processes may not have heard of it"""
 
 
 class CountedJob(msgspec.Struct, array_like=True):
@@ -60,6 +63,9 @@ class _Client:
     rows: int = 0
     tokens: TokenBucket | None = None
     requests: TokenBucket | None = None
+    spent: tuple[int, int] = (0, 0)
+    spent_before: tuple[int, int] = (0, 0)
+    """requests and tokens since the last `Quotas.age`, and between the two last calls"""
 
     def refill(self, limits: ClientLimits, now: float) -> None:
         """Refill the buckets. `limits` replace earlier ones."""
@@ -72,6 +78,7 @@ class _Client:
             self.requests.level -= requests
         if self.tokens is not None:
             self.tokens.level -= tokens
+        self.spent = self.spent[0] + requests, self.spent[1] + tokens
 
 
 @dataclass(slots=True)
@@ -166,17 +173,38 @@ class Quotas:
                     del self._clients[name]
         return balances
 
+    def age(self) -> None:
+        """Call for each report of the ledger. It has what was spent before the last one."""
+        with self._lock:
+            for client in self._clients.values():
+                client.spent_before, client.spent = client.spent, (0, 0)
+
+    def own_balances(self) -> list[Balance]:
+        """Return `balances`. What was spent here is apart, as far as other copies may lack it."""
+        balances = []
+        for balance in self.balances():
+            with self._lock:
+                client = self._clients[balance.client]
+                requests, tokens = map(sum, zip(client.spent, client.spent_before, strict=True))
+            levels = (_plus(balance.requests, requests), _plus(balance.tokens, tokens))
+            balances.append(Balance(balance.client, balance.limits, *levels, requests, tokens))
+        return balances
+
     def jobs(self) -> list[CountedJob]:
         with self._lock:
             return [CountedJob(job.usage, job.sampled, job.replayed) for job in self._jobs.values()]
 
     def merge(self, balances: Iterable[Balance], jobs: Iterable[CountedJob] = ()) -> None:
-        """Take over what another copy knows. Of two levels the lower one counts, so a repetition changes nothing."""
+        """Take over what another copy knows. Of two levels the lower one counts, so a repetition changes nothing.
+
+        What only its process has spent is subtracted.
+        """
         with self._lock:
             for balance in balances:
                 client = self._refilled_client(balance.client, balance.limits)
                 _lower(client.requests, balance.requests)
                 _lower(client.tokens, balance.tokens)
+                client.spend(balance.own_requests, balance.own_tokens)
             for job in jobs:
                 if job.usage.job_id not in self._jobs:
                     self._refilled_client(job.usage.client, job.usage.limits).rows += job.usage.rows
@@ -214,6 +242,10 @@ class Quotas:
 
 def _level(bucket: TokenBucket | None) -> float | None:
     return None if bucket is None else bucket.level
+
+
+def _plus(level: float | None, used: int) -> float | None:
+    return None if level is None else level + used
 
 
 def _lower(bucket: TokenBucket | None, level: float | None) -> None:

@@ -91,10 +91,10 @@ class DraftSampler:
             pairs = [(row.sequence, one) for row, one in zip(rows, drafts, strict=True)]
             step.ahead.append((pairs, HostCopy(tokens)))
             # Rows that await masks sample later, and the guesses would delay them.
-            is_last = len(pairs) == num_drafts and step.deferred is None
-            if model is not None and is_last and self._last_tokens.is_read:
+            are_all_sampled = len(pairs) == num_drafts and step.deferred is None
+            if model is not None and are_all_sampled and self._last_tokens.is_read:
                 self._guess_ahead(pairs, tokens, model)
-        if self.are_logits_shared and sum(map(len, groups.values())) < num_drafts:
+        if self.are_logits_shared and sum(map(len, groups.values())) < num_drafts:  # others are sampled later
             step.draft_logits = step.draft_logits.clone()
 
     def _guess_ahead(self, pairs: list[tuple[Sequence, Draft]], tokens: Tensor, model: GuessesAhead) -> None:

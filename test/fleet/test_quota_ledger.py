@@ -267,6 +267,28 @@ def test_a_request_waits_until_all_workers_know_of_the_lost_holder(user: int, mo
     check_spent_tokens_count(world, world.engines.pop(0), user=user)
 
 
+@pytest.mark.parametrize("num_heartbeats", [0, 1, 3])
+def test_tokens_that_several_workers_used_since_the_last_heartbeat_add_up(
+    num_heartbeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker knew of its own ones. The next holder counts both, and each once."""
+    world = World(8, monkeypatch)
+    world.connect_all()
+    world.settle()
+    for worker in range(2):
+        world.submit(worker, prompt=60, max_tokens=1)
+    while world.deliver_one():
+        pass
+    for _ in range(num_heartbeats):
+        world.settle()
+    world.kill(0)
+    for engine in world.engines.values():
+        engine.step()
+    world.settle()
+    spent = world.spent()
+    assert spent > 100 and spent + world.remaining() == TOKENS
+
+
 @pytest.mark.parametrize("user", [0, 1])
 def test_a_second_move_of_the_ledger_waits_for_all_workers_again(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All workers lose the holder for a moment. Later it ends."""
