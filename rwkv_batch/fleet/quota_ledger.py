@@ -39,6 +39,7 @@ class QuotaLedger:
         """held while a message is sent: a new holder first gets the known jobs"""
         self._holder: Member | None = None
         self._holder_started = 0.0
+        """its `EngineClient.engine_started`: a restarted engine knows nothing"""
         self._connection = 0
 
     def add_members(self, members: Members) -> None:

@@ -30,7 +30,7 @@ class Balance(msgspec.Struct, frozen=True, array_like=True):
     tokens: float | None
     own_requests: int = 0
     own_tokens: int = 0
-    """used by jobs of the process that reports, in addition: other processes may not have heard of it"""
+    """used by the process that reports, and not subtracted from the levels: others may not have heard of it"""
 
 
 class CountedJob(msgspec.Struct, array_like=True):
@@ -197,7 +197,7 @@ class Quotas:
     def merge(self, balances: Iterable[Balance], jobs: Iterable[CountedJob] = ()) -> None:
         """Take over what another copy knows. Of two levels the lower one counts, so a repetition changes nothing.
 
-        What only its process has spent is subtracted.
+        But usage of its process that is given apart is subtracted each time: see `own_balances`.
         """
         with self._lock:
             for balance in balances:

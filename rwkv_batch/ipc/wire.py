@@ -104,7 +104,7 @@ class RestoreQuotas(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     jobs: list[CountedJob]
     """the worker's own"""
     has_moved: bool = False
-    """whether the worker knew an earlier holder"""
+    """whether the worker knew an earlier holder of the ledger, which may have counted more than this worker knows"""
 
 
 class ReleaseQuotas(msgspec.Struct, frozen=True, array_like=True, tag="w"):
