@@ -190,7 +190,7 @@ class JobTable:
 
     def settle_drafts(self, rows: list[ScheduledRow]) -> None:
         """End the drafts of a step's rows. All accepted tokens are committed."""
-        for sequence in [row.sequence for row in rows if row.sequence.draft is not None]:
+        for sequence in [row.sequence for row in rows if row.draft is not None and row.draft is row.sequence.draft]:
             self._speculation.settle(sequence)
             if sequence.lease is not None:
                 self._state_manager.update_rollback_state(sequence)

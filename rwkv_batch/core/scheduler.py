@@ -25,6 +25,7 @@ from operator import attrgetter
 
 from rwkv_batch.core import shares
 from rwkv_batch.core.admission import Admission, SlotSource
+from rwkv_batch.core.drafters import Draft
 from rwkv_batch.core.sequence import NO_SLOT, NOTHING_SCORED, PENDING, Phase, RunningJob, Sequence
 
 MAX_PREFILL_DELAY_TURNS = 5
@@ -50,6 +51,8 @@ class ScheduledRow:
 
     Then this object is reused in all its steps.
     """
+    draft: Draft | None = None
+    """drafted tokens that this step verifies. `Sequence.draft` may belong to a later step in flight."""
 
     @property
     def scored(self) -> range:

@@ -151,7 +151,7 @@ class Speculation:
             if draft is None or not (draft.tokens or is_pending):
                 result.append(row)
             elif not is_pending:
-                draft.slots, row.sequence.draft = self._slots.allocate(len(draft.tokens)), draft
+                draft.slots, row.draft, row.sequence.draft = self._slots.allocate(len(draft.tokens)), draft, draft
                 self._forget_plain(row.sequence)
                 has_drafts = True
                 result.append(row)
@@ -161,9 +161,9 @@ class Speculation:
         self._probes.spend(price)
         self._launched = launched
         for row in result:
-            if row.sequence.draft is not None:  # then no later step has this object
+            if row.draft is not None:  # then no later step has this object
                 row.uses_device_token = row.is_plain = False
-        return [row if row.sequence.draft is not None else _without_device_token(row) for row in result]
+        return [row if row.draft is not None else _without_device_token(row) for row in result]
 
     def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float, Launched | None]:
         """Return the best drafts, what probes cost (in steps), and how to measure the step."""
@@ -302,8 +302,8 @@ class Speculation:
         """Return the rows whose next token can be sampled from the draft's logits."""
         result = []
         for row in rows:
-            sequence, draft = row.sequence, row.sequence.draft
-            if draft is None or sequence.phase is not Phase.RUNNING or not draft.accepts(sequence.token_ids):
+            sequence, draft = row.sequence, row.draft
+            if draft is None or draft is not sequence.draft or sequence.phase is not Phase.RUNNING or not draft.accepts(sequence.token_ids):
                 continue
             draft.num_accepted = len(sequence.token_ids) - draft.start
             sequence.token_ids.append(PENDING)

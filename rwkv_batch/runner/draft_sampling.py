@@ -71,19 +71,19 @@ class DraftSampler:
         """
         if step.draft_logits is None:
             return
-        for draft in [row.sequence.draft for row in step.rows]:
+        for draft in [row.draft for row in step.rows]:
             if draft is not None:
                 draft.read_guesses()
         groups: dict[SamplesAhead, Rows] = {}
         for row in step.rows if self.may_sample_ahead else ():
             sequence = row.sequence
-            if sequence.draft is None or sequence.matcher is not None or not sequence.request.sampling.is_fused:
+            if row.draft is None or sequence.matcher is not None or not sequence.request.sampling.is_fused:
                 continue
             if isinstance(sampler := self._step_sampler.sampler_of(sequence), SamplesAhead):
                 groups.setdefault(sampler, []).append(row)
-        num_drafts = sum(row.sequence.draft is not None for row in step.rows)
+        num_drafts = sum(row.draft is not None for row in step.rows)
         for ahead, rows in groups.items():
-            drafts = [row.sequence.draft for row in rows if row.sequence.draft is not None]
+            drafts = [row.draft for row in rows if row.draft is not None]
             row_indices = [i for one in drafts for i in range(one.first_logit, one.first_logit + len(one.tokens))]
             req_slots = [row.sequence.req_slot for row, one in zip(rows, drafts, strict=True) for _ in one.tokens]
             runs = [one.tokens[1 : i + 1] for one in drafts for i in range(len(one.tokens))]
@@ -125,7 +125,7 @@ class DraftSampler:
                 one.sampled = list(islice(tokens, len(one.tokens)))
         guesses_all = model is not None
         for row, (token, _) in zip(step.sampling_rows, sampled, strict=True):
-            sequence, draft = row.sequence, row.sequence.draft
+            sequence, draft = row.sequence, row.draft
             if draft is None:
                 continue
             draft.accept_ahead(token)
@@ -188,7 +188,7 @@ class DraftSampler:
     def _sample_one(self, step: InFlightStep, rows: Rows) -> InFlightStep:
         """Sample after the latest accepted drafted token of each row. Constrained rows await masks."""
         assert step.draft_logits is not None
-        drafts = [row.sequence.draft for row in rows]
+        drafts = [row.draft for row in rows]
         row_indices = [draft.first_logit + draft.num_accepted - 1 for draft in drafts if draft is not None]
         part = InFlightStep(rows, rows, number=step.number)
         self._step_sampler.sample(part, select_rows(step.draft_logits, row_indices), self._last_tokens)

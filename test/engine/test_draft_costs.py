@@ -35,6 +35,7 @@ from rwkv_batch.core.drafters import (
     RowDrafter,
     Wanted,
 )
+from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase
 from rwkv_batch.core.speculation import MAX_ROWS, Speculation
@@ -386,6 +387,22 @@ def test_a_row_continues_from_the_state_after_its_last_accepted_token(count: int
     Speculation("auto", slots, lambda _: None).settle(sequence)
     assert (sequence.slot, sequence.num_computed_tokens) == ([3, 8, 9][count], 1 + count)
     assert sorted([sequence.slot, *freed]) == [3, 8, 9]
+
+
+def test_a_step_does_not_end_the_draft_of_a_later_one() -> None:
+    """With several devices, a row that reads its prompt in one step gets a draft in the next, before the first ends."""
+    freed = list[int]()
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=freed.extend, num_free=9)
+    speculation = Speculation("ngram", slots, lambda _: None)
+    row = predicted(0.9)
+    earlier = replace(row, samples_token=False)
+    table: Any = SimpleNamespace(_speculation=speculation)
+    assert speculation.add_drafts([row]) and (draft := row.sequence.draft)
+    row.sequence.lease = None
+    JobTable.settle_drafts(table, [earlier])
+    assert row.sequence.draft is draft and not freed
+    JobTable.settle_drafts(table, [row])
+    assert row.sequence.draft is None and freed == draft.slots
 
 
 @pytest.mark.parametrize(("num_free", "lengths"), [(3, [0] * 4), (4, [1] * 4), (11, [2] * 4), (40, [3] * 4)])

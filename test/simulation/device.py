@@ -237,7 +237,7 @@ class Runner:
         num_accepted = 0
         while rows := speculation.accepted_rows(step.rows):
             num_accepted += len(rows)
-            drafts = [(row, row.sequence.draft) for row in rows]
+            drafts = [(row, row.draft) for row in rows]
             states = [step.draft_states[row.sequence][one.num_accepted - 1] for row, one in drafts if one is not None]
             sampled = [(self._sample(row, state), None) for row, state in zip(rows, states, strict=True)]
             jobs.commit(rows, sampled, step.number)  # type: ignore[arg-type]

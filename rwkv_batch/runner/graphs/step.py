@@ -234,7 +234,7 @@ class LaunchGroups:
             reading, decoding = split_prefill_decode(rows)
             scored = [row for row in reading if row.scored]  # graphs return logits only
             reading = [row for row in reading if not row.scored]
-            has_drafts = any(row.sequence.draft is not None for row in reading)  # their logits fit no mixed graph
+            has_drafts = any(row.draft is not None for row in reading)  # their logits fit no mixed graph
             if mixes and reading and decoding and not has_drafts and self.mixed_size(decoding, reading) is not None:
                 reading, decoding = [], decoding + reading
             parts = [reading, scored, *split_prefill_decode(mixtures), decoding]
