@@ -303,11 +303,12 @@ class Speculation:
         result = []
         for row in rows:
             sequence, draft = row.sequence, row.draft
-            if draft is None or draft is not sequence.draft or sequence.phase is not Phase.RUNNING or not draft.accepts(sequence.token_ids):
+            if draft is None or draft is not sequence.draft or sequence.phase is not Phase.RUNNING:
                 continue
-            draft.num_accepted = len(sequence.token_ids) - draft.start
-            sequence.token_ids.append(PENDING)
-            result.append(row)
+            if draft.accepts(sequence.token_ids):
+                draft.num_accepted = len(sequence.token_ids) - draft.start
+                sequence.token_ids.append(PENDING)
+                result.append(row)
         return result
 
     def settle(self, sequence: Sequence) -> None:
