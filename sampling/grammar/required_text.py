@@ -10,6 +10,8 @@ once and copied.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 
 from sampling.grammar.constraint import EARLY_ENDS, RESERVE, Constraint, NoTokenLeftError, RequiredText
 from sampling.grammar.matcher import MAX_JUMP_FORWARD, Grammar, Matcher
-from sampling.grammar.token_index import END, TokenIndex, put, starting
+from sampling.grammar.token_index import END, MAX_CACHED, TokenIndex, starting
 from sampling.grammar.word_counter import WordCounter
 
 _MAX_AUTOMATA = 256
@@ -50,7 +52,7 @@ class MarkerAutomaton:
     def __init__(self, text: RequiredText, index: TokenIndex) -> None:
         self.names = [name.encode() for name in text.markers]
         self.all_given = (1 << len(self.names)) - 1
-        self._partners, self._ordered = text.partners, text.ordered
+        self._partners = text.partners
         self._index = index
         self._leads = text.leads.encode()
         self._find_lead = re.compile(b"[%s]" % re.escape(self._leads) if self._leads else b"(?!)").search
@@ -63,22 +65,9 @@ class MarkerAutomaton:
         self.is_special = special.tobytes()
         """Per token, whether it may change the state outside a marker, or `resolve` may replace it."""
         self._early_ends = [END] if any(end not in b"\n\n" for end in self._ends) else EARLY_ENDS
-        self._allowed: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-
-    def allowed(self, given: int, opened: tuple[int, ...]) -> list[int]:
-        """Return the markers that may come next, without duplicates."""
-        found = self._allowed.get((given, opened))
-        if found is None:
-            first = next((i for i in self._ordered if not given >> i & 1), -1)
-            names: dict[bytes, int] = {}
-            for i, (name, partner) in enumerate(zip(self.names, self._partners, strict=True)):
-                if given >> i & 1 or (i in self._ordered and i != first):
-                    continue
-                if not 0 <= partner < i or (opened and opened[-1] == partner):
-                    names.setdefault(name, i)
-            found = list(names.values())
-            put(self._allowed, (given, opened), found, _MAX_ALLOWED)
-        return found
+        find_allowed = partial(_allowed, self.names, text.partners, text.ordered)
+        self.allowed: Callable[[int, tuple[int, ...]], list[int]] = lru_cache(_MAX_ALLOWED)(find_allowed)
+        """Returns the markers that may come next after those given and opened, without duplicates."""
 
     def add(self, state: State, marker: int) -> State:
         """Return the state after a marker."""
@@ -177,6 +166,20 @@ class MarkerAutomaton:
             text += self.names[marker][len(state.prefix) :]
             state = self.add(state, marker)
         return text
+
+
+def _allowed(
+    names: Sequence[bytes], partners: Sequence[int], ordered: Sequence[int], given: int, opened: tuple[int, ...]
+) -> list[int]:
+    """See `MarkerAutomaton.allowed`."""
+    first = next((i for i in ordered if not given >> i & 1), -1)
+    found: dict[bytes, int] = {}
+    for i, (name, partner) in enumerate(zip(names, partners, strict=True)):
+        if given >> i & 1 or (i in ordered and i != first):
+            continue
+        if not 0 <= partner < i or (opened and opened[-1] == partner):
+            found.setdefault(name, i)
+    return list(found.values())
 
 
 class RequiredTextMatcher:
@@ -326,45 +329,22 @@ class RequiredTexts:
     def __init__(self, tokenizer: ByteTokenizer, vocab: int) -> None:
         """vocab: number of logits"""
         self.index = TokenIndex(tokenizer.byte_table, vocab)
-        self.encode = tokenizer.encode_bytes
-        self._encoded: dict[bytes, tuple[int, ...]] = {}
-        self._automata: dict[RequiredText, MarkerAutomaton] = {}
-        self._masks: dict[tuple[MarkerAutomaton, State, bool], Mask] = {}
-        self._masks_of: dict[int, Mask] = {}
+        self.encode = encode = tokenizer.encode_bytes
+        self.encoded: Callable[[bytes], tuple[int, ...]] = lru_cache(MAX_CACHED)(lambda text: tuple(encode(text)))
+        """Returns the tokens of a short text."""
+        self._automaton = lru_cache(_MAX_AUTOMATA)(MarkerAutomaton)
+        self.mask: Callable[[MarkerAutomaton, State, bool], Mask] = lru_cache(_MAX_MASKS)(MarkerAutomaton.mask)
+        """Returns the allowed tokens [V/32], as bits. Callers do not change it."""
+        self.mask_of: Callable[[int], Mask] = lru_cache(MAX_CACHED)(self._mask_of)
 
     def automaton(self, text: RequiredText) -> MarkerAutomaton:
         """Return the automaton of the markers. Texts with other words share it."""
-        key = msgspec.structs.replace(text, words=())
-        found = self._automata.get(key)
-        if found is None:
-            found = MarkerAutomaton(key, self.index)
-            put(self._automata, key, found, _MAX_AUTOMATA)
-        return found
+        return self._automaton(msgspec.structs.replace(text, words=()), self.index)
 
-    def encoded(self, text: bytes) -> tuple[int, ...]:
-        """Return the tokens of a short text."""
-        found = self._encoded.get(text)
-        if found is None:
-            found = tuple(self.encode(text))
-            put(self._encoded, text, found)
-        return found
-
-    def mask(self, automaton: MarkerAutomaton, state: State, has_words: bool) -> Mask:
-        """Return the allowed tokens [V/32], as bits. Callers do not change it."""
-        key = (automaton, state, has_words)
-        found = self._masks.get(key)
-        if found is None:
-            found = automaton.mask(state, has_words)
-            put(self._masks, key, found, _MAX_MASKS)
-        return found
-
-    def mask_of(self, token: int) -> Mask:
+    def _mask_of(self, token: int) -> Mask:
         """Return the mask [V/32] that allows one token. Callers do not change it."""
-        found = self._masks_of.get(token)
-        if found is None:
-            found = np.zeros(-(-len(self.index.table) // 32), np.int32)
-            found.view(np.uint32)[token >> 5] = 1 << (token & 31)
-            put(self._masks_of, token, found)
+        found = np.zeros(-(-len(self.index.table) // 32), np.int32)
+        found.view(np.uint32)[token >> 5] = 1 << (token & 31)
         return found
 
 

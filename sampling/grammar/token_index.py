@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 END = 0
 """Id of the token that ends a text; it has no bytes."""
-_MAX_CACHED, _MAX_FLAGS = 1024, 64
-K = TypeVar("K")
-V = TypeVar("V")
+MAX_CACHED, _MAX_FLAGS = 1024, 64
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
@@ -52,64 +51,51 @@ class TokenIndex:
         self.has_bytes: Flags = lengths > 0
         self._bytes = np.frombuffer(b"".join(self.table), np.uint8)
         self._owners = np.repeat(np.arange(size), lengths)
-        self._flags: dict[bytes, Flags] = {}
-        self._suffixes: dict[tuple[bytes, bytes], Suffixes] = {}
-        self._split: dict[tuple[bytes, bytes], SplitTokens] = {}
+        self.with_any: Callable[[bytes], Flags] = lru_cache(_MAX_FLAGS)(self._with_any)
+        self.with_text: Callable[[bytes], Flags] = lru_cache(_MAX_FLAGS)(self._with_text)
+        self.split_after: Callable[[bytes, bytes], SplitTokens] = lru_cache(MAX_CACHED)(self._split_after)
+        self.suffixes: Callable[[bytes, bytes], Suffixes] = lru_cache(MAX_CACHED)(self._find_suffixes)
 
-    def with_any(self, special: bytes) -> Flags:
+    def _with_any(self, special: bytes) -> Flags:
         """Return which tokens [V] have one of these bytes."""
-        found = self._flags.get(special)
-        if found is None:
-            found = np.zeros(len(self.table), np.bool_)
-            found[self._owners[np.isin(self._bytes, np.array([*special], np.uint8))]] = True
-            put(self._flags, special, found, _MAX_FLAGS)
+        found = np.zeros(len(self.table), np.bool_)
+        found[self._owners[np.isin(self._bytes, np.array([*special], np.uint8))]] = True
         return found
 
-    def with_text(self, text: bytes) -> Flags:
+    def _with_text(self, text: bytes) -> Flags:
         """Return which tokens [V] have this text. It has more than one byte."""
-        found = self._flags.get(text)
-        if found is None:
-            found = self.with_any(text[:1]).copy()
-            for number in np.flatnonzero(found).tolist():
-                found[number] = text in self.table[number]
-            put(self._flags, text, found, _MAX_FLAGS)
+        found = self.with_any(text[:1]).copy()
+        for number in np.flatnonzero(found).tolist():
+            found[number] = text in self.table[number]
         return found
 
     def starting_with(self, start: bytes) -> list[bytes]:
         """Return the tokens that begin with these bytes."""
         return starting(self._sorted, start)
 
-    def split_after(self, start: bytes, special: bytes) -> SplitTokens:
+    def _split_after(self, start: bytes, special: bytes) -> SplitTokens:
         """Return the tokens that begin with `start`, by whether special bytes follow."""
-        found = self._split.get((start, special))
-        if found is None:
-            plain, others = [], []
-            for token in self.starting_with(start):
-                if set(special).isdisjoint(token[len(start) :]):
-                    plain.append(self.id_of[token])
-                else:
-                    others.append((self.id_of[token], token))
-            found = SplitTokens(np.array(plain, np.int64), others)
-            put(self._split, (start, special), found)
-        return found
+        plain, others = [], []
+        for token in self.starting_with(start):
+            if set(special).isdisjoint(token[len(start) :]):
+                plain.append(self.id_of[token])
+            else:
+                others.append((self.id_of[token], token))
+        return SplitTokens(np.array(plain, np.int64), others)
 
-    def suffixes(self, leads: bytes, barred: bytes) -> Suffixes:
+    def _find_suffixes(self, leads: bytes, barred: bytes) -> Suffixes:
         """Return a lead byte's tokens, by their bytes from the first.
 
         Tokens with a barred byte before it are left out.
         """
-        found = self._suffixes.get((leads, barred))
-        if found is None:
-            groups: dict[bytes, list[int]] = defaultdict(list)
-            for number in np.flatnonzero(self.with_any(leads)).tolist():
-                token = self.table[number]
-                at = min(place for place in map(token.find, map(_byte, leads)) if place >= 0)
-                if set(barred).isdisjoint(token[:at]):
-                    groups[token[at:]].append(number)
-            tokens = {suffix: np.array(ids, np.int64) for suffix, ids in groups.items()}
-            found = Suffixes(tokens, sorted(tokens))
-            put(self._suffixes, (leads, barred), found)
-        return found
+        groups: dict[bytes, list[int]] = defaultdict(list)
+        for number in np.flatnonzero(self.with_any(leads)).tolist():
+            token = self.table[number]
+            at = min(place for place in map(token.find, map(_byte, leads)) if place >= 0)
+            if set(barred).isdisjoint(token[:at]):
+                groups[token[at:]].append(number)
+        tokens = {suffix: np.array(ids, np.int64) for suffix, ids in groups.items()}
+        return Suffixes(tokens, sorted(tokens))
 
 
 def starting(texts: list[bytes], start: bytes) -> list[bytes]:
@@ -122,10 +108,3 @@ def starting(texts: list[bytes], start: bytes) -> list[bytes]:
 
 def _byte(number: int) -> bytes:
     return bytes((number,))
-
-
-def put(cache: dict[K, V], key: K, value: V, limit: int = _MAX_CACHED) -> None:
-    """Add a value; at the limit remove the oldest."""
-    while len(cache) >= limit:
-        del cache[next(iter(cache))]
-    cache[key] = value
