@@ -16,7 +16,7 @@ from torch import Tensor
 from native import build, tensors
 from native.tensors import fields
 from sampling.params import DEFAULT_ORDER, MAX_WINDOW, Filters, Method, SamplingParams
-from sampling.req_slots import check_bias, inverse_temperature, is_greedy, uses_penalties
+from sampling.req_slots import check_bias, inverse_temperature
 from sampling.row_context import RowContext, split
 from sampling.sampler import SamplerOutput, raw_logprobs
 
@@ -48,7 +48,7 @@ FilterParameters = ctypes.c_double * len(FILTER_NUMBERS)
 
 def kind_of(params: SamplingParams, vocab: int) -> int:
     """Return which of the four sampling kinds a row uses."""
-    if is_greedy(params):
+    if params.is_greedy:
         return GREEDY
     if params.method is Method.NOISE:
         return NOISE
@@ -67,7 +67,7 @@ def packed(params: SamplingParams, last: SamplingParams, vocab: int) -> Paramete
         frequency=params.frequency_penalty,
         decay=params.penalty_decay,
         kind=kind_of(last, vocab),
-        penalised=int(uses_penalties(params)),
+        penalised=int(params.has_penalties),
         num_bias=len(params.logit_bias),
     )
 
@@ -180,10 +180,9 @@ class CpuSampler:
             raise IndexError(f"request slots {req_slots}: they are 0 to {len(self._params) - 1}")
         words = None if masks is None else self._words(rows, masks)
         params = [self._params[req_slot] for req_slot in req_slots]
-        logprob_rows = [row for row, p in enumerate(params) if p.top_logprobs is not None]
-        if logprob_rows and words is not None:
+        if words is not None and any(one.top_logprobs is not None for one in params):
             self._apply_masks(address, rows, words)
-        raw = raw_logprobs(logits, logprob_rows)
+        raw = raw_logprobs(logits, params)
         tokens = torch.empty(rows, dtype=torch.int64)
         self._library.sampler_sample(
             self._handle,
@@ -194,10 +193,7 @@ class CpuSampler:
             ctypes.c_void_p(tokens.data_ptr()),
             ctypes.c_int32(torch.get_num_threads()),
         )
-        if raw is None:
-            return SamplerOutput(tokens)
-        num_top = max(params[row].top_logprobs or 0 for row in logprob_rows)
-        return SamplerOutput(tokens, raw.gather(tokens, min(num_top, self._vocab)))
+        return SamplerOutput(tokens, None if raw is None else raw.gather(tokens))
 
     def _words(self, rows: int, masks: Tensor) -> int:
         """Return the address of masks [rows, V/32] int32."""

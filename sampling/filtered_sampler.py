@@ -72,7 +72,7 @@ class FilteredSampler:
         logits = logits.float().contiguous()
         if masks is not None:
             apply_masks(logits, masks)
-        raw = raw_logprobs(logits, [row for row, p in enumerate(params) if p.top_logprobs is not None])
+        raw = raw_logprobs(logits, params)
         groups = self._groups_of(req_slots)
         for group in groups:
             logits[group.rows] = apply_filters(logits[group.rows], group)
@@ -88,12 +88,10 @@ class FilteredSampler:
                 error = (surprise - group.column("mirostat_tau").flatten()).nan_to_num_(0.0, 0.0, 0.0)
                 state.mu[group.req_slots] -= group.column("mirostat_eta").flatten() * error
             if group.penalised is not None:
-                rows, at, alphas, listed = group.penalised
-                state.table.count(listed, at, chosen[rows], alphas)
+                state.table.count(group.penalised, chosen)
             self._remember(group.req_slots, group.req_slot_list, chosen.int().unsqueeze(1))
             state.table.advance(group.req_slots)
-        num_top = min(max((p.top_logprobs or 0 for p in params), default=0), state.table.vocab)
-        return SamplerOutput(tokens, raw.gather(tokens, num_top) if raw is not None else None)
+        return SamplerOutput(tokens, None if raw is None else raw.gather(tokens))
 
     def _groups_of(self, req_slots: list[int]) -> list[Group]:
         key = (self._state.table.version, list(req_slots))

@@ -27,7 +27,7 @@ from torch import Tensor
 from native.tensors import on_device
 from sampling import philox
 from sampling.params import MAX_WINDOW, Filters
-from sampling.req_slots import MAX_LOGIT, MIN_TEMPERATURE, ReqSlotTable, uses_penalties
+from sampling.req_slots import MAX_LOGIT, MIN_TEMPERATURE, ReqSlotTable
 from sampling.row_context import RowContext, window
 
 MAX_MATCH = 64
@@ -64,8 +64,10 @@ class Group:
         self.filters: list[Filters] = [one for one in filters if one is not None]
         self.state = state
         self.device = state.table.device
-        self.rows = self._ids(rows)
-        self.req_slots = self._ids(req_slots)
+        self.rows = state.table.ids(rows)
+        self.req_slots = state.table.ids(req_slots)
+        self.biased = state.table.biased(req_slots)
+        self.penalised = state.table.penalised(req_slots) if "penalties" in steps else None
         self.seeds = state.table.seeds(req_slots)
         self._columns: dict[str, Tensor] = {}
         self.bans = _Bans(self) if any(one.min_tokens or one.bad_words for one in self.filters) else None
@@ -83,7 +85,7 @@ class Group:
         key = f"window of {name}"
         if key not in self._columns:
             values = [window(getattr(one, name)) for one in self.filters]
-            self._columns[key] = self._ids(values).unsqueeze(1)
+            self._columns[key] = self.state.table.ids(values).unsqueeze(1)
         return self._columns[key]
 
     def last_tokens(self) -> Tensor:
@@ -98,28 +100,6 @@ class Group:
         none = torch.zeros(self.state.table.vocab, dtype=torch.bool)
         stacked = torch.stack([none if mask is None else mask[: len(none)] for mask in masks])
         return torch.nn.functional.pad(stacked, (0, 1), value=True).to(self.device)
-
-    @cached_property
-    def biased(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Rows with logit bias: positions in the group, request slots, numbers of entries, [b] each."""
-        found = [i for i, params in enumerate(self.params) if params.logit_bias]
-        sizes = [len(self.params[i].logit_bias) for i in found]
-        return (self._ids(found), self._ids(self._slots_of(found)), self._ids(sizes)) if found else None
-
-    @cached_property
-    def penalised(self) -> tuple[Tensor, Tensor, Tensor, list[int]] | None:
-        """Rows with presence or frequency penalties: positions, request slots, alphas [p, 3], request slots."""
-        found = [i for i, params in enumerate(self.params) if "penalties" in self.steps and uses_penalties(params)]
-        params, listed = [self.params[i] for i in found], self._slots_of(found)
-        alphas = [[p.presence_penalty, p.frequency_penalty, p.penalty_decay] for p in params]
-        alphas_on_device = on_device(alphas, torch.float32, self.device)
-        return (self._ids(found), self._ids(listed), alphas_on_device, listed) if found else None
-
-    def _ids(self, values: list[int]) -> Tensor:
-        return on_device(values, torch.int64, self.device)
-
-    def _slots_of(self, rows: list[int]) -> list[int]:
-        return [self.req_slot_list[i] for i in rows]
 
 
 class _Bans:
@@ -197,9 +177,7 @@ def penalties(s: Tensor, group: Group) -> Tensor:
         factor = group.column("repetition_penalty").float()
         s = torch.where(seen, torch.where(s > 0, s / factor, s * factor), s)
     if group.penalised is not None:
-        rows, req_slots, alphas, listed = group.penalised
-        table = group.state.table
-        table.subtract_penalties(s, rows, req_slots, table.max_num_seen(listed), alphas)
+        group.state.table.subtract_penalties(s, group.penalised)
     return s.clamp_(max=MAX_LOGIT)
 
 
@@ -366,7 +344,7 @@ FILTERS: dict[str, Callable[[Tensor, Group], Tensor]] = {
 def apply_filters(s: Tensor, group: Group) -> Tensor:
     """Return filtered logits [g, V] fp32. May overwrite s."""
     if group.biased is not None:
-        group.state.table.add_bias(s, *group.biased)
+        group.state.table.add_bias(s, group.biased)
     s = s.nan_to_num_(nan=-_INFINITY, posinf=MAX_LOGIT, neginf=-_INFINITY).clamp_(max=MAX_LOGIT)
     if group.bans is not None:
         group.bans.apply(s, group)

@@ -20,7 +20,7 @@ from native.tensors import on_device
 from sampling.naive import Plan, make_plan
 from sampling.params import Method, SamplingParams
 from sampling.rapid import RapidSampler
-from sampling.req_slots import MAX_LOGIT, ReqSlotTable, inverse_temperature, is_greedy
+from sampling.req_slots import MAX_LOGIT, ReqSlotTable, inverse_temperature
 from sampling.sampler import SamplerOutput, raw_logprobs
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class FlashInferSampler:
     def admit(self, req_slot: int, params: SamplingParams) -> None:
         """Start a new row in this request slot. Raises ValueError for a bad logit bias."""
         self.table.admit(req_slot, params)
-        noisy = params.method is Method.NOISE and not is_greedy(params)
+        noisy = params.method is Method.NOISE and not params.is_greedy
         method = Method.NOISE if noisy else Method.STANDARD
         self._gumbel_sampler.admit(req_slot, SamplingParams(method=method, noise=params.noise, seed=params.seed))
 
@@ -87,20 +87,19 @@ class FlashInferSampler:
         if masks is not None:
             self._gumbel_sampler.apply_masks(logits, masks)
         plan, limits = self._plan_of(req_slots)
-        raw = raw_logprobs(logits, plan.logprob_rows)
+        raw = raw_logprobs(logits, plan.params)
         if plan.biased is not None:
-            self.table.add_bias(logits, *plan.biased)
+            self.table.add_bias(logits, plan.biased)
         if plan.penalised is not None:
-            rows, at, alphas, listed = plan.penalised
-            self.table.subtract_penalties(logits, rows, at, self.table.max_num_seen(listed), alphas)
+            self.table.subtract_penalties(logits, plan.penalised)
         infinity = float("inf")
         logits.nan_to_num_(nan=-infinity, posinf=MAX_LOGIT, neginf=-infinity).clamp_(max=MAX_LOGIT)
         scaled = self._truncate(logits.mul_(limits.scale.unsqueeze(1)), limits)
         tokens = torch.empty(len(req_slots), dtype=torch.int64, device=logits.device)
         self._gumbel_sampler.sample_on_device(scaled, plan.req_slots.int(), tokens)
         if plan.penalised is not None:
-            self.table.count(listed, at, tokens[rows], alphas)
-        return SamplerOutput(tokens, raw.gather(tokens, plan.num_logprobs) if raw is not None else None)
+            self.table.count(plan.penalised, tokens)
+        return SamplerOutput(tokens, None if raw is None else raw.gather(tokens))
 
     def _plan_of(self, req_slots: list[int]) -> tuple[Plan, TruncationLimits]:
         key = (self.table.version, list(req_slots))
@@ -118,11 +117,11 @@ class FlashInferSampler:
 
 def make_truncation_limits(table: ReqSlotTable, req_slots: list[int]) -> TruncationLimits:
     params = [table.params[req_slot] for req_slot in req_slots]
-    cut = [p.method is Method.STANDARD and not is_greedy(p) for p in params]
+    cut = [p.method is Method.STANDARD and not p.is_greedy for p in params]
     ranks = [p.top_k if 0 < p.top_k < table.vocab else table.vocab for p in params]
-    top_k = [1 if is_greedy(p) else k if c else table.vocab for p, k, c in zip(params, ranks, cut, strict=True)]
+    top_k = [1 if p.is_greedy else k if c else table.vocab for p, k, c in zip(params, ranks, cut, strict=True)]
     top_p = [min(p.top_p, 1.0) if c else 1.0 for p, c in zip(params, cut, strict=True)]
-    scale = [1.0 if is_greedy(p) else inverse_temperature(p) for p in params]
+    scale = [1.0 if p.is_greedy else inverse_temperature(p) for p in params]
     return TruncationLimits(
         scale=on_device(scale, torch.float32, table.device),
         top_k=on_device(top_k, torch.int32, table.device),

@@ -20,7 +20,7 @@ batch. On CUDA this sampler waits for the device. On a CPU it is the fallback if
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch import Tensor
 from native.tensors import on_device
 from sampling import philox
 from sampling.params import Method, SamplingParams
-from sampling.req_slots import MAX_LOGIT, ReqSlotTable, inverse_temperature, is_greedy, uses_penalties
+from sampling.req_slots import MAX_LOGIT, Biased, Penalised, ReqSlotTable, inverse_temperature
 from sampling.sampler import SamplerOutput, raw_logprobs
 
 MAX_CANDIDATES = 1024
@@ -74,14 +74,11 @@ class Plan:
     """The groups of a list of request slots; reused until the list or a slot changes."""
 
     req_slots: Tensor
-    groups: dict[str, Group] = field(default_factory=dict)
+    params: list[SamplingParams]
+    groups: dict[str, Group]
     """By kind: cut_small and cut_large (top_k or top_p is on), open (both are off), noise. Greedy rows are in none."""
-    biased: tuple[Tensor, Tensor, Tensor] | None = None
-    """rows, request slots, numbers of entries"""
-    penalised: tuple[Tensor, Tensor, Tensor, list[int]] | None = None
-    """rows, request slots, alphas [p, 3], request slots as a list"""
-    logprob_rows: list[int] = field(default_factory=list)
-    num_logprobs: int = 0
+    biased: Biased | None
+    penalised: Penalised | None
 
 
 def apply_masks(logits: Tensor, masks: Tensor) -> None:
@@ -128,11 +125,11 @@ class NaiveSampler:
         if masks is not None:
             apply_masks(logits, masks)
         plan = self._plan_of(req_slots)
-        raw = raw_logprobs(logits, plan.logprob_rows)
+        raw = raw_logprobs(logits, plan.params)
         self._adjust(logits, plan)
         tokens = self._sample(logits, plan)
         self._update_state(plan, tokens)
-        return SamplerOutput(tokens, raw.gather(tokens, plan.num_logprobs) if raw is not None else None)
+        return SamplerOutput(tokens, None if raw is None else raw.gather(tokens))
 
     def _plan_of(self, req_slots: list[int]) -> Plan:
         key = (self.table.version, list(req_slots))
@@ -143,10 +140,9 @@ class NaiveSampler:
     def _adjust(self, logits: Tensor, plan: Plan) -> None:
         """Apply bias and penalties, then replace NaN and infinities, in place."""
         if plan.biased is not None:
-            self.table.add_bias(logits, *plan.biased)
+            self.table.add_bias(logits, plan.biased)
         if plan.penalised is not None:
-            rows, req_slots, alphas, listed = plan.penalised
-            self.table.subtract_penalties(logits, rows, req_slots, self.table.max_num_seen(listed), alphas)
+            self.table.subtract_penalties(logits, plan.penalised)
         non_finite = (~(logits.amax(dim=1) <= MAX_LOGIT)).nonzero().flatten()
         if len(non_finite):
             infinity = float("inf")
@@ -168,8 +164,7 @@ class NaiveSampler:
 
     def _update_state(self, plan: Plan, tokens: Tensor) -> None:
         if plan.penalised is not None:
-            rows, req_slots, alphas, listed = plan.penalised
-            self.table.count(listed, req_slots, tokens[rows], alphas)
+            self.table.count(plan.penalised, tokens)
         self.table.advance(plan.req_slots)
 
 
@@ -180,33 +175,18 @@ def make_plan(table: ReqSlotTable, req_slots: list[int]) -> Plan:
         kind = _kind(table.params[req_slot], table.vocab)
         if kind is not None:
             kinds.setdefault(kind, []).append(row)
-    plan = Plan(_ids(table, req_slots), {kind: _group(table, req_slots, rows) for kind, rows in kinds.items()})
-    params = [table.params[req_slot] for req_slot in req_slots]
-    biased = [row for row, p in enumerate(params) if p.logit_bias]
-    if biased:
-        sizes = [len(params[row].logit_bias) for row in biased]
-        plan.biased = (_ids(table, biased), _ids(table, [req_slots[row] for row in biased]), _ids(table, sizes))
-    penalised_rows = [row for row, p in enumerate(params) if uses_penalties(p)]
-    if penalised_rows:
-        alphas = [
-            [params[row].presence_penalty, params[row].frequency_penalty, params[row].penalty_decay]
-            for row in penalised_rows
-        ]
-        listed = [req_slots[row] for row in penalised_rows]
-        plan.penalised = (
-            _ids(table, penalised_rows),
-            _ids(table, listed),
-            on_device(alphas, torch.float32, table.device),
-            listed,
-        )
-    requested = [(row, p.top_logprobs) for row, p in enumerate(params) if p.top_logprobs is not None]
-    plan.logprob_rows = [row for row, _ in requested]
-    plan.num_logprobs = min(max((number for _, number in requested), default=0), table.vocab)
-    return plan
+    groups = {kind: _group(table, req_slots, rows) for kind, rows in kinds.items()}
+    return Plan(
+        table.ids(req_slots),
+        [table.params[req_slot] for req_slot in req_slots],
+        groups,
+        table.biased(req_slots),
+        table.penalised(req_slots),
+    )
 
 
 def _kind(params: SamplingParams, vocab: int) -> str | None:
-    if is_greedy(params):
+    if params.is_greedy:
         return None
     if params.method is Method.NOISE:
         return "noise"
@@ -215,21 +195,17 @@ def _kind(params: SamplingParams, vocab: int) -> str | None:
     return "cut_large" if 0 < params.top_k < vocab or params.top_p < 1 else "open"
 
 
-def _ids(table: ReqSlotTable, values: list[int]) -> Tensor:
-    return on_device(values, torch.int64, table.device)
-
-
 def _group(table: ReqSlotTable, req_slots: list[int], rows: list[int]) -> Group:
     listed = [req_slots[row] for row in rows]
     params = [table.params[req_slot] for req_slot in listed]
     top_k = [p.top_k if 0 < p.top_k < table.vocab else table.vocab for p in params]
     top_p = [p.top_p if p.top_p < 1 else float("inf") for p in params]
     return Group(
-        rows=_ids(table, rows),
-        req_slots=_ids(table, listed),
+        rows=table.ids(rows),
+        req_slots=table.ids(listed),
         seeds=table.seeds(listed),
         scale=on_device([inverse_temperature(p) for p in params], torch.float32, table.device),
-        top_k=_ids(table, top_k),
+        top_k=table.ids(top_k),
         top_p=on_device(top_p, torch.float64, table.device),
         noise=on_device([p.noise for p in params], torch.float32, table.device),
         num_candidates=min(max(top_k), MAX_CANDIDATES) + 1,

@@ -166,8 +166,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_greedy(self) -> bool:
-        return self.method is Method.STANDARD and (self.temperature == 0 or self.top_k == 1 or self.top_p <= 0)
+        """Whether the row takes the largest logit. Includes `Method.NOISE` at temperature 0 or without noise."""
+        if self.method is Method.NOISE:
+            return self.temperature == 0 or self.noise == 0
+        return self.temperature == 0 or self.top_k == 1 or self.top_p <= 0
 
     @property
     def has_penalties(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
+        """Whether sampled tokens change later logits. Never for `Method.NOISE`."""
+        return self.method is Method.STANDARD and (self.presence_penalty != 0 or self.frequency_penalty != 0)

@@ -20,7 +20,7 @@ from native.uploads import Uploads
 from sampling.cpu import kind_of
 from sampling.params import SamplingParams
 from sampling.rapid_filters import SlotFilters
-from sampling.req_slots import check_bias, inverse_temperature, uses_penalties
+from sampling.req_slots import check_bias, inverse_temperature
 from sampling.row_context import RowContext, split
 from sampling.sampler import SamplerOutput, raw_logprobs
 
@@ -169,7 +169,7 @@ class RapidSampler:
             frequency=params.frequency_penalty,
             decay=params.penalty_decay,
             kind=kind_of(last, self.vocab),
-            penalised=int(uses_penalties(params) and (params.filters is None or "penalties" in steps)),
+            penalised=int(params.has_penalties and (params.filters is None or "penalties" in steps)),
             num_entries=len(params.logit_bias),
             filtered=int(params.filters is not None),
         )
@@ -293,12 +293,9 @@ class RapidSampler:
         if self._req_slots is None or self._req_slots[0] != req_slots:
             self._req_slots = (list(req_slots), on_device(req_slots, torch.int32, self.device))
         params = [self._params[req_slot] for req_slot in req_slots]
-        raw = raw_logprobs(logits, [row for row, one in enumerate(params) if one.top_logprobs is not None])
+        raw = raw_logprobs(logits, params)
         if any(one.filters is not None for one in params):
             self._apply_filters(logits, self._req_slots[1], may_sample=True)
         tokens = torch.empty(len(req_slots), dtype=torch.int64, device=self.device)
         self.sample_on_device(logits, self._req_slots[1], tokens)
-        if raw is None:
-            return SamplerOutput(tokens)
-        num_top = max(one.top_logprobs or 0 for one in params)
-        return SamplerOutput(tokens, raw.gather(tokens, min(num_top, self.vocab)))
+        return SamplerOutput(tokens, None if raw is None else raw.gather(tokens))

@@ -6,12 +6,13 @@ On the device, for the samplers written in torch. `admit` writes a slot; `advanc
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from native.tensors import on_device
-from sampling.params import Method, SamplingParams
+from sampling.params import SamplingParams
 from sampling.philox import signed64
 
 MIN_TEMPERATURE = 1e-8
@@ -21,20 +22,9 @@ MAX_LOGIT = 1e30
 MIN_CAPACITY = 64
 
 
-def is_greedy(params: SamplingParams) -> bool:
-    """Return whether the row takes the largest logit. Includes `Method.NOISE` at temperature 0 or without noise."""
-    noiseless = params.method is Method.NOISE and (params.temperature == 0 or params.noise == 0)
-    return params.is_greedy or noiseless
-
-
 def inverse_temperature(params: SamplingParams) -> float:
     """Return 1 / T. Callers round it to fp32 and multiply logits by it."""
     return 1.0 / max(params.temperature, MIN_TEMPERATURE)
-
-
-def uses_penalties(params: SamplingParams) -> bool:
-    """Return whether sampled tokens change later logits. Never for `Method.NOISE`."""
-    return params.has_penalties and params.method is Method.STANDARD
 
 
 def check_bias(params: SamplingParams, vocab: int) -> None:
@@ -44,6 +34,28 @@ def check_bias(params: SamplingParams, vocab: int) -> None:
             raise ValueError(f"logit_bias: token {token} is outside the vocabulary of {vocab}")
         if math.isnan(value):
             raise ValueError(f"logit_bias: the value for token {token} is NaN; send a number")
+
+
+class Biased(NamedTuple):
+    """The rows of a step with a logit bias, [b] int64 each."""
+
+    rows: Tensor
+    req_slots: Tensor
+    counts: Tensor
+    """numbers of entries"""
+
+
+class Penalised(NamedTuple):
+    """The rows of a step with presence or frequency penalties."""
+
+    rows: Tensor
+    """[p] int64"""
+    req_slots: Tensor
+    """[p] int64"""
+    alphas: Tensor
+    """[p, 3] fp32: presence, frequency, decay"""
+    listed: list[int]
+    """`req_slots` on the host"""
 
 
 class ReqSlotTable:
@@ -82,27 +94,45 @@ class ReqSlotTable:
     def _write_bias(self, req_slot: int, bias: dict[int, float]) -> None:
         self.bias_ids = _widened(self.bias_ids, len(bias))
         self.bias_values = _widened(self.bias_values, len(bias))
-        self.bias_ids[req_slot, : len(bias)] = on_device(list(bias), torch.int64, self.device)
+        self.bias_ids[req_slot, : len(bias)] = self.ids(list(bias))
         self.bias_values[req_slot, : len(bias)] = on_device(list(bias.values()), torch.float32, self.device)
 
     def seeds(self, req_slots: list[int]) -> Tensor:
         """Return the bits of the seeds, [R] int64."""
-        values = [signed64(self.params[req_slot].seed) for req_slot in req_slots]
+        return self.ids([signed64(self.params[req_slot].seed) for req_slot in req_slots])
+
+    def biased(self, req_slots: list[int]) -> Biased | None:
+        """Return the rows of these slots with a logit bias. None: there is no such row."""
+        rows = [row for row, req_slot in enumerate(req_slots) if self.params[req_slot].logit_bias]
+        listed = [req_slots[row] for row in rows]
+        sizes = [len(self.params[req_slot].logit_bias) for req_slot in listed]
+        return Biased(self.ids(rows), self.ids(listed), self.ids(sizes)) if rows else None
+
+    def penalised(self, req_slots: list[int]) -> Penalised | None:
+        """Return the rows of these slots with penalties. None: there is no such row."""
+        rows = [row for row, req_slot in enumerate(req_slots) if self.params[req_slot].has_penalties]
+        listed = [req_slots[row] for row in rows]
+        params = [self.params[req_slot] for req_slot in listed]
+        alphas = [[p.presence_penalty, p.frequency_penalty, p.penalty_decay] for p in params]
+        on_this_device = on_device(alphas, torch.float32, self.device)
+        return Penalised(self.ids(rows), self.ids(listed), on_this_device, listed) if rows else None
+
+    def ids(self, values: list[int]) -> Tensor:
+        """Copy whole numbers to the device, [n] int64."""
         return on_device(values, torch.int64, self.device)
 
-    def add_bias(self, logits: Tensor, rows: Tensor, req_slots: Tensor, counts: Tensor) -> None:
-        """Add each slot's bias to its row, in place. logits [R, V]; rows, req_slots, counts [b] int64."""
+    def add_bias(self, logits: Tensor, biased: Biased) -> None:
+        """Add each slot's bias to its row of logits [R, V], in place."""
+        rows, req_slots, counts = biased
         width = int(counts.max()) if counts.device.type == "cpu" else self.bias_ids.shape[1]
         valid = torch.arange(width, device=self.device) < counts.unsqueeze(1)
         values = self.bias_values[req_slots, :width].masked_fill(~valid, 0.0)
         _add_at(logits, rows, self.bias_ids[req_slots, :width].masked_fill(~valid, 0), values)
 
-    def subtract_penalties(self, logits: Tensor, rows: Tensor, req_slots: Tensor, width: int, alphas: Tensor) -> None:
-        """Subtract `presence + count * frequency` for every token seen, in place.
-
-        logits [R, V]; rows, req_slots [p] int64; width from `max_num_seen`;
-        alphas [p, 3] fp32: presence, frequency, decay.
-        """
+    def subtract_penalties(self, logits: Tensor, penalised: Penalised) -> None:
+        """Subtract `presence + count * frequency` from logits [R, V] for every token seen, in place."""
+        rows, req_slots, alphas, listed = penalised
+        width = self._max_num_seen(listed)
         if width == 0:
             return
         valid = torch.arange(width, device=self.device) < self.num_seen[req_slots].unsqueeze(1)
@@ -110,15 +140,17 @@ class ReqSlotTable:
         ids = self.seen_ids[req_slots, :width].masked_fill(~valid, 0)
         _add_at(logits, rows, ids, penalty.masked_fill_(~valid, 0.0).neg_())
 
-    def max_num_seen(self, req_slots: list[int]) -> int:
+    def _max_num_seen(self, req_slots: list[int]) -> int:
         """Return an upper bound of tokens seen by any of these slots."""
         return max((self._max_seen[req_slot] for req_slot in req_slots), default=0)
 
-    def count(self, req_slot_list: list[int], req_slots: Tensor, tokens: Tensor, alphas: Tensor) -> None:
-        """Decay the counts, then count the sampled tokens [p] int64; alphas [p, 3] as above."""
-        for req_slot in req_slot_list:
+    def count(self, penalised: Penalised, sampled: Tensor) -> None:
+        """Decay the counts, then count each row's token of those sampled in the step, [R] int64."""
+        rows, req_slots, alphas, listed = penalised
+        tokens = sampled[rows]
+        for req_slot in listed:
             self._max_seen[req_slot] += 1
-        width = self.max_num_seen(req_slot_list)
+        width = self._max_num_seen(listed)
         self.seen_ids, self.seen_counts = _widened(self.seen_ids, width), _widened(self.seen_counts, width)
         known = self.num_seen[req_slots]
         columns = torch.arange(width, device=self.device)
@@ -136,12 +168,11 @@ class ReqSlotTable:
 
     def append_tokens(self, req_slots: list[int], runs: list[list[int]]) -> None:
         for req_slot, run in zip(req_slots, runs, strict=True):
-            params, at = self.params[req_slot], on_device([req_slot], torch.int64, self.device)
-            if uses_penalties(params):
-                alphas = [[params.presence_penalty, params.frequency_penalty, params.penalty_decay]]
-                for token in on_device(run, torch.int64, self.device).split(1):
-                    self.count([req_slot], at, token, on_device(alphas, torch.float32, self.device))
-            self.steps[at] += len(run)
+            penalised = self.penalised([req_slot])
+            if penalised is not None:
+                for token in self.ids(run).split(1):
+                    self.count(penalised, token)
+            self.steps[req_slot] += len(run)
 
     def advance(self, req_slots: Tensor) -> None:
         """Add one to the step of these slots. req_slots [r] int64"""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sampling.params import MAX_WINDOW, SamplingParams
-from sampling.req_slots import uses_penalties
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def _is_active(name: str, params: SamplingParams) -> bool:
     filters = params.filters
     assert filters is not None
     return {
-        "penalties": uses_penalties(params) or filters.uses_repetition,
+        "penalties": params.has_penalties or filters.uses_repetition,
         "dry": filters.uses_dry,
         "temperature": params.temperature != 1 or filters.dynatemp_range > 0,
         "top_n_sigma": filters.top_n_sigma > 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -86,12 +87,12 @@ class RawLogprobs:
     """[q] int64, in the step"""
     values: Tensor
     """[q, V] fp32, -inf instead of NaN"""
+    num_top: int
+    """the largest number that a row requested"""
 
-    def gather(self, tokens: Tensor, count: int) -> Logprobs:
-        """Return the sampled tokens' values [R] and the `count` largest [R, count].
-
-        Rows without a request have zeros.
-        """
+    def gather(self, tokens: Tensor) -> Logprobs:
+        """Return the values of the sampled tokens [R] and the largest ones. Rows without a request have zeros."""
+        count = min(self.num_top, self.values.shape[1])
         ids = tokens.new_zeros(len(tokens), count)
         top = self.values.new_zeros(len(tokens), count)
         chosen = self.values.new_zeros(len(tokens))
@@ -116,10 +117,12 @@ def target_logprobs(logits: Tensor, targets: Tensor, count: int) -> Logprobs:
     )
 
 
-def raw_logprobs(logits: Tensor, rows: list[int]) -> RawLogprobs | None:
-    """Return log_softmax of these rows of logits [R, V]. None for no rows."""
+def raw_logprobs(logits: Tensor, params: Sequence[SamplingParams]) -> RawLogprobs | None:
+    """Return log_softmax of the rows of logits [R, V] whose parameters request it. None: no row does."""
+    rows = [row for row, one in enumerate(params) if one.top_logprobs is not None]
     if not rows:
         return None
     picked = on_device(rows, torch.int64, logits.device)
     values = torch.log_softmax(logits[picked].float(), dim=1)
-    return RawLogprobs(picked, values.nan_to_num_(nan=-float("inf"), neginf=-float("inf")))
+    values.nan_to_num_(nan=-float("inf"), neginf=-float("inf"))
+    return RawLogprobs(picked, values, max(params[row].top_logprobs or 0 for row in rows))

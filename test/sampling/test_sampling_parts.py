@@ -13,7 +13,7 @@ from sampling import philox, registry
 from sampling.flashinfer import FlashInferSampler
 from sampling.naive import NaiveSampler, make_plan, ranked_top, truncation_mask
 from sampling.params import SamplingParams
-from sampling.req_slots import ReqSlotTable
+from sampling.req_slots import Penalised, ReqSlotTable
 from sampling.sampler import target_logprobs
 from test.sampling_oracle import philox as numpy_philox
 from test.sampling_oracle import uniforms
@@ -68,9 +68,9 @@ def test_ranked_head_orders_equal_values_by_id() -> None:
 
 def test_seen_tokens_outgrow_their_table() -> None:
     table = ReqSlotTable(2, 1000, CPU, penalty_exempt_ids=[])
-    alphas = torch.tensor([[0.0, 0.0, 0.5]])
+    row = Penalised(torch.tensor([0]), torch.tensor([1]), torch.tensor([[0.0, 0.0, 0.5]]), [1])
     for token in [*range(150), 3]:
-        table.count([1], torch.tensor([1]), torch.tensor([token]), alphas)
+        table.count(row, torch.tensor([token]))
     assert table.num_seen.tolist() == [0, 150]
     assert table.seen_ids[1, :150].tolist() == list(range(150))
     assert table.seen_counts[1, 148:150].tolist() == [0.25, 0.5]
