@@ -125,8 +125,11 @@ class Ledger:
             turn.safely_gone = turn.gone
 
     def carried(self, state: int, replay: list[int]) -> list[History]:
-        """Return the exported histories that a file may contain. The file has this state and these tokens."""
-        return [history for history in self.files if fold(state, replay, history.began.mark) == history.stored]
+        """Return the exported histories that a file may contain. The file has this state and these tokens.
+
+        Each import has its own copies: a delete of an earlier import of the file must not forget this one.
+        """
+        return [history[:] for history in self.files if fold(state, replay, history.began.mark) == history.stored]
 
     def imported(self, carried: list[History], num_tokens: int) -> History:
         """Return the history of an imported file, which was exported before."""

@@ -14,7 +14,11 @@ from rwkv_batch.core.speculation import Speculation
 from rwkv_batch.fleet.member import Member
 from state_pool.cache.prefix_cache import PrefixCache, prefix_base
 from state_pool.origins import Adapters, LoadedAdapter, Origin
+from state_pool.session_key import SessionKey
+from state_pool.sessions import Session
 from test.conftest import IS_LONG
+from test.simulation.history import History
+from test.simulation.ledger import Ledger
 from test.simulation.runs import FLEET_WORLDS, WorldFailed, run
 from test.simulation.world import OWN_WORLDS, SPECULATING_WORLDS
 
@@ -47,6 +51,7 @@ def test_worlds(first: int) -> None:
         4985,  # imported states did not count as transfers to host memory
         94,  # after drafts were verified, a row's last token was processed while its next step was launched
         387,  # waiting turns held all slots but one, and a shared prompt held that one
+        89305,  # with micro-batches, an older step ended the draft of a step in flight: a wrong state was parked
         19354,  # a fault of the simulation: a session that had lost its last turns still counted as used by them
     ],
 )
@@ -71,6 +76,19 @@ def test_a_world_is_the_same_every_time() -> None:
     code = "from test.simulation.runs import run; print([run(seed)['digest'] for seed in range(3)])"
     elsewhere = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert elsewhere.stdout == f"{[run(seed)['digest'] for seed in range(3)]}\n", elsewhere.stderr
+
+
+def test_a_delete_does_not_forget_that_a_crash_may_leave_a_later_import() -> None:
+    """Checks the simulation: an import that runs while the same file's first import is deleted may be stored."""
+    ledger, file, key = Ledger(lazy=False, now=lambda: 0.0), History([7, 8]), SessionKey("imported")
+    first, second = (Session(key, row_id, 0.0, 0.0, num_tokens=2) for row_id in (1, 2))
+    ledger.files.append(file)
+    ledger.keep(first, ledger.imported(ledger.carried(file.stored, []), 2), 0.0)
+    gone = ledger.delete([first])
+    ledger.unsure[key].extend(ledger.carried(file.stored, []))
+    ledger.deleted(gone)
+    ledger.recover([second], lambda _: file.stored)
+    assert ledger.by_key == {key: file}
 
 
 def test_the_worlds_notice_a_state_with_a_rejected_token(monkeypatch: pytest.MonkeyPatch) -> None:
