@@ -14,8 +14,8 @@ from routes.request.bodies import ModelFields, PrefixCacheFields, PriorityFields
 from routes.request.fields import FixedSamplingFields, body_error
 from routes.request.jobs import encode, encode_all, greedy_row, make_job, offload_if_large
 from routes.request.model_names import requested_origin
-from routes.response.event_stream import OutputDecoder
-from routes.response.generate import RowResult, run_full
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import run_full
 from routes.response.http_response import HandlerResponse
 from routes.response.response_models import Scores
 from routes.route import Routes
@@ -120,7 +120,7 @@ class ScoreFormatter:
         self._body = body
         self._rows = rows
 
-    def full_body(self, results: list[RowResult]) -> dict[str, Any]:
+    def full_body(self, results: list[DecodedRow]) -> dict[str, Any]:
         """Return the answer's body. Raises ServiceError if a row failed."""
         remaining, scores = iter(results), []
         for index, row in enumerate(self._rows):
@@ -141,7 +141,7 @@ class ScoreFormatter:
             },
         }
 
-    def _cached(self, results: list[RowResult]) -> int:
+    def _cached(self, results: list[DecodedRow]) -> int:
         """Return the number of cached prompt tokens. Each prompt counts once."""
         count = first = 0
         for row in self._rows:
@@ -150,7 +150,7 @@ class ScoreFormatter:
             first += row.num_rows
         return count
 
-    def _candidate(self, number: int, result: RowResult) -> dict[str, Any]:
+    def _candidate(self, number: int, result: DecodedRow) -> dict[str, Any]:
         values = result.scores("candidate")
         entry: dict[str, Any] = {
             "index": number,

@@ -18,8 +18,8 @@ from routes.request.jobs import as_turn, make_job, make_rows, row_stops
 from routes.request_context import current_request, own_id, reachable_ids
 from routes.response import response_models
 from routes.response.batch_formatter import BatchFormatter
-from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import RowResult, call_engine, run
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import call_engine, run
 from routes.response.http_response import (
     FILE,
     FileChunks,
@@ -185,7 +185,7 @@ class DialogueFormatter(BatchFormatter):
         self._session_id = body.session_id
         self._new_dialogue: int | None = None
 
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
         for row in updates:
             self._record_dialogue(row.finish)
         return super().chunk(updates)
@@ -197,7 +197,7 @@ class DialogueFormatter(BatchFormatter):
         name = f"{self._session_id}:{self._new_dialogue}"
         return end + sse({"object": "multi_state.dialogue_idx", "session_id": name, "dialogue_idx": self._new_dialogue})
 
-    def full_body(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[DecodedRow]) -> Any:
         for row in rows:
             self._record_dialogue(row.finish)
         return {**super().full_body(rows), "session_id": self._session_id, "dialogue_idx": self._new_dialogue}

@@ -11,7 +11,7 @@ from programs.library.params import LLMError, as_llm_error
 from programs.library.prompt_requests import PromptRequest
 from routes.context import Context
 from routes.response.answer_parser import AnswerParser
-from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
+from routes.response.event_stream import DecodedRow, EventStream, OutputDecoder
 from routes.response.generate import submit
 from rwkv_batch.errors import ErrorInfo
 from rwkv_batch.request import Finish, Job, TokenLogprob
@@ -64,7 +64,7 @@ class JobOutputs:
         """Cancel unfinished answers."""
         self._stream.close()
 
-    def _take(self, update: RowUpdate) -> Piece:
+    def _take(self, update: DecodedRow) -> Piece:
         i, index = self._rows[update.row]
         request = self.outputs[i]
         output = request.outputs[index]

@@ -14,8 +14,8 @@ from routes.openai.formatter import conversation_rows, prompt_of
 from routes.request.jobs import make_job, offload_if_large
 from routes.request_context import current_request
 from routes.response.answer_parser import AnswerDelta, AnswerParser
-from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import BaseFormatter, RowResult, run
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import ResponseFormatter, run
 from routes.response.http_response import (
     OPENAI_STATUS,
     SSE,
@@ -106,8 +106,8 @@ class ContentBlocks:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
-class MessagesFormatter(BaseFormatter):
-    """A ResponseFormatter of one message."""
+class MessagesFormatter(ResponseFormatter):
+    """Writes one message, complete or as events."""
 
     error_format = ANTHROPIC_ERRORS
 
@@ -129,16 +129,16 @@ class MessagesFormatter(BaseFormatter):
         }
         return named_sse({"type": "message_start", "message": with_warnings(empty)})
 
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
         return b"".join(named_sse(event) for update in updates for event in self._events(update))
 
-    def full_body(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[DecodedRow]) -> Any:
         (row,) = rows
         for _ in self._output(row.text, True):
             pass
         return {**self._head, "content": self._blocks.blocks, **self._end(row.finish), "usage": _usage(row.finish)}
 
-    def _events(self, update: RowUpdate) -> Iterable[dict[str, Any]]:
+    def _events(self, update: DecodedRow) -> Iterable[dict[str, Any]]:
         finish = update.finish
         yield from self._output(update.text, finish is not None)
         if finish is not None and finish.error is None:

@@ -22,8 +22,8 @@ from routes.request.fields import IgnoredValue, Repeated, Unsupported, rename_fi
 from routes.request.jobs import encode, make_job, offload_if_large, row_stops
 from routes.request.json_body import validate
 from routes.request.sampler_fields import SamplerFields
-from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import BaseFormatter, RowResult, call_engine, run
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import ResponseFormatter, call_engine, run
 from routes.response.http_response import (
     OPENAI_ERRORS,
     SSE,
@@ -200,8 +200,8 @@ class Props(BaseModel):
     build_info: str
 
 
-class LlamaFormatter(BaseFormatter):
-    """A ResponseFormatter of one row per prompt."""
+class LlamaFormatter(ResponseFormatter):
+    """Writes one row per prompt."""
 
     error_format = LLAMA_ERRORS
 
@@ -215,7 +215,7 @@ class LlamaFormatter(BaseFormatter):
         self._first = [self._started] * len(prompts)
         self._num_tokens = [0] * len(prompts)
 
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
         events = []
         for update in updates:
             row = update.row
@@ -228,7 +228,7 @@ class LlamaFormatter(BaseFormatter):
                 events.append({**self._part(row, "", []), **self._end(row, update.finish)})
         return b"".join(sse(self.first_with_warnings(event)) for event in events)
 
-    def full_body(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[DecodedRow]) -> Any:
         bodies = [
             {**self._part(i, row.text, row.logprobs), **({} if row.finish is None else self._end(i, row.finish))}
             for i, row in enumerate(rows)

@@ -16,8 +16,8 @@ from routes.request import prompts
 from routes.request.fields import rename_fields
 from routes.request.jobs import encode, make_job, offload_if_large, row_stops
 from routes.response.answer_parser import AnswerDelta, AnswerFormat, AnswerParser
-from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import BaseFormatter, RowResult, run
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import ResponseFormatter, run
 from routes.response.http_response import (
     NATIVE_ERRORS,
     NDJSON_STREAM,
@@ -76,8 +76,8 @@ class CallCollector:
             return []
 
 
-class OllamaFormatter(BaseFormatter):
-    """A ResponseFormatter of one row."""
+class OllamaFormatter(ResponseFormatter):
+    """Writes the lines of one row."""
 
     error_format = OLLAMA_ERRORS
     begins_with_output = True
@@ -102,7 +102,7 @@ class OllamaFormatter(BaseFormatter):
         self._text: list[str] = []
         self._started = time.monotonic_ns()
 
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
         lines = []
         for update in updates:
             finish = update.finish
@@ -113,7 +113,7 @@ class OllamaFormatter(BaseFormatter):
                 lines.append(self._line(self._make_fields("", {}), finish))
         return b"".join(json_line(self.first_with_warnings(line)) for line in lines)
 
-    def full_body(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[DecodedRow]) -> Any:
         (row,) = rows
         return self._line(self._output(row.text, row.logprobs, True) or self._make_fields("", {}), row.finish)
 

@@ -22,8 +22,8 @@ from routes.openai.logprobs import ContentLogprobs, prompt_logprobs
 from routes.openai.request import ChatBody
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerParser
-from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import RowResult, run
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.response.tool_call_parser import DeltaToolCall
 from routes.route import SESSION_ERRORS, Routes
@@ -35,7 +35,7 @@ PATH = "/openai/v1/chat/completions"
 
 
 class ChatFormatter(OpenAIFormatter):
-    """A ResponseFormatter: writes `chat.completion` and its chunks, with reasoning separate from content."""
+    """Writes `chat.completion` and its chunks, with reasoning separate from content."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -57,7 +57,7 @@ class ChatFormatter(OpenAIFormatter):
         choices = ({"index": row, "delta": delta, "finish_reason": None} for row in range(len(self._parsers)))
         return b"".join(map(self.chunk_event, choices))
 
-    def delta_choice(self, updates: RowUpdate) -> dict[str, Any] | None:
+    def delta_choice(self, updates: DecodedRow) -> dict[str, Any] | None:
         is_final = updates.finish is not None
         parts = self._parsers[updates.row].feed(updates.text, is_final)
         logprobs = self._logprobs[updates.row].feed(updates.logprobs, parts, is_final)
@@ -79,7 +79,7 @@ class ChatFormatter(OpenAIFormatter):
     def last_choice(self, row: int, reason: str) -> dict[str, Any]:
         return {"index": row, "delta": {}, **finish_fields(self._finish_reason(row, reason))}
 
-    def full_body(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[DecodedRow]) -> Any:
         answer = self.answer([self._full_choice(index, row) for index, row in enumerate(rows)], rows)
         if self.scored is not None:
             answer["prompt_logprobs"] = self.scored(rows[0].prompt_logprobs)
@@ -88,7 +88,7 @@ class ChatFormatter(OpenAIFormatter):
     def num_reasoning_tokens(self) -> int:
         return sum(self._count_tokens("".join(texts)) for texts in self._reasoning if texts)
 
-    def _full_choice(self, index: int, row: RowResult) -> dict[str, Any]:
+    def _full_choice(self, index: int, row: DecodedRow) -> dict[str, Any]:
         parts = self._parsers[index].feed(row.text, final=True)
         message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
         if parts.reasoning:

@@ -26,8 +26,8 @@ from routes.openai.request import CompletionBody
 from routes.request import prompts
 from routes.request.bodies import Body
 from routes.request.jobs import as_turn, encode, make_job, row_stops
-from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import RowResult, run
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import run
 from routes.response.http_response import OPENAI_ERRORS, HandlerResponse
 from routes.route import SESSION_ERRORS, Routes
 from rwkv_batch.errors import ErrorKind, ServiceError
@@ -60,15 +60,15 @@ class CompletionFormatter(OpenAIFormatter):
         """Set the first token of each scored prompt. It has no log-probability."""
         self._logprobs = [LogprobArrays(prompts[row // self._n]) for row in range(len(self._logprobs))]
 
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
         """See ResponseFormatter. A prompt's log-probabilities arrive with its first row and are repeated for the
         others.
         """
         other_rows = range(1, self._n)
-        shared = [RowUpdate(one.row + i, prompt_logprobs=one.prompt_logprobs) for one in updates for i in other_rows]
+        shared = [DecodedRow(one.row + i, prompt_logprobs=one.prompt_logprobs) for one in updates for i in other_rows]
         return super().chunk([*[one for one in shared if one.prompt_logprobs], *updates])
 
-    def delta_choice(self, updates: RowUpdate) -> dict[str, Any] | None:
+    def delta_choice(self, updates: DecodedRow) -> dict[str, Any] | None:
         tokens = [*updates.prompt_logprobs, *updates.logprobs]
         if not updates.text and not tokens:
             return None
@@ -77,7 +77,7 @@ class CompletionFormatter(OpenAIFormatter):
     def last_choice(self, row: int, reason: str) -> dict[str, Any]:
         return {"index": row, "text": "", "logprobs": None, **finish_fields(reason)}
 
-    def full_body(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[DecodedRow]) -> Any:
         choices: list[dict[str, Any]] = []
         for first in range(0, len(rows), self._n):
             scored_tokens = rows[first].prompt_logprobs
@@ -96,7 +96,7 @@ class CompletionFormatter(OpenAIFormatter):
         return {"index": index, "text": text, "logprobs": logprobs, **end}
 
 
-def _best_rows(rows: Sequence[RowResult], candidates: range, count: int) -> list[int]:
+def _best_rows(rows: Sequence[DecodedRow], candidates: range, count: int) -> list[int]:
     """Return the `count` rows with the highest mean log-probability, best first."""
     if count == len(candidates):
         return list(candidates)

@@ -18,8 +18,8 @@ from routes.request.messages import Message
 from routes.request.model_names import requested_adapter
 from routes.request.tools import FENCE, ToolSet, begins_with_call
 from routes.response.batch_formatter import usage
-from routes.response.event_stream import RowUpdate
-from routes.response.generate import BaseFormatter, RowResult, call_engine, clamp_logprob
+from routes.response.event_stream import DecodedRow, clamp_logprob
+from routes.response.generate import ResponseFormatter, call_engine
 from routes.response.http_response import OPENAI_ERRORS, sse, to_json
 from rwkv_batch.calls import GetStatus, ListAdapters
 from rwkv_batch.errors import ErrorInfo, invalid
@@ -120,7 +120,7 @@ def _logprob(token: bytes, logprob: float) -> dict[str, Any]:
     return {"token": token_text(token), "logprob": clamp_logprob(logprob), "bytes": list(token)}
 
 
-class OpenAIFormatter(BaseFormatter):
+class OpenAIFormatter(ResponseFormatter):
     """Writes OpenAI's objects. A chunk has one choice, because SDKs read only the first."""
 
     error_format = OPENAI_ERRORS
@@ -139,14 +139,14 @@ class OpenAIFormatter(BaseFormatter):
         self._includes_usage = body.includes_usage
         self._finishes: list[Finish | None] = [None] * num_rows
 
-    def delta_choice(self, updates: RowUpdate) -> dict[str, Any] | None:
+    def delta_choice(self, updates: DecodedRow) -> dict[str, Any] | None:
         """Return a row's new text as a choice. None if there is none."""
         raise NotImplementedError
 
     def last_choice(self, row: int, reason: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
         choices: list[dict[str, Any]] = []
         for row in updates:
             choice = self.delta_choice(row)
@@ -182,7 +182,7 @@ class OpenAIFormatter(BaseFormatter):
     def num_reasoning_tokens(self) -> int:
         return 0
 
-    def answer(self, choices: list[dict[str, Any]], rows: list[RowResult]) -> dict[str, Any]:
+    def answer(self, choices: list[dict[str, Any]], rows: list[DecodedRow]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         counts = self.counts([row.finish for row in rows])
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": counts}
@@ -205,7 +205,7 @@ def finish_fields(reason: str, error: ErrorInfo | None = None) -> dict[str, Any]
     return fields if error is None else fields | OPENAI_ERRORS.body(error)
 
 
-def row_finish(row: RowResult) -> tuple[str, ErrorInfo | None]:
+def row_finish(row: DecodedRow) -> tuple[str, ErrorInfo | None]:
     """Return why a row ended, and its error."""
     return (FinishReason.ERROR, None) if row.finish is None else (row.finish.reason, row.finish.error)
 

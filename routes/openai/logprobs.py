@@ -11,7 +11,7 @@ import msgspec
 
 from routes.openai.formatter import token_text
 from routes.response.answer_parser import AnswerDelta
-from routes.response.generate import clamp_logprob
+from routes.response.event_stream import clamp_logprob
 from routes.response.http_response import to_json
 from rwkv_batch.request import TokenLogprob
 

@@ -16,8 +16,8 @@ from routes.openai.responses_body import ResponsesBody
 from routes.openai.responses_models import ResponseEvent, ResponseObject
 from routes.request.jobs import make_job
 from routes.response.answer_parser import AnswerDelta, AnswerParser
-from routes.response.event_stream import OutputDecoder, RowUpdate
-from routes.response.generate import BaseFormatter, RowResult, run
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import ResponseFormatter, run
 from routes.response.http_response import OPENAI_ERRORS, ErrorFormat, HandlerResponse, named_sse, with_warnings
 from routes.response.tool_call_parser import DeltaToolCall
 from routes.route import SESSION_ERRORS, Routes
@@ -141,7 +141,7 @@ def _error_event(info: ErrorInfo) -> dict[str, Any]:
     return {"type": "error", "message": error["message"], "code": error["code"], "param": error["param"], **body}
 
 
-class ResponsesFormatter(BaseFormatter):
+class ResponsesFormatter(ResponseFormatter):
     """Writes one response: complete, or as stream events."""
 
     error_format = ErrorFormat(_error_event, OPENAI_ERRORS.statuses, OPENAI_ERRORS.schema)
@@ -159,23 +159,23 @@ class ResponsesFormatter(BaseFormatter):
         response_fields = {"response": self._response("in_progress", None)}
         return self._sse_frames([("response.created", response_fields), ("response.in_progress", response_fields)])
 
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
         return b"".join(self._sse_frames(self._events(update)) for update in updates)
 
-    def full_body(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[DecodedRow]) -> Any:
         (row,) = rows
-        for _ in self._delta_events(RowUpdate(0, row.text, finish=row.finish, logprobs=row.logprobs), final=True):
+        for _ in self._delta_events(row, final=True):
             pass
         return self._response(self._status(row.finish), row.finish)
 
-    def _events(self, update: RowUpdate) -> Iterable[Event]:
+    def _events(self, update: DecodedRow) -> Iterable[Event]:
         finish = update.finish
         yield from self._delta_events(update, final=finish is not None)
         if finish is not None:
             status = self._status(finish)
             yield f"response.{status}", {"response": self._response(status, finish)}
 
-    def _delta_events(self, update: RowUpdate, final: bool) -> Iterable[Event]:
+    def _delta_events(self, update: DecodedRow, final: bool) -> Iterable[Event]:
         parts = self._parser.feed(update.text, final)
         yield from self._items.feed(parts, logprob_entries(self._logprobs.feed(update.logprobs, parts, final)))
         if final:

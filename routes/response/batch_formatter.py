@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from routes.request.bodies import GenerationBody
-from routes.response.event_stream import RowUpdate
-from routes.response.generate import BaseFormatter, RowResult
+from routes.response.event_stream import DecodedRow
+from routes.response.generate import ResponseFormatter
 from routes.response.http_response import OPENAI_ERRORS, error_body, sse
 from rwkv_batch.request import Finish
 
@@ -27,7 +27,7 @@ def usage(finishes: Sequence[Finish | None], n: int = 1) -> dict[str, Any]:
     }
 
 
-class BatchFormatter(BaseFormatter):
+class BatchFormatter(ResponseFormatter):
     """Writes the batch format.
 
     OpenAI's clients may send conversations. So their chunks have an id and one choice each, because these clients read
@@ -45,7 +45,7 @@ class BatchFormatter(BaseFormatter):
         self._includes_usage = body.includes_usage
         self._finishes: list[Finish] = []
 
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
         choices: list[dict[str, Any]] = []
         for row in updates:
             if row.text:
@@ -65,12 +65,12 @@ class BatchFormatter(BaseFormatter):
             return b""
         return sse({**self._chunk_head, "choices": [], "usage": usage(self._finishes)})
 
-    def full_body(self, rows: list[RowResult]) -> Any:
+    def full_body(self, rows: list[DecodedRow]) -> Any:
         choices = [_choice(index, row) for index, row in enumerate(rows)]
         return {**self._whole_head, "choices": choices, "usage": usage([row.finish for row in rows])}
 
 
-def _choice(index: int, row: RowResult) -> dict[str, Any]:
+def _choice(index: int, row: DecodedRow) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "message": {"role": "assistant", "content": row.text}}
     choice["finish_reason"] = row.finish.reason if row.finish is not None else "error"
     if row.finish is not None and row.finish.error is not None:

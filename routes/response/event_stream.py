@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from routes.context import Context
 from routes.reader_wakeups import Mailbox
 from routes.request_context import current_request
-from rwkv_batch.errors import ErrorInfo
-from rwkv_batch.request import Finish, Job, JobEvents, TokenLogprob
+from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
+from rwkv_batch.request import Finish, FinishReason, Job, JobEvents, TokenLogprob
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 logger = logging.getLogger(__name__)
@@ -45,9 +45,18 @@ class RowDecoder:
         return text
 
 
+_MIN_LOGPROB = -9999.0
+"""OpenAI's replacement of minus infinity, which JSON does not have."""
+
+
+def clamp_logprob(value: float) -> float:
+    """Return the log-probability, at least -9999."""
+    return max(value, _MIN_LOGPROB)
+
+
 @dataclass(slots=True)
-class RowUpdate:
-    """New output of one row."""
+class DecodedRow:
+    """New output of one row, or all of it."""
 
     row: int
     text: str = ""
@@ -55,6 +64,18 @@ class RowUpdate:
     finish: Finish | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def scores(self, what: str) -> list[float]:
+        """Return the log-probabilities of a scored row's tokens, at least -9999.
+
+        Raises ServiceError if the row failed or timed out. `what`: what it scores, for the message.
+        """
+        if self.finish is not None and self.finish.error is not None:
+            raise ServiceError.from_info(self.finish.error)
+        if self.finish is None or self.finish.reason is not FinishReason.LENGTH:
+            message = f"not every {what} was scored in time; send fewer per request, or raise timeout_s"
+            raise ServiceError(ErrorKind.TIMEOUT, message)
+        return [clamp_logprob(token.logprob) for token in self.prompt_logprobs]
 
 
 class OutputDecoder:
@@ -65,14 +86,14 @@ class OutputDecoder:
         self._row_decoders = [RowDecoder(opening, strip, echo) for echo in echoed or [b""] * num_rows]
         self.error: ErrorInfo | None = None
 
-    def read(self, batch: Iterable[JobEvents]) -> list[RowUpdate]:
+    def read(self, batch: Iterable[JobEvents]) -> list[DecodedRow]:
         """Return the updates in order of each row's first delta. A job's error is stored in `error`."""
         pieces: dict[int, list[bytes]] = {}
-        updates: dict[int, RowUpdate] = {}
+        updates: dict[int, DecodedRow] = {}
         for events in batch:
             self.error = events.error or self.error
             for delta in events.deltas:
-                row = updates.setdefault(delta.row, RowUpdate(delta.row))
+                row = updates.setdefault(delta.row, DecodedRow(delta.row))
                 pieces.setdefault(delta.row, []).append(delta.text)
                 row.num_tokens += delta.num_tokens
                 row.finish = delta.finish or row.finish

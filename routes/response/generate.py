@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -20,11 +19,11 @@ from routes.request.jobs import offload_if_large
 from routes.request.model_names import TUNED_PREFIX, model_not_found
 from routes.request_context import cache_tenant, current_request, reachable_ids
 from routes.response import http_response
-from routes.response.event_stream import LOGPROB_BYTES, EventStream, OutputDecoder, RowUpdate
+from routes.response.event_stream import LOGPROB_BYTES, DecodedRow, EventStream, OutputDecoder
 from routes.response.task_stream import HEARTBEAT_INTERVAL_S, START_WAIT_S, UNWRITABLE
 from rwkv_batch.calls import Answer, EngineCall, FindSession
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError, invalid
-from rwkv_batch.request import Finish, FinishReason, GenerateRequest, Job, JobEvents, TokenLogprob
+from rwkv_batch.request import GenerateRequest, Job, JobEvents
 
 logger = logging.getLogger(__name__)
 
@@ -126,60 +125,14 @@ def _future_callback(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any
 
 
 _ROWS_POLL_S = 0.1
-_MIN_LOGPROB = -9999.0
-"""OpenAI's replacement of minus infinity, which JSON does not have."""
 
 
-def clamp_logprob(value: float) -> float:
-    """Return the log-probability, at least -9999."""
-    return max(value, _MIN_LOGPROB)
-
-
-@dataclass(slots=True)
-class RowResult:
-    text: str
-    finish: Finish | None
-    logprobs: list[TokenLogprob]
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    def scores(self, what: str) -> list[float]:
-        """Return the log-probabilities of a scored row's tokens, at least -9999.
-
-        Raises ServiceError if the row failed or timed out. `what`: what it scores, for the message.
-        """
-        if self.finish is not None and self.finish.error is not None:
-            raise ServiceError.from_info(self.finish.error)
-        if self.finish is None or self.finish.reason is not FinishReason.LENGTH:
-            message = f"not every {what} was scored in time; send fewer per request, or raise timeout_s"
-            raise ServiceError(ErrorKind.TIMEOUT, message)
-        return [clamp_logprob(token.logprob) for token in self.prompt_logprobs]
-
-
-class ResponseFormatter(Protocol):
-    """How a route formats the engine's output."""
-
-    error_format: http_response.ErrorFormat
-    begins_with_output: bool
-    """Whether a stream's status waits for its first output, so that an error before it has its own status."""
-
-    def stream_start(self) -> bytes:
-        """Return the first bytes of a stream."""
-
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
-        """Return the updates as the stream's events."""
-
-    def stream_end(self) -> bytes:
-        """Return the last bytes before the stream's end."""
-
-    def full_body(self, rows: list[RowResult]) -> Any:
-        """Return the body of a non-streamed answer, as a JSON value."""
-
-
-class BaseFormatter:
-    """Defaults: no extra bytes around the chunks, native errors."""
+class ResponseFormatter:
+    """How a route formats the engine's output. By default, nothing is around the chunks, and errors are native."""
 
     error_format = http_response.NATIVE_ERRORS
     begins_with_output = False
+    """Whether a stream's status waits for its first output, so that an error before it has its own status."""
     _has_warned = False
 
     def first_with_warnings(self, event: dict[str, Any]) -> dict[str, Any]:
@@ -190,10 +143,20 @@ class BaseFormatter:
         return http_response.with_warnings(event)  # type: ignore[no-any-return]
 
     def stream_start(self) -> bytes:
+        """Return the first bytes of a stream."""
         return b""
 
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
+        """Return the updates as the stream's events."""
+        raise NotImplementedError
+
     def stream_end(self) -> bytes:
+        """Return the last bytes before the stream's end."""
         return b""
+
+    def full_body(self, rows: list[DecodedRow]) -> Any:
+        """Return the body of a non-streamed answer, as a JSON value."""
+        raise NotImplementedError
 
 
 class SseChunks(Iterator[bytes]):
@@ -246,11 +209,11 @@ class SseChunks(Iterator[bytes]):
         return self._format.event(self._formatter.error_format.body(info) | fields)
 
 
-def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) -> list[RowResult]:
+def _results(stream: EventStream, output_decoder: OutputDecoder, num_rows: int) -> list[DecodedRow]:
     """Return all rows of a finished job. Raises ServiceError if the job or all of its rows failed."""
-    rows = [RowResult("", None, []) for _ in range(num_rows)]
-    for update in output_decoder.read(stream.pull(0)):
-        rows[update.row] = RowResult(update.text, update.finish, update.logprobs, update.prompt_logprobs)
+    rows = [DecodedRow(index) for index in range(num_rows)]
+    for row in output_decoder.read(stream.pull(0)):
+        rows[row.row] = row
     if output_decoder.error is not None:
         raise ServiceError.from_info(output_decoder.error)
     errors = [row.finish.error for row in rows if row.finish is not None and row.finish.error is not None]
@@ -274,7 +237,7 @@ def _immediate_error(first_events: JobEvents, num_rows: int) -> ErrorInfo | None
     return None if any(delta.text for delta in first_events.deltas) else first_events.error
 
 
-async def finished_rows(context: Context, job: Job, output_decoder: OutputDecoder) -> list[RowResult]:
+async def finished_rows(context: Context, job: Job, output_decoder: OutputDecoder) -> list[DecodedRow]:
     """Run a job and return its rows. Raises ServiceError if the job or all of its rows failed."""
     stream = await submit(context, job)
     try:
@@ -287,15 +250,15 @@ async def finished_rows(context: Context, job: Job, output_decoder: OutputDecode
 
 async def rows_as_they_finish(
     context: Context, job: Job, output_decoder: OutputDecoder
-) -> AsyncGenerator[dict[int, RowResult]]:
+) -> AsyncGenerator[dict[int, DecodedRow]]:
     """Run a job and yield its finished rows by index. Raises ServiceError if the job failed."""
     stream = await submit(context, job)
-    rows = [RowResult("", None, []) for _ in range(job.num_rows)]
+    rows = [DecodedRow(index) for index in range(job.num_rows)]
     try:
         is_over = False
         while not is_over:
             is_over = await stream.wait_finished(_ROWS_POLL_S)
-            finished = dict[int, RowResult]()
+            finished = dict[int, DecodedRow]()
             for update in output_decoder.read(stream.pull(0)):
                 row = rows[update.row]
                 row.text, row.finish = row.text + update.text, update.finish
@@ -310,7 +273,7 @@ async def rows_as_they_finish(
 
 
 async def run_full(
-    context: Context, job: Job, output_decoder: OutputDecoder, full_body: Callable[[list[RowResult]], Any]
+    context: Context, job: Job, output_decoder: OutputDecoder, full_body: Callable[[list[DecodedRow]], Any]
 ) -> http_response.HandlerResponse:
     """Run a job and answer with one JSON value. `full_body` builds it from the job's rows."""
     rows = await finished_rows(context, job, output_decoder)

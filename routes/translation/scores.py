@@ -10,8 +10,8 @@ import msgspec
 from routes.context import Context
 from routes.request.bodies import PriorityFields
 from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
-from routes.response.event_stream import OutputDecoder
-from routes.response.generate import RowResult, finished_rows
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import finished_rows
 from rwkv_batch.request import GenerateRequest, PromptLogprobs
 
 _DECIMALS = 4
@@ -53,6 +53,6 @@ def _rows(context: Context, scored: Sequence[Scored], origin: tuple[str, str]) -
     return rows
 
 
-def _mean(result: RowResult) -> float:
+def _mean(result: DecodedRow) -> float:
     values = result.scores("translation")
     return round(sum(values) / max(len(values), 1), _DECIMALS)

@@ -24,8 +24,8 @@ from routes.request.jobs import encode, encode_all, greedy_row, make_job, offloa
 from routes.request.model_names import model_not_found, requested_origin
 from routes.request.validation import MAX_WARNINGS, nearest_name, report_unknown
 from routes.request_context import cache_tenant, current_request, warn
-from routes.response.event_stream import OutputDecoder
-from routes.response.generate import RowResult, call_engine, finished_rows, rows_as_they_finish
+from routes.response.event_stream import DecodedRow, OutputDecoder
+from routes.response.generate import call_engine, finished_rows, rows_as_they_finish
 from routes.translation import stored
 from rwkv_batch.calls import EngineCall, ListAdapters, ListStates
 from rwkv_batch.errors import ErrorKind, ServiceError, invalid
@@ -212,7 +212,7 @@ class _Sender:
         self._next = ended + (ended - started) / _CHECKS_SHARE
 
 
-async def _results(context: Context, job: Job, *, is_streamed: bool) -> AsyncGenerator[dict[int, RowResult]]:
+async def _results(context: Context, job: Job, *, is_streamed: bool) -> AsyncGenerator[dict[int, DecodedRow]]:
     """Yield a job's results by row: all at once, or as they finish."""
     decoder = OutputDecoder(job.num_rows)
     if is_streamed:
@@ -303,7 +303,7 @@ def _sampling(query: Query) -> SamplingParams:
     return SamplingParams(temperature=min(0.9 + 0.05 * query.attempt, 1.4), top_p=0.95, seed=query.attempt)
 
 
-def _add_answers(plan: TranslationPlan, queries: list[Query], results: dict[int, RowResult]) -> None:
+def _add_answers(plan: TranslationPlan, queries: list[Query], results: dict[int, DecodedRow]) -> None:
     """Add the answers to some of the queries, by index."""
     answers, cut, completed = {}, set(), set()
     for index, row in results.items():

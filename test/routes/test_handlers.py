@@ -17,8 +17,8 @@ from routes.context import Context, Readiness, RequestLimiter
 from routes.request.json_body import validate
 from routes.request_context import RequestContext, set_current_request
 from routes.response import generate
-from routes.response.event_stream import EventStream, OutputDecoder, RowUpdate
-from routes.response.generate import BaseFormatter, SseChunks, run_full
+from routes.response.event_stream import DecodedRow, EventStream, OutputDecoder
+from routes.response.generate import ResponseFormatter, SseChunks, run_full
 from routes.response.http_response import (
     BLANK,
     DONE,
@@ -250,8 +250,8 @@ class FakeStream:
     def close(self) -> None: ...
 
 
-class Silent(BaseFormatter):
-    def chunk(self, updates: list[RowUpdate]) -> bytes:
+class Silent(ResponseFormatter):
+    def chunk(self, updates: list[DecodedRow]) -> bytes:
         return b""
 
     def full_body(self, rows: list[Any]) -> Any:

@@ -15,8 +15,7 @@ from routes.openai.request import ChatBody, CompletionBody
 from routes.request.json_body import validate
 from routes.request.prompts import Think
 from routes.response.answer_parser import ReasoningParser
-from routes.response.event_stream import RowUpdate
-from routes.response.generate import RowResult
+from routes.response.event_stream import DecodedRow
 from routes.response.http_response import OPENAI_ERRORS
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
 from rwkv_batch.request import Finish, FinishReason, TokenLogprob
@@ -203,8 +202,8 @@ def test_a_stream_has_one_choice_per_chunk_and_usage_last() -> None:
     ]
     tokens = [TokenLogprob(text, -math.inf, [(b"a", -0.5)]) for text in (b">x</", b"think", b"> ", b"\xc3", b"\xa4 ")]
     stream = formatter.stream_start()
-    stream += formatter.chunk([RowUpdate(0, ">hm</thi"), RowUpdate(1, ">x</think> ä ", logprobs=tokens)])
-    stream += formatter.chunk([RowUpdate(0, "nk> Hi", finish=ends[0]), RowUpdate(1, "z", finish=ends[1])])
+    stream += formatter.chunk([DecodedRow(0, ">hm</thi"), DecodedRow(1, ">x</think> ä ", logprobs=tokens)])
+    stream += formatter.chunk([DecodedRow(0, "nk> Hi", finish=ends[0]), DecodedRow(1, "z", finish=ends[1])])
     chunks = read_chunks(stream + formatter.stream_end())
     *parts, last = chunks
     assert len({chunk["id"] for chunk in chunks}) == 1
@@ -245,7 +244,7 @@ def test_finish_reasons_are_openais_with_end_reason() -> None:
         Finish(reason=reason, prompt_tokens=1, completion_tokens=1, error=failed if reason == "error" else None)
         for reason in reasons
     ]
-    rows = [RowResult("a", finish, []) for finish in finishes]
+    rows = [DecodedRow(row, "a", finish=finish) for row, finish in enumerate(finishes)]
     chat = ChatFormatter(chat_body(n=5), "fp_x", 5, len)
     text = CompletionFormatter(CompletionBody(prompt="a", n=5), "fp_x", 5)
     error_text = [("stop", None), ("length", None), *[("length", word) for word in ("timeout", "cancelled", "error")]]

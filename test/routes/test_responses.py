@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from routes.openai.responses import ResponsesFormatter
 from routes.openai.responses_body import ResponsesBody
-from routes.response.generate import RowResult
+from routes.response.event_stream import DecodedRow
 from rwkv_batch.request import Finish, FinishReason
 from test.serving import Service
 
@@ -283,7 +283,7 @@ def test_a_stream_reports_an_error(echo_client: OpenAI) -> None:
 def test_complete_reasoning_is_not_incomplete(answer_text: str, items: list[tuple[str, str]]) -> None:
     body = ResponsesBody.model_validate({"model": "m", "input": "Is it so?"})
     end = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=1)
-    answer = ResponsesFormatter(body, len).full_body([RowResult(text=answer_text, finish=end, logprobs=[])])
+    answer = ResponsesFormatter(body, len).full_body([DecodedRow(0, answer_text, finish=end)])
     statuses = msgspec.to_builtins(answer)
     assert statuses["status"] == "incomplete"
     assert [(item["type"], item["status"]) for item in statuses["output"]] == items
