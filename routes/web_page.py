@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
@@ -18,12 +17,11 @@ from rwkv_batch.errors import ErrorKind, ServiceError
 ROUTES = Routes(is_public=True)
 
 FILES_KEY = "web_files"
-"""Key of the page's files in `Context.shared`."""
+"""Key of the answers with the page's files in `Context.shared`."""
 FOLDER = Path(__file__).with_name("web")
 INDEX = "index.html"
-HTML = "text/html; charset=utf-8"
 _CONTENT_TYPES = {
-    ".html": HTML,
+    ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
@@ -47,42 +45,27 @@ POLICY = "; ".join(
 
 The policy "xml" is for XML that is parsed and never shown.
 """
+_HEADERS = {
+    "Cache-Control": "no-cache",  # the client revalidates each time; 304 if the ETag still matches
+    "Vary": "Origin, Accept-Encoding",
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class WebFile:
-    """A file of the page, ready to send."""
-
-    content: bytes
-    content_type: str
-    etag: str
-    gzipped: bytes
-
-
-def read_files(folder: Path = FOLDER) -> dict[str, WebFile]:
-    """Read all files of the page, by path relative to `folder`."""
+def read_files(folder: Path = FOLDER) -> dict[str, HttpResponse]:
+    """Read all files of the page. Return their answers by path relative to `folder`."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in _CONTENT_TYPES:
             content = path.read_bytes()
-            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[path.relative_to(folder).as_posix()] = WebFile(
-                content, _CONTENT_TYPES[path.suffix], etag, gzip.compress(content, mtime=0)
+            headers = {**_HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+            found[path.relative_to(folder).as_posix()] = HttpResponse(
+                content, 200, _CONTENT_TYPES[path.suffix], headers, gzip.compress(content, mtime=0)
             )
     return found
-
-
-def _answer(file: WebFile) -> HttpResponse:
-    headers = {
-        "Cache-Control": "no-cache",  # the client revalidates each time; 304 if the ETag still matches
-        "ETag": file.etag,
-        "Vary": "Origin, Accept-Encoding",
-        "Content-Security-Policy": POLICY,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cross-Origin-Opener-Policy": "same-origin",
-    }
-    return HttpResponse(file.content, content_type=file.content_type, headers=headers, gzipped=file.gzipped)
 
 
 class FileQuery(Fields):
@@ -94,7 +77,8 @@ class FileQuery(Fields):
 @ROUTES.add("GET", "/", "The web page.", content_type="text/html")
 async def index(context: Context) -> HandlerResponse:
     """Return the web page: chat, batch, translation and dashboard. The page itself asks for the password."""
-    return _answer(context.shared[FILES_KEY][INDEX])
+    answer: HttpResponse = context.shared[FILES_KEY][INDEX]
+    return answer
 
 
 @ROUTES.add(
@@ -107,8 +91,8 @@ async def index(context: Context) -> HandlerResponse:
 )
 async def web_file(context: Context, query: FileQuery) -> HandlerResponse:
     """Return a script or style sheet of the web page."""
-    files: dict[str, WebFile] = context.shared[FILES_KEY]
+    files: dict[str, HttpResponse] = context.shared[FILES_KEY]
     name = query.file
     if name not in files:
         raise ServiceError(ErrorKind.NOT_FOUND, f"file: the page has no file {error_value(name)!r}; it begins at /")
-    return _answer(files[name])
+    return files[name]
