@@ -15,22 +15,16 @@ The file is TOML, one table per key:
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 
 from rwkv_batch.request import ClientLimits
-
-if TYPE_CHECKING:
-    import asyncio
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +59,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def digest(self) -> str:
         """SHA-256 of the key in hexadecimal digits."""
-        return self.sha256 if self.key is None else _digest(self.key)  # type: ignore[return-value]  # one is given
+        return self.sha256 if self.key is None else key_digest(self.key)  # type: ignore[return-value]  # one is given
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -143,65 +137,6 @@ class KeysFile:
             logger.info("--keys-file %s: %d keys are in force", self._path, len(self.keys))
 
 
-class KeyRing:
-    """The keys in force in an HTTP worker. Thread-safe."""
-
-    def __init__(self, is_configured: bool = False) -> None:
-        """`is_configured`: whether there is a keys file."""
-        self.is_configured = is_configured
-        self._keys: list[tuple[str, ApiKey]] = []
-        self._digests: frozenset[str] = frozenset()
-        self._handlers: dict[asyncio.Task[object], str] = {}
-        """Running handlers, and the digest of each one's key."""
-
-    def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Put other keys in force. Handlers whose key is removed are cancelled."""
-        self._keys = [(key.digest, key) for key in keys]
-        self._digests = frozenset(digest for digest, _ in self._keys)
-        for task, digest in list(self._handlers.items()):
-            if not self.is_in_force(digest):
-                task.get_loop().call_soon_threadsafe(self._cancel, task)
-
-    def listed(self) -> list[dict[str, object]]:
-        """Return each key's name, rights and limits, without its secret."""
-        return [
-            {"name": key.name, "admin": key.admin, **{name: getattr(key, name) for name in LIMITS}}
-            for _, key in self._keys
-        ]
-
-    def is_in_force(self, digest: str) -> bool:
-        """Return whether requests of the key with this digest may continue. "": not sent with a key."""
-        return not digest or digest in self._digests
-
-    @contextmanager
-    def cancelled_if_removed(self, digest: str) -> Iterator[None]:
-        """Cancel the current task if its key is removed. The task finds it with `is_in_force`."""
-        from asyncio import current_task  # the supervisor and the commands read keys without it
-
-        task = current_task()
-        if task is None or not digest:
-            yield
-            return
-        self._handlers[task] = digest
-        if not self.is_in_force(digest):  # it was removed just now
-            task.cancel()
-        try:
-            yield
-        finally:
-            del self._handlers[task]
-
-    def _cancel(self, task: asyncio.Task[object]) -> None:
-        if task in self._handlers:  # else its answer is complete
-            task.cancel()
-
-    def find(self, given: str) -> ApiKey | None:
-        """Return the key with this value, or None. Takes the same time for every wrong value."""
-        digest, found = _digest(given), None
-        for known, key in self._keys:
-            if hmac.compare_digest(digest, known):
-                found = key
-        return found
-
-
-def _digest(key: str) -> str:
+def key_digest(key: str) -> str:
+    """Return the SHA-256 of a key in hexadecimal digits."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,18 +1,19 @@
-"""The handlers' context, limits on concurrent answers, and waiting for an engine."""
+"""The handlers' context, the keys in force, limits on concurrent answers, and waiting for an engine."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from routes.api_keys import KeyRing
+from routes.api_keys import LIMITS, ApiKey, key_digest
 from routes.config import HttpConfig
 from routes.file_store import Store
 from routes.reader_wakeups import ReaderWakeups
@@ -22,6 +23,86 @@ from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ServedModel
 from rwkv_batch.ipc.wire import Observe
 from rwkv_batch.protocol import EngineProtocol
 from rwkv_batch.tokenizer import Tokenizer
+
+Subject = TypeVar("Subject")
+
+
+class CancellableTasks(Generic[Subject]):
+    """Running handlers that are cancelled when their subject ends: a connection, or a key."""
+
+    def __init__(self) -> None:
+        self._subjects: dict[asyncio.Task[object], Subject] = {}
+
+    @contextmanager
+    def add_current(self, subject: Subject | None) -> Iterator[None]:
+        """Add the current task as long as the block runs. None: do nothing."""
+        task = asyncio.current_task()
+        if task is None or subject is None:
+            yield
+            return
+        self._subjects[task] = subject
+        try:
+            yield
+        finally:
+            del self._subjects[task]
+
+    def cancel(self, has_ended: Callable[[Subject], bool]) -> None:
+        """Cancel the tasks whose subject has ended. Any thread may call this."""
+        for task, subject in list(self._subjects.items()):
+            if has_ended(subject):
+                task.get_loop().call_soon_threadsafe(self._cancel, task)
+
+    def _cancel(self, task: asyncio.Task[object]) -> None:
+        if task in self._subjects:  # else its answer is complete
+            task.cancel()
+
+
+class KeyRing:
+    """The keys in force in an HTTP worker. Thread-safe."""
+
+    def __init__(self, is_configured: bool = False) -> None:
+        """`is_configured`: whether there is a keys file."""
+        self.is_configured = is_configured
+        self._keys: list[tuple[str, ApiKey]] = []
+        self._digests: frozenset[str] = frozenset()
+        self._handlers: CancellableTasks[str] = CancellableTasks()
+        """By the digest of their key."""
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        """Put other keys in force. Handlers whose key is removed are cancelled."""
+        self._keys = [(key.digest, key) for key in keys]
+        self._digests = frozenset(digest for digest, _ in self._keys)
+        self._cancel_removed()
+
+    def listed(self) -> list[dict[str, object]]:
+        """Return each key's name, rights and limits, without its secret."""
+        return [
+            {"name": key.name, "admin": key.admin, **{name: getattr(key, name) for name in LIMITS}}
+            for _, key in self._keys
+        ]
+
+    def is_in_force(self, digest: str) -> bool:
+        """Return whether requests of the key with this digest may continue. "": not sent with a key."""
+        return not digest or digest in self._digests
+
+    @contextmanager
+    def cancelled_if_removed(self, digest: str) -> Iterator[None]:
+        """Cancel the current task if its key is removed. The task finds it with `is_in_force`."""
+        with self._handlers.add_current(digest or None):
+            if not self.is_in_force(digest):  # it was removed just now
+                self._cancel_removed()
+            yield
+
+    def _cancel_removed(self) -> None:
+        self._handlers.cancel(lambda digest: not self.is_in_force(digest))
+
+    def find(self, given: str) -> ApiKey | None:
+        """Return the key with this value, or None. Takes the same time for every wrong value."""
+        digest, found = key_digest(given), None
+        for known, key in self._keys:
+            if hmac.compare_digest(digest, known):
+                found = key
+        return found
 
 
 class News:

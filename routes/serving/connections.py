@@ -9,7 +9,6 @@ connection's number, and `find` returns the connection.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import itertools
 import mmap
@@ -17,11 +16,11 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from routes.context import CancellableTasks
 from routes.serving.thread_states import keep_state
 
 _PREFIX = socket.inet_pton(socket.AF_INET6, "100::")[:8]
@@ -89,8 +88,8 @@ ShowsSecret = Callable[[str, bytes], bool]
 """(peer's address, head of a request) -> whether the head shows a secret."""
 _shows_secret: ShowsSecret | None = None
 """None: the service has no secret."""
-_watched: dict[asyncio.Task[object], Connection] = {}
-"""The connection of each running handler that is cancelled if its client leaves."""
+cancelled_if_left: CancellableTasks[Connection] = CancellableTasks()
+"""The running handlers that are cancelled if their client leaves."""
 
 
 def find(address: str | None) -> Connection | None:
@@ -118,30 +117,9 @@ def known_connections() -> list[Connection]:
     return list(_connections.values())
 
 
-@contextmanager
-def cancelled_if_left(connection: Connection | None) -> Iterator[None]:
-    """Cancel the current task if the client leaves. None: do nothing."""
-    task = asyncio.current_task()
-    if connection is None or task is None:
-        yield
-        return
-    _watched[task] = connection
-    try:
-        yield
-    finally:
-        del _watched[task]
-
-
 def cancel_left() -> None:
     """Cancel the tasks whose clients have left. Any thread may call this a few times per second."""
-    for task, connection in list(_watched.items()):
-        if not connection.is_open():
-            task.get_loop().call_soon_threadsafe(_cancel, task)
-
-
-def _cancel(task: asyncio.Task[object]) -> None:
-    if task in _watched:  # else its answer is complete
-        task.cancel()
+    cancelled_if_left.cancel(lambda connection: not connection.is_open())
 
 
 _GETPEERNAME = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)

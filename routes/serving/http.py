@@ -274,7 +274,7 @@ def wrap(context: Context, route: Route) -> RobynHandler:
             report(context, request_context, refusal.status, error.info.kind)
             return _full_response(request_context, refusal)
         try:
-            with cancelled_if_left(connection if route.is_generation or route.ends_with_client else None):
+            with cancelled_if_left.add_current(connection if route.is_generation or route.ends_with_client else None):
                 reply = await response_or_error(route, _run(context, route, rules, request), lambda: request.body)
         except asyncio.CancelledError:
             if active_request.has_key_in_force:

@@ -31,9 +31,8 @@ from robyn import Headers, Robyn, robyn
 
 from native.heap import mmap_large_blocks, release_free_pages
 from routes import system, web_page
-from routes.api_keys import KeyRing
 from routes.config import HttpConfig
-from routes.context import Context, Readiness, RequestLimiter
+from routes.context import Context, KeyRing, Readiness, RequestLimiter
 from routes.docs.openapi import openapi_document
 from routes.file_store import open_store
 from routes.model_connections import connect_model

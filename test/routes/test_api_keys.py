@@ -19,8 +19,9 @@ from typing import Any, cast
 import pytest
 
 from programs.settings import SettingsError, parse_settings
-from routes.api_keys import KeyRing, KeysError, KeysFile, load_keys
+from routes.api_keys import KeysError, KeysFile, load_keys
 from routes.config import HttpConfig
+from routes.context import KeyRing
 from routes.request.bodies import BatchBody
 from routes.request.jobs import build_rows
 from routes.request_context import RequestContext, request_id, set_current_request
