@@ -7,18 +7,23 @@ routes only know one model.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from routes.context import Context, News
+from routes.context import Context, News, Readiness
 from routes.request.fields import error_value
 from routes.request.model_names import base_name, means_model, model_not_found
 from rwkv_batch.errors import ErrorKind, ServiceError
 from rwkv_batch.fleet.fleet import Fleet
+from rwkv_batch.fleet.quota_ledger import QuotaLedger
+from rwkv_batch.fleet.routing import FleetLimits
 from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ModelStatus, ServedModel
+from rwkv_batch.translation.plan import CACHE_KEY, TranslationCache
+from rwkv_batch.translation.prompt_forms import prompt_form
 
 _RETRY_S = 2.0
 _FINAL_STATUSES = (ModelStatus.READY, ModelStatus.FAILED)
@@ -267,6 +272,28 @@ class ModelRegistry:
     async def _wait_for_update(self, num_updates: int, timeout_s: float) -> None:
         """Wait until more than `num_updates` lists were received, or for the timeout."""
         await self._updated.wait(lambda: self._num_updates > num_updates, timeout_s)
+
+
+def connect_model(context: Context, model: ServedModel, name: str, quotas: QuotaLedger) -> tuple[Context, Fleet]:
+    """Connect to a ready model and return its context and its engines.
+
+    name: this process's name in the engine's status
+    quotas: the ledger that counts API keys' limits over all models
+    """
+    readiness = Readiness(context.config.engine_wait_s)
+    limits = FleetLimits(context.config.resubmit, context.config.engine_wait_s)
+    fleet = Fleet(limits, readiness.engine_changed, quotas)
+    fleet.update([model])
+    fleet.start(name)
+    form = prompt_form("auto", model.spec.file)
+    config = msgspec.structs.replace(context.config, model_name=model.spec.name, translation_prompt=form)
+    shared = {**context.shared, CACHE_KEY: TranslationCache(config.translate_cache)}
+    return (
+        dataclasses.replace(
+            context, engine=fleet, readiness=readiness, config=config, shared=shared, defaults=model.spec.defaults
+        ),
+        fleet,
+    )
 
 
 def _is_own(context: Context, requested: str) -> bool:

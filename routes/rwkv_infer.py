@@ -127,8 +127,8 @@ async def _target_context(context: Context) -> Context:
     return await context.wait_for_model(_last_loaded_model(context))
 
 
-def _defaults(body: DefaultFields, stop: str | None = None) -> DecodeDefaults:
-    stops = None if stop is None else (0, stop)
+def _defaults(body: DefaultFields, end: str | None = None) -> DecodeDefaults:
+    stops = None if end is None else (0, unescaped("endtoken", end))
     return DecodeDefaults(temperature=body.default_temperature, top_p=body.default_top_p, stop_tokens=stops)
 
 
@@ -177,7 +177,7 @@ async def load(context: Context, body: LoadModelBody) -> HandlerResponse:
             "name": sanitize_name(body.model_viewname),
             "dtype": _dtype(body),
             "adapters": _adapters(body),
-            "defaults": _defaults(body, end_text(body)).given,
+            "defaults": _defaults(body, body.endtoken).given,
         },
     )
     with rename_fields(file="model_filename", name="model_viewname", adapters="adapter_filename"):
@@ -256,16 +256,6 @@ def _adapters(body: LoadModelBody) -> list[str]:
         raise invalid("adapter_mode", f"must be one of {names}", body.adapter_mode)
     is_scaled = ADAPTER_MODES[body.adapter_mode]
     return [f"{body.adapter_filename}:{body.adapter_scaling}" if is_scaled else body.adapter_filename]
-
-
-def end_text(body: LoadModelBody) -> str | None:
-    """Return the text that ends an answer, with its escapes replaced.
-
-    Raises ServiceError for a lone surrogate. A surrogate pair is one character.
-    """
-    if body.endtoken is None:
-        return None
-    return unescaped("endtoken", body.endtoken)
 
 
 @ROUTES.add("POST", "/removemodel", "RWKV-Infer: unload the last model.", **{**_CHANGE, "waits_for_engine": False})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
+from functools import partial
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -113,52 +115,38 @@ def _check_sizes(scored: int, row_tokens: int) -> None:
             raise invalid("candidates", f"have more than {limit} {what}; send fewer per request", tokens)
 
 
-class ScoreFormatter:
-    """Builds the answer of one request."""
+def _answer(body: ScoreBody, rows: list[GenerateRequest], results: list[DecodedRow]) -> dict[str, Any]:
+    """Return the answer's body. Raises ServiceError if a row failed."""
+    remaining, scores, cached = iter(results), [], 0
+    for index, row in enumerate(rows):
+        found = list(itertools.islice(remaining, row.num_rows))
+        scores.append({"index": index, "candidates": [_candidate(body, *one) for one in enumerate(found)]})
+        cached += 0 if found[0].finish is None else found[0].finish.cached_tokens
+    prompt = sum(row.num_prompt_tokens for row in rows)
+    return {
+        "id": f"score-{uuid.uuid4().hex}",
+        "object": "score",
+        "created": int(time.time()),
+        "model": body.model,
+        "scores": scores,
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": 0,
+            "total_tokens": prompt,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        },
+    }
 
-    def __init__(self, body: ScoreBody, rows: list[GenerateRequest]) -> None:
-        self._body = body
-        self._rows = rows
 
-    def full_body(self, results: list[DecodedRow]) -> dict[str, Any]:
-        """Return the answer's body. Raises ServiceError if a row failed."""
-        remaining, scores = iter(results), []
-        for index, row in enumerate(self._rows):
-            entry = [self._candidate(number, next(remaining)) for number in range(row.num_rows)]
-            scores.append({"index": index, "candidates": entry})
-        prompt = sum(row.num_prompt_tokens for row in self._rows)
-        return {
-            "id": f"score-{uuid.uuid4().hex}",
-            "object": "score",
-            "created": int(time.time()),
-            "model": self._body.model,
-            "scores": scores,
-            "usage": {
-                "prompt_tokens": prompt,
-                "completion_tokens": 0,
-                "total_tokens": prompt,
-                "prompt_tokens_details": {"cached_tokens": self._cached(results)},
-            },
-        }
-
-    def _cached(self, results: list[DecodedRow]) -> int:
-        """Return the number of cached prompt tokens. Each prompt counts once."""
-        count = first = 0
-        for row in self._rows:
-            finish = results[first].finish
-            count += 0 if finish is None else finish.cached_tokens
-            first += row.num_rows
-        return count
-
-    def _candidate(self, number: int, result: DecodedRow) -> dict[str, Any]:
-        values = result.scores("candidate")
-        entry: dict[str, Any] = {
-            "index": number,
-            "logprob": sum(values),
-            "tokens": len(values),
-            "is_greedy": all(token.logprob >= token.top[0][1] for token in result.prompt_logprobs),
-        }
-        return entry | ({"token_logprobs": values} if self._body.logprobs else {})
+def _candidate(body: ScoreBody, number: int, result: DecodedRow) -> dict[str, Any]:
+    values = result.scores("candidate")
+    entry: dict[str, Any] = {
+        "index": number,
+        "logprob": sum(values),
+        "tokens": len(values),
+        "is_greedy": all(token.logprob >= token.top[0][1] for token in result.prompt_logprobs),
+    }
+    return entry | ({"token_logprobs": values} if body.logprobs else {})
 
 
 @ROUTES.add(
@@ -180,4 +168,4 @@ async def score(context: Context, body: ScoreBody) -> HandlerResponse:
     characters = sum(map(len, body.contents)) + sum(len(text) for texts in body.candidate_lists for text in texts)
     rows = await offload_if_large(characters, _rows, context, body)
     job = make_job(rows, body, PATH)
-    return await run_full(context, job, OutputDecoder(job.num_rows), ScoreFormatter(body, rows).full_body)
+    return await run_full(context, job, OutputDecoder(job.num_rows), partial(_answer, body, rows))

@@ -23,6 +23,7 @@ from rwkv_batch.ipc.served_model import ServedModel
 from rwkv_batch.version import __version__
 
 _ENGINE_ERRORS = (ErrorKind.ENGINE_LOST,)
+_READINESS: dict[str, Any] = {"answer": Health, "is_public": True, "errors": _ENGINE_ERRORS}
 ROUTES = Routes()
 
 OPENAPI_KEY = "openapi"
@@ -84,23 +85,9 @@ async def healthz(context: Context) -> HandlerResponse:
     return json_response({"status": "ok"})
 
 
-@ROUTES.add("GET", "/ping", "Same as /readyz, under vLLM's name.", answer=Health, is_public=True, errors=_ENGINE_ERRORS)
-@ROUTES.add(
-    "GET",
-    "/health",
-    "Same as /readyz, under the name of vLLM, SGLang and llama.cpp.",
-    answer=Health,
-    is_public=True,
-    errors=_ENGINE_ERRORS,
-)
-@ROUTES.add(
-    "GET",
-    "/readyz",
-    "Whether the service takes work. 503 otherwise.",
-    answer=Health,
-    is_public=True,
-    errors=_ENGINE_ERRORS,
-)
+@ROUTES.add("GET", "/ping", "Same as /readyz, under vLLM's name.", **_READINESS)
+@ROUTES.add("GET", "/health", "Same as /readyz, under the name of vLLM, SGLang and llama.cpp.", **_READINESS)
+@ROUTES.add("GET", "/readyz", "Whether the service takes work. 503 otherwise.", **_READINESS)
 async def readyz(context: Context) -> HandlerResponse:
     """Return 200 if the service takes new work, else 503.
 

@@ -79,7 +79,6 @@ ROOMS = {
     "routes.api_keys": "",
     "routes.request_context": "routes.config",
     "routes.file_store": "routes.config",
-    "routes.model_connections": "routes routes.context",
     "routes.request": "routes.config routes.context routes.file_store routes.request_context",
     "routes.response": "routes.config routes.context routes.request_context routes.reader_wakeups routes.request "
     "routes.file_store",
@@ -114,7 +113,7 @@ ROOMS = {
     "programs.tools": "programs.settings",
     "programs.serve": "programs programs.settings programs.serve.batches",
     "programs.serve.batches": "programs programs.backends programs.batch programs.batch.inputs programs.batch.formats",
-    "routes.serving": "routes routes.model_connections routes.api_keys routes.config routes.context "
+    "routes.serving": "routes routes.api_keys routes.config routes.context "
     "routes.request_context routes.request routes.response routes.route routes.file_store routes.openai routes.ollama "
     "routes.anthropic routes.llama_cpp routes.docs routes.table",
 }

@@ -197,8 +197,7 @@ class MessagesPrompt(Body):
     def chat(self) -> AnthropicChat:
         """Return the request in OpenAI's format. Raises ServiceError."""
         with rename_fields(**_RENAMED):
-            body: AnthropicChat = validate(AnthropicChat, self._fields)
-        return body
+            return validate(AnthropicChat, self._fields)
 
     @property
     def _fields(self) -> dict[str, Any]:

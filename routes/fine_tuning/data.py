@@ -317,8 +317,7 @@ def _translation(source: str, target: str, text: str, translation: str) -> _Row:
         if not given.strip():
             return _LineError(name, "must not be empty")
     asked = f"{language_name(source)}: {format_turn(text)}\n\n{language_name(target)}:"
-    line: DataLine = validate(DataLine, {_PROMPT: asked, _COMPLETION: f" {format_turn(translation)}"})
-    return line
+    return validate(DataLine, {_PROMPT: asked, _COMPLETION: f" {format_turn(translation)}"})
 
 
 def _segments(row: _Row) -> list[_Segment]:

@@ -126,10 +126,7 @@ class LlamaFields(SamplerFields, Body):
         bias = {token: max(-100.0, min(one, 100.0)) for token, one in biases}
         fields = {"model": self.model, "prompt": prompt, "stream": self.stream, "logit_bias": bias, **given}
         with rename_fields(**_RENAMED):
-            body: LlamaRaw = validate(
-                LlamaRaw, {**fields, "logprobs": self.n_probs or (0 if self.return_tokens else None)}
-            )
-        return body
+            return validate(LlamaRaw, {**fields, "logprobs": self.n_probs or (0 if self.return_tokens else None)})
 
 
 MixedPrompt = Annotated[list[TokenId | str], Field(fail_fast=True)]

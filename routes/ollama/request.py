@@ -149,10 +149,9 @@ class OllamaBody(Body):
         think = {"enable_think": self.think} if isinstance(self.think, bool) else {"reasoning_effort": self.think}
         logprobs = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs if self.logprobs else None}
         with rename_fields(**RENAMED):
-            body: OllamaChat = validate(
+            return validate(
                 OllamaChat, {**self._shared_fields, **think, **logprobs, "messages": messages, "tools": tools}
             )
-        return body
 
 
 class OllamaChatBody(OllamaBody):
@@ -189,5 +188,4 @@ class OllamaGenerateBody(OllamaBody):
         text = self.prompt if self.suffix is None else prompts.fill_in_the_middle(self.prompt, self.suffix)
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         with rename_fields(**RENAMED):
-            raw: OllamaRaw = validate(OllamaRaw, {**self._shared_fields, "prompt": text, "logprobs": logprobs})
-        return raw
+            return validate(OllamaRaw, {**self._shared_fields, "prompt": text, "logprobs": logprobs})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 import pydantic_core
@@ -101,9 +101,10 @@ _PYTHON_TYPES = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 _PYDANTIC_SUFFIX = re.compile(r" after validation, not .*")
+Model = TypeVar("Model", bound=Fields)
 
 
-def validate(model: type[Fields], data: Any) -> Any:
+def validate(model: type[Model], data: Any) -> Model:
     """Return an instance of `model`. Raises ServiceError with the field, the limit and the value."""
     if not isinstance(data, dict):
         raise ServiceError(

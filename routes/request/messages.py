@@ -9,28 +9,26 @@ from pydantic import BaseModel, ConfigDict, Field
 from routes.request.fields import IgnoredValue, Repeated, Unsupported
 
 
-class TextPart(BaseModel):
-    """One part of a message's content. Only text is supported."""
-
+class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class TextPart(_Part):
+    """One part of a message's content. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
-class MessageFunction(BaseModel):
+class MessageFunction(_Part):
     """The function of a tool call."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     name: str = Field(max_length=128)
     arguments: str = Field(description="JSON as text.")
 
 
-class MessageToolCall(BaseModel):
+class MessageToolCall(_Part):
     """A tool call of an earlier answer."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     id: str = Field("", max_length=256)
     type: Literal["function"] = "function"
@@ -38,10 +36,8 @@ class MessageToolCall(BaseModel):
     index: Repeated = Field(None, description="Accepted: a stream's deltas have it.")
 
 
-class Message(BaseModel):
+class Message(_Part):
     """One message of a conversation, in OpenAI's format."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None

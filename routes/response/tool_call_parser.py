@@ -165,7 +165,7 @@ class ToolCallParser:
             case _ParserState.TEXT:
                 return self._read_text(final)
             case _ParserState.HEAD:
-                return self._read_head(final)
+                return self._read_head()
             case _ParserState.ARGUMENTS:
                 return self._read_arguments()
             case _ParserState.REST:
@@ -214,7 +214,7 @@ class ToolCallParser:
         begun = self._buffer.lstrip()
         return self._has_text or not any(one.startswith(begun) or begun.startswith(one) for one in _CLOSINGS)
 
-    def _read_head(self, final: bool) -> bool:
+    def _read_head(self) -> bool:
         head = _HEAD.match(self._buffer)
         if head is not None and (name := _string(head[1])) in self._names:
             self._start_call(name)

@@ -127,7 +127,12 @@ async def _request_data(context: Context, route: Route, request: Request) -> obj
     if not is_authorized and (is_large or route.uploads):  # a file has no field for a password
         raise unauthorized(access, has_large_body=is_large)
     if not route.uploads and (route.body is not None or not is_authorized):
-        data = await _body_data(context, route, request, access, is_authorized)
+        try:
+            data = await _body_data(context, route, request, is_authorized)
+        except ServiceError:
+            if not is_authorized:  # nothing is said about the body
+                raise unauthorized(access) from None
+            raise
     if not is_authorized:
         given = data.get(route.secret_field) if isinstance(data, dict) else None
         access = (grant(context, given) if isinstance(given, str) else None) or access
@@ -147,17 +152,16 @@ async def _request_data(context: Context, route: Route, request: Request) -> obj
     return _query(request) | (_fields_of_form(context, route, request) if is_form else {})
 
 
-async def _body_data(
-    context: Context, route: Route, request: Request, access: Grant | None, is_authorized: bool
-) -> object:
+async def _body_data(context: Context, route: Route, request: Request, is_authorized: bool) -> object:
+    """Return the data of the body: of a form, with or without a file, or of JSON. Raises ServiceError."""
     if route.takes_form and _is_form(request):
-        fields = await _form_data(context, request, access, is_authorized)
+        fields = _form_data(context, request, is_authorized)
         is_named = route.body is not None and "filename" in route.body.model_fields
         return fields if is_named else {name: value for name, value in fields.items() if name != "filename"}
     content_type = (request.headers.get("content-type") or "").lower()
     if route.form_lists is not None and (content_type.startswith(URLENCODED) or _is_form(request)):
         return _fields_of_form(context, route, request)
-    return await _json_data(context, request, access, is_authorized)
+    return await _json_data(context, request)
 
 
 def _fields_of_form(context: Context, route: Route, request: Request) -> dict[str, Any]:
@@ -185,7 +189,7 @@ def _is_form(request: Request) -> bool:
     return True
 
 
-async def _form_data(context: Context, request: Request, access: Grant | None, is_authorized: bool) -> dict[str, Any]:
+def _form_data(context: Context, request: Request, is_authorized: bool) -> dict[str, Any]:
     """Return the fields of a form, and its one file as `content`."""
     _check_length(_length(request), context.config.max_state_bytes, "--max-state-mb")
     files = list(request.files.values())
@@ -196,15 +200,13 @@ async def _form_data(context: Context, request: Request, access: Grant | None, i
     return {"filename": name, **request.form_data, "content": bytes(files[0]) if files else b""}
 
 
-async def _json_data(context: Context, request: Request, access: Grant | None, is_authorized: bool) -> object:
+async def _json_data(context: Context, request: Request) -> object:
     try:
         if _is_form(request):  # Robyn has parsed it and its bytes are lost
             raise ServiceError(ErrorKind.NOT_JSON, f"the body is a form ({MULTIPART}); send JSON")
         body = _body_bytes(request, context.config.max_body_bytes)
         return await offload_if_large(len(body), parse_json, body, context.config.max_request_tokens)
     except ServiceError as error:
-        if not is_authorized:  # nothing else is said about the body
-            raise unauthorized(access) from None
         encoding = request.headers.get("content-encoding")
         if encoding and error.info.kind is ErrorKind.NOT_JSON:
             message = f"{error.info.message}; it has Content-Encoding {encoding[:50]}: send it uncompressed"

@@ -35,8 +35,7 @@ from routes.config import HttpConfig
 from routes.context import Context, KeyRing, Readiness, RequestLimiter
 from routes.docs.openapi import openapi_document
 from routes.file_store import open_store
-from routes.model_connections import connect_model
-from routes.model_registry import ModelRegistry
+from routes.model_registry import ModelRegistry, connect_model
 from routes.serving import preload
 from routes.serving.access import ClientIdentity, add_request_ids, anonymous_grant, shows_secret
 from routes.serving.active_requests import GUARD_KEY, TRACER_KEY

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import Texts
 from routes.request.fields import FixedSamplingFields
+from routes.request.jobs import encode_all, greedy_row, make_job, offload_if_large
 from routes.request.model_names import requested_origin
 from routes.request_context import current_request, warn
+from routes.response.event_stream import OutputDecoder
+from routes.response.generate import finished_rows
 from routes.response.http_response import NATIVE_ERRORS, HandlerResponse, json_response
 from routes.response.response_models import StreamedTranslation, Translations
 from routes.response.task_stream import stream_events
 from routes.route import Routes
 from routes.translation.glossaries import named_glossaries
 from routes.translation.languages import LABEL, Formality, GlossaryTerms, Language, StyleText, TargetLanguage
-from routes.translation.scores import Scored, mean_logprobs
 from routes.translation.translator import TranslationFields, other_translations, report_unknown_languages, translate
 from rwkv_batch.errors import ErrorKind, invalid
+from rwkv_batch.request import GenerateRequest, PromptLogprobs
 from rwkv_batch.translation.checks import least_certain
 from rwkv_batch.translation.context import ContextMode, page_context
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode
@@ -33,7 +37,10 @@ from rwkv_batch.translation.segments import Split
 
 EXAMPLE = {"source_lang": "en", "target_lang": "zh-CN", "text_list": ["Hello world!", "Good morning"]}
 ROUTES = Routes()
+_SCORE_DECIMALS = 4
 
+Scored = tuple[str, str]
+"""A prompt, and a text after it whose log-probability is wanted."""
 ContextText = Annotated[str, Field(max_length=100_000)]
 KeptTerms = Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=256, fail_fast=True)]
 
@@ -224,10 +231,32 @@ async def _streamed(context: Context, body: TranslateBody, request: TranslationR
     return await stream_events(work, NATIVE_ERRORS)
 
 
+async def _mean_logprobs(context: Context, body: TranslateBody, scored: Sequence[Scored]) -> list[float]:
+    """Return each text's mean log-probability per token. Raises ServiceError."""
+    if not scored:
+        return []
+    origin = requested_origin(body, context.config)
+    characters = sum(len(text) for one in scored for text in one)
+    rows = await offload_if_large(characters, _scored_rows, context, scored, origin)
+    results = await finished_rows(context, make_job(rows, body, LABEL), OutputDecoder(len(rows)))
+    values = [result.scores("translation") for result in results]
+    return [round(sum(one) / max(len(one), 1), _SCORE_DECIMALS) for one in values]
+
+
+def _scored_rows(context: Context, scored: Sequence[Scored], origin: tuple[str, str]) -> list[GenerateRequest]:
+    texts = (("text_list", text) for one in scored for text in one)
+    ids = encode_all(context.tokenizer, texts, context.config)
+    rows = []
+    for prompt, text in zip(ids, ids, strict=True):
+        row = greedy_row([*prompt, *text], 0, (), *origin)
+        rows.append(msgspec.structs.replace(row, prompt_logprobs=PromptLogprobs(start=len(prompt))))
+    return rows
+
+
 def _scored(context: Context, source: str, target: str, text: str, translation: str) -> Scored:
     form, query = prompt_form(context.config.translation_prompt), Query(source, target, text)
     prompt = shared_prompt(query, form) + translation_prompt(query, form)
-    return Scored(prompt, translation.strip() if prompt[-1].isspace() else f" {translation.strip()}")
+    return prompt, translation.strip() if prompt[-1].isspace() else f" {translation.strip()}"
 
 
 async def _add_scores(context: Context, body: TranslateBody, entries: list[dict[str, Any]]) -> None:
@@ -235,8 +264,7 @@ async def _add_scores(context: Context, body: TranslateBody, entries: list[dict[
     target = body.target_lang
     forward = [_scored(context, one["detected_source_lang"], target, text, one["text"]) for text, one in pairs]
     reverse = [_scored(context, target, one["detected_source_lang"], one["text"], text) for text, one in pairs]
-    origin = requested_origin(body, context.config)
-    found = await mean_logprobs(context, [*forward, *reverse], body, origin, LABEL)
+    found = await _mean_logprobs(context, body, [*forward, *reverse])
     for entry, score, confidence in zip(entries, found, found[len(entries) :], strict=False):
         entry |= {"score": score, "confidence": confidence}
     for index in least_certain(entry["confidence"] for entry in entries):
@@ -254,8 +282,7 @@ async def _add_alternatives(
         for text, entry, found in zip(body.text_list, entries, others, strict=True)
         for other in found
     ]
-    origin = requested_origin(body, context.config)
-    scores = iter(await mean_logprobs(context, scored, body, origin, LABEL))
+    scores = iter(await _mean_logprobs(context, body, scored))
     for entry, found in zip(entries, others, strict=True):
         alternatives = [{"text": other, "score": next(scores)} for other in found]
         entry["alternatives"] = sorted(alternatives, key=lambda one: -one["score"])

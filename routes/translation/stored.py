@@ -15,7 +15,7 @@ import msgspec
 
 from routes.file_store import Batch, Result, Store, StoreFullError
 from rwkv_batch.translation.context import Example, History
-from rwkv_batch.translation.languages import base_language, language_name
+from rwkv_batch.translation.languages import language_name
 from rwkv_batch.translation.memory import MAX_FUZZY_TEXTS, MAX_GROWTH, Key, Memory
 
 _MAX_GLOSSARIES = 1000
@@ -63,12 +63,6 @@ class Glossary(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 1
     created: float
     dictionaries: list[Dictionary]
-
-    def terms(self, source: str, target: str) -> dict[str, str] | None:
-        """Return the terms of a language pair. None: the glossary does not have the pair."""
-        pair = base_language(source), base_language(target)
-        found = (one.entries for one in self.dictionaries if (one.source_lang, one.target_lang) == pair)
-        return next(found, None)
 
 
 def add_glossary(store: Store, glossary: Glossary) -> None:

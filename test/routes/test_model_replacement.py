@@ -18,8 +18,7 @@ import pytest
 
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
-from routes.model_connections import connect_model
-from routes.model_registry import ModelRegistry
+from routes.model_registry import ModelRegistry, connect_model
 from routes.models import LoadBody, ModelQuery, model, model_spec, models
 from routes.rwkv_infer import LoadModelBody, load
 from rwkv_batch.calls import CheckModel

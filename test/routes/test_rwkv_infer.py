@@ -13,7 +13,6 @@ import httpx
 import pytest
 import torch
 
-from routes.rwkv_infer import LoadModelBody, end_text
 from test.model.random_older_weights import random_older_weights
 from test.serving import Service
 from test.state_files import random_state, write_state
@@ -193,19 +192,3 @@ def test_invalid_requests_are_refused_by_name(infer: Service, name: str, body: d
 @pytest.mark.parametrize("name", ["loadmodel", "loadstatemodel", "mrss_set_gatingweight", "removemodel"])
 def test_the_routes_require_the_administrator(infer: Service, name: str) -> None:
     assert infer.post(f"/{name}", {}).status_code == 401
-
-
-@pytest.mark.parametrize(
-    ("written", "text"),
-    [
-        (r"\n\n\x17", "\n\n\x17"),
-        (r"\u3002\t", "。\t"),
-        (r"a\\n", r"a\n"),
-        ("終わり", "終わり"),
-        (r"\q\x1", r"\q\x1"),
-        (r"\ud83d\ude00", "😀"),
-    ],
-)
-def test_the_escapes_of_an_endtoken(written: str, text: str) -> None:
-    body = LoadModelBody.model_validate({"model_filename": "x.pth", "endtoken": written})
-    assert end_text(body) == text

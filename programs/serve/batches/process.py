@@ -25,8 +25,7 @@ from programs.serve.batches.tunings import TuningRunner
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
 from routes.file_store import Batch, Counts, Status, Store, open_store
-from routes.model_connections import connect_model
-from routes.model_registry import ModelRegistry
+from routes.model_registry import ModelRegistry, connect_model
 from rwkv_batch.calls import DecodeDefaults
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.fleet.fleet import Fleet
