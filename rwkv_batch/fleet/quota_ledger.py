@@ -73,8 +73,9 @@ class QuotaLedger:
                 self._has_changed = True
                 self._copy.add(usage)
                 if self._holder is not holder:
-                    self._connection = -1  # the new one gets this job, too
                     holder.client.report_usage(_report(CountedJob(usage), done=True))
+                    if (new_holder := self._find_holder()) is not None:
+                        self._move_to(new_holder)  # it gets this job, too; later, jobs may have ended unreported
         on_answer(answer)
 
     def charge(self, job_id: str, events: JobEvents) -> None:

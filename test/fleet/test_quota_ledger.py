@@ -211,6 +211,33 @@ def test_an_engine_that_lost_the_ledger_meanwhile_counts_no_job(monkeypatch: pyt
     assert request.answer is True and not request.done and not earlier.server._ledger._quotas.jobs()
 
 
+def test_jobs_that_end_while_an_engine_is_loading_count_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger has moved, and the earlier holder's answer to another request comes late."""
+    world = World(6, monkeypatch, num_engines=3)
+    world.now = 1.0
+    world.start(0)
+    world.settle()
+    world.submit(0)
+    world.settle()
+    world.submit(0)
+    peer, _, sent = world.engines[0].peers[0]
+    while sent.sent:
+        peer._handle(sent.sent.popleft(), lambda call, reply: None)
+        peer.flush_answers()
+    world.now = 0.0
+    world.start(1)
+    _, heartbeats, theirs = world.engines[1].peers[0]
+    world._client(0, world.engines[1])._handle(theirs, heartbeats.sent.popleft())
+    world.poll(0)
+    world._announce(2, ModelStatus.LOADING)
+    world.finish()
+    world.start(2)
+    world.settle()
+    assert not any(one.server._ledger._quotas.jobs() for one in world.engines.values())
+    spent = world.spent()
+    assert spent == 10 and spent + world.remaining() == TOKENS
+
+
 def test_a_connection_counts_once_its_change_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then its number may change. The end of a request would then not reach the engine that counts it."""
     world = World(6, monkeypatch)
