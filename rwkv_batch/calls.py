@@ -47,7 +47,9 @@ Stats = dict[str, Any]
 """Names and numbers, nested. The keys depend on the model and the devices."""
 
 
-def reply_on_error(reply: Reply[Any], as_error: Callable[[Exception], ServiceError], work: Callable[[], None]) -> None:
+def reply_on_error(
+    reply: Reply[Any], as_error: Callable[[Exception], ServiceError], work: Callable[[], object]
+) -> None:
     """Run `work`, which replies later. If it raises, reply with the translated error."""
     try:
         work()

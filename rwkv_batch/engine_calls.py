@@ -110,7 +110,7 @@ class EngineCalls:
             return as_service_error(error, given=session_id)
 
         done = _answer(reply, given=session_id)
-        calls.reply_on_error(reply, failed, lambda: self._pool.turns.delete_counted(session_id, delete_prefix, done))
+        calls.reply_on_error(reply, failed, lambda: self._pool.turns.delete(session_id, delete_prefix, done))
 
 
 def _answer(

@@ -30,32 +30,6 @@ from state_pool.turns.import_export import ImportExport
 from state_pool.turns.turns import Turns
 
 
-def pool_stats(
-    config: PoolConfig, index: SessionIndex, tiers: Tiers, prefix: PrefixCache, store: Store | None
-) -> dict[str, Any]:
-    state_bytes = tiers.arena.state_bytes
-    prefix_l1, prefix_l2 = prefix.sizes
-    return {
-        "durability": config.durability if store is not None else "memory",
-        "sessions": index.num_existing,
-        "slots": {"total": tiers.slots.num_usable, "free": tiers.slots.num_free},
-        "l1": {"sessions": len(index.l1), "limit": config.l1_sessions, "bytes": len(index.l1) * state_bytes},
-        "l2": {"sessions": len(index.l2), "limit": config.l2_sessions, "bytes": len(index.l2) * state_bytes},
-        "database": _database(store),
-        "prefix_cache": {
-            "enabled": prefix.enabled,
-            "l1": prefix_l1,
-            "l2": prefix_l2,
-            "history_bytes": prefix.history_bytes,
-            **_fields(prefix.counters),
-        },
-        "counters": _fields(tiers.counters),
-        "quarantined": [{"session_id": s.key.display_name, "reason": s.unusable} for s in islice(index.unusable, 20)],
-        "quarantined_count": len(index.unusable),
-        "degraded": None if store is None else store.degraded,
-    }
-
-
 def _database(store: Store | None) -> dict[str, Any] | None:
     if store is None:
         return None
@@ -67,13 +41,8 @@ def _database(store: Store | None) -> dict[str, Any] | None:
         "queued_states": states,
         "engines": store.engines,
         "checkpoint_store": store.checkpoint_store,
-        **_fields(store.writer.stats),
+        **msgspec.to_builtins(store.writer.stats),
     }
-
-
-def _fields(counters: Any) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(counters)
-    return found
 
 
 _HOUSEKEEPING_S = 0.25
@@ -165,18 +134,40 @@ class StatePool:
             self._do_housekeeping(now)
 
     def stats(self) -> dict[str, Any]:
+        config, index, tiers, prefixes, store = self.config, self._index, self.tiers, self.prefixes, self._store
+        state_bytes = tiers.arena.state_bytes
+        prefix_l1, prefix_l2 = prefixes.sizes
         return {
-            **pool_stats(self.config, self._index, self.tiers, self.prefixes, self._store),
+            "durability": config.durability if store is not None else "memory",
+            "sessions": index.num_existing,
+            "slots": {"total": tiers.slots.num_usable, "free": tiers.slots.num_free},
+            "l1": {"sessions": len(index.l1), "limit": config.l1_sessions, "bytes": len(index.l1) * state_bytes},
+            "l2": {"sessions": len(index.l2), "limit": config.l2_sessions, "bytes": len(index.l2) * state_bytes},
+            "database": _database(store),
+            "prefix_cache": {
+                "enabled": prefixes.enabled,
+                "l1": prefix_l1,
+                "l2": prefix_l2,
+                "history_bytes": prefixes.history_bytes,
+                **msgspec.to_builtins(prefixes.counters),
+            },
+            "counters": msgspec.to_builtins(tiers.counters),
+            "quarantined": [
+                {"session_id": session.key.display_name, "reason": session.unusable}
+                for session in islice(index.unusable, 20)
+            ],
+            "quarantined_count": len(index.unusable),
+            "degraded": None if store is None else store.degraded,
             "session_ttl_s": self._expiry.ttl,
             "waiting_leases": len(self.turns.lease_queue),
             "tuned_states": {
                 "loaded": len(self.tuned),
-                "limit": self.config.max_states,
+                "limit": config.max_states,
                 "in_slots": len(self.tuned.slots),
             },
             "adapters": {
                 "loaded": len(self.adapters),
-                "limit": self.config.max_adapters,
+                "limit": config.max_adapters,
                 "rows": self.adapters.num_refs,
             },
         }

@@ -16,6 +16,8 @@ LINEAR = -1
 """Dialogue number of a plain session. Dialogues of a branching session are numbered from 1."""
 ROOT = 0
 """The empty dialogue that every branching session starts from. It always exists and is never stored."""
+_MAX_DIGITS = 19
+"""Of a dialogue's number: more may not fit 64 bits."""
 
 
 class SessionKey(NamedTuple):
@@ -24,12 +26,19 @@ class SessionKey(NamedTuple):
 
     @property
     def display_name(self) -> str:
-        """The name in lists: "s" for the plain session, "s:2" for dialogue 2. Never parsed."""
+        """The name in lists: "s" for the plain session, "s:2" for dialogue 2. See `dialogue_named`."""
         return self.session_id if self.dialogue == LINEAR else f"{self.session_id}:{self.dialogue}"
 
     def entry(self, tier: Tier, updated: float) -> SessionEntry:
         """Return the session's entry in lists. `updated`: Unix time of the last turn."""
         return SessionEntry(self.display_name, tier, updated, None if self.dialogue == LINEAR else self.dialogue)
+
+
+def dialogue_named(display_name: str) -> SessionKey | None:
+    """Return the dialogue that lists show by this name. None: no dialogue is shown so."""
+    session_id, _, number = display_name.rpartition(":")
+    key = SessionKey(session_id, int(number) if number.isdecimal() and len(number) < _MAX_DIGITS else ROOT)
+    return key if key.dialogue > ROOT and key.display_name == display_name else None
 
 
 class Fence(NamedTuple):

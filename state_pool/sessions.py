@@ -14,7 +14,7 @@ from state_pool.crash_points import reach
 from state_pool.errors import InvalidSessionId, SessionUnusable
 from state_pool.layout import ZERO_SLOT, HostState
 from state_pool.origins import LoadedAdapter, Origin, TunedState
-from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, Tier, has_prefix
+from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, Tier, dialogue_named, has_prefix
 
 
 def checked_key(session_id: str) -> SessionKey:
@@ -312,7 +312,9 @@ class SessionIndex:
         linear = self._by_key.get(SessionKey(session_id))
         if linear is not None:
             exact.append(linear)
-        return exact or self._by_display_name(session_id)
+        if not exact and (key := dialogue_named(session_id)) is not None and key in self._by_key:
+            exact.append(self._by_key[key])
+        return exact
 
     def _with_prefix(self, prefix: str) -> list[Session]:
         """Find sessions by the prefix of their display names. The cost depends on the matches only."""
@@ -320,9 +322,3 @@ class SessionIndex:
         keys = [key for key in beginning if has_prefix(key.session_id, prefix)]
         dialogues = self._dialogues.get(prefix.rpartition(":")[0], {}).values() if ":" in prefix else ()
         return [self._by_key[key] for key in keys] + [s for s in dialogues if s.key.display_name.startswith(prefix)]
-
-    def _by_display_name(self, name: str) -> list[Session]:
-        session_id, _, number = name.rpartition(":")
-        dialogue = int(number) if number.isdecimal() and len(number) < 20 else ROOT
-        session = self._dialogues.get(session_id, {}).get(dialogue)
-        return [session] if session is not None and session.key.display_name == name else []

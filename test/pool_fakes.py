@@ -121,13 +121,13 @@ def expected_state(tokens: Sequence[int], words: int = STATE_WORDS) -> np.ndarra
 
 
 class Outcome:
-    """Records the calls of `on_durable`."""
+    """Records the calls of `on_durable` and `on_deleted`. A number counts as None."""
 
     def __init__(self) -> None:
         self.calls: list[Exception | None] = []
 
-    def __call__(self, error: Exception | None) -> None:
-        self.calls.append(error)
+    def __call__(self, result: Exception | int | None) -> None:
+        self.calls.append(result if isinstance(result, Exception) else None)
 
     @property
     def known(self) -> bool:

@@ -26,8 +26,6 @@ class Save(Protocol):
 class StateQueue(Protocol):
     """The queue of states for the disk. Implemented by `Store`."""
 
-    shared: bool
-
     @property
     def num_queued_states(self) -> int: ...
 
@@ -86,7 +84,7 @@ class Checkpoints:
         # The fence is read before the copy: a later turn may change it while the copy runs.
         fence = session.fence if session.key.dialogue == LINEAR else None
         if session.host is not None:
-            self._store_state(session, Checkpoint(row, session.host, fence=fence, shared=self._shared))
+            self._store_state(session, Checkpoint(row, session.host, fence=fence))
             return True
         if session.slot is None:
             return False
@@ -97,14 +95,10 @@ class Checkpoints:
             self._saving -= 1
             session.moving = False
             if not session.deleted:
-                self._store_state(session, Checkpoint(row, host, fence=fence, shared=self._shared))
+                self._store_state(session, Checkpoint(row, host, fence=fence))
 
         self._save(session.slot, arrived, frees_slot=False)
         return True
-
-    @property
-    def _shared(self) -> bool:
-        return self._store is not None and self._store.shared
 
     def store_turn(self, session: Session, slot: int, turn: Append, done: Done) -> bool:
         """Store the state after a turn together with the turn (durability "turn")."""
@@ -116,8 +110,7 @@ class Checkpoints:
             self._saving -= 1
             if session.deleted or self._store is None:
                 return  # the delete has reported the turn's error
-            job = Checkpoint(turn.session, host, commits=turn, fence=turn.fence, shared=self._shared)
-            self._store.submit_state(job, done)
+            self._store.submit_state(Checkpoint(turn.session, host, commits=turn, fence=turn.fence), done)
 
         self._save(slot, arrived, frees_slot=False)
         return True

@@ -209,10 +209,9 @@ class Tiers:
         """
         host = session.host
         assert host is not None
-        slot = self.allocate()
+        slot = self.load(host)
         if slot is None:
             return False
-        self._begin_load(slot, host)
         replay = session.replay
         self.park(session, slot)
         session.replay = replay
@@ -250,13 +249,10 @@ class Tiers:
         """Start to copy a host state to a slot. Returns the slot, or None if no slot is free."""
         slot = self.allocate()
         if slot is not None:
-            self._begin_load(slot, host)
+            self.slots.add_ref(slot)
+            self.counters.bytes_to_device += self.arena.state_bytes
+            self._transfers.append(_Transfer(self.arena.load(slot, host), lambda _: self.slots.drop_ref(slot), slot))
         return slot
-
-    def _begin_load(self, slot: int, host: HostState) -> None:
-        self.slots.add_ref(slot)
-        self.counters.bytes_to_device += self.arena.state_bytes
-        self._transfers.append(_Transfer(self.arena.load(slot, host), lambda _: self.slots.drop_ref(slot), slot))
 
     # -- housekeeping ----------------------------------------------------------------------------------
 
@@ -311,7 +307,7 @@ class Tiers:
         elif session.reloadable:
             self.forget(session)
         elif self._store.degraded is not None:
-            self._evict_without_disk(session)
+            self._evict_without_disk(session, self._store.degraded)
         elif self.checkpoints.can_replay(session) and self.checkpoints.busy:
             self.counters.left_to_log += 1
             self.forget(session)
@@ -319,7 +315,7 @@ class Tiers:
             self.checkpoints.begin(session)
         return session.slot is None and session.host is None
 
-    def _evict_without_disk(self, session: Session) -> None:
+    def _evict_without_disk(self, session: Session, fault: str) -> None:
         """Drop the state without storing it: the disk takes none, and host memory is bounded."""
         if session.unlogged == 0 and not session.log_broken:
             self.forget(session)
@@ -328,12 +324,9 @@ class Tiers:
             self.forget(session)
             self._index.mark_unusable(
                 session,
-                f"its last turns were lost: durability is {self._config.durability!r} and {self._store_error()}; "
+                f"its last turns were lost: durability is {self._config.durability!r} and {fault}; "
                 "delete the session to start a new one",
             )
-
-    def _store_error(self) -> str:
-        return "" if self._store is None else self._store.degraded or "the disk failed"
 
     @property
     def host_nearly_full(self) -> bool:

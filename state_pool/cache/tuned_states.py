@@ -91,10 +91,9 @@ class TunedStates:
 
     def pin(self, state: TunedState) -> int | None:
         """Return the state's slot, pinned for a reader. None: no slot is free yet, try at a later step."""
-        if state.slot is None and (not self._tiers.can_pin or not self._load_to_slot(state)):
-            return None
-        assert state.slot is not None
-        if not self._tiers.pin(state.slot):
+        if state.slot is None and self._tiers.can_pin:
+            state.slot = self._tiers.load(state.host)  # rows may be scheduled at once
+        if state.slot is None or not self._tiers.pin(state.slot):
             return None
         state.used = time.time()
         return state.slot
@@ -141,11 +140,6 @@ class TunedStates:
         self._by_name, self._removed_in_use = {}, []
 
     # -- inside ----------------------------------------------------------------------------------------
-
-    def _load_to_slot(self, state: TunedState) -> bool:
-        """Start to copy the state to a slot. Returns False if none is free. Rows may be scheduled at once."""
-        state.slot = self._tiers.load(state.host)
-        return state.slot is not None
 
     def _oldest_idle(self) -> TunedState | None:
         slots = self._tiers.slots

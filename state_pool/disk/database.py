@@ -32,8 +32,6 @@ _APPLICATION_ID = int.from_bytes(b"RWKV")
 
 
 class SqliteStore:
-    is_server = False
-
     def __init__(self, config: PoolConfig) -> None:
         """Raises DatabaseUnusable when another process has the file."""
         self.name = str(Path(config.state_db).absolute())

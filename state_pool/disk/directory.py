@@ -13,7 +13,7 @@ from state_pool.disk.state_store import Connection
 from state_pool.errors import SessionNotFound, StaleEpoch
 from state_pool.expiry import Gap, UsageTimes
 from state_pool.origins import parse_origin
-from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, matching_prefix
+from state_pool.session_key import LINEAR, ROOT, Fence, SessionKey, dialogue_named, matching_prefix
 
 NO_ENGINE = 0
 """Holder of entries that any engine may write."""
@@ -163,13 +163,10 @@ def _rows_of(connection: Connection, session_id: str) -> list[int]:
     whole = connection.execute("SELECT id FROM sessions WHERE session_id = ? AND hidden = 0", (session_id,)).fetchall()
     if whole:
         return [int(row) for (row,) in whole]
-    owner, _, number = session_id.rpartition(":")
-    dialogue = int(number) if number.isdecimal() and len(number) < 19 else ROOT
-    if dialogue == ROOT or SessionKey(owner, dialogue).display_name != session_id:
+    key = dialogue_named(session_id)
+    if key is None:
         return []
-    rows = connection.execute(
-        "SELECT id FROM sessions WHERE session_id = ? AND dialogue = ? AND hidden = 0", (owner, dialogue)
-    )
+    rows = connection.execute("SELECT id FROM sessions WHERE session_id = ? AND dialogue = ? AND hidden = 0", key)
     return [int(row) for (row,) in rows.fetchall()]
 
 

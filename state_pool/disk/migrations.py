@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 
+from state_pool.disk.state_store import Connection
 from state_pool.errors import DatabaseUnusable
 
 logger = logging.getLogger(__name__)
@@ -121,33 +122,41 @@ MIGRATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 SCHEMA_VERSION = len(MIGRATIONS)
 
 
-def migrate(connection: sqlite3.Connection, path: str, keep_copy: Callable[[int], None] | None = None) -> int:
-    """Migrate the database to SCHEMA_VERSION. Returns the earlier version.
+def schema_version(connection: Connection, display_name: str, translate: Callable[[str], str] = str) -> int:
+    """Return the database's version; 0: it is new. Raises DatabaseUnusable if a newer program wrote it.
 
-    `keep_copy`: called before a migration with that version.
-
-    Raises DatabaseUnusable if a newer version of this program wrote it.
+    `translate`: a schema statement to the database's own SQL.
     """
     connection.execute(
-        "CREATE TABLE IF NOT EXISTS schema_migrations("
-        "version INTEGER PRIMARY KEY, name TEXT NOT NULL, applied REAL NOT NULL)"
+        translate(
+            "CREATE TABLE IF NOT EXISTS schema_migrations("
+            "version INTEGER PRIMARY KEY, name TEXT NOT NULL, applied REAL NOT NULL)"
+        )
     )
     found = int(connection.execute("SELECT coalesce(max(version), 0) FROM schema_migrations").fetchone()[0])
     if found > SCHEMA_VERSION:
         raise DatabaseUnusable(
-            f"session database {path} has schema {found}, this version knows up to {SCHEMA_VERSION}: "
-            "start the newer version, or name another file with --state-db"
+            f"session database {display_name} has schema {found}, this version knows up to {SCHEMA_VERSION}: "
+            "start the newer version, or name another database with --state-db"
         )
-    started_at = time.monotonic()
     if 0 < found < SCHEMA_VERSION:
-        logger.info("session database %s has schema %d: migrating it to %d", path, found, SCHEMA_VERSION)
-        if keep_copy is not None:
-            keep_copy(found)
+        logger.info("session database %s has schema %d: migrating it to %d", display_name, found, SCHEMA_VERSION)
+    return found
+
+
+def migrate(connection: sqlite3.Connection, path: str, keep_copy: Callable[[int], None] | None = None) -> None:
+    """Migrate an SQLite file to SCHEMA_VERSION. Raises DatabaseUnusable if a newer program wrote it.
+
+    `keep_copy`: called before a migration with the version so far.
+    """
+    found = schema_version(connection, path)
+    started_at = time.monotonic()
+    if 0 < found < SCHEMA_VERSION and keep_copy is not None:
+        keep_copy(found)
     for version in range(found + 1, SCHEMA_VERSION + 1):
         _apply(connection, version)
     if 0 < found < SCHEMA_VERSION:
         logger.info("migrated %s to schema %d in %.1f s", path, SCHEMA_VERSION, time.monotonic() - started_at)
-    return found
 
 
 def _apply(connection: sqlite3.Connection, version: int) -> None:

@@ -65,9 +65,7 @@ class Checkpoint:
     host: HostState
     commits: Append | None = None
     fence: Fence | None = None
-    """as in `Append`"""
-    shared: bool = False
-    """Whether engines share the database. Then, without a fence, the session's row must still exist."""
+    """as in `Append`. None in a shared database: the session's row must still exist."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import psycopg
 from state_pool.addresses import ServerAddress, parse_server_address
 from state_pool.config import PoolConfig
 from state_pool.disk import state_store
-from state_pool.disk.migrations import MIGRATIONS
+from state_pool.disk.migrations import MIGRATIONS, schema_version
 from state_pool.disk.state_store import ServerUnavailable
 from state_pool.errors import DatabaseUnusable
 
@@ -100,7 +100,7 @@ def engine_name(service: str, engine: str) -> str:
 class PostgresStore:
     """A PostgreSQL server as a `StateStore`. Engines of any machine may join at any time."""
 
-    is_server = shared = True
+    shared = True
     is_first = False
 
     def __init__(self, config: PoolConfig) -> None:
@@ -264,19 +264,11 @@ def migrate(connection: Connection, display_name: str) -> None:
     """Migrate the tables to this schema, one engine at a time. Raises DatabaseUnusable for a newer schema."""
     connection.execute("BEGIN")
     connection.execute("SELECT pg_advisory_xact_lock(7294)")
-    connection.execute(
-        "CREATE TABLE IF NOT EXISTS schema_migrations("
-        "version BIGINT PRIMARY KEY, name TEXT NOT NULL, applied DOUBLE PRECISION NOT NULL)"
-    )
-    found = int(connection.execute("SELECT coalesce(max(version), 0) FROM schema_migrations").fetchone()[0])
-    if found > len(MIGRATIONS):
+    try:
+        found = schema_version(connection, display_name, _to_postgres)
+    except DatabaseUnusable:
         connection.execute("ROLLBACK")
-        raise DatabaseUnusable(
-            f"session database {display_name} has schema {found}, this version knows up to {len(MIGRATIONS)}: "
-            "start the newer version, or name another database with --state-db"
-        )
-    if 0 < found < len(MIGRATIONS):
-        logger.info("session database %s has schema %d: migrating it to %d", display_name, found, len(MIGRATIONS))
+        raise
     for version, (name, statements) in enumerate(MIGRATIONS[found:], found + 1):
         for statement in statements:
             connection.execute(_to_postgres(statement))

@@ -162,7 +162,3 @@ def main() -> int:
         logger.info("lost: %s", name)
     logger.info("%d sessions saved to %s, %d lost", len(saved), arguments.new, len(lost))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -36,8 +36,6 @@ class StateStore(Protocol):
 
     name: str
     """in messages and in /status, without secrets"""
-    is_server: bool
-    """Whether it may be down for a while."""
     shared: bool
     """Whether other engines may write. Then memory may be older than the database."""
     engine: str

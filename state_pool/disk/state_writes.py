@@ -156,7 +156,7 @@ class StateWrites:
 
     def _check_session(self, job: Checkpoint) -> None:
         directory.check_fence(self._connection, job.fence, ends_turn=job.commits is not None)
-        if job.shared and job.fence is None:
+        if self._member is not None and job.fence is None:
             # Nothing else guards a dialogue. This UPDATE finds no row if a delete hid it, and else locks the row.
             found = self._connection.execute(
                 "UPDATE sessions SET hidden = 0 WHERE id = ? AND hidden = 0", (job.session.row_id,)

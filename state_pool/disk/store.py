@@ -52,13 +52,10 @@ class CompletionQueue:
     def waiting(self) -> bool:
         return not self._queue.empty()
 
-    def run(self) -> int:
-        """Run the queued callbacks and return their number. Engine thread only."""
-        count = 0
+    def run(self) -> None:
+        """Run the queued callbacks. Engine thread only."""
         while not self._queue.empty():
             self._queue.get_nowait()()
-            count += 1
-        return count
 
 
 class Store:
@@ -75,7 +72,7 @@ class Store:
         """Of the sessions found at the start, if sessions expire."""
         self._limit_bytes = int(config.state_db_max_gb * 1e9)
         self._database = _open_database(config)
-        self.path, self.shared, self.is_server = self._database.name, self._database.shared, self._database.is_server
+        self.path, self.shared = self._database.name, self._database.shared
         self._objects: CheckpointObjects | None = None
         self._next_sweep = 0.0
         with contextlib.ExitStack() as opened:

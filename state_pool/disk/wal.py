@@ -1,14 +1,19 @@
-"""Checkpoints of SQLite's write-ahead log, on their own thread. So no turn waits for them."""
+"""Checkpoints of SQLite's write-ahead log, on their own thread. So no turn waits for them.
+
+Commits continue meanwhile, so the log may never be completely in the file and would grow forever. Therefore the writer
+checkpoints the small rest itself, between two commits.
+"""
 
 from __future__ import annotations
 
 import sqlite3
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from state_pool.disk.state_store import Connection
-from state_pool.disk.worker_threads import PoolThread
+from state_pool.disk.worker_threads import WorkerThreads
 
 WAL_BYTES = 16 << 20
 
@@ -37,9 +42,11 @@ class WriteAheadLog:
         """Whether `checkpoint_if_needed` should run at once."""
         self._connection = connection
         self._changed = changed
-        self._checkpointer = (
-            None if checkpointer is None else WalCheckpointer(checkpointer, self._on_checkpoint, on_death)
-        )
+        self._checkpointer = checkpointer
+        self._thread = WorkerThreads("state-pool-wal", 0 if checkpointer is None else 1, on_death)
+        self._is_checkpointing = False
+        self._last_result = WalCheckpointResult(False)
+        """Of the thread. Incomplete while it is checkpointing."""
         self._bytes = 0
         self._unsynced: list[Callable[[], None]] = []
         """To call when commits survive a power loss; SQLite may not have synced them yet."""
@@ -48,7 +55,7 @@ class WriteAheadLog:
 
     @property
     def failure(self) -> str | None:
-        return None if self._checkpointer is None else self._checkpointer.failure
+        return self._thread.failure
 
     @property
     def is_checkpointed(self) -> bool:
@@ -73,14 +80,15 @@ class WriteAheadLog:
         if self._checkpointer is None:
             return None
         if not self.has_uncheckpointed_rest:
-            if not self._checkpointer.busy and self._bytes > (0 if idle else WAL_BYTES):
+            if not self._is_checkpointing and self._bytes > (0 if idle else WAL_BYTES):
                 self._bytes = 0
                 self._syncing += self._unsynced
                 self._unsynced = []
-                self._checkpointer.start()
+                self._is_checkpointing, self._last_result = True, WalCheckpointResult(False)
+                self._thread.submit(partial(self._checkpoint, self._checkpointer))
             return None
         self.has_uncheckpointed_rest = False
-        first_result = self._checkpointer.last_result
+        first_result = self._last_result
         rest = first_result if first_result.error else wal_checkpoint(self._connection)
         if first_result.is_complete or rest.is_complete:
             _call_all(self._syncing)
@@ -92,62 +100,19 @@ class WriteAheadLog:
         """End the thread and checkpoint the rest."""
         if self._checkpointer is None:
             return
-        self._checkpointer.close()
+        self._thread.submit(self._checkpointer.close)
+        self._thread.close()
         if wal_checkpoint(self._connection).is_complete:
             _call_all(self._syncing)
             _call_all(self._unsynced)
 
-    def _on_checkpoint(self) -> None:
-        """Record a finished checkpoint. Runs on the checkpointer's thread."""
+    def _checkpoint(self, connection: sqlite3.Connection) -> None:
+        """Checkpoint most of the log, and record the result. Runs on the thread."""
+        self._last_result = wal_checkpoint(connection)
+        self._is_checkpointing = False
         with self._changed:
             self.has_uncheckpointed_rest = True
             self._changed.notify()
-
-
-class WalCheckpointer:
-    """Checkpoints on its own thread, and calls `on_done` there.
-
-    Commits continue meanwhile, so the log may never be completely in the file and would grow forever. Therefore the
-    writer checkpoints the small rest itself, between two commits.
-    """
-
-    def __init__(
-        self, connection: sqlite3.Connection, on_done: Callable[[], None], on_death: Callable[[], None]
-    ) -> None:
-        self.busy = False
-        self.last_result = WalCheckpointResult(False)
-        """incomplete while a checkpoint is running"""
-        self._connection = connection
-        self._on_done = on_done
-        self._requests = threading.Semaphore(0)
-        self._stopping = False
-        self._thread = PoolThread("state-pool-wal", self._run, on_death)
-
-    @property
-    def failure(self) -> str | None:
-        return self._thread.failure
-
-    def start(self) -> None:
-        """Start a checkpoint. Called by the writer thread while not `busy`."""
-        self.busy = True
-        self.last_result = WalCheckpointResult(False)
-        self._requests.release()
-
-    def close(self) -> None:
-        """End the thread after the running checkpoint. Blocks."""
-        self._stopping = True
-        self._requests.release()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            self._requests.acquire()
-            if self._stopping:
-                break
-            self.last_result = wal_checkpoint(self._connection)
-            self.busy = False
-            self._on_done()
-        self._connection.close()
 
 
 def wal_checkpoint(connection: Connection) -> WalCheckpointResult:

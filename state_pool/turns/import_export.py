@@ -231,7 +231,7 @@ class ImportExport:
         if file.host is None:
             stored(None)
         else:
-            store.submit_state(Checkpoint(state, file.host, fence=session.fence, shared=store.shared), stored)
+            store.submit_state(Checkpoint(state, file.host, fence=session.fence), stored)
 
     def _imported(self, session: Session, file: FittedFile, error: Exception | None, on_durable: OnDurable) -> None:
         self._tiers.num_loading -= file.host is not None

@@ -330,40 +330,30 @@ class Turns:
 
     # -- deletes ---------------------------------------------------------------------------------------
 
-    def delete(self, session_id: str, delete_prefix: bool = False, on_durable: OnDurable | None = None) -> int:
+    def delete(self, session_id: str, delete_prefix: bool = False, on_deleted: OnDeleted = lambda _: None) -> int:
         """Delete a session with its dialogues, or all with the name prefix.
 
-        Returns the number of sessions. Deletes one dialogue when given its display name, unless a session has that id.
-        Leases of running turns become FAILED. `on_durable` is called once from `StatePool.poll`, with None or with the
-        error that delays the delete on disk; the pool retries it. Raises InvalidSessionId.
+        Returns the number of sessions that this engine knew. Deletes one dialogue when given its display name, unless a
+        session has that id. Leases of running turns become FAILED. `on_deleted` is called once from `StatePool.poll`,
+        with the number of all engines, or with the error that delays the delete on disk; the pool retries it. Raises
+        InvalidSessionId.
         """
-        return self._delete(session_id, delete_prefix, on_durable).count
-
-    def delete_counted(self, session_id: str, delete_prefix: bool, on_deleted: OnDeleted) -> None:
-        """`delete`, but also count the sessions that only other engines knew.
-
-        `on_deleted` is called once from `StatePool.poll`, with the number or with the error that delays the delete on
-        disk. Raises InvalidSessionId.
-        """
-        job = self._delete(session_id, delete_prefix, lambda error: on_deleted(error or job.count))
-
-    def _delete(self, session_id: str, delete_prefix: bool, on_durable: OnDurable | None) -> DeleteNamed:
-        """Start the delete. The count is final once it is durable."""
         checked_key(session_id)
         to_delete = self._index.matching(session_id, delete_prefix)
         for lease in list(self._branches):
             name = lease.session.key.session_id
             if name == session_id or (delete_prefix and has_prefix(name, session_id)) or lease.source in to_delete:
                 self._discard(lease.session)
+        count = len(to_delete)
         if self.acquisition is None:
-            self.remove(to_delete, on_durable)
-            return DeleteNamed(session_id, delete_prefix, len(to_delete))
-        job = DeleteNamed(session_id, delete_prefix)
+            self.remove(to_delete, lambda error: on_deleted(error or count))
+            return count
         for session in to_delete:
             self._discard(session)
         assert self._store is not None
-        self._store.submit(job, lambda error: None if on_durable is None else on_durable(error))
-        return job
+        job = DeleteNamed(session_id, delete_prefix)
+        self._store.submit(job, lambda error: on_deleted(error or job.count))
+        return count
 
     def remove(self, to_delete: list[Session], on_durable: OnDurable | None = None) -> None:
         for session in to_delete:

@@ -83,7 +83,7 @@ class CheckedPool(StatePool):
         self.world = world
         turns: Any = self.turns
         turns.record = partial(self._record, turns.record)
-        turns.delete_counted = partial(self._delete_counted, turns.delete_counted)
+        turns.delete = partial(self._delete, turns.delete)
         index: Any = self._index
         index.mark_unusable = partial(self._mark_unusable, index.mark_unusable)
         import_export: Any = self.import_export
@@ -139,7 +139,7 @@ class CheckedPool(StatePool):
         for history in carried[:1]:  # until it is reported, a crash may leave all of it, or only its stored state
             ledger.unsure.setdefault(key, []).extend([history, history[: len(history) - len(file.replay)]])
 
-    def _delete_counted(self, delete_counted: Any, session_id: str, delete_prefix: bool, on_deleted: Any) -> None:
+    def _delete(self, delete: Any, session_id: str, delete_prefix: bool, on_deleted: Any) -> int:
         gone = self.world.deleted(session_id, delete_prefix, list(self._index.matching(session_id, delete_prefix)))
 
         def durable(outcome: int | Exception) -> None:
@@ -147,7 +147,8 @@ class CheckedPool(StatePool):
                 self.world.ledger.deleted(gone)
             on_deleted(outcome)
 
-        delete_counted(session_id, delete_prefix, durable)
+        count: int = delete(session_id, delete_prefix, durable)
+        return count
 
 
 class Drafts:

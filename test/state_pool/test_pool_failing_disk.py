@@ -113,7 +113,7 @@ def test_a_failed_checkpoint_does_not_hide_why_turns_fail(tmp_path: Path, monkey
         writer._log.written(1)
         writer._changed.notify()
     assert tried.wait(10)
-    wait_for(lambda: not (writer._log.has_uncheckpointed_rest or writer._log._checkpointer.busy), 10, "it is recorded")
+    wait_for(lambda: not (writer._log.has_uncheckpointed_rest or writer._log._is_checkpointing), 10, "it is recorded")
     assert "no space is left" in driver.pool.stats()["degraded"]
     monkeypatch.undo()
     mend_disk(driver)
@@ -212,7 +212,7 @@ def test_failed_delete_is_reported_and_retried(tmp_path: Path) -> None:
     driver.settle()
     break_disk(driver, "read-only")
     outcome = Outcome()
-    assert driver.pool.turns.delete("a", on_durable=outcome) == 1
+    assert driver.pool.turns.delete("a", on_deleted=outcome) == 1
     driver.until(lambda: outcome.known)
     assert isinstance(outcome.calls[0], TurnNotStored)
     assert driver.list_sessions().total == 0

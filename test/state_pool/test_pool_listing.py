@@ -112,7 +112,7 @@ def test_page_is_full_during_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         driver.turn(f"s{number}", [number])
     outcome = Outcome()
     with writer_held(driver, monkeypatch):
-        assert driver.pool.turns.delete("s4", on_durable=outcome) == 1
+        assert driver.pool.turns.delete("s4", on_deleted=outcome) == 1
         page = driver.list_sessions(3)
         assert [entry.session_id for entry in page.sessions] == ["s5", "s3", "s2"]
         assert page.total == 5

@@ -78,7 +78,7 @@ def test_the_first_known_id_is_found(driver: Driver) -> None:
 @pytest.mark.parametrize("prefix", ["s", "o", "owner", "owner=bert/s"])
 def test_a_prefix_of_shared_ids_deletes_no_owners_sessions(driver: Driver, prefix: str) -> None:
     deleted: list[int | Exception] = []
-    driver.pool.turns.delete_counted(prefix, True, deleted.append)
+    driver.pool.turns.delete(prefix, True, deleted.append)
     driver.until(lambda: bool(deleted))
     victims = {"s": [SHARED], "owner=bert/s": [OTHER]}.get(prefix, [])
     assert deleted == [len(victims)]

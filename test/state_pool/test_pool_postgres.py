@@ -390,8 +390,8 @@ def test_id_that_postgres_cannot_store_is_refused(tmp_path: Path, postgres: Serv
     assert np.array_equal(one.state("é🙂'; --%s?"), expected_state([1]))
     file, answers = decode(one.export("é🙂'; --%s?").encode()), []
     for ask in (
-        lambda: one.pool.turns.delete_counted("a\x00b", False, answers.append),
-        lambda: one.pool.turns.delete_counted("a\x00", True, answers.append),
+        lambda: one.pool.turns.delete("a\x00b", False, answers.append),
+        lambda: one.pool.turns.delete("a\x00", True, answers.append),
         lambda: one.pool.import_export.export("a\x00b", answers.append),
         lambda: one.pool.import_export.import_session("a\x00b", one.pool.import_export.fit(file), answers.append),
     ):

@@ -324,7 +324,7 @@ def test_delete_removes_other_engines_sessions(engines: Engines) -> None:
     two.turn("ab", [2])
     two.turn("a", [3], branch_from=0)
     deleted: list[int | Exception] = []
-    two.pool.turns.delete_counted("a", True, deleted.append)
+    two.pool.turns.delete("a", True, deleted.append)
     two.until(lambda: bool(deleted))
     assert deleted == [3]
     lease = one.ready(one.pool.turns.checkout("a"))

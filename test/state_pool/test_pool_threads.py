@@ -166,7 +166,7 @@ def test_the_checkpointers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.
     driver = Driver(FakeArena(), config_in(tmp_path))
     with contextlib.suppress(PoolLost):  # it checkpoints the turn's commit, perhaps before the test looks
         driver.turn("s", [1])
-    lost(driver, "state-pool-wal")
+    lost(driver, "state-pool-wal-0")
 
 
 def test_thread_death_wakes_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
