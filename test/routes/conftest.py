@@ -1,4 +1,4 @@
-"""Services with the fake engine that several files share."""
+"""Services with the fake engine, and clients of services, that several files share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 
 from test.programs.batch.runs import fake_service
 from test.serving import Service
@@ -33,6 +34,23 @@ def keyed_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     flags = ("--keys-file", str(folder / "keys.toml"), "--password", PASSWORD, "--http-workers", "1")
     with closing(fake_service(folder, *flags, password=PASSWORD)) as running:
         yield running
+
+
+def openai_client(service: Service, base: str = "/openai/v1", key: str = "none") -> OpenAI:
+    return OpenAI(base_url=service.url + base, api_key=key, max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="session")
+def client(service: Service) -> Iterator[OpenAI]:
+    with openai_client(service) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def echo_client(fake: Service) -> Iterator[OpenAI]:
+    """A client of the service that answers with the last user message, without its "say"."""
+    with openai_client(fake) as made:
+        yield made
 
 
 def bearer(key: str) -> dict[str, str]:

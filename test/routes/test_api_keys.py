@@ -30,6 +30,7 @@ from rwkv_batch.ipc.quotas import Quotas
 from rwkv_batch.request import ClientLimits, GenerateRequest, Job, Usage
 from test.harness import make_request
 from test.resource_limits import run_bounded
+from test.routes.conftest import bearer
 from test.serving import ROOT, Service, raw_request, read_all, wait_for
 
 pytestmark = pytest.mark.slow
@@ -281,10 +282,6 @@ def log_lines(service: Service) -> list[dict[str, Any]]:
     whole, _, _ = service.log.read_text().rpartition("\n")  # another line may be in progress after it
     lines = (json.loads(line) for line in whole.splitlines() if line.startswith("{"))
     return [line for line in lines if line["logger"] == "access"]
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 def test_a_key_is_required(keyed: Service) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from routes.response.event_stream import RowDecoder
 from rwkv_batch.request import TokenLogprob
 from test.harness import TOKENIZER
 from test.logprob_oracle import LogprobOracle
-from test.serving import Service
 
 TOLERANCE = 1e-4
 TEXTS = ["The cat sat.", "Hi", "猫が好き、犬も。", "def f(x):\n    return x\n\n" * 30]
@@ -29,12 +27,6 @@ MODEL = "rwkv7"
 @pytest.fixture(scope="module")
 def oracle(tiny_model: Path) -> LogprobOracle:
     return LogprobOracle(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def client(service: Service) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0, timeout=120) as client:
-        yield client
 
 
 def complete(client: OpenAI, prompt: Any, **fields: Any) -> Any:

@@ -9,6 +9,7 @@ import jsonschema_rs
 import openai
 import pytest
 
+from test.routes.conftest import openai_client
 from test.serving import Service, row_texts, sse_data
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,7 @@ SAMPLING = {"max_tokens": 400, "seed": 3, "alpha_presence": 0, "alpha_frequency"
 
 @pytest.fixture(scope="module")
 def client(one_worker: Service) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{one_worker.url}/openai/v1", api_key="none", max_retries=0)
+    return openai_client(one_worker)
 
 
 def content(answer: Any) -> list[str]:

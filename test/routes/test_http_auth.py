@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import openai
 import pytest
-from openai import OpenAI
 
+from test.routes.conftest import openai_client
 from test.routes.test_openai_routes import chat
 from test.serving import Service
 
@@ -143,13 +143,12 @@ def test_bearer_token(plain: Service) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["/openai/v1", "/v1"])
 def test_openais_package_knows_a_wrong_password_and_a_full_queue(plain: Service, prefix: str) -> None:
-    base = plain.url + prefix
-    with OpenAI(base_url=base, api_key="wrong", max_retries=0) as unauthorized:
+    with openai_client(plain, prefix, "wrong") as unauthorized:
         for refused in (lambda one: chat(one), lambda one: one.models.list()):
             with pytest.raises(openai.AuthenticationError) as refusal:
                 refused(unauthorized)
             assert refusal.value.code == "invalid_api_key"
-    with OpenAI(base_url=base, api_key="s3cret", max_retries=0) as authorized:
+    with openai_client(plain, prefix, "s3cret") as authorized:
         assert chat(authorized).choices
         with pytest.raises(openai.RateLimitError) as full:
             authorized.completions.create(model="rwkv7", prompt="a", n=64)

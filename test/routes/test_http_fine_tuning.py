@@ -14,6 +14,7 @@ import pytest
 
 from routes.request.model_names import parse_model_id
 from routes.translation.languages import LABEL
+from test.routes.conftest import openai_client
 from test.serving import Service, raise_priority, training_processes, wait_for
 
 pytestmark = pytest.mark.slow
@@ -52,10 +53,6 @@ def served(folder: _Folder) -> Iterator[Service]:
         running.close()
 
 
-def client_of(service: Service, key: str = ALICE) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key=key, max_retries=0)
-
-
 def uploaded(client: openai.OpenAI, lines: Sequence[object]) -> str:
     content = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines).encode()
     file = client.files.create(file=("examples.jsonl", content), purpose="fine-tune")
@@ -78,7 +75,7 @@ HASTE: Any = {"n_epochs": 12, "batch_size": "auto", "learning_rate_multiplier": 
 
 
 def wait_for_status(service: Service, job_id: str, *statuses: str) -> Any:
-    client = client_of(service)
+    client = openai_client(service, key=ALICE)
 
     def look() -> Any:
         raise_priority(training_processes(service))
@@ -104,7 +101,7 @@ def files_of(service: Service) -> list[Path]:
 
 
 def test_from_upload_to_answer(served: Service) -> None:
-    client, other = client_of(served), client_of(served, BOB)
+    client, other = openai_client(served, key=ALICE), openai_client(served, key=BOB)
     method: Any = {"type": "supervised", "supervised": {"hyperparameters": HASTE}}
     job = client.fine_tuning.jobs.create(
         model="rwkv7", training_file=uploaded(client, SHORT), validation_file=uploaded(client, SHORT), method=method,
@@ -205,7 +202,7 @@ def test_from_upload_to_answer(served: Service) -> None:
 
 
 def test_bad_files_and_settings_are_refused_by_name(served: Service) -> None:
-    client, other = client_of(served), client_of(served, BOB)
+    client, other = openai_client(served, key=ALICE), openai_client(served, key=BOB)
     bad = [*SHORT, "{", chat("a", "")]
     with pytest.raises(openai.BadRequestError, match=r"line 11: .*\n.*line 12: messages\[1\].content") as refused:
         uploaded(client, bad)
@@ -236,7 +233,7 @@ def test_bad_files_and_settings_are_refused_by_name(served: Service) -> None:
 
 
 def test_a_job_pauses_continues_after_a_kill_and_a_restart_and_is_cancelled(folder: _Folder, served: Service) -> None:
-    client = client_of(served)
+    client = openai_client(served, key=ALICE)
     numbers: Any = {"n_epochs": 100, "batch_size": 1}
     job = client.fine_tuning.jobs.create(model="rwkv7", training_file=uploaded(client, LONG), hyperparameters=numbers)
     short = uploaded(client, SHORT)
@@ -262,7 +259,7 @@ def test_a_job_pauses_continues_after_a_kill_and_a_restart_and_is_cancelled(fold
     wait_for(lambda: not training_processes(served), 30, "the process ends with the service")
     again = folder.start()
     try:
-        client = client_of(again)
+        client = openai_client(again, key=ALICE)
         wait_for_status(again, job.id, "running")
         wait_for(lambda: training_processes(again), 30, "it continues")
         done = client.fine_tuning.jobs.cancel(job.id)

@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from test.routes.conftest import openai_client
 from test.serving import Service
 
 Send = Callable[..., Any]
@@ -40,7 +41,7 @@ MISTAKES: list[tuple[dict[str, Any], type[openai.APIStatusError], str, str]] = [
 
 @pytest.fixture(scope="module", params=["/openai/v1", "/v1"])
 def client(request: pytest.FixtureRequest, service: Service) -> Iterator[OpenAI]:
-    with OpenAI(base_url=service.url + request.param, api_key="none", max_retries=0, timeout=120) as made:
+    with openai_client(service, request.param) as made:
         yield made
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from test.routes.conftest import bearer, openai_client
 from test.serving import Service, raw_request, read_all, sse_data, wait_for
 
 pytestmark = pytest.mark.slow
@@ -43,10 +43,6 @@ def keys_text(keys: dict[str, str]) -> str:
     """Return a keys file with these keys and the administrator's. The key `chief` has admin rights too."""
     tables = [f'[[key]]\nname = "{name}"\nkey = "{key}"\n' for name, key in {**keys, "boss": BOSS}.items()]
     return "".join(f"{table}admin = true\n" if '"boss"' in table or '"chief"' in table else table for table in tables)
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +123,7 @@ def test_a_batch_of_a_removed_key_fails_with_the_reason(keyed: KeyedService, nam
 
 
 def endless_batch(service: Service, key: str) -> str:
-    client = openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key=key, max_retries=0)
+    client = openai_client(service, key=key)
     bodies = [{"contents": ["n"], "max_tokens": 1}, ENDLESS]
     lines = [{"custom_id": str(i), "method": "POST", "url": NATIVE, "body": body} for i, body in enumerate(bodies)]
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +17,6 @@ from routes.openai.responses import ResponsesFormatter
 from routes.openai.responses_body import ResponsesBody
 from routes.response.event_stream import DecodedRow
 from rwkv_batch.request import Finish, FinishReason
-from test.serving import Service
 
 MODEL = "rwkv7"
 EXACT: dict[str, Any] = {"ignore_eos": True, "stop_tokens": []}
@@ -44,19 +42,6 @@ class Pick(BaseModel):
     model_config = ConfigDict(extra="forbid")
     pick: Literal["tea", "code"]
     count: Literal[1, 2]
-
-
-@pytest.fixture(scope="module")
-def client(service: Service) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0, timeout=120) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def echo_client(fake: Service) -> Iterator[OpenAI]:
-    """A client of the service that answers the user message's text."""
-    with OpenAI(base_url=f"{fake.url}/openai/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def respond(client: OpenAI, **fields: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema_rs
@@ -123,12 +122,6 @@ def test_an_unsupported_strict_schema_is_refused_by_its_path(compiler: GrammarCo
         compiler.compile(tool_call_constraint(make_tools(schema, strict=True), is_open=True, thinks=False))
     assert (refusal.value.field, refusal.value.place) == ("tools[0].function.parameters", ".properties.a.properties.b")
     compiler.compile(tool_call_constraint(make_tools(schema), is_open=True, thinks=False))
-
-
-@pytest.fixture(scope="module")
-def client(service: Service) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0, timeout=120) as made:
-        yield made
 
 
 def call_chat(client: OpenAI, **fields: Any) -> Any:

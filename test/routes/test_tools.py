@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from routes.request.messages import Message
 from routes.request.prompts import Think
 from routes.request.tools import Function, ToolSet, call_text, signature
 from routes.response.answer_parser import AnswerFormat, AnswerParser
-from test.serving import Service
 
 NAMES = ("f", "g")
 CALL = '```json\n{"name": "f", "arguments": {"city": "Paris"}}\n```'
@@ -307,13 +305,6 @@ def test_a_conversation_with_calls() -> None:
 
 def test_arguments_that_are_not_json_stay_unchanged() -> None:
     assert call_text("f", "{broken") == '```json\n{"name": "f", "arguments": {broken}\n```'
-
-
-@pytest.fixture(scope="module")
-def echo_client(fake: Service) -> Iterator[OpenAI]:
-    """A client of the service that answers with the last user message, without its "say", for any max_tokens."""
-    with OpenAI(base_url=f"{fake.url}/openai/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def call_chat(client: OpenAI, text: str, **fields: Any) -> Any:

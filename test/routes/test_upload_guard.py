@@ -128,6 +128,20 @@ def test_a_secret_in_the_first_request_or_an_answered_one_allows_a_large_body(di
         assert read_answer(connection).startswith(b"HTTP/1.1 200")
 
 
+@contextlib.contextmanager
+def stuck(count: int, sent: bytes = b"form") -> Iterator[tuple[list[socket.socket], list[Connection]]]:
+    """Connections with a part of an unanswered request: the clients' ends, and ours as the guard knows them."""
+    clients, connections = [], []
+    with contextlib.ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listener:
+        for number in range(count):
+            clients.append(opened.enter_context(socket.create_connection(listener.getsockname(), 5)))
+            ours = opened.enter_context(listener.accept()[0])
+            clients[number].sendall(sent)
+            ours.recv(len(sent))
+            connections.append(Connection(number, ours.fileno(), os.fstat(ours.fileno()).st_ino, ""))
+        yield clients, connections
+
+
 @pytest.mark.parametrize(
     ("sent", "handled", "has_left", "ends"),
     [
@@ -142,18 +156,13 @@ def test_a_worker_full_of_stuck_connections_ends(
 ) -> None:
     """Robyn never answers a form that ends with a line break before its last boundary, and keeps its connection."""
     monkeypatch.setattr(upload_guard, "MAX_STUCK", 2)
-    limiter, connections = RequestLimiter(9), []
+    limiter = RequestLimiter(9)
     guard = UploadGuard(MIB, limiter)
-    with contextlib.ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listener:
-        for number in range(2):
-            client = opened.enter_context(socket.create_connection(listener.getsockname()))
-            ours = opened.enter_context(listener.accept()[0])
-            client.sendall(sent)
+    with stuck(2, sent) as (clients, connections):
+        for client, connection in zip(clients, connections, strict=True):
+            connection.handled_bytes = handled
             if has_left:
                 client.shutdown(socket.SHUT_WR)
-            ours.recv(1)
-            inode = os.fstat(ours.fileno()).st_ino
-            connections.append(Connection(number, ours.fileno(), inode, "", handled_bytes=handled))
         found = [guard.check(connections) for _ in range(MAX_STUCK_CHECKS)]
         assert found == [False] * (MAX_STUCK_CHECKS - 1) + [ends]
         assert not guard.check(connections[:1]), "one alone"
@@ -164,14 +173,8 @@ def test_a_worker_full_of_stuck_connections_ends(
 def test_stuck_connections_do_not_end_an_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_guard, "MAX_STUCK", 0)
     guard = UploadGuard(MIB, RequestLimiter(9))
-    with contextlib.ExitStack() as opened:
-        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
-        client = opened.enter_context(socket.create_connection(listener.getsockname()))
-        ours = opened.enter_context(listener.accept()[0])
-        client.sendall(b"half of a form")
-        ours.recv(1)
-        upload = Connection(0, ours.fileno(), os.fstat(ours.fileno()).st_ino, "")
-        assert not any(guard.check([upload]) for _ in range(MAX_STUCK_CHECKS))
+    with stuck(1) as (_, connections):
+        assert not any(guard.check(connections) for _ in range(MAX_STUCK_CHECKS))
 
 
 @pytest.mark.parametrize("has_left", [True, False])
@@ -179,16 +182,7 @@ def test_a_stuck_connection_does_not_hide_the_reason_of_another_broken_form(
     monkeypatch: pytest.MonkeyPatch, has_left: bool
 ) -> None:
     """Robyn logs no connection with the reason, so only one may have an unanswered request."""
-    with contextlib.ExitStack() as opened:
-        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
-        clients, connections = [], []
-        for number in range(2):
-            clients.append(opened.enter_context(socket.create_connection(listener.getsockname())))
-            ours = opened.enter_context(listener.accept()[0])
-            clients[number].sendall(b"form")
-            clients[number].settimeout(5)
-            ours.recv(4)
-            connections.append(Connection(number, ours.fileno(), os.fstat(ours.fileno()).st_ino, ""))
+    with stuck(2) as (clients, connections):
         if has_left:
             clients[0].shutdown(socket.SHUT_WR)
         monkeypatch.setattr(upload_guard, "known_connections", lambda: connections)

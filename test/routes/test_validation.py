@@ -21,6 +21,7 @@ from routes.translation import translator
 from rwkv_batch.errors import ServiceError
 from rwkv_batch.translation.plan import Origin, Translation
 from test.programs.batch.test_openai_batches import begun, chat_line, ended, lines_of
+from test.routes.conftest import openai_client
 from test.serving import Service, sse_data, wait_for
 
 V1, V2, BIG = "/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions"
@@ -61,10 +62,6 @@ def path_id(value: Any) -> str | None:
 
 UNKNOWN = "temprature: is not a field of this request; the nearest known name is temperature"
 MISSPELT = {"field": "temprature", "message": f"{UNKNOWN}; it was ignored"}
-
-
-def openai_client(service: Service, base: str = "/openai/v1") -> OpenAI:
-    return OpenAI(base_url=service.url + base, api_key="none", max_retries=0, timeout=120)
 
 
 def fields_of(warnings: list[dict[str, str]]) -> list[str]:
