@@ -145,6 +145,8 @@ def test_a_list_of_sessions_is_bounded(service: Service) -> None:
         for beyond in (maximum + 1, 2**63 - 1, 10**30, -1):
             refused = service.post("/state/status", {field: beyond})
             assert (refused.status_code, refused.json()["field"]) == (422, field)
+    exported = service.get("/state/export", params={"session_id": "none", "dialogue_idx": 2**63 - 1})
+    assert exported.status_code == 404
 
 
 class Holding:

@@ -20,7 +20,6 @@ from routes.request.form_body import MAX_FORM_FIELDS, parse_form
 from routes.request.json_body import parse_json, validate
 from routes.state import BranchBody, DeleteBody, ExportQuery, ImportQuery, TurnBody
 from rwkv_batch.errors import ErrorInfo, ErrorKind, ServiceError
-from state_pool.session_file import InvalidSessionFile, decode
 
 
 def error_of(call: Any, *arguments: Any) -> ErrorInfo:
@@ -132,6 +131,8 @@ def test_errors_repeat_at_most_200_characters() -> None:
          "stop_tokens[1]: must be greater than or equal to 0, got -1", -1),
         (PromptBody, {"messages": [{"role": "user"}, {}]}, "messages[1].role", "messages[1].role: must be given", None),
         (PromptBody, {"messages": [3]}, "messages[0]", "messages[0]: must be a JSON object, got 3", 3),
+        (ChatBody, {**TALK, "stream_options": True}, "stream_options",
+         "stream_options: must be a JSON object, got true", True),
         (PromptBody, {"contents": ["a"], "states": [{"weight": 1001}]}, "states[0].weight",
          "states[0].weight: must be less than or equal to 1000, got 1001", 1001),
         (PromptBody, {}, "contents",
@@ -203,11 +204,6 @@ def test_null_is_the_default_and_unknown_fields_are_ignored() -> None:
     assert (body.top_k, body.seed) == (50, None) and "top_k" not in body.model_fields_set
     edge = validate(PromptBody, {"contents": ["a"], "seed": 2**64 - 1, "stop_tokens": ["x"] * 64})
     assert (edge.seed, edge.wait) == (2**64 - 1, True)
-
-
-def test_an_empty_file_name_is_refused() -> None:
-    with pytest.raises(InvalidSessionFile, match="this is not a session file: it has 3 bytes"):
-        decode(b"abc")
 
 
 def test_an_empty_name_is_the_default() -> None:

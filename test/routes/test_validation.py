@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,7 +274,3 @@ def test_a_suspicious_translation_is_not_logged_as_ignored() -> None:
     )
     assert request.warnings[0] == {"field": "text_list[0]", "message": "text_list[0]: the translation repeats itself"}
     assert len(request.warnings) == MAX_WARNINGS + 1 and request.ignored == []
-
-
-def test_flag_is_documented() -> None:
-    assert "--strict-fields" in Path("docs/settings.md").read_text()
