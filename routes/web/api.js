@@ -81,9 +81,17 @@ export async function request(path, options = {}) {
 
 const posted = (body, signal) => ({ method: "POST", body: JSON.stringify(body), type: "application/json", signal });
 
+/** Send a request and return its JSON answer. Throws ApiError. */
+export const json = async (path, options) => (await request(path, options)).json();
+
 /** Send a POST and return its JSON answer. Throws ApiError. */
-export async function post(path, body, signal) {
-  return (await request(path, posted(body, signal))).json();
+export const post = (path, body, signal) => json(path, posted(body, signal));
+
+/** Send a form and return its JSON answer. Throws ApiError. */
+export function postForm(path, fields, signal) {
+  const body = new FormData();
+  for (const [name, value] of Object.entries(fields)) body.set(name, value);
+  return json(path, { method: "POST", body, signal });
 }
 
 /** Yield the events of a streamed POST. Throws ApiError. An error of one row is an event with `index`. */

@@ -1,6 +1,6 @@
 // Parameters of requests. Names, limits and defaults are from the service's OpenAPI document, values from the user.
 
-import { request } from "./api.js";
+import { json } from "./api.js";
 import { t, useLanguage } from "./i18n.js";
 import { createStore, html, settings, useEffect, useStore } from "./ui.js";
 
@@ -42,7 +42,7 @@ export const chosenModel = () => ({ ...chosen.get() });
 /** Load the names again. A name that is gone is no longer chosen. */
 export async function loadChoices() {
   for (const [field, { path, name }] of Object.entries(CHOICES)) {
-    const names = await request(path).then((answer) => answer.json()).then(({ data }) => data.map(name)).catch(() => null);
+    const names = await json(path).then(({ data }) => data.map(name)).catch(() => null);
     if (!names) continue;
     listed.set((known) => ({ ...known, [field]: names }));
     if (!names.includes(chosen.get()[field])) choose(field, "");
@@ -54,7 +54,7 @@ const choose = (field, name) => chosen.set(({ [field]: _, ...others }) => (name 
 const branch = (field) => (field.anyOf ?? [field]).find((one) => one.type !== "null");
 
 async function describe() {
-  const { components } = await (await request("/openapi.json")).json();
+  const { components } = await json("/openapi.json");
   const fields = components.schemas[SCHEMA].properties;
   const found = {};
   for (const name of NAMES) {

@@ -30,6 +30,30 @@ export function useStore(store) {
   return store.get();
 }
 
+/** Call `load` at once and every `ms` milliseconds while `active`, and again when `subject` changes. */
+export function usePolling(load, ms, active, subject) {
+  useEffect(() => {
+    if (!active) return undefined;
+    load();
+    const timer = setInterval(load, ms);
+    return () => clearInterval(timer);
+  }, [active, subject]);
+}
+
+/** Handlers that pass one file to `take`: `choose` of an input, and `target` of an element that takes a dropped one. */
+export function fileHandlers(take) {
+  const choose = (event) => {
+    const [one] = event.currentTarget.files;
+    if (one) take(one);
+    event.currentTarget.value = ""; // so that a corrected file can be chosen again
+  };
+  const onDrop = (event) => {
+    event.preventDefault();
+    if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
+  };
+  return { choose, target: { onDrop, onDragOver: (event) => event.preventDefault() } };
+}
+
 /** Limit `act` to one call per frame. */
 export function oncePerFrame(act) {
   let waiting = false;

@@ -1,6 +1,6 @@
 // The panel of the administrator: models, tuned states, adapters, engines, sessions, jobs and clients of the service.
 
-import { post, request } from "../api.js";
+import { json, post, postForm, request } from "../api.js";
 import { TIERS } from "../chat/sessions.js";
 import { parseMetrics, total } from "../dashboard/prometheus.js";
 import { duration, locale, number, t, useLanguage } from "../i18n.js";
@@ -12,15 +12,11 @@ const POLL_MS = 2000;
 /** Limits of an API key. */
 const LIMITS = ["rows", "tokens_per_minute", "requests_per_minute"];
 
-const listOf = (path) => async () => (await (await request(path)).json()).data;
+const listOf = (path) => async () => (await json(path)).data;
 const deleteAt = (path) => (name) => request(`${path}/${encodeURIComponent(name)}`, { method: "DELETE" });
 
 /** Send a form whose file is `upload`. */
-const uploadTo = (path) => ({ upload, ...values }) => {
-  const form = new FormData();
-  for (const [name, value] of Object.entries({ ...values, content: upload })) form.set(name, value);
-  return request(path, { method: "POST", body: form });
-};
+const uploadTo = (path) => ({ upload, ...values }) => postForm(path, { ...values, content: upload });
 
 /**
  * Each kind: `list()` -> entries, `name(entry)`, `about(entry)` -> text, `actions`: name -> act(name), none if

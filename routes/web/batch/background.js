@@ -1,6 +1,6 @@
 // Runs in the background by OpenAI's batches. The service keeps their rows, so a reloaded page finds them again.
 
-import { post, request } from "../api.js";
+import { json, post, postForm, request } from "../api.js";
 import { startOf } from "./run.js";
 
 const FILES = "/openai/v1/files";
@@ -8,7 +8,6 @@ const BATCHES = "/openai/v1/batches";
 const OURS = { page: "rwkv-batch" };
 const LISTED = 100;
 
-const getJson = async (path, options) => (await request(path, options)).json();
 const linesOf = async (id) => (id ? (await (await request(`${FILES}/${id}/content`)).text()).split("\n").filter(Boolean).map((line) => JSON.parse(line)) : []);
 
 export const isEnded = (batch) => ["completed", "failed", "expired", "cancelled"].includes(batch.status);
@@ -16,20 +15,18 @@ export const isEnded = (batch) => ["completed", "failed", "expired", "cancelled"
 /** Upload the rows and start a batch. Returns it. Throws ApiError. */
 export async function startBatch(path, fields, rows) {
   const lines = rows.map((row) => JSON.stringify({ custom_id: String(row.index), method: "POST", url: path, values: row.values, body: { ...fields, contents: [row.prompt], stream: false } }));
-  const form = new FormData();
-  form.set("purpose", "batch");
-  form.set("file", new Blob([lines.join("\n")], { type: "application/jsonl" }), "page.jsonl");
-  const { id } = await getJson(FILES, { method: "POST", body: form });
+  const file = new File([lines.join("\n")], "page.jsonl", { type: "application/jsonl" });
+  const { id } = await postForm(FILES, { purpose: "batch", file });
   return post(BATCHES, { input_file_id: id, endpoint: path, metadata: { ...OURS, rows: String(rows.length) } });
 }
 
 /** The batches of pages, newest first. */
 export async function listBatches() {
-  const { data } = await getJson(`${BATCHES}?limit=${LISTED}`);
+  const { data } = await json(`${BATCHES}?limit=${LISTED}`);
   return data.filter((batch) => batch.metadata?.page === OURS.page);
 }
 
-export const getBatch = (id) => getJson(`${BATCHES}/${id}`);
+export const getBatch = (id) => json(`${BATCHES}/${id}`);
 export const cancelBatch = (id) => post(`${BATCHES}/${id}/cancel`, {});
 
 /** The rows of a batch, without answers. */

@@ -4,7 +4,7 @@ import { DecodeParameters, ModelChoice, chosenModel, decodeFields } from "../dec
 import { total } from "../dashboard/prometheus.js";
 import { number, t, useLanguage } from "../i18n.js";
 import { service } from "../monitor.js";
-import { download, html, settings, useEffect, useRef, useState, useStore } from "../ui.js";
+import { download, fileHandlers, html, settings, useEffect, useRef, useState, useStore } from "../ui.js";
 import { fillRows, getBatch, inputRows, isEnded, startBatch } from "./background.js";
 import { createGrid, SORTS } from "./grid.js";
 import { Runs } from "./runs.js";
@@ -47,16 +47,8 @@ function useSource() {
 
 function Source({ source }) {
   const input = useRef();
-  const choose = (event) => {
-    const [one] = event.currentTarget.files;
-    if (one) source.take(one);
-    event.currentTarget.value = ""; // so that a corrected file can be chosen again
-  };
-  const drop = (event) => {
-    event.preventDefault();
-    if (event.dataTransfer.files.length) source.take(event.dataTransfer.files[0]);
-  };
-  return html`<div class="field" onDragOver=${(event) => event.preventDefault()} onDrop=${drop}>
+  const { choose, target } = fileHandlers(source.take);
+  return html`<div class="field" ...${target}>
     <label for="batch-lines">${t("batch.lines")}</label>
     ${source.file
       ? html`<p class="row"><b>${source.file.name}</b> ${t("batch.columns", { names: Object.keys(source.file.rows[0] ?? {}).map((name) => `{${name}}`).join(" ") })}

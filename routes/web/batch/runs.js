@@ -1,7 +1,7 @@
 // The list of background runs: open one, cancel one.
 
 import { locale, number, t } from "../i18n.js";
-import { html, useEffect, useState } from "../ui.js";
+import { html, usePolling, useState } from "../ui.js";
 import { cancelBatch, isEnded, listBatches } from "./background.js";
 
 const POLL_MS = 3000;
@@ -10,12 +10,7 @@ const POLL_MS = 3000;
 export function Runs({ visible, open, reopen }) {
   const [batches, setBatches] = useState([]);
   const load = () => listBatches().then(setBatches, () => {});
-  useEffect(() => {
-    if (!visible) return undefined;
-    load();
-    const timer = setInterval(load, POLL_MS);
-    return () => clearInterval(timer);
-  }, [visible, open?.id]);
+  usePolling(load, POLL_MS, visible, open?.id);
   if (!batches.length) return null;
   const cancel = (batch) => cancelBatch(batch.id).then(load, load);
   const when = (batch) => new Date(batch.created_at * 1000).toLocaleString(locale(), { dateStyle: "short", timeStyle: "medium" });

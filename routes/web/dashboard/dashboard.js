@@ -18,12 +18,6 @@ function Figures({ title, figures }) {
   </tbody></table></section>`;
 }
 
-function requestFigures(metrics) {
-  const by = new Map();
-  for (const { labels, value } of metrics.get("rwkv_http_requests_total") ?? []) by.set(labels.status, (by.get(labels.status) ?? 0) + value);
-  return [...by].sort().map(([status, count]) => [`HTTP ${status}`, count, `rwkv_http_requests_total:${status}`]);
-}
-
 /** A tier's sessions with the size of their states. */
 function tier(metrics, level, label) {
   const [sessions, bytes] = ["sessions", "bytes"].map((unit) => total(metrics, `rwkv_pool_${level}_${unit}`));
@@ -125,7 +119,7 @@ export function Dashboard({ visible }) {
         [t("dash.hitRate"), hitRate(metrics), "hit-rate"], one("dash.saved", "rwkv_pool_prefix_cache_saved_tokens"),
       ]} />
       <${Figures} title=${t("dash.devices")} figures=${deviceFigures(metrics)} />
-      <${Figures} title=${t("dash.requests")} figures=${requestFigures(metrics)} />
+      <${Figures} title=${t("dash.requests")} figures=${labelled(metrics, "rwkv_http_requests_total", "status", (status) => `HTTP ${status}`).sort()} />
       <${Figures} title=${t("dash.ended")} figures=${[
         ...labelled(metrics, "rwkv_rows_finished_total", "reason", (reason) => reason),
         ...labelled(metrics, "rwkv_jobs_refused_total", "kind", (kind) => t("dash.refused", { kind })),

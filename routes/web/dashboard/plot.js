@@ -13,7 +13,7 @@ const LEAST_SPAN_S = 60;
 
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
+export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 
 function makePlot(place, names, labels, digits) {
   const axis = { stroke: () => ink("--quiet"), grid: { stroke: () => ink("--line"), width: 1 }, ticks: { show: false } };

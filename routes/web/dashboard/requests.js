@@ -1,16 +1,16 @@
 // The last requests of the access log with a filter, and the reasons of errors.
 
-import { request } from "../api.js";
+import { json } from "../api.js";
 import { number, t } from "../i18n.js";
 import { INTERVAL_MS } from "../monitor.js";
-import { html, useEffect, useState } from "../ui.js";
+import { clock } from "./plot.js";
+import { html, usePolling, useState } from "../ui.js";
 
 const SHOWN = 50;
 const KINDS = ["all", "errors", "generated"];
 
 const isError = (entry) => entry.status >= 400 || entry.outcome !== "done";
 const reasonOf = (entry) => (isError(entry) ? entry.refused?.message ?? entry.outcome : "");
-const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 const IS_KIND = { all: () => true, errors: isError, generated: (entry) => entry.rows > 0 };
 
 /** Errors by status and reason, most frequent first: {status, reason, count, at}. */
@@ -48,13 +48,7 @@ export function Requests({ visible }) {
   const [kind, setKind] = useState(KINDS[0]);
   const [wanted, setWanted] = useState("");
   const [more, setMore] = useState(1);
-  useEffect(() => {
-    if (!visible) return undefined;
-    const load = () => request("/v1/requests", { quiet: true }).then((answer) => answer.json()).then(setAnswer, () => {});
-    load();
-    const timer = setInterval(load, INTERVAL_MS);
-    return () => clearInterval(timer);
-  }, [visible]);
+  usePolling(() => json("/v1/requests", { quiet: true }).then(setAnswer, () => {}), INTERVAL_MS, visible);
   if (!logged) return html`<p id="requests">${t("requests.off")}</p>`;
   if (!entries.length) return null;
   const text = wanted.trim().toLowerCase();

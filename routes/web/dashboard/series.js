@@ -14,7 +14,6 @@ const WINDOW_S = 30;
 const RATES = {
   generated: "rwkv_completion_tokens_total",
   read: "rwkv_computed_tokens",
-  requests: "rwkv_http_requests_total",
 };
 const GAUGES = { running: "rwkv_running_rows", waiting: "rwkv_waiting_rows" };
 const HISTOGRAMS = { first: "rwkv_first_token_seconds", between: "rwkv_inter_token_seconds" };

@@ -1,6 +1,6 @@
 // Glossaries that the service stores for this key: one is used by name, in texts and in files.
 
-import { post, request } from "../api.js";
+import { json, post, request } from "../api.js";
 import { t } from "../i18n.js";
 import { html, useState, useStore } from "../ui.js";
 import { glossary, glossaryFields } from "./glossary.js";
@@ -23,7 +23,7 @@ export function StoredGlossaries({ source, target }) {
     return work().catch((error) => setProblem(error.message || t("notice.offline")));
   };
   const load = async (wanted) => {
-    const { glossaries } = await (await request(PATH)).json();
+    const { glossaries } = await json(PATH);
     setAll(glossaries);
     choose(glossaries.some((one) => one.glossary_id === wanted) ? wanted : "");
   };

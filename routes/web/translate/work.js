@@ -1,24 +1,21 @@
 // Sends files to the route of documents, and tests the route of texts.
 
-import { post, request } from "../api.js";
+import { json, post, postForm, request } from "../api.js";
 
 const PATH = "/translate/v1/batch-translate";
 const DOCUMENTS = "/translate/v1/documents";
 const POLL_MS = 500;
 
 /** Send a File with the glossary's fields. Returns its document. Throws ApiError. */
-export async function sendFile(file, source, target, { glossary, glossaryMode, glossaryId }, signal) {
-  const body = new FormData();
+export function sendFile(file, source, target, { glossary, glossaryMode, glossaryId }, signal) {
   const fields = { source_lang: source, target_lang: target, glossary: JSON.stringify(glossary), glossary_mode: glossaryMode, memory: "true" };
-  for (const [name, value] of Object.entries({ ...fields, ...(glossaryId && { glossary_id: glossaryId }) })) body.append(name, value);
-  body.append("file", file, file.name);
-  return (await request(DOCUMENTS, { method: "POST", body, signal })).json();
+  return postForm(DOCUMENTS, { ...fields, ...(glossaryId && { glossary_id: glossaryId }), file }, signal);
 }
 
 /** Call `progress(document)` until a document is translated; return it. Throws ApiError, or AbortError after `signal`. */
 export async function followDocument(id, signal, progress) {
   for (;;) {
-    const found = await (await request(`${DOCUMENTS}/${id}`, { signal })).json();
+    const found = await json(`${DOCUMENTS}/${id}`, { signal });
     progress(found);
     if (found.status === "done" || found.status === "error") return found;
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));

@@ -1,32 +1,25 @@
 // Client of OpenAI's fine-tuning API: files, jobs, events, models.
 
-import { post, request } from "../api.js";
+import { json, post, postForm, request } from "../api.js";
 
 const API = "/openai/v1";
 const JOBS = `${API}/fine_tuning/jobs`;
 const MAX_EVENTS = 1000;
 
-const getJson = async (path) => (await request(path)).json();
-
 export const isEnded = (job) => ["succeeded", "failed", "cancelled"].includes(job.status);
 /** Upload examples. An ApiError's message has a line per error. */
-export async function upload(file) {
-  const form = new FormData();
-  form.set("purpose", "fine-tune");
-  form.set("file", file, file.name);
-  return (await request(`${API}/files`, { method: "POST", body: form })).json();
-}
+export const upload = (file) => postForm(`${API}/files`, { purpose: "fine-tune", file });
 
 export const createJob = (fields) => post(JOBS, { model: "rwkv7", ...fields });
 /** The jobs, newest first. `model`: the name of their tuned model while it is served, else null. */
 export async function listJobs() {
-  const [jobs, models] = await Promise.all([getJson(`${JOBS}?limit=50`), getJson(`${API}/models`)]);
+  const [jobs, models] = await Promise.all([json(`${JOBS}?limit=50`), json(`${API}/models`)]);
   const served = new Set(models.data.map((one) => one.id));
   return jobs.data.map((job) => ({ ...job, base: job.model, model: served.has(job.fine_tuned_model) ? job.fine_tuned_model : null }));
 }
 
 /** The events, oldest first. */
-export const eventsOf = async (job) => (await getJson(`${JOBS}/${job.id}/events?limit=${MAX_EVENTS}`)).data.reverse();
+export const eventsOf = async (job) => (await json(`${JOBS}/${job.id}/events?limit=${MAX_EVENTS}`)).data.reverse();
 export const changeJob = (job, action) => post(`${JOBS}/${job.id}/${action}`, {});
 export const removeModel = (name) => request(`${API}/models/${encodeURIComponent(name)}`, { method: "DELETE" });
 
@@ -35,10 +28,7 @@ export async function publish(job, name) {
   if (job.tuning !== "state") await post("/v1/adapters", { name, job: job.id });
   if (job.tuning === "lora") return;
   const content = await (await request(`${API}/files/${job.result_files[1]}/content`)).blob();
-  const form = new FormData();
-  form.set("name", name);
-  form.set("content", content, "tuned.state.pth");
-  await request("/v1/states", { method: "POST", body: form });
+  await postForm("/v1/states", { name, content: new File([content], "tuned.state.pth") });
 }
 
 /** The model's most probable answer to a message. */

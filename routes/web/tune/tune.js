@@ -2,7 +2,7 @@
 
 import { parseRows } from "../batch/table.js";
 import { locale, number, t, useLanguage } from "../i18n.js";
-import { html, settings, useEffect, useRef, useState } from "../ui.js";
+import { fileHandlers, html, settings, usePolling, useRef, useState } from "../ui.js";
 import { Job } from "./job.js";
 import { createJob, listJobs, upload } from "./jobs.js";
 
@@ -31,16 +31,8 @@ const short = (text) => String(text ?? "").slice(0, MAX_EXAMPLE);
 
 function Examples({ file, take, problems }) {
   const input = useRef();
-  const choose = (event) => {
-    const [one] = event.currentTarget.files;
-    if (one) take(one);
-    event.currentTarget.value = ""; // so that a corrected file can be chosen again
-  };
-  const drop = (event) => {
-    event.preventDefault();
-    if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
-  };
-  return html`<div class="field drop" onDragOver=${(event) => event.preventDefault()} onDrop=${drop}>
+  const { choose, target } = fileHandlers(take);
+  return html`<div class="field drop" ...${target}>
     <p>${t("tune.drop")}</p>
     <p class="row"><button onClick=${() => input.current.click()}>${t("batch.file")}</button>
       <input ref=${input} id="tune-file" type="file" hidden accept=".jsonl,.csv,.tmx" aria-label=${t("batch.file")} onChange=${choose} />
@@ -61,12 +53,7 @@ export function Tune({ visible }) {
   const [jobs, setJobs] = useState([]);
   const [shown, setShown] = useState("");
   const load = () => listJobs().then(setJobs, () => {});
-  useEffect(() => {
-    if (!visible) return undefined;
-    load();
-    const timer = setInterval(load, POLL_MS);
-    return () => clearInterval(timer);
-  }, [visible]);
+  usePolling(load, POLL_MS, visible);
   const guarded = async (work) => {
     setBusy(true);
     setProblems([]);
