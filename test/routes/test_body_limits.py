@@ -22,23 +22,31 @@ TALK = ',"messages":[{"role":"user"}]'
 MESSAGE: dict[str, Any] = {"role": "user", "content": "a"}
 
 
-def refused(model: str, body: bytes) -> tuple[str, str | None, int]:
-    """Return kind, field and length of the error."""
+Refusal = tuple[str, str | None, int]
+"""Kind, field and length of an error."""
+
+
+def refusal_of(work: Callable[[], object]) -> Refusal:
+    from rwkv_batch.errors import ServiceError
+
+    try:
+        work()
+    except ServiceError as error:
+        return error.info.kind.value, error.info.field, len(json.dumps([error.info.message, error.info.given]))
+    return "taken", None, 0
+
+
+def refused(model: str, body: bytes) -> Refusal:
     from routes.llama_cpp.tokens import CountBody
     from routes.native_completions import BigBatchBody, FimBody
     from routes.openai.request import ChatBody, CompletionBody
     from routes.request.bodies import PromptBody
     from routes.request.json_body import parse_json, validate
     from routes.translation.batch_translate import TranslateBody
-    from rwkv_batch.errors import ServiceError
 
     models = (BigBatchBody, ChatBody, CompletionBody, CountBody, FimBody, PromptBody, TranslateBody)
     known = {one.__name__: one for one in models}
-    try:
-        validate(known[model], parse_json(body, 1 << 20))
-    except ServiceError as error:
-        return error.info.kind.value, error.info.field, len(json.dumps([error.info.message, error.info.given]))
-    return "taken", None, 0
+    return refusal_of(lambda: validate(known[model], parse_json(body, 1 << 20)))
 
 
 def test_clients_texts_are_not_cached() -> None:
@@ -50,33 +58,22 @@ def test_clients_texts_are_not_cached() -> None:
     assert first["password"] is not second["password"]
 
 
-def translated(text: str) -> tuple[str, str | None, int]:
+def translated(text: str) -> Refusal:
     """Like `refused`, for a text to translate."""
     from routes.translation.translator import make_plan
-    from rwkv_batch.errors import ServiceError
     from rwkv_batch.translation.plan import TranslationCache, TranslationRequest
 
-    try:
-        make_plan(
-            TranslationRequest(texts=[text], source="en", target="eo"), 4096, TranslationCache(4), "", "text_list"
-        )
-    except ServiceError as error:
-        return error.info.kind.value, error.info.field, len(error.info.message)
-    return "taken", None, 0
+    request = TranslationRequest(texts=[text], source="en", target="eo")
+    return refusal_of(lambda: make_plan(request, 4096, TranslationCache(4), "", "text_list"))
 
 
-def counted(text: str) -> tuple[str, str | None, int]:
+def counted(text: str) -> Refusal:
     """Like `refused`, for a prompt far above the token limit."""
     from routes.config import HttpConfig
     from routes.request.jobs import encode
-    from rwkv_batch.errors import ServiceError
     from rwkv_batch.tokenizer import Tokenizer
 
-    try:
-        encode(Tokenizer(), text, "contents[0]", HttpConfig())
-    except ServiceError as error:
-        return error.info.kind.value, error.info.field, len(error.info.message)
-    return "taken", None, 0
+    return refusal_of(lambda: encode(Tokenizer(), text, "contents[0]", HttpConfig()))
 
 
 def lists(inner: str, count: int = COUNT) -> bytes:

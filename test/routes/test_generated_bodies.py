@@ -30,16 +30,9 @@ pytestmark = pytest.mark.slow
 BODIES = 20_000 if os.environ.get("RWKV_LONG_TESTS") else 1000
 WANT_FILES = (
     "/v1/states", "/openai/v1/files", "/openai/v1/batches", "/v1/models/load", "/v1/adapters",
-    "/v1/engines/add", "/v1/engines/remove", "/v1/engines/restart",
+    "/v1/engines/add", "/v1/engines/remove", "/v1/engines/restart", "/suggest", "/translate/v1/documents",
+    "/openai/v1/fine_tuning/jobs", "/loadmodel", "/loadstatemodel", "/mrss_loadstatemodel",
 )  # fmt: skip
-WANT_FILES += (
-    "/suggest",
-    "/translate/v1/documents",
-    "/openai/v1/fine_tuning/jobs",
-    "/loadmodel",
-    "/loadstatemodel",
-    "/mrss_loadstatemodel",
-)
 TAKES_BODY = [
     route for route in ROUTES if route.body is not None and route.method == "POST" and route.path not in WANT_FILES
 ]
