@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from bench.tools.engine_jobs import run_jobs
 from bench.tools.record import Arguments, finish
+from demo.engine_client import run_jobs
 from demo.random_weights import write_random_model
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.engine import Engine
@@ -45,7 +45,7 @@ def run_round(engine: Engine, prompts: list[list[int]], cached: bool) -> dict[st
         "ttft_max_ms": 1e3 * firsts[-1],
         "all_s": time.perf_counter() - started,
         "cached_tokens": sum(answer.cached_tokens for answer in answers),
-        "texts": [answer.text for answer in answers],
+        "texts": [answer.texts for answer in answers],
     }
 
 

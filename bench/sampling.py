@@ -27,10 +27,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from bench.tools.engine_jobs import PENALTIES, run_jobs
 from bench.tools.record import Arguments, finish, origin
 from bench.tools.timers import median_s
-from demo.engine_client import open_engine
+from bench.traffic import PENALTIES
+from demo.engine_client import open_engine, run_jobs
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest
 from sampling.cpu import CpuSampler

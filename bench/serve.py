@@ -48,7 +48,7 @@ MEMORY_FLAG = "--gpu-memory-utilization"
 
 def engine_alone(arguments: Sequence[str], reply: Connection) -> None:
     """Run the prompts of each load received through an engine here; sends a run as `over_http` returns it."""
-    from bench.tools.engine_jobs import PENALTIES
+    from bench.traffic import PENALTIES
     from programs.settings.model_file import with_default_model
     from rwkv_batch.engine import Engine
     from rwkv_batch.request import GenerateRequest, Job, JobEvents

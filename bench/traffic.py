@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from bench.tools.engine_jobs import PENALTIES
 from bench.tools.record import Arguments, commit, finish
 from programs.settings import parse_settings
 from programs.settings.model_file import with_default_model
@@ -32,12 +31,14 @@ from rwkv_batch.calls import CancelJobs
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import freeze_garbage_collector
 from rwkv_batch.request import GenerateRequest, Job, JobEvents
+from sampling.params import SamplingParams
 
 LABEL = "bench"
 SETTLE_S = 1.0
 """Not counted, after every client got its first token."""
 BEGIN_S = 15.0
 """Maximum wait for the first tokens."""
+PENALTIES = SamplingParams(top_k=50, top_p=0.6, presence_penalty=2.0, frequency_penalty=0.2, penalty_decay=0.996)
 FIRST_WORD, LAST_WORD = 300, 60000
 """Range of word tokens used in prompts, limited by the vocabulary."""
 

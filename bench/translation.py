@@ -39,13 +39,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from bench.tools.engine_jobs import run_jobs
 from bench.tools.gpu_model import SIZES, write_random_file
 from bench.tools.record import Arguments, finish, origin
-from demo import vocabulary
 from demo.corpus import pages
 from demo.corpus.translation import fresh_pair
-from demo.engine_client import EngineClient, open_engine
+from demo.engine_client import EngineClient, open_engine, run_jobs
 from demo.files import MODEL, ensure_model
 from programs.backends.local_engine import LocalEngine
 from programs.settings.command_line import parse_settings
@@ -56,6 +54,7 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest
 from rwkv_batch.runner.step_sampling import SampledToken
+from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.translation.glossary import Glossary, GlossaryMode
 from rwkv_batch.translation.plan import Query, TranslationCache, TranslationPlan, TranslationRequest
 from rwkv_batch.translation.prompts import shared_prompt
@@ -235,7 +234,7 @@ def _texts(rng: Random, low: int, high: int) -> list[int]:
     """Sample the tokens of a text of `low` to `high` tokens."""
     length, ids = rng.randint(low, high), list[int]()
     while len(ids) < length:
-        ids += vocabulary.encode(fresh_pair(rng).en + " ")
+        ids += Tokenizer().encode(fresh_pair(rng).en + " ")
     return ids[:length]
 
 
@@ -303,7 +302,7 @@ def mask_cost(engine: Engine, rows: int, rounds: int, stops: list[bytes]) -> dic
         (query,) = TranslationPlan(asked, 1, TranslationCache(0)).missing()
         required = query.required
         constraint = None if required is None else required_constraint(required, ["\n"])
-        prompt = vocabulary.encode(shared_prompt(query) + pages.prompt_of(query))
+        prompt = Tokenizer().encode(shared_prompt(query) + pages.prompt_of(query))
         row = GenerateRequest(
             prompt=prompt, max_tokens=limit, sampling=SamplingParams(temperature=0.0), stop_strings=stops, chunk_size=0
         )

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
-from demo import vocabulary
 from demo.corpus import mixture
 from demo.corpus.documents import Document, text_of
-from demo.vocabulary import Compact
+from demo.vocabulary import STOPS, Compact
+from rwkv_batch.tokenizer import Tokenizer
 from rwkv_batch.tuning import Document as TokenDocument
 from rwkv_batch.tuning.packing import Batch, pack
 
@@ -25,6 +25,7 @@ UNKNOWN_SHARE = 0.01
 MAX_IDS = 9_650
 """Ids with a row of their own. The size of the shipped file depends on it."""
 _COUNTED_TOGETHER = 1000
+_tokenizer = Tokenizer()
 
 
 def tokenised(document: Document, *, joint: bool) -> tuple[list[int], list[float]]:
@@ -37,12 +38,12 @@ def tokenised(document: Document, *, joint: bool) -> tuple[list[int], list[float
         ids: list[int] = []
         weights: list[float] = []
         for segment in document:
-            piece = vocabulary.encode(segment.text)
+            piece = _tokenizer.encode(segment.text)
             ids += piece
             weights += [segment.weight] * len(piece)
         return ids, weights
-    ids = vocabulary.encode(text_of(document))
-    table = vocabulary.token_bytes()
+    ids = _tokenizer.encode(text_of(document))
+    table = _tokenizer.byte_table
     edges = np.cumsum([0] + [len(segment.text.encode()) for segment in document])
     ends = np.cumsum([len(table[t]) for t in ids])
     starts = ends - [len(table[t]) for t in ids]
@@ -98,7 +99,7 @@ def used_ids(seed: int, documents: int, workers: int = 0) -> NDArray[np.int64]:
     for count in counts:
         seen.update(count)
     frequent = [token for token, count in seen.most_common() if count > documents // 30_000]
-    known = sorted({*vocabulary.STOPS, *frequent[: MAX_IDS - len(vocabulary.STOPS)]})
+    known = sorted({*STOPS, *frequent[: MAX_IDS - len(STOPS)]})
     return np.array(known, dtype=np.int64)
 
 
