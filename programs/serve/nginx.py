@@ -27,12 +27,12 @@ import msgspec
 
 from native.files import TemporaryFolder
 from programs.settings import Settings
-from routes.config import PROXY_KEY_HEADER
+from routes.config import PROXY_KEY_HEADER, HttpConfig
 from routes.serving.browser import ANY, BrowserRules
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogConfig, become_child
 
-logger = logging.getLogger("supervisor")
+logger = logging.getLogger("nginx")
 
 _SYSTEM_PATHS = "/usr/sbin:/usr/local/sbin:/sbin"
 """Folders of nginx that may be missing in a user's PATH."""
@@ -52,6 +52,7 @@ FORM_PATHS = (
 DEEPL_TRANSLATE = "/v2/translate"
 _SMALL = r"(?:\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-6])?"
 """Lengths of bodies that need no secret in the header: up to MAX_ANONYMOUS_BYTES, which is 65536."""
+_PR_SET_PDEATHSIG = 1
 _UPSTREAM_IDLE_S = 10
 """Idle seconds of a connection to a worker. Robyn never closes idle ones, so none closes during use."""
 
@@ -77,46 +78,30 @@ def find_nginx(settings: Settings) -> str | None:
 
 class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
     program: str
-    host: str
-    port: int
+    http: HttpConfig
     worker_ports: list[int]
-    proxy_key: str
-    trusted_proxies: tuple[str, ...]
-    has_secret: bool
-    """Whether large bodies need a password or key in the header."""
-    origins: tuple[str, ...]
-    """Origins whose pages may read nginx's own errors."""
-    body_mb: float
-    """Largest body of any route in MiB."""
-    connections_per_client: int
-    stall_timeout_s: float
-    drain_timeout_s: float
 
     @classmethod
     def build(cls, settings: Settings, workers: list[socket.socket]) -> NginxConfig:
         """Builds the values from the settings and the workers' sockets. Raises StartupError without nginx."""
-        http = settings.http
-        per_worker = http.max_streams_per_client or http.max_streams
         program = find_nginx(settings)
         if program is None:
             raise StartupError("nginx is not installed; install it or start with --front none")
-        return cls(
-            program=program,
-            host=http.host,
-            port=http.port,
-            worker_ports=[worker.getsockname()[1] for worker in workers],
-            proxy_key=http.proxy_key,
-            trusted_proxies=http.trusted_proxies,
-            has_secret=bool(http.password or http.keys_file),
-            origins=BrowserRules(http).origins,
-            body_mb=max(http.max_body_mb, http.max_state_mb),
-            connections_per_client=per_worker * len(workers),
-            stall_timeout_s=http.stall_timeout_s,
-            drain_timeout_s=http.drain_timeout_s,
-        )
+        ports = [worker.getsockname()[1] for worker in workers]
+        return cls(program=program, http=settings.http, worker_ports=ports)
+
+    @property
+    def body_mb(self) -> float:
+        """Largest body of any route in MiB."""
+        return max(self.http.max_body_mb, self.http.max_state_mb)
+
+    @property
+    def connections_per_client(self) -> int:
+        return (self.http.max_streams_per_client or self.http.max_streams) * len(self.worker_ports)
 
     def render(self, folder: str) -> str:
         """Returns the text of nginx.conf. nginx writes into `folder` only."""
+        http, origins = self.http, BrowserRules(self.http).origins
         connections = min(_MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - _RESERVED_FILES)
         return _MAIN.format(
             processes=max(1, min(4, (os.cpu_count() or 1) // 2)),
@@ -124,21 +109,21 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
             connections=connections,
             folder=folder,
             body_bytes=int(self.body_mb * 1024 * 1024),
-            stall=max(1, round(self.stall_timeout_s)),
-            drain=max(1, round(self.drain_timeout_s)),
+            stall=max(1, round(http.stall_timeout_s)),
+            drain=max(1, round(http.drain_timeout_s)),
             per_client=self.connections_per_client,
-            trusted="".join(f"    set_real_ip_from {network};\n" for network in self.trusted_proxies),
+            trusted="".join(f"    set_real_ip_from {network};\n" for network in http.trusted_proxies),
             servers="".join(f"        server 127.0.0.1:{port} max_fails=0;\n" for port in self.worker_ports),
             idle=_UPSTREAM_IDLE_S,
             deepl=DEEPL_TRANSLATE,
-            listen=f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}",
-            any_origin=_quoted(ANY if ANY in self.origins else ""),
-            origins="".join(f"        {_quoted(one)} {_quoted(one)};\n" for one in self.origins if one != ANY),
+            listen=f"[{http.host}]:{http.port}" if ":" in http.host else f"{http.host}:{http.port}",
+            any_origin=_quoted(ANY if ANY in origins else ""),
+            origins="".join(f"        {_quoted(one)} {_quoted(one)};\n" for one in origins if one != ANY),
             small=_SMALL,
-            check=_CHECK if self.has_secret else "",
+            check=_CHECK if http.password or http.keys_file else "",
             form_paths="|".join(map(re.escape, FORM_PATHS)),
             key_header=PROXY_KEY_HEADER,
-            key=self.proxy_key,
+            key=http.proxy_key,
             errors="".join(self._error(*one) for one in self._nginx_errors()),
         )
 
@@ -146,24 +131,16 @@ class NginxConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns nginx's own error answers: status, OpenAI error type, message, Retry-After in seconds."""
         limit = f"{self.connections_per_client} (--max-streams-per-client)"
         refused = "Unauthorized: invalid or missing password or key"
+        lost = "no HTTP worker answers: the service is starting, or replaces a lost one; retry the request"
+        silent = "the HTTP worker process does not answer; retry the request, and see the server's log"
         large = f"{refused}; a body above 65536 bytes or in chunks needs it as a header, Authorization: Bearer"
         return [
             (401, "authentication_error", large, 0),
             (413, "invalid_request_error", f"the body is larger than {self.body_mb:g} MiB (--max-body-mb)", 0),
             (429, "rate_limit_error", f"too many requests of one client at a time, the limit is {limit}", 1),
             (500, "server_error", "the password could not be checked; retry the request", 1),
-            (
-                502,
-                "server_error",
-                "no HTTP worker answers: the service is starting, or replaces a lost one; retry the request",
-                1,
-            ),
-            (
-                504,
-                "server_error",
-                "the HTTP worker process does not answer; retry the request, and see the server's log",
-                1,
-            ),
+            (502, "server_error", lost, 1),
+            (504, "server_error", silent, 1),
         ]
 
     def _error(self, status: int, kind: str, message: str, retry_s: int) -> str:
@@ -291,10 +268,6 @@ _ERROR = """\
             return {status} {native};
         }}
 """
-
-
-logger = logging.getLogger("nginx")
-_PR_SET_PDEATHSIG = 1
 
 
 def nginx_process(
