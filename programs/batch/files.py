@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,8 +119,7 @@ def _to_pipe(options: Options, file_format: FileFormat, settings: dict[str, str]
     errors: OutputFile | StandardOutput = StandardError()
     if options.errors:
         check_different([options.input, options.glossary, options.errors])
-        errors = OutputFile(Path(options.errors), "")
-        opened.callback(errors.close)
+        errors = opened.enter_context(closing(OutputFile(Path(options.errors), "")))
         errors.cut(0)
     sidecar = Sidecar(None)
     return RunFiles(
@@ -134,16 +133,13 @@ def _to_files(
     path, errors_file = Path(options.output), Path(errors_path(options))
     sidecar_path, compression = Path(options.output + SUFFIX), compression_of(options.output)
     check_different([options.input, options.glossary, path, errors_file, sidecar_path])
-    output = OutputFile(path, compression)
-    opened.callback(output.close)
-    errors = OutputFile(errors_file, "")
-    opened.callback(errors.close)
+    output = opened.enter_context(closing(OutputFile(path, compression)))
+    errors = opened.enter_context(closing(OutputFile(errors_file, "")))
     if options.fresh:
         sidecar_path.unlink(missing_ok=True)
         output.cut(0)
         errors.cut(0)
-    sidecar = Sidecar(sidecar_path)
-    opened.callback(sidecar.close)
+    sidecar = opened.enter_context(closing(Sidecar(sidecar_path)))
     if sidecar.is_new and (output.length or errors.length):
         sidecar_path.unlink()
         raise RunError(f"{path} or {errors_file} exists and is not from this command; give --fresh to overwrite")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from typing import Any, Protocol
@@ -20,12 +21,15 @@ FORMAT_NAMES = ("jsonl", "csv", "tsv", "text")
 class FileFormat(Protocol):
     """Reads lines and writes answers."""
 
+    @abstractmethod
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
         """Yields every record. An invalid one has a `problem`. Raises RunError if the whole file is invalid."""
 
     def header(self) -> str:
         """Returns the output's header. Call it after the first record was read."""
+        return ""
 
+    @abstractmethod
     def write(self, record: Record, answer: str | None) -> str:
         """Formats a record's output. `answer` None: the record failed."""
 
@@ -63,8 +67,8 @@ MAX_DEPTH = 200
 """Maximum nesting of a line. Deeper values could be read but not written."""
 
 
-class Jsonl:
-    """A FileFormat: objects keep their fields and get one more."""
+class Jsonl(FileFormat):
+    """Objects keep their fields and get one more."""
 
     def __init__(
         self, field: str, out_field: str, is_json: bool = False, check: Callable[[bytes], str] = lambda data: ""
@@ -106,9 +110,6 @@ class Jsonl:
             return {}, "has a number that JSON cannot write, like NaN or one beyond 1e308"
         return value, ""
 
-    def header(self) -> str:
-        return ""
-
     def write(self, record: Record, answer: str | None) -> str:
         """See FileFormat. A failed record is in the error file only."""
         if answer is None:
@@ -132,8 +133,8 @@ _MAX_COLUMNS = 10_000
 """Maximum columns of a table."""
 
 
-class Delimited:
-    """A FileFormat: a table. Its columns are kept and one is added."""
+class Delimited(FileFormat):
+    """A table. Its columns are kept and one is added."""
 
     def __init__(self, delimiter: str, field: str, out_field: str) -> None:
         self._delimiter = delimiter
@@ -219,8 +220,8 @@ class _LineCounter(Iterator[str]):
         return line.text + "\n"
 
 
-class Text:
-    """A FileFormat: line n of the output answers line n of the input. It is empty if the line failed."""
+class Text(FileFormat):
+    """Line n of the output answers line n of the input. It is empty if the line failed."""
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -233,9 +234,6 @@ class Text:
                 yield Record(index, line.number, verbatim=line.text, size=line.size)
             else:
                 yield Record(index, line.number, {self._field: line.text}, size=line.size)
-
-    def header(self) -> str:
-        return ""
 
     def write(self, record: Record, answer: str | None) -> str:
         r"""See FileFormat. A line break inside an answer becomes \n."""
@@ -265,12 +263,12 @@ def combine_formats(source: str, target: str, field: str, out_field: str, is_jso
     return _AsJsonl(make_format(source, field, out_field), out_field, is_json)
 
 
-class _AsJsonl:
-    """A FileFormat: writes another format's records as JSON Lines with their indexes."""
+class _AsJsonl(Jsonl):
+    """Writes another format's records as JSON Lines with their indexes."""
 
     def __init__(self, source: FileFormat, out_field: str, is_json: bool) -> None:
+        super().__init__("", out_field, is_json)
         self._source = source
-        self._jsonl = Jsonl("", out_field, is_json)
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
         """See FileFormat. Verbatim text is dropped."""
@@ -278,8 +276,5 @@ class _AsJsonl:
             record.fields = {"index": record.index, **record.fields}
             yield record
 
-    def header(self) -> str:
-        return ""
-
     def write(self, record: Record, answer: str | None) -> str:
-        return "" if record.verbatim is not None else self._jsonl.write(record, answer)
+        return "" if record.verbatim is not None else super().write(record, answer)

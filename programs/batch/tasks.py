@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -95,30 +96,29 @@ def with_terms(body: dict[str, Any], glossary: Glossary | None) -> TaskRequest:
     return TaskRequest(TRANSLATE, {**body, "glossary": terms} if terms else body)
 
 
+@dataclass(frozen=True, slots=True)
 class _Translate:
-    def __init__(self, task_options: TaskOptions, glossary: Glossary | None) -> None:
-        self._plan = task_options
-        self._glossary = glossary
+    options: TaskOptions
+    glossary: Glossary | None
 
     def request(self, record: Record) -> TaskRequest:
-        task_options = self._plan
-        text = _record_text(task_options, record.fields)
-        body = {"source_lang": task_options.source_lang, "target_lang": task_options.target_lang, "text_list": [text]}
-        return with_terms(body, self._glossary)
+        text, options = _record_text(self.options, record.fields), self.options
+        body = {"source_lang": options.source_lang, "target_lang": options.target_lang, "text_list": [text]}
+        return with_terms(body, self.glossary)
 
     def text(self, answer: Any) -> str:
         return str(answer["translations"][0]["text"])
 
 
+@dataclass(frozen=True, slots=True)
 class _Score:
     """A Task: scores `candidates`, a text or a list, after a prompt."""
 
-    def __init__(self, task_options: TaskOptions) -> None:
-        self._plan = task_options
+    options: TaskOptions
 
     def request(self, record: Record) -> TaskRequest:
-        task_options, fields = self._plan, record.fields
-        text = _record_text(task_options, fields)
+        fields = record.fields
+        text = _record_text(self.options, fields)
         given = fields.get("candidates")
         candidates = given if isinstance(given, list) else [_text(fields, "candidates")]
         return TaskRequest(SCORE, {"contents": [text], "candidates": candidates})
@@ -128,31 +128,27 @@ class _Score:
         return json.dumps(answer["scores"][0]["candidates"], ensure_ascii=False)
 
 
+@dataclass(frozen=True, slots=True)
 class _Generate:
     """A Task: the tasks chat, complete and fim: one row in the native batch route."""
 
-    def __init__(self, task_options: TaskOptions) -> None:
-        self._plan = task_options
+    options: TaskOptions
 
     def request(self, record: Record) -> TaskRequest:
-        decode = dict(self._plan.decode)
+        decode = dict(self.options.decode)
         if "seed" in decode:
             decode["seed"] = (decode["seed"] + record.index) % _SEEDS
         prompt = self._prompt(record.fields)
-        return TaskRequest(FIM if self._plan.task == "fim" else CHAT, {**prompt, **decode})
+        return TaskRequest(FIM if self.options.task == "fim" else CHAT, {**prompt, **decode})
 
     def _prompt(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        task_options = self._plan
-        if task_options.task == "fim":
+        task, template = self.options.task, self.options.template
+        if task == "fim":
             return {"prefix": [_text(fields, "prefix")], "suffix": [_text(fields, "suffix")]}
-        if task_options.task == "chat" and not task_options.template and isinstance(fields.get("messages"), list):
+        if task == "chat" and not template and isinstance(fields.get("messages"), list):
             return {"messages": fields["messages"]}
-        text = _record_text(task_options, fields)
-        return (
-            {"contents": [text]}
-            if task_options.task == "complete"
-            else {"messages": [{"role": "user", "content": text}]}
-        )
+        text = _record_text(self.options, fields)
+        return {"contents": [text]} if task == "complete" else {"messages": [{"role": "user", "content": text}]}
 
     def text(self, answer: Any) -> str:
         choice = answer["choices"][0]

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from programs.backends.backend import Backend
 from programs.backends.remote_service import RemoteService
 from programs.batch.exit_codes import ALL_ANSWERED, SOME_FAILED, run_command
 from programs.batch.files import RunFiles, check_different, error_line
+from programs.batch.formats import FileFormat
 from programs.batch.glossary import load_glossary
 from programs.batch.inputs import STDIN, Line
 from programs.batch.lines import LineWorker
@@ -190,14 +192,12 @@ class DocumentJob:
             path.unlink(missing_ok=True)
         elif output.exists() and not path.exists():
             raise RunError(f"{output} exists and is not from this command; give --fresh to overwrite it")
-        error_file = OutputFile(Path(self._output + ERRORS_SUFFIX), "")
-        try:
+        with ExitStack() as opened:
+            error_file = opened.enter_context(closing(OutputFile(Path(self._output + ERRORS_SUFFIX), "")))
             error_file.cut(0)
-            sidecar = Sidecar(path)
+            sidecar = opened.enter_context(closing(Sidecar(path)))
             sidecar.begin({"the model": model}, "")
-        except BaseException:
-            error_file.close()
-            raise
+            opened.pop_all()
         return RunFiles(_NoOutput(), error_file, sidecar, texts, Progress(), error_line(""))
 
     def _check_review(self) -> None:
@@ -294,18 +294,15 @@ class _NoOutput(StandardOutput):
         """Do nothing."""
 
 
-@dataclass(slots=True)
-class _Texts:
-    """A FileFormat that keeps the answers, by the keys of their texts."""
+@dataclass
+class _Texts(FileFormat):
+    """Keeps the answers, by the keys of their texts."""
 
     answers: dict[str, str] = field(default_factory=dict)
 
     def read(self, lines: Iterable[Line]) -> Iterator[Record]:
         """See FileFormat. The document has the records."""
         return iter(())
-
-    def header(self) -> str:
-        return ""
 
     def write(self, record: Record, answer: str | None) -> str:
         """Keep an answer."""

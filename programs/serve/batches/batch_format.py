@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from programs.backends.handlers import BY_PATH
-from programs.batch.formats import Jsonl
+from programs.batch.formats import FileFormat, Jsonl
 from programs.batch.inputs import Line
 from programs.batch.lines import OK, Outcome
 from programs.batch.tasks import TaskRequest
@@ -45,9 +45,9 @@ class BatchTask:
         return json.dumps(answer, ensure_ascii=False)
 
 
-@dataclass(slots=True)
-class BatchFormat:
-    """See FileFormat. A line's id has the batch's id and the line's number, so it stays the same after a restart."""
+@dataclass
+class BatchFormat(FileFormat):
+    """A line's id has the batch's id and the line's number, so it stays the same after a restart."""
 
     batch_id: str
     max_tokens: int
@@ -62,9 +62,6 @@ class BatchFormat:
             check_num_values(data, self.max_tokens)
         except ServiceError as error:
             return f"is too large: {error.info.message}"
-        return ""
-
-    def header(self) -> str:
         return ""
 
     def write(self, record: Record, answer: str | None) -> str:

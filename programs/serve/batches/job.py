@@ -281,12 +281,11 @@ class BatchJob:
         open one would stay locked for the next try.
         """
         with contextlib.ExitStack() as opened:
-            output = OutputFile(self._path(".jsonl"), compression="")
-            opened.callback(output.close)
-            errors = OutputFile(self._path(".errors.jsonl"), compression="")
-            opened.callback(errors.close)
-            sidecar = Sidecar(self._path(".progress"))
-            opened.callback(sidecar.close)
+            output, errors = (
+                opened.enter_context(contextlib.closing(OutputFile(self._path(suffix), compression="")))
+                for suffix in (".jsonl", ".errors.jsonl")
+            )
+            sidecar = opened.enter_context(contextlib.closing(Sidecar(self._path(".progress"))))
             progress = sidecar.begin(settings={}, input_digest="")  # the batch's id stands for both
             output.cut(progress.output_bytes)
             errors.cut(progress.errors_bytes)
