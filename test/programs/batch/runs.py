@@ -36,17 +36,7 @@ def started(
     service: Service, source: Path, target: Path, *flags: str, prefix: Sequence[str] = (), **options: Any
 ) -> subprocess.Popen[bytes]:
     """Run the command in its own process. `prefix`: a program that starts it."""
-    command = [
-        *prefix,
-        sys.executable,
-        str(ROOT / "app.py"),
-        "batch",
-        str(source),
-        "-o",
-        str(target),
-        "--url",
-        service.url,
-    ]
+    command = [*prefix, sys.executable, str(ROOT / "app.py"), "batch", str(source), "-o", str(target)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RWKV_")}
     command += ["--url", service.url, *SHORT, *flags]
     popen: type[subprocess.Popen[bytes]] = subprocess.Popen if prefix else Preloaded

@@ -46,27 +46,42 @@ class FullDisk(Store):
 def faulty_batch(store: Store) -> Batch:
     """Return a running batch with one answered line."""
     file = StoredFile(id="file-1", owner="", bytes=3, created_at=1, filename="f.jsonl", purpose=Purpose.BATCH)
-    batch = Batch(
-        id="batch_1",
-        owner="",
-        client="",
-        endpoint="/v1/chat/completions",
-        input_file_id=file.id,
-        completion_window="24h",
-        status=Status.IN_PROGRESS,
-        created_at=1,
-        expires_at=int(time.time()) + 3600,
+    begun = msgspec.structs.replace(
+        batch("batch_1", Status.IN_PROGRESS, 1), input_file_id=file.id, expires_at=int(time.time()) + 3600
     )
-    store.add_batch(batch)
+    store.add_batch(begun)
     store.add_file(file, b"{}\n")
-    (store.runs / f"{batch.id}.jsonl").write_bytes(ANSWERED)
-    progress = Sidecar(store.runs / f"{batch.id}.progress")
+    (store.runs / f"{begun.id}.jsonl").write_bytes(ANSWERED)
+    progress = Sidecar(store.runs / f"{begun.id}.progress")
     progress.begin({}, "")
     progress.commit(Progress(output_bytes=len(ANSWERED), answered=1), {})
     progress.close()
-    return batch
+    return begun
 
 
+def batch(name: str, status: Status, created: int, owner: str = "") -> Batch:
+    return Batch(
+        id=name, owner=owner, client="", endpoint="/v1/chat/completions", input_file_id="f", completion_window="24h",
+        status=status, created_at=created, expires_at=created,
+    )  # fmt: skip
+
+
+def runner_of(store: Store) -> BatchRunner:
+    return BatchRunner(store, CONTEXT, lambda: None)
+
+
+async def run_until(runner: BatchRunner, is_seen: Callable[[], object]) -> None:
+    """Runs the runner until the condition holds. Only polling shows it."""
+    stop = asyncio.Event()
+    running = asyncio.create_task(runner.run(stop))
+    while not is_seen():
+        assert not running.done()
+        await asyncio.sleep(0.01)
+    stop.set()
+    await running
+
+
+CONTEXT: Any = SimpleNamespace(config=HttpConfig())
 ANSWERED = b'{"custom_id": "c0"}\n'
 
 
@@ -74,28 +89,17 @@ def test_a_batch_whose_failure_was_not_recorded_fails_at_the_next_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store: Store = FullDisk(tmp_path, 1 << 30, 100)
-    batch = faulty_batch(store)
-    context: Any = SimpleNamespace(config=HttpConfig())
+    batch, runner = faulty_batch(store), runner_of(store)
 
     async def faulty(self: BatchJob) -> Status:
         raise TypeError("a fault of ours")
 
-    async def tried() -> None:
-        runner = BatchRunner(store, context, lambda: None)
-        stop = asyncio.Event()
-        running = asyncio.create_task(runner.run(stop))
-        while batch.id not in runner._retry_at:  # only the wait shows it
-            assert not running.done()
-            await asyncio.sleep(0.01)
-        stop.set()
-        await running
-
     with monkeypatch.context() as patch:
         patch.setattr(BatchJob, "_run_lines", faulty)
-        asyncio.run(asyncio.wait_for(tried(), 20))
+        asyncio.run(asyncio.wait_for(run_until(runner, lambda: batch.id in runner._retry_at), 20))
     found = store.batch("", batch.id)
     assert found is not None and found.status in ACTIVE_STATUSES
-    asyncio.run(asyncio.wait_for(BatchJob(store, context, found).run(), 20))
+    asyncio.run(asyncio.wait_for(BatchJob(store, CONTEXT, found).run(), 20))
     failed = store.batch("", batch.id)
     assert failed is not None and failed.status is Status.FAILED and "a fault of ours" in failed.errors[0]["message"]
     assert failed.output_file_id and store.content(failed.output_file_id).read_bytes() == ANSWERED
@@ -107,7 +111,7 @@ def test_a_disk_that_cannot_be_read_now_fails_no_batch(tmp_path: Path, monkeypat
     store = Store(tmp_path, 1 << 30, 100)
     batch = msgspec.structs.replace(faulty_batch(store), id="batch_2", status=Status.VALIDATING)
     store.add_batch(batch)
-    job = BatchJob(store, SimpleNamespace(config=HttpConfig()), batch)  # type: ignore[arg-type]
+    job = BatchJob(store, CONTEXT, batch)
     content = store.content(batch.input_file_id)
     moved = content.rename(tmp_path / "moved")
     content.mkdir()  # for a process without free descriptors: it exists, and opening it fails
@@ -149,17 +153,7 @@ def test_a_batch_whose_disk_fails_for_good_ends_with_the_reason(
         found = store.batch("", batch.id)
         return found is not None and found.status is Status.FAILED
 
-    async def tried() -> None:
-        context: Any = SimpleNamespace(config=HttpConfig())
-        stop = asyncio.Event()
-        running = asyncio.create_task(BatchRunner(store, context, lambda: None).run(stop))
-        while not is_failed():
-            assert not running.done()
-            await asyncio.sleep(0.01)
-        stop.set()
-        await running
-
-    asyncio.run(asyncio.wait_for(tried(), 60))
+    asyncio.run(asyncio.wait_for(run_until(runner_of(store), is_failed), 60))
     failed = store.batch("", batch.id)
     assert failed is not None and failed.errors[0]["code"] == "storage_failed"
     assert failed.errors[0]["message"].endswith(": Input/output error"), "clients do not learn the path"
@@ -169,7 +163,7 @@ def test_a_batch_whose_disk_fails_for_good_ends_with_the_reason(
 def test_a_failed_try_leaves_no_lock_on_the_results(tmp_path: Path) -> None:
     """Every later try was refused: "is being written by another run"."""
     store = Store(tmp_path, 1 << 30, 100)
-    job = BatchJob(store, SimpleNamespace(config=HttpConfig()), faulty_batch(store))  # type: ignore[arg-type]
+    job = BatchJob(store, CONTEXT, faulty_batch(store))
     progress = store.runs / "batch_1.progress"
     moved = progress.rename(tmp_path / "moved")
     progress.mkdir()
@@ -187,7 +181,7 @@ def test_a_cancelled_batch_whose_file_was_deleted_is_cancelled(tmp_path: Path) -
     store = Store(tmp_path, 1 << 30, 100)
     batch = store.update(faulty_batch(store).id, lambda one: one.with_status(Status.CANCELLING, 5))
     store.content(batch.input_file_id).unlink()
-    asyncio.run(BatchJob(store, SimpleNamespace(config=HttpConfig()), batch).run())  # type: ignore[arg-type]
+    asyncio.run(BatchJob(store, CONTEXT, batch).run())
     ended = store.batch("", batch.id)
     assert ended is not None and ended.status is Status.CANCELLED and ended.output_file_id
 
@@ -213,16 +207,8 @@ def test_an_unusable_store_is_logged_once_and_its_recovery_too(
     monkeypatch.setattr(runner_process, "_POLL_S", 0.001)
     store = Unusable(tmp_path)
 
-    async def tried() -> None:
-        context: Any = SimpleNamespace(config=HttpConfig())
-        stop = asyncio.Event()
-        running = asyncio.create_task(BatchRunner(store, context, lambda: None).run(stop))
-        await asyncio.to_thread(store.was_looked_at.wait, 60)
-        stop.set()
-        await running
-
     with caplog.at_level("INFO", runner_process.logger.name):
-        asyncio.run(asyncio.wait_for(tried(), 20))
+        asyncio.run(asyncio.wait_for(run_until(runner_of(store), store.was_looked_at.is_set), 20))
     assert [record.getMessage() for record in caplog.records] == [
         *(
             f"batches wait: {reason}; if the disk of --files-dir is full, make room there"
@@ -236,8 +222,7 @@ def test_free_memory_returns_to_the_system(tmp_path: Path, monkeypatch: pytest.M
     """The soak took a heap's free pages for a leak."""
     releases: list[int] = []
     monkeypatch.setattr(runner_process, "release_free_pages", lambda: releases.append(1))
-    context: Any = SimpleNamespace(config=HttpConfig())
-    asyncio.run(BatchRunner(Store(tmp_path, 1 << 30, 100), context, lambda: None)._poll())
+    asyncio.run(runner_of(Store(tmp_path, 1 << 30, 100))._poll())
     assert releases
 
 
@@ -257,8 +242,7 @@ def test_a_clock_set_ahead_deletes_no_files(tmp_path: Path, monkeypatch: pytest.
             expires_at=int(expires),
         )
         store.add_file(file, b"a")
-    context: Any = SimpleNamespace(config=HttpConfig())
-    runner = BatchRunner(store, context, lambda: None)
+    runner = runner_of(store)
     wall, running = wall + 1e8 + 1000, running + 1000
     asyncio.run(runner._poll())
     assert [file.id for file in store.files("", "", "", 10, True)] == ["file-a"]
@@ -278,10 +262,9 @@ def test_a_clock_set_ahead_ends_no_batch(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(BatchJob, "run", run)
 
     async def polled() -> None:
-        await BatchRunner(store, context, lambda: None)._poll()
+        await runner_of(store)._poll()
         await asyncio.sleep(0)
 
-    context: Any = SimpleNamespace(config=HttpConfig())
     asyncio.run(polled())
     wall, running = wall + 86_400, running + 10
     assert found[0]._status_now() is Status.COMPLETED, "it may continue"
@@ -310,8 +293,7 @@ def test_a_batch_that_ends_during_the_search_is_not_restarted(tmp_path: Path, mo
     faulty_batch(store)
 
     async def looked() -> None:
-        context: Any = SimpleNamespace(config=HttpConfig())
-        runner, ends = BatchRunner(store, context, lambda: None), asyncio.Event()
+        runner, ends = runner_of(store), asyncio.Event()
 
         async def run(self: BatchJob) -> None:
             begun.append(self.batch.id)
@@ -337,13 +319,6 @@ def test_a_batch_that_ends_during_the_search_is_not_restarted(tmp_path: Path, mo
 
 NOW = 2_000_000_000
 OLD, FRESH = NOW - RETENTION_S - 1, NOW - 100
-
-
-def batch(name: str, status: Status, created: int, owner: str = "") -> Batch:
-    return Batch(
-        id=name, owner=owner, client="", endpoint="/x", input_file_id="f", completion_window="24h", status=status,
-        created_at=created, expires_at=created,
-    )  # fmt: skip
 
 
 def job(name: str, status: JobStatus, created: int, is_deleted: bool = False) -> Job:
