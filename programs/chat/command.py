@@ -52,10 +52,9 @@ def main(arguments: Sequence[str]) -> int:
 def _answer_source(url: str, settings: Settings) -> AnswerSource:
     if url:
         return RemoteAnswers(url, settings.http.password)
-    from programs.backends.local_engine import LocalEngine
     from programs.chat.local_answers import LocalAnswers
 
-    return LocalAnswers(LocalEngine(with_default_model(settings)))
+    return LocalAnswers(with_default_model(settings))
 
 
 async def _chat(console: Console, answers: AnswerSource, history: str) -> bool:

@@ -20,24 +20,18 @@ from routes.response.http_response import HttpResponse
 from routes.route import response_or_error, run_handler
 
 
-class LocalAnswers:
+class LocalAnswers(LocalEngine):
     """An AnswerSource: an engine in this process, called through the service's handler."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
-
-    async def open(self) -> None:
-        await self._engine.open()
 
     async def models(self) -> tuple[str, ...]:
         """See AnswerSource."""
-        return (self._engine.context.config.model_name,)
+        return (self.context.config.model_name,)
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         """See AnswerSource."""
         route = ROUTES[0]
         set_current_request(RequestContext(method="POST", route=route.path, client="console"))
-        reply = await response_or_error(route, run_handler(self._engine.context, route, body, may_stream=True))
+        reply = await response_or_error(route, run_handler(self.context, route, body, may_stream=True))
         if isinstance(reply, HttpResponse):
             raise ConsoleError(Reply(reply.status, parse_body(reply.body)).reason)
         chunks = reply.chunks
@@ -48,6 +42,3 @@ class LocalAnswers:
                         yield piece
         finally:
             chunks.close()
-
-    async def close(self) -> None:
-        await self._engine.close()

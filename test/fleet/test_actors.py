@@ -5,6 +5,7 @@ RWKV_LONG_TESTS=1 also kills actors, HTTP workers and a node during streams.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -31,15 +32,21 @@ pytestmark = [
 long = pytest.mark.skipif(os.environ.get("RWKV_LONG_TESTS") != "1", reason="RWKV_LONG_TESTS=1 runs it")
 
 
+@contextlib.contextmanager
+def new_cluster() -> Iterator[RayNodes]:
+    """A cluster without nodes."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        contextlib.closing(RayNodes(Path(folder))) as cluster,
+    ):
+        yield cluster
+
+
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        cluster = RayNodes(Path(folder))
-        try:
-            cluster.start(cpus=1)
-            yield cluster
-        finally:
-            cluster.close()
+    with new_cluster() as cluster:
+        cluster.start(cpus=1)
+        yield cluster
 
 
 def joined(nodes: RayNodes, folder: Path, tiny_model: Path, *arguments: str, **environment: str) -> Service:
@@ -114,8 +121,7 @@ def test_rows_of_an_http_worker_that_dies_are_cancelled(nodes: RayNodes, tiny_mo
 
 @long
 def test_streams_outlive_a_machine_and_engines_outlive_a_service(tiny_model: Path, tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        cluster = RayNodes(Path(folder))
+    with new_cluster() as cluster:
         first = second = None
         try:
             head, other = cluster.start(cpus=1), cluster.start(cpus=1)
@@ -142,7 +148,6 @@ def test_streams_outlive_a_machine_and_engines_outlive_a_service(tiny_model: Pat
             for service in (first, second):
                 if service is not None:
                     service.close()
-            cluster.close()
 
 
 @long
@@ -191,20 +196,16 @@ def test_a_participating_process_idles_while_the_head_is_unreachable() -> None:
         "print('joined', flush=True)\n"
         "sys.stdin.read()"
     )
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        nodes = RayNodes(Path(folder))
-        try:
-            head, node = nodes.start(cpus=0), nodes.start(cpus=1)
-            command = [sys.executable, "-c", program, nodes.address, node]
-            environment = {**os.environ, **nodes.environment}
-            with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, cwd=ROOT, env=environment) as joined:
-                assert joined.stdout is not None and joined.stdout.readline() == b"joined\n"
-                nodes.kill(head)
-                time.sleep(2)
-                before = cpu_s(joined.pid)
-                time.sleep(4)
-                assert joined.poll() is None
-                assert cpu_s(joined.pid) - before < 0.4, "a busy thread takes most of a core"
-                joined.kill()
-        finally:
-            nodes.close()
+    with new_cluster() as nodes:
+        head, node = nodes.start(cpus=0), nodes.start(cpus=1)
+        command = [sys.executable, "-c", program, nodes.address, node]
+        environment = {**os.environ, **nodes.environment}
+        with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, cwd=ROOT, env=environment) as joined:
+            assert joined.stdout is not None and joined.stdout.readline() == b"joined\n"
+            nodes.kill(head)
+            time.sleep(2)
+            before = cpu_s(joined.pid)
+            time.sleep(4)
+            assert joined.poll() is None
+            assert cpu_s(joined.pid) - before < 0.4, "a busy thread takes most of a core"
+            joined.kill()

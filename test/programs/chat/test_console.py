@@ -23,7 +23,6 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from rich.console import Console as Screen
 
 from app import main
-from programs.backends.local_engine import LocalEngine
 from programs.chat.answer_sources import RemoteAnswers, pieces_of
 from programs.chat.command import chat_loop
 from programs.chat.commands import Console
@@ -306,7 +305,7 @@ def test_with_an_engine_of_its_own(tiny_model: Path, tmp_path: Path, capsys: pyt
     settings = with_default_model(parse_settings(flags, {}))
 
     async def talk() -> None:
-        answers = LocalAnswers(LocalEngine(settings))
+        answers = LocalAnswers(settings)
         await answers.open()
         try:
             await chat_loop(console, answers, ask, PlainOutput())

@@ -46,16 +46,16 @@ def fake(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 def load(service: Service, file: str, name: str) -> dict[str, Any]:
-    body = {"file": file, "name": name, "wait_s": WAIT_S}
-    answer = service.post("/v1/models/load", body, headers=ADMIN, timeout=2 * WAIT_S)
-    assert answer.status_code == 200, answer.text
-    value: dict[str, Any] = answer.json()
-    return value
+    return changed(service, "load", file=file, name=name)
 
 
 def unload(service: Service, name: str) -> dict[str, Any]:
-    body = {"name": name, "wait_s": WAIT_S}
-    answer = service.post("/v1/models/unload", body, headers=ADMIN, timeout=2 * WAIT_S)
+    return changed(service, "unload", name=name)
+
+
+def changed(service: Service, how: str, **body: str) -> dict[str, Any]:
+    """Changes a model as the administrator, and waits for it."""
+    answer = service.post(f"/v1/models/{how}", {**body, "wait_s": WAIT_S}, headers=ADMIN, timeout=2 * WAIT_S)
     assert answer.status_code == 200, answer.text
     value: dict[str, Any] = answer.json()
     return value
