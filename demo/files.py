@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from native import safetensors
 from native.files import cache_folder
 
 Bits = NDArray[np.uint16]  # bf16 values by their bits
@@ -67,20 +68,6 @@ def expand(tensors: dict[str, Bits], ids: NDArray[np.int64]) -> dict[str, Bits]:
     return full
 
 
-def safetensors_bytes(tensors: dict[str, Bits]) -> tuple[bytes, list[bytes]]:
-    """Return the header and the tensor bytes of a bf16 `.safetensors` file."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in tensors.items():
-        entries[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
-        at += tensor.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, [
-        np.ascontiguousarray(t, dtype="<u2").tobytes() for t in tensors.values()
-    ]
-
-
 def ensure_model(cache_dir: Path | None = None, source: Path = MODEL) -> Path:
     """Return the demo model's `.safetensors` file.
 
@@ -96,12 +83,13 @@ def ensure_model(cache_dir: Path | None = None, source: Path = MODEL) -> Path:
         return path
     log.info("expanding the demo model to %s (first start only)", path)
     folder.mkdir(parents=True, exist_ok=True)
-    head, parts = safetensors_bytes(expand(*decompress(data)))
+    tensors = expand(*decompress(data))
+    entries = {name: safetensors.Entry("bfloat16", one.shape, one.nbytes) for name, one in tensors.items()}
     handle, name = tempfile.mkstemp(dir=folder, prefix=".expanding-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(head)
-            file.writelines(parts)
+            file.write(safetensors.header(entries, {"format": "pt"}))
+            file.writelines(one.astype("<u2").tobytes() for one in tensors.values())
             file.flush()
             os.fsync(file.fileno())
         Path(name).chmod(0o644)

@@ -25,7 +25,6 @@ from rwkv_batch.tuning.model import TrainingModel, Tunables, new_tunables, param
 from rwkv_batch.tuning.packing import Batch, aligned, pack
 
 STATE, LORA, BOTH, FULL = "state", "lora", "state+lora", "full"
-METHODS = (STATE, LORA, BOTH, FULL)
 _STATE_RATE = 0.1
 _LORA_RATE = 1.0
 """Divided by the width."""

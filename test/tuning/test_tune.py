@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_model(tmp_path_factory.mktemp("model") / "m.pth", 2, 64)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Restores the signal handlers that the command sets."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -68,7 +68,6 @@ def run(*arguments: object) -> int:
     return tune.main([*map(str, arguments), "--threads", "1", "--batch-tokens", "512"])
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_state_and_a_lora_are_tuned_and_load(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = as_file(tmp_path / "d.jsonl", LINES), tmp_path / "out" / "both"
     assert run(data, "-o", out, "--model-path", model, "--method", "state+lora", "--rank", 4, "--epochs", 3) == tune.OK
@@ -97,7 +96,6 @@ def test_a_state_and_a_lora_are_tuned_and_load(model: Path, tmp_path: Path, caps
     assert picture.size == (800, 400) and colours[0xCC, 0x44, 0x00] > colours[0x88, 0xAA, 0xBB] > 300
 
 
-@pytest.mark.usefixtures("handlers")
 def test_all_lines_are_trained_on_without_held_out_ones(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,7 +106,6 @@ def test_all_lines_are_trained_on_without_held_out_ones(
     assert "nan" not in Path(f"{out}.csv").read_text()
 
 
-@pytest.mark.usefixtures("handlers")
 def test_every_evaluation_is_reported(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last epoch's was not: there is no step after it."""
     data = as_file(tmp_path / "d.jsonl", LINES[:6])
@@ -120,7 +117,6 @@ def test_every_evaluation_is_reported(model: Path, tmp_path: Path, capsys: pytes
     assert events[-1]["event"] == "done"
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +131,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_a_job_whose_service_was_killed_meanwhile_does_not_begin(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_alive: bool
@@ -162,7 +157,6 @@ def test_too_little_memory_and_wrong_flags_are_refused(
         assert run(data, "-o", tmp_path / "x", *pair) == 2 and "not allowed with" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("handlers")
 def test_memory_is_planned_for_rows_that_the_data_fills(model: Path, tmp_path: Path) -> None:
     """A step of 1,048,576 tokens was refused for 24 lines."""
     data = as_file(tmp_path / "d.jsonl", LINES)
@@ -176,7 +170,6 @@ def test_memory_is_planned_for_rows_that_the_data_fills(model: Path, tmp_path: P
     assert trainer.batch_shape(documents[:1], [], options, place.device) == (1, time)
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_second_run_with_the_same_output_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,7 +216,6 @@ def test_results_do_not_overwrite_what_was_given(
     assert "--device mps cannot be used (a model is tuned on a CPU or an NVIDIA GPU)" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_result_without_held_out_lines_says_so(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,7 +227,6 @@ def test_a_result_without_held_out_lines_says_so(
     assert run(*given) == tune.OK and "not measured" not in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_run_that_diverged_leaves_no_checkpoint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same name with a lower rate, as the error advises, was refused."""
     data, checkpoint = as_file(tmp_path / "d.jsonl", LINES), tmp_path / "new.checkpoint"
@@ -251,7 +242,6 @@ def test_a_run_that_diverged_leaves_no_checkpoint(model: Path, tmp_path: Path, m
     assert run(*given, "0.01") == tune.OK
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_full_disk_has_its_own_exit_code(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
