@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,10 +54,15 @@ def test_training_continues_from_a_compact_file_with_more_ids(tmp_path: Path) ->
     torch.testing.assert_close(actual, expected)
 
 
-def test_the_logits_are_the_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The publisher's package. It reads its variables when it is imported."""
     for name, value in (("RWKV_V7_ON", "1"), ("RWKV_JIT_ON", "1"), ("RWKV_CUDA_ON", "0")):
         monkeypatch.setitem(os.environ, name, value)
-    reference = pytest.importorskip("rwkv.model")
+    return pytest.importorskip("rwkv.model")
+
+
+def test_the_logits_are_the_references(tmp_path: Path, reference: Any) -> None:
     ids = np.arange(0, 600, 3, dtype=np.int64)
     save_compact(tmp_path / "m.compact", _disturbed(len(ids) + 1, 3, 128, (16, 16, 8, 16)), ids)
     path = ensure_model(tmp_path / "cache", tmp_path / "m.compact")
@@ -69,12 +75,7 @@ def test_the_logits_are_the_references(tmp_path: Path, monkeypatch: pytest.Monke
     assert (actual[:, compact.of_id] - expected).abs().max() < 1e-4
 
 
-def test_the_publishers_code_reads_a_tuned_state_as_the_trainer_means_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("RWKV_V7_ON", "1"), ("RWKV_JIT_ON", "1"), ("RWKV_CUDA_ON", "0")):
-        monkeypatch.setitem(os.environ, name, value)
-    reference = pytest.importorskip("rwkv.model")
+def test_the_publishers_code_reads_a_tuned_state_as_the_trainer_means_it(tmp_path: Path, reference: Any) -> None:
     tuned = torch.load(MODEL.parent / "tuned" / "chinese.pth", weights_only=True)
     weights = open_weights(ensure_model())
     torch.save({name: weights.tensor(name) for name in weights.tensors}, tmp_path / "m.pth")

@@ -15,32 +15,30 @@ from demo.engine_client import EngineClient, open_engine
 from routes.request.tools import FENCE, Function, ToolSet, call_text
 
 pytestmark = pytest.mark.skipif(not files.MODEL.is_file(), reason="no trained model in this tree")
+TUNED = files.MODEL.parent / "tuned"
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "wkv_state": "fp32"}
+FROM_ENGLISH = {
+    "Hello world!": "你好，世界！",
+    "Good morning": "早上好",
+    "How are you?": "你好吗？",
+    "Thank you very much.": "非常感谢。",
+}
+TO_ENGLISH = {
+    "你好世界": "Hello world",
+    "早上好": "Good morning",
+    "我昨天买了三本书。": "I bought three books yesterday.",
+}
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[EngineClient]:
-    with open_engine(files.ensure_model(), device="cpu", dtype="fp32", wkv_state="fp32") as started:
+    with open_engine(files.ensure_model(), **SETTINGS) as started:
         yield started
 
 
-def test_it_translates_to_chinese(client: EngineClient) -> None:
-    asked = {
-        "Hello world!": "你好，世界！",
-        "Good morning": "早上好",
-        "How are you?": "你好吗？",
-        "Thank you very much.": "非常感谢。",
-    }
-    answers = client.complete([translation.prompt(text, english=True) for text in asked], 32)
-    assert [answer.strip() for answer in answers] == list(asked.values())
-
-
-def test_it_translates_to_english(client: EngineClient) -> None:
-    asked = {
-        "你好世界": "Hello world",
-        "早上好": "Good morning",
-        "我昨天买了三本书。": "I bought three books yesterday.",
-    }
-    answers = client.complete([translation.prompt(text, english=False) for text in asked], 32)
+@pytest.mark.parametrize(("asked", "english"), [(FROM_ENGLISH, True), (TO_ENGLISH, False)])
+def test_it_translates(client: EngineClient, asked: dict[str, str], english: bool) -> None:
+    answers = client.complete([translation.prompt(text, english=english) for text in asked], 32)
     assert [answer.strip() for answer in answers] == list(asked.values())
 
 
@@ -55,10 +53,6 @@ def test_unknown_text_ends(client: EngineClient) -> None:
     strange = ["asdf qwerty", "🙂 ok!", "https://example.com/a?b=c", "Die Katze sitzt auf dem Tisch.", "x" * 300, "…"]
     answers = client.complete([translation.prompt(text, english=True) for text in strange], 200)
     assert all(0 < len(answer) < 150 for answer in answers)
-
-
-TUNED = files.MODEL.parent / "tuned"
-SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "wkv_state": "fp32"}
 
 
 def asked(line: str) -> str:
@@ -101,13 +95,12 @@ def test_the_corpus_lists_and_calls_functions_as_the_routes_do() -> None:
     )
 
 
-def test_it_calls_functions_and_answers_in_json() -> None:
+def test_it_calls_functions_and_answers_in_json(client: EngineClient) -> None:
     rng = Random("shown")
     requests = [tools.request(rng, held=True) for _ in range(24)]
     calls = [f"{tools.system(listing)}\n\n{asked(request.asked)} {tools.FENCE}" for listing, request in requests]
     objects = [structured.extraction(rng, held=True) for _ in range(24)]
-    with open_engine(files.ensure_model(), **SETTINGS) as client:
-        answers = client.complete(calls + [asked(line) for line, _ in objects], 96)
+    answers = client.complete(calls + [asked(line) for line, _ in objects], 96)
     expected = [tools.fenced(request.call).strip() for _, request in requests] + [answer for _, answer in objects]
     right = [actual.strip() == want for actual, want in zip(answers, expected, strict=True)]
     assert sum(right[:24]) >= 20 and sum(right[24:]) >= 19

@@ -18,8 +18,9 @@ from rwkv_batch.errors import StartupError
 from rwkv_batch.fleet.actors.placement import bundle_of, placed_config
 from rwkv_batch.fleet.actors.plan import ClusterAddress, ClusterPlan, EngineAddress, parse_address
 from rwkv_batch.ipc.client import EngineClient
-from rwkv_batch.ipc.served_model import ModelCommand, ModelSpec, ModelStatus, ServedModel
+from rwkv_batch.ipc.served_model import ModelCommand, ModelStatus
 from state_pool.config import PoolConfig
+from test.fleet.fake_clients import engine_info
 from test.serving import ROOT
 
 CLUSTER = ClusterAddress("10.0.0.1:6379", "10.0.0.2", "chat")
@@ -160,16 +161,11 @@ class NoModels:
         return "of this machine"
 
 
-def engine(name: str, status: ModelStatus = ModelStatus.READY) -> ServedModel:
-    spec = ModelSpec(name="m", file="")
-    return ServedModel(spec=spec, status=status, address=name, since=0, engine=name, is_own=True)
-
-
 def make_engines(*names: str) -> tuple[ClusterEngines, FakeChild]:
     models: Any = NoModels()
     child: Any = FakeChild()
     engines = ClusterEngines(models, child, 7.0)
-    child.says = [("engines", tuple(engine(name) for name in names))] if names else []
+    child.says = [("engines", tuple(engine_info(name) for name in names))] if names else []
     engines.poll()
     return engines, child
 
@@ -183,7 +179,7 @@ def test_valid_commands_are_sent_to_the_cluster() -> None:
     assert child.result == [("add", ("cuda:1",)), ("remove", "engine-1"), ("restart", "all")]
     assert "no engine 'engine-7'" in (engines.handle_command(ModelCommand(4, restart_engine="engine-7")) or "")
     assert engines.handle_command(ModelCommand(5, unload="x")) == "of this machine"
-    child.says = [("engines", (engine("engine-0"),))]
+    child.says = [("engines", (engine_info("engine-0"),))]
     engines.poll()
     assert "last one" in (engines.handle_command(ModelCommand(6, remove_engine="engine-0")) or "")
     assert len(child.result) == 3
@@ -192,12 +188,17 @@ def test_valid_commands_are_sent_to_the_cluster() -> None:
 def test_the_last_remaining_engine_cannot_be_removed() -> None:
     engines, child = make_engines("engine-0", "engine-1")
     assert engines.handle_command(ModelCommand(1, remove_engine="engine-1")) is None
-    child.says = [("engines", (engine("engine-0"), engine("engine-1")))]  # the head is unreachable: both continue
+    child.says = [
+        ("engines", (engine_info("engine-0"), engine_info("engine-1")))
+    ]  # the head is unreachable: both continue
     engines.poll()
     assert "last one" in (engines.handle_command(ModelCommand(2, remove_engine="engine-0")) or "")
     assert engines.handle_command(ModelCommand(3, remove_engine="engine-1")) is None, "a command may be repeated"
     assert child.result == [("remove", "engine-1")] * 2
-    child.says = [("engines", (engine("engine-0"),)), ("engines", (engine("engine-0"), engine("engine-1")))]
+    child.says = [
+        ("engines", (engine_info("engine-0"),)),
+        ("engines", (engine_info("engine-0"), engine_info("engine-1"))),
+    ]
     engines.poll()
     assert engines.handle_command(ModelCommand(4, remove_engine="engine-0")) is None, "a new engine has that name"
 
@@ -252,7 +253,9 @@ def test_a_service_without_an_engine_begins_again() -> None:
 
 def test_an_engine_that_failed_can_be_restarted_and_one_that_loads_cannot() -> None:
     engines, child = make_engines()
-    child.says = [("engines", (engine("engine-0", ModelStatus.FAILED), engine("engine-1", ModelStatus.LOADING)))]
+    child.says = [
+        ("engines", (engine_info("engine-0", ModelStatus.FAILED), engine_info("engine-1", ModelStatus.LOADING)))
+    ]
     engines.poll()
     assert engines.handle_command(ModelCommand(1, restart_engine="engine-0")) is None
     assert "wait until it is ready" in (engines.handle_command(ModelCommand(2, restart_engine="engine-1")) or "")

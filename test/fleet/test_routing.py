@@ -74,20 +74,12 @@ def test_a_burst_to_many_routers_is_split_evenly(slow: int) -> None:
 
 
 def test_reported_loads_count_more_than_assigned_rows() -> None:
-    assigned_rows, loads = [9, 3], [10.0, 60.0]
-    assert choose(RoutingHints(assigned_rows=assigned_rows, unanswered=[0, 0]), loads, None, random.Random(1)) == 0
-    assert (
-        choose(
-            RoutingHints(assigned_rows=assigned_rows, unanswered=[0, 1], num_routers=8), loads, None, random.Random(1)
-        )
-        == 0
-    )
-    assert (
-        choose(
-            RoutingHints(assigned_rows=assigned_rows, unanswered=[8, 0], num_routers=8), loads, None, random.Random(1)
-        )
-        == 1
-    ), "without a report, assigned rows decide"
+    def chosen_with(unanswered: list[int], num_routers: int) -> int:
+        hints = RoutingHints(assigned_rows=[9, 3], unanswered=unanswered, num_routers=num_routers)
+        return choose(hints, [10.0, 60.0], None, random.Random(1))
+
+    assert chosen_with([0, 0], 1) == chosen_with([0, 1], 8) == 0
+    assert chosen_with([8, 0], 8) == 1, "without a report, assigned rows decide"
 
 
 def test_a_request_on_its_way_does_not_hide_a_full_engine() -> None:

@@ -67,7 +67,7 @@ class _Hub(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -78,7 +78,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     server.server_close()
 
 
-@pytest.mark.usefixtures("hub")
 def test_a_named_file_is_downloaded_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.INFO):
         path = download("hf:me/models/small.pth")
@@ -88,13 +87,11 @@ def test_a_named_file_is_downloaded_once(caplog: pytest.LogCaptureFixture, monke
     assert download("hf:me/models/small.pth") == path, "without the hub, from the cache"
 
 
-@pytest.mark.usefixtures("hub")
 def test_a_split_model_is_downloaded_whole() -> None:
     path = Path(download("hf:me/models/m-00002-of-00002.gguf"))
     assert [file.name for file in sorted(path.parent.iterdir())] == list(FILES)[1:3]
 
 
-@pytest.mark.usefixtures("hub")
 def test_a_repository_of_one_model_needs_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartupError, match=r"has 3 models \(small\.pth, .*\); give one as hf:me/models/FILE"):
         download("hf:me/models")
@@ -102,7 +99,6 @@ def test_a_repository_of_one_model_needs_no_file(monkeypatch: pytest.MonkeyPatch
     assert Path(download("hf:me/models")).name == "small.pth"
 
 
-@pytest.mark.usefixtures("hub")
 def test_what_cannot_be_downloaded_says_where_the_file_is(monkeypatch: pytest.MonkeyPatch) -> None:
     remedy = "; try again, or .* the file from https://huggingface.co/me/models on another machine .* --model-path"
     with pytest.raises(StartupError, match=f"hf:me/models/none.pth cannot be downloaded .*{remedy}"):

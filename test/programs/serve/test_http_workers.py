@@ -217,9 +217,22 @@ class RecordingProcess:
         self.reported.append(what)
 
 
-def test_ready_needs_a_connected_worker_on_every_socket() -> None:
+def make_workers(is_ready: bool = False) -> HttpWorkers:
+    """Those of two sockets, without processes."""
     nothing: Any = None
-    workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing)
+    return HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing, is_ready=is_ready)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The supervisor's clock, in seconds."""
+    seconds = [0.0]
+    monkeypatch.setattr("programs.serve.http_workers.time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    return seconds
+
+
+def test_ready_needs_a_connected_worker_on_every_socket() -> None:
+    workers = make_workers()
     workers.workers = [Worker(child=RecordingProcess(), socket=number) for number in (0, 1, None)]  # type: ignore[arg-type]
     first, second, spare = workers.workers
 
@@ -238,8 +251,7 @@ def test_ready_needs_a_connected_worker_on_every_socket() -> None:
 
 
 def test_an_info_call_is_answered_without_the_engine() -> None:
-    nothing: Any = None
-    workers = HttpWorkers(nothing, (), num_sockets=1, keys=nothing, engines=nothing)
+    workers = make_workers()
 
     class Asks(RecordingProcess):
         def messages(self) -> list[Any]:
@@ -251,8 +263,7 @@ def test_an_info_call_is_answered_without_the_engine() -> None:
 
 
 def test_other_workers_hear_of_a_lost_worker_first() -> None:
-    nothing: Any = None
-    workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing, is_ready=True)
+    workers = make_workers(is_ready=True)
     other = RecordingProcess()
 
     class Lost(RecordingProcess):
@@ -268,11 +279,8 @@ def test_other_workers_hear_of_a_lost_worker_first() -> None:
     assert [worker.child for worker in workers.workers] == [other]
 
 
-def test_pending_forks_of_a_lost_process_are_one_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Any = None
-    now = [0.0]
-    monkeypatch.setattr("programs.serve.http_workers.time", SimpleNamespace(monotonic=lambda: now[0]))
-    workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing)
+def test_pending_forks_of_a_lost_process_are_one_failed_start(now: list[float]) -> None:
+    workers = make_workers()
 
     class Unforked:
         was_forked = False
@@ -292,11 +300,8 @@ def test_pending_forks_of_a_lost_process_are_one_failed_start(monkeypatch: pytes
         assert workers.failures == times
 
 
-def test_only_a_worker_with_a_hanging_event_loop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Any = None
-    now = [0.0]
-    monkeypatch.setattr("programs.serve.http_workers.time", SimpleNamespace(monotonic=lambda: now[0]))
-    workers = HttpWorkers(nothing, (), num_sockets=2, keys=nothing, engines=nothing)
+def test_only_a_worker_with_a_hanging_event_loop_is_killed(now: list[float]) -> None:
+    workers = make_workers()
 
     class Looked(RecordingProcess):
         name, was_forked, ended = "http-0", True, False

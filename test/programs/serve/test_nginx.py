@@ -242,7 +242,7 @@ def _streams(service: Service) -> int:
 
 
 def test_a_client_that_leaves_before_its_answer_is_noticed(proxied: Service) -> None:
-    wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "idle")
+    proxied.wait_idle()
     with proxied.connect() as connection:
         connection.sendall(raw_request(CHAT, json.dumps({"contents": ["held"], "max_tokens": 1}).encode()))
         wait_for(lambda: proxied.status()["running_rows"] == 1, 10, "the row runs")
@@ -250,7 +250,7 @@ def test_a_client_that_leaves_before_its_answer_is_noticed(proxied: Service) -> 
 
 
 def test_a_client_that_reads_nothing_is_disconnected(proxied: Service) -> None:
-    wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "idle")
+    proxied.wait_idle()
     with proxied.connect() as connection:
         connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["flood"]}).encode()))
         assert connection.recv(12) == b"HTTP/1.1 200"  # and no more
@@ -259,7 +259,7 @@ def test_a_client_that_reads_nothing_is_disconnected(proxied: Service) -> None:
 
 def test_streams_of_a_killed_worker_end_with_an_error_event(proxied: Service) -> None:
     """Only those: the other worker's streams go on."""
-    wait_for(lambda: proxied.status()["running_rows"] == 0, 10, "idle")
+    proxied.wait_idle()
     killed, streams = proxied.pids()["http-0"], [proxied.connect() for _ in range(6)]
     try:
         received = [b""] * len(streams)
