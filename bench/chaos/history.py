@@ -116,11 +116,7 @@ class Client(threading.Thread):
     def run(self) -> None:
         with httpx.Client(timeout=REQUEST_S) as client:
             while self._run.take():
-                name = f"session {self._rng.randrange(self._run.sessions)}"
-                began = time.monotonic()
-                place, happened = self._run.send(client, name)
-                if happened:
-                    self._run.note(name, Operation(began, time.monotonic(), place))
+                self._run.turn(client, f"session {self._rng.randrange(self._run.sessions)}")
 
 
 class Run:
@@ -148,11 +144,15 @@ class Run:
             self.left -= 1
             return self.left >= 0
 
-    def note(self, name: str, operation: Operation) -> None:
-        with self._lock:
-            self.histories[name].append(operation)
+    def turn(self, client: httpx.Client, name: str) -> None:
+        """Run a turn, and note it if it may have happened."""
+        began = time.monotonic()
+        place, happened = self._send(client, name)
+        if happened:
+            with self._lock:
+                self.histories[name].append(Operation(began, time.monotonic(), place))
 
-    def send(self, client: httpx.Client, name: str) -> tuple[int | None, bool]:
+    def _send(self, client: httpx.Client, name: str) -> tuple[int | None, bool]:
         """Run a turn. Return its place, and whether it may have happened."""
         try:
             reply = client.post(f"{self.service.url}/state/chat/completions", json={**TURN, "session_id": name})
@@ -207,10 +207,7 @@ def run(service: Service, operations: int, clients: int, sessions: int, kill_eve
             print(f"{max(run_.left, 0)} operations left, {run_.kills} kills, {run_.refused} refused", file=sys.stderr)
     with httpx.Client(timeout=REQUEST_S) as client:
         for name in list(run_.histories):
-            began = time.monotonic()
-            place, happened = run_.send(client, name)
-            if happened:
-                run_.note(name, Operation(began, time.monotonic(), place))
+            run_.turn(client, name)
     return run_.summary()
 
 

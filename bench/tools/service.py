@@ -34,7 +34,7 @@ def service(arguments: Sequence[str], log: IO[bytes] | None = None, module: str 
     process = subprocess.Popen([sys.executable, "-m", module, *flags], cwd=ROOT, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_ready(url, "", process)
+        _wait_ready(url, process)
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
@@ -44,14 +44,14 @@ def service(arguments: Sequence[str], log: IO[bytes] | None = None, module: str 
             process.kill()
 
 
-def wait_ready(url: str, password: str, process: subprocess.Popen[bytes] | None) -> None:
+def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     """Wait until the service has loaded its model. Raises SystemExit."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        if process is not None and process.poll() is not None:
+        if process.poll() is not None:
             raise SystemExit(f"the service ended with code {process.returncode}")
         try:
-            fetch(url, "/readyz", password)
+            fetch(url, "/readyz", "")
             return
         except OSError:
             time.sleep(0.2)

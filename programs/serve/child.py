@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import site
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from programs.serve.fork_context import ForkedContext
+
+logger = logging.getLogger("supervisor")
 
 _BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 _STABLE_S = 30.0
@@ -64,6 +67,16 @@ class Child:
         theirs.close()
         self.started = time.monotonic()
 
+    def try_start(self) -> bool:
+        """Starts the process. If that fails, for example without a fork server, a retry follows."""
+        try:
+            self.start()
+        except (EOFError, OSError) as error:
+            delay = self.schedule_restart()
+            logger.error("process %s cannot be started (%r); retry in %.1f s", self.name, error, delay)
+            return False
+        return True
+
     @property
     def is_alive(self) -> bool:
         return self.process is not None and self.process.is_alive()
@@ -104,6 +117,10 @@ class Child:
         self.close()
         self.process = None
         return _exit_cause(code)
+
+    def restart_later(self, cause: str) -> None:
+        """Sets the next start's time after the process has ended."""
+        logger.error("process %s ended (%s); restart in %.1f s", self.name, cause, self.schedule_restart())
 
     def schedule_restart(self) -> float:
         """Sets the next start's time and returns the wait in seconds."""

@@ -78,19 +78,9 @@ class ClusterEngines:
             self._listen()
             cause = child.reap()
             if not self._is_leaving:
-                logger.error("process cluster ended (%s); restart in %.1f s", cause, child.schedule_restart())
-        if child.process is None and not self._is_leaving and time.monotonic() >= child.restart_at:
-            self._start()
-
-    def _start(self) -> None:
-        """Starts the cluster process. If the fork fails, a retry follows."""
-        child = self._child
-        try:
-            child.start()
-        except (EOFError, OSError) as error:
-            child.process = None
-            logger.error("process cluster cannot be started (%r); retry in %.1f s", error, child.schedule_restart())
-        else:
+                child.restart_later(cause)
+        may_start = child.process is None and not self._is_leaving and time.monotonic() >= child.restart_at
+        if may_start and child.try_start():
             self._leaving.clear()  # the new process does not know of removals
             child.send_command(("begin", self.is_up))
 

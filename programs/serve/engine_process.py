@@ -174,6 +174,5 @@ class EngineProcess:
         self.child.send_command("drain")
 
     def schedule_restart(self, cause: str) -> None:
-        delay = self.child.schedule_restart()
-        logger.error("process %s ended (%s); restart in %.1f s", self.child.name, cause, delay)
+        self.child.restart_later(cause)
         self.set_status(ModelStatus.LOADING)

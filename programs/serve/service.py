@@ -166,7 +166,7 @@ class Supervisor:
             if child.process is not None and not child.is_alive:
                 self._reap(child)
             if child.process is None and time.monotonic() >= child.restart_at:
-                self._start(child)
+                child.try_start()
         self._engines.poll()
         self._log_serving()
         self._update_batches()
@@ -189,14 +189,6 @@ class Supervisor:
             self._sent_to_batches = message
             self._batches.send_command(("keys", names))
             self._batches.send_command(("models", engines))
-
-    def _start(self, child: Child) -> None:
-        """Starts a process. If that fails, for example without a fork server, a retry follows."""
-        try:
-            child.start()
-        except (EOFError, OSError) as error:
-            delay = child.schedule_restart()
-            logger.error("process %s cannot be started (%r); retry in %.1f s", child.name, error, delay)
 
     def _next_start_s(self) -> float | None:
         now = time.monotonic()
@@ -222,8 +214,7 @@ class Supervisor:
         was_forked, cause = child.was_forked, child.reap()
         if child not in self._started and was_forked:
             raise StartupError(f"the {child.name} process ended while starting ({cause})")
-        delay = child.schedule_restart()
-        logger.error("process %s ended (%s); restart in %.1f s", child.name, cause, delay)
+        child.restart_later(cause)
 
     def _log_serving(self) -> None:
         if self._engines.is_up and not self._has_logged_serving:

@@ -119,7 +119,7 @@ class FakeChild:
         self.is_alive = True
         self.restart_at = 0.0
         self.starts = 0
-        self.fault: OSError | None = None
+        self.can_start = True
         self.waitables: list[Any] = []
 
     def messages(self) -> list[tuple[str, Any]]:
@@ -133,14 +133,14 @@ class FakeChild:
         self.process = None
         return "SIGKILL"
 
-    def schedule_restart(self) -> float:
-        return 0.0
+    def restart_later(self, cause: str) -> None:
+        pass
 
-    def start(self) -> None:
-        if self.fault is not None:
-            raise self.fault
-        self.process, self.is_alive = object(), True
-        self.starts += 1
+    def try_start(self) -> bool:
+        if self.can_start:
+            self.process, self.is_alive = object(), True
+            self.starts += 1
+        return self.can_start
 
 
 class NoModels:
@@ -236,10 +236,10 @@ def test_the_cluster_process_is_restarted_until_the_service_leaves() -> None:
 
 def test_a_process_that_cannot_be_forked_does_not_end_the_service() -> None:
     engines, child = make_engines("engine-0")
-    child.is_alive, child.fault = False, OSError("no process to be had")
+    child.is_alive = child.can_start = False
     engines.poll()
     assert engines.registered and engines.wait_s() == 0.0
-    child.fault = None
+    child.can_start = True
     engines.poll()
     assert child.starts == 1 and child.result == [("begin", True)]
 
