@@ -6,7 +6,8 @@ The weights are random and have a released shape.
     python -m bench.gpu --dtype fp16 fp8 --seconds 5     # one dtype after the other
 
 A decode step is the service's own CUDA graph: embedding, layers, head, and sampling with mixed parameters and
-penalties; the token is fed back on the device. Prints one JSON line per measurement; the last line has all.
+penalties; the token is fed back on the device. Prompts are read by graphs, too, if the service has one of their size.
+Prints one JSON line per measurement; the last line has all.
 
 Bounds: below about 200 rows the bytes of weights and states; above, the GEMMs and the power limit of the card
 (`watts`, `sm_mhz`). Run `pytest -m gpu test/gpu/test_gpu_quant.py` first to check that the kernels are correct.
@@ -22,6 +23,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,14 +33,15 @@ from bench.tools.record import Arguments, commit, finish
 from bench.tools.timers import device_ms, nvidia_smi
 from rwkv_batch.model.quant.formats import Format
 from rwkv_batch.model.state import StateFormat
-from rwkv_batch.model.step_inputs import StepInputs
+from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler
+from rwkv_batch.runner.graphs.prefill import LONG_ROWS, PrefillGraphs, smallest_fitting, usable_sizes
 from rwkv_batch.runner.pipeline import Stage
+from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 
 BATCHES = (1, 8, 32, 64, 128, 256, 320, 512, 960)
 PREFILLS = ((1, 512), (1, 4096), (8, 512), (32, 512))
-MAX_STEP_TOKENS = 16384
 SECONDS = 0.6
 BYTES: dict[Format | None, float] = {None: 2, Format.FP8: 1, Format.INT4: 0.5 + 4 / 128, Format.W8A8: 1}
 """Bytes per element of a large matrix."""
@@ -139,40 +142,36 @@ def decode(stage: Stage, batch: int, seconds: float) -> dict[str, Any]:
 def prefill(stage: Stage, batch: int, length: int, seconds: float) -> dict[str, Any]:
     """Measure whole prompts, from the zero state to the last token's logits."""
     stage.allocate_slots(batch + 2)
-    rows_per_step = max(1, MAX_STEP_TOKENS // length)
-    steps = [
-        prefill_inputs(range(start, min(start + rows_per_step, batch)), length)
-        for start in range(0, batch, rows_per_step)
-    ]
+    inputs = prefill_inputs(batch, length)
+    on_gpu, size = inputs.to(GPU), smallest_fitting(usable_sizes([stage], max(*LONG_ROWS, batch)), inputs)
 
     def run() -> None:
-        for inputs in steps:
-            x, _ = stage.forward(stage.embed(inputs.tokens), None, inputs)
-            stage.logits(x, inputs)
+        x, _ = stage.forward(stage.embed(on_gpu.tokens), None, on_gpu)
+        stage.logits(x, on_gpu)
 
+    work = run
+    if size is not None:
+        logits = torch.empty(size.rows, VOCAB, device=GPU)
+        graphs = PrefillGraphs(make_graph_stages([stage], size.tokens, 2), logits, sizes=[size])
+        graphs.warm_up()
+        work = partial(graphs.run, inputs, size) if graphs.sizes else run
     with sample_power() as power:
-        ms = timed(run, seconds)
+        ms = timed(work, seconds)
     return {
         "kind": "prefill",
         "B": batch,
         "T": length,
+        "graph": work is not run,
         "ms": ms,
         "tok_s": batch * length / ms * 1e3,
         **power,
     }
 
 
-def prefill_inputs(rows: range, length: int) -> StepInputs:
-    """Return random prompts of one length for some rows, on the GPU."""
-    ends = torch.arange(len(rows) + 1, device=GPU) * length
-    return StepInputs(
-        tokens=torch.randint(VOCAB, (len(rows) * length,), device=GPU),
-        cu_seqlens=ends,
-        read_slots=torch.zeros(len(rows), dtype=torch.int64, device=GPU),
-        write_slots=torch.arange(rows.start + 2, rows.stop + 2, device=GPU),
-        logit_tokens=ends[1:] - 1,
-        max_seqlen=length,
-    )
+def prefill_inputs(rows: int, length: int) -> StepInputs:
+    """Return random prompts of one length."""
+    prompts = torch.randint(VOCAB, (rows, length)).tolist()
+    return step_inputs(prompts, [ZERO_SLOT] * rows, [*range(FIRST_FREE_SLOT, FIRST_FREE_SLOT + rows)], [*range(rows)])
 
 
 def ceiling_shares(stage: Stage, result: dict[str, Any], ceilings: Ceilings) -> dict[str, float]:

@@ -41,9 +41,9 @@ from bench.tools.service import service
 from demo.files import ensure_model
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.core import speculation as core_speculation
-from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, Drafter, DraftModel, ModelDrafter, Wanted
+from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, MAX_ROWS, Drafter, DraftModel, ModelDrafter, Wanted
 from rwkv_batch.core.sequence import Sequence
-from rwkv_batch.core.speculation import MAX_ROWS, make_drafters
+from rwkv_batch.core.speculation import make_drafters
 from rwkv_batch.engine import Engine
 from rwkv_batch.ipc.process import freeze_garbage_collector
 from rwkv_batch.request import GenerateRequest, Job, JobEvents, Priority

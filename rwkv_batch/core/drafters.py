@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 from state_pool.sessions import Lease, Session
 
+MAX_ROWS = 32
+"""Rows of a step at most for drafts."""
 MAX_DRAFT_TOKENS = 16
 """Tokens of a draft at most."""
 MATCHES = (4, 2)

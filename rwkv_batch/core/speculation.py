@@ -33,6 +33,7 @@ from rwkv_batch.core.draft_costs import (
 )
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
+    MAX_ROWS,
     Acceptance,
     Draft,
     Drafter,
@@ -49,8 +50,6 @@ from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import PENDING, Phase, Sequence
 from state_pool.cache.slots import DraftSlots
 
-MAX_ROWS = 32
-"""Rows of a step at most for drafts."""
 MAX_READ = 32
 """Known tokens that a step reads of a row at most, for a draft."""
 TOKEN_COST = 0.02

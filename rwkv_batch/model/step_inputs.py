@@ -42,10 +42,11 @@ class LateTokens(NamedTuple):
 class StepInputs:
     """Inputs of one forward over B rows, on one device.
 
-    The rows have T tokens in total. Row i has tokens cu_seqlens[i] .. cu_seqlens[i+1]-1, at least one. It reads the
-    state in read_slots[i] and writes the state after its last token to write_slots[i]; the two may be equal. No slot is
-    written by two rows, and no row reads a slot that another row writes, except the dummy. A row may continue the row
-    before it: it then begins with the state after that row, and reads no slot.
+    The rows have T tokens in total. Row i has tokens cu_seqlens[i] .. cu_seqlens[i+1]-1: at least one, but a graph's
+    last rows, its padding, may have none. It reads the state in read_slots[i] and writes the state after its last token
+    to write_slots[i]; the two may be equal. No slot is written by two rows, and no row reads a slot that another row
+    writes, except the dummy. A row may continue the row before it: it then begins with the state after that row, and
+    reads no slot.
     """
 
     tokens: Tensor
@@ -149,9 +150,10 @@ def token_shift(h: Tensor, shift: Tensor, inputs: StepInputs) -> Tensor:
     """
     previous = torch.empty_like(h)
     previous[1:] = h[:-1]
-    has_slot = inputs.read_slots != CONTINUES
-    previous[inputs.cu_seqlens[:-1][has_slot]] = shift[inputs.read_slots[has_slot]].float()
-    shift[inputs.write_slots] = h[inputs.cu_seqlens[1:] - 1].to(shift.dtype)
+    starts, ends = inputs.cu_seqlens[:-1], inputs.cu_seqlens[1:]
+    has_slot = (inputs.read_slots != CONTINUES) & (starts < ends)
+    previous[starts[has_slot]] = shift[inputs.read_slots[has_slot]].float()
+    shift[inputs.write_slots] = h[ends - 1].to(shift.dtype)
     return previous
 
 

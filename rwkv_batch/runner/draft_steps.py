@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.drafters import CHUNK, MAX_DRAFT_TOKENS, RING, ModelDrafter, Wanted
-from rwkv_batch.core.speculation import MAX_ROWS
+from rwkv_batch.core.drafters import CHUNK, MAX_DRAFT_TOKENS, MAX_ROWS, RING, ModelDrafter, Wanted
 from rwkv_batch.errors import StartupError
 from rwkv_batch.kernels.registry import choose_ops
 from rwkv_batch.model.layer import Layer

@@ -28,6 +28,7 @@ from rwkv_batch.core.draft_costs import (
 )
 from rwkv_batch.core.drafters import (
     MAX_DRAFT_TOKENS,
+    MAX_ROWS,
     Acceptance,
     Draft,
     LookupDrafter,
@@ -38,7 +39,7 @@ from rwkv_batch.core.drafters import (
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import ScheduledRow
 from rwkv_batch.core.sequence import Phase
-from rwkv_batch.core.speculation import MAX_ROWS, Speculation
+from rwkv_batch.core.speculation import Speculation
 from state_pool.cache.slots import DraftSlots, Slots
 from state_pool.layout import FIRST_FREE_SLOT
 from test.harness import make_request

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.config import EngineConfig
-from rwkv_batch.core.drafters import CHUNK, MAX_DRAFT_TOKENS, Joined, ModelDrafter, Wanted
-from rwkv_batch.core.speculation import MAX_ROWS
+from rwkv_batch.core.drafters import CHUNK, MAX_DRAFT_TOKENS, MAX_ROWS, Joined, ModelDrafter, Wanted
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import StartupError
 from rwkv_batch.model.state import ModelShape

@@ -10,7 +10,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, usable_mixed_sizes
-from rwkv_batch.runner.graphs.prefill import SIZES, PrefillGraphs
+from rwkv_batch.runner.graphs.prefill import SIZES, PrefillGraphs, PrefillSize
 from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import DUMMY_SLOT
 from test.gpu.random_stage import GPU, VOCAB, random_stage
@@ -107,7 +107,7 @@ def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: Prefil
     stage.state.wkv[slots], stage.state.shift[slots] = kept
     decode.tokens.store(req_slots, [5, 6, 7])
     actual = []
-    for lengths in ([9], [3, 3], [200], [5] * 16):
+    for lengths in ([9], [3, 3], [900], [5] * 16):
         inputs = step_inputs([[1] * n for n in lengths], [0] * len(lengths), list(range(2, 2 + len(lengths))), [0])
         size = graphs.size_for(inputs)
         assert size is not None
@@ -117,11 +117,21 @@ def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: Prefil
 
 
 def test_steps_without_a_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGraphs) -> None:
-    assert graphs.size_for(prompts([512])) is None
-    assert graphs.size_for(prompts([1] * 49)) is None
+    most = max(size.tokens for size in graphs.sizes)
+    assert graphs.size_for(prompts([most])) is not None and graphs.size_for(prompts([most + 1])) is None
+    assert graphs.size_for(prompts([1] * 49)) is None, "the logits have room for 48 rows"
     assert graphs.size_for(prompts([9]).to(GPU)) is None, "tokens that only the device knows"
     few = PrefillGraphs(decode.graph_stages, decode.logits[:4])
-    assert {size.rows for size in few.sizes} == {1, 4} and set(few.sizes) == set(SIZES[: len(few.sizes)])
+    assert {size.rows for size in few.sizes} == {1, 4} and set(few.sizes) < set(SIZES)
+
+
+@torch.inference_mode()
+def test_long_graphs_go(stage: Stage, decode: DecodeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host launches a step as fast as they run, and padding costs more."""
+    graphs = PrefillGraphs(decode.graph_stages, decode.logits, sizes=[PrefillSize(1, 16), PrefillSize(1, 512)])
+    monkeypatch.setattr("rwkv_batch.runner.graphs.prefill.MAX_SECONDS", 0.0)
+    graphs.warm_up()
+    assert graphs.size_for(prompts([9])) is None and not graphs._captured
 
 
 @pytest.mark.parametrize(

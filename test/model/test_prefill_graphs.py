@@ -47,7 +47,11 @@ STEPS = [
     [255],
     [60, 190, 2],
     [10] * 30,
+    [5] * 31 + [1],
     [511],
+    [512],
+    [500, 130, 7],
+    [512, 512],
 ]
 
 
@@ -107,10 +111,9 @@ def test_padding_changes_nothing(stage: Stage, lengths: list[int]) -> None:
     arrays = staged(inputs, size)
     assert len(arrays["tokens"]) == len(arrays["token_rows"]) == size.tokens == arrays["cu_seqlens"][-1]
     assert len(arrays["read_slots"]) == len(arrays["write_slots"]) == size.rows + 1
-    assert arrays["cu_seqlens"].diff().min() >= 1, "no row without tokens"
     behind = arrays["cu_seqlens"].diff()[len(lengths) :]
     assert behind.max() - behind.min() <= 1, "a long row of padding would take longer than the step's own"
-    assert torch.equal(arrays["token_rows"].bincount(), arrays["cu_seqlens"].diff())
+    assert torch.equal(arrays["token_rows"].bincount(minlength=size.rows + 1), arrays["cu_seqlens"].diff())
     longest = int(arrays["cu_seqlens"].diff().max())
     expected, actual = forward(stage, inputs), forward(stage, StepInputs(**arrays, max_seqlen=longest))
     torch.testing.assert_close(actual[0][: len(expected[0])], expected[0])
@@ -132,14 +135,13 @@ def test_pieces_equal_the_whole_step(stage: Stage) -> None:
 
 
 def test_the_smallest_fitting_size_comes_first() -> None:
-    assert PrefillSize(1, 16).holds(1, 15) and not PrefillSize(1, 16).holds(1, 16), "one token is padding's"
-    assert PrefillSize(4, 16).holds(2, 13) and not PrefillSize(4, 16).holds(2, 14), (
-        "as many as rows are missing, and one"
-    )
+    assert PrefillSize(1, 16).holds(1, 16) and not PrefillSize(1, 16).holds(1, 17)
+    assert PrefillSize(4, 16).holds(2, 16), "rows of padding may have no token"
     assert not PrefillSize(4, 64).holds(5, 20)
-    found = [size_for(lengths)[:2] for lengths in ([15], [16], [1, 1], [2] * 16, [255])]
-    assert found == [(1, 16), (1, 32), (4, 16), (16, 64), (1, 256)]
-    assert not any(size.holds(1, 512) or size.holds(49, 49) for size in SIZES)
+    assert PrefillSize(16, 16).holds(9, 9) and not PrefillSize(16, 16).holds(9, 10), "each row of drafts has one token"
+    found = [size_for(lengths)[:2] for lengths in ([15], [16], [17], [1, 1], [2] * 16, [2] * 17, [256], [512, 512])]
+    assert found == [(1, 16), (1, 16), (1, 32), (4, 16), (16, 32), (32, 64), (1, 256), (8, 1024)]
+    assert not any(size.holds(1, 4097) or size.holds(129, 129) for size in SIZES)
     assert not set(SIZES) & set(VERIFY_SIZES), "timed as steps of prompts"
 
 

@@ -1,7 +1,7 @@
-"""Prefill of short prompts as CUDA graphs: kernel by kernel, launching takes longer than running.
+"""Prefill as CUDA graphs: up to some 2,000 tokens of 7.2B, launching kernel by kernel takes longer than running.
 
-A graph reads up to 48 rows and 512 tokens in all, padded. It has one more row than it serves. That row reads the
-remaining padding tokens, from the zero state into the dummy slot.
+A graph reads up to as many rows and tokens as its size says. The remaining tokens are padding. Padding rows read them,
+from the zero state into the dummy slot; there is always one such row. A padding row may have no token.
 
 Prompts of batch rows also run in pieces of a few layers. Launched kernel by kernel, such a step takes the host three
 times as long as the GPU. A new interactive request would wait for it. While interactive requests arrive, the batch's
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.core.draft_costs import Shape
-from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS
+from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, MAX_ROWS
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.model.ops import HasLateTokens
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
@@ -31,22 +31,24 @@ from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
 
-ROWS = (1, 4, 8, 16, 32, 48)
-TOKENS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 448, 512)
-"""Up to 256, sizes that fill a tile of our own GEMMs (`kernels.cuda.wide.TILE_ROWS`)."""
+ROWS, TOKENS = (1, 4, 8, 16, 32, 48), (16, 32, 64, 80, 96, 112, 128, 160, 192)
+"""Of short steps: sizes that fill a tile of our own GEMMs (`kernels.cuda.wide.TILE_ROWS`)."""
+LONG_ROWS, LONG_TOKENS = (1, 8, 32, 128), (256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
 PADDING_DRAFT = 6
 """In a graph of drafts: a row of padding and those that continue it, as a row with a draft of five tokens."""
 MAX_SHAPES = 4096
 """Steps whose graphs are remembered."""
-MAX_PADDED_WORK = 2.5e12
-"""Tokens times weights per GPU. Above this, padding takes as long as the host (360 tokens of 7.2B)."""
+MAX_SECONDS = 0.033
+"""Of a graph. The host launches a step in 20 to 45 ms (H200, 24 and 32 layers): a longer one loses more by padding."""
+MAX_WORK, MAX_WORK_8_BIT = 7.5e12, 15e12
+"""Tokens times weights per GPU. An H200 takes some 28 ms for them, slower GPUs more: no larger graph is tried."""
 
 
 class PrefillSize(NamedTuple):
     """Capacity of a graph, including padding."""
 
     rows: int
-    """rows that it serves; it has one more, which may be empty if all have one token"""
+    """rows that it serves; it has one more"""
     tokens: int
 
     @property
@@ -60,22 +62,31 @@ class PrefillSize(NamedTuple):
         return 1 if self.tokens <= 1 + MAX_DRAFT_TOKENS else self.rows // 4
 
     def holds(self, rows: int, tokens: int) -> bool:
-        """Return whether a step fits: each padding row takes at least one token."""
-        return rows <= self.rows and tokens + (self.rows - rows) + (self.rows < self.tokens) <= self.tokens
+        """Return whether a step fits. In a graph of drafts, each row has one token."""
+        is_even = self.rows < self.tokens or rows == tokens
+        return rows <= self.rows and tokens <= self.tokens and is_even
 
 
 NO_SIZE = PrefillSize(0, 0)
 VERIFY_TOKENS = (3, 4, 5, 6, 7, 9, 13, 17, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 VERIFY_SIZES = tuple(PrefillSize(tokens, tokens) for tokens in VERIFY_TOKENS)
 """Of steps that verify drafts: each row has one token."""
-SIZES = tuple(PrefillSize(rows, tokens) for rows in ROWS for tokens in TOKENS if rows < tokens)
+SIZES = tuple(
+    PrefillSize(rows, tokens)
+    for numbers, lengths in ((ROWS, TOKENS), (LONG_ROWS, LONG_TOKENS))
+    for rows in numbers
+    for tokens in lengths
+    if rows < tokens
+)
+MAX_LATE_TOKENS = MAX_ROWS * MAX_DRAFT_TOKENS
+"""Drafted tokens of a step."""
 
 
 def input_lengths(rows: int, tokens: int) -> dict[str, int]:
     """Return the array lengths of a step's inputs."""
     per_token = dict.fromkeys(("tokens", "token_rows"), tokens)
     per_row = dict.fromkeys(("read_slots", "write_slots"), rows)
-    return {**per_token, **per_row, "cu_seqlens": rows + 1, "logit_tokens": max(rows, tokens)}
+    return {**per_token, **per_row, "cu_seqlens": rows + 1, "logit_tokens": rows}
 
 
 def empty_step() -> StepInputs:
@@ -96,7 +107,7 @@ class StagedPrompts:
         """size: the largest step; depth: steps in flight."""
         devices = [graph_stage.device for graph_stage in graph_stages]
         self._ops = cast(HasLateTokens, graph_stages[0].stage.ops)  # graphs need the cuda kernels
-        late = dict.fromkeys(("late_places", "late_sources"), size.tokens)
+        late = dict.fromkeys(("late_places", "late_sources"), MAX_LATE_TOKENS)
         self.arrays = StagedArrays(input_lengths(size.rows + 1, size.tokens) | late, devices, depth)
 
     def fill(self, inputs: StepInputs, size: PrefillSize) -> None:
@@ -156,7 +167,8 @@ class PrefillGraphs:
         self.seconds: dict[PrefillSize, float] = {}
         """of captured graphs, on all stages"""
         self._size_of: dict[tuple[int, int], PrefillSize] = {}
-        self._staged = StagedPrompts(PrefillSize(max(*ROWS, VERIFY_SIZES[-1].rows), max(TOKENS)), graph_stages, depth)
+        largest = PrefillSize(max(size.rows for size in self.sizes), max(size.tokens for size in self.sizes))
+        self._staged = StagedPrompts(largest, graph_stages, depth)
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
         """Return the smallest graph for a step. None: see `smallest_fitting`."""
@@ -183,12 +195,20 @@ class PrefillGraphs:
         return max((seconds for one, seconds in self.seconds.items() if one.tokens <= size.tokens), default=1e-6)
 
     def warm_up(self) -> None:
-        """Capture every size, largest size first."""
+        """Capture every size, largest size first. Drops sizes that take longer than MAX_SECONDS."""
         started = time.perf_counter()
         for size in reversed(self.sizes):
             for number in range(len(self._graph_stages)):
                 self._graph(number, size)
+            if self.seconds[size] > MAX_SECONDS:
+                self._drop(size)
         logger.info("captured %d graphs of prompts in %.1f s", len(self._captured), time.perf_counter() - started)
+
+    def _drop(self, size: PrefillSize) -> None:
+        self.sizes = tuple(one for one in self.sizes if one != size)
+        del self.seconds[size]
+        for number in range(len(self._graph_stages)):
+            del self._captured[number, size]
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, size: PrefillSize) -> Tensor:
@@ -233,13 +253,14 @@ def shape_of(inputs: StepInputs) -> tuple[int, int]:
 
 
 def usable_sizes(stages: Sequence[Stage], max_rows: int, verifies: bool = False) -> tuple[PrefillSize, ...]:
-    """Return the sizes worth a graph: larger ones keep each stage's GPU busy longer than the host.
+    """Return the sizes that may be worth a graph: larger ones keep each stage's GPU busy longer than the host.
 
     max_rows: of logits; verifies: also for steps that verify drafts
     """
     weights = max((13 * stage.width**2 * len(stage.layers) for stage in stages), default=0)
+    most = MAX_WORK_8_BIT if all(stage.precision.has_8_bit_gemms for stage in stages) else MAX_WORK
     sizes = (size for size in SIZES + VERIFY_SIZES * verifies if size.rows <= max_rows)
-    return tuple(sorted((size for size in sizes if size.tokens * weights <= MAX_PADDED_WORK), key=_cost))
+    return tuple(sorted((size for size in sizes if size.tokens * weights <= most), key=_cost))
 
 
 def _cost(size: PrefillSize) -> tuple[int, int]:
@@ -249,8 +270,8 @@ def _cost(size: PrefillSize) -> tuple[int, int]:
 def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> None:
     """Write a step's inputs on the CPU and their padding into arrays [n] int64, for a graph that fits it.
 
-    Padding rows share the padding tokens equally, at least one per row. One long padding row would be slower than the
-    step's own rows. In a graph of drafts they continue each other, as the other rows do.
+    Padding rows share the padding tokens equally: one long padding row would be slower than the step's own rows. In a
+    graph of drafts they continue each other, as the other rows do.
     """
     rows, tokens = shape_of(inputs)
     cu_seqlens, token_rows = arrays["cu_seqlens"][: size.rows + 2], arrays["token_rows"][: size.tokens]
@@ -259,7 +280,6 @@ def pad(arrays: Mapping[str, Array], inputs: StepInputs, size: PrefillSize) -> N
         cu_seqlens[:-1], cu_seqlens[-1], token_rows[:] = _NUMBERS[: size.rows + 1], size.tokens, _NUMBERS[: size.tokens]
     else:
         cu_seqlens[:rows] = inputs.cu_seqlens.numpy()[:-1]
-        # Rounded up, so that the last row is the one without a token if there is one too few.
         cu_seqlens[rows:] = tokens - np.arange(missing + 1) * (tokens - size.tokens) // missing
         token_rows[:] = np.repeat(np.arange(size.rows + 1), cu_seqlens[1:] - cu_seqlens[:-1])
     for name, values, length, padding in (
@@ -281,9 +301,7 @@ _PADDING_READS = np.where(_NUMBERS % PADDING_DRAFT > 0, CONTINUES, ZERO_SLOT)
 
 
 PIECE_TOKENS = tuple(PROMPT_TOKENS * part // 4 for part in (1, 2, 3, 4))
-assert PrefillSize(MAX_ROWS_IN_PIECES, PIECE_TOKENS[-1]).holds(1, MAX_TOKENS_IN_PIECES), (
-    "each padding row takes a token"
-)
+assert PrefillSize(MAX_ROWS_IN_PIECES, PIECE_TOKENS[-1]).holds(1, MAX_TOKENS_IN_PIECES)
 
 
 class PromptPieces:
