@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app import main
+from routes.file_store import Batch, Status
 from test.preloaded import Preloaded
 from test.serving import ROOT, Service
 
@@ -41,6 +42,13 @@ def started(
     command += ["--url", service.url, *SHORT, *flags]
     popen: type[subprocess.Popen[bytes]] = subprocess.Popen if prefix else Preloaded
     return popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=clean, **options)
+
+
+def batch_record(name: str, status: Status, created_at: int, **fields: Any) -> Batch:
+    """Return a batch as the store has it. It expires at once."""
+    about = {"owner": "", "client": "", "endpoint": "/v1/chat/completions", "expires_at": created_at, **fields}
+    about = {"input_file_id": "file-1", "completion_window": "24h", **about}
+    return Batch(id=name, status=status, created_at=created_at, **about)
 
 
 def write_jsonl(path: Path, records: Sequence[Any]) -> Path:

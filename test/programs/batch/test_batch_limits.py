@@ -22,8 +22,8 @@ from app import main
 from programs.serve.batches.job import BatchJob
 from routes.config import HttpConfig
 from routes.context import Context, Readiness, RequestLimiter
-from routes.file_store import Batch, Purpose, Status, Store, StoredFile
-from test.programs.batch.runs import fake_service
+from routes.file_store import Purpose, Status, Store, StoredFile
+from test.programs.batch.runs import batch_record, fake_service
 from test.programs.batch.test_openai_batches import CHAT, begun, client_of, ended, native_line
 from test.serving import Service, wait_for
 
@@ -127,16 +127,7 @@ def job_of(folder: Path, content: bytes = b"") -> BatchJob:
         id="file-a", owner="", bytes=len(content), created_at=now, filename="f", purpose=Purpose.BATCH, expires_at=None
     )
     store.add_file(file, content)
-    batch = Batch(
-        id="batch_1",
-        owner="",
-        client="",
-        endpoint=CHAT,
-        input_file_id=file.id,
-        completion_window="24h",
-        created_at=now,
-        expires_at=now + 86_400,
-    )
+    batch = batch_record("batch_1", Status.VALIDATING, now, input_file_id=file.id, expires_at=now + 86_400)
     store.add_batch(batch)
     context = Context(None, HttpConfig(), RequestLimiter(1), Readiness(0))  # type: ignore[arg-type]
     return BatchJob(store, context, batch)

@@ -25,6 +25,7 @@ from programs.serve.batches.retention import RETENTION_S, delete_ended
 from routes.config import HttpConfig
 from routes.file_store import ACTIVE_STATUSES, Batch, Purpose, Result, Status, Store, StoredFile
 from routes.fine_tuning.store import Job, JobStatus, JobStore, make_event
+from test.programs.batch.runs import batch_record
 
 
 class FullDisk(Store):
@@ -46,24 +47,15 @@ class FullDisk(Store):
 def faulty_batch(store: Store) -> Batch:
     """Return a running batch with one answered line."""
     file = StoredFile(id="file-1", owner="", bytes=3, created_at=1, filename="f.jsonl", purpose=Purpose.BATCH)
-    begun = msgspec.structs.replace(
-        batch("batch_1", Status.IN_PROGRESS, 1), input_file_id=file.id, expires_at=int(time.time()) + 3600
-    )
-    store.add_batch(begun)
+    batch = batch_record("batch_1", Status.IN_PROGRESS, 1, expires_at=int(time.time()) + 3600)
+    store.add_batch(batch)
     store.add_file(file, b"{}\n")
-    (store.runs / f"{begun.id}.jsonl").write_bytes(ANSWERED)
-    progress = Sidecar(store.runs / f"{begun.id}.progress")
+    (store.runs / f"{batch.id}.jsonl").write_bytes(ANSWERED)
+    progress = Sidecar(store.runs / f"{batch.id}.progress")
     progress.begin({}, "")
     progress.commit(Progress(output_bytes=len(ANSWERED), answered=1), {})
     progress.close()
-    return begun
-
-
-def batch(name: str, status: Status, created: int, owner: str = "") -> Batch:
-    return Batch(
-        id=name, owner=owner, client="", endpoint="/v1/chat/completions", input_file_id="f", completion_window="24h",
-        status=status, created_at=created, expires_at=created,
-    )  # fmt: skip
+    return batch
 
 
 def runner_of(store: Store) -> BatchRunner:
@@ -333,11 +325,11 @@ def test_old_records_of_ended_work_are_deleted(tmp_path: Path) -> None:
     store = Store(tmp_path / "files", 1 << 20, 10)
     assert delete_ended(store, NOW) == 0 and not (tmp_path / "files").exists()
     kept = [
-        batch("batch_runs", Status.IN_PROGRESS, OLD),
-        batch("batch_new", Status.COMPLETED, FRESH),
-        batch("doc_new", Status.FAILED, FRESH),
+        batch_record("batch_runs", Status.IN_PROGRESS, OLD),
+        batch_record("batch_new", Status.COMPLETED, FRESH),
+        batch_record("doc_new", Status.FAILED, FRESH),
     ]
-    gone = [batch("batch_old", Status.COMPLETED, OLD), batch("doc_old", Status.CANCELLED, OLD)]
+    gone = [batch_record("batch_old", Status.COMPLETED, OLD), batch_record("doc_old", Status.CANCELLED, OLD)]
     for one in (*kept, *gone):
         store.add_batch(one)
     jobs = JobStore(store)
@@ -365,8 +357,8 @@ def test_a_key_keeps_its_newest_records(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(retention, "MAX_BATCHES", 2)
     store = Store(tmp_path / "files", 1 << 20, 100)
     for number in range(4):
-        store.add_batch(batch(f"batch_{number}", Status.COMPLETED, FRESH + number, "anna"))
-    store.add_batch(batch("batch_bert", Status.COMPLETED, FRESH, "bert"))
+        store.add_batch(batch_record(f"batch_{number}", Status.COMPLETED, FRESH + number, owner="anna"))
+    store.add_batch(batch_record("batch_bert", Status.COMPLETED, FRESH, owner="bert"))
     assert delete_ended(store, NOW) == 2
     assert [one.id for one in store.batches("anna", "", 9)] == ["batch_3", "batch_2"]
     assert len(store.batches("bert", "", 9)) == 1

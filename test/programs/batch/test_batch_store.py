@@ -12,21 +12,12 @@ import msgspec
 import pytest
 
 from routes import file_store
-from routes.file_store import Batch, Purpose, Result, Status, Store, StoredFile, StoreFullError
+from routes.file_store import Purpose, Result, Status, Store, StoredFile, StoreFullError
+from test.programs.batch.runs import batch_record
 
 DAY_S = 86_400
 NOW = int(time.time())
-BATCH = Batch(
-    id="batch_1",
-    owner="",
-    client="",
-    endpoint="/v1/completions",
-    input_file_id="file-a",
-    completion_window="24h",
-    status=Status.FINALIZING,
-    created_at=NOW,
-    expires_at=NOW + DAY_S,
-)
+BATCH = batch_record("batch_1", Status.FINALIZING, NOW, expires_at=NOW + DAY_S)
 
 
 def file(name: str, expires_at: int | None, size: int = 1) -> StoredFile:

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import itertools
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +67,24 @@ def context_of(store: Store, tune_device: str = "cpu") -> Context:
     return context
 
 
+def request_job(store: Store, owner: str = "", tune_device: str = "cpu", **fields: object) -> None:
+    """Asks for a job as a client does."""
+    request_context = RequestContext("id", "POST", "http://x", "/", "127.0.0.1")
+    request_context.owner = owner
+    set_current_request(request_context)
+    body = validate(JobBody, {"model": "rwkv7", "training_file": "file-1", **fields})
+    asyncio.run(create_job(context_of(store, tune_device), body))
+
+
+async def run_until_ended(runner: TuningRunner, jobs: JobStore) -> None:
+    stop = asyncio.Event()
+    task = asyncio.create_task(runner.run(stop))
+    while jobs.active():  # noqa: ASYNC110 - the runner polls the same records
+        await asyncio.sleep(0.05)
+    stop.set()
+    await task
+
+
 @pytest.mark.slow
 def test_jobs_that_cannot_run_fail_with_the_reason_and_others_follow(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -87,16 +104,7 @@ def test_jobs_that_cannot_run_fail_with_the_reason_and_others_follow(
 
     monkeypatch.setattr(runner, "_options", broken)
 
-    async def run() -> None:
-        stop = asyncio.Event()
-        task = asyncio.create_task(runner.run(stop))
-        deadline = time.monotonic() + 240
-        while jobs.active() and time.monotonic() < deadline:  # noqa: ASYNC110 - the runner polls the same records
-            await asyncio.sleep(0.1)
-        stop.set()
-        await task
-
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run_until_ended(runner, jobs), 240))
     ended = {one.id: one for one in jobs.jobs("")}
     assert {one.status for one in ended.values()} == {JobStatus.FAILED}
     errors = {name: one.error or {} for name, one in ended.items()}
@@ -114,9 +122,8 @@ def test_jobs_of_a_key_and_of_a_service_without_tuning_are_limited(store: Store)
     with pytest.raises(StoreFullError, match="8 jobs of this key"):
         jobs.add(job(99, owner="anna"))
     jobs.add(job(100, owner="bert"))
-    body = validate(JobBody, {"model": "rwkv7", "training_file": "file-1"})
     with pytest.raises(ServiceError, match="--tune-device none") as refused:
-        asyncio.run(create_job(context_of(store, "none"), body))
+        request_job(store, tune_device="none")
     assert refused.value.info.kind is ErrorKind.FORBIDDEN
 
 
@@ -182,24 +189,17 @@ def test_the_process_stops_while_interactive_requests_wait(store: Store, monkeyp
 
 
 def test_a_job_that_can_never_be_loaded_fails(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    JobStore(store).add(job(1))
-    runner, stop = TuningRunner(store, context_of(store), EngineConfig(model_path="")), asyncio.Event()
+    jobs, runner = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path=""))
+    jobs.add(job(1))
 
     async def run_job(one: Job, _: asyncio.Event) -> None:
         raise ServiceError(ErrorKind.OVERLOADED, "64 adapters are loaded, the limit")
 
-    async def run() -> None:
-        task = asyncio.create_task(runner.run(stop))
-        while JobStore(store).active():  # noqa: ASYNC110 - the runner polls the same records
-            await asyncio.sleep(0.05)
-        stop.set()
-        await task
-
     monkeypatch.setattr(runner, "_run_job", run_job)
     for name in ("_POLL_S", "_RETRY_S"):
         monkeypatch.setattr(tunings, name, 0.001)
-    asyncio.run(asyncio.wait_for(run(), 120))
-    ended = JobStore(store).job("", "ftjob-1")
+    asyncio.run(asyncio.wait_for(run_until_ended(runner, jobs), 120))
+    ended = jobs.job("", "ftjob-1")
     assert ended is not None and ended.error is not None and "64 adapters are loaded" in ended.error["message"]
 
 
@@ -252,14 +252,13 @@ def test_an_error_of_a_job_has_no_path_of_the_machine(store: Store) -> None:
 
 def test_a_job_has_the_numbers_and_the_model_that_were_asked_for(store: Store) -> None:
     """A method without numbers dropped the outer ones, and the base was tuned for `rwkv7:pirate`."""
-    asked = {"model": "rwkv7", "training_file": "file-1", "hyperparameters": {"n_epochs": 3}}
-    set_current_request(RequestContext("id", "POST", "http://x", "/", "127.0.0.1"))
+    asked = {"n_epochs": 3}
     for fields, epochs in (({"type": "supervised"}, 3), ({"supervised": {"hyperparameters": {"n_epochs": 5}}}, 5)):
-        asyncio.run(create_job(context_of(store), validate(JobBody, {**asked, "method": fields})))
+        request_job(store, hyperparameters=asked, method=fields)
         assert max(JobStore(store).jobs(""), key=lambda one: one.epochs).epochs == epochs
     for name in ("rwkv7:pirate", "rwkv7+french"):
         with pytest.raises(ServiceError, match="not found"):
-            asyncio.run(create_job(context_of(store), validate(JobBody, {**asked, "model": name})))
+            request_job(store, hyperparameters=asked, model=name)
 
 
 def test_a_job_that_is_cancelled_while_it_is_loaded_leaves_nothing(
@@ -292,20 +291,18 @@ def test_a_job_that_is_cancelled_while_it_is_loaded_leaves_nothing(
 def test_a_job_without_a_place_for_its_result_is_not_trained(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was trained, and then could not be loaded."""
     jobs, runner = JobStore(store), TuningRunner(store, context_of(store), EngineConfig(model_path=""))
-    set_current_request(RequestContext("id", "POST", "http://x", "/", "127.0.0.1"))
-    fields = {"model": "rwkv7", "training_file": "file-1"}
-    asyncio.run(create_job(context_of(store), validate(JobBody, fields)))
+    request_job(store)
     full = r"1 adapters are loaded, the limit is 1; delete .* or let the operator raise --max-adapters"
     for tuning in ("lora", "state+lora"):
         with pytest.raises(ServiceError, match=full) as refused:
-            asyncio.run(create_job(context_of(store), validate(JobBody, {**fields, "tuning": tuning})))
+            request_job(store, tuning=tuning)
         assert refused.value.info.kind is ErrorKind.OVERLOADED
     with (
         monkeypatch.context() as no_database,
         pytest.raises(ServiceError, match="start the service with --state-db FILE"),
     ):
         no_database.setitem(PLACES, "database", None)  # an engine's restart lost the tuned model
-        asyncio.run(create_job(context_of(store), validate(JobBody, fields)))
+        request_job(store)
     one = msgspec.structs.replace(job(1), tuning="lora")  # its place was taken while it waited
     jobs.add(one)
 
@@ -437,20 +434,12 @@ def test_one_key_cannot_fill_the_places_of_models(store: Store) -> None:
         jobs.add(job(number, owner="anna"))
         status = JobStatus.SUCCEEDED if number else JobStatus.PAUSED  # the first one still waits
         jobs.update(f"ftjob-{number}", lambda one, now=status: msgspec.structs.replace(one, status=now))  # type: ignore[misc]
-    content = b"{}"
-    about = {"id": "file-2", "created_at": 1, "filename": "a.jsonl", "purpose": Purpose.FINE_TUNE}
+    about = {"bytes": 2, "created_at": 1, "filename": "a.jsonl", "purpose": Purpose.FINE_TUNE}
     for owner in ("anna", "bert"):
-        named = {**about, "id": f"file-{owner}", "owner": owner}
-        store.add_file(StoredFile(bytes=len(content), **named), content)  # type: ignore[arg-type]
-        request_context = RequestContext("id", "POST", "http://x", "/", "127.0.0.1")
-        request_context.owner = owner
-        set_current_request(request_context)
-        body = validate(JobBody, {"model": "rwkv7", "training_file": f"file-{owner}"})
-        if owner == "bert":
-            asyncio.run(create_job(context_of(store), body))
-            continue
-        with pytest.raises(ServiceError, match="16 tuned models and jobs of this key"):
-            asyncio.run(create_job(context_of(store), body))
+        store.add_file(StoredFile(id=f"file-{owner}", owner=owner, **about), b"{}")  # type: ignore[arg-type]
+    with pytest.raises(ServiceError, match="16 tuned models and jobs of this key"):
+        request_job(store, "anna", training_file="file-anna")
+    request_job(store, "bert", training_file="file-bert")
 
 
 def test_progress_names_all_steps_and_the_end_without_the_time_of_loading(
