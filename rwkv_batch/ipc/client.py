@@ -234,16 +234,13 @@ class EngineClient:
             if self._link is link:
                 self._report_engine_lost()
 
-    def _set_connected(self, link: WorkerLink) -> None:
-        with self._lock:
-            self._link = link
-        self._on_change(True)
-
     def _handle(self, link: WorkerLink, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Heartbeat):
             self.engine_started, self.balances = message.started, message.balances
         if self._link is not link:  # not before its first message: the other process may hang
-            self._set_connected(link)
+            with self._lock:
+                self._link = link
+            self._on_change(True)
         match message:
             case wire.Heartbeat(load):
                 self._on_load(load, None)

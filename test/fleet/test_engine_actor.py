@@ -36,6 +36,9 @@ class FakeEngine:
         pass
 
 
+Start = Callable[..., Any]
+
+
 class Ended:
     def __init__(self) -> None:
         self.process = threading.Event()
@@ -66,7 +69,7 @@ def ended() -> Ended:
 
 
 @pytest.fixture
-def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     from rwkv_batch.fleet.actors import engine_actor
 
     monkeypatch.setattr(os, "_exit", ended.exit)
@@ -94,7 +97,7 @@ def started(ray: FakeRay, ended: Ended, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.mark.parametrize("will_restart", [True, False])
 def test_an_engine_that_fails_at_the_end_ends(
-    started: Callable[..., Any], ended: Ended, will_restart: bool, monkeypatch: pytest.MonkeyPatch
+    started: Start, ended: Ended, will_restart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> None:
         raise RuntimeError("a disk")
@@ -105,7 +108,7 @@ def test_an_engine_that_fails_at_the_end_ends(
     assert ended.process.wait(60) and ended.has_left.is_set() is not will_restart
 
 
-def test_an_engine_that_hangs_at_the_end_ends(started: Callable[..., Any], ended: Ended) -> None:
+def test_an_engine_that_hangs_at_the_end_ends(started: Start, ended: Ended) -> None:
     hangs = threading.Event()
     try:
         started(hangs.wait).drain(False)
@@ -115,7 +118,7 @@ def test_an_engine_that_hangs_at_the_end_ends(started: Callable[..., Any], ended
 
 
 @pytest.mark.parametrize("gives_up", [True, False])
-def test_messages_after_a_pause_wait_for_the_next_message(started: Callable[..., Any], gives_up: bool) -> None:
+def test_messages_after_a_pause_wait_for_the_next_message(started: Start, gives_up: bool) -> None:
     """Otherwise a turn could run twice. Its sender may have moved it to another engine."""
     actor, link = started(lambda: None), BufferedLink[Any, Any](msgspec.msgpack.Decoder(list[int]))
     actor._links["worker"] = link
@@ -134,7 +137,7 @@ def test_messages_after_a_pause_wait_for_the_next_message(started: Callable[...,
 
 
 def test_a_watcher_may_arrive_while_another_leaves(
-    started: Callable[..., Any], ended: Ended, monkeypatch: pytest.MonkeyPatch
+    started: Start, ended: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actor = started(lambda: None)
     actor.info("leaves")
@@ -152,7 +155,7 @@ def test_a_watcher_may_arrive_while_another_leaves(
     assert ended.process.wait(60)
 
 
-def test_killed_watchers_are_forgotten(started: Callable[..., Any], ended: Ended) -> None:
+def test_killed_watchers_are_forgotten(started: Start, ended: Ended) -> None:
     actor = started(lambda: None)
     actor._watchers = {f"killed {number}": -1e9 for number in range(9)}
     actor.info("alive")
@@ -160,7 +163,7 @@ def test_killed_watchers_are_forgotten(started: Callable[..., Any], ended: Ended
     assert actor.leave("alive") and ended.process.wait(60)
 
 
-def test_an_engine_that_cannot_reach_the_head_ends(started: Callable[..., Any], ended: Ended) -> None:
+def test_an_engine_that_cannot_reach_the_head_ends(started: Start, ended: Ended) -> None:
     ended.fault = GetTimeoutError("the head is away")
     started(lambda: None).drain(False)
     assert ended.process.wait(60) and ended.has_left.is_set()

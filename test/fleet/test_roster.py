@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import msgspec
@@ -50,8 +50,11 @@ class Service:
         return self.roster._directory
 
 
+MakeService = Callable[..., Service]
+
+
 @pytest.fixture
-def make_service(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Service]:
+def make_service(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> MakeService:
     monkeypatch.setattr(roster.EngineDirectory, "_poll_loop", lambda self: None)
     monkeypatch.setattr(roster, "_PLACE_S", 0.0)
     monkeypatch.setattr(roster, "_CURRENT_S", float("inf"))
@@ -61,18 +64,14 @@ def make_service(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 # Polling -----------------------------------------------------------------------------------------------------
 
 
-def test_a_service_with_another_model_neither_places_nor_watches(
-    make_service: Callable[..., Service], ray: FakeRay
-) -> None:
+def test_a_service_with_another_model_neither_places_nor_watches(make_service: MakeService, ray: FakeRay) -> None:
     engine = ray.engine("engine-0", OTHER)
     with pytest.raises(StartupError, match="engine-0 of the cluster serves"):
         make_service(replicas=4)
     assert list(ray.actors) == ["engine-0"] and engine.received == [("info",)]
 
 
-def test_a_running_service_ignores_an_engine_of_another_model(
-    make_service: Callable[..., Service], ray: FakeRay
-) -> None:
+def test_a_running_service_ignores_an_engine_of_another_model(make_service: MakeService, ray: FakeRay) -> None:
     ray.engine("engine-0", PLAN.serves)
     service = make_service()
     assert service.poll() == {"engine-0": READY}
@@ -85,9 +84,7 @@ def test_a_running_service_ignores_an_engine_of_another_model(
     assert ray.actors["engine-1"] is other and ray.actors["engine-2"].serves == PLAN.serves
 
 
-def test_of_two_starting_services_the_one_with_the_first_engine_stays(
-    make_service: Callable[..., Service], ray: FakeRay
-) -> None:
+def test_of_two_starting_services_the_one_with_the_first_engine_stays(make_service: MakeService, ray: FakeRay) -> None:
     late, first = make_service(replicas=2), ray.engine("engine-0", OTHER)
     with pytest.raises(StartupError, match="engine-0 of the cluster serves"):
         late.poll()
@@ -95,7 +92,7 @@ def test_of_two_starting_services_the_one_with_the_first_engine_stays(
     assert ray.actors == {"engine-0": first}, "its own engine is removed"
 
 
-def test_an_actor_that_has_died_is_looked_up_again(make_service: Callable[..., Service], ray: FakeRay) -> None:
+def test_an_actor_that_has_died_is_looked_up_again(make_service: MakeService, ray: FakeRay) -> None:
     dead = ray.engine("engine-0", PLAN.serves)
     service = make_service()
     assert service.poll() == {"engine-0": READY}
@@ -110,9 +107,7 @@ def test_an_actor_that_has_died_is_looked_up_again(make_service: Callable[..., S
 # Placement ---------------------------------------------------------------------------------------------------
 
 
-def test_engines_that_leave_while_a_service_starts_are_placed_again(
-    make_service: Callable[..., Service], ray: FakeRay
-) -> None:
+def test_engines_that_leave_while_a_service_starts_are_placed_again(make_service: MakeService, ray: FakeRay) -> None:
     ray.engine("engine-0", PLAN.serves, UNLOADING)
     service = make_service(replicas=2)
     assert service.poll() == {"engine-0": UNLOADING}
@@ -123,9 +118,7 @@ def test_engines_that_leave_while_a_service_starts_are_placed_again(
 
 
 @pytest.mark.parametrize("replicas", [0, 3])
-def test_if_all_engines_left_all_are_placed_again(
-    make_service: Callable[..., Service], ray: FakeRay, replicas: int
-) -> None:
+def test_if_all_engines_left_all_are_placed_again(make_service: MakeService, ray: FakeRay, replicas: int) -> None:
     for number in range(max(1, replicas)):
         ray.engine(f"engine-{number}", PLAN.serves)
     service = make_service(replicas)
@@ -136,7 +129,7 @@ def test_if_all_engines_left_all_are_placed_again(
 
 
 def test_if_two_machines_remove_the_last_two_engines_one_is_placed_again(
-    make_service: Callable[..., Service], ray: FakeRay
+    make_service: MakeService, ray: FakeRay
 ) -> None:
     one, other = make_service(replicas=2), make_service()
     one.poll()
@@ -154,7 +147,7 @@ def test_if_two_machines_remove_the_last_two_engines_one_is_placed_again(
     assert list(ray.actors) == ["engine-1"], "the first service still needs it"
 
 
-def test_removed_engines_are_not_placed_again(make_service: Callable[..., Service], ray: FakeRay) -> None:
+def test_removed_engines_are_not_placed_again(make_service: MakeService, ray: FakeRay) -> None:
     service = make_service(replicas=2)
     service.poll()
     for engine in ray.actors.values():
@@ -172,7 +165,7 @@ def test_removed_engines_are_not_placed_again(make_service: Callable[..., Servic
     assert list(ray.actors) == ["engine-0"]
 
 
-def test_two_engines_added_at_once_are_both_placed(make_service: Callable[..., Service], ray: FakeRay) -> None:
+def test_two_engines_added_at_once_are_both_placed(make_service: MakeService, ray: FakeRay) -> None:
     ray.engine("engine-0", PLAN.serves)
     service = make_service()
     service.poll()
@@ -184,7 +177,7 @@ def test_two_engines_added_at_once_are_both_placed(make_service: Callable[..., S
     assert list(ray.actors) == ["engine-0", "engine-1", "engine-2", "engine-3"]
 
 
-def test_failed_placements_are_retried(make_service: Callable[..., Service], ray: FakeRay) -> None:
+def test_failed_placements_are_retried(make_service: MakeService, ray: FakeRay) -> None:
     ray.engine("engine-0", PLAN.serves)
     service = make_service(replicas=2)
     service.roster.add(())
@@ -195,9 +188,7 @@ def test_failed_placements_are_retried(make_service: Callable[..., Service], ray
     assert list(ray.actors) == ["engine-0", "engine-1", "engine-2"]
 
 
-def test_a_failed_first_engine_ends_only_a_service_that_never_served(
-    make_service: Callable[..., Service], ray: FakeRay
-) -> None:
+def test_a_failed_first_engine_ends_only_a_service_that_never_served(make_service: MakeService, ray: FakeRay) -> None:
     service = make_service()
     service.poll()
     ray.actors["engine-0"].set_status(FAILED, "no such file")
@@ -224,7 +215,7 @@ def test_a_missing_gpu_is_logged(ray: FakeRay, caplog: pytest.LogCaptureFixture)
 
 
 @pytest.fixture
-def waiting(make_service: Callable[..., Service], ray: FakeRay) -> Service:
+def waiting(make_service: MakeService, ray: FakeRay) -> Service:
     """A service with one ready engine. No node has room for the other engine."""
     service = make_service(replicas=2)
     service.poll()
@@ -252,7 +243,7 @@ def test_an_engine_without_a_node_can_be_removed(waiting: Service, ray: FakeRay)
 
 
 def test_an_engine_is_removed_when_the_head_answers_again(
-    make_service: Callable[..., Service], ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+    make_service: MakeService, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(2):
         ray.engine(f"engine-{number}", PLAN.serves)
@@ -282,7 +273,7 @@ def test_an_engine_is_removed_when_the_head_answers_again(
     assert ray.actors["engine-1"].drains == []
 
 
-def test_a_new_engine_with_the_name_of_a_removed_one_stays(make_service: Callable[..., Service], ray: FakeRay) -> None:
+def test_a_new_engine_with_the_name_of_a_removed_one_stays(make_service: MakeService, ray: FakeRay) -> None:
     for number in range(2):
         ray.engine(f"engine-{number}", PLAN.serves)
     service = make_service()
@@ -326,7 +317,7 @@ class Supervisor:
 
 
 @pytest.fixture
-def supervisor(make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+def supervisor(make_service: MakeService, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     poll = Roster.poll
     monkeypatch.setattr(Roster, "poll", lambda self: (self._directory.poll(), poll(self))[1])
     monkeypatch.setattr(process, "become_child", lambda name, log_config: None)
@@ -375,24 +366,27 @@ def test_a_dead_supervisor_counts_as_leaving(supervisor: Supervisor, departures:
     assert len(departures) == 1
 
 
-def test_signals_to_the_group_are_ignored(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        join(PLAN.cluster)
-        assert ray.is_joined and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """Restores the handler."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.usefixtures("sigterm")
+def test_signals_to_the_group_are_ignored(ray: FakeRay) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    join(PLAN.cluster)
+    assert ray.is_joined and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("sigterm")
 def test_rays_error_thread_is_stopped(ray: FakeRay) -> None:
     """`test_actors` checks it with Ray itself."""
     stopped = threading.Event()
     ray._private = SimpleNamespace(worker=SimpleNamespace(global_worker=SimpleNamespace(threads_stopped=stopped)))
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        join(PLAN.cluster)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    join(PLAN.cluster)
     assert ray.is_joined and stopped.is_set()
 
 

@@ -99,17 +99,17 @@ def validate_lines(records: Iterator[Record], endpoint: str) -> tuple[int, list[
         if problem:
             param, message = problem
             errors.append(
-                _error_entry("invalid_json_line" if not param else "invalid_request", message, param, record.line)
+                error_entry("invalid_json_line" if not param else "invalid_request", message, param, record.line)
             )
         if len(errors) >= MAX_ERRORS:
             break
         if count > MAX_LINES:
             errors.append(
-                _error_entry("too_many_lines", f"the file has more than {MAX_LINES} lines; send several batches")
+                error_entry("too_many_lines", f"the file has more than {MAX_LINES} lines; send several batches")
             )
             break
     if not count:
-        errors.append(_error_entry("empty_file", "the file has no lines"))
+        errors.append(error_entry("empty_file", "the file has no lines"))
     return count, errors
 
 
@@ -128,5 +128,5 @@ def _line_error(record: Record, endpoint: str) -> tuple[str | None, str] | None:
     return None
 
 
-def _error_entry(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:
+def error_entry(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:
     return {"code": code, "message": message, "param": param, "line": line}

@@ -23,7 +23,7 @@ from programs.batch.progress import RunStats
 from programs.batch.run import Run
 from programs.batch.sidecar import Sidecar
 from programs.record import Record, RunError
-from programs.serve.batches.batch_format import MAX_LINES, BatchFormat, BatchTask, validate_lines
+from programs.serve.batches.batch_format import MAX_LINES, BatchFormat, BatchTask, error_entry, validate_lines
 from routes.context import Context
 from routes.file_store import ACTIVE_STATUSES, Batch, Counts, Purpose, Result, Status, Store, StoredFile
 from routes.translation import stored
@@ -152,7 +152,7 @@ class BatchJob:
 
     async def fail(self, message: str, code: str = "internal") -> None:
         """Fail the batch for good. Lines that were answered are its results. Raises OSError."""
-        await self._set_status(Status.FINALIZING, ends_as=Status.FAILED, errors=_reasons(code, message))
+        await self._set_status(Status.FINALIZING, ends_as=Status.FAILED, errors=[error_entry(code, message)])
         await self._finalise()
 
     async def give_up(self, message: str) -> None:
@@ -160,7 +160,7 @@ class BatchJob:
         try:
             await self.fail(message, "storage_failed")
         except (RunError, OSError):
-            await self._set_status(Status.FAILED, errors=_reasons("storage_failed", message))
+            await self._set_status(Status.FAILED, errors=[error_entry("storage_failed", message)])
 
     async def _set_status(self, status: Status, **changes: Any) -> None:
         def changed(batch: Batch) -> Batch:
@@ -350,7 +350,3 @@ class BatchJob:
         )
         self._store.add_existing_file(file)
         return file_id
-
-
-def _reasons(code: str, message: str) -> list[dict[str, Any]]:
-    return [{"code": code, "message": message, "param": None, "line": None}]
