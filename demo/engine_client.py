@@ -57,7 +57,8 @@ def run_jobs(engine: Engine, jobs: Sequence[list[GenerateRequest]]) -> list[Answ
                 if delta.finish is not None:
                     answer.finishes[delta.row] = delta.finish
                     errors.append(delta.finish.error)
-            errors.append(events.error)
+            if events.error is not None:
+                errors.append(events.error)
             if events.done:
                 done.release()
 
