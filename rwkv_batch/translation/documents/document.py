@@ -329,6 +329,16 @@ def xml_text(text: str) -> str:
     return _CONTROLS.sub("", text)
 
 
+def unescaped(text: str, escape: re.Pattern[str], names: Mapping[str, str]) -> str:
+    """Return the text without escapes, whose group 1 is u and four hex digits, or a character, perhaps of `names`."""
+
+    def character(found: re.Match[str]) -> str:
+        code = found[1] or ""
+        return chr(int(code[1:], 16)) if len(code) == 5 else names.get(code, code)
+
+    return paired(escape.sub(character, text))
+
+
 def paired(text: str) -> str:
     """Return the text with pairs of surrogates, from escapes, as characters."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

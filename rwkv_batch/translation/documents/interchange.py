@@ -18,8 +18,8 @@ from rwkv_batch.translation.documents.document import (
     DocumentOptions,
     Slot,
     Unit,
-    paired,
     slot,
+    unescaped,
 )
 from rwkv_batch.translation.documents.plurals import plural_units
 from rwkv_batch.translation.documents.xml_files import (
@@ -222,20 +222,13 @@ class _AndroidText(NamedTuple):
 def _android_unit(element: Any) -> _AndroidText | None:
     raw, codes = inline_text(element, lambda one: local(one) == "g" or one.get("translatable") == "false")
     is_quoted = any(found[2] for found in _ANDROID_ESCAPE.finditer(raw))
-    text = paired(_ANDROID_ESCAPE.sub(_android_character, raw))
+    text = unescaped(raw, _ANDROID_ESCAPE, {"n": "<br/>", "t": "\t"})
     if not has_text(text) or text.lstrip().startswith(("@string/", "?attr/")):
         return None
     note = element.getprevious()
     is_note = note is not None and note.tag is etree.Comment
     about = (note.text or "").strip() if is_note else element.get("name", "")
     return _AndroidText(inline_unit(text, about, Split.NEWLINES), codes, is_quoted)
-
-
-def _android_character(found: re.Match[str]) -> str:
-    code = found[1] or ""
-    if len(code) == 5:
-        return chr(int(code[1:], 16))
-    return {"n": "<br/>", "t": "\t"}.get(code, code)
 
 
 def _android_escaped(text: str) -> str:

@@ -17,9 +17,9 @@ from rwkv_batch.translation.documents.document import (
     Texts,
     Unit,
     decode,
-    paired,
     slot,
     text_document,
+    unescaped,
 )
 from rwkv_batch.translation.documents.plurals import plural_forms, plural_units
 from rwkv_batch.translation.segments import has_letters
@@ -100,7 +100,7 @@ _PROPERTY = re.compile(
     r"(?P<value>(?:\\(?:\r\n|[\s\S])|[^\\\r\n])*)",
     re.MULTILINE,
 )
-_PROPERTY_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|\r\n[ \t\f]*|[\r\n][ \t\f]*|[\s\S])")
+_PROPERTY_ESCAPE = re.compile(r"\\(?:(?:\r\n|[\r\n])[ \t\f]*|(u[0-9a-fA-F]{4}|[\s\S]))")
 
 
 def read_properties(data: bytes, options: DocumentOptions) -> Document:
@@ -109,16 +109,9 @@ def read_properties(data: bytes, options: DocumentOptions) -> Document:
     edits = TextEdits(source.text)
     encode: Callable[[str], str] = _ascii_property if source.text.isascii() else _property
     for found in _PROPERTY.finditer(source.text):
-        value = paired(_PROPERTY_ESCAPE.sub(_property_character, found["value"]))
+        value = unescaped(found["value"], _PROPERTY_ESCAPE, {"n": "\n", "t": "\t", "r": "\r", "f": "\f"})
         edits.add(*found.span("value"), Unit(value, note=found["key"]), encode)
     return text_document(source, edits)
-
-
-def _property_character(found: re.Match[str]) -> str:
-    code = found[1]
-    if len(code) == 5 and code[0] == "u":
-        return chr(int(code[1:], 16))
-    return "" if code[0] in "\r\n" else {"n": "\n", "t": "\t", "r": "\r", "f": "\f"}.get(code, code)
 
 
 def _property(text: str) -> str:
@@ -153,17 +146,10 @@ def read_apple_strings(data: bytes, options: DocumentOptions) -> Document:
         if found["comment"] is not None:
             comment = found["comment"].strip()
         elif found["key"] is not None:
-            value = paired(_APPLE_ESCAPE.sub(_apple_character, found["value"]))
+            value = unescaped(found["value"], _APPLE_ESCAPE, {"n": "\n", "t": "\t", "r": "\r"})
             edits.add(*found.span("value"), Unit(value, note=comment or found["key"].strip('"')), _apple_escaped)
             comment = ""
     return text_document(source, edits)
-
-
-def _apple_character(found: re.Match[str]) -> str:
-    code = found[1]
-    if len(code) == 5:
-        return chr(int(code[1:], 16))
-    return {"n": "\n", "t": "\t", "r": "\r"}.get(code, code)
 
 
 def _apple_escaped(text: str) -> str:
