@@ -205,6 +205,16 @@ def config_in(folder: Path, **changes: object) -> PoolConfig:
     return PoolConfig(**(settings | changes))  # type: ignore[arg-type]
 
 
+def opened(folder: Path, delay: int = 0, **changes: object) -> Driver:
+    """Open a pool of `config_in`. delay: of the arena"""
+    return Driver(FakeArena(delay=delay), config_in(folder, **changes))
+
+
+def names(driver: Driver) -> set[str]:
+    """Ids of the listed sessions."""
+    return {entry.session_id for entry in driver.list_sessions().sessions}
+
+
 def get_store(driver: Driver) -> Store:
     """The pool's third tier."""
     assert driver.pool._store is not None
@@ -230,8 +240,10 @@ def idle_writer(driver: Driver) -> Iterator[None]:
 
 
 def end(*drivers: Driver) -> None:
-    """Settle the pools, check their bookkeeping and close them."""
+    """Settle the pools that are open, check their bookkeeping and close them."""
     for driver in drivers:
+        if driver.pool._store is not None and driver.pool._store.writer._stopping:
+            continue
         driver.settle()
         assert integrity_faults(driver.pool) == []
         driver.pool.close()

@@ -15,9 +15,9 @@ from native import files as private_files
 from routes.file_store import Store
 from state_pool.disk.recover import salvage
 from state_pool.session_file import SessionFile, decode
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state
+from test.pool_fakes import Outcome, expected_state, names, opened
 from test.state_pool.stored_sessions import holds, reopen, write_three
-from test.state_pool.test_pool_expiry import TTL_S, Clock, clock, close, names, opened  # noqa: F401 - a fixture
+from test.state_pool.test_pool_expiry import TTL_S, Clock, clock, close, expiring  # noqa: F401 - a fixture
 
 DAY_S = 86_400.0
 MANY = 2**31
@@ -31,7 +31,7 @@ def test_a_network_file_system_is_named_with_the_remedy(
 ) -> None:
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(private_files, "_type_number", lambda _: number)
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     close(driver)
     assert ("is on a network file system" in caplog.text) == bool(name)
     assert not name or (f"({name}" in caplog.text and "--state-db" in caplog.text and "postgresql://" in caplog.text)
@@ -49,7 +49,7 @@ def test_a_clock_that_was_set_back_by_a_day_expires_nothing_used(
     shared: bool,
 ) -> None:
     """Neither while it is back, nor when it is right again. Also not after a start then."""
-    driver = opened(tmp_path, TTL_S, shared)
+    driver = expiring(tmp_path, TTL_S, shared)
     driver.turn("earlier", [1])
     clock.wall -= DAY_S
     clock.passes(5)
@@ -61,7 +61,7 @@ def test_a_clock_that_was_set_back_by_a_day_expires_nothing_used(
     driver.settle()
     assert names(driver) == {"earlier", "meanwhile"}
     close(driver)
-    driver = opened(tmp_path, TTL_S, shared)
+    driver = expiring(tmp_path, TTL_S, shared)
     clock.passes(5)
     driver.settle()
     assert names(driver) == {"earlier", "meanwhile"}
@@ -70,7 +70,7 @@ def test_a_clock_that_was_set_back_by_a_day_expires_nothing_used(
 
 def test_a_session_passes_two_to_the_power_of_31_tokens(tmp_path: Path) -> None:
     """Its count is stored, exported and imported."""
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1, 2, 3])
     driver.settle()
     file = driver.export("s")
@@ -84,7 +84,7 @@ def test_a_session_passes_two_to_the_power_of_31_tokens(tmp_path: Path) -> None:
         driver.settle()
         many = driver.export(name).encode()
     driver.pool.close()
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     assert np.array_equal(driver.state("again"), expected_state([1, 2, 3, 4, 5, 4, 5]))
     assert driver.export("again").num_tokens == MANY + 3
     driver.pool.close()

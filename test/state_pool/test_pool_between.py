@@ -12,14 +12,10 @@ import pytest
 from state_pool.errors import SessionNotFound, TurnNotStored
 from state_pool.session_file import SessionFile, decode
 from state_pool.sessions import Lease, LeaseState
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, fold, get_session, get_store
+from test.pool_fakes import Driver, Outcome, expected_state, fold, get_session, get_store, opened
 from test.pool_integrity import integrity_faults
 from test.state_pool.test_pool_portable import export
 from test.state_pool.test_pool_prefix import Prompts, cache, head_of
-
-
-def opened(folder: Path, delay: int = 0, **changes: object) -> Driver:
-    return Driver(FakeArena(delay=delay), config_in(folder, **changes))
 
 
 def rows_of(folder: Path, table: str = "sessions") -> int:

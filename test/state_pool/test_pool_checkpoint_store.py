@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +18,9 @@ from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.disk.statements import StateRow, put_state
 from state_pool.errors import DatabaseUnusable, SessionUnusable, TurnNotStored
 from state_pool.layout import checksum_pieces
-from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state
+from test.pool_fakes import Driver, end, expected_state, opened
 from test.s3_server import KEY, SECRET
+from test.state_pool.stored_sessions import raw
 
 Engines = Callable[..., Driver]
 IN_A_BUCKET = pytest.param("s3", marks=pytest.mark.cluster)
@@ -42,13 +41,11 @@ def engines(tmp_path: Path, address: str) -> Iterator[Engines]:
 
     def make(**changes: object) -> Driver:
         settings = {"durability": "turn", "checkpoint_store": address, "checkpoint_store_min_mb": 0.0, **changes}
-        drivers.append(Driver(FakeArena(), config_in(tmp_path, **settings)))
+        drivers.append(opened(tmp_path, **settings))
         return drivers[-1]
 
     yield make
-    for driver in drivers:
-        if driver.pool._store is not None and not driver.pool._store.writer._stopping:
-            end(driver)
+    end(*drivers)
 
 
 def keys_in(store: CheckpointStore, key_prefix: str) -> list[str]:
@@ -71,7 +68,7 @@ def has_swept(driver: Driver) -> bool:
 
 
 def named_keys(tmp_path: Path) -> list[str]:
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
+    with raw(tmp_path) as connection:
         assert connection.execute("SELECT count(*) FROM state_chunks").fetchone() == (0,)
         found = connection.execute("SELECT object_key FROM states WHERE object_key IS NOT NULL ORDER BY object_key")
         return [key for (key,) in found]
@@ -311,7 +308,7 @@ def test_replaced_object_stays_while_a_reader_blocks_the_wal_checkpoint(
         moves.append(connection)
         return wal_checkpoint(connection)
 
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as other:
+    with raw(tmp_path) as other:
         other.execute("BEGIN")
         other.execute("SELECT count(*) FROM sessions").fetchone()
         one.turn("s", [2])
@@ -345,7 +342,7 @@ def replace_object(tmp_path: Path, store: CheckpointStore, location: ObjectLocat
     data, state, key = store.get(location.stored.key), location.state + 1, f"{location.stored.key}-later"
     stored = StoredObject(key, checksum_pieces([data], state, location.session))
     store.put(key, data)
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
+    with raw(tmp_path) as connection:
         found = connection.execute("SELECT turn, num_tokens, fingerprint, layout, bytes FROM states").fetchone()
         put_state(connection, StateRow(state, location.session, *found, stored))
         connection.commit()
@@ -402,7 +399,7 @@ def test_error_of_unreachable_bucket_hides_the_keys(
         with pytest.raises(CheckpointStoreUnavailable) as away:
             open_checkpoint_store(address).get("a")
         with pytest.raises(DatabaseUnusable, match="s3://states/prefix") as refused:
-            Driver(FakeArena(), config_in(tmp_path, checkpoint_store=address))
+            opened(tmp_path, checkpoint_store=address)
         assert not any(word in str(away.value) + str(refused.value) + caplog.text for word in (KEY, SECRET))
     monkeypatch.setattr(s3, "obstore", None)
     with pytest.raises(DatabaseUnusable, match="requirements-cluster"):

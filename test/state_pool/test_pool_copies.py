@@ -14,9 +14,9 @@ from state_pool.disk import copies
 from state_pool.disk.copies import copy_database
 from state_pool.disk.database import open_writer
 from state_pool.errors import DatabaseUnusable
-from test.pool_fakes import Driver
+from test.pool_fakes import Driver, opened
 from test.state_pool.stored_sessions import holds, raw, reopen, write_three
-from test.state_pool.test_upgrades import check_states, opened, unpack
+from test.state_pool.test_upgrades import check_states, unpack
 
 MISSING_LOG = "its last turns and sessions are missing"
 

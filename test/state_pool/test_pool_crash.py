@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -22,6 +20,7 @@ from state_pool.session_key import LINEAR
 from test.conftest import IS_LONG
 from test.pool_child import crash_config
 from test.pool_fakes import Driver, FakeArena, expected_state
+from test.state_pool.stored_sessions import raw
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +61,7 @@ class Ledger:
 
     def check(self) -> None:
         """Open the database as the next process would. Compare it with the journal."""
-        with contextlib.closing(sqlite3.connect(self.folder / "sessions.db")) as connection:
+        with raw(self.folder) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
         acknowledged, tried, deleting = self.read_journal()
         driver = Driver(FakeArena(num_slots=12), self.config)
@@ -136,7 +135,7 @@ def test_killed_between_an_object_and_its_row(tmp_path: Path, durability: str, m
     assert store is not None and store._objects is not None
     objects = store._objects
     driver.until(lambda: store._next_sweep > 0 and objects._sweeping is None)
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db")) as connection:
+    with raw(tmp_path) as connection:
         named = {key for (key,) in connection.execute("SELECT object_key FROM states")}
     there = {one.key for batch in objects._store.list(objects._key_prefix) for one in batch}
     assert len(there - named) == 1, "the one that marks the place"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -11,11 +9,8 @@ import pytest
 from state_pool.disk.recover import salvage
 from state_pool.errors import SessionNotFound
 from state_pool.sessions import DialogueNumbers
-from test.pool_fakes import Driver, FakeArena, config_in, end
-
-
-def reopen(folder: Path, **changes: object) -> Driver:
-    return Driver(FakeArena(), config_in(folder, **changes))
+from test.pool_fakes import Driver, end, opened
+from test.state_pool.stored_sessions import raw
 
 
 def number_of(driver: Driver, session_id: str, parent: int = 0) -> int | None:
@@ -24,7 +19,7 @@ def number_of(driver: Driver, session_id: str, parent: int = 0) -> int | None:
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy", "memory"])
 def test_dialogue_number_is_not_reused_after_a_delete(tmp_path: Path, durability: str) -> None:
-    driver = reopen(tmp_path, **({"state_db": ""} if durability == "memory" else {"durability": durability}))
+    driver = opened(tmp_path, **({"state_db": ""} if durability == "memory" else {"durability": durability}))
     assert [number_of(driver, "s") for _ in range(3)] == [1, 2, 3]
     assert driver.delete("s:3") == 1
     with pytest.raises(SessionNotFound):
@@ -38,24 +33,24 @@ def test_dialogue_number_is_not_reused_after_a_delete(tmp_path: Path, durability
 
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_dialogue_number_is_not_reused_after_a_restart(tmp_path: Path, durability: str) -> None:
-    driver = reopen(tmp_path, durability=durability)
+    driver = opened(tmp_path, durability=durability)
     for name in ("some are left", "none is left"):
         for _ in range(3):
             number_of(driver, name)
     driver.delete("some are left:3")
     driver.delete("none is left")
     end(driver)
-    driver = reopen(tmp_path, durability=durability)
+    driver = opened(tmp_path, durability=durability)
     assert [number_of(driver, name) for name in ("some are left", "none is left")] == [4, 4]
     driver.pool.close()
 
 
 def test_dialogue_number_is_not_reused_after_a_migration(tmp_path: Path) -> None:
-    driver = reopen(tmp_path)
+    driver = opened(tmp_path)
     for _ in range(2):
         number_of(driver, "s")
     driver.pool.close()
-    with contextlib.closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as connection:
+    with raw(tmp_path) as connection:
         connection.execute("DROP TABLE dialogue_numbers")
         connection.execute("DROP INDEX sessions_by_updated")
         connection.execute("DROP INDEX states_in_objects")
@@ -66,16 +61,16 @@ def test_dialogue_number_is_not_reused_after_a_migration(tmp_path: Path) -> None
         for column in ("origin_name", "origin_digest", "keeps_log"):
             connection.execute(f"ALTER TABLE sessions DROP COLUMN {column}")
         connection.execute("DELETE FROM schema_migrations WHERE version >= 2")
-    driver = reopen(tmp_path)
+    driver = opened(tmp_path)
     driver.delete("s")
     end(driver)
-    driver = reopen(tmp_path)
+    driver = opened(tmp_path)
     assert number_of(driver, "s") == 3
     driver.pool.close()
 
 
 def test_dialogue_number_is_not_reused_after_a_salvage(tmp_path: Path) -> None:
-    driver = reopen(tmp_path)
+    driver = opened(tmp_path)
     for name in "st":
         for _ in range(2):
             number_of(driver, name)
@@ -83,7 +78,7 @@ def test_dialogue_number_is_not_reused_after_a_salvage(tmp_path: Path) -> None:
     end(driver)
     (tmp_path / "new").mkdir()
     salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")
-    driver = reopen(tmp_path / "new")
+    driver = opened(tmp_path / "new")
     assert [number_of(driver, name) for name in "st"] == [3, 3]
     driver.pool.close()
 

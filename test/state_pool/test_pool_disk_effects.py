@@ -22,9 +22,9 @@ from state_pool.disk.writer import Writer
 from state_pool.errors import SessionNotFound, SessionReadFailed
 from state_pool.layout import ZERO_SLOT
 from state_pool.session_key import SessionKey
-from test.pool_fakes import Driver, Outcome, end, expected_state, get_session, get_store
+from test.pool_fakes import Driver, Outcome, end, expected_state, get_session, get_store, opened
 from test.state_pool.stored_sessions import raw, write_three
-from test.state_pool.test_pool_between import opened, reopened, rows_of
+from test.state_pool.test_pool_between import reopened, rows_of
 from test.state_pool.test_pool_effects import chunks
 
 # -- the writer --------------------------------------------------------------------------------------------------------

@@ -13,18 +13,13 @@ from state_pool.disk.operations import Append, SessionRow
 from state_pool.errors import SessionBusy, SessionNotFound
 from state_pool.session_key import SessionKey
 from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, get_session, get_store
+from test.state_pool.stored_sessions import raw, reopen
 from test.state_pool.test_pool_prefix import Prompts
-
-WORDS = 4096
-
-
-def opened(folder: Path, **changes: object) -> Driver:
-    return Driver(FakeArena(words=WORDS), config_in(folder, **changes))
 
 
 def chunks(folder: Path) -> tuple[int, int]:
     """(chunks in the file, chunks that its states have)"""
-    with contextlib.closing(sqlite3.connect(folder / "sessions.db")) as connection:
+    with raw(folder) as connection:
         chunks = connection.execute("SELECT count(*) FROM state_chunks").fetchone()[0]
         states = connection.execute("SELECT count(*) FROM states").fetchone()[0]
     return chunks, 2 * states
@@ -38,7 +33,7 @@ def collected(driver: Driver, folder: Path) -> bool:
 
 
 def test_chunks_of_a_replaced_state_are_collected(tmp_path: Path) -> None:
-    driver = opened(tmp_path, durability="turn")
+    driver = reopen(tmp_path, durability="turn")
     for turn in range(5):
         driver.turn("s", [turn])
     assert get_store(driver).writer.stats.states == 5
@@ -47,7 +42,7 @@ def test_chunks_of_a_replaced_state_are_collected(tmp_path: Path) -> None:
 
 
 def test_chunks_of_a_deleted_state_are_collected(tmp_path: Path) -> None:
-    driver = opened(tmp_path, durability="turn")
+    driver = reopen(tmp_path, durability="turn")
     driver.turn("s", [1])
     driver.turn("t", [1])
     driver.delete("s")
@@ -57,7 +52,7 @@ def test_chunks_of_a_deleted_state_are_collected(tmp_path: Path) -> None:
 
 
 def test_chunks_of_a_failed_state_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = opened(tmp_path, durability="turn")
+    driver = reopen(tmp_path, durability="turn")
     writer = get_store(driver).writer
     with monkeypatch.context() as patched:
         write = writer._write_state
@@ -79,7 +74,7 @@ def test_chunks_of_a_failed_state_are_collected(tmp_path: Path, monkeypatch: pyt
 
 def test_older_state_does_not_repair_a_broken_log(tmp_path: Path) -> None:
     """With "lazy", only a later state covers an unlogged turn."""
-    driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
+    driver = reopen(tmp_path, durability="lazy", checkpoint_idle_s=1e9)
     driver.turn("s", [1])
     driver.settle()
     session, writer = get_session(driver, "s"), get_store(driver).writer
@@ -97,7 +92,7 @@ def test_older_state_does_not_repair_a_broken_log(tmp_path: Path) -> None:
 
 
 def test_session_is_busy_while_its_turn_is_stored(tmp_path: Path) -> None:
-    driver = opened(tmp_path)
+    driver = reopen(tmp_path)
     lease = driver.ready(driver.pool.turns.checkout("s"))
     slot = driver.compute(lease, [1])
     with get_store(driver).writer._changed:
@@ -111,7 +106,7 @@ def test_session_is_busy_while_its_turn_is_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_a_deleted_sessions_turn_is_not_acknowledged(tmp_path: Path, durability: str) -> None:
     """Its tokens are committed before the delete. Still it is deleted, and its client gets an error."""
-    driver = opened(tmp_path, durability=durability)
+    driver = reopen(tmp_path, durability=durability)
     lease = driver.ready(driver.pool.turns.checkout("s"))
     outcome = driver.finish_turn(lease, [1])
     while durability == "log" and get_store(driver).writer.stats.turns == 0:
@@ -123,7 +118,7 @@ def test_a_deleted_sessions_turn_is_not_acknowledged(tmp_path: Path, durability:
 
 
 def test_one_bad_turn_fails_alone(tmp_path: Path) -> None:
-    driver = opened(tmp_path)
+    driver = reopen(tmp_path)
     good, bad, other = Outcome(), Outcome(), Outcome()
     with get_store(driver).writer._changed:  # all in one group
         for row, turn, outcome in ((101, 1, good), (102, 5, bad), (103, 1, other)):
@@ -135,7 +130,7 @@ def test_one_bad_turn_fails_alone(tmp_path: Path) -> None:
 
 
 def test_least_recently_used_session_is_evicted_first(tmp_path: Path) -> None:
-    driver = opened(tmp_path, l1_sessions=2, l2_sessions=0)
+    driver = reopen(tmp_path, l1_sessions=2, l2_sessions=0)
     for name in ("a", "b"):
         driver.turn(name, [1])
     driver.turn("a", [2])  # b is the oldest, although it came second
@@ -147,7 +142,7 @@ def test_least_recently_used_session_is_evicted_first(tmp_path: Path) -> None:
 
 def test_turn_is_committed_between_chunks_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn may come during the write of a large state. It is committed between two chunks."""
-    driver = opened(tmp_path)
+    driver = reopen(tmp_path)
     writer = get_store(driver).writer
     order: list[str] = []
     monkeypatch.setattr("state_pool.layout.CHUNK_BYTES", 1024)

@@ -15,7 +15,7 @@ from state_pool.cache import checkpoints
 from state_pool.disk import directory
 from state_pool.expiry import Expiry, Gap, UsageTimes
 from state_pool.turns import deletes, turns
-from test.pool_fakes import Driver, FakeArena, config_in, end
+from test.pool_fakes import Driver, end, names, opened
 
 TTL_S = 60.0
 YEAR_S = 365 * 86400.0
@@ -43,13 +43,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield clock
 
 
-def opened(folder: Path, ttl: float, shared: bool) -> Driver:
+def expiring(folder: Path, ttl: float, shared: bool) -> Driver:
     sharing = {"engine": "one", "service": "here"} if shared else {}
-    return Driver(FakeArena(), config_in(folder, session_ttl=ttl, **sharing))
-
-
-def names(driver: Driver) -> set[str]:
-    return {entry.session_id for entry in driver.list_sessions().sessions}
+    return opened(folder, session_ttl=ttl, **sharing)
 
 
 def close(driver: Driver) -> None:
@@ -58,7 +54,7 @@ def close(driver: Driver) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_clock_that_is_set_ahead_expires_nothing(tmp_path: Path, clock: Clock, shared: bool) -> None:
-    driver = opened(tmp_path, TTL_S, shared)
+    driver = expiring(tmp_path, TTL_S, shared)
     driver.turn("old", [1])
     clock.passes(TTL_S - 10)
     driver.turn("new", [1])
@@ -77,20 +73,20 @@ def test_a_clock_that_is_set_ahead_expires_nothing(tmp_path: Path, clock: Clock,
 def test_a_start_with_a_clock_far_ahead_expires_only_what_had_expired(
     tmp_path: Path, clock: Clock, shared: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver = opened(tmp_path, 0.0, shared)
+    driver = expiring(tmp_path, 0.0, shared)
     for name in ("first", "second", "third"):
         driver.turn(name, [1])
         clock.passes(TTL_S / 2 + 5)
     close(driver)
     clock.wall += YEAR_S
-    driver = opened(tmp_path, TTL_S, shared)
+    driver = expiring(tmp_path, TTL_S, shared)
     assert "more than --session-ttl" in caplog.text
     driver.until(lambda: "first" not in names(driver))
     assert names(driver) == {"second", "third"}
     driver.turn("fourth", [1])
     clock.passes(1)
     close(driver)
-    driver = opened(tmp_path, TTL_S, shared)  # one session was used while the clock was wrong
+    driver = expiring(tmp_path, TTL_S, shared)  # one session was used while the clock was wrong
     clock.passes(TTL_S / 2)
     driver.until(lambda: "second" not in names(driver))
     assert names(driver) == {"third", "fourth"}
@@ -144,7 +140,7 @@ def test_sessions_of_a_clock_that_was_set_back_do_not_expire_early_after_a_resta
     tmp_path: Path, clock: Clock, shared: bool, is_noticed: bool
 ) -> None:
     """By the times in the database, the later sessions are older. The others have times of the clock before."""
-    driver = opened(tmp_path, TTL_S, shared)
+    driver = expiring(tmp_path, TTL_S, shared)
     for number in range(4):
         driver.turn(f"earlier-{number}", [1])
         clock.passes(TTL_S / 3)
@@ -152,14 +148,14 @@ def test_sessions_of_a_clock_that_was_set_back_do_not_expire_early_after_a_resta
         close(driver)
     clock.wall -= YEAR_S
     if not is_noticed:
-        driver = opened(tmp_path, TTL_S, shared)
+        driver = expiring(tmp_path, TTL_S, shared)
     driver.turn("later", [1])
     close(driver)
     clock.wall += YEAR_S
-    driver = opened(tmp_path, TTL_S, shared)
+    driver = expiring(tmp_path, TTL_S, shared)
     clock.passes(10)
     close(driver)
-    driver = opened(tmp_path, TTL_S, shared)
+    driver = expiring(tmp_path, TTL_S, shared)
     driver.pool.poll()
     driver.settle()
     assert "later" in names(driver)
@@ -174,7 +170,7 @@ def test_a_planned_delete_spares_sessions_of_a_clock_that_was_set_back_meanwhile
     """The writer of a shared database may run it later."""
     monkeypatch.setattr(deletes, "time", clock.module)
     monkeypatch.setattr(directory, "time", clock.module)
-    driver = opened(tmp_path, TTL_S, shared=True)
+    driver = expiring(tmp_path, TTL_S, shared=True)
     driver.turn("earlier", [1])
     store: Any = driver.pool._store
     submit, planned = store.submit, []
@@ -201,7 +197,7 @@ def test_a_clock_that_is_set_back_keeps_no_idle_state_from_the_disk(
     real = SimpleNamespace(time=lambda: clock.wall, monotonic=time.monotonic, sleep=time.sleep)
     for module in (pool, turns, checkpoints):
         monkeypatch.setattr(module, "time", real)
-    driver = Driver(FakeArena(), config_in(tmp_path, durability="lazy", checkpoint_idle_s=30))
+    driver = opened(tmp_path, durability="lazy", checkpoint_idle_s=30)
     driver.turn("s", [1])
     index = driver.pool._index
     (session,) = [*index.l1, *index.l2]

@@ -6,7 +6,7 @@ import random
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from state_pool.session_file import SessionFile
 from state_pool.session_key import LINEAR, SessionKey, SessionPage, Tier
 from state_pool.sessions import Session, SessionIndex
 from test.harness import call, make_request, run, started_engine, tiny_model, turn
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_store
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, expected_state, get_store, opened
 from test.state_pool.listing_cost import growth, measure
+from test.state_pool.stored_sessions import raw
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def test_unwritten_turns_are_listed_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_broken_log_lists_sessions_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path, durability="lazy"))
+    driver = opened(tmp_path, durability="lazy")
     driver.turn("old", [1])
     driver.settle()
 
@@ -107,7 +108,7 @@ def test_broken_log_lists_sessions_from_memory(tmp_path: Path, monkeypatch: pyte
 
 
 def test_page_is_full_during_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     for number in range(6):
         driver.turn(f"s{number}", [number])
     outcome = Outcome()
@@ -124,7 +125,7 @@ def test_page_is_full_during_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_hung_reader_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_listing, "TIMEOUT_S", 0.0)
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1])
     outcomes: list[SessionPage | Exception] = []
     with reader_held(driver.pool):
@@ -156,9 +157,9 @@ def test_engine_runs_on_while_the_list_times_out(tmp_path: Path, monkeypatch: py
 
 
 def test_a_list_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1])
-    with closing(sqlite3.connect(tmp_path / "sessions.db", isolation_level=None)) as connection:
+    with raw(tmp_path) as connection:
         connection.execute("DROP INDEX sessions_by_updated")
     with pytest.raises(DatabaseReadFailed, match="no such index"):
         driver.list_sessions()
@@ -167,7 +168,7 @@ def test_a_list_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
 
 
 def test_pending_lists_are_answered_at_close(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1])
     outcomes: list[SessionPage | Exception] = []
     driver.pool.listing.request(outcomes.append)

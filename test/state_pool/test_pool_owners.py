@@ -15,7 +15,7 @@ from state_pool.config import PoolConfig
 from state_pool.disk import database, process_lock
 from state_pool.errors import DatabaseUnusable
 from state_pool.session_key import owned_id, owner_of, without_owner
-from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state
+from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state, opened
 
 OWN, OTHER, SHARED = owned_id("anna", "s"), owned_id("bert", "s"), "s"
 
@@ -34,7 +34,7 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Driver]:
     used = Driver(FakeArena(delay=1), config)
     makers = [used]
     if engine:
-        makers.append(Driver(FakeArena(delay=1), config_in(tmp_path, state_db=state_db, engine="two", service="here")))
+        makers.append(opened(tmp_path, delay=1, state_db=state_db, engine="two", service="here"))
     used.turn(OWN, [1])
     makers[-1].turn(OTHER, [2])
     makers[-1].turn(SHARED, [3])
@@ -93,7 +93,7 @@ def test_ids_with_owners() -> None:
 
 
 def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = (Driver(FakeArena(), config_in(tmp_path, engine=name, service="here")) for name in ("one", "two"))
+    one, two = (opened(tmp_path, engine=name, service="here") for name in ("one", "two"))
     monkeypatch.setattr(process_lock, "BUSY_TIMEOUT_S", 0.1)
     for config in (config_in(tmp_path), config_in(tmp_path, engine="x", service="elsewhere")):
         with pytest.raises(DatabaseUnusable, match=rf"in use by another process \(pid {os.getpid()}\)"):
@@ -104,7 +104,7 @@ def test_another_service_is_refused_while_an_engine_lives(tmp_path: Path, monkey
 
 
 def test_engine_joins_while_others_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Driver(FakeArena(), config_in(tmp_path, engine="one", service="here"))
+    one = opened(tmp_path, engine="one", service="here")
     briefly = database.disable_busy_wait
     other = sqlite3.connect(tmp_path / "sessions.db", isolation_level=None, check_same_thread=False)
 
@@ -114,7 +114,7 @@ def test_engine_joins_while_others_write(tmp_path: Path, monkeypatch: pytest.Mon
         threading.Timer(0.2, lambda: other.execute("COMMIT")).start()
 
     monkeypatch.setattr(database, "disable_busy_wait", while_locked)
-    two = Driver(FakeArena(), config_in(tmp_path, engine="two", service="here"))
+    two = opened(tmp_path, engine="two", service="here")
     two.turn("s", [1])
     for driver in (one, two):
         end(driver)
@@ -123,16 +123,16 @@ def test_engine_joins_while_others_write(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_lazy_durability_needs_a_single_engine(tmp_path: Path) -> None:
     with pytest.raises(DatabaseUnusable, match="lazy"):
-        Driver(FakeArena(), config_in(tmp_path, durability="lazy", engine="one", service="here"))
+        opened(tmp_path, durability="lazy", engine="one", service="here")
 
 
 def test_single_engine_finds_all_sessions(tmp_path: Path) -> None:
-    one, two = (Driver(FakeArena(), config_in(tmp_path, engine=name, service="here")) for name in ("one", "two"))
+    one, two = (opened(tmp_path, engine=name, service="here") for name in ("one", "two"))
     one.turn("a", [1])
     two.turn("b", [2])
     one.pool.close()
     two.pool.close()
-    alone = Driver(FakeArena(), config_in(tmp_path))
+    alone = opened(tmp_path)
     assert np.array_equal(alone.state("a"), expected_state([1]))
     assert np.array_equal(alone.state("b"), expected_state([2]))
     alone.pool.close()

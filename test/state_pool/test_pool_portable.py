@@ -22,7 +22,7 @@ from state_pool.session_file import InvalidSessionFile, SessionFile, decode
 from state_pool.session_key import SessionKey
 from state_pool.turns.import_export import MAX_CONCURRENT
 from test.malformed_files import as_format_1, join, malformed_files, split, with_metadata
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, get_session, get_store
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, get_session, get_store, opened
 
 
 def export(driver: Driver, name: str, dialogue: int | None = None) -> bytes:
@@ -35,11 +35,11 @@ def import_session(driver: Driver, name: str, data: bytes) -> None:
 
 def restarted(tmp_path: Path, *histories: list[int]) -> Driver:
     """Return a pool that has just opened the database with the session "s" of these turns."""
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     for tokens in histories:
         driver.turn("s", tokens)
     end(driver)
-    return Driver(FakeArena(), config_in(tmp_path))
+    return opened(tmp_path)
 
 
 Late = tuple[Callable[..., None], list[tuple[Any, ...]]]
@@ -58,7 +58,7 @@ def late_loads(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy", "memory"])
 def test_export_and_import_from_every_tier(tmp_path: Path, durability: str) -> None:
     changes = {"state_db": ""} if durability == "memory" else {"durability": durability}
-    driver = Driver(FakeArena(delay=1), config_in(tmp_path, l1_sessions=2, l2_sessions=2, **changes))
+    driver = opened(tmp_path, delay=1, l1_sessions=2, l2_sessions=2, **changes)
     for i in range(6):
         driver.turn(f"s{i}", [i, 7])
         driver.settle()
@@ -74,25 +74,25 @@ def test_export_and_import_from_every_tier(tmp_path: Path, durability: str) -> N
     assert np.array_equal(driver.state("fork"), expected_state([1, 2]))
     end(driver)
     if durability != "memory":
-        driver = Driver(FakeArena(), config_in(tmp_path))
+        driver = opened(tmp_path)
         for i in range(6):
             assert np.array_equal(driver.state(f"copy{i}"), expected_state([i, 7]))
         driver.pool.close()
 
 
 def test_replay_is_exported(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1, 2])
     driver.turn("s", [3])
     driver.close_unsaved()
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     data = export(driver, "s")
     assert decode(data).replay == [1, 2, 3]
     import_session(driver, "t", data)
     driver.turn("t", [4])
     assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4]))
     driver.close_unsaved()
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4]))
     driver.pool.close()
 
@@ -100,14 +100,14 @@ def test_replay_is_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("durability", ["log", "turn", "memory"])
 def test_a_file_with_a_state_and_tokens_after_it(tmp_path: Path, durability: str) -> None:
     changes = {"state_db": ""} if durability == "memory" else {"durability": durability}
-    driver = Driver(FakeArena(), config_in(tmp_path, **changes))
+    driver = opened(tmp_path, **changes)
     driver.turn("s", [1, 2])
     file = dataclasses.replace(decode(export(driver, "s")), replay=[3, 4], num_tokens=4)
     import_session(driver, "t", file.encode())
     for reopens in (False, durability != "memory"):
         if reopens:
             driver.close_unsaved()
-            driver = Driver(FakeArena(), config_in(tmp_path, **changes))
+            driver = opened(tmp_path, **changes)
         lease = driver.ready(driver.pool.turns.checkout("t"))
         assert (lease.num_tokens, lease.replay) == (4, [3, 4])
         driver.pool.turns.release(lease)
@@ -120,7 +120,7 @@ def test_a_file_with_a_state_and_tokens_after_it(tmp_path: Path, durability: str
 
 
 def test_refused_exports_and_imports_name_the_session(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1])
     file = driver.pool.import_export.fit(decode(export(driver, "s")))
     for error, message, call in (
@@ -144,7 +144,7 @@ def test_refused_exports_and_imports_name_the_session(tmp_path: Path) -> None:
 
 
 def test_the_file_opens_with_safetensors(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1, 2])
     tensors = load(export(driver, "s"))
     assert {name: (str(t.dtype), t.shape) for name, t in tensors.items()} == driver.arena.layout
@@ -193,7 +193,7 @@ def test_nan_and_infinity_are_refused(dtype: str, kind: type | None) -> None:
 
 
 def test_turn_waits_for_a_running_import(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1])
     file = decode(export(driver, "s"))
     outcome = Outcome()
@@ -231,7 +231,7 @@ def test_malformed_files_get_a_short_error(what: str, data: bytes) -> None:
 
 
 def test_files_of_the_first_format_are_read(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1, 2])
     file = decode(export(driver, "s"))
     import_session(driver, "t", as_format_1(file))
@@ -267,7 +267,7 @@ def test_a_replay_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_stored_session_with_invalid_tokens_is_quarantined(tmp_path: Path) -> None:
     """As if an earlier version had imported it: the log has the tokens with valid checksums."""
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     import_session(driver, "bad", SessionFile("model-a", 2, [1, 40_000], {}, {}).encode())
     driver.turn("good", [1])
     driver.close_unsaved()
@@ -327,7 +327,7 @@ def test_concurrent_exports_and_imports_are_limited(tmp_path: Path, monkeypatch:
 
 
 def test_failed_import_start_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1])
     file = decode(export(driver, "s"))
 

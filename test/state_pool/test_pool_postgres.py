@@ -31,7 +31,7 @@ from state_pool.errors import (
 from state_pool.session_file import decode
 from state_pool.sessions import LeaseState
 from test.database_link import _SOCKET, DatabaseLink, linked
-from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state, fold, get_store
+from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state, fold, get_store, opened
 from test.postgres import Server
 from test.serving import wait_for
 
@@ -46,15 +46,15 @@ def server(postgres: Server) -> Iterator[Server]:
         postgres.start()
 
 
-def opened(tmp_path: Path, address: str, name: str = "one") -> Driver:
-    return Driver(FakeArena(), config_in(tmp_path, state_db=address, engine=name, service="here"))
+def on_server(tmp_path: Path, address: str, name: str = "one") -> Driver:
+    return opened(tmp_path, state_db=address, engine=name, service="here")
 
 
 def test_turns_wait_for_a_server_that_comes_back(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 60.0)  # starting takes long on a busy machine
-    one = opened(tmp_path, server.database())
+    one = on_server(tmp_path, server.database())
     one.turn("s", [1])
     lease = one.ready(one.pool.turns.checkout("s"))
     slot = one.compute(lease, [2])
@@ -73,7 +73,7 @@ def test_turns_wait_for_a_server_that_comes_back(
 
 def test_long_outage_acknowledges_nothing(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 0.5)
-    one = opened(tmp_path, server.database())
+    one = on_server(tmp_path, server.database())
     one.turn("s", [1])
     lease = one.ready(one.pool.turns.checkout("s"))
     slot = one.compute(lease, [2])
@@ -95,7 +95,7 @@ def test_silent_server_counts_as_unavailable(tmp_path: Path, postgres: Server, m
     monkeypatch.setattr(adapter, "CONNECT_TIMEOUT_S", 2)
     monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 0.5)
     with linked(postgres.database()) as (address, link):
-        one = opened(tmp_path, address)
+        one = on_server(tmp_path, address)
         one.turn("s", [1])
         link.cut(os.getpid())
         get_store(one).writer._connection._connection.read_timeout_s = 1.0  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ class LosesCommitAnswer(adapter.Connection):
 
 def test_a_commit_in_doubt_counts_once(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "Connection", LosesCommitAnswer)
-    one = opened(tmp_path, postgres.database())
+    one = on_server(tmp_path, postgres.database())
     one.turn("s", [1])
     LosesCommitAnswer.lose = True
     one.turn("s", [2])
@@ -198,7 +198,7 @@ def test_commit_in_doubt_is_reported(
     monkeypatch.setattr(LosesConnection, "is_down", False)
     monkeypatch.setattr(LosesConnection, "reconnects", reconnects)
     address = postgres.database()
-    one = Driver(FakeArena(), config_in(tmp_path, state_db=address, durability=durability, engine="one"))
+    one = opened(tmp_path, state_db=address, durability=durability, engine="one")
     one.turn("s", [1])
     LosesConnection.lose = True
     with pytest.raises(TurnInDoubt) as raised:
@@ -211,7 +211,7 @@ def test_commit_in_doubt_is_reported(
     LosesConnection.is_down = False
     one.settle()
     one.until(lambda: one.pool._store is not None and not one.pool._store.writer.is_collecting_garbage)
-    two = opened(tmp_path, address, "two")
+    two = on_server(tmp_path, address, "two")
     assert np.array_equal(two.state("s"), expected_state([1, 2])), "it was kept"
     for driver in (one, two):
         assert np.array_equal(driver.state("s"), expected_state([1, 2]))
@@ -234,14 +234,14 @@ def test_session_acquired_in_doubt_is_released(
     monkeypatch.setattr(LosesConnection, "is_down", False)
     monkeypatch.setattr(LosesConnection, "reconnects", False)
     address = postgres.database()
-    one = opened(tmp_path, address, "one")
+    one = on_server(tmp_path, address, "one")
     one.turn("s", [1])
     LosesConnection.lose = True
     with pytest.raises(DirectoryUnreachable):
         one.ready(one.pool.turns.checkout("s"))
     assert not LosesConnection.lose
     LosesConnection.is_down = False
-    two = opened(tmp_path, address, "two")
+    two = on_server(tmp_path, address, "two")
     waiting = two.pool.turns.checkout("s")
 
     def has_started() -> bool:
@@ -256,7 +256,7 @@ def test_session_acquired_in_doubt_is_released(
 def test_engine_behind_a_cut_link_is_fenced(tmp_path: Path, postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection hangs while other engines continue. Later its turn is refused."""
     address = postgres.database()
-    one, two = opened(tmp_path, address, "one"), opened(tmp_path, address, "two")
+    one, two = on_server(tmp_path, address, "one"), on_server(tmp_path, address, "two")
     one.turn("s", [1])
     lease = one.ready(one.pool.turns.checkout("s"))
     slot = one.compute(lease, [2])
@@ -295,7 +295,7 @@ def test_states_in_several_chunks_are_loaded(tmp_path: Path, postgres: Server) -
 def test_refused_statement_quarantines_no_session(tmp_path: Path, postgres: Server) -> None:
     """A renamed table or a missing right is no damage."""
     address = postgres.database()
-    drivers = [Driver(FakeArena(), config_in(tmp_path, state_db=address, durability="turn", engine=n)) for n in "ab"]
+    drivers = [opened(tmp_path, state_db=address, durability="turn", engine=n) for n in "ab"]
     drivers[0].turn("s", [1, 2])
     other = adapter.Connection(parse_server_address(address))
     other.execute("ALTER TABLE state_chunks RENAME TO chunks_elsewhere")
@@ -329,10 +329,10 @@ def test_load_waits_for_a_restarted_server(
     monkeypatch.setattr(adapter, "Connection", LosesConnectionOnRead)
     monkeypatch.setattr(worker_threads, "RECONNECT_TIMEOUT_S", 60.0 if reconnects else 0.5)
     address = server.database()
-    one = opened(tmp_path, address)
+    one = on_server(tmp_path, address)
     one.turn("s", [1, 2])
     end(one)
-    two = opened(tmp_path, address, "two")
+    two = on_server(tmp_path, address, "two")
     LosesConnectionOnRead.lose = staticmethod(server.kill)
     lease = two.pool.turns.checkout("s")
     reader = get_store(two).reader
@@ -356,7 +356,7 @@ def test_load_waits_for_a_restarted_server(
 
 def test_the_schema_is_sqlites(tmp_path: Path, postgres: Server) -> None:
     address = postgres.database()
-    opened(tmp_path, address).pool.close()
+    on_server(tmp_path, address).pool.close()
     other = adapter.Connection(parse_server_address(address))
     columns = other.execute(
         "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
@@ -367,23 +367,23 @@ def test_the_schema_is_sqlites(tmp_path: Path, postgres: Server) -> None:
     other.execute("INSERT INTO schema_migrations VALUES (99, 'later', 0)")
     other.close()
     with pytest.raises(DatabaseUnusable, match="has schema 99"):
-        opened(tmp_path, address)
+        on_server(tmp_path, address)
 
 
 def test_messages_hide_the_password(tmp_path: Path, postgres: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     address = postgres.database()
     assert "secret" in address
-    one = opened(tmp_path, address)
+    one = on_server(tmp_path, address)
     raised = repr(one.pool.stats())
     one.pool.close()
     with pytest.raises(DatabaseUnusable) as refused:
-        opened(tmp_path, "postgresql://rwkv:secret@/nowhere?host=/nowhere")
+        on_server(tmp_path, "postgresql://rwkv:secret@/nowhere?host=/nowhere")
     assert not re.search("secret", raised + str(refused.value) + caplog.text)
 
 
 def test_id_that_postgres_cannot_store_is_refused(tmp_path: Path, postgres: Server) -> None:
-    one = opened(tmp_path, postgres.database())
+    one = on_server(tmp_path, postgres.database())
     with pytest.raises(InvalidSessionId, match=r"U\+0000"):
         one.pool.turns.checkout("a\x00b")
     one.turn("é🙂'; --%s?", [1])

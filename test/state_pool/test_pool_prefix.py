@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from state_pool.cache.prefix_cache import NO_PREFIX_BASE, PromptHistory, common_bytes, prefix_base
 from state_pool.layout import ZERO_SLOT, pack_tokens
-from test.pool_fakes import Driver, FakeArena, config_in, expected_state
+from test.pool_fakes import Driver, FakeArena, config_in, expected_state, opened
 from test.pool_integrity import integrity_faults
 
 SYSTEM = [random.Random(1).randrange(65536) for _ in range(2000)]
@@ -195,7 +195,7 @@ def test_broken_prefix_cache_does_not_stop_close(tmp_path: Path) -> None:
     for entry in prompts.pool.prefixes._l1:
         driver.pool.prefixes._l1[entry] = None  # on the list but in no bucket
     driver.pool.close()
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     lease = driver.ready(driver.pool.turns.checkout("s"))
     assert (lease.exists, lease.replay) == (True, []), "the state was stored, not the log alone"
     driver.pool.turns.release(lease)

@@ -14,14 +14,14 @@ from state_pool.config import PoolConfig
 from state_pool.errors import DialogueNotFound, InvalidSessionId
 from state_pool.session_key import SessionKey, Tier
 from state_pool.sessions import LeaseState, Session, SessionIndex
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, fold
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, fold, opened
 
 
 @pytest.fixture(params=["log", "turn", "lazy", "memory"])
 def driver(request: pytest.FixtureRequest, tmp_path: Path):
     """Pools of each durability, and one without a disk."""
     changes = {"state_db": ""} if request.param == "memory" else {"durability": request.param}
-    driver = Driver(FakeArena(delay=1), config_in(tmp_path, **changes))
+    driver = opened(tmp_path, delay=1, **changes)
     yield driver
     end(driver)
 
@@ -135,13 +135,13 @@ def test_status_lists_newest_first_in_pages(driver: Driver) -> None:
 
 
 def test_sessions_expire(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path, session_ttl=60.0))
+    driver = opened(tmp_path, session_ttl=60.0)
     driver.turn("old", [1])
     next(iter(driver.pool._index)).updated -= 100
     driver.turn("new", [1])
     driver.until(lambda: driver.list_sessions().total == 1)
     end(driver)
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     assert [entry.session_id for entry in driver.list_sessions().sessions] == ["new"]
     driver.pool.close()
 
@@ -172,7 +172,7 @@ def test_memory_only_forgets_the_oldest() -> None:
 @pytest.mark.parametrize("durability", ["log", "turn", "lazy"])
 def test_release_after_record(tmp_path: Path, durability: str) -> None:
     """With a log the turn stays and is replayed. Without, it is dropped and its caller gets an error."""
-    driver = Driver(FakeArena(), config_in(tmp_path, durability=durability))
+    driver = opened(tmp_path, durability=durability)
     driver.turn("s", [1])
     lease = driver.ready(driver.pool.turns.checkout("s"))
     outcome = Outcome()

@@ -54,9 +54,7 @@ def engines(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         return drivers[-1]
 
     yield make
-    for driver in drivers:
-        if driver.pool._store is not None and not driver.pool._store.writer._stopping:
-            end(driver)
+    end(*drivers)
 
 
 def begin(driver: Driver, session_id: str, tokens: list[int]) -> tuple[Lease, int]:

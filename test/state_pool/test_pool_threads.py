@@ -15,7 +15,7 @@ from state_pool.disk.operations import Append, SessionRow
 from state_pool.disk.state_store import Connection, ServerUnavailable
 from state_pool.errors import PoolLost, SessionReadFailed, SessionUnusable, TurnNotStored
 from state_pool.session_key import SessionKey
-from test.pool_fakes import Driver, FakeArena, FakeHost, Outcome, config_in, expected_state, fold, get_store
+from test.pool_fakes import Driver, FakeHost, Outcome, expected_state, fold, get_store, opened
 
 
 def dies(*arguments: object) -> None:
@@ -32,7 +32,7 @@ def lost(driver: Driver, what: str) -> None:
 
 
 def test_number_too_large_for_sqlite_fails_only_its_job(tmp_path: Path) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     outcomes = [Outcome() for _ in range(3)]
     with get_store(driver).writer._changed:  # all three in one group
         for number, (tokens, outcome) in enumerate(zip((1, 10**30, 2), outcomes, strict=True)):
@@ -48,7 +48,7 @@ def test_number_too_large_for_sqlite_fails_only_its_job(tmp_path: Path) -> None:
 
 
 def test_unwritable_state_fails_only_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path, durability="turn"))
+    driver = opened(tmp_path, durability="turn")
     with monkeypatch.context() as patched:
         patched.setattr(FakeHost, "parts", lambda host: 1 // 0)
         with pytest.raises(TurnNotStored, match="ZeroDivisionError"):
@@ -59,11 +59,11 @@ def test_unwritable_state_fails_only_its_job(tmp_path: Path, monkeypatch: pytest
 
 
 def test_unreadable_session_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     for name in "ab":
         driver.turn(name, [ord(name)])
     driver.pool.close()
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
 
     def no_memory(parts: object) -> None:
         raise RuntimeError("out of memory")
@@ -100,11 +100,11 @@ class Cut:
 
 def with_cuts(tmp_path: Path, times: int) -> Driver:
     """Open a pool with a stored session "a". The pool's reader loses its connection `times` times."""
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("a", [1])
     driver.turn("b", [2])
     driver.pool.close()
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     reader = get_store(driver).reader
     reader._connection = reader._loader._connection = Cut(reader._connection, times)  # type: ignore[assignment]
     return driver
@@ -143,7 +143,7 @@ def test_close_fails_loads_that_wait_for_a_server(tmp_path: Path) -> None:
 
 
 def test_the_writers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     monkeypatch.setattr(get_store(driver).writer, "_commit_group", dies)
     with pytest.raises(PoolLost):
         driver.turn("s", [1])
@@ -151,10 +151,10 @@ def test_the_writers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_readers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     driver.turn("s", [1])
     driver.pool.close()
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     monkeypatch.setattr(get_store(driver).reader, "_catch_errors", dies)
     with pytest.raises(PoolLost):
         driver.state("s")
@@ -163,14 +163,14 @@ def test_the_readers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_checkpointers_death_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("state_pool.disk.wal.wal_checkpoint", dies)
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     with contextlib.suppress(PoolLost):  # it checkpoints the turn's commit, perhaps before the test looks
         driver.turn("s", [1])
     lost(driver, "state-pool-wal-0")
 
 
 def test_thread_death_wakes_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path))
+    driver = opened(tmp_path)
     woken: list[str | None] = []
     thread = get_store(driver).writer._thread
     monkeypatch.setattr(thread, "_on_death", lambda: woken.append(thread.failure))

@@ -13,7 +13,7 @@ from state_pool.errors import DialogueNotFound, PoolError, PoolFull, SessionBusy
 from state_pool.origins import Origin, mixed_origin
 from state_pool.session_key import Tier
 from state_pool.sessions import Lease, LeaseState
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state
+from test.pool_fakes import Driver, Outcome, config_in, end, expected_state, opened
 
 POET = Origin("poet", "d1")
 
@@ -21,7 +21,7 @@ POET = Origin("poet", "d1")
 @pytest.fixture(params=["log", "turn", "lazy", "memory"])
 def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     changes = {"state_db": ""} if request.param == "memory" else {"durability": request.param}
-    driver = Driver(FakeArena(), config_in(tmp_path, **changes))
+    driver = opened(tmp_path, **changes)
     yield driver
     end(driver)
 
@@ -141,7 +141,7 @@ def test_a_turn_after_delete_begins_a_new_session(driver: Driver) -> None:
 
 
 def test_a_full_database_takes_no_new_session_and_no_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(FakeArena(), config_in(tmp_path, state_db_full="refuse", state_db_max_gb=2.5))
+    driver = opened(tmp_path, state_db_full="refuse", state_db_max_gb=2.5)
     driver.turn("s", [1])
     monkeypatch.setattr(type(driver.pool._store), "over_limit", property(lambda store: True))
     message = (

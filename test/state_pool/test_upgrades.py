@@ -19,7 +19,7 @@ from state_pool.disk.recover import salvage
 from state_pool.errors import SessionUnusable
 from state_pool.origins import Origin
 from state_pool.session_file import decode
-from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state, get_session
+from test.pool_fakes import Driver, FakeArena, config_in, end, expected_state, get_session, names, opened
 from test.state_pool.stored_sessions import raw
 
 DATA = Path(__file__).parent / "upgrades"
@@ -45,14 +45,6 @@ def unpack(schema: int, folder: Path) -> None:
         for name, days in (("unused", 50), ("tuned", 25)):
             values = (time.time() - days * 86400, name)
             connection.execute("UPDATE sessions SET updated = ? WHERE session_id = ?", values)
-
-
-def opened(folder: Path, **changes: object) -> Driver:
-    return Driver(FakeArena(), config_in(folder, **changes))
-
-
-def names(driver: Driver) -> set[str]:
-    return {entry.session_id for entry in driver.list_sessions().sessions}
 
 
 def check_states(driver: Driver, schema: int) -> None:
