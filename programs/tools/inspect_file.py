@@ -43,7 +43,6 @@ _ANY_FILE = FileKind(
     "file",
     "path",
     "tensors",
-    "give",
     ".pth, .safetensors, .st or .gguf",
     (".pth", ".pt", ".bin", ".safetensors", ".st", ".state", ".gguf"),
 )

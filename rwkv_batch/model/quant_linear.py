@@ -26,19 +26,13 @@ class QuantLinear(Linear):
         return torch.nn.functional.linear(x, dequantise(self.stored, x.dtype))
 
 
-class W8A8Linear(Linear):
+class W8A8Linear(QuantLinear):
     """Computes y = x @ W.T with integer inputs and weights: the definition in quant/w8a8.py."""
 
     def __init__(self, stored: Quantised, unsigned: bool = False) -> None:
         """unsigned: inputs are never negative"""
-        self.stored = stored
-        self.weight = stored.codes
+        super().__init__(stored)
         self.unsigned = unsigned
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the matrix. Includes the input's transform."""
-        return self.stored.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [T, in] to [T, out], rounded to the dtype of x."""

@@ -97,18 +97,11 @@ class StepInputs:
 
 
 def step_inputs(
-    rows: list[list[int]],
-    read_slots: list[int],
-    write_slots: list[int],
-    logit_rows: list[int],
-    drafted: Sequence[int] = (),
+    rows: list[list[int]], read_slots: list[int], write_slots: list[int], logit_rows: list[int]
 ) -> StepInputs:
-    """Build inputs on the CPU from each row's token ids.
-
-    logit_rows: rows with logits after their last token; drafted: further tokens with logits
-    """
+    """Build inputs on the CPU from each row's token ids. logit_rows: rows with logits after their last token"""
     ends = [0, *accumulate(map(len, rows))]
-    logit_tokens = [*(ends[i + 1] - 1 for i in logit_rows), *drafted]
+    logit_tokens = [ends[i + 1] - 1 for i in logit_rows]
     return flat_inputs(list(chain.from_iterable(rows)), ends, read_slots, write_slots, logit_tokens)
 
 

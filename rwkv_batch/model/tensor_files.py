@@ -49,7 +49,6 @@ class FileKind:
     noun: str = "model file"
     folder: str = "model path"
     content: str = "RWKV-7 weights"
-    remedy: str = "give"
     formats: str = ".pth, .safetensors, .st or .gguf"
     suffixes: tuple[str, ...] = (PTH, *SAFETENSORS, ".gguf")
     """The first bytes decide which of the formats a file has."""
@@ -87,11 +86,11 @@ def files_of(path: Path) -> list[Path]:
 def _read_one(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return a file's tensors [...] and its metadata. Raises FileError."""
     if not path.exists():
-        raise FileError(f"{kind.noun} {path} does not exist; {kind.remedy} a {kind.formats} file")
+        raise FileError(f"{kind.noun} {path} does not exist; give a {kind.formats} file")
     if path.is_dir():
-        raise FileError(f"{kind.folder} {path} is a folder; {kind.remedy} the {kind.formats} file in it")
+        raise FileError(f"{kind.folder} {path} is a folder; give the {kind.formats} file in it")
     if not path.is_file():
-        raise FileError(f"{kind.noun} {path} is not a regular file; {kind.remedy} a file")
+        raise FileError(f"{kind.noun} {path} is not a regular file; give a file")
     if path.suffix not in kind.suffixes:
         raise FileError(f"{kind.noun} {path} ends in {path.suffix!r}; {kind.content} come as {kind.formats}")
     try:

@@ -25,7 +25,6 @@ STATE_FILE = FileKind(
     "state file",
     "state file",
     "tuned states",
-    "give",
     ".pth or .safetensors",
     (".pth", ".pt", ".bin", ".safetensors", ".st", ".state"),
 )

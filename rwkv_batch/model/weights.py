@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -198,13 +198,7 @@ def _recognise(path: Path, tensors: Mapping[str, Tensor]) -> ModelShape:
 
 
 def _shape(tensors: Mapping[str, Tensor], layers: int) -> ModelShape:
-    last = f"blocks.{layers - 1}.att"
-
-    def size(name: str, axis: int) -> int:
-        """Return a size. 0: the tensor is missing, which the check of shapes reports."""
-        tensor = tensors.get(name)
-        return int(tensor.shape[axis]) if tensor is not None and tensor.dim() == 2 else 0
-
+    last, size = f"blocks.{layers - 1}.att", partial(older.matrix_size, tensors)
     return ModelShape(
         layers=layers,
         width=size("emb.weight", 1),

@@ -28,10 +28,8 @@ from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
 from test.conftest import rest_slow
+from test.model.test_model import needs_compiler
 
-needs_compiler = pytest.mark.skipif(
-    cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
-)
 pytestmark = pytest.mark.usefixtures("two_threads")
 CPU = torch.device("cpu")
 WIDTH, SLOTS, LAYERS = 192, 16, 3

@@ -19,11 +19,10 @@ from rwkv_batch.model.step_inputs import CONTINUES, step_inputs
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.pipeline import Pipeline
 from test.model.older_instructions import INSTRUCTIONS, flags_of
+from test.model.test_model import needs_compiler
 
 pytestmark = [
-    pytest.mark.skipif(
-        cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
-    ),
+    needs_compiler,
     pytest.mark.usefixtures("two_threads"),
 ]
 VOCAB, SLOTS, FIRST_SLOT = 256, 100, 2

@@ -21,10 +21,8 @@ from rwkv_batch.model.rwkv7 import forward_layers
 from rwkv_batch.model.state import ModelShape, StateArena, StateFormat
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import Weights, weights_from
-from test.model import cuda_check
-from test.model.emulated.library import call, emulation_of, send_launches_to
+from test.model.emulated.library import call, emulation_of, needs_headers, send_launches_to
 
-needs_headers = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 pytestmark = [pytest.mark.slow, needs_headers]
 CPU, LAYERS, WIDTH, VOCAB, SLOTS, CTAS = torch.device("cpu"), 2, 256, 512, 20, 3
 

@@ -13,7 +13,7 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import hopper_gemm, hopper_gemm_fp8, hopper_quantised_launch, packed_weights
 from rwkv_batch.kernels.cuda.hopper_gemm_fp8 import Fp8Gemm, launch_hopper_fp8
 from rwkv_batch.model.quant.formats import Format, quantise
-from test.model.emulated.library import emulated, emulation_of, needs_headers, send_launches_to
+from test.model.emulated.library import emulated, emulation_of, error, needs_headers, send_launches_to
 
 pytestmark = [pytest.mark.slow, needs_headers]
 
@@ -67,10 +67,6 @@ def transposed(weight: Tensor) -> Tensor:
 
 def meaning(found: Tensor) -> Tensor:
     return found[:, 0].float() + found[:, 1].float() / 8
-
-
-def error(y: Tensor, reference: Tensor) -> float:
-    return ((y.float() - reference).norm() / reference.norm()).item()
 
 
 @pytest.mark.parametrize("rows", [70, 130])

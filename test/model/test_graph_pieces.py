@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -14,26 +13,19 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.naive import NaiveOps
-from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
-from rwkv_batch.model.weights import Weights
+from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.graphs.pieces import GraphPieces, Pieces
-from rwkv_batch.runner.pipeline import Stage
+from rwkv_batch.runner.pipeline import Pipeline, Stage
 
-LAYERS, WIDTH, VOCAB, RANKS = 5, 128, 64, (32, 32, 32, 32)
+LAYERS, WIDTH, VOCAB = 5, 128, 64
 SIZE = 32
 
 
 def made_stage() -> Stage:
-    tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=3, ranks=RANKS)
-    weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
-    stage = Stage(
-        weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 2, StateFormat.FP32), NaiveOps()
-    )
-    stage.allocate_slots(SIZE + 8)
-    return stage
+    model = Pipeline(weights_from(random_weights(LAYERS, WIDTH, VOCAB, seed=3)), devices=("cpu",), kernels="naive")
+    model.allocate_slots(SIZE + 8)
+    return model.stages[0]
 
 
 class Decode:

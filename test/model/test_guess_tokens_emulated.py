@@ -14,10 +14,8 @@ from rwkv_batch.kernels.cuda.draft_step import fill_guess_table, place_tokens
 from rwkv_batch.runner.graphs.guess import NUM_NUMBERS, READ, TOKEN, WRITE
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 from test.guess_table import fill_table, random_rows
-from test.model import cuda_check
-from test.model.emulated.library import emulation_of, send_launches_to
+from test.model.emulated.library import emulation_of, needs_headers, send_launches_to
 
-needs_headers = pytest.mark.skipif(cuda_check.unavailable_reason() is not None, reason="no CUDA headers")
 pytestmark = [pytest.mark.slow, needs_headers]
 library = emulation_of("guess_tokens")
 """The kernels on the CPU."""

@@ -12,7 +12,7 @@ from rwkv_batch.kernels.activation import Activation
 from rwkv_batch.kernels.cuda import fused_input_projections, hopper_gemm
 from rwkv_batch.kernels.cuda.fused_input_projections import launch_fused_projections
 from rwkv_batch.kernels.cuda.hopper_gemm import Fp16Gemm, HopperWorkspace
-from test.model.emulated.library import emulation_of, needs_headers, send_launches_to
+from test.model.emulated.library import emulation_of, error, needs_headers, send_launches_to
 
 pytestmark = [pytest.mark.slow, needs_headers]
 ROWS = 21
@@ -36,10 +36,6 @@ def poisoned(n: int) -> Tensor:
 
 def weight(n: int, k: int) -> Tensor:
     return (torch.randn(n, k) / k**0.5).half()
-
-
-def error(y: Tensor, reference: Tensor) -> float:
-    return ((y.float() - reference).norm() / reference.norm()).item()
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:

@@ -16,10 +16,9 @@ from rwkv_batch.kernels.cpu.library import Packing
 from rwkv_batch.kernels.cpu.linear import CpuInt4Linear, CpuLinear, CpuW8A8Linear, make_quantised, run_linears
 from rwkv_batch.model.layer import Linear
 from rwkv_batch.model.quant.formats import Format, dequantise, quantise
+from test.model.test_model import needs_compiler
 
-needs_compiler = pytest.mark.skipif(
-    cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
-)
+pytestmark = needs_compiler
 SHAPES = [(64, 64), (20, 192), (192, 20), (100, 77), (1, 1), (33, 31), (3072, 64), (65, 768), (40, 1000), (40, 2101)]
 
 
@@ -41,7 +40,6 @@ def test_plain_linear_one_row_and_many() -> None:
             assert (y - exact(rows, weight)).abs().max() < tolerance
 
 
-@needs_compiler
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 10, 11, 16, 17, 33])
 def test_packed_fp32_is_exact_to_rounding(out: int, inner: int, rows: int) -> None:
@@ -56,7 +54,6 @@ def test_packed_fp32_is_exact_to_rounding(out: int, inner: int, rows: int) -> No
         assert (error <= 1e-6 * scale + 1e-7).all()
 
 
-@needs_compiler
 @pytest.mark.parametrize("rows", [1, 16, 17, 500])
 def test_packed_bf16_rounds_the_inputs_only(rows: int) -> None:
     weight, x = make(70, 100, torch.bfloat16), make(rows, 100, torch.float32, 1)
@@ -65,7 +62,6 @@ def test_packed_bf16_rounds_the_inputs_only(rows: int) -> None:
     assert (y - expected).abs().max() < 1e-4
 
 
-@needs_compiler
 def test_bf16_numbers_in_fp32_take_half_the_bytes() -> None:
     short, long = CpuLinear(make(64, 64, torch.bfloat16).float()), CpuLinear(make(64, 64, torch.float32))
     assert (short.packing, long.packing) == (Packing.BF16, Packing.FP32)
@@ -95,7 +91,6 @@ def int8_linear(out: int, inner: int, bits: int) -> CpuLinear:
     return CpuW8A8Linear(dataclasses.replace(stored, activation_bits=bits))
 
 
-@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", [200, 1100])
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(kind: str, inner: int) -> None:
@@ -105,7 +100,6 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(kind: str, inner: int) -> 
         assert torch.equal(linear(x[start:stop]), whole[start:stop]), (start, stop)
 
 
-@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_number_of_threads_changes_nothing(kind: str) -> None:
     linear, x = KINDS[kind](700, 64), make(40, 64, torch.float32, 1)
@@ -120,7 +114,6 @@ def test_the_number_of_threads_changes_nothing(kind: str) -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@needs_compiler
 def test_activations_and_maps_of_several_types_in_one_call() -> None:
     x = [make(7, 64, torch.float32, i) for i in range(4)]
     weights = [make(24 + 40 * i, 64, torch.float32, 10 + i) * 0.1 for i in range(4)]
@@ -136,7 +129,6 @@ def test_activations_and_maps_of_several_types_in_one_call() -> None:
         assert (y - function(exact(seen, w))).abs().max() < 1e-5
 
 
-@needs_compiler
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
 def test_an_int4_map_equals_its_definition(out: int, inner: int) -> None:
     stored = quantise(make(out, inner, torch.float32), Format.INT4)
@@ -157,7 +149,6 @@ def in_8_bits(x: Tensor) -> Tensor:
     return (codes.double() * (largest / 127).double()).flatten(1)[:, : x.shape[1]]
 
 
-@needs_compiler
 def test_int8_takes_one_byte_per_weight_and_int4_half_a_byte() -> None:
     weight = make(256, 1024, torch.float32)
     assert make_quantised("", quantise(weight, Format.INT4)).num_bytes < 0.55 * weight.numel()
@@ -165,14 +156,12 @@ def test_int8_takes_one_byte_per_weight_and_int4_half_a_byte() -> None:
     assert make_quantised("", quantise(weight, Format.FP8)).num_bytes == 2 * weight.numel()
 
 
-@needs_compiler
 def test_strided_weights_and_inputs() -> None:
     stored, x = make(64, 24, torch.float32), make(64, 5, torch.float32, 1).T
     assert not x.is_contiguous()
     assert (CpuLinear(stored.T)(x) - exact(x, stored.T)).abs().max() < 1e-4
 
 
-@needs_compiler
 def test_nan_stays_nan() -> None:
     for weight in (make(8, 64, torch.float32), make(8, 64, torch.bfloat16), make(8, 64, torch.bfloat16).float()):
         x = make(3, 64, torch.float32, 1)
@@ -181,7 +170,6 @@ def test_nan_stays_nan() -> None:
         assert y[1].isnan().all() and y[0].isfinite().all() and y[2].isfinite().all()
 
 
-@needs_compiler
 def test_nan_stays_in_its_row_of_int4() -> None:
     linear, x = quantised(make(8, 256, torch.float32), Format.INT4), make(4, 256, torch.float32, 1)
     x[1, 5], x[2, 200], x[3] = float("nan"), float("inf"), 0.0
@@ -190,7 +178,6 @@ def test_nan_stays_in_its_row_of_int4() -> None:
     assert y[0].isfinite().all() and not y[3].any()
 
 
-@needs_compiler
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"bf16, fp16 or fp32"):
         CpuLinear(torch.zeros(4, 4, dtype=torch.int8))
@@ -198,7 +185,6 @@ def test_wrong_arguments_are_refused() -> None:
         CpuLinear(make(8, 64, torch.float32))(torch.zeros(3, 32))
 
 
-@needs_compiler
 def test_argument_blocks_have_the_size_the_library_reads() -> None:
     """Each field is eight bytes. So the test finds a missing or extra field."""
     assert ctypes.sizeof(cpu_library.GemmArgs) == 8 * 8

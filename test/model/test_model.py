@@ -22,8 +22,8 @@ from rwkv_batch.runner.pipeline import Pipeline
 
 SLOTS = 12
 PROBLEM = cpu_library.library_unavailable_reason()
-KERNELS = ["naive", pytest.param("cpu", marks=pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)))]
 needs_compiler = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+KERNELS = ["naive", pytest.param("cpu", marks=needs_compiler)]
 SHAPES: dict[str, dict[str, Any]] = {
     "multi-head": {"layers": 3, "width": 256, "vocab": 512},
     "odd ranks": {"layers": 2, "width": 128, "vocab": 300, "ranks": (20, 24, 12, 40)},

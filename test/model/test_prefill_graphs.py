@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +10,8 @@ import pytest
 import torch
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.naive import NaiveOps
-from rwkv_batch.model.loader import Precision
-from rwkv_batch.model.state import ModelShape, StateFormat
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
-from rwkv_batch.model.weights import Weights
+from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces
 from rwkv_batch.runner.graphs.prefill import (
     PADDING_DRAFT,
@@ -28,11 +24,10 @@ from rwkv_batch.runner.graphs.prefill import (
     step_of_drafts,
     usable_sizes,
 )
-from rwkv_batch.runner.pipeline import Stage
+from rwkv_batch.runner.pipeline import Pipeline, Stage
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
-LAYERS, WIDTH, VOCAB, RANKS = 2, 128, 300, (20, 24, 12, 40)
-SLOTS = 34
+VOCAB, SLOTS = 300, 34
 STEPS = [
     [1],
     [14],
@@ -57,13 +52,10 @@ STEPS = [
 
 @pytest.fixture(scope="module")
 def stage() -> Stage:
-    tensors = random_weights(LAYERS, WIDTH, VOCAB, seed=2, ranks=RANKS)
-    weights = Weights(Path("random"), tensors, ModelShape(LAYERS, WIDTH, VOCAB, 4 * WIDTH, *RANKS), "")
-    stage = Stage(
-        weights, 0, LAYERS, Precision(torch.device("cpu"), *[torch.float32] * 2, StateFormat.FP32), NaiveOps()
-    )
-    stage.allocate_slots(SLOTS)
-    return stage
+    weights = weights_from(random_weights(2, 128, VOCAB, seed=2, ranks=(20, 24, 12, 40)))
+    model = Pipeline(weights, devices=("cpu",), kernels="naive")
+    model.allocate_slots(SLOTS)
+    return model.stages[0]
 
 
 def step(lengths: list[int]) -> StepInputs:
@@ -126,7 +118,7 @@ def test_pieces_equal_the_whole_step(stage: Stage) -> None:
     decode: Any = SimpleNamespace(graph_stages=[place], sizes=[8])
     pieces, size = GraphPieces(decode, 1), PrefillSize(4, PROMPT_TOKENS)
     inputs = step([200, 3, 250])
-    assert smallest_fitting([PrefillSize(4, 128), size], inputs) == size and len(pieces.parts) == LAYERS
+    assert smallest_fitting([PrefillSize(4, 128), size], inputs) == size and len(pieces.parts) == 2
     arrays = staged(inputs, size)
     padded_inputs = StepInputs(**arrays, max_seqlen=250)
     expected, actual = forward(stage, padded_inputs), forward(stage, padded_inputs, pieces)

@@ -80,15 +80,16 @@ def test_weights_that_differ_between_the_samples_are_quantised_again(tmp_path: P
     assert len(made) == 7
 
 
-def test_a_damaged_file_is_replaced(tmp_path: Path, made: list[Format]) -> None:
+def test_damaged_files_and_those_of_other_matrices_are_replaced(tmp_path: Path, made: list[Format]) -> None:
     path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
     whole = logits(path, "fp8")
     folder = next(tmp_path.glob("tiny.fp8-*"))
     (folder / "head.weight.safetensors").write_bytes(b"12345678")
-    key, value = (folder / f"blocks.0.ffn.{name}.weight.safetensors" for name in ("key", "value"))
-    shutil.copy(key, value)
+    for part in ("att", "ffn"):  # of the same size, and of another one
+        key, value = (folder / f"blocks.0.{part}.{name}.weight.safetensors" for name in ("key", "value"))
+        shutil.copy(key, value)
     made.clear()
-    assert torch.equal(logits(path, "fp8"), whole) and len(made) == 2
+    assert torch.equal(logits(path, "fp8"), whole) and len(made) == 3
     made.clear()
     assert torch.equal(logits(path, "fp8"), whole) and made == []
 
@@ -110,15 +111,6 @@ def test_a_single_changed_byte_is_noticed(
     assert [str(damaged) in record.getMessage() for record in caplog.records if "damaged" in record.getMessage()] == [
         True
     ]
-
-
-def test_a_file_of_another_matrix_of_the_same_size_is_noticed(tmp_path: Path, made: list[Format]) -> None:
-    path = write_random_model(tmp_path / "tiny.pth", layers=1, width=64)
-    whole = logits(path, "fp8")
-    folder = next(tmp_path.glob("tiny.fp8-*"))
-    shutil.copy(folder / "blocks.0.att.key.weight.safetensors", folder / "blocks.0.att.value.weight.safetensors")
-    made.clear()
-    assert torch.equal(logits(path, "fp8"), whole) and len(made) == 1
 
 
 def test_a_folder_of_shards_has_its_own(tmp_path: Path, made: list[Format]) -> None:

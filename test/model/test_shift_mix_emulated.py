@@ -35,7 +35,7 @@ from rwkv_batch.model.quant.formats import Format, quantise
 from rwkv_batch.model.quant.w8a8 import InputTransform
 from rwkv_batch.model.quant.w8a8 import quantise_rows as quantise_rows_w8a8
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, rows_of_tokens
-from test.model.emulated.library import emulated, needs_headers, send_launches_to
+from test.model.emulated.library import emulated, error, needs_headers, send_launches_to
 
 pytestmark = [pytest.mark.slow, needs_headers]
 
@@ -43,6 +43,10 @@ CPU = torch.device("cpu")
 SOURCES = ("shift_mix", "quantise", "skinny_quant")
 WIDTH = 384
 """Less than whole warps of threads have."""
+both_halves = pytest.mark.parametrize("mixes", [6, 1])
+all_lengths = pytest.mark.parametrize(
+    "lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +65,31 @@ def ops(libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> CudaOp
         return libraries[SOURCES.index(source)]
 
     send_launches_to(library_of, monkeypatch, cuda_shift_mix, skinny_quant, quantised_rows)
-    monkeypatch.setattr(cuda_shift_mix, "slots_pointer", lambda slots, dtypes: slots.data_ptr())
     monkeypatch.setattr(packed_weights, "scaled_mm_dtypes", lambda device: (torch.float16,))
     monkeypatch.setattr(packed_weights, "fits_weight_only", lambda *args: False)
+    unused, counter = torch.empty(0), torch.zeros(1, dtype=torch.int32)
+    use_w8a8(monkeypatch, unused)
     found = CudaOps()
-    found.workspaces[CPU] = Workspace(
-        torch.empty(0),
-        torch.empty(0),
-        torch.zeros(1, dtype=torch.int32),
-        torch.zeros(8, WIDTH // 8, dtype=torch.int64),
-        num_sms=4,
-    )
+    found.workspaces[CPU] = Workspace(unused, unused, counter, torch.zeros(8, WIDTH // 8, dtype=torch.int64), 4)
+    use_processors(found, libraries, 4)
     return found
 
 
-def prologue(mixes: int, format_: Format = Format.FP8) -> Prologue:
+def use_processors(ops: CudaOps, libraries: list[ctypes.CDLL], count: int) -> None:
+    for library in libraries:
+        library.emulation_set(count, 227 << 10)
+    ops.workspaces[CPU].num_sms = count
+
+
+def use_w8a8(monkeypatch: pytest.MonkeyPatch, sums: Tensor) -> None:
+    work = W8A8Workspace(torch.empty(0), torch.empty(0), 4, sums)
+    for module in (linear, cuda_shift_mix):
+        monkeypatch.setattr(module, "prepare_w8a8", lambda device: work)
+
+
+def prologue(mixes: int) -> Prologue:
     norm = Norm(torch.rand(WIDTH) + 0.5, torch.randn(WIDTH) / 8)
-    consumer = CudaQuantLinear(quantise(torch.randn(32, 128), format_))
+    consumer = CudaQuantLinear(quantise(torch.randn(32, 128), Format.FP8))
     return Prologue(norm, torch.rand(mixes, WIDTH).half(), consumer)
 
 
@@ -113,13 +125,9 @@ class Made(NamedTuple):
         return self.of.consumer
 
 
-def with_fp16_rows(
-    ops: CudaOps, libraries: list[ctypes.CDLL], lengths: list[int], mixes: int, format_: Format = Format.FP8
-) -> Made:
+def with_fp16_rows(ops: CudaOps, lengths: list[int], mixes: int) -> Made:
     """Of random rows, one large and one zero; what else the kernel writes is the same both ways."""
-    for library in libraries:
-        library.emulation_set(4, 227 << 10)
-    inputs, of = step(lengths), prologue(mixes, format_)
+    inputs, of = step(lengths), prologue(mixes)
     tokens = len(inputs.tokens)
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
     x[0], x[tokens // 2] = 1000 * x[0], 0.0
@@ -138,9 +146,7 @@ def with_fp16_rows(
 @pytest.mark.parametrize("sms", [4, 30], ids=["four tokens at a time", "a processor a token"])
 def test_rows_that_continue_others(ops: CudaOps, libraries: list[ctypes.CDLL], sms: int) -> None:
     """As one row of all their tokens; each writes its slot."""
-    for library in libraries:
-        library.emulation_set(sms, 227 << 10)
-    ops.workspaces[CPU].num_sms = sms
+    use_processors(ops, libraries, sms)
     lengths, of = [5, 8, 1, 4, 6], prologue(6)
     tokens, first = sum(lengths), lengths[0]
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
@@ -162,14 +168,10 @@ def test_rows_that_continue_others(ops: CudaOps, libraries: list[ctypes.CDLL], s
     assert torch.equal(after, run(ops, of, x, shift, parts)[2])
 
 
-@pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
-@pytest.mark.parametrize("mixes", [6, 1])
-def test_adds_shares(
-    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
-) -> None:
+@all_lengths
+@both_halves
+def test_adds_shares(ops: CudaOps, monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int) -> None:
     """As the sum rounded, to the bit; as halves and in parts."""
-    for library in libraries:
-        library.emulation_set(4, 227 << 10)
     inputs, of = step(lengths), prologue(mixes)
     tokens = len(inputs.tokens)
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
@@ -192,13 +194,13 @@ def test_adds_shares(
         assert torch.equal(mixed, mixed_of_shares)
 
 
-@pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
-@pytest.mark.parametrize("mixes", [6, 1])
+@all_lengths
+@both_halves
 def test_codes_are_those_of_the_halves(
-    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+    ops: CudaOps, monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
     monkeypatch.setitem(quantised_rows.SKINNY_ROWS, Format.FP8, 2)
-    made = with_fp16_rows(ops, libraries, lengths, mixes)
+    made = with_fp16_rows(ops, lengths, mixes)
     mixed, halves, of, inputs = made.mixed, made.halves, made.of, made.inputs
     for i in range(3 if mixes == 6 else 1):
         expected = quantise_rows(halves[i])
@@ -206,16 +208,16 @@ def test_codes_are_those_of_the_halves(
         assert torch.equal(mixed[i].scales, expected.scales), i
     reference = Prologue(of.norm, of.mix.float(), of.consumer)
     _, meant = NaiveOps().shift_mix(made.x.float(), made.x.flip(0).float(), reference, made.shift.float(), inputs)
-    assert ((halves.float() - meant).norm() / meant.norm()).item() < 1e-3
+    assert error(halves, meant) < 1e-3
 
 
-@pytest.mark.parametrize("lengths", [[1] * 20, [1] * 3, [9, 1, 14]], ids=["many rows", "a processor a row", "prompts"])
-@pytest.mark.parametrize("mixes", [6, 1])
+@all_lengths
+@both_halves
 def test_parts_add_up_to_the_halves(
-    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+    ops: CudaOps, monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
     monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows: True)
-    made = with_fp16_rows(ops, libraries, lengths, mixes)
+    made = with_fp16_rows(ops, lengths, mixes)
     mixed, halves = made.mixed, made.halves
     for i in range(3 if mixes == 6 else 1):
         parts, scales = mixed[i]
@@ -243,10 +245,9 @@ def w8a8_prologue(mixes: int) -> Prologue:
     [([1] * 20, WIDTH), ([1] * 3, WIDTH), ([1], WIDTH), ([9, 1, 14], WIDTH), ([9, 1, 14], 512), ([1] * 19, 512)],
     ids=["many", "a processor a row", "one", "prompts", "prompts in whole warps", "many in whole warps"],
 )
-@pytest.mark.parametrize("mixes", [6, 1])
+@both_halves
 def test_rows_in_8_bits_have_the_bits_of_the_definition(
     ops: CudaOps,
-    libraries: list[ctypes.CDLL],
     monkeypatch: pytest.MonkeyPatch,
     lengths: list[int],
     width: int,
@@ -254,11 +255,6 @@ def test_rows_in_8_bits_have_the_bits_of_the_definition(
 ) -> None:
     """Rounded after the mix is rounded to fp16, which adapters read; a row with NaN has a NaN scale."""
     monkeypatch.setattr(sys.modules[__name__], "WIDTH", width)
-    unused = W8A8Workspace(torch.empty(0), torch.empty(0), 4, torch.empty(0))
-    for module in (linear, cuda_shift_mix):
-        monkeypatch.setattr(module, "prepare_w8a8", lambda device: unused)
-    for library in libraries:
-        library.emulation_set(4, 227 << 10)
     inputs, of = step(lengths), w8a8_prologue(mixes)
     tokens = len(inputs.tokens)
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
@@ -286,18 +282,14 @@ def test_rows_in_8_bits_have_the_bits_of_the_definition(
 
 
 @pytest.mark.parametrize("lengths", [[1] * 3, [2, 1]], ids=["decode", "ragged"])
-@pytest.mark.parametrize("mixes", [6, 1])
+@both_halves
 def test_exact_sums_have_the_bits_of_a_delta_in_fp16(
-    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
+    ops: CudaOps, monkeypatch: pytest.MonkeyPatch, lengths: list[int], mixes: int
 ) -> None:
     """The start of a channel mix clears what its launches add to, of the step's tokens."""
     tokens = sum(lengths)
     cleared = torch.full((tokens * (WIDTH + 2) + 8,), 7, dtype=torch.int32)
-    work = W8A8Workspace(torch.empty(0), torch.empty(0), 4, cleared)
-    for module in (linear, cuda_shift_mix):
-        monkeypatch.setattr(module, "prepare_w8a8", lambda device: work)
-    for library in libraries:
-        library.emulation_set(4, 227 << 10)
+    use_w8a8(monkeypatch, cleared)
     inputs, of = step(lengths), w8a8_prologue(mixes)
     x, shift = torch.randn(tokens, WIDTH).half(), torch.randn(len(lengths) + 2, WIDTH).half()
     sums = torch.randint(-(2**30), 2**30, (tokens, WIDTH), dtype=torch.int32)
@@ -316,14 +308,11 @@ def test_exact_sums_have_the_bits_of_a_delta_in_fp16(
 
 
 @pytest.mark.parametrize("format_", [None, Format.FP8, Format.INT4, Format.W8A8])
-@pytest.mark.parametrize("mixes", [6, 1])
+@both_halves
 def test_prompts_of_a_processor_a_token_have_the_bits_of_longer_ones(
     ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, mixes: int, format_: Format | None
 ) -> None:
     """In slots that are read and written, and in others; INT4 stands for rows in two parts, None for halves."""
-    unused = W8A8Workspace(torch.empty(0), torch.empty(0), 4, torch.empty(0))
-    for module in (linear, cuda_shift_mix):
-        monkeypatch.setattr(module, "prepare_w8a8", lambda device: unused)
     monkeypatch.setattr(CudaQuantLinear, "takes_two_part_rows", lambda linear, rows: format_ is Format.INT4)
     of = w8a8_prologue(mixes) if format_ is Format.W8A8 else prologue(mixes)
     lengths = [9, 1, 14, 2]
@@ -331,9 +320,7 @@ def test_prompts_of_a_processor_a_token_have_the_bits_of_longer_ones(
     for first, others in ((2, 2), (2, 6)):
         made = []
         for num_sms in (4, 26):
-            for library in libraries:
-                library.emulation_set(num_sms, 227 << 10)
-            ops.workspaces[CPU].num_sms = num_sms
+            use_processors(ops, libraries, num_sms)
             inputs, after = step(lengths), shift.clone()
             inputs.read_slots, inputs.write_slots = torch.arange(first, first + 4), torch.arange(others, others + 4)
             if format_ is None:
@@ -348,8 +335,7 @@ def test_prompts_of_a_processor_a_token_have_the_bits_of_longer_ones(
             assert torch.equal(one, other)
 
 
-def test_few_rows_enter_as_halves(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:
-    libraries[0].emulation_set(4, 227 << 10)
+def test_few_rows_enter_as_halves(ops: CudaOps) -> None:
     x = torch.randn(5, WIDTH).half()
     _, mixed = ops.shift_mix(x, None, prologue(6), torch.zeros(7, WIDTH).half(), step([1] * 5))
     assert isinstance(mixed, Tensor)
@@ -360,12 +346,9 @@ def sums_of(delta: Tensor) -> Tensor:
     return (delta.double() * 2.0**32).round().long().view(-1, 8).T.contiguous()
 
 
-@pytest.mark.parametrize("mixes", [6, 1])
-def test_sums_of_a_row_are_a_delta(
-    ops: CudaOps, libraries: list[ctypes.CDLL], monkeypatch: pytest.MonkeyPatch, mixes: int
-) -> None:
+@both_halves
+def test_sums_of_a_row_are_a_delta(ops: CudaOps, monkeypatch: pytest.MonkeyPatch, mixes: int) -> None:
     """To the bit; before the launch that adds to them again they are zeros, whatever was in them."""
-    libraries[0].emulation_set(4, 227 << 10)
     monkeypatch.setattr(cuda_shift_mix, "fits_row_value", lambda key, processors: True)
     monkeypatch.setattr(cuda_shift_mix, "_defers_mix", lambda prologue: False)
     of = prologue(mixes)
@@ -390,8 +373,7 @@ def test_sums_of_a_row_are_a_delta(
     assert not kept.any()
 
 
-def test_sums_are_of_one_row(ops: CudaOps, libraries: list[ctypes.CDLL]) -> None:
-    libraries[0].emulation_set(4, 227 << 10)
+def test_sums_are_of_one_row(ops: CudaOps) -> None:
     sums = RowSums(ops.workspaces[CPU].row_sums)
     x = torch.randn(2, WIDTH).half()
     with pytest.raises(AssertionError, match="rwkv_shift_mix is refused"):
@@ -403,8 +385,7 @@ def test_the_launch_of_the_maps_of_one_row_mixes_it_alike(
     ops: CudaOps, libraries: list[ctypes.CDLL], width: int
 ) -> None:
     """To the bit, in a slot that is read and written; of two rows shift_mix makes it."""
-    for library in libraries:
-        library.emulation_set(3, 227 << 10)
+    use_processors(ops, libraries, 3)
     consumer = CudaQuantLinear(quantise(torch.randn(96, width) / width**0.5, Format.FP8))
     norm = Norm(torch.rand(width) + 0.5, torch.randn(width) / 8)
     of = Prologue(norm, torch.rand(6, width).half(), consumer)
@@ -432,7 +413,8 @@ def test_the_launch_of_the_maps_of_one_row_mixes_it_alike(
 
 
 @pytest.mark.parametrize("squares", [False, True])
-def test_a_row_without_numbers_stays_so_in_codes(ops: CudaOps, libraries: list[ctypes.CDLL], squares: bool) -> None:
+@pytest.mark.usefixtures("ops")
+def test_a_row_without_numbers_stays_so_in_codes(squares: bool) -> None:
     halves = torch.randn(3, WIDTH).half()
     halves[1, 70] = torch.nan
     made = quantise_rows(halves, relu_square=squares)

@@ -15,7 +15,7 @@ from rwkv_batch.kernels.cuda.linear import Gemm, skinny
 from rwkv_batch.kernels.cuda.quant_linear import CudaQuantLinear
 from rwkv_batch.kernels.cuda.skinny_quant import QuantGemm, multiply_few
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
-from test.model.emulated.library import emulated, needs_headers, send_launches_to
+from test.model.emulated.library import emulated, error, needs_headers, send_launches_to
 
 pytestmark = [pytest.mark.slow, needs_headers]
 SHAPES = ((96, 512), (32, 256))
@@ -31,10 +31,6 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL
 def on_cpu(monkeypatch: pytest.MonkeyPatch, libraries: dict[str, ctypes.CDLL]) -> None:
     """Launches go to the emulation."""
     send_launches_to(libraries.__getitem__, monkeypatch, cuda_linear, skinny_quant)
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def halves(rows: int) -> tuple[list[Gemm], list[Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rwkv_batch.kernels.cuda.channel_mix import SPARSE_FEW_SPLITS
 from rwkv_batch.kernels.cuda.packed_weights import NUMBERS, Packed, pack
 from rwkv_batch.model.quant.formats import WEIGHT_ONLY, Format, dequantise, quantise
-from test.model.emulated.library import call, emulation_of, needs_headers
+from test.model.emulated.library import call, emulation_of, error, needs_headers
 
 pytestmark = [pytest.mark.slow, needs_headers]
 WIDTH, FFN = 64, 2304
@@ -56,7 +56,7 @@ def test_products(library: ctypes.CDLL, format_: Format, rows: int, share: float
     places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
     call(library, "rwkv_sparse_value_quant", *places, NUMBERS[format_], rows, WIDTH, FFN)
     reference = hidden.float() @ meaning.T
-    assert ((y.float() - reference).norm() / reference.norm()).item() < 1e-3
+    assert error(y, reference) < 1e-3
 
 
 @pytest.mark.parametrize(("width", "ffn"), [(128, FFN), (256, 1024)])
@@ -70,7 +70,7 @@ def test_few_rows(few_library: ctypes.CDLL, width: int, ffn: int) -> None:
     places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), shares.data_ptr()
     call(few_library, "rwkv_sparse_few_quant", *places, NUMBERS[Format.FP8], rows, width, ffn)
     reference = hidden.float() @ meaning.T
-    assert ((shares[:-1].sum(0) - reference).norm() / reference.norm()).item() < 1e-3
+    assert error(shares[:-1].sum(0), reference) < 1e-3
     assert shares[-1].isnan().all()
 
 
@@ -83,7 +83,7 @@ def test_one_row(of_one_row: ctypes.CDLL, format_: Format, share: float) -> None
     places = hidden.data_ptr(), packed.qweight.data_ptr(), packed.scales.data_ptr(), y.data_ptr()
     call(of_one_row, "rwkv_sparse_row_quant", *places, NUMBERS[format_], WIDTH, FFN_OF_ONE_ROW)
     reference = hidden.float() @ meaning.T
-    assert ((y.float() - reference).norm() / reference.norm()).item() < 1e-3
+    assert error(y, reference) < 1e-3
 
 
 @pytest.mark.parametrize("format_", WEIGHT_ONLY)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from demo.random_weights import random_weights
-from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.model.state import (
     HEAD_BYTES,
     MAX_CODE,
@@ -21,9 +20,8 @@ from rwkv_batch.model.state import (
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import Weights, weights_from
 from rwkv_batch.runner.pipeline import Pipeline
+from test.model.test_model import KERNELS
 
-PROBLEM = cpu_library.library_unavailable_reason()
-KERNELS = ["naive", pytest.param("cpu", marks=pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)))]
 SLOTS, LAYERS, WIDTH = 12, 3, 128
 CODES = 64 * 64
 

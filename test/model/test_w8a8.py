@@ -20,6 +20,7 @@ from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner import calibration
 from rwkv_batch.runner.calibration import MeasuredInputs
 from rwkv_batch.runner.pipeline import Pipeline
+from test.model.test_quant import error
 
 CPU = torch.device("cpu")
 
@@ -34,18 +35,14 @@ def stored_and_rows(inner: int, outliers: float = 1.0, out: int = 96, rows: int 
     return quantise(random(out, inner, seed=2) * 0.02, Format.W8A8, x.abs().amax(0)), x
 
 
-def relative_error(y: Tensor, reference: Tensor) -> float:
-    return float((y - reference).norm() / reference.norm())
-
-
 @pytest.mark.parametrize(
     ("inner", "outliers", "limit"), [(768, 1, 0.012), (768, 20, 0.015), (130, 1, 0.012), (64, 1, 0.012)]
 )
 def test_products_are_close(inner: int, outliers: float, limit: float) -> None:
     stored, x = stored_and_rows(inner, outliers)
     weight = random(96, inner, seed=2) * 0.02
-    assert relative_error(W8A8Linear(stored)(x), x @ weight.T) < limit
-    assert relative_error(dequantise(stored), weight) < 0.05
+    assert error(W8A8Linear(stored)(x), x @ weight.T) < limit
+    assert error(dequantise(stored), weight) < 0.05
 
 
 def test_squares_have_a_bit_more() -> None:
@@ -53,7 +50,7 @@ def test_squares_have_a_bit_more() -> None:
     weight = random(96, 768, seed=2) * 0.02
     stored = quantise(weight, Format.W8A8, x.amax(0))
     signed, unsigned = W8A8Linear(stored)(x), W8A8Linear(stored, unsigned=True)(x)
-    assert relative_error(unsigned, x @ weight.T) < relative_error(signed, x @ weight.T) < 0.02
+    assert error(unsigned, x @ weight.T) < error(signed, x @ weight.T) < 0.02
 
 
 @pytest.mark.parametrize("unsigned", [False, True])
@@ -63,7 +60,7 @@ def test_16_bits_of_inputs_leave_the_weights_error(unsigned: bool) -> None:
     exact = x @ dequantise(stored).T
     errors = {}
     for bits in (8, 16):
-        errors[bits] = relative_error(W8A8Linear(dataclasses.replace(stored, activation_bits=bits), unsigned)(x), exact)
+        errors[bits] = error(W8A8Linear(dataclasses.replace(stored, activation_bits=bits), unsigned)(x), exact)
     assert errors[16] < 1e-4 < 20 * errors[16] < errors[8]
 
 
@@ -88,7 +85,7 @@ def test_the_largest_products_fit_32_bits() -> None:
         w = w8a8.quantise(v, w8a8.MAX_WEIGHT_RATIO)
         sums = w8a8.product(x, w) / (x.scales * w.scales)
         assert float(sums.abs().max()) < 2**31
-        assert relative_error(w8a8.product(x, w), v @ v.T) < 0.01
+        assert error(w8a8.product(x, w), v @ v.T) < 0.01
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -143,7 +140,7 @@ def test_a_model_reads_and_writes_int8(tmp_path: Path) -> None:
         name = pipeline.stages[0].precision.weights_name
         prompts = torch.randint(1, 65000, (20, 12), generator=torch.Generator().manual_seed(1)).tolist()
         logits[name] = pipeline.forward(step_inputs(prompts, [0] * 20, list(range(2, 22)), list(range(20))))
-    errors = {name: relative_error(logits[name], logits["float32"]) for name in logits}
+    errors = {name: error(logits[name], logits["float32"]) for name in logits}
     assert 0 < errors["int8, 16-bit inputs"] < 0.8 * errors["int8"] < 0.03
 
 
@@ -167,5 +164,5 @@ def test_squares_with_rare_large_values_are_smoothed_less() -> None:
     errors = []
     for squares in (False, True):
         linear = W8A8Linear(quantise(weight, Format.W8A8, x.amax(0), squares), unsigned=True)
-        errors.append(relative_error(linear(x[64:128]), x[64:128] @ weight.T))
+        errors.append(error(linear(x[64:128]), x[64:128] @ weight.T))
     assert errors[1] < 0.8 * errors[0]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from demo.random_weights import write_random_model
 from rwkv_batch.kernels.activation import Activation
-from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.kernels.cpu.library import Packing
 from rwkv_batch.kernels.cpu.linear import CpuLinear, CpuW8A8Linear, make_quantised, run_linears
 from rwkv_batch.model.quant import w8a8
@@ -20,16 +19,12 @@ from rwkv_batch.model.quant_linear import W8A8Linear
 from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.pipeline import Pipeline
+from test.model.test_model import needs_compiler
+from test.model.test_w8a8 import random
 
-pytestmark = pytest.mark.skipif(
-    cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
-)
+pytestmark = needs_compiler
 SHAPES = [(64, 256), (20, 192), (192, 200), (33, 1000), (65, 131), (40, 129), (100, 128), (70, 77), (1, 1), (8, 3072)]
 ROWS = (1, 2, 3, 4, 5, 7, 12, 13, 16, 17, 31, 32, 33, 48, 49, 70)
-
-
-def random(*sizes: int, seed: int = 0) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
 def matrix(out: int, inner: int, outliers: float = 20.0, bits: int = 8) -> tuple[Quantised, Tensor]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rwkv_batch.kernels.cpu import library as cpu_library
 from rwkv_batch.kernels.cpu import linear as cpu_linear
 from test.model.older_instructions import INSTRUCTIONS
+from test.model.test_model import needs_compiler
 from test.model.test_w8a8_cpu import check_bits
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        cpu_library.library_unavailable_reason() is not None, reason=str(cpu_library.library_unavailable_reason())
-    ),
+    needs_compiler,
 ]
 
 

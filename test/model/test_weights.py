@@ -44,6 +44,13 @@ def written(path: Path, tensors: object) -> Path:
     return path
 
 
+def check_refused(path: Path, why: str) -> str:
+    """Return the message that refuses a model."""
+    with pytest.raises(WeightsError, match=why) as caught:
+        open_weights(path)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize("first_v", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -173,24 +180,19 @@ def test_other_models_are_refused(
     tmp_path: Path, change: Callable[[Tensors], Tensors], reason: str, suffix: str
 ) -> None:
     path = written(tmp_path / f"model{suffix}", change(small()))
-    with pytest.raises(WeightsError, match=reason) as caught:
-        open_weights(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    message = check_refused(path, reason)
+    assert str(path) in message and "\n" not in message
 
 
 def test_paths_that_are_not_files(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="does not exist"):
-        open_weights(tmp_path / "none.pth")
-    with pytest.raises(WeightsError, match="is a folder"):
-        open_weights(tmp_path)
+    check_refused(tmp_path / "none.pth", "does not exist")
+    check_refused(tmp_path, "is a folder")
     for pipe in (tmp_path / "pipe.pth", tmp_path / "pipe.safetensors"):
         os.mkfifo(pipe)  # opening it would wait for a writer
-        with pytest.raises(WeightsError, match="is not a regular file"):
-            open_weights(pipe)
+        check_refused(pipe, "is not a regular file")
     other = tmp_path / "model.rwkvq"
     other.write_bytes(b"GGUF")
-    with pytest.raises(WeightsError, match=r"ends in '\.rwkvq'; .* come as \.pth, \.safetensors, \.st or \.gguf"):
-        open_weights(other)
+    check_refused(other, r"ends in '\.rwkvq'; .* come as \.pth, \.safetensors, \.st or \.gguf")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".gguf"])
@@ -212,8 +214,7 @@ def test_paths_that_are_not_files(tmp_path: Path) -> None:
 def test_what_a_download_leaves_in_place_of_a_file(tmp_path: Path, suffix: str, content: bytes, why: str) -> None:
     path = tmp_path / f"model{suffix}"
     path.write_bytes(content)
-    with pytest.raises(WeightsError, match=why):
-        open_weights(path)
+    check_refused(path, why)
 
 
 @pytest.mark.parametrize(
@@ -227,16 +228,14 @@ def test_what_a_download_leaves_in_place_of_a_file(tmp_path: Path, suffix: str, 
 )
 def test_tensors_without_their_own_data_are_refused(tmp_path: Path, tensor: Tensor, why: str) -> None:
     torch.save(small() | {"blocks.0.att.key.weight": tensor}, tmp_path / "model.pth")
-    with pytest.raises(WeightsError, match=why):
-        open_weights(tmp_path / "model.pth")
+    check_refused(tmp_path / "model.pth", why)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_an_unreadable_file(tmp_path: Path) -> None:
     path = written(tmp_path / "model.pth", small())
     path.chmod(0)
-    with pytest.raises(WeightsError, match="cannot be read"):
-        open_weights(path)
+    check_refused(path, "cannot be read")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -244,18 +243,15 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
 def test_cut_files_are_refused(tmp_path: Path, suffix: str, keep: int) -> None:
     path = written(tmp_path / f"model{suffix}", small())
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(WeightsError, match=r"damaged|truncated") as caught:
-        open_weights(path)
-    assert "unpack" not in str(caught.value)
+    assert "unpack" not in check_refused(path, r"damaged|truncated")
 
 
 @pytest.mark.parametrize(("suffix", "least"), [(".pth", 150_000), (".safetensors", 200_000)])
 def test_a_cut_file_says_how_many_bytes_are_missing(tmp_path: Path, suffix: str, least: int) -> None:
     path = written(tmp_path / f"model{suffix}", small())
     path.write_bytes(path.read_bytes()[:-200_000])
-    with pytest.raises(WeightsError, match=r"[ (]truncated: .*\d+ .*bytes are missing") as caught:
-        open_weights(path)
-    reported = re.search(r"truncated: (?:at least )?(\d+) ", str(caught.value))
+    message = check_refused(path, r"[ (]truncated: .*\d+ .*bytes are missing")
+    reported = re.search(r"truncated: (?:at least )?(\d+) ", message)
     assert reported is not None and least <= int(reported[1]) <= 200_000
 
 
@@ -263,22 +259,19 @@ def test_a_cut_file_says_how_many_bytes_are_missing(tmp_path: Path, suffix: str,
 def test_noise_is_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"model{suffix}"
     path.write_bytes(b"\xff\x07noise" * 1000)
-    with pytest.raises(WeightsError, match=r"damaged|truncated"):
-        open_weights(path)
+    check_refused(path, r"damaged|truncated")
 
 
 def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", "hello")
-    with pytest.raises(WeightsError, match="damaged or not a weight file"):
-        open_weights(path)
+    check_refused(path, "damaged or not a weight file")
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"model": {"emb.weight": torch.zeros(2)}}, {"step": 3}, torch.zeros(3)])
 def test_checkpoints_are_refused(tmp_path: Path, content: object) -> None:
-    with pytest.raises(WeightsError, match="not a dict of tensors"):
-        open_weights(written(tmp_path / "model.pth", content))
+    check_refused(written(tmp_path / "model.pth", content), "not a dict of tensors")
 
 
 class Exploit:
@@ -294,12 +287,10 @@ class Exploit:
 def test_code_in_a_pickle_does_not_run(tmp_path: Path) -> None:
     target = tmp_path / "executed"
     path = written(tmp_path / "zipped.pth", {**small(), "x": Exploit(target)})
-    with pytest.raises(WeightsError, match=r"not a weight file .its pickle uses 'posix\.system'"):
-        open_weights(path)
+    check_refused(path, r"not a weight file .its pickle uses 'posix\.system'")
     bare = tmp_path / "bare.pth"
     bare.write_bytes(pickle.dumps({"x": Exploit(target)}))
-    with pytest.raises(WeightsError, match=r"not a zip-format \.pth \(truncated, or saved by torch < 1\.6\)"):
-        open_weights(bare)
+    check_refused(bare, r"not a zip-format \.pth \(truncated, or saved by torch < 1\.6\)")
     assert not target.exists()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from rwkv_batch.kernels.naive import NaiveOps
 from rwkv_batch.model.layer import Projections
 from rwkv_batch.model.state import pack_int8, unpack_int8
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs
-from test.model.emulated.library import call, emulation_of, needs_headers
+from test.model.emulated.library import call, emulation_of, error, needs_headers
 
 pytestmark = [pytest.mark.slow, needs_headers]
 HEADS, RANK, GATE_RANK = 2, 128, 192
@@ -135,10 +136,6 @@ def make_inputs(rows: int, first_layer: bool) -> dict[str, Tensor]:
     return given | {"low": torch.randn(3, rows, RANK).half(), "gate": torch.rand(rows, GATE_RANK).half()}
 
 
-def error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "first_layer"), [(1, False), (1, True), (5, False)])
 def test_a_step(library: ctypes.CDLL, rows: int, first_layer: bool, dtype: torch.dtype) -> None:
@@ -153,20 +150,24 @@ def test_a_step(library: ctypes.CDLL, rows: int, first_layer: bool, dtype: torch
     assert torch.equal(wkv[:rows], kept)
 
 
-@pytest.mark.parametrize(("dtype", "rows"), [(torch.float16, 8), (torch.uint8, 4)])
-def test_a_row_has_the_same_bits_alone_and_in_company(library: ctypes.CDLL, dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "rows"), [("few", torch.float16, 8), ("few", torch.uint8, 4), ("decode", torch.uint8, 9)]
+)
+def test_a_row_has_the_same_bits_alone_and_in_company(
+    library: ctypes.CDLL, decode: ctypes.CDLL, kernel: str, dtype: torch.dtype, rows: int
+) -> None:
     layer, given = make_layer(), make_inputs(rows, False)
     state = 0.3 * torch.randn(2 * rows, HEADS, 64, 64)
     state = pack_int8(state) if dtype is torch.uint8 else state.to(dtype)
     slots = torch.arange(rows), torch.arange(rows) + rows
     together = state.clone()
-    y = run(library, layer, given, together, slots)
+    step = partial(run, library, layer) if kernel == "few" else partial(run_decode, decode, layer)
+    y = step(given, together, slots)
     row = rows - 2
     mine = slice(row, row + 1)
     alone = {name: (x[:, mine] if name == "low" else x[mine]).contiguous() for name, x in given.items()}
-    wkv = state.clone()
-    assert torch.equal(run(library, layer, alone, wkv, (slots[0][mine], slots[1][mine])), y[mine])
-    assert torch.equal(wkv[rows + row], together[rows + row])
+    assert torch.equal(step(alone, state, (slots[0][mine], slots[1][mine])), y[mine])
+    assert torch.equal(state[rows + row], together[rows + row])
 
 
 def coded_slots(rows: int) -> tuple[Tensor, Tensor]:
@@ -205,18 +206,6 @@ def test_a_step_of_codes(library: ctypes.CDLL, decode: ctypes.CDLL, kernel: str,
     assert error(y, reference(layer, given, expected, slots)) < 2e-3
     assert_codes(stored[rows + 1 :], expected[rows + 1 :])
     assert torch.equal(stored[: rows + 1], kept)
-
-
-def test_rows_of_codes_have_the_same_bits_alone_and_in_company(decode: ctypes.CDLL) -> None:
-    layer, given = make_layer(), make_inputs(9, False)
-    stored, _ = coded_slots(9)
-    slots = torch.arange(9), torch.arange(9) + 10
-    together = stored.clone()
-    y = run_decode(decode, layer, given, together, slots)
-    mine = slice(5, 6)
-    alone = {name: (x[:, mine] if name == "low" else x[mine]).contiguous() for name, x in given.items()}
-    assert torch.equal(run_decode(decode, layer, alone, stored, (slots[0][mine], slots[1][mine])), y[mine])
-    assert torch.equal(stored[15], together[15])
 
 
 def test_one_warp_has_all_heads_where_no_more_fit(decode: ctypes.CDLL) -> None:

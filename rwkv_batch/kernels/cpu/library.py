@@ -8,6 +8,7 @@ import functools
 from pathlib import Path
 
 from native import build
+from native.tensors import fields
 from rwkv_batch.model.low_rank import Target
 
 SOURCES = Path(__file__).with_name("csrc")
@@ -38,35 +39,27 @@ class StepFailure(enum.IntEnum):
     NO_MEMORY = 2
 
 
-def pointers(*names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_void_p) for name in names]
-
-
-def integers(*names: str) -> list[tuple[str, type]]:
-    return [(name, ctypes.c_int64) for name in names]
-
-
 class MatrixArgs(ctypes.Structure):
     """csrc/linear.h's PackedMatrix [out, in].
 
     parts: numbers that each x is split into: bf16 1 or 3, W8A8 1 or 2
     """
 
-    _fields_ = [*pointers("data"), *integers("in_features", "out_features", "packing", "parts")]
+    _fields_ = [*fields(ctypes.c_void_p, "data"), *fields(ctypes.c_int64, "in_features out_features packing parts")]
 
 
 class GemmArgs(ctypes.Structure):
     """csrc/linear.h's Gemm: one matrix over the rows of a call."""
 
-    _fields_ = [("w", MatrixArgs), *pointers("x", "y"), *integers("activation")]
+    _fields_ = [("w", MatrixArgs), *fields(ctypes.c_void_p, "x y"), *fields(ctypes.c_int64, "activation")]
 
 
 class LayerArgs(ctypes.Structure):
     """csrc/layers.cpp's Layer: addresses of the tensors of model/layer.py's Layer; null: absent."""
 
     _fields_ = [
-        *pointers("ln1_weight", "ln1_bias", "ln2_weight", "ln2_bias", "ln_x_weight", "ln_x_bias"),
-        *pointers("att_mix", "ffn_mix", "w0", "a0", "v0", "k_k", "k_a", "r_k"),
+        *fields(ctypes.c_void_p, "ln1_weight ln1_bias ln2_weight ln2_bias ln_x_weight ln_x_bias"),
+        *fields(ctypes.c_void_p, "att_mix ffn_mix w0 a0 v0 k_k k_a r_k"),
         *((name, MatrixArgs) for name in ("receptance", "key", "value", "output", "ffn_key", "ffn_value")),
         *((name, MatrixArgs) for name in ("w1", "a1", "g1", "v1", "w2", "a2", "g2", "v2")),
     ]
@@ -75,7 +68,7 @@ class LayerArgs(ctypes.Structure):
 class PairArgs(ctypes.Structure):
     """csrc/layers.cpp's Pair: an adapter's low-rank pair at one linear layer, y += b (a x)."""
 
-    _fields_ = [*pointers("a", "b"), *integers("rank")]
+    _fields_ = [*fields(ctypes.c_void_p, "a b"), *fields(ctypes.c_int64, "rank")]
 
 
 class AdapterLayerArgs(ctypes.Structure):
@@ -86,8 +79,8 @@ class AdapterLayerArgs(ctypes.Structure):
 
     _fields_ = [
         ("pairs", PairArgs * len(Target)),
-        *pointers("router", "experts"),
-        *integers("num_experts", "active"),
+        *fields(ctypes.c_void_p, "router experts"),
+        *fields(ctypes.c_int64, "num_experts active"),
     ]
 
 
@@ -103,11 +96,11 @@ class StepArgs(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.POINTER(LayerArgs)),
-        *integers("num_layers"),
-        *pointers("x", "v_first", "wkv", "shift", "ends", "read", "write"),
-        *integers("rows", "tokens", "slots", "width", "threads", "head_bytes"),
-        *integers("begins_within", "ends_within"),
-        *pointers("adapters"),
+        *fields(ctypes.c_int64, "num_layers"),
+        *fields(ctypes.c_void_p, "x v_first wkv shift ends read write"),
+        *fields(ctypes.c_int64, "rows tokens slots width threads head_bytes"),
+        *fields(ctypes.c_int64, "begins_within ends_within"),
+        *fields(ctypes.c_void_p, "adapters"),
     ]
 
 

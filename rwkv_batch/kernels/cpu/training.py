@@ -6,7 +6,8 @@ import ctypes
 import functools
 
 from native import build
-from rwkv_batch.kernels.cpu.library import SOURCES, integers, pointers
+from native.tensors import fields
+from rwkv_batch.kernels.cpu.library import SOURCES
 
 LIBRARY = build.Library(name="rwkv_training", sources=(SOURCES / "training.cpp",), flags=("-Wno-maybe-uninitialized",))
 MAX_MIXES = 6
@@ -16,9 +17,9 @@ class CoreArgs(ctypes.Structure):
     """csrc/training.cpp's Core. Shapes are there."""
 
     _fields_ = [
-        *pointers("r", "k", "v", "w", "a", "g", "gate", "first_v", "first", "vectors", "output_vectors", "keep"),
-        *pointers("y", "out", "states", "grad", "dr", "dk", "dv", "dw", "da", "dg", "dgate", "dfirst_v", "dfirst"),
-        *integers("rows", "chunks", "heads", "threads"),
+        *fields(ctypes.c_void_p, "r k v w a g gate first_v first vectors output_vectors keep"),
+        *fields(ctypes.c_void_p, "y out states grad dr dk dv dw da dg dgate dfirst_v dfirst"),
+        *fields(ctypes.c_int64, "rows chunks heads threads"),
     ]
 
 
@@ -26,10 +27,10 @@ class NormArgs(ctypes.Structure):
     """csrc/training.cpp's NormShift. Shapes are there."""
 
     _fields_ = [
-        *pointers("x", "y", "begins", "norm", "mixes", "total", "stats", "outputs", "grad"),
+        *fields(ctypes.c_void_p, "x y begins norm mixes total stats outputs grad"),
         ("grads", ctypes.c_void_p * MAX_MIXES),
-        *pointers("dx"),
-        *integers("tokens", "width", "count", "threads"),
+        *fields(ctypes.c_void_p, "dx"),
+        *fields(ctypes.c_int64, "tokens width count threads"),
     ]
 
 

@@ -10,11 +10,11 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     FP16_SPLITS,
     MAX_HOPPER_ROWS,
     TILE_K,
-    TILE_N,
     TILE_ROWS,
     Fp16Gemm,
     GemmShape,
     Plan,
+    count_tiles,
     fill_fp16_gemms,
     fits_hopper_gemm,
     has_hopper_gemm,
@@ -41,9 +41,8 @@ def fits_fused_projections(
         return False
     num_sms = prepare_hopper_gemm(full[0].device).num_sms
     shapes = [[GemmShape(*weight.shape) for weight in weights] for weights in (full, split, dependent)]
-    tiles = [sum(-(-shape.n // TILE_N) for shape in part) for part in shapes]
     return (
-        tiles[0] + FP16_SPLITS * tiles[1] <= num_sms
+        count_tiles(shapes[0]) + FP16_SPLITS * count_tiles(shapes[1]) <= num_sms
         and plan_hopper_gemm(rows, tuple(shapes[0]), num_sms).splits == 1
         and all(fits_hopper_gemm(shape, transposed=False) for part in shapes for shape in part)
         and all(shape.k % (TILE_K * FP16_SPLITS) == 0 for shape in shapes[1])

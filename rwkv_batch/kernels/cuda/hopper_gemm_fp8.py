@@ -22,6 +22,7 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     Fp16Gemm,
     GemmShape,
     Plan,
+    count_tiles,
     has_hopper_gemm,
     is_mps_active,
     plan_hopper_gemm,
@@ -124,7 +125,7 @@ def plan_transposed(rows: int, shapes: tuple[GemmShape, ...], num_sms: int, co_r
     """
     if rows <= FP8_TILE_ROWS[-1]:
         return plan_fp8(rows, shapes, num_sms, co_resident)
-    tiles = sum(-(-shape.n // TILE_N) for shape in shapes)
+    tiles = count_tiles(shapes)
 
     def cost(plan: Plan) -> tuple[float, int]:
         units = -(-rows // plan.tile_rows) * tiles * plan.splits

@@ -10,11 +10,11 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     FP16_SPLITS,
     LARGEST_TILE,
     TILE_K,
-    TILE_N,
     Fp16Gemm,
     GemmShape,
     HopperWorkspace,
     Plan,
+    count_tiles,
     fill_fp16_gemms,
     fits_hopper_gemm,
     has_hopper_gemm,
@@ -54,9 +54,9 @@ def fits_fp16_gemms(rows: int, quantised: Sequence[GemmShape], fp16_gemms: Seque
     """
     if rows > LARGEST_TILE or max_splits(tuple(quantised), num_sms, True, QUANTISED_TILE_K) > 1:
         return False
-    tiles = [sum(-(-shape.n // TILE_N) for shape in shapes) for shapes in (quantised, fp16_gemms)]
+    num_ctas = count_tiles(quantised) + FP16_SPLITS * count_tiles(fp16_gemms)
     is_shared = all(fits_hopper_gemm(shape, False) and shape.k % (TILE_K * FP16_SPLITS) == 0 for shape in fp16_gemms)
-    return is_shared and tiles[0] + FP16_SPLITS * tiles[1] <= num_sms and not is_mps_active()
+    return is_shared and num_ctas <= num_sms and not is_mps_active()
 
 
 def check_counts(count: int, rows: int, most_rows: int, to_partials: bool) -> None:

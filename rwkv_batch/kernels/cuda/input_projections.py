@@ -257,12 +257,9 @@ def _launch_input_projections(layer: CudaLayer, mixed: MixedInputs, rkv: Tensor,
     if layer.rkv is not None and isinstance(mixed, Tensor):
         multiply([*(Gemm(layer.rkv[i], mixed[i], rkv[i]) for i in range(3)), *low])
         return
-    linears, rows = _quantised_rkv(layer), rkv.shape[1]
-    if not linears:  # w8a8
-        _rkv_quantised(layer, mixed, rkv)
-        multiply(low)
-        return
-    if not isinstance(mixed, Tensor) or linears[0].takes_two_part_rows(rows) or not linears[0].takes_fp16_rows(rows):
+    linears, rows = _quantised_rkv(layer), rkv.shape[1]  # w8a8: none
+    in_fp16 = bool(linears) and not linears[0].takes_two_part_rows(rows) and linears[0].takes_fp16_rows(rows)
+    if not isinstance(mixed, Tensor) or not in_fp16:
         _rkv_quantised(layer, mixed, rkv)
         multiply(low)
     elif not linears[0].uses_skinny_kernel(rows):

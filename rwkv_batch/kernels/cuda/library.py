@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from native import build
-from native.tensors import bind
+from native.tensors import bind, fields
 from rwkv_batch.kernels.cuda.w8a8.arguments import (
     MAX_W8A8_GEMMS,
     MixedLaunchArgs,
@@ -72,13 +72,13 @@ class ShiftMixArgs(Structure):
     """Mirrors the struct in mix/shift_mix.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("x", "delta", "partials", "sums", "to_clear", "row_scales", "output_scales")],
-        *[(name, c_void_p) for name in ("x_out", "mixed", "quantised", "scales", "ratios")],
-        *[(name, c_void_p) for name in ("shift", "last_h", "weight", "bias", "mix")],
-        *[(name, c_void_p) for name in ("cu_seqlens", "token_rows", "read_slots", "write_slots")],
+        *fields(c_void_p, "x delta partials sums to_clear row_scales output_scales"),
+        *fields(c_void_p, "x_out mixed quantised scales ratios"),
+        *fields(c_void_p, "shift last_h weight bias mix"),
+        *fields(c_void_p, "cu_seqlens token_rows read_slots write_slots"),
         ("slot_stride", c_int64),
-        *[(name, c_int) for name in ("tokens", "width", "mixes", "tokens_per_cta")],
-        *[(name, c_int) for name in ("scale_pitch", "num_splits", "token_ctas", "are_rows_known")],
+        *fields(c_int, "tokens width mixes tokens_per_cta"),
+        *fields(c_int, "scale_pitch num_splits token_ctas are_rows_known"),
         *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "stored_factors", "order")],
     ]
 
@@ -87,12 +87,12 @@ class WkvArgs(Structure):
     """Mirrors the struct in wkv/wkv.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("r", "w", "k", "v", "a", "g", "v_gate", "v_first")],
-        *[(name, c_void_p) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k", "ln_weight", "ln_bias")],
-        *[(name, c_void_p) for name in ("y", "y_two_part", "state")],
-        *[(name, c_void_p) for name in ("cu_seqlens", "read_slots", "write_slots")],
+        *fields(c_void_p, "r w k v a g v_gate v_first"),
+        *fields(c_void_p, "w0 a0 v0 k_k k_a r_k ln_weight ln_bias"),
+        *fields(c_void_p, "y y_two_part state"),
+        *fields(c_void_p, "cu_seqlens read_slots write_slots"),
         ("slot_stride", c_int64),
-        *[(name, c_int) for name in ("rows", "heads", "continuing")],
+        *fields(c_int, "rows heads continuing"),
     ]
 
 
@@ -100,8 +100,8 @@ class LowRankUpArgs(Structure):
     """Mirrors the struct in wkv/wkv_few.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("hidden", "gate_hidden", "up_weight", "gate_up_weight")],
-        *[(name, c_int) for name in ("groups", "rank", "gate_rank", "in_order")],
+        *fields(c_void_p, "hidden gate_hidden up_weight gate_up_weight"),
+        *fields(c_int, "groups rank gate_rank in_order"),
     ]
 
 
@@ -109,8 +109,8 @@ class SkinnyGemmArgs(Structure):
     """Mirrors struct Map in skinny/skinny.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("weight", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "out_fp32", "warps_k", "first_block", "blocks")],
+        *fields(c_void_p, "weight x y"),
+        *fields(c_int, "n k ld_y activation out_fp32 warps_k first_block blocks"),
     ]
 
 
@@ -124,9 +124,9 @@ class QuantGemmArgs(Structure):
     """Mirrors struct QuantMap in skinny/quant_args.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("qweight", "scales", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "ld_y", "activation", "out_fp32", "warps_k", "first_block", "blocks")],
-        *[(name, c_void_p) for name in ("weight_ratios", "factors", "order")],
+        *fields(c_void_p, "qweight scales x y"),
+        *fields(c_int, "n k ld_y activation out_fp32 warps_k first_block blocks"),
+        *fields(c_void_p, "weight_ratios factors order"),
     ]
 
 
@@ -134,8 +134,8 @@ class NormMixArgs(Structure):
     """Mirrors the struct in mix/norm_mix.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("x", "delta", "sums", "x_out", "shift")],
-        *[(name, c_void_p) for name in ("weight", "bias", "read_slots", "write_slots")],
+        *fields(c_void_p, "x delta sums x_out shift"),
+        *fields(c_void_p, "weight bias read_slots write_slots"),
         ("slot_stride", c_int64),
         ("counter", c_void_p),
         ("width", c_int),
@@ -145,7 +145,7 @@ class NormMixArgs(Structure):
 class RowValueArgs(Structure):
     """Mirrors struct RowValue in skinny/quant_args.cuh."""
 
-    _fields_ = [*[(name, c_void_p) for name in ("qweight", "scales", "sums")], ("width", c_int)]
+    _fields_ = [*fields(c_void_p, "qweight scales sums"), ("width", c_int)]
 
 
 class QuantLaunchArgs(Structure):
@@ -153,7 +153,7 @@ class QuantLaunchArgs(Structure):
 
     _fields_ = [
         ("gemms", QuantGemmArgs * MAX_GEMMS),
-        *[(name, c_int) for name in ("count", "rows", "format")],
+        *fields(c_int, "count rows format"),
         ("norm", NormMixArgs),
         ("value", RowValueArgs),
     ]
@@ -163,8 +163,8 @@ class Fp16GemmArgs(Structure):
     """Mirrors the structs in gemm/gemm_fp16.cu and gemm/gemm_input_projections.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("weight", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "activation")],
+        *fields(c_void_p, "weight x y"),
+        *fields(c_int, "n k activation"),
     ]
 
 
@@ -173,9 +173,8 @@ class Fp16LaunchArgs(Structure):
 
     _fields_ = [
         ("gemms", Fp16GemmArgs * MAX_HOPPER_GEMMS),
-        *[(name, c_int) for name in ("count", "rows", "transposed", "to_fp32", "tile_rows", "splits")],
-        ("partials", c_void_p),
-        ("counters", c_void_p),
+        *fields(c_int, "count rows transposed to_fp32 tile_rows splits"),
+        *fields(c_void_p, "partials counters"),
     ]
 
 
@@ -184,9 +183,8 @@ class InputProjectionArgs(Structure):
 
     _fields_ = [
         ("gemms", Fp16GemmArgs * MAX_HOPPER_GEMMS),
-        *[(name, c_int) for name in ("count", "full", "dependent", "rows", "tile_rows", "splits")],
-        ("partials", c_void_p),
-        ("counters", c_void_p),
+        *fields(c_int, "count full dependent rows tile_rows splits"),
+        *fields(c_void_p, "partials counters"),
     ]
 
 
@@ -194,8 +192,8 @@ class Fp8GemmArgs(Structure):
     """Mirrors the struct in gemm/gemm_fp8.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("weight", "x", "weight_scales", "input_scales", "y")],
-        *[(name, c_int) for name in ("n", "k", "activation", "is_two_part")],
+        *fields(c_void_p, "weight x weight_scales input_scales y"),
+        *fields(c_int, "n k activation is_two_part"),
     ]
 
 
@@ -204,10 +202,8 @@ class Fp8LaunchArgs(Structure):
 
     _fields_ = [
         ("gemms", Fp8GemmArgs * MAX_HOPPER_GEMMS),
-        *[(name, c_int) for name in ("count", "dependent", "rows", "tile_rows", "splits")],
-        *[(name, c_int) for name in ("to_fp32", "transposed", "to_partials")],
-        ("partials", c_void_p),
-        ("counters", c_void_p),
+        *fields(c_int, "count dependent rows tile_rows splits to_fp32 transposed to_partials"),
+        *fields(c_void_p, "partials counters"),
     ]
 
 
@@ -215,8 +211,8 @@ class WeightOnlyGemmArgs(Structure):
     """Mirrors the struct in weight_only/weight_only.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("qweight", "scales", "x", "y")],
-        *[(name, c_int) for name in ("n", "k", "activation", "out_fp32")],
+        *fields(c_void_p, "qweight scales x y"),
+        *fields(c_int, "n k activation out_fp32"),
     ]
 
 
@@ -225,16 +221,15 @@ class WeightOnlyLaunchArgs(Structure):
 
     _fields_ = [
         ("gemms", WeightOnlyGemmArgs * MAX_HOPPER_GEMMS),
-        *[(name, c_int) for name in ("count", "rows", "transposed", "tile_rows", "splits")],
-        ("partials", c_void_p),
-        ("counters", c_void_p),
+        *fields(c_int, "count rows transposed tile_rows splits"),
+        *fields(c_void_p, "partials counters"),
     ]
 
 
 class AdapterGemmArgs(Structure):
     """Mirrors struct AdapterMap in adapters.cu."""
 
-    _fields_ = [("x", c_void_p), ("y", c_void_p), *[(name, c_int) for name in ("k", "n", "target", "unused")]]
+    _fields_ = [*fields(c_void_p, "x y"), *fields(c_int, "k n target unused")]
 
 
 class AdapterArgs(Structure):
@@ -242,11 +237,8 @@ class AdapterArgs(Structure):
 
     _fields_ = [
         ("gemms", AdapterGemmArgs * 3),
-        *[(name, c_void_p) for name in ("pairs", "tokens", "numbers", "partials")],
-        *[
-            (name, c_int)
-            for name in ("count", "tiles", "layers", "layer", "targets", "splits", "squared_relu", "tiles_in_grid")
-        ],
+        *fields(c_void_p, "pairs tokens numbers partials"),
+        *fields(c_int, "count tiles layers layer targets splits squared_relu tiles_in_grid"),
     ]
 
 
@@ -254,12 +246,12 @@ class DraftStepArgs(Structure):
     """Mirrors the struct in draft/draft_step.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("weights", "ups", "vectors", "mixes")],
-        *[(name, c_void_p) for name in ("embedding", "head", "out_weight", "out_bias", "wkv", "shift")],
-        *[(name, c_void_p) for name in ("table", "step", "chosen", "guesses")],
-        *[(name, c_void_p) for name in ("exchange", "keys", "v_first", "launches")],
-        *[(name, c_int64) for name in ("wkv_slot", "wkv_layer", "shift_slot", "shift_layer")],
-        *[(name, c_int) for name in ("num_layers", "width", "vocab", "rows", "table_rows")],
+        *fields(c_void_p, "weights ups vectors mixes"),
+        *fields(c_void_p, "embedding head out_weight out_bias wkv shift"),
+        *fields(c_void_p, "table step chosen guesses"),
+        *fields(c_void_p, "exchange keys v_first launches"),
+        *fields(c_int64, "wkv_slot wkv_layer shift_slot shift_layer"),
+        *fields(c_int, "num_layers width vocab rows table_rows"),
     ]
 
 
@@ -267,8 +259,8 @@ class GuessTableArgs(Structure):
     """Mirrors the struct in draft/guess_tokens.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("rows", "last", "after", "table")],
-        *[(name, c_int) for name in ("num_rows", "row_length", "padded_rows", "num_steps", "table_rows", "num_slots")],
+        *fields(c_void_p, "rows last after table"),
+        *fields(c_int, "num_rows row_length padded_rows num_steps table_rows num_slots"),
     ]
 
 
@@ -381,3 +373,12 @@ def slots_pointer(slots: Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
             f"kernels require {' or '.join(map(str, dtypes))} on a GPU, 16-byte aligned and contiguous within a slot"
         )
     return slots.data_ptr()
+
+
+def fp32_result(out: Tensor | None, rows: int, outputs: int, device: torch.device) -> Tensor:
+    """Return `out`, or else a new tensor [rows, outputs] fp32. Raises ValueError if `out` has another shape."""
+    if out is None:
+        return torch.empty(rows, outputs, dtype=torch.float32, device=device)
+    if out.shape != (rows, outputs):
+        raise ValueError(f"the result is {(rows, outputs)}, the place for it {tuple(out.shape)}")
+    return out

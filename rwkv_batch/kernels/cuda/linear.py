@@ -20,7 +20,7 @@ from rwkv_batch.kernels.cuda.hopper_gemm import (
     launch_in_order,
     may_return_fp32,
 )
-from rwkv_batch.kernels.cuda.library import MAX_GEMMS, SkinnyLaunchArgs, cuda_pointer, library
+from rwkv_batch.kernels.cuda.library import MAX_GEMMS, SkinnyLaunchArgs, cuda_pointer, fp32_result, library
 from rwkv_batch.model.layer import Linear
 
 MAX_SKINNY_ROWS = 16
@@ -136,11 +136,7 @@ class CudaLinear(Linear):
 
         Not rounded to fp16. Raises ValueError if `out` has another shape.
         """
-        shape = x.shape[0], self.weight.shape[0]
-        if out is None:
-            out = torch.empty(shape, dtype=torch.float32, device=x.device)
-        elif out.shape != shape:
-            raise ValueError(f"the result is {shape}, the place for it {tuple(out.shape)}")
+        out = fp32_result(out, len(x), len(self.weight), x.device)
         if x.shape[0] == 0:
             return out
         if self.is_deterministic:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rwkv_batch.kernels.cuda.hopper_gemm import has_hopper_gemm
+from rwkv_batch.kernels.cuda.library import fp32_result
 from rwkv_batch.kernels.cuda.packed_weights import check_shape, has_fp8_gemm, pack
 from rwkv_batch.kernels.cuda.quantised_gemm import multiply_into, multiply_rows
 from rwkv_batch.kernels.cuda.quantised_rows import QuantisedRows, QuantisedWeights
@@ -35,11 +36,7 @@ class CudaQuantLinear(QuantisedWeights, Linear):
 
     def to_fp32(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Maps [T, in] fp16 to [T, out] fp32 in `out`. Raises ValueError if `out` has another shape."""
-        shape = x.shape[0], self.packed.outputs
-        if out is None:
-            out = torch.empty(shape, dtype=torch.float32, device=x.device)
-        elif out.shape != shape:
-            raise ValueError(f"the result is {shape}, the place for it {tuple(out.shape)}")
+        out = fp32_result(out, len(x), self.packed.outputs, x.device)
         if x.shape[0]:
             multiply_into([QuantGemm(self, x, out)])
         return out

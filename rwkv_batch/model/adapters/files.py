@@ -24,7 +24,7 @@ from rwkv_batch.model.weights import FLOATS
 from rwkv_batch.models_folder import ADAPTER_CONFIG
 
 ADAPTER_FILE = FileKind(
-    "adapter file", "adapter file", "adapters", "give", ".pth or .safetensors", (".pth", ".pt", ".bin", ".safetensors")
+    "adapter file", "adapter file", "adapters", ".pth or .safetensors", (".pth", ".pt", ".bin", ".safetensors")
 )
 ADAPTER_MODEL = "adapter_model"
 _NAME = re.compile(
@@ -39,7 +39,6 @@ _EXPERT = re.compile(
 _ROUTER = re.compile(r"(?:^|\.)blocks\.(\d+)\.ffn\.router\.linear\.weight$")
 _MOE_INFO = "moe_info"
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-_SHOWN = 3
 _PLAIN = re.compile(r"[\w.]+")
 MAX_SCALE = 1000
 _FAR = 1e300

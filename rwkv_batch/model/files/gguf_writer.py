@@ -45,10 +45,10 @@ def gguf_header(metadata: Mapping[str, Value], entries: Sequence[Entry]) -> byte
     out = [MAGIC, struct.pack("<IQQ", _VERSION, len(entries), len(metadata))]
     out += [_text(key) + _value(value) for key, value in metadata.items()]
     at = 0
-    for name, dtype, shape, _ in entries:
-        out.append(_text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1]))
-        out.append(struct.pack("<IQ", TYPE_NUMBERS[dtype], at))
-        at += Entry(name, dtype, shape, _).num_bytes
+    for entry in entries:
+        out.append(_text(entry.name) + struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *entry.shape[::-1]))
+        out.append(struct.pack("<IQ", TYPE_NUMBERS[entry.dtype], at))
+        at += entry.num_bytes
         at += -at % ALIGNMENT
     header = b"".join(out)
     return header + b"\0" * (-len(header) % ALIGNMENT)

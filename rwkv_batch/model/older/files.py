@@ -49,15 +49,15 @@ def _by_head(tensor: Tensor | None) -> tuple[int, int]:
     return len(tensor), tensor.numel() // len(tensor)
 
 
-def _size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
-    """Return a matrix's size. 0: the matrix is missing, which the check of shapes reports."""
+def matrix_size(tensors: Mapping[str, Tensor], name: str, axis: int) -> int:
+    """Return an axis of the matrix [N, K]. 0: the matrix is missing, which the check of shapes reports."""
     tensor = tensors.get(name)
     return int(tensor.shape[axis]) if tensor is not None and tensor.dim() == 2 else 0
 
 
 def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelShape:
     """Return the sizes that the tensors show: emb.weight [V, C], decays [H, N]."""
-    width = _size(tensors, "emb.weight", 1)
+    width = matrix_size(tensors, "emb.weight", 1)
     heads = 1
     if version != "RWKV-4":
         first = tensors.get(f"{_ATT}.{FIRST}", tensors.get(f"{_ATT}.{FIRST_AS_LOGARITHM}"))
@@ -65,12 +65,12 @@ def shape_of(tensors: Mapping[str, Tensor], version: str, layers: int) -> ModelS
     return ModelShape(
         layers=layers,
         width=width,
-        vocab=_size(tensors, "emb.weight", 0),
-        ffn=_size(tensors, "blocks.0.ffn.key.weight", 0),
-        decay_rank=_size(tensors, f"{_ATT}.time_decay_w1", 1),
+        vocab=matrix_size(tensors, "emb.weight", 0),
+        ffn=matrix_size(tensors, "blocks.0.ffn.key.weight", 0),
+        decay_rank=matrix_size(tensors, f"{_ATT}.time_decay_w1", 1),
         version=version,
         head_size=max(1, width // heads),
-        mix_rank=_size(tensors, f"{_ATT}.time_maa_w1", 1) // len(MIXES),
+        mix_rank=matrix_size(tensors, f"{_ATT}.time_maa_w1", 1) // len(MIXES),
     )
 
 

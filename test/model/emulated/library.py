@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from native.build import SHARED_HEADERS
 from rwkv_batch.kernels.cuda.hopper_gemm import HopperWorkspace
@@ -236,6 +237,11 @@ def call(library: ctypes.CDLL, name: str, *args: object) -> None:
     function = library[name]
     function.argtypes = (SIGNATURES | HOPPER_SIGNATURES)[name]
     assert function(*args, None) == 0, f"{name} is refused"
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Return the relative error."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def send_launches_to(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ctypes import Structure, c_int, c_void_p
 
+from native.tensors import fields
+
 MAX_W8A8_GEMMS = 3
 MAX_MIXED_GEMMS = 12
 
@@ -12,9 +14,9 @@ class W8A8GemmArgs(Structure):
     """Mirrors the struct in w8a8/w8a8_args.cuh."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("weights", "x", "weight_scales", "weight_ratios")],
-        *[(name, c_void_p) for name in ("input_scales", "input_ratios", "y")],
-        *[(name, c_int) for name in ("n", "out_fp32")],
+        *fields(c_void_p, "weights x weight_scales weight_ratios"),
+        *fields(c_void_p, "input_scales input_ratios y"),
+        *fields(c_int, "n out_fp32"),
     ]
 
 
@@ -23,10 +25,10 @@ class W8A8Args(Structure):
 
     _fields_ = [
         ("gemms", W8A8GemmArgs * MAX_W8A8_GEMMS),
-        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "is_unsigned", "is_two_byte")],
-        *[(name, c_int) for name in ("tile_rows", "splits", "in_memory", "pair")],
-        *[(name, c_int) for name in ("warpgroups", "blocks", "lead", "ctas_per_sm")],
-        *[(name, c_void_p) for name in ("exchange", "counters", "fed_factors", "fed_largest")],
+        *fields(c_int, "count rows k pitch is_unsigned is_two_byte"),
+        *fields(c_int, "tile_rows splits in_memory pair"),
+        *fields(c_int, "warpgroups blocks lead ctas_per_sm"),
+        *fields(c_void_p, "exchange counters fed_factors fed_largest"),
     ]
 
 
@@ -35,8 +37,8 @@ class W8A8QuantiseArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p * MAX_W8A8_GEMMS) for name in ("factors", "stored_factors", "order")],
-        *[(name, c_void_p) for name in ("x", "codes", "scales", "ratios")],
-        *[(name, c_int) for name in ("count", "rows", "k", "pitch", "relu_squared", "is_two_byte")],
+        *fields(c_void_p, "x codes scales ratios"),
+        *fields(c_int, "count rows k pitch relu_squared is_two_byte"),
     ]
 
 
@@ -44,9 +46,9 @@ class W8A8SparseArgs(Structure):
     """Mirrors the struct in w8a8/w8a8_sparse.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("h", "weights", "factors", "weight_scales", "weight_ratios", "y")],
-        *[(name, c_void_p) for name in ("sums", "scales", "largest")],
-        *[(name, c_int) for name in ("rows", "width", "ffn", "unused")],
+        *fields(c_void_p, "h weights factors weight_scales weight_ratios y"),
+        *fields(c_void_p, "sums scales largest"),
+        *fields(c_int, "rows width ffn unused"),
     ]
 
 
@@ -54,9 +56,9 @@ class MixedGemmArgs(Structure):
     """Mirrors the struct in gemm/gemm_w8a8.cu."""
 
     _fields_ = [
-        *[(name, c_void_p) for name in ("weight", "x", "y")],
-        *[(name, c_void_p) for name in ("weight_scales", "weight_ratios", "input_scales", "input_ratios")],
-        *[(name, c_int) for name in ("n", "k", "activation", "unused")],
+        *fields(c_void_p, "weight x y"),
+        *fields(c_void_p, "weight_scales weight_ratios input_scales input_ratios"),
+        *fields(c_int, "n k activation unused"),
     ]
 
 
@@ -65,6 +67,6 @@ class MixedLaunchArgs(Structure):
 
     _fields_ = [
         ("gemms", MixedGemmArgs * MAX_MIXED_GEMMS),
-        *[(name, c_int) for name in ("count", "dependent", "rows", "tile_rows", "splits")],
-        *[(name, c_void_p) for name in ("partials", "counters")],
+        *fields(c_int, "count dependent rows tile_rows splits"),
+        *fields(c_void_p, "partials counters"),
     ]

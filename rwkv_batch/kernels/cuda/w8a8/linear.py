@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rwkv_batch.kernels.cuda.library import fp32_result
 from rwkv_batch.kernels.cuda.w8a8.products import (
     Cleared,
     ExactSums,
@@ -102,11 +103,7 @@ class CudaInt8Linear(Linear):
         The results are rounded to fp16. Raises ValueError if `out` has another shape.
         """
         assert self.output_positions is None, "only ffn.key feeds another map"
-        shape = len(x), len(self.weight)
-        if out is None:
-            out = torch.empty(shape, dtype=torch.float32, device=x.device)
-        elif out.shape != shape:
-            raise ValueError(f"the result is {shape}, the place for it {tuple(out.shape)}")
+        out = fp32_result(out, len(x), len(self.weight), x.device)
         if len(x) == 1 and self.takes_one_row:
             multiply_row([RowGemm(self.weights, x, out)])
             return out
