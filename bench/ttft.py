@@ -1,7 +1,7 @@
 """Time to first token of single requests while bulk streams run, or of an idle engine.
 
     python -m bench.ttft --concurrency 320 --requests 12 --model-path FILE --wkv-state fp16
-    python -m bench.ttft --concurrency 0 --words 14 --model-path FILE     # idle; prompts of about 24 tokens
+    python -m bench.ttft --concurrency 0 --words 14 700 2400 --model-path FILE   # idle; 24 tokens and more
 
 `--concurrency` clients stream `--max-tokens` tokens each. After `--settle` seconds, `--requests` requests with longer
 prompts run one after another. Prints when each was sent and its time to first token, by the client's clock.
@@ -10,6 +10,7 @@ prompts run one after another. Prints when each was sent and its time to first t
 from __future__ import annotations
 
 import argparse
+import itertools
 import queue
 import threading
 import time
@@ -31,14 +32,14 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--client-processes", type=int, default=4)
     parser.add_argument("--settle", type=float, default=2.5, help="seconds after the start of the bulk clients")
     parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--words", type=int, default=60, help="of the single requests' prompts")
+    parser.add_argument("--words", type=int, nargs="+", default=[60], help="of the single requests' prompts")
     return parser.parse_known_args()
 
 
-def loads(options: argparse.Namespace) -> tuple[Load, Load]:
+def loads(options: argparse.Namespace) -> tuple[Load, list[Load]]:
     route = "/v1/chat/completions"
     bulk = Load(route, options.concurrency, 1, 1, options.max_tokens, options.bulk_words, options.chunk_size, True, "")
-    return bulk, Load(route, 1, 1, 1, 8, options.words, 1, True, "")
+    return bulk, [Load(route, 1, 1, 1, 8, words, 1, True, "") for words in options.words]
 
 
 def send_request(load: Load, url: str, number: int) -> float:
@@ -55,7 +56,7 @@ def send_request(load: Load, url: str, number: int) -> float:
 def main() -> None:
     """Measure and print; the last line is JSON."""
     options, flags = parse()
-    bulk, single = loads(options)
+    bulk, singles = loads(options)
     with service(flags) as url:
         over_http(Load(**{**vars(bulk), "concurrency": 2, "max_tokens": 8}), url, 1)
         runs: list[dict[str, Any]] = []
@@ -64,11 +65,12 @@ def main() -> None:
             thread.start()
         started = time.perf_counter()
         time.sleep(options.settle)
-        firsts = list[float]()
-        for number in range(options.requests):
+        firsts: dict[int, list[float]] = {single.prompt_words: [] for single in singles}
+        for number, single in itertools.product(range(options.requests), singles):
             at = time.perf_counter() - started
-            firsts.append(send_request(single, url, 1000 + number))
-            print(f"sent at {at:.2f} s: {firsts[-1] * 1e3:.1f} ms")
+            first = send_request(single, url, 1000 + number)
+            firsts[single.prompt_words].append(first)
+            print(f"{single.prompt_words} words, sent at {at:.2f} s: {first * 1e3:.1f} ms")
         over_at = time.perf_counter() - started
         if bulk.concurrency:
             thread.join()
@@ -76,9 +78,10 @@ def main() -> None:
         **machine(options.commit),
         "flags": flags,
         "load": vars(bulk),
-        "ttft_ms": [round(first * 1e3, 1) for first in firsts],
-        "ttft_ms_p50": percentile(firsts, 0.5),
-        "ttft_ms_max": percentile(firsts, 1.0),
+        "ttft": [
+            {"words": words, "ms_p50": percentile(of_words, 0.5), "ms_max": percentile(of_words, 1.0)}
+            for words, of_words in firsts.items()
+        ],
         "requests_ended_s": round(over_at, 2),
         "bulk": summary(bulk, runs[0]) if runs else None,
     }
