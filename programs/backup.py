@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from native.files import FILE_MODE, FOLDER_MODE, make_private_folder, open_private, sync
-from programs.settings import CommandParser, Settings, SettingsError, parse_settings
+from programs.settings import CommandParser, Settings, parse_settings, reports_errors
 from programs.settings.values import file_error
 from state_pool.disk.copies import copy_file
 from state_pool.disk.process_lock import ProcessLock
@@ -178,6 +178,7 @@ def build_parser(name: str) -> CommandParser:
     return parser
 
 
+@reports_errors()
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run the command of this name. Returns the exit code: 1 if it failed or found damage, 2 for a wrong flag."""
     try:
@@ -192,9 +193,6 @@ def main(name: str, arguments: Sequence[str]) -> int:
             if name == "backup"
             else restore(settings, chosen.file, replace=chosen.replace)
         )
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
     except (BackupError, DatabaseUnusable, OSError) as error:
         reason = file_error(error) if isinstance(error, OSError) else error
         sys.stderr.write(f"error: {name} failed: {reason}\n")

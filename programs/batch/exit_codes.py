@@ -9,28 +9,21 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from programs.record import RunError
-from programs.settings import SettingsError
+from programs.settings import reports_errors
 from rwkv_batch.errors import StartupError
 
-ALL_ANSWERED, CANNOT_RUN, BAD_FLAG, SOME_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
-"""Exit codes."""
+ALL_ANSWERED, SOME_FAILED, INTERRUPTED = 0, 3, 130
+"""Exit codes, besides those of `reports_errors`."""
 
 
+@reports_errors(RunError, StartupError)
 def run_command(make: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run a command. Returns the exit code. `make` checks the flags and returns the work."""
     try:
         return asyncio.run(_interruptible(make()))
-    except SettingsError as error:
-        return _print_error(str(error), BAD_FLAG)
-    except (RunError, StartupError) as error:
-        return _print_error(str(error), CANNOT_RUN)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        return _print_error("stopped; give the same command again to resume", INTERRUPTED)
-
-
-def _print_error(error: str, code: int) -> int:
-    sys.stderr.write(f"error: {error}\n")
-    return code
+        sys.stderr.write("error: stopped; give the same command again to resume\n")
+        return INTERRUPTED
 
 
 async def _interruptible(work: Coroutine[Any, Any, int]) -> int:

@@ -16,14 +16,15 @@ from programs.chat.conversation import ConsoleError, Piece
 from programs.chat.options import build_parser
 from programs.chat.terminal import Output, ReadLine, open_terminal, printable
 from programs.record import RunError
-from programs.settings import Settings, SettingsError, parse_settings
+from programs.settings import Settings, parse_settings, reports_errors
 from programs.settings.model_file import with_default_model
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc.process import LogConfig, set_up_logging
 
-OK, CANNOT_RUN, BAD_FLAG, INTERRUPTED = 0, 1, 2, 130
+OK, LINE_FAILED, INTERRUPTED = 0, 1, 130
 
 
+@reports_errors(RunError, StartupError, ConsoleError)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns the exit code."""
     try:
@@ -37,16 +38,10 @@ def main(arguments: Sequence[str]) -> int:
         if given.load:
             console.handle_command(f"/load {given.load}")
         is_well = asyncio.run(_chat(console, _answer_source(given.url, settings), given.history))
-    except SettingsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return BAD_FLAG
-    except (RunError, StartupError, ConsoleError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return CANNOT_RUN
     except KeyboardInterrupt:  # while loading the model or reading a pipe
         sys.stderr.write("\n")
         return INTERRUPTED
-    return OK if is_well or sys.stdin.isatty() else CANNOT_RUN
+    return OK if is_well or sys.stdin.isatty() else LINE_FAILED
 
 
 def _answer_source(url: str, settings: Settings) -> AnswerSource:

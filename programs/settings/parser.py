@@ -11,7 +11,7 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec
 
 from programs.settings.config_file import CONFIG_FILE, options
 from programs.settings.flags import FLAGS, REMOVED
@@ -35,10 +35,10 @@ def program(command: str = "") -> str:
     return f"{name if name == 'rwkv-batch' else 'python app.py'} {command}".rstrip()
 
 
-Arguments = TypeVar("Arguments", bound=Sequence[str])
+Given = ParamSpec("Given")
 
 
-def reports_errors(*failures: type[Exception]) -> Callable[[Callable[[Arguments], int]], Callable[[Arguments], int]]:
+def reports_errors(*failures: type[Exception]) -> Callable[[Callable[Given, int]], Callable[Given, int]]:
     """Return a decorator for a command's main function: errors are one line.
 
     The exit code is then 2 for a wrong flag (SettingsError), 1 for `failures`.
@@ -46,11 +46,11 @@ def reports_errors(*failures: type[Exception]) -> Callable[[Callable[[Arguments]
 
     expected: tuple[type[Exception], ...] = (SettingsError, *failures)
 
-    def decorate(main: Callable[[Arguments], int]) -> Callable[[Arguments], int]:
+    def decorate(main: Callable[Given, int]) -> Callable[Given, int]:
         @functools.wraps(main)
-        def run(arguments: Arguments) -> int:
+        def run(*given: Given.args, **named: Given.kwargs) -> int:
             try:
-                return main(arguments)
+                return main(*given, **named)
             except expected as error:
                 sys.stderr.write(f"error: {file_error(error) if isinstance(error, OSError) else error}\n")
                 return 2 if isinstance(error, SettingsError) else 1
