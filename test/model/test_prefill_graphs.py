@@ -133,7 +133,7 @@ def test_the_smallest_fitting_size_comes_first() -> None:
     assert PrefillSize(16, 16).holds(9, 9) and not PrefillSize(16, 16).holds(9, 10), "each row of drafts has one token"
     found = [size_for(lengths)[:2] for lengths in ([15], [16], [17], [1, 1], [2] * 16, [2] * 17, [256], [512, 512])]
     assert found == [(1, 16), (1, 16), (1, 32), (4, 16), (16, 32), (32, 64), (1, 256), (8, 1024)]
-    assert not any(size.holds(1, 4097) or size.holds(129, 129) for size in SIZES)
+    assert not any(size.holds(1, 2049) or size.holds(129, 129) for size in SIZES)
     assert not set(SIZES) & set(VERIFY_SIZES), "timed as steps of prompts"
 
 
