@@ -54,6 +54,11 @@ export function fileHandlers(take) {
   return { choose, target: { onDrop, onDragOver: (event) => event.preventDefault() } };
 }
 
+/** A select with its label. `text(name)` is shown for each of the `names`. */
+export const choice = (id, label, value, choose, names, text) =>
+  html`<label>${label} <select id=${id} value=${value} onChange=${(event) => choose(event.currentTarget.value)}>
+    ${names.map((one) => html`<option value=${one} selected=${one === value}>${text(one)}</option>`)}</select></label>`;
+
 /** Limit `act` to one call per frame. */
 export function oncePerFrame(act) {
   let waiting = false;

@@ -4,7 +4,7 @@ import { DecodeParameters, ModelChoice, chosenModel, decodeFields } from "../dec
 import { total } from "../dashboard/prometheus.js";
 import { number, t, useLanguage } from "../i18n.js";
 import { service } from "../monitor.js";
-import { download, fileHandlers, html, settings, useEffect, useRef, useState, useStore } from "../ui.js";
+import { choice, download, fileHandlers, html, settings, useEffect, useRef, useState, useStore } from "../ui.js";
 import { fillRows, getBatch, inputRows, isEnded, startBatch } from "./background.js";
 import { createGrid, SORTS } from "./grid.js";
 import { Runs } from "./runs.js";
@@ -56,7 +56,7 @@ function Source({ source }) {
       : html`<textarea id="batch-lines" rows="5" value=${source.lines} placeholder=${t("batch.placeholder")} onInput=${(event) => source.setLines(event.currentTarget.value)}></textarea>`}
     <p class="row"><button onClick=${() => input.current.click()}>${t("batch.file")}</button>
       <input ref=${input} id="batch-file" type="file" hidden accept=".txt,.csv,.jsonl,.ndjson" aria-label=${t("batch.file")} onChange=${choose} />
-      ${!source.file && html`<label>${t("batch.unit")} <select id="batch-unit" value=${source.unit} onChange=${(event) => source.setUnit(event.currentTarget.value)}>${UNITS.map((one) => html`<option value=${one} selected=${one === source.unit}>${t(`unit.${one}`)}</option>`)}</select></label>`}
+      ${!source.file && choice("batch-unit", t("batch.unit"), source.unit, source.setUnit, UNITS, (one) => t(`unit.${one}`))}
       <span class="quiet">${t("batch.rows", { count: number(source.rows.length) })}</span></p>
     ${source.problem && html`<p class="bad" role="alert">${source.problem}</p>`}
   </div>`;
@@ -194,8 +194,6 @@ export function Batch({ visible }) {
   useEffect(() => grid.current.arrange(filter, sort), [filter, sort]);
   const begin = () => start(rowsOf(source.rows, template), path, way, { chunk_size: CHUNK_TOKENS, ...decodeFields(), ...chosenModel(), max_tokens: most });
   const live = run?.control && !run.ended;
-  const choice = (id, label, value, choose, names, text) => html`<label>${label} <select id=${id} value=${value} onChange=${(event) => choose(event.currentTarget.value)}>
-    ${names.map((one) => html`<option value=${one} selected=${one === value}>${text(one)}</option>`)}</select></label>`;
   return html`<div class="batch">
     <div class="setup">
       <div class="field"><label for="batch-template">${t("batch.template")}</label>

@@ -2,7 +2,7 @@
 
 import { DecodeParameters, ModelChoice } from "../decode.js";
 import { t, useLanguage } from "../i18n.js";
-import { html, settings, useEffect, useLayoutEffect, useRef, useState, useStore } from "../ui.js";
+import { choice, html, settings, useEffect, useLayoutEffect, useRef, useState, useStore } from "../ui.js";
 import * as control from "./controller.js";
 import { pathTo } from "./conversation.js";
 import { Keys } from "./keys.js";
@@ -77,15 +77,15 @@ function Composer({ running, visible, children }) {
       submit();
     }
   };
-  const choose = (event) => {
-    setThink(event.currentTarget.value);
-    settings.set("think", event.currentTarget.value);
+  const choose = (mode) => {
+    setThink(mode);
+    settings.set("think", mode);
   };
   return html`<form class="composer" onSubmit=${submit} onDragOver=${(event) => event.preventDefault()} onDrop=${drop}>
     <textarea id="question" ref=${field} aria-label=${t("chat.question")} placeholder=${t(innerWidth > 900 ? "chat.placeholder" : "chat.question")} rows=${innerWidth > 900 ? 3 : 2} value=${text}
       onInput=${(event) => setText(event.currentTarget.value)} onKeyDown=${key}></textarea>
     <div class="row">
-      <label>${t("think.label")} <select id="think" value=${think} onChange=${choose}>${THINK_MODES.map((mode) => html`<option value=${mode} selected=${mode === think}>${t(`think.${mode}`)}</option>`)}</select></label>
+      ${choice("think", t("think.label"), think, choose, THINK_MODES, (mode) => t(`think.${mode}`))}
       <button type="button" onClick=${() => input.current.click()}>${t("chat.attach")}</button>
       <input ref=${input} id="chat-file" type="file" hidden multiple aria-label=${t("chat.attach")} onChange=${(event) => take(event.currentTarget.files)} />
       ${children}<span class="space"></span>

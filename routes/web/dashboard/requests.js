@@ -4,7 +4,7 @@ import { json } from "../api.js";
 import { number, t } from "../i18n.js";
 import { INTERVAL_MS } from "../monitor.js";
 import { clock } from "./plot.js";
-import { html, usePolling, useState } from "../ui.js";
+import { choice, html, usePolling, useState } from "../ui.js";
 
 const SHOWN = 50;
 const KINDS = ["all", "errors", "generated"];
@@ -57,8 +57,7 @@ export function Requests({ visible }) {
   const columns = ["last", "client", "route", "status", "reason", "rows", "tokens", "ttft", "total"];
   return html`<${Errors} entries=${entries} />
   <section class="figures-box wide" id="requests"><h2>${t("requests.title")}</h2>
-    <p class="row"><label>${t("batch.show")} <select id="requests-kind" value=${kind} onChange=${(event) => setKind(event.currentTarget.value)}>
-        ${KINDS.map((one) => html`<option value=${one} selected=${one === kind}>${t(`requests.${one}`)}</option>`)}</select></label>
+    <p class="row">${choice("requests-kind", t("batch.show"), kind, setKind, KINDS, (one) => t(`requests.${one}`))}
       <input type="search" id="requests-search" aria-label=${t("requests.search")} placeholder=${t("requests.search")} value=${wanted} onInput=${(event) => setWanted(event.currentTarget.value)} />
       <span class="quiet">${number(found.length)} / ${number(entries.length)}</span></p>
     <div class="scroll" tabindex="0" role="region" aria-label=${t("requests.title")}><table>

@@ -1,7 +1,7 @@
 // The glossary of this browser: its editor, and terms underlined in texts.
 
 import { t } from "../i18n.js";
-import { createStore, html, settings, useState, useStore } from "../ui.js";
+import { choice, createStore, html, settings, useState, useStore } from "../ui.js";
 
 const MAX_TERMS = 200;
 const MODES = ["check", "enforce", "hint"];
@@ -66,6 +66,7 @@ export function GlossaryEditor() {
   const { terms, mode } = useStore(glossary);
   const [term, setTerm] = useState("");
   const [translation, setTranslation] = useState("");
+  const setMode = (chosen) => glossary.set((now) => ({ ...now, mode: chosen }));
   const add = (event) => {
     event.preventDefault();
     glossary.set((now) => ({ ...now, terms: [...now.terms, [term.trim(), translation.trim()]] }));
@@ -74,8 +75,7 @@ export function GlossaryEditor() {
   };
   return html`<details id="glossary"><summary>${t("glossary.title", { count: terms.length })}</summary>
     <p><small>${t("glossary.about")}</small></p>
-    <label>${t("glossary.mode")} <select id="glossary-mode" value=${mode} onChange=${(event) => glossary.set((now) => ({ ...now, mode: event.currentTarget.value }))}>
-      ${MODES.map((one) => html`<option value=${one} selected=${one === mode}>${t(`glossary.${one}`)}</option>`)}</select></label>
+    ${choice("glossary-mode", t("glossary.mode"), mode, setMode, MODES, (one) => t(`glossary.${one}`))}
     <ul class="plainlist">${terms.map(([one, other], at) => html`<${Term} key=${`${at} ${one}`} at=${at} term=${one} translation=${other} />`)}</ul>
     <form class="row term-row" onSubmit=${add}>
       <input id="glossary-term" required maxlength="100" aria-label=${t("glossary.term")} placeholder=${t("glossary.term")} value=${term} onInput=${(event) => setTerm(event.currentTarget.value)} />

@@ -2,7 +2,7 @@
 
 import { parseRows } from "../batch/table.js";
 import { locale, number, t, useLanguage } from "../i18n.js";
-import { fileHandlers, html, settings, usePolling, useRef, useState } from "../ui.js";
+import { choice, fileHandlers, html, settings, usePolling, useRef, useState } from "../ui.js";
 import { Job } from "./job.js";
 import { createJob, listJobs, upload } from "./jobs.js";
 
@@ -83,7 +83,7 @@ export function Tune({ visible }) {
   return html`<div class="tune batch"><p>${t("tune.about")}</p><div class="setup">
     <${Examples} file=${file} take=${take} problems=${problems} />
     <div class="field">
-      <label>${t("tune.way")} <select id="tune-way" value=${way} onChange=${(event) => setWay(event.currentTarget.value)}>${WAYS.map((one) => html`<option value=${one} selected=${one === way}>${t(`way.${one}`)}</option>`)}</select></label>
+      ${choice("tune-way", t("tune.way"), way, setWay, WAYS, (one) => t(`way.${one}`))}
       <label>${t("tune.suffix")} <input id="tune-suffix" maxlength="64" value=${suffix} onInput=${(event) => setSuffix(event.currentTarget.value)} /></label>
       <label>${t("tune.epochs")} <input id="tune-epochs" type="number" min="1" max="1000" placeholder=${t("tune.auto")} value=${epochs} onInput=${(event) => setEpochs(event.currentTarget.value)} /></label>
       <p><button class="main" id="tune-start" disabled=${busy || !file?.id} onClick=${start}>${t("tune.start", { count: number(file?.rows.length ?? 0) })}</button></p>
