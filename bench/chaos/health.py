@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 
-from bench.chaos.service import HEADERS, descendants
+from bench.chaos.service import HEADERS
+from test.ray_nodes import descendants
 
 SAMPLE_S = 2.0
 FLAT = 0.01
@@ -67,7 +68,7 @@ def names_of(url: str) -> dict[int, str]:
 
 
 def all_figures(supervisor: int) -> dict[int, Figures]:
-    found = {pid: figures_of(pid) for pid in [supervisor, *descendants(supervisor)]}
+    found = {pid: figures_of(pid) for pid in descendants(supervisor)}
     return {pid: figures for pid, figures in found.items() if figures is not None}
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from test import serving
+from test.ray_nodes import descendants
 
 PASSWORD = "password-of-the-service"
 HEADERS = {"Authorization": f"Bearer {PASSWORD}"}
@@ -48,7 +49,7 @@ class Service(serving.Service):
 
     def kill(self) -> None:
         """Send SIGKILL to every process. Each one leads its own process session, so killing the group is not enough."""
-        family = [*descendants(self.process.pid), self.process.pid]
+        family = descendants(self.process.pid)
         for pid in family:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -61,14 +62,6 @@ class Service(serving.Service):
             self.terminate(60)
         except subprocess.TimeoutExpired:
             self.kill()
-
-
-def descendants(pid: int) -> list[int]:
-    try:
-        found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):  # the process has ended
-        return []
-    return [*found, *(further for child in found for further in descendants(child))]
 
 
 def logs(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -10,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
+from test.programs.batch.test_openai_batches import begun, client_of, ended, lines_of
 from test.serving import FreshService, Service, children, wait_for
 
 pytestmark = pytest.mark.slow
@@ -301,19 +300,11 @@ def test_lines_of_a_batch_go_to_the_models_they_name(folder: Path, tmp_path: Pat
         load(service, "good.pth", "other")
         named = ("other", "rwkv7", "none")
         lines = [{"custom_id": m, "method": "POST", "url": CHAT, "body": {**WHO, "model": m}} for m in named]
-        client = openai.OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0)
-        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        file = client.files.create(file=("lines.jsonl", content), purpose="batch")
-        batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        batch = wait_for(lambda: _ended(client.batches.retrieve(batch.id)), 60, "the batch has ended")
-        answers = client.files.content(batch.output_file_id).text + client.files.content(batch.error_file_id).text
-        found = {line["custom_id"]: line["response"] for line in map(json.loads, answers.splitlines())}
-        said = {name: found[name]["body"]["choices"][0]["message"]["content"].strip() for name in named[:2]}
-        assert said == {"other": "other", "rwkv7": "rwkv7"} and found["none"]["status_code"] == 404
-
-
-def _ended(batch: Any) -> Any:
-    return batch if batch.status in ("completed", "failed", "expired", "cancelled") else None
+        client = client_of(service)
+        batch = ended(client, begun(client, lines).id)
+        answers, errors = lines_of(client, batch.output_file_id), lines_of(client, batch.error_file_id)
+        said = {m: one["response"]["body"]["choices"][0]["message"]["content"].strip() for m, one in answers.items()}
+        assert said == {"other": "other", "rwkv7": "rwkv7"} and errors["none"]["response"]["status_code"] == 404
 
 
 def _held(service: Service) -> tuple[int, int]:

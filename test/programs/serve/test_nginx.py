@@ -25,6 +25,8 @@ from programs.serve import nginx
 from programs.serve.nginx import DEEPL_TRANSLATE, FORM_PATHS, find_nginx
 from programs.settings import parse_settings
 from routes.table import ROUTES
+from test.programs.batch.test_openai_batches import client_of
+from test.ray_nodes import descendants
 from test.serving import ROOT, Service, free_port, is_process_alive, raw_request, read_all, wait_for
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -74,22 +76,11 @@ def head_and_body(service: Service, request: bytes) -> bytes:
 
 def nginx_master(service: Service) -> int:
     """Return the process id of nginx's master; 0 if there is none."""
-    for entry in Path("/proc").iterdir():
-        try:
-            command = (entry / "cmdline").read_bytes().split(b"\0")[0]
-            if command.startswith(b"nginx: master") and _descends(int(entry.name), service.process.pid):
-                return int(entry.name)
-        except (OSError, ValueError):
-            continue
+    for pid in descendants(service.process.pid):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"nginx: master"):
+                return pid
     return 0
-
-
-def _descends(pid: int, ancestor: int) -> bool:
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    return False
 
 
 @pytest.mark.parametrize(
@@ -128,7 +119,7 @@ def test_a_repeated_translation_for_deepl_runs_once(proxied: Service) -> None:
 
 
 def test_files_are_uploaded_with_openais_client(proxied: Service) -> None:
-    client = openai.OpenAI(base_url=f"{proxied.url}/openai/v1", api_key="none", max_retries=0)
+    client = client_of(proxied)
     content = b'{"a": "\xff"}\r\n\x00'
     file = client.files.create(file=("lines.jsonl", content), purpose="batch")
     assert client.files.content(file.id).content == content
