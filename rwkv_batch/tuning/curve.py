@@ -23,9 +23,9 @@ _PIXEL = 3
 """Size of such a pixel."""
 
 
-def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Return a curve in one line: means of `width` parts, high to low."""
-    size = max(1, -(-len(values) // width))
+def sparkline(values: Sequence[float]) -> str:
+    """Return a curve in one line: means of 60 parts, high to low."""
+    size = max(1, -(-len(values) // 60))
     means = [sum(part) / len(part) for start in range(0, len(values), size) if (part := values[start : start + size])]
     low, high = min(means, default=0.0), max(means, default=0.0)
     span = (high - low) or 1.0

@@ -74,10 +74,10 @@ class FakeClient:
     def confirm_turn(self, job_id: str) -> None:
         self.confirmed.append(job_id)
 
-    def send_text(self, text: bytes, ids: list[int], *, ends: bool = False, job: int = -1) -> None:
-        """Send text of one of its jobs' rows, by default the latest."""
+    def send_text(self, text: bytes, ids: list[int], *, ends: bool = False) -> None:
+        """Send text of the row of its latest job."""
         finish = Finish(reason=FinishReason.LENGTH, prompt_tokens=1, completion_tokens=1) if ends else None
-        spec, sink = self.jobs[job]
+        spec, sink = self.jobs[-1]
         sink(JobEvents(job_id=spec.job_id, deltas=[Delta(0, text, len(ids), finish, token_ids=ids)], done=ends))
 
     def lose(self, error: ErrorInfo = LOST) -> None:

@@ -16,9 +16,9 @@ from test.fleet.fake_clients import FakeClient, FakeFleet, client_with_job, make
 from test.harness import turn
 
 
-def page_of(fleet: Fleet, limit: int, offset: int) -> Any:
+def page_of(fleet: Fleet, offset: int) -> Any:
     answers: list[Any] = []
-    fleet.call(ListSessions(limit, offset), answers.append)
+    fleet.call(ListSessions(5, offset), answers.append)
     return answers[0]
 
 
@@ -42,10 +42,10 @@ def test_an_offset_does_not_make_engines_list_everything(monkeypatch: pytest.Mon
     monkeypatch.setattr(Listing, "names", {f"engine-{number}": names[number] for number in range(2)})
     fleet, engines = make_fleet(FleetLimits(shares_sessions=shares))
     for offset in (0, 10, 38, 50):
-        page = page_of(fleet, 5, offset)
+        page = page_of(fleet, offset)
         assert [one.session_id for one in page.sessions] == [f"s{n}" for n in range(offset, min(offset + 5, 40))]
         assert (page.total, page.in_slots, page.on_disk) == (40, 2, 9)
-    far = page_of(fleet, 5, 2**52)
+    far = page_of(fleet, 2**52)
     if shares:
         assert far.sessions == [] and far.total == 40
         assert all(call.limit == 5 for one in engines for call in one.received_calls)
@@ -130,5 +130,5 @@ class Colliding(FakeClient):
 def test_a_dialogue_and_a_session_of_its_name_are_both_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     use_fake_clients(monkeypatch, Colliding)
     fleet, _ = make_fleet(FleetLimits(shares_sessions=False))
-    page = page_of(fleet, 5, 0)
+    page = page_of(fleet, 0)
     assert page.total == 2 and {one.dialogue for one in page.sessions} == {1, None}

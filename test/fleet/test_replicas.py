@@ -106,12 +106,12 @@ class Meanwhile:
         self._begun = threading.Semaphore(0)
         self._texts = ThreadPoolExecutor(1).submit(texts, service, bodies, path, self._begun.release)
 
-    def wait_begun(self, count: int = 6) -> None:
-        """Wait until this many streams have begun.
+    def wait_begun(self) -> None:
+        """Wait until six streams have begun.
 
         The streams report it themselves, because they may end before a status call.
         """
-        for _ in range(count):
+        for _ in range(6):
             assert self._begun.acquire(timeout=120), "no stream begins"
 
     def result(self) -> list[dict[int, str]]:

@@ -11,11 +11,9 @@ import pytest
 from rwkv_batch.fleet.routing import SLACK_ROWS, RoutingHints, choose, load_of
 
 
-def chosen(
-    loads: list[float], holder: int | None = None, preferred: int | None = None, rounds: int = 400
-) -> Counter[int]:
+def chosen(loads: list[float], holder: int | None = None, preferred: int | None = None) -> Counter[int]:
     rng = random.Random(1)
-    return Counter(choose(RoutingHints(preferred), loads, holder, rng) for _ in range(rounds))
+    return Counter(choose(RoutingHints(preferred), loads, holder, rng) for _ in range(400))
 
 
 def test_the_only_engine_gets_all_requests() -> None:

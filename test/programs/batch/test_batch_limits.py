@@ -33,9 +33,9 @@ NAMES = ("anna", "ben", "carla")
 
 
 @functools.cache
-def bomb(content: bytes, repeats: int = 64) -> bytes:
-    """Return a gzip file that expands to repeats times 16 MiB."""
-    return gzip.compress(content * ((16 << 20) // len(content))) * repeats
+def bomb(content: bytes) -> bytes:
+    """Return a gzip file that expands to 1 GiB."""
+    return gzip.compress(content * ((16 << 20) // len(content))) * 64
 
 
 BOMBS = {"blank lines": (b"\n", "lines"), "one long line": (b"x", "bytes when decompressed")}
