@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -181,6 +181,13 @@ class Service:
     def connect(self) -> socket.socket:
         """Open a plain TCP connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=REQUEST_TIMEOUT_S)
+
+    def sent(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> socket.socket:
+        """Open a connection and send a POST; its answer is not read."""
+        connection = self.connect()
+        extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        connection.sendall(raw_request(path, json.dumps(body).encode(), extra=extra))
+        return connection
 
     def terminate(self, timeout_s: float = REQUEST_TIMEOUT_S) -> int:
         """Send SIGTERM; returns the exit code."""

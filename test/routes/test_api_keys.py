@@ -31,7 +31,7 @@ from rwkv_batch.request import ClientLimits, GenerateRequest, Job, Usage
 from test.harness import make_request
 from test.resource_limits import run_bounded
 from test.routes.conftest import bearer
-from test.serving import ROOT, Service, raw_request, read_all, wait_for
+from test.serving import ROOT, Service, read_all, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -359,12 +359,9 @@ def test_slots_need_admin_rights(keyed: Service) -> None:
 
 
 def test_a_key_sees_and_cancels_only_its_own_requests(keyed: Service) -> None:
-    endless = json.dumps({"contents": ["a"], "max_tokens": 1_000_000}).encode()
-    with keyed.connect() as others, keyed.connect() as own:
-        for connection, key in ((others, FREE), (own, NARROW)):
-            extra = f"Authorization: Bearer {key}\r\n"
-            connection.sendall(raw_request("/big_batch/completions", endless, extra=extra))
-            assert connection.recv(12) == b"HTTP/1.1 200"
+    path, endless = "/big_batch/completions", {"contents": ["a"], "max_tokens": 1_000_000}
+    with keyed.sent(path, endless, bearer(FREE)) as others, keyed.sent(path, endless, bearer(NARROW)) as own:
+        assert others.recv(12) == own.recv(12) == b"HTTP/1.1 200"
         for headers in (bearer(FREE), bearer(NARROW)):
             seen = keyed.request("GET", "/big_batch/completions-status", headers=headers).json()
             assert seen == {"generating": True, "requests": 1}
@@ -399,9 +396,7 @@ def test_requests_of_a_minute_are_counted_over_all_workers(keyed: Service) -> No
 def test_running_rows_are_uncounted_when_the_client_disconnects(keyed: Service) -> None:
     endless = {"contents": ["a", "b"], "max_tokens": 1_000_000, "stream": True}
     short = {"contents": ["c"], "max_tokens": 1}
-    with keyed.connect() as connection:
-        extra = f"Authorization: Bearer {NARROW}\r\n"
-        connection.sendall(raw_request(CHAT, json.dumps(endless).encode(), extra=extra))
+    with keyed.sent(CHAT, endless, bearer(NARROW)) as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
         refused = keyed.post(CHAT, short, headers=bearer(NARROW))
         assert refused.status_code == 429
@@ -417,15 +412,10 @@ def test_the_access_log_has_a_line_per_request(keyed: Service) -> None:
     keyed.post(CHAT, body, headers={"X-Request-Id": "one-stream"})
     keyed.post(CHAT, {**body, "temperature": -1}, headers={"X-Request-Id": "one-mistake"})
     keyed.post("/nowhere", {}, headers={"X-Request-Id": "no-route"})
-    with keyed.connect() as connection:
-        extra = f"Authorization: Bearer {FREE}\r\nX-Request-Id: leaver\r\n"
-        endless = json.dumps({**body, "max_tokens": 1_000_000}).encode()
-        connection.sendall(raw_request(CHAT, endless, extra=extra))
+    endless = {**body, "max_tokens": 1_000_000}
+    with keyed.sent(CHAT, endless, {**bearer(FREE), "X-Request-Id": "leaver"}) as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
-    with keyed.connect() as connection:
-        extra = f"Authorization: Bearer {FREE}\r\nX-Request-Id: silent-leaver\r\n"
-        endless = json.dumps({**body, "max_tokens": 1_000_000, "stream": False}).encode()
-        connection.sendall(raw_request(CHAT, endless, extra=extra))
+    with keyed.sent(CHAT, {**endless, "stream": False}, {**bearer(FREE), "X-Request-Id": "silent-leaver"}):
         wait_for(lambda: keyed.status()["running_rows"], 20, "it runs")
     names = {"one-stream", "one-mistake", "no-route", "leaver", "silent-leaver"}
     wait_for(lambda: names <= {line["request_id"] for line in log_lines(keyed)}, 20, "all lines")

@@ -29,7 +29,7 @@ from routes.request_context import RequestContext, set_current_request
 from routes.response.http_response import CHUNK_BYTES, FileChunks, StreamedResponse
 from rwkv_batch.errors import ErrorKind, ServiceError
 from test.fake_engine import LARGE_FILE
-from test.serving import REQUEST_TIMEOUT_S, Service, raw_request, wait_for
+from test.serving import REQUEST_TIMEOUT_S, Service, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -155,17 +155,15 @@ def test_slow_readers_are_limited(fake: Service) -> None:
 
 
 def test_a_stream_does_not_keep_the_body_of_its_request(fake: Service) -> None:
-    body = json.dumps({"contents": ["held"], "stream": True, "unknown": "x" * (20 * MIB)}).encode()
+    body = {"contents": ["held"], "stream": True, "unknown": "x" * (20 * MIB)}
     status = Path(f"/proc/{fake.pids()['http-0']}/status")
 
     def resident_mib() -> int:
         return int(status.read_text().partition("VmRSS:")[2].split()[0]) // 1024
 
     before = resident_mib()
-    streams = [fake.connect() for _ in range(8)]
-    for stream in streams:
-        stream.sendall(raw_request("/v1/chat/completions", body))
-        assert stream.recv(12) == b"HTTP/1.1 200"
+    streams = [fake.sent("/v1/chat/completions", body) for _ in range(8)]
+    assert all(stream.recv(12) == b"HTTP/1.1 200" for stream in streams)
     wait_for(lambda: resident_mib() - before < 60, 20, "the bodies are freed")
     assert fake.status()["running_rows"] == len(streams)
     for stream in streams:

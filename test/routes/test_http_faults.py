@@ -52,11 +52,9 @@ def running_rows(service: Service) -> int:
 
 
 def test_stalled_clients_are_disconnected_and_uncounted(impatient: Service) -> None:
-    body = json.dumps({**ENDLESS, "contents": ["flood"]}).encode()
-    connections = [impatient.connect() for _ in range(5)]
+    body = {**ENDLESS, "contents": ["flood"]}
+    connections = [impatient.sent(CHAT, body, {"X-Forwarded-For": f"10.0.1.{number}"}) for number in range(5)]
     try:
-        for number, connection in enumerate(connections):
-            connection.sendall(raw_request(CHAT, body, extra=f"X-Forwarded-For: 10.0.1.{number}\r\n"))
         assert [connection.recv(12) for connection in connections] == [b"HTTP/1.1 200"] * 5
         # The clients keep their connections open: only the missing reads end them.
         wait_for(lambda: running_rows(impatient) == 0, 30, "the rows are cancelled")
@@ -69,8 +67,7 @@ def test_stalled_clients_are_disconnected_and_uncounted(impatient: Service) -> N
 
 def test_a_slow_reader_gets_the_whole_answer(impatient: Service) -> None:
     received = b""
-    with impatient.connect() as connection:
-        connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["xyz"], "max_tokens": 300}).encode()))
+    with impatient.sent(CHAT, {**ENDLESS, "contents": ["xyz"], "max_tokens": 300}) as connection:
         while piece := connection.recv(400):
             received += piece
             time.sleep(0.02)
@@ -92,11 +89,9 @@ def test_a_job_that_fails_before_any_output_is_500(fake: Service) -> None:
 @contextmanager
 def streams(service: Service, clients: list[str]) -> Iterator[None]:
     """One endless stream per client, identified by a trusted proxy's header."""
-    body = json.dumps({**ENDLESS, "contents": ["abc"]}).encode()
-    connections = [service.connect() for _ in clients]
+    body = {**ENDLESS, "contents": ["abc"]}
+    connections = [service.sent(CHAT, body, {"X-Forwarded-For": client}) for client in clients]
     try:
-        for connection, client in zip(connections, clients, strict=True):
-            connection.sendall(raw_request(CHAT, body, extra=f"X-Forwarded-For: {client}\r\n"))
         wait_for(lambda: running_rows(service) == len(clients), 10, "all streams run")
         yield
     finally:
@@ -214,8 +209,7 @@ def test_a_worker_without_a_free_descriptor_keeps_serving(fake: Service) -> None
     """Clients may hold all of them."""
     before = fake.pids()
     limits = resource.prlimit(before["http-0"], resource.RLIMIT_NOFILE)
-    with httpx.Client(base_url=fake.url) as client, fake.connect() as leaving:
-        leaving.sendall(raw_request(CHAT, json.dumps({"contents": ["held"], "max_tokens": 5}).encode()))
+    with httpx.Client(base_url=fake.url) as client, fake.sent(CHAT, {"contents": ["held"], "max_tokens": 5}) as leaving:
         wait_for(lambda: client.get("/status").json()["running_rows"] == 1, 10, "it runs")
         resource.prlimit(before["http-0"], resource.RLIMIT_NOFILE, (1, limits[1]))
         try:
@@ -245,8 +239,7 @@ def test_an_engine_lost_before_the_first_token_gives_an_error(fake: Service, str
 
 
 def test_a_disconnect_before_the_status_is_detected(fake: Service) -> None:
-    connection = fake.connect()
-    connection.sendall(raw_request(CHAT, json.dumps({"contents": ["held"], "stream": True}).encode()))
+    connection = fake.sent(CHAT, {"contents": ["held"], "stream": True})
     wait_for(lambda: running_rows(fake) == 1, 10, "it runs")
     connection.close()
     wait_for(lambda: running_rows(fake) == 0, 20, "it is cancelled")

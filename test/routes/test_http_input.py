@@ -208,12 +208,7 @@ def test_translate_refuses_invalid_fields(service: Service) -> None:
 
 def open_streams(service: Service, count: int, body: dict[str, Any]) -> list[socket.socket]:
     """Open streams and read each until its answer begins."""
-    request = raw_request(CHAT, json.dumps({**body, "stream": True}).encode())
-    connections = []
-    for _ in range(count):
-        connection = service.connect()
-        connection.sendall(request)
-        connections.append(connection)
+    connections = [service.sent(CHAT, {**body, "stream": True}) for _ in range(count)]
     for connection in connections:
         assert connection.recv(12) == b"HTTP/1.1 200", connection.recv(1000)
     return connections
@@ -232,19 +227,15 @@ def test_500_disconnects_mid_stream_free_every_slot(service: Service) -> None:
 
 def test_a_disconnect_without_a_stream_frees_the_rows(service: Service) -> None:
     service.wait_idle()
-    connection = service.connect()
-    connection.sendall(raw_request(CHAT, json.dumps({**ENDLESS, "contents": ["a"] * 8}).encode()))
+    connection = service.sent(CHAT, {**ENDLESS, "contents": ["a"] * 8})
     wait_for(lambda: service.status()["running_rows"] == 8, 30, "8 rows run")
     connection.close()
     service.wait_idle(20)
 
 
 def test_a_full_queue_is_429_with_retry_after(service: Service) -> None:
-    connections = [service.connect() for _ in range(4)]
+    connections = [service.sent(CHAT, {**ENDLESS, "contents": ["a"] * 4096, "stream": True}) for _ in range(4)]
     try:
-        body = json.dumps({**ENDLESS, "contents": ["a"] * 4096, "stream": True}).encode()
-        for connection in connections:
-            connection.sendall(raw_request(CHAT, body))
         wait_for(
             lambda: service.status()["waiting_rows"] > 2048, 60, "more than fits together with another such request"
         )

@@ -24,7 +24,6 @@ from test.serving import (
     children,
     free_port,
     is_process_alive,
-    raw_request,
     read_all,
     sse_data,
     wait_for,
@@ -145,8 +144,7 @@ class Reader(threading.Thread):
 
     def __init__(self, service: Service) -> None:
         super().__init__(daemon=True)
-        self.connection = service.connect()
-        self.connection.sendall(raw_request(CHAT, json.dumps(ENDLESS).encode()))
+        self.connection = service.sent(CHAT, ENDLESS)
         self.received = self.connection.recv(1)
         self.start()
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from test.routes.conftest import bearer, openai_client
-from test.serving import Service, raw_request, read_all, sse_data, wait_for
+from test.serving import Service, read_all, sse_data, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -57,9 +57,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyedService]:
 
 
 def begun(service: Service, path: str, body: dict[str, Any], key: str) -> socket.socket:
-    connection = service.connect()
-    extra = f"Authorization: Bearer {key}\r\n"
-    connection.sendall(raw_request(path, json.dumps({**body, "stream": True}).encode(), extra=extra))
+    connection = service.sent(path, {**body, "stream": True}, bearer(key))
     assert connection.recv(12) == b"HTTP/1.1 200"
     return connection
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from test.serving import Service, raw_request, row_texts, sse_data, wait_for
+from test.serving import Service, row_texts, sse_data, wait_for
 
 V1, V2, BIG, FIM = "/v1/chat/completions", "/v2/chat/completions", "/big_batch/completions", "/FIM/v1/batch-FIM"
 EXACT: dict[str, Any] = {"ignore_eos": True, "stop_tokens": [], "max_tokens": 12}
@@ -155,8 +154,7 @@ def test_every_route_has_timeouts_and_detects_disconnects(service: Service, body
     end = sse_data(timed.text)[-1]["choices"][-1]
     assert end.get("end_reason", end["finish_reason"]) == "timeout"  # OpenAI's clients do not know this `finish_reason`
     service.wait_idle()
-    connection = service.connect()
-    connection.sendall(raw_request(path, json.dumps({**endless, "stream": True}).encode()))
+    connection = service.sent(path, {**endless, "stream": True})
     wait_for(lambda: service.status()["running_rows"] == 1, 20, "the row runs")
     connection.close()
     service.wait_idle(20)
