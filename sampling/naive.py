@@ -128,7 +128,9 @@ class NaiveSampler:
         raw = raw_logprobs(logits, plan.params)
         self._adjust(logits, plan)
         tokens = self._sample(logits, plan)
-        self._update_state(plan, tokens)
+        if plan.penalised is not None:
+            self.table.count(plan.penalised, tokens)
+        self.table.advance(plan.req_slots)
         return SamplerOutput(tokens, None if raw is None else raw.gather(tokens))
 
     def _plan_of(self, req_slots: list[int]) -> Plan:
@@ -161,11 +163,6 @@ class NaiveSampler:
                 sampled = sample_truncated(logits, largest, group, steps, self._scratch)
             tokens[group.rows] = sampled
         return tokens.masked_fill_(largest == -float("inf"), 0)
-
-    def _update_state(self, plan: Plan, tokens: Tensor) -> None:
-        if plan.penalised is not None:
-            self.table.count(plan.penalised, tokens)
-        self.table.advance(plan.req_slots)
 
 
 def make_plan(table: ReqSlotTable, req_slots: list[int]) -> Plan:

@@ -91,7 +91,7 @@ class TokenIndex:
         groups: dict[bytes, list[int]] = defaultdict(list)
         for number in np.flatnonzero(self.with_any(leads)).tolist():
             token = self.table[number]
-            at = min(place for place in map(token.find, map(_byte, leads)) if place >= 0)
+            at = min(place for place in map(token.find, leads) if place >= 0)
             if set(barred).isdisjoint(token[:at]):
                 groups[token[at:]].append(number)
         tokens = {suffix: np.array(ids, np.int64) for suffix, ids in groups.items()}
@@ -104,7 +104,3 @@ def starting(texts: list[bytes], start: bytes) -> list[bytes]:
     while end < len(texts) and texts[end].startswith(start):
         end += 1
     return texts[at:end]
-
-
-def _byte(number: int) -> bytes:
-    return bytes((number,))

@@ -261,7 +261,8 @@ def wrap_error(error: Exception, path: str) -> DatabaseUnusable:
         remedy = "another process holds a lock on it: close it, or name another file with --state-db"
     elif "readonly" in text or "unable to open" in text:
         remedy = "make the file and its folder writable, or name another with --state-db"
-    elif "full" in text or ("I/O" in text and _is_disk_full(path)):
+    elif "full" in text or ("I/O" in text and shutil.disk_usage(Path(path).parent).free < _MIN_FREE_BYTES):
+        # SQLite reports an I/O error if it cannot extend its log's index.
         remedy = "no space is left on its disk: free some"
     elif "malformed" in text or "not a database" in text:
         remedy = (
@@ -271,8 +272,3 @@ def wrap_error(error: Exception, path: str) -> DatabaseUnusable:
     else:
         remedy = "check the disk"
     return DatabaseUnusable(f"session database {path}: {text}; {remedy}")
-
-
-def _is_disk_full(path: str) -> bool:
-    """Whether the disk is full. SQLite reports an I/O error if it cannot extend its log's index."""
-    return shutil.disk_usage(Path(path).parent).free < _MIN_FREE_BYTES

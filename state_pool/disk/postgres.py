@@ -92,11 +92,6 @@ def _parse_address(config: PoolConfig) -> ServerAddress:
         raise DatabaseUnusable(f"session database: --state-db {error}") from None
 
 
-def engine_name(service: str, engine: str) -> str:
-    """Return a name unique among all hosts and services, stable over restarts."""
-    return f"{socket.gethostname()}/{service or os.getpid()}/{engine}"
-
-
 class PostgresStore:
     """A PostgreSQL server as a `StateStore`. Engines of any machine may join at any time."""
 
@@ -107,7 +102,8 @@ class PostgresStore:
         """Raises DatabaseUnusable."""
         self._address = _parse_address(config)
         self.name = self._address.display_name
-        self.engine = engine_name(config.service, config.engine)
+        self.engine = f"{socket.gethostname()}/{config.service or os.getpid()}/{config.engine}"
+        """Unique among all hosts and services, stable over restarts."""
         self._measured = (0, 0.0)
 
     def open_writer(self) -> state_store.Connection:

@@ -206,7 +206,7 @@ def decode(data: bytes, encoding: str = "", declared: str = "") -> Source:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         place = f"is not UTF-8 ({error.reason} at byte {error.start}, line {line})"
-        if _is_mostly_utf_8(data):
+        if _MIN_BYTES_PER_FAULT * data.decode("utf-8", "replace").count("\ufffd") <= len(data.translate(None, _ASCII)):
             raise DocumentError(f"{place}, but mostly is; correct that place, or name its encoding") from None
         found = _detected(data)
         if found is None:
@@ -271,10 +271,6 @@ _ASCII = bytes(range(128))
 
 def _is_likely(text: str, data: bytes) -> bool:
     return _MIN_BYTES_PER_FAULT * len(_UNLIKELY.findall(text)) <= len(data.translate(None, _ASCII))
-
-
-def _is_mostly_utf_8(data: bytes) -> bool:
-    return _MIN_BYTES_PER_FAULT * data.decode("utf-8", "replace").count("\ufffd") <= len(data.translate(None, _ASCII))
 
 
 def _decodes(data: bytes, encoding: str) -> bool:

@@ -46,11 +46,8 @@ def check_name(name: str) -> None:
         ending = PurePath(name).suffix.lower().lstrip(".")
         if ending in _ADVICE:
             raise DocumentError(f"is a {ending} file, which is not translated: {_ADVICE[ending]}")
-        raise DocumentError(f"is of no known format ({ending or 'no ending'}); the name must end in {_endings()}")
-
-
-def _endings() -> str:
-    return ", ".join(f".{ending}" for ending in ENDINGS)
+        known = ", ".join(f".{one}" for one in ENDINGS)
+        raise DocumentError(f"is of no known format ({ending or 'no ending'}); the name must end in {known}")
 
 
 def read_document(data: bytes, name: str, options: DocumentOptions) -> Document:

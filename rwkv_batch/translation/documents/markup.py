@@ -172,7 +172,7 @@ def read_markdown(data: bytes, options: DocumentOptions) -> Document:
 
     source = decode(data, options.encoding)
     edits = TextEdits(source.text)
-    lines = _line_starts(source.text)
+    lines = [0, *(found.end() for found in re.finditer(r"\r\n|\r|\n", source.text)), *[len(source.text)] * 2]
     if len(lines) > _MAX_LINES:
         raise DocumentError(f"has more than {_MAX_LINES} lines; split it")
     parser = MarkdownIt("commonmark").enable("table")
@@ -195,11 +195,6 @@ def read_markdown(data: bytes, options: DocumentOptions) -> Document:
             joiner = "" if kind == "paragraph_open" else PLAIN_JOINER
             cursor = (first, _add_lines(edits, token.content.split("\n"), lines, first, cursor[1], joiner))
     return text_document(source, edits, _JOINER)
-
-
-def _line_starts(text: str) -> list[int]:
-    starts = [0, *(found.end() for found in re.finditer(r"\r\n|\r|\n", text))]
-    return [*starts, len(text), len(text)]
 
 
 def _add_front_matter(edits: TextEdits) -> int:

@@ -308,15 +308,11 @@ def _element_slots(element: Any) -> list[Slot]:
 
 def _add_page(archive: Archive, name: str, options: DocumentOptions, slots: list[Slot]) -> None:
     data = archive.read(name)
-    encoding = parse_xml(_without_names(data), name).docinfo.encoding or "utf-8"
+    without_names = re.sub(rb"&(?!(?:amp|lt|gt|quot|apos);)(\w{1,32});", rb"&amp;\1;", data)  # no DTD is read
+    encoding = parse_xml(without_names, name).docinfo.encoding or "utf-8"
     source = decode(data, "" if encoding.lower() in ("utf-8", "utf8") else encoding)
     source.errors = "xmlcharrefreplace"
     edits = TextEdits(source.text)
     add_html(edits, options.target)
     slots += edits.slots
     archive.replace(name, lambda: source.encode(xml_text(edits.result())))
-
-
-def _without_names(data: bytes) -> bytes:
-    """Return a page whose named entities are no entities: XHTML has them, and no DTD is read."""
-    return re.sub(rb"&(?!(?:amp|lt|gt|quot|apos);)(\w{1,32});", rb"&amp;\1;", data)
