@@ -14,7 +14,7 @@ from test.conftest import IS_LONG
 from test.serving import Service
 
 pytest.importorskip("playwright")
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 BROWSERS = ("/usr/bin/chromium-headless-shell", "/usr/bin/chromium")
 """The first existing one is used. The headless shell takes a third of the CPU time to open a page."""
@@ -25,6 +25,7 @@ FLAGS = (
 ).split()
 WAIT_MS = 300_000 if "RWKV_SCREENSHOTS" in os.environ else 100_000
 """Pictures need a service, not a quick one."""
+expect.set_options(timeout=WAIT_MS)
 PASSWORD = "芝麻开门 sesame"
 DESK, PHONE = 1280, 390
 both_widths = pytest.mark.parametrize("width", [DESK, PHONE])

@@ -11,11 +11,10 @@ import pytest
 from axe_playwright_python.base import AXE_FILE_PATH
 from playwright.sync_api import Page, Route, expect
 
-from test.routes.web.conftest import WAIT_MS, Opener
+from test.routes.web.conftest import Opener
 from test.serving import Service
 
 pytestmark = pytest.mark.browser
-expect.set_options(timeout=WAIT_MS)
 AXE = Path(AXE_FILE_PATH)
 PANELS = ("chat", "batch", "translate", "tune", "dashboard", "admin")
 DARK = {"color_scheme": "dark", "reduced_motion": "reduce"}

@@ -11,12 +11,11 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from test.conftest import IS_LONG
-from test.routes.web.conftest import DESK, PHONE, WAIT_MS, Opener, at_width
+from test.routes.web.conftest import DESK, PHONE, Opener, at_width
 from test.routes.web.test_chat import say
 from test.serving import Service, wait_for
 
 pytestmark = pytest.mark.browser
-expect.set_options(timeout=WAIT_MS)
 ROWS = 1000
 FRAMES = 30
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from test.routes.web.conftest import DESK, WAIT_MS, Opener, at_width
+from test.routes.web.conftest import DESK, Opener, at_width
 from test.serving import Service
 
 pytestmark = pytest.mark.browser
-expect.set_options(timeout=WAIT_MS)
 WHO = ("I", "You", "We", "They", "The teacher", "My brother", "Her mother", "Our friends")
 WHAT = (
     "like tea", "went to Beijing yesterday", "will read two books", "want to buy a red car", "can speak Chinese",

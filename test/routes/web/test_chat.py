@@ -11,11 +11,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from programs.chat.commands import Console
-from test.routes.web.conftest import DESK, PHONE, WAIT_MS, Opener, at_width, both_widths
+from test.routes.web.conftest import DESK, PHONE, Opener, at_width, both_widths
 from test.serving import ROOT, Service
 
 pytestmark = pytest.mark.browser
-expect.set_options(timeout=WAIT_MS)
 
 
 def say(page: Page, text: str) -> None:

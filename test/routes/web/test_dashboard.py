@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from test.routes.web.conftest import PHONE, WAIT_MS, Opener, at_width
+from test.routes.web.conftest import PHONE, Opener, at_width
 from test.serving import ROOT, Service, wait_for
 
 pytestmark = pytest.mark.browser
-expect.set_options(timeout=WAIT_MS)
 SHOWN = (
     "rwkv_completion_tokens_total", "rwkv_prompt_tokens_total", "rwkv_cached_prompt_tokens_total", "rwkv_running_rows",
     "rwkv_waiting_rows", "rwkv_pool_sessions", "rwkv_pool_l1_sessions", "rwkv_pool_l2_sessions", "rwkv_pool_slots_free",

@@ -16,11 +16,10 @@ from playwright.sync_api import Page, expect
 
 from rwkv_batch.translation.documents.formats import ENDINGS
 from test.conftest import IS_LONG
-from test.routes.web.conftest import DESK, PASSWORD, PHONE, WAIT_MS, Opener, at_width
+from test.routes.web.conftest import DESK, PASSWORD, PHONE, Opener, at_width
 from test.serving import ROOT, Service, wait_for
 
 pytestmark = pytest.mark.browser
-expect.set_options(timeout=WAIT_MS)
 WEB = ROOT / "routes" / "web"
 MOST_BYTES = 320_000
 """Of all files, as they are sent."""

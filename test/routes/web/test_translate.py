@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from test.routes.web.conftest import DESK, PHONE, WAIT_MS, Opener, at_width
+from test.routes.web.conftest import DESK, PHONE, Opener, at_width
 from test.routes.web.test_accessibility import answer_at_once
 from test.serving import Service, wait_for
 from test.translation.documents import epub
 
 pytestmark = pytest.mark.browser
-expect.set_options(timeout=WAIT_MS)
 
 
 def translated(page: Page) -> str:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from test.routes.web.conftest import WAIT_MS, Opener
+from test.routes.web.conftest import Opener
 from test.serving import Service, raise_priority, training_processes, wait_for
 
 pytestmark = pytest.mark.browser
-expect.set_options(timeout=WAIT_MS)
 IS_FOR_DOCS = "RWKV_SCREENSHOTS" in os.environ
 """Their picture shows another answer. It needs more passes, which take most of the time."""
 TRAINING_MS = 1_500_000 if IS_FOR_DOCS else 300_000
