@@ -9,11 +9,11 @@ import io
 import time
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from routes.context import Context
 from routes.request.bodies import DEFAULT_STOPS, Body, SamplingBody, Texts
-from routes.request.fields import NO_NUL, Fields, SessionId
+from routes.request.fields import NO_NUL, Fields, SessionId, TextFields
 from routes.request.jobs import as_turn, make_job, make_rows, row_stops
 from routes.request_context import current_request, own_id, reachable_ids
 from routes.response import response_models
@@ -222,10 +222,8 @@ async def branch(context: Context, body: BranchBody) -> HandlerResponse:
     return await _respond(context, body, BRANCH_PATH, DialogueFormatter(body))
 
 
-class ExportQuery(Fields):
+class ExportQuery(TextFields):
     """The session to export."""
-
-    model_config = ConfigDict(strict=False, extra="ignore")  # a query is text
 
     session_id: SessionId = Field(description="The session.")
     dialogue_idx: int | None = Field(None, ge=1, lt=2**63, description="One dialogue of a branching session.")

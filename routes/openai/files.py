@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Annotated, Any, Generic, Literal, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from routes.context import Context
 from routes.file_store import Purpose, Store, StoredFile, StoreFullError
 from routes.fine_tuning.data import UnknownFields, check_data
 from routes.request.bodies import Body, Fields
-from routes.request.fields import Pattern
+from routes.request.fields import Pattern, TextFields
 from routes.request_context import current_request, warn
 from routes.response import http_response
 from routes.route import Routes
@@ -57,10 +57,8 @@ class FileBody(Body):
     )
 
 
-class ListQuery(Fields):
+class ListQuery(TextFields):
     """A page of a list."""
-
-    model_config = ConfigDict(strict=False, extra="ignore")  # a query is text
 
     after: str = Field("", max_length=64, description="Id of the last entry of the previous page.")
     limit: int = Field(100, ge=1, le=10000, description="Maximum number of entries.")

@@ -158,6 +158,12 @@ class Fields(BaseModel):
         return {name: given for name, given in value.items() if given is not None} if isinstance(value, dict) else value
 
 
+class TextFields(Fields):
+    """Fields of a query or a form: all values may be texts."""
+
+    model_config = ConfigDict(strict=False)
+
+
 @dataclass(frozen=True)
 class Ignored:
     """Marks a field that is accepted and ignored. A value other than empty ones and `defaults` becomes a warning."""

@@ -6,12 +6,12 @@ import secrets
 from typing import Annotated, Any, Literal
 from xml.parsers import expat
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request.bodies import Texts
-from routes.request.fields import Fields, IgnoredValue
+from routes.request.fields import Fields, IgnoredValue, TextFields
 from routes.request.jobs import offload_if_large
 from routes.request_context import cache_tenant, current_request
 from routes.response.http_response import DEEPL_ERRORS, HandlerResponse, HttpResponse, json_response
@@ -54,10 +54,8 @@ Tags = Annotated[
 ]
 
 
-class DeepLBody(TranslationFields):
+class DeepLBody(TranslationFields, TextFields):
     """Body of a translation, as JSON or as a form."""
-
-    model_config = ConfigDict(strict=False)
 
     text: Annotated[Texts, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = Field(
         description="The texts to translate. Order and length are kept."

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 import msgspec
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from routes.context import Context
 from routes.request.bodies import Body
-from routes.request.fields import Fields, body_error
+from routes.request.fields import TextFields, body_error
 from routes.request_context import current_request
 from routes.response.http_response import DEEPL_ERRORS, NO_CONTENT, HandlerResponse, HttpResponse, json_response
 from routes.route import Routes
@@ -48,10 +48,8 @@ _ENTRIES, _DICTIONARIES = "/entries", "/dictionaries"
 _CREATED = 201
 
 
-class DictionaryBody(Fields):
+class DictionaryBody(TextFields):
     """Terms of a language pair, as lines of tab-separated or comma-separated values."""
-
-    model_config = ConfigDict(strict=False)
 
     source_lang: LanguageCode = Field(description="Code of the terms' language.")
     target_lang: LanguageCode = Field(description="Code of the translations' language.")
@@ -103,10 +101,8 @@ class DeepLDictionaryBody(DictionaryBody, Body):
     glossary_id: GlossaryId = Field("", description="From the path, followed by `/dictionaries`.")
 
 
-class DeepLGlossaryQuery(Fields):
+class DeepLGlossaryQuery(TextFields):
     """The glossary, and for some paths a language pair."""
-
-    model_config = ConfigDict(strict=False)
 
     glossary_id: GlossaryId = Field(
         min_length=1, description="The glossary's id. v3: also followed by `/entries` or `/dictionaries`."

@@ -7,13 +7,13 @@ import hmac
 from pathlib import PurePath
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from routes.context import Context
 from routes.file_store import ACTIVE_STATUSES, Batch
 from routes.openai.files import not_found
 from routes.request.bodies import Body
-from routes.request.fields import Pattern
+from routes.request.fields import Pattern, TextFields
 from routes.request_context import current_request
 from routes.response.http_response import DEEPL_ERRORS, FILE, HandlerResponse, HttpResponse, json_response
 from routes.response.task_stream import with_early_head
@@ -56,10 +56,8 @@ _KEY_MARK = "."
 _POLL_S = 0.3
 
 
-class DeepLDocumentBody(Body):
+class DeepLDocumentBody(Body, TextFields):
     """A form (multipart/form-data) with a file."""
-
-    model_config = ConfigDict(strict=False)
 
     content: bytes = Field(b"", description="The file, in the form's part `file`.")
     filename: FileName = Field("", description="The file's name, from the same part.")

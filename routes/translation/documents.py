@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from routes.context import Context
 from routes.file_store import ACTIVE_STATUSES, Batch, Counts, Purpose, Status, Store, StoredFile
 from routes.openai.batches import new_batch
 from routes.openai.files import READ_FAILED, call_store, get_store, new_id, not_found
 from routes.request.bodies import Body
-from routes.request.fields import Fields
+from routes.request.fields import Fields, TextFields
 from routes.request.model_names import means_model
 from routes.request_context import current_request
 from routes.response.http_response import FILE, HandlerResponse, HttpResponse, json_response
@@ -54,10 +54,8 @@ FileName = Annotated[
 _OneLine = Annotated[str, Field(max_length=256)]
 
 
-class DocumentFields(Fields):
+class DocumentFields(TextFields):
     """What a translation of a file can be asked for."""
-
-    model_config = ConfigDict(strict=False)
 
     target_lang: TargetLanguage = Field(description="ISO code or English name.")
     source_lang: Language = Field(AUTO, description="ISO code, or auto to detect each text.")
@@ -72,10 +70,8 @@ class DocumentFields(Fields):
     model: ModelName = Field("rwkv7")
 
 
-class DocumentBody(DocumentFields, Body):
+class DocumentBody(DocumentFields, Body, TextFields):
     """A form (multipart/form-data) with a file."""
-
-    model_config = ConfigDict(strict=False)
 
     content: bytes = Field(b"", description="The file, in the form's part `file`.")
     filename: FileName = Field("", description="The file's name, from the same part. Its ending names the format.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from routes.request.bodies import Body
-from routes.request.fields import reject_values
+from routes.request.fields import TextFields, reject_values
 from routes.response.http_response import HTTP_STATUS, NATIVE_ERRORS, ErrorFormat
 from rwkv_batch.errors import ErrorKind
 from rwkv_batch.translation.plan import AUTO
@@ -44,10 +44,8 @@ _OWN_CODES = {"zt": "zh-TW", "pb": "pt-BR"}
 LANGUAGE_CODE = BeforeValidator(lambda given: _OWN_CODES.get(given, given) if isinstance(given, str) else given)
 
 
-class LibreBody(Body):
+class LibreBody(Body, TextFields):
     """A body as JSON or as a form."""
-
-    model_config = ConfigDict(strict=False)
 
     api_key: str = Field("", description="The service's password or an API key, if the service requires one.")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from routes.context import Context
 from routes.openai.files import call_store, get_store
 from routes.request.bodies import Body
-from routes.request.fields import Fields
+from routes.request.fields import Fields, TextFields
 from routes.request_context import current_request
 from routes.response.http_response import XML, HandlerResponse, json_response
 from routes.route import Routes, Upload
@@ -46,10 +46,8 @@ class MemoryBody(Body):
     )
 
 
-class MemoryQuery(Fields):
+class MemoryQuery(TextFields):
     """Languages of approved translations."""
-
-    model_config = ConfigDict(strict=False)
 
     source_lang: str = Field("", max_length=64, description="Only texts of this language.")
     target_lang: str = Field("", max_length=64, description="Only translations into this language.")
