@@ -49,7 +49,7 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
     target = open_writer(str(new), "NORMAL")
     with contextlib.closing(source), contextlib.closing(target):
         target.execute("BEGIN IMMEDIATE")
-        lost = [f"number {row}" for row in _copy_sessions(source, target)]
+        lost = list(_copy_sessions(source, target))
         for table in ("dialogue_numbers", "checkpoint_home", "models"):
             with contextlib.suppress(sqlite3.DatabaseError):  # if readable; an old file has none
                 _copy(source, target, table, "TRUE", ())
@@ -69,9 +69,20 @@ def salvage(damaged: Path, new: Path) -> tuple[list[str], list[str]]:
     return saved, lost
 
 
-def _copy_sessions(source: sqlite3.Connection, target: sqlite3.Connection) -> Iterator[int]:
-    """Copy every readable session with its rows. Yields the numbers of unreadable ones."""
-    for row in _numbers(source, "sessions"):
+def _copy_sessions(source: sqlite3.Connection, target: sqlite3.Connection) -> Iterator[str]:
+    """Copy every readable session with its rows. Yields the numbers of unreadable ones, as `salvage` lists them."""
+    last, misses = 0, 0
+    while misses < _LARGEST_GAP:
+        try:
+            row = source.execute("SELECT min(id) FROM sessions WHERE id > ?", (last,)).fetchone()[0]
+        except sqlite3.DatabaseError:
+            last, misses = last + 1, misses + 1
+            continue
+        if misses:
+            yield f"numbers {last - misses + 1} to {last}, on unreadable pages"
+        if row is None:
+            return
+        last, misses = int(row), 0
         try:
             _copy(source, target, "sessions", "id = ?", (row,))
             _copy(source, target, "turns", "session = ?", (row,))
@@ -81,22 +92,8 @@ def _copy_sessions(source: sqlite3.Connection, target: sqlite3.Connection) -> It
                 low = int(found[0]) * CHUNKS_PER_STATE
                 _copy(source, target, "state_chunks", "id >= ? AND id < ?", (low, low + CHUNKS_PER_STATE))
         except sqlite3.DatabaseError:
-            yield row
-
-
-def _numbers(source: sqlite3.Connection, table: str) -> Iterator[int]:
-    """Yield a table's row numbers in order. Unreadable ones are skipped."""
-    last, misses = 0, 0
-    while misses < _LARGEST_GAP:
-        try:
-            found = source.execute(f"SELECT min(id) FROM {table} WHERE id > ?", (last,)).fetchone()[0]
-        except sqlite3.DatabaseError:
-            last, misses = last + 1, misses + 1
-            continue
-        if found is None:
-            return
-        last, misses = int(found), 0
-        yield last
+            yield f"number {row}"
+    yield f"all numbers from {last - misses + 1}, on unreadable pages"
 
 
 def _copy(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -180,3 +183,33 @@ def test_salvage_copies_sessions_with_only_a_log(tmp_path: Path) -> None:
     driver.pool.close()
     with pytest.raises(DatabaseUnusable, match="exists already"):
         salvage(tmp_path / "sessions.db", tmp_path / "new" / "sessions.db")
+
+
+def test_the_salvage_command_passes_over_an_unreadable_page(tmp_path: Path) -> None:
+    driver = reopen(tmp_path)
+    for i in range(200):
+        driver.turn(f"s{i}", [i])
+    driver.pool.close()
+    with raw(tmp_path) as connection:
+        root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'sessions'").fetchone()[0]
+        page_bytes = connection.execute("PRAGMA page_size").fetchone()[0]
+    with (tmp_path / "sessions.db").open("r+b") as file:
+        file.seek((root - 1) * page_bytes)
+        page = file.read(page_bytes)
+        assert page[0] == 5, "the table has several pages"
+        (first_cell,) = struct.unpack_from(">H", page, 12)
+        (first_page,) = struct.unpack_from(">I", page, first_cell)
+        file.seek((first_page - 1) * page_bytes)
+        file.write(bytes(page_bytes))
+    new = tmp_path / "new"
+    new.mkdir()
+    command = [sys.executable, "-m", "state_pool.salvage", tmp_path / "sessions.db", new / "sessions.db"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    driver = reopen(new)
+    saved = driver.list_sessions().total
+    lost = f"lost: numbers 1 to {200 - saved}, on unreadable pages\n"
+    assert 0 < saved < 200 and done.stdout == f"{lost}{saved} sessions saved to {new / 'sessions.db'}, 1 lost\n"
+    assert np.array_equal(driver.state("s199"), expected_state([199], WORDS))
+    driver.pool.close()
+    again = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert again.returncode == 1 and "exists already" in again.stdout
