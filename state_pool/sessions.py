@@ -282,10 +282,6 @@ class SessionIndex:
         """Make the session the most recently used."""
         session.updated = now
         self._by_key.move_to_end(session.key)
-        if session in self.l1:
-            self.l1.move_to_end(session)
-        if session in self.l2:
-            self.l2.move_to_end(session)
 
     def next_dialogue(self, session_id: str) -> int:
         """Return the number for a new dialogue. Larger than any that the session ever had."""

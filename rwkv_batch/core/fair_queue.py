@@ -96,11 +96,10 @@ class FairQueue:
         return max(self._clients.values(), key=lambda rows: len(rows.running), default=None)
 
     def add(self, job: RunningJob, sequences: list[Sequence]) -> None:
-        """Append waiting rows. A job whose engine was lost goes before all jobs that have not begun."""
-        if not job.waiting:
-            jobs = self.client_rows(job.client).jobs
-            others = itertools.takewhile(lambda one: one.spec.was_admitted, jobs)
-            jobs.insert(sum(1 for _ in others) if job.spec.was_admitted else len(jobs), job)
+        """Append a new job's rows. A job whose engine was lost goes before all jobs that have not begun."""
+        jobs = self.client_rows(job.client).jobs
+        others = itertools.takewhile(lambda one: one.spec.was_admitted, jobs)
+        jobs.insert(sum(1 for _ in others) if job.spec.was_admitted else len(jobs), job)
         job.waiting.extend(sequences)
         self.num_waiting += len(sequences)
         self.waiting_tokens += sum(sequence.num_uncomputed_tokens for sequence in sequences)

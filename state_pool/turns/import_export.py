@@ -118,7 +118,8 @@ class ImportExport:
             self._deliver(lambda: self._exported(session, on_exported, num_tokens, replay, {}))
         elif session.slot is not None:
             self._tiers.save(session.slot, arrived, frees_slot=False)
-        elif self._store is not None:
+        else:
+            assert self._store is not None, "without a store, every session is in memory"
             self._store.reader.load(session.row_id, lambda result: self._read(session, on_exported, result))
 
     def _read(self, session: Session, on_exported: OnExported, result: LoadResult) -> None:
@@ -241,7 +242,8 @@ class ImportExport:
             error = SessionNotFound(f"session {session.key.display_name!r} was deleted while it was imported")
         elif error is None:
             self._add_imported(session, file)
-        elif self._store is not None:
+        else:
+            assert self._store is not None, "only a store fails"
             self._delete_rows((session.row_id,))
             # Waiting turns begin a new session. Its row has another id, so the delete does not touch it.
             session.row_id = self._store.next_row()

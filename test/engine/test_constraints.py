@@ -15,7 +15,7 @@ import torch
 
 from rwkv_batch.engine import Engine
 from rwkv_batch.errors import ErrorKind, ServiceError
-from rwkv_batch.request import FinishReason, GenerateRequest
+from rwkv_batch.request import FinishReason, GenerateRequest, Resumed
 from sampling.grammar import masks
 from sampling.grammar.compiler import GrammarCompiler
 from sampling.grammar.constraint import Constraint, Form, GrammarError, SchemaRule
@@ -126,6 +126,15 @@ def test_rows_give_the_same_text_alone_and_batched_in_every_loop_and_sampler(
 def test_a_text_that_the_constraint_completes_says_so(engine: Engine) -> None:
     ended = run(engine, make_request("Which ends early", constraint=MARKED, **ends_early()), make_request("Free"))
     assert [ended.finishes[row].was_completed for row in range(2)] == [True, False]
+
+
+def test_a_lost_engines_tokens_are_followed_by_what_the_grammar_allows(engine: Engine) -> None:
+    asked: dict[str, Any] = {"constraint": regex("[a-z]{3}-[0-9]{4}-end"), "max_tokens": 30}
+    whole = run(engine, make_request("id: ", **asked), return_token_ids=True)
+    ids = [token for events in whole.events for delta in events.deltas for token in delta.token_ids]
+    for count in (1, len(ids) // 2):
+        rest = run(engine, make_request("id: ", **asked, resumed=Resumed(token_ids=ids[:count], shown=0)))
+        assert whole.all_texts[0].endswith(rest.all_texts[0]) and len(rest.all_texts[0]) < len(whole.all_texts[0])
 
 
 def test_a_complete_text_ends_without_an_end_token(engine: Engine) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -153,6 +154,17 @@ def test_the_queue_is_bounded_and_a_refused_job_leaves_nothing(bounded: Engine, 
 @pytest.mark.parametrize("client", ["", "key"])
 def test_a_job_that_another_engine_has_admitted_is_not_refused(bounded: Engine, client: str) -> None:
     assert len(run(bounded, *[make_request("x")] * 11, client=client, was_admitted=True).finishes) == 11
+
+
+def test_an_id_of_a_running_job_is_refused(engine: Engine) -> None:
+    with paused_engine(engine):
+        first = submit(engine, make_request("one"))
+        second = RunningJob(msgspec.structs.replace(first.job, rows=[make_request("two")]))
+        engine.submit(second.job, second.sink, second.on_admitted)
+    second.wait()
+    assert second.refusal is not None and second.refusal.info.field == "job_id"
+    assert "is in use; choose another" in str(second.refusal)
+    assert first.wait().texts[0] and not second.events
 
 
 def test_cancel_frees_every_slot(engine: Engine) -> None:

@@ -87,6 +87,19 @@ def test_calls_during_shutdown_are_refused() -> None:
     assert [type(answer) for answer in answers] == [ServiceError] * 2
 
 
+def test_an_import_whose_file_is_read_when_the_engine_has_ended_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started_engine(model) as engine:
+        run(engine, turn("s", "User: one"))
+        content, pool = call(engine, "session_export", session_id="s"), engine.model_runner.pool
+        transfer, answered = SessionTransfer(lambda command: False, closed_error), threading.Event()
+        answers: list[object] = []
+        transfer.import_session(pool, lambda answer: (answers.append(answer), answered.set()), "t", content)
+        assert answered.wait(WAIT_S) and [str(answer) for answer in answers] == ["no more"]
+        transfer.close()
+
+
 def test_the_engine_ends_when_a_thread_of_its_pool_dies(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

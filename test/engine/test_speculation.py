@@ -14,13 +14,24 @@ import msgspec
 import pytest
 
 from demo.random_weights import write_random_model
-from rwkv_batch.core.drafters import MATCHES, MAX_LOOKUP_TOKENS, TOKENS_PER_CALL, Drafter, LookupDrafter, ModelDrafter
+from rwkv_batch.core.drafters import (
+    MATCHES,
+    MAX_LOOKUP_TOKENS,
+    MAX_SESSION_TEXTS,
+    TOKENS_PER_CALL,
+    Drafter,
+    LookupDrafter,
+    ModelDrafter,
+    SessionTexts,
+)
 from rwkv_batch.core.sequence import Sequence
 from rwkv_batch.core.speculation import make_drafters
 from rwkv_batch.engine import Engine
 from rwkv_batch.request import GenerateRequest, Job, PromptLogprobs, SessionTurn, TokenLogprob
 from sampling.params import Filters, Method, SamplingParams
 from state_pool.config import PoolConfig
+from state_pool.session_key import SessionKey
+from state_pool.sessions import Lease, Session
 from test.conftest import rest_slow
 from test.engine.test_constraints import LOOPS, PERSON, choice, lark, regex, schema
 from test.engine.test_step_parts import FakeGraphs
@@ -324,6 +335,14 @@ def test_the_texts_of_sessions_go_with_them(model: Path, tmp_path: Path) -> None
         for name in "st":
             call(engine, "session_delete", session_id=name)
         assert eventually_holds(engine, lambda: not texts._texts)
+
+
+def test_the_texts_of_the_latest_sessions_are_kept() -> None:
+    texts, sessions = SessionTexts(), [Session(SessionKey(str(i)), i, 0.0, 0.0) for i in range(MAX_SESSION_TEXTS + 1)]
+    for session in (*sessions[:-1], sessions[0], sessions[-1]):
+        texts.add(Lease(session, session), [session.row_id])
+    kept = [list(texts.before(Lease(session, session))) for session in sessions]
+    assert kept[:3] == [[0, 0], [], [2]] and kept[-1] == [MAX_SESSION_TEXTS], "the second one is the oldest"
 
 
 def test_a_lookup_forgets_what_is_long_ago() -> None:

@@ -88,6 +88,8 @@ def test_replay_is_exported(tmp_path: Path) -> None:
     driver = opened(tmp_path)
     data = export(driver, "s")
     assert decode(data).replay == [1, 2, 3]
+    driver.state("s")  # in memory it is now the zero state and its replay
+    assert export(driver, "s") == data
     import_session(driver, "t", data)
     driver.turn("t", [4])
     assert np.array_equal(driver.state("t"), expected_state([1, 2, 3, 4]))
@@ -280,6 +282,19 @@ def test_stored_session_with_invalid_tokens_is_quarantined(tmp_path: Path) -> No
     driver.pool.close()
 
 
+def test_tokens_of_another_model_are_no_damage(tmp_path: Path) -> None:
+    driver = opened(tmp_path)
+    driver.turn("s", [40_000])
+    driver.close_unsaved()
+    other = Driver(FakeArena(vocab=1000, fingerprint="model-b"), config_in(tmp_path))
+    with pytest.raises(SessionUnusable, match=r"belongs to another model.*token id 40000.*start that, or delete it"):
+        other.state("s")
+    other.pool.close()
+    driver = opened(tmp_path)
+    assert np.array_equal(driver.state("s"), expected_state([40_000]))
+    driver.pool.close()
+
+
 def test_export_of_a_session_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader runs after the delete (simulated world 3116; it was reported as damage)."""
     driver = restarted(tmp_path, [1, 2])
@@ -323,6 +338,22 @@ def test_concurrent_exports_and_imports_are_limited(tmp_path: Path, monkeypatch:
         load(*request)
     driver.until(lambda: len(found) == MAX_CONCURRENT)
     assert decode(export(driver, "s")).replay == []
+    driver.pool.close()
+
+
+def test_an_import_needs_room_for_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = opened(tmp_path)
+    driver.turn("s", [1, 2])
+    file = driver.pool.import_export.fit(decode(export(driver, "s")))
+    with monkeypatch.context() as patched:
+        patched.setattr(driver.pool.tiers, "host_has_room", lambda: False)
+        with pytest.raises(PoolFull, match="too many states are being moved; try again"):
+            driver.pool.import_export.import_session("t", file, Outcome())
+    assert not driver.pool.import_export.pending
+    outcome = Outcome()
+    driver.pool.import_export.import_session("t", file, outcome)
+    driver.until(lambda: outcome.known)
+    assert np.array_equal(driver.state("t"), expected_state([1, 2]))
     driver.pool.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from state_pool.disk import database
+from state_pool.disk.database import open_writer
 from state_pool.disk.migrations import SCHEMA_VERSION
 from state_pool.disk.process_lock import ProcessLock
 from state_pool.errors import DatabaseUnusable, TurnNotStored
@@ -74,6 +78,31 @@ def test_second_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         reopen(tmp_path)
     lock.release()
     reopen(tmp_path).pool.close()
+
+
+def test_a_service_of_an_earlier_version_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to schema 6, a service locks only the file with its name."""
+    monkeypatch.setattr("state_pool.disk.process_lock.BUSY_TIMEOUT_S", 0.1)
+    with (tmp_path / "sessions.db.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(4321, file=lock, flush=True)
+        with pytest.raises(DatabaseUnusable, match=r"in use by another process \(pid 4321\)"):
+            reopen(tmp_path)
+    reopen(tmp_path).pool.close()
+
+
+def test_a_file_replaced_while_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replaced(path: str, *arguments: object, **options: object) -> sqlite3.Connection:
+        connection = open_writer(path, *arguments, **options)  # type: ignore[arg-type]
+        Path(path).rename(f"{path}.moved")
+        return connection
+
+    write_three(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "open_writer", replaced)
+        with pytest.raises(DatabaseUnusable, match="was replaced by another file while it was opened; start again"):
+            reopen(tmp_path)
+    assert not (tmp_path / "sessions.db").exists(), "nothing is written under the name"
 
 
 def test_a_forked_child_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

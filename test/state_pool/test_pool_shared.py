@@ -14,14 +14,32 @@ import pytest
 
 from state_pool.disk import directory, membership
 from state_pool.disk.membership import Membership
-from state_pool.disk.operations import Acquire, Release
-from state_pool.errors import DirectoryUnreachable, SessionBusy, SessionNotFound, StaleEpoch
+from state_pool.disk.operations import Acquire, Append, Quarantined, Release
+from state_pool.errors import (
+    DialogueNotFound,
+    DirectoryUnreachable,
+    SessionBusy,
+    SessionNotFound,
+    SessionUnusable,
+    StaleEpoch,
+)
 from state_pool.session_file import SessionFile, decode
 from state_pool.session_key import Tier
 from state_pool.sessions import Lease, LeaseState
 from state_pool.turns import acquisition, deletes
 from state_pool.turns.import_export import MAX_CONCURRENT
-from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, fold, get_store, idle_writer
+from test.pool_fakes import (
+    Driver,
+    FakeArena,
+    Outcome,
+    config_in,
+    end,
+    expected_state,
+    fold,
+    get_session,
+    get_store,
+    idle_writer,
+)
 
 Engines = Callable[..., Driver]
 
@@ -330,6 +348,51 @@ def test_delete_removes_other_engines_sessions(engines: Engines) -> None:
     one.pool.turns.release(lease)
     assert [entry.session_id for entry in one.list_sessions().sessions] == ["b"]
     assert np.array_equal(one.state("ab"), expected_state([]))
+
+
+def test_a_turn_that_is_written_again_is_stored_once(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit may have succeeded without an answer. The writer repeats it."""
+    one, two = engines("one"), engines("two")
+    one.turn("s", [1])
+    submit, written = get_store(one).submit, Outcome()
+
+    def twice(job: Any, done: Callable[[Exception | None], None]) -> None:
+        if isinstance(job, Append):
+            submit(job, written)
+        submit(job, done)
+
+    monkeypatch.setattr(get_store(one), "submit", twice)
+    one.turn("s", [2])
+    assert written.ok is one.pool.has_token_log, "without a log, the state has the turn"
+    assert np.array_equal(two.state("s"), expected_state([1, 2]))
+
+
+def test_a_prefix_with_a_number_deletes_dialogues(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    for tokens in ([1], [2], [3]):
+        one.turn("s", tokens, branch_from=0)
+    one.turn("s2", [4])
+    deleted: list[int | Exception] = []
+    two.pool.turns.delete("s:2", True, deleted.append)
+    two.until(lambda: bool(deleted))
+    assert deleted == [1]
+    with pytest.raises(DialogueNotFound):
+        one.state("s", 2)
+    assert np.array_equal(one.state("s", 3), expected_state([3]))
+    assert np.array_equal(one.state("s2"), expected_state([4]))
+
+
+def test_a_session_that_another_engine_found_damaged_is_refused(engines: Engines) -> None:
+    one, two = engines("one"), engines("two")
+    one.turn("s", [1])
+    found = Outcome()
+    get_store(two).submit(Quarantined(get_session(one, "s").row_id, "its log is damaged"), found)
+    two.until(lambda: found.known)
+    with pytest.raises(SessionUnusable, match="its log is damaged"):
+        one.state("s")
+    one.delete("s")
+    one.turn("s", [2])
+    assert np.array_equal(two.state("s"), expected_state([2]))
 
 
 def test_delete_wins_over_another_engines_turn(engines: Engines) -> None:
