@@ -3,6 +3,7 @@
 # make test-all    all tests, as in CI
 # make test-long   all tests with more seeds, soaks and faults: hours
 # make mutants   share of a sample of changed expressions that the tests detect: hours
+# make coverage    branch coverage of the state pool and of the engine's core: a quarter of an hour
 # make lint    formatting, lint and types
 # make docs    the site of the documents in build/site; broken links fail
 # make cluster-demo   three machines on one: a Ray cluster with the demo model, of which a node is killed
@@ -21,7 +22,7 @@ ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= $$(($$(nproc) + 2))
 
-.PHONY: serve test test-all test-long mutants cluster-demo lint docs screenshots format install install-dev install-gpu install-nvcc lock release audit clean
+.PHONY: serve test test-all test-long mutants coverage cluster-demo lint docs screenshots format install install-dev install-gpu install-nvcc lock release audit clean
 
 serve: $(VENV)/.installed
 	@$(BIN)/python -m native.nvcc
@@ -44,6 +45,16 @@ mutants: $(VENV)/.installed-dev
 	-$(BIN)/mutmut run none
 	$(BIN)/mutmut results --all true | cut -d: -f1 | shuf -n $(MUTANTS) | xargs $(BIN)/mutmut run
 	$(BIN)/mutmut results
+
+# The nearest tests, and those of other folders that execute more. The simulation's threads are greenlets.
+COVERAGE = $(subst $(BIN)/python,$(BIN)/coverage run,$(PYTEST)) -m "not (browser or proxy or gpu)" $(TEST_ARGS)
+coverage: $(VENV)/.installed-dev
+	$(BIN)/coverage erase
+	-$(COVERAGE) test/state_pool test/engine test/programs/test_backup.py test/programs/serve/test_tunings.py \
+	  test/routes/test_http_states.py test/routes/test_http_session_files.py
+	-$(COVERAGE:run=run --concurrency=thread,greenlet) test/simulation
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 cluster-demo: $(VENV)/.installed-cluster
 	$(BIN)/python -m test.cluster_demo $(ARGS)
