@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 ROWS, TOKENS = (1, 4, 8, 16, 32, 48), (16, 32, 64, 80, 96, 112, 128, 160, 192)
 """Of short steps: sizes that fill a tile of our own GEMMs (`kernels.cuda.wide.TILE_ROWS`)."""
-LONG_ROWS, LONG_TOKENS = (1, 8, 32, 128), (256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
+LONG_ROWS, LONG_TOKENS = (1, 8, 64, 128), (256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
+"""Of longer ones. The head of fp8 is less exact for more than 64 rows."""
 PADDING_DRAFT = 6
 """In a graph of drafts: a row of padding and those that continue it, as a row with a draft of five tokens."""
 MAX_SHAPES = 4096
