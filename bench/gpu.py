@@ -143,7 +143,7 @@ def prefill(stage: Stage, batch: int, length: int, seconds: float) -> dict[str, 
     """Measure whole prompts, from the zero state to the last token's logits."""
     stage.allocate_slots(batch + 2)
     inputs = prefill_inputs(batch, length)
-    on_gpu, size = inputs.to(GPU), smallest_fitting(usable_sizes([stage], max(*LONG_ROWS, batch)), inputs)
+    on_gpu, size = inputs.to(GPU), smallest_fitting(usable_sizes(max(*LONG_ROWS, batch)), inputs)
 
     def run() -> None:
         x, _ = stage.forward(stage.embed(on_gpu.tokens), None, on_gpu)

@@ -66,11 +66,6 @@ class Precision:
         return {Format.FP8: fp8_bytes, Format.INT4: 0.6, Format.W8A8: 1.01}[self.storage]
 
     @property
-    def has_8_bit_gemms(self) -> bool:
-        """Whether GEMMs of many rows multiply 8-bit numbers, which takes about half of the time."""
-        return self.storage in (Format.FP8, Format.W8A8) and self.activation_bits == 8
-
-    @property
     def weights_name(self) -> str:
         """Return the display name of the matrices' format: "float16", "fp8"."""
         if self.storage is None:

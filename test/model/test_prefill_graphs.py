@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from rwkv_batch.runner.graphs.prefill import (
     PADDING_DRAFT,
     SIZES,
     VERIFY_SIZES,
+    PrefillGraphs,
     PrefillSize,
     input_lengths,
     pad,
@@ -137,12 +139,33 @@ def test_the_smallest_fitting_size_comes_first() -> None:
     assert not set(SIZES) & set(VERIFY_SIZES), "timed as steps of prompts"
 
 
+@pytest.mark.parametrize(("token_us", "longest", "captured"), [(14, 2048, 2048), (26, 1024, 1536), (200, 256, 256)])
+def test_long_graphs_are_left_out(token_us: float, longest: int, captured: int) -> None:
+    """The host launches a step as fast as they run, and padding costs more. Far too long ones are not even captured."""
+
+    class Graphs(PrefillGraphs):
+        def __init__(self) -> None:
+            self.sizes, self.seconds, self._captured, self._graph_stages = usable_sizes(128), {}, {}, [Mock()]
+            self.tried: list[int] = []
+
+        def _graph(self, number: int, size: PrefillSize) -> Any:
+            if size not in self.seconds:
+                self.tried.append(size.tokens)
+                self.seconds[size] = 1e-6 * token_us * size.tokens
+            return self._captured.setdefault((number, size), Mock())
+
+    graphs = Graphs()
+    graphs.warm_up()
+    assert max(size.tokens for size in graphs.sizes) == longest and max(graphs.tried) == captured
+    assert {size for _, size in graphs._captured} == set(graphs.sizes) == set(graphs.seconds)
+
+
 @pytest.mark.parametrize(("known", "drafted", "rows", "tokens"), [(1, 4, 5, 5), (1, 16, 17, 17), (30, 4, 8, 64)])
 def test_a_step_with_a_draft_has_a_row_for_each_drafted_token(known: int, drafted: int, rows: int, tokens: int) -> None:
     """Its known tokens may be the last ones of a prompt."""
     count = 1 + drafted
     inputs = step_inputs([[5] * known, *[[6]] * drafted], [2] * count, [*range(3, 3 + count)], [*range(count)])
-    size = smallest_fitting(usable_sizes([], 64, verifies=True), inputs)
+    size = smallest_fitting(usable_sizes(64, verifies=True), inputs)
     assert size == (rows, tokens)
     padding = [tokens - 1] * (rows - count)
     assert staged(inputs, size)["logit_tokens"].tolist() == [*range(known - 1, known + drafted), *padding]

@@ -26,7 +26,6 @@ from rwkv_batch.model.ops import HasLateTokens
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import Array, GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces, Pieces
-from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
@@ -40,9 +39,10 @@ PADDING_DRAFT = 6
 MAX_SHAPES = 4096
 """Steps whose graphs are remembered."""
 MAX_SECONDS = 0.033
-"""Of a graph. The host launches a step in 20 to 45 ms (H200, 24 and 32 layers): a longer one loses more by padding."""
-MAX_WORK, MAX_WORK_8_BIT = 7.5e12, 15e12
-"""Tokens times weights per GPU. An H200 takes some 28 ms for them, slower GPUs more: no larger graph is tried."""
+"""Of a long graph. The host launches a step in 20 to 45 ms (H200, 24 and 32 layers): slower graphs lose by padding."""
+PROBE_TOKENS, MAX_ESTIMATE = 256, 1.5 * MAX_SECONDS
+"""A graph of about so many tokens shows which longer ones would be far too slow, so slow GPUs do not capture them: it
+takes more time per token than those. Shorter ones stay, because their padding costs little."""
 
 
 class PrefillSize(NamedTuple):
@@ -158,10 +158,9 @@ class PrefillGraphs:
         """logits [rows, V] fp32: output of the steps
         depth: steps in flight
         verifies: whether steps verify drafts
-        sizes: smallest first; (): all that are worth it
+        sizes: smallest first; (): `usable_sizes`
         """
-        stages = [graph_stage.stage for graph_stage in graph_stages]
-        self.sizes = sizes or usable_sizes(stages, len(logits), verifies)
+        self.sizes = sizes or usable_sizes(len(logits), verifies)
         self._graph_stages = list(graph_stages)
         self._logits = logits
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
@@ -196,14 +195,21 @@ class PrefillGraphs:
         return max((seconds for one, seconds in self.seconds.items() if one.tokens <= size.tokens), default=1e-6)
 
     def warm_up(self) -> None:
-        """Capture every size, largest size first. Drops sizes that take longer than MAX_SECONDS."""
+        """Capture every size, largest size first. Drops long sizes that take more than MAX_SECONDS."""
         started = time.perf_counter()
+        probe = min(self.sizes, key=lambda size: abs(size.tokens - PROBE_TOKENS))
+        most = max(PROBE_TOKENS, MAX_ESTIMATE / self._capture(probe) * probe.tokens)
+        self.sizes = tuple(size for size in self.sizes if size.tokens <= most)
         for size in reversed(self.sizes):
-            for number in range(len(self._graph_stages)):
-                self._graph(number, size)
-            if self.seconds[size] > MAX_SECONDS:
+            if self._capture(size) > MAX_SECONDS and size.tokens > PROBE_TOKENS:
                 self._drop(size)
         logger.info("captured %d graphs of prompts in %.1f s", len(self._captured), time.perf_counter() - started)
+
+    def _capture(self, size: PrefillSize) -> float:
+        """Capture a size on all stages, if it is not yet. Returns its seconds."""
+        for number in range(len(self._graph_stages)):
+            self._graph(number, size)
+        return self.seconds[size]
 
     def _drop(self, size: PrefillSize) -> None:
         self.sizes = tuple(one for one in self.sizes if one != size)
@@ -253,15 +259,12 @@ def shape_of(inputs: StepInputs) -> tuple[int, int]:
     return inputs.read_slots.shape[0], inputs.tokens.shape[0]  # `len` of a tensor takes three times as long
 
 
-def usable_sizes(stages: Sequence[Stage], max_rows: int, verifies: bool = False) -> tuple[PrefillSize, ...]:
-    """Return the sizes that may be worth a graph: larger ones keep each stage's GPU busy longer than the host.
+def usable_sizes(max_rows: int, verifies: bool = False) -> tuple[PrefillSize, ...]:
+    """Return the sizes that may be worth a graph, smallest first.
 
     max_rows: of logits; verifies: also for steps that verify drafts
     """
-    weights = max((13 * stage.width**2 * len(stage.layers) for stage in stages), default=0)
-    most = MAX_WORK_8_BIT if all(stage.precision.has_8_bit_gemms for stage in stages) else MAX_WORK
-    sizes = (size for size in SIZES + VERIFY_SIZES * verifies if size.rows <= max_rows)
-    return tuple(sorted((size for size in sizes if size.tokens * weights <= most), key=_cost))
+    return tuple(sorted((size for size in SIZES + VERIFY_SIZES * verifies if size.rows <= max_rows), key=_cost))
 
 
 def _cost(size: PrefillSize) -> tuple[int, int]:

@@ -65,7 +65,7 @@ class StepGraphs:
         num_logits = max((size.num_sampled for size in mixed_sizes), default=0)
         if verifies:
             num_logits = max(num_logits, *(size.rows for size in VERIFY_SIZES))
-        prompt_sizes = usable_sizes(stages, max(padded_sizes(rows)[-1], num_logits), verifies)
+        prompt_sizes = usable_sizes(max(padded_sizes(rows)[-1], num_logits), verifies)
         tokens = [size.tokens for size in mixed_sizes] + [size.tokens for size in prompt_sizes]
         graph_stages = make_graph_stages(stages, max(padded_sizes(rows)[-1], *tokens), depth)
         pieces = piece_layers(config.batch_step_layers, graph_stages, parameters)
