@@ -1,6 +1,8 @@
-"""Graphs of short prompts on a GPU. Compares them with the same forwards launched kernel by kernel."""
+"""Graphs of prompts on a GPU. Compares them with the same forwards launched kernel by kernel."""
 
 from __future__ import annotations
+
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, usable_mixed_sizes
-from rwkv_batch.runner.graphs.prefill import SIZES, PrefillGraphs, PrefillSize
+from rwkv_batch.runner.graphs.prefill import LONG_ROWS, SIZES, PrefillGraphs, PrefillSize
 from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import DUMMY_SLOT
 from test.gpu.random_stage import GPU, VOCAB, random_stage
@@ -29,12 +31,13 @@ def stage() -> Stage:
 
 @pytest.fixture(scope="module")
 def decode(stage: Stage) -> DecodeGraphs:
-    return DecodeGraphs(make_graph_stages([stage], 48, 2), 48)
+    return DecodeGraphs(make_graph_stages([stage], 48, 2), 48, logit_rows=LONG_ROWS[-1])
 
 
 @pytest.fixture(scope="module")
 def graphs(stage: Stage, decode: DecodeGraphs) -> PrefillGraphs:
-    graphs = PrefillGraphs(decode.graph_stages, decode.logits)
+    with patch("rwkv_batch.runner.graphs.prefill.LAYER_SECONDS", 1.0):
+        graphs = PrefillGraphs(decode.graph_stages, decode.logits)
     graphs.warm_up()
     return graphs
 
@@ -119,17 +122,17 @@ def test_between_decode_steps(stage: Stage, decode: DecodeGraphs, graphs: Prefil
 def test_steps_without_a_graph(graphs: PrefillGraphs, stage: Stage, decode: DecodeGraphs) -> None:
     most = max(size.tokens for size in graphs.sizes)
     assert graphs.size_for(prompts([most])) is not None and graphs.size_for(prompts([most + 1])) is None
-    assert graphs.size_for(prompts([1] * 49)) is None, "the logits have room for 48 rows"
     assert graphs.size_for(prompts([9]).to(GPU)) is None, "tokens that only the device knows"
     few = PrefillGraphs(decode.graph_stages, decode.logits[:4])
     assert {size.rows for size in few.sizes} == {1, 4} and set(few.sizes) < set(SIZES)
+    assert few.size_for(prompts([1] * 5)) is None, "the logits have room for four rows"
 
 
 @torch.inference_mode()
 def test_long_graphs_go(stage: Stage, decode: DecodeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host launches a step as fast as they run, and padding costs more."""
+    monkeypatch.setattr("rwkv_batch.runner.graphs.prefill.LAYER_SECONDS", 0.0)
     graphs = PrefillGraphs(decode.graph_stages, decode.logits, sizes=[PrefillSize(1, 16), PrefillSize(1, 512)])
-    monkeypatch.setattr("rwkv_batch.runner.graphs.prefill.MAX_SECONDS", 0.0)
     graphs.warm_up()
     assert graphs.size_for(prompts([9])) == (1, 16) and graphs.size_for(prompts([200])) is None
     assert {size for _, size in graphs._captured} == {(1, 16)}

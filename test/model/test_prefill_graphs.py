@@ -13,6 +13,7 @@ import torch
 from demo.random_weights import random_weights
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
+from rwkv_batch.runner.graphs.capture import CaptureError
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces
 from rwkv_batch.runner.graphs.prefill import (
     PADDING_DRAFT,
@@ -139,25 +140,44 @@ def test_the_smallest_fitting_size_comes_first() -> None:
     assert not set(SIZES) & set(VERIFY_SIZES), "timed as steps of prompts"
 
 
+class TimedGraphs(PrefillGraphs):
+    """Graphs of 32 layers that take a time per token. Captures of `failing` tokens find no memory."""
+
+    def __init__(self, token_us: float, failing: int = 0) -> None:
+        self._all_sizes, self._max_seconds, self._size_of = usable_sizes(128), 0.032, {}
+        self.seconds, self._captured, self._graph_stages = {}, {}, [Mock()]
+        self.token_us, self.failing, self.tried = token_us, failing, list[int]()
+
+    def _graph(self, number: int, size: PrefillSize) -> Any:
+        if size not in self.seconds:
+            self.tried.append(size.tokens)
+            if size.tokens == self.failing:
+                raise CaptureError("out of memory")
+            self.seconds[size] = 1e-6 * self.token_us * size.tokens
+        return self._captured.setdefault((number, size), Mock())
+
+
 @pytest.mark.parametrize(("token_us", "longest", "captured"), [(14, 2048, 2048), (26, 1024, 1536), (200, 256, 256)])
 def test_long_graphs_are_left_out(token_us: float, longest: int, captured: int) -> None:
     """The host launches a step as fast as they run, and padding costs more. Far too long ones are not even captured."""
-
-    class Graphs(PrefillGraphs):
-        def __init__(self) -> None:
-            self.sizes, self.seconds, self._captured, self._graph_stages = usable_sizes(128), {}, {}, [Mock()]
-            self.tried: list[int] = []
-
-        def _graph(self, number: int, size: PrefillSize) -> Any:
-            if size not in self.seconds:
-                self.tried.append(size.tokens)
-                self.seconds[size] = 1e-6 * token_us * size.tokens
-            return self._captured.setdefault((number, size), Mock())
-
-    graphs = Graphs()
+    graphs = TimedGraphs(token_us)
     graphs.warm_up()
     assert max(size.tokens for size in graphs.sizes) == longest and max(graphs.tried) == captured
     assert {size for _, size in graphs._captured} == set(graphs.sizes) == set(graphs.seconds)
+
+
+def test_a_long_graph_without_memory_is_left_out() -> None:
+    graphs = TimedGraphs(14, failing=1024)
+    graphs.warm_up()
+    assert {size.tokens for size in usable_sizes(128)} - {size.tokens for size in graphs.sizes} == {1024}
+    with pytest.raises(CaptureError):
+        TimedGraphs(14, failing=64).warm_up()
+
+
+def test_sizes_are_those_that_steps_have() -> None:
+    assert max(size.tokens for size in usable_sizes(128, max_tokens=700)) == 768
+    assert max(size.rows for size in usable_sizes(32)) == 32
+    assert set(usable_sizes(32, verifies=True)) == {*usable_sizes(32), *VERIFY_SIZES}
 
 
 @pytest.mark.parametrize(("known", "drafted", "rows", "tokens"), [(1, 4, 5, 5), (1, 16, 17, 17), (30, 4, 8, 64)])

@@ -1,4 +1,6 @@
-"""Prefill as CUDA graphs: up to some 2,000 tokens of 7.2B, launching kernel by kernel takes longer than running.
+"""Prefill as CUDA graphs.
+
+A graph is launched at once. Kernel by kernel, up to some 2,000 tokens of 7.2B take the host longer than the GPU.
 
 A graph reads up to as many rows and tokens as its size says. The remaining tokens are padding. Padding rows read them,
 from the zero state into the dummy slot; there is always one such row. A padding row may have no token.
@@ -24,32 +26,34 @@ from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, MAX_ROWS
 from rwkv_batch.core.shares import MAX_ROWS_IN_PIECES, MAX_TOKENS_IN_PIECES
 from rwkv_batch.model.ops import HasLateTokens
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
-from rwkv_batch.runner.graphs.capture import Array, GraphStage, StagedArrays, run_stages
+from rwkv_batch.runner.graphs.capture import Array, CaptureError, GraphStage, StagedArrays, run_stages
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces, Pieces
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)
 
 ROWS, TOKENS = (1, 4, 8, 16, 32, 48), (16, 32, 64, 80, 96, 112, 128, 160, 192)
-"""Of short steps: sizes that fill a tile of our own GEMMs (`kernels.cuda.wide.TILE_ROWS`)."""
-LONG_ROWS, LONG_TOKENS = (1, 8, 64, 128), (256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
+"""Of short steps: sizes that fill a tile of our own GEMMs (`kernels.cuda.hopper_gemm.TILE_ROWS`)."""
+LONG_ROWS, LONG_TOKENS = (1, 8, 32, 64, 128), (256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
 """Of longer ones. The head of fp8 is less exact for more than 64 rows."""
+LONG_ROW = 6
+"""Tokens of a long graph's rows on average, padding included: fewer are read token by token (`kernels.cuda.ops`)."""
 PADDING_DRAFT = 6
 """In a graph of drafts: a row of padding and those that continue it, as a row with a draft of five tokens."""
 MAX_SHAPES = 4096
 """Steps whose graphs are remembered."""
-MAX_SECONDS = 0.033
-"""Of a long graph. The host launches a step in 20 to 45 ms (H200, 24 and 32 layers): slower graphs lose by padding."""
-PROBE_TOKENS, MAX_ESTIMATE = 256, 1.5 * MAX_SECONDS
-"""A graph of about so many tokens shows which longer ones would be far too slow, so slow GPUs do not capture them: it
-takes more time per token than those. Shorter ones stay, because their padding costs little."""
+LAYER_SECONDS = 0.001
+"""The host launches a layer in 0.8 to 1.4 ms (H200, 24 and 32 layers). A long graph that is slower loses by padding."""
+PROBE_TOKENS, MAX_ESTIMATE = 256, 1.5
+"""The time of a graph of about 256 tokens shows which longer ones would take 1.5 times their limit. Slow GPUs do not
+capture those. Graphs of up to 256 tokens are always kept: their padding costs little."""
 
 
 class PrefillSize(NamedTuple):
     """Capacity of a graph, including padding."""
 
     rows: int
-    """rows that it serves; it has one more"""
+    """rows that it serves; it has one more, of padding"""
     tokens: int
 
     @property
@@ -64,20 +68,16 @@ class PrefillSize(NamedTuple):
 
     def holds(self, rows: int, tokens: int) -> bool:
         """Return whether a step fits. In a graph of drafts, each row has one token."""
-        is_even = self.rows < self.tokens or rows == tokens
-        return rows <= self.rows and tokens <= self.tokens and is_even
+        return rows <= self.rows and tokens <= self.tokens and (self.rows < self.tokens or rows == tokens)
 
 
 NO_SIZE = PrefillSize(0, 0)
 VERIFY_TOKENS = (3, 4, 5, 6, 7, 9, 13, 17, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 VERIFY_SIZES = tuple(PrefillSize(tokens, tokens) for tokens in VERIFY_TOKENS)
 """Of steps that verify drafts: each row has one token."""
-SIZES = tuple(
-    PrefillSize(rows, tokens)
-    for numbers, lengths in ((ROWS, TOKENS), (LONG_ROWS, LONG_TOKENS))
-    for rows in numbers
-    for tokens in lengths
-    if rows < tokens
+SIZES = (
+    *(PrefillSize(rows, tokens) for rows in ROWS for tokens in TOKENS if rows < tokens),
+    *(PrefillSize(rows, tokens) for rows in LONG_ROWS for tokens in LONG_TOKENS if LONG_ROW * rows <= tokens),
 )
 MAX_LATE_TOKENS = MAX_ROWS * MAX_DRAFT_TOKENS
 """Drafted tokens of a step."""
@@ -145,29 +145,29 @@ class StagedPrompts:
 
 
 class PrefillGraphs:
-    """Captures and replays prefill of short prompts over all stages. Engine thread only."""
+    """Captures and replays prefill over all stages. Engine thread only."""
 
     def __init__(
         self,
         graph_stages: Sequence[GraphStage],
         logits: Tensor,
         depth: int = 2,
-        verifies: bool = False,
         sizes: Sequence[PrefillSize] = (),
     ) -> None:
         """logits [rows, V] fp32: output of the steps
         depth: steps in flight
-        verifies: whether steps verify drafts
-        sizes: smallest first; (): `usable_sizes`
+        sizes: smallest first; default: `usable_sizes`. Long ones are used after `warm_up`, which may drop some
         """
-        self.sizes = sizes or usable_sizes(len(logits), verifies)
+        self._all_sizes = sizes or usable_sizes(len(logits))
+        self.sizes = [size for size in self._all_sizes if size.tokens <= PROBE_TOKENS]
+        self._max_seconds = LAYER_SECONDS * sum(len(one.stage.layers) for one in graph_stages)
         self._graph_stages = list(graph_stages)
         self._logits = logits
         self._captured: dict[tuple[int, PrefillSize], torch.cuda.CUDAGraph] = {}
         self.seconds: dict[PrefillSize, float] = {}
         """of captured graphs, on all stages"""
         self._size_of: dict[tuple[int, int], PrefillSize] = {}
-        largest = PrefillSize(max(size.rows for size in self.sizes), max(size.tokens for size in self.sizes))
+        largest = PrefillSize(*map(max, zip(*self._all_sizes, strict=True)))
         self._staged = StagedPrompts(largest, graph_stages, depth)
 
     def size_for(self, inputs: StepInputs) -> PrefillSize | None:
@@ -195,14 +195,25 @@ class PrefillGraphs:
         return max((seconds for one, seconds in self.seconds.items() if one.tokens <= size.tokens), default=1e-6)
 
     def warm_up(self) -> None:
-        """Capture every size, largest size first. Drops long sizes that take more than MAX_SECONDS."""
+        """Capture every size: one that shows which others are too long, then the largest first.
+
+        Drops long sizes that are too slow or do not fit into memory. Raises CaptureError for a short one.
+        """
         started = time.perf_counter()
-        probe = min(self.sizes, key=lambda size: abs(size.tokens - PROBE_TOKENS))
-        most = max(PROBE_TOKENS, MAX_ESTIMATE / self._capture(probe) * probe.tokens)
-        self.sizes = tuple(size for size in self.sizes if size.tokens <= most)
-        for size in reversed(self.sizes):
-            if self._capture(size) > MAX_SECONDS and size.tokens > PROBE_TOKENS:
+        probe = min(self._all_sizes, key=lambda size: abs(size.tokens - PROBE_TOKENS))
+        most = max(PROBE_TOKENS, MAX_ESTIMATE * self._max_seconds / self._capture(probe) * probe.tokens)
+        self.sizes = [size for size in self._all_sizes if size.tokens <= most]
+        for size in self.sizes[::-1]:
+            try:
+                is_slow = self._capture(size) > self._max_seconds
+            except CaptureError as error:
+                if size.tokens <= PROBE_TOKENS:
+                    raise
+                logger.warning("prompts of %d tokens are launched kernel by kernel: %s", size.tokens, error)
+                is_slow = True
+            if is_slow and size.tokens > PROBE_TOKENS:
                 self._drop(size)
+        self._size_of.clear()
         logger.info("captured %d graphs of prompts in %.1f s", len(self._captured), time.perf_counter() - started)
 
     def _capture(self, size: PrefillSize) -> float:
@@ -212,10 +223,10 @@ class PrefillGraphs:
         return self.seconds[size]
 
     def _drop(self, size: PrefillSize) -> None:
-        self.sizes = tuple(one for one in self.sizes if one != size)
-        del self.seconds[size]
+        self.sizes.remove(size)
+        self.seconds.pop(size, None)
         for number in range(len(self._graph_stages)):
-            del self._captured[number, size]
+            self._captured.pop((number, size), None)
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, size: PrefillSize) -> Tensor:
@@ -259,12 +270,14 @@ def shape_of(inputs: StepInputs) -> tuple[int, int]:
     return inputs.read_slots.shape[0], inputs.tokens.shape[0]  # `len` of a tensor takes three times as long
 
 
-def usable_sizes(max_rows: int, verifies: bool = False) -> tuple[PrefillSize, ...]:
+def usable_sizes(max_rows: int, max_tokens: int = LONG_TOKENS[-1], verifies: bool = False) -> tuple[PrefillSize, ...]:
     """Return the sizes that may be worth a graph, smallest first.
 
-    max_rows: of logits; verifies: also for steps that verify drafts
+    max_rows: of logits; max_tokens: of prompts in a step; verifies: also for steps that verify drafts
     """
-    return tuple(sorted((size for size in SIZES + VERIFY_SIZES * verifies if size.rows <= max_rows), key=_cost))
+    most = next((tokens for tokens in LONG_TOKENS if tokens >= max_tokens), LONG_TOKENS[-1])
+    sizes = (size for size in SIZES if size.rows <= max_rows and size.tokens <= most)
+    return tuple(sorted([*sizes, *VERIFY_SIZES] if verifies else sizes, key=_cost))
 
 
 def _cost(size: PrefillSize) -> tuple[int, int]:

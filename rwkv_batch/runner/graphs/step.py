@@ -21,7 +21,7 @@ from rwkv_batch.runner.graphs.capture import CaptureError, GraphStage, make_grap
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler, padded_sizes
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.graphs.pieces import piece_layers
-from rwkv_batch.runner.graphs.prefill import VERIFY_SIZES, PrefillGraphs, PromptPieces, usable_sizes
+from rwkv_batch.runner.graphs.prefill import LONG_ROWS, PrefillGraphs, PromptPieces, usable_sizes
 from rwkv_batch.runner.pipeline import Pipeline, Stage
 from rwkv_batch.runner.row_inputs import RowInputs, num_device_rows
 from rwkv_batch.runner.step_sampling import StepSampler
@@ -61,11 +61,8 @@ class StepGraphs:
             return graphs
         assert isinstance(sampler, DeviceSampler), "see `unavailable_reason`"
         rows, mixed_sizes = limits.rows_in_step, usable_mixed_sizes(limits.rows_in_mixed_step)
-        verifies = config.speculate != "off"
-        num_logits = max((size.num_sampled for size in mixed_sizes), default=0)
-        if verifies:
-            num_logits = max(num_logits, *(size.rows for size in VERIFY_SIZES))
-        prompt_sizes = usable_sizes(max(padded_sizes(rows)[-1], num_logits), verifies)
+        prompt_sizes = usable_sizes(LONG_ROWS[-1], limits.prefill_tokens_per_step, config.speculate != "off")
+        num_logits = max(*(size.num_sampled for size in mixed_sizes), *(size.rows for size in prompt_sizes))
         tokens = [size.tokens for size in mixed_sizes] + [size.tokens for size in prompt_sizes]
         graph_stages = make_graph_stages(stages, max(padded_sizes(rows)[-1], *tokens), depth)
         pieces = piece_layers(config.batch_step_layers, graph_stages, parameters)
@@ -73,7 +70,7 @@ class StepGraphs:
             graph_stages, rows, sampler, limits.num_req_slots, depth, num_logits, config.pool.max_adapters, pieces
         )
         graphs.decode = decode
-        graphs.prompts = PrefillGraphs(graph_stages, decode.logits, depth, verifies)
+        graphs.prompts = PrefillGraphs(graph_stages, decode.logits, depth, prompt_sizes)
         graphs.mixed = MixedGraphs(decode, mixed_sizes, depth)
         if decode.pieces is not None:
             graphs.prompt_pieces = PromptPieces(decode.pieces, decode.logits, depth)
@@ -171,7 +168,7 @@ class StepGraphs:
         return self.decode.seconds(shape.rows) if is_plain else self.prompts.seconds_of(shape)
 
     def logits_of_prompts(self, inputs: StepInputs, between: Callable[[], None] | None) -> Tensor | None:
-        """Return logits [R, V] of a step of short prompts; None if no graph fits.
+        """Return logits [R, V] of a step of prompts; None if no graph fits.
 
         Runs in pieces if `between` is given and decode steps have pieces.
         """
