@@ -175,9 +175,12 @@ def test_unknown_paths_and_wrong_methods(service: Service) -> None:
         assert answer.status_code == 405
         assert answer.headers["allow"] == "OPTIONS, POST"
         assert "error" in answer.json()
-    entries = service.get("/v1/requests").json()["requests"]
-    found = {(entry["method"], entry["route"]) for entry in entries if entry["status"] == 405}
-    assert found >= {("GET", CHAT), ("PATCH", CHAT)}
+
+    def listed() -> set[tuple[str, str]]:
+        entries = service.get("/v1/requests").json()["requests"]
+        return {(entry["method"], entry["route"]) for entry in entries if entry["status"] == 405}
+
+    wait_for(lambda: listed() >= {("GET", CHAT), ("PATCH", CHAT)}, 20, "both are reported")
     assert service.post("/v1/models", {}).status_code == 405
     assert service.post("/v1/models/rwkv7", {}).status_code == 405
     assert service.request("HEAD", "/healthz").status_code == 200
