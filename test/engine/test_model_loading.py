@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from native.priority import NICENESS
+from rwkv_batch import load_progress
 from rwkv_batch.config import EngineConfig
 from rwkv_batch.errors import StartupError
 from rwkv_batch.ipc import server
@@ -100,6 +101,7 @@ def test_a_model_on_the_cpu_looks_for_no_gpu(model: Path, monkeypatch: pytest.Mo
 def test_a_failed_start_is_reported_to_the_supervisor_or_logged(
     is_there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(load_progress, "listeners", [])  # later loads would fill the pipe, and wait
     monkeypatch.setattr(server, "become_child", Mock())
     monkeypatch.setattr(server, "started_engine", Mock(side_effect=StartupError("no such file: model.pth")))
     ours, theirs = Pipe()
@@ -117,6 +119,7 @@ def test_a_failed_start_is_reported_to_the_supervisor_or_logged(
 def test_an_engine_frees_memory_at_low_priority_after_storing(
     loads_at_low_priority: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(load_progress, "listeners", [])
     seen: list[str] = []
     for name in ("become_child", "started_engine", "EngineServer"):
         monkeypatch.setattr(server, name, Mock())
