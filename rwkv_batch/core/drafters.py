@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from state_pool.sessions import Lease, Session
 
 MAX_ROWS = 32
-"""Rows of a step at most for drafts."""
+"""Maximum rows of a step that verifies drafts."""
 MAX_DRAFT_TOKENS = 16
 """Tokens of a draft at most."""
 MATCHES = (4, 2)
