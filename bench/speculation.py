@@ -91,14 +91,15 @@ class Oracle:
         if self._model is not None:
             self._model.guess(wanted)
         longest = max(one.num_tokens for one in wanted)
-        for drafter, _, length, count in wanted:
-            drafter.num_read, drafter.guesses = length, [0] * count
         # The host reads them when the draft model's steps are done: their copy is behind these on the device.
         first = self._first if self._first + longest * len(wanted) <= ORACLE_GUESSES else 0
         self._first = first + longest * len(wanted)
         tokens = self._guesses[first : self._first]
-        indices = {one.drafter: range(i * longest, (i + 1) * longest) for i, one in enumerate(wanted)}
-        return DeviceGuesses(indices, tokens, started, self._copies)
+        guesses = DeviceGuesses(tokens, started, self._copies)
+        for i, (drafter, _, length, count) in enumerate(wanted):
+            drafter.num_read = length
+            drafter.expect(count, guesses, range(i * longest, (i + 1) * longest))
+        return guesses
 
     def graph_s(self, num_rows: int) -> float:
         """See DraftModel."""

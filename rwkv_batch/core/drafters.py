@@ -175,9 +175,21 @@ class ModelDrafter:
         self.name = "model"
         self.num_read = 0
         self.guesses: list[int] = []
-        """filled in by `Guesses.read`"""
+        """zeros until `read`"""
         self.pending: Guesses | None = None
         """the model may not have finished `guesses`"""
+        self.places = range(0)
+        """of `guesses` in the tokens of `pending`"""
+
+    def expect(self, count: int, pending: Guesses, places: range) -> None:
+        """Receive `count` guesses that the device may not have finished. places: in `pending`, at least as many"""
+        self.guesses, self.pending, self.places = [0] * count, pending, places
+
+    def read(self) -> None:
+        """Fill in `guesses`. Waits for the device."""
+        if self.pending is not None:
+            tokens, self.pending = self.pending.read(), None
+            self.guesses[:] = [tokens[i] for i in self.places[: len(self.guesses)]]
 
     def propose(self, ids: Sequence[int], length: int, count: int) -> list[int]:
         """Return the guesses of the last `DraftModel.guess` for this text."""
@@ -189,8 +201,7 @@ class ModelDrafter:
         0: the zero state, even if the tokens begin later in the text.
         """
         position = self.num_read
-        if self.pending is not None:  # no step verified them
-            self.pending.read()
+        self.read()  # if no step verified them
         for guess in self.guesses[:-1]:
             if position + 1 >= length or ids[position] != guess:
                 break
@@ -211,20 +222,23 @@ class Wanted(NamedTuple):
 
 
 class Guesses(Protocol):
-    """The guesses of one call, which the device may not have finished."""
+    """The guesses of one call, which the device may not have finished.
+
+    Drafters refer to it, not the other way: a row's drafter must go with its row, and free its place in the model.
+    """
 
     seconds: float
-    """from the call to `read`"""
+    """from the call to the first `read`"""
 
-    def read(self) -> None:
-        """Fill in `ModelDrafter.guesses` and end `ModelDrafter.pending`. Waits for the device."""
+    def read(self) -> list[int]:
+        """Return the tokens of all rows. Waits for the device."""
 
 
 class DraftModel(Protocol):
     """A model that guesses the next tokens of many rows in one call."""
 
     def guess(self, wanted: list[Wanted]) -> Guesses | None:
-        """Set `ModelDrafter.guesses` of rows whose texts it has read. They are zeros until `Guesses.read`.
+        """Set `ModelDrafter.guesses` of rows whose texts it has read. They are zeros until `ModelDrafter.read`.
 
         None: there are no such rows. Does not wait for the device.
         """
@@ -323,8 +337,7 @@ class Draft:
         """Fill in `tokens` if a draft model guesses them. Waits for it."""
         drafter = self.drafter.drafter
         if isinstance(drafter, ModelDrafter):
-            if drafter.pending is not None:
-                drafter.pending.read()
+            drafter.read()
             self.tokens[:] = drafter.guesses[: len(self.tokens)]
 
     def accepts(self, ids: Sequence[int]) -> bool:

@@ -202,12 +202,10 @@ class DraftSteps:
         tokens = self._run(rows) if rows else None
         if tokens is None:
             return None
-        guessing = [row for row in rows if row.num_tokens]
-        for row in guessing:
-            row.drafter.guesses = [0] * row.num_tokens
-        count = tokens.shape[1]
-        indices = {row.drafter: range(i * count, (i + 1) * count) for i, row in enumerate(guessing)}
-        return DeviceGuesses(indices, tokens.view(-1), started)
+        result, count = DeviceGuesses(tokens.view(-1), started), tokens.shape[1]
+        for i, row in enumerate([row for row in rows if row.num_tokens]):
+            row.drafter.expect(row.num_tokens, result, range(i * count, (i + 1) * count))
+        return result
 
     def guess_ahead(
         self, rows: Sequence[tuple[ModelDrafter, int, list[int]]], num_steps: int, last: Tensor, after: Tensor
@@ -312,11 +310,11 @@ class DraftSteps:
     ) -> DeviceGuesses:
         """Return the chosen tokens [steps, R] int64 of launched steps: up to `counts` of each row, from `firsts` on."""
         num_steps, pitch = tokens.shape
-        for drafter, count, first in zip(drafters, counts, firsts, strict=True):
-            drafter.guesses = [0] * min(count, num_steps - first)
-        own = tokens.clone().view(-1)  # the next run overwrites the graphs'
-        indices = [range(first * pitch + i, len(own), pitch) for i, first in enumerate(firsts)]
-        return DeviceGuesses(dict(zip(drafters, indices, strict=True)), own, started, self._copies)
+        own, size = tokens.clone().view(-1), num_steps * pitch  # the next run overwrites the graphs'
+        result = DeviceGuesses(own, started, self._copies)
+        for i, (drafter, count, first) in enumerate(zip(drafters, counts, firsts, strict=True)):
+            drafter.expect(min(count, num_steps - first), result, range(first * pitch + i, size, pitch))
+        return result
 
     @staticmethod
     def _table_line(rows: list[_Row], read: list[int], number: int) -> tuple[list[int], list[int], list[int]]:

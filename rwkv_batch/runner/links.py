@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from native.tensors import Copier, copy_on, enable_peer_access, on_device
-from rwkv_batch.core.drafters import ModelDrafter
 
 
 class Link:
@@ -203,32 +202,18 @@ class TokenCopies:
 class DeviceGuesses:
     """Implements `Guesses`: tokens on a device, on their way to the host."""
 
-    def __init__(
-        self,
-        indices: dict[ModelDrafter, range],
-        tokens: Tensor,
-        started: float,
-        copies: TokenCopies | None = None,
-    ) -> None:
-        """indices: of each drafter's guesses in tokens [n] int64, contiguous; at least as many as it has guesses
-        started: by time.monotonic()
-        copies: of the tokens' device
-        """
+    def __init__(self, tokens: Tensor, started: float, copies: TokenCopies | None = None) -> None:
+        """tokens: [n] int64, contiguous; started: by time.monotonic(); copies: of the tokens' device"""
         self.tokens = tokens
-        self.indices = indices
         self._copy: HostCopy | TokenCopy | None = HostCopy(tokens) if copies is None else copies.start(tokens)
+        self._on_host: list[int] = []
         self._started = started
         self.seconds = 0.0
         """see `Guesses`"""
-        for drafter in indices:
-            drafter.pending = self
 
-    def read(self) -> None:
+    def read(self) -> list[int]:
         """See `Guesses`."""
-        if self._copy is None:
-            return
-        tokens = self._copy.tokens()
-        for drafter, indices in self.indices.items():
-            drafter.guesses[:] = [tokens[i] for i in indices[: len(drafter.guesses)]]
-            drafter.pending = None
-        self._copy, self.seconds = None, time.monotonic() - self._started
+        if self._copy is not None:
+            self._on_host, self._copy = self._copy.tokens(), None
+            self.seconds = time.monotonic() - self._started
+        return self._on_host

@@ -107,7 +107,7 @@ class RowInputs:
                     if one is None:
                         one = late[guesses] = LateTokens(guesses.tokens, [], [])
                     one.places.extend(places)
-                    one.sources.extend(guesses.indices[drafter][:count])
+                    one.sources.extend(drafter.places[:count])
                 else:
                     draft.read_guesses()
                 tokens += draft.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import random
 from collections.abc import Iterator
@@ -116,14 +117,27 @@ def test_guesses_outlive_the_next_call(model: Path) -> None:
     assert guesses.tokens.tolist() == before and first.pending is guesses
 
 
+def test_a_row_that_ends_with_unread_guesses_frees_its_ring(model: Path) -> None:
+    """At once: the garbage collector runs rarely, and without a ring no other row's guesses begin early."""
+    steps = DraftSteps(EngineConfig(model_path=str(model), draft_model=str(model)), torch.device("cpu"))
+    drafter = ModelDrafter()
+    guesses = steps.guess([Wanted(drafter, [7, 7, 7], 3, 4)])
+    assert guesses is not None and drafter.pending is guesses and len(steps._free) == MAX_ROWS - 1
+    gc.disable()
+    try:
+        del drafter
+        assert len(steps._free) == MAX_ROWS
+    finally:
+        gc.enable()
+
+
 def test_steps_are_begun_for_the_rows_of_one_step(model: Path) -> None:
     """Other rows' steps would replace them, and both would run twice."""
     steps = DraftSteps(EngineConfig(model_path=str(model), draft_model=str(model)), torch.device("cpu"))
     steps._graphs = graphs = FakeDraftGraphs(steps)  # type: ignore[assignment]
     for drafter in (first := ModelDrafter(), other := ModelDrafter()):
-        guesses = steps.guess([Wanted(drafter, [7, 7, 7], 3, 4)])
-        assert guesses is not None
-        guesses.read()
+        assert steps.guess([Wanted(drafter, [7, 7, 7], 3, 4)]) is not None
+        drafter.read()
     for drafter in (first, other):
         last = torch.tensor(drafter.guesses[:1])
         steps.guess_ahead([(drafter, 0, drafter.guesses[:3])], 4, last, torch.ones(3, dtype=torch.int64))
@@ -168,9 +182,8 @@ class Faulty:
     def guess(self, wanted: list[Wanted]) -> DeviceGuesses | None:
         self.num_early += sum(isinstance(one.ids, Joined) for one in wanted)
         guesses = self._model.guess(wanted)
-        if guesses is not None and self._share < 1:
-            guesses.read()
         for one in wanted if self._share < 1 else ():
+            one.drafter.read()
             for i in range(len(one.drafter.guesses)):
                 if self._rng.random() > self._share:
                     # The state after a replaced guess is wrong, as is that guess: it is never accepted.
