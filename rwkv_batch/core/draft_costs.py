@@ -16,7 +16,7 @@ ENOUGH = 3
 """Steps of a kind below which it is not known."""
 EXPIRY_STEPS = 100
 """Steps without drafts after which the slowest one with drafts of each kind is forgotten."""
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, MAX_DRAFT_TOKENS)
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
 HOST_S, HOST_DRAFT_S = 0.0002, 0.00002
 """Time between the graphs of two steps with drafts, and for each draft, before it is measured: low, so that drafts are

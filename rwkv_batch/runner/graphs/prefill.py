@@ -72,7 +72,7 @@ class PrefillSize(NamedTuple):
 
 
 NO_SIZE = PrefillSize(0, 0)
-VERIFY_TOKENS = (3, 4, 5, 6, 7, 9, 13, 17, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
+VERIFY_TOKENS = (3, 4, 5, 6, 7, 8, 9, 13, 17, 20, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192)
 VERIFY_SIZES = tuple(PrefillSize(tokens, tokens) for tokens in VERIFY_TOKENS)
 """Of steps that verify drafts: each row has one token."""
 SIZES = (
