@@ -20,7 +20,7 @@ from test.conftest import IS_LONG
 from test.simulation.history import History
 from test.simulation.ledger import Ledger
 from test.simulation.runs import FLEET_WORLDS, WorldFailed, run
-from test.simulation.world import OWN_WORLDS, SPECULATING_WORLDS
+from test.simulation.world import OWN_WORLDS, SPECULATING_WORLDS, World
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +90,25 @@ def test_a_delete_does_not_forget_that_a_crash_may_leave_a_later_import() -> Non
     ledger.deleted(gone)
     ledger.recover([second], lambda _: file.stored)
     assert ledger.by_key == {key: file}
+
+
+def test_a_normal_end_may_keep_what_a_dead_thread_never_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks the simulation: the writer may die between a turn's commit and its report, right before the end."""
+    step = World.step
+    ended: list[int] = []
+
+    def step_and_end(world: World) -> bool:
+        world.settings.thread = 0.0 if world.settings.durability == "lazy" else 0.1
+        has_worked = step(world)
+        if world.pool.failure is not None and not world.faults.quiet:
+            ended.append(world.seed)
+            world.restart(drained=False)
+        return has_worked
+
+    monkeypatch.setattr(World, "step", step_and_end)
+    for seed in range(PART):
+        run(seed, is_fleet=False)
+    assert ended
 
 
 def test_the_worlds_notice_a_state_with_a_rejected_token(monkeypatch: pytest.MonkeyPatch) -> None:

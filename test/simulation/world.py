@@ -158,10 +158,13 @@ class World:
         demand(self.engine._fatal_error is None, f"the engine died at its end: {self.engine._fatal_error}")
         demand(not self.clients.open_jobs, f"without an end: {self.clients.describe()}")
         self.clients.open_calls.clear()
-        self.tasks.kill()
-        self.connections.clear()
-        self.open()
-        self.ledger.reopen(self._existing())
+        if self.pool.failure is not None:  # a thread died after the last step, perhaps between a commit and its report
+            self.crash()
+        else:
+            self.tasks.kill()
+            self.connections.clear()
+            self.open()
+            self.ledger.reopen(self._existing())
         self.faults.quiet = False
 
     def _existing(self) -> list[Any]:
