@@ -263,7 +263,8 @@ class _Condition(_Lock):
         reported = [False]
         self._waiting.append(reported)
         depth, self._depth, self._holder = self._depth, 0, None
-        self.hub.wait(lambda: reported[0], timeout)
+        if not self.hub.wait(lambda: reported[0], timeout):  # a later notify is for another wait
+            self._waiting = deque(one for one in self._waiting if one is not reported)
         self.hub.wait(lambda: self._holder is None)
         self._holder, self._depth = greenlet.getcurrent(), depth
         return reported[0]

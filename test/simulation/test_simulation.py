@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +21,12 @@ from test.conftest import IS_LONG
 from test.simulation.history import History
 from test.simulation.ledger import Ledger
 from test.simulation.runs import FLEET_WORLDS, WorldFailed, run
+from test.simulation.tasks import Primitives, Tasks
 from test.simulation.world import OWN_WORLDS, SPECULATING_WORLDS, World
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 1000 if IS_LONG else 200
+SEEDS = 1000 if IS_LONG else 400
 """Seeds in which a planted fault must be found."""
 PART = 20
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -109,6 +111,23 @@ def test_a_normal_end_may_keep_what_a_dead_thread_never_reported(monkeypatch: py
     for seed in range(PART):
         run(seed, is_fleet=False)
     assert ended
+
+
+def test_a_notify_is_not_lost_to_a_wait_that_timed_out() -> None:
+    """Checks the simulation: a notify wakes a thread that still waits, as in Python."""
+    tasks = Tasks(random.Random(0))
+    condition = Primitives(tasks).threading["Condition"]()
+    woken: list[bool] = []
+
+    def wait_twice() -> None:
+        with condition:
+            woken.extend([condition.wait(0.1), condition.wait()])
+
+    task = tasks.start("waits", wait_twice)
+    tasks.wait(lambda: False, timeout=1.0)
+    condition.notify()
+    tasks.wait(lambda: task.ended, timeout=1.0)
+    assert woken == [False, True]
 
 
 def test_the_worlds_notice_a_state_with_a_rejected_token(monkeypatch: pytest.MonkeyPatch) -> None:
